@@ -16,7 +16,7 @@ from .sharded import read_whole, sharded_parameters
 def with_adapter(model: nn.Module, config: Any) -> nn.Module:
     """`peft.get_peft_model(model, config)`, also for a model on the meta device that will be sharded next.
 
-    PEFT leaves the adapters of such a model on the meta device, and transformers' initialisation does not know that one
+    PEFT leaves the adapters of such a model on the meta device, and transformers' initialisation is unaware that one
     of each pair must start at 0. Here they get memory and PEFT's own initial values, drawn as on any model.
 
     Raises NotImplementedError for adapters other than pairs of A and B (DoRA, modules_to_save, trained embeddings).
@@ -64,12 +64,12 @@ def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> 
     tensors = {name: value.contiguous() for name, value in state.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = model.peft_config[adapter]
-    former, config.inference_mode = config.inference_mode, True  # as PEFT saves it
+    former, config.inference_mode = config.inference_mode, True  # as in PEFT
     try:
         config.save_pretrained(folder)
     finally:
         config.inference_mode = former
-    shutil.copymode(folder / "adapter_config.json", folder / "adapter_model.safetensors")  # else its owner's alone
+    shutil.copymode(folder / "adapter_config.json", folder / "adapter_model.safetensors")  # mode 0600 otherwise
 
 
 def adapted_weights(part: nn.Module) -> dict[str, list[tuple[Any, str]]]:
@@ -85,8 +85,8 @@ def adapted_weights(part: nn.Module) -> dict[str, list[tuple[Any, str]]]:
             if not isinstance(module, Linear) or any([*module.use_dora.values(), *module.lora_bias.values()]):
                 raise NotImplementedError(
                     f"{name}: only LoRA of linear layers, without bias and DoRA, can be added to the weights that "
-                    f"another engine samples from, or that are exported: take another adapter, sample by "
-                    f"transformers, or export the adapter by itself"
+                    f"another engine samples from, or that are exported: use another adapter, sample by "
+                    f"transformers, or export the adapter alone"
                 )
             found[f"{name}.weight"] = [
                 (module, adapter) for adapter in module.active_adapters if adapter in module.lora_A

@@ -1,4 +1,4 @@
-"""Files of torch.distributed.checkpoint (DCP), written and read without its collectives and without trusting them.
+"""Files of torch.distributed.checkpoint (DCP), without its collectives and without trusting the files.
 
 Every rank writes its own rows and a list of them (`Part`); rank 0 joins the lists into DCP's `.metadata`
 (`join_parts`). Reading needs no other rank (`read_into`). The files are what `dcp.save` writes and `dcp.load` reads.
@@ -55,7 +55,7 @@ class Written:
 
 
 class _DigestedFile:
-    """A binary file that is only appended to; knows the digest of what was written, and why a write failed."""
+    """An append-only binary file that keeps the digest of its content, and the error of a failed write."""
 
     def __init__(self, path: Path, is_dropped: Callable[[], bool]) -> None:
         self._file, self._is_dropped = path.open("wb"), is_dropped
@@ -79,7 +79,7 @@ class _DigestedFile:
         return self._size_bytes
 
     def flush(self) -> None:
-        if not self.closed:  # a wrapper of torch's flushes once more when it is collected
+        if not self.closed:  # a wrapper of torch flushes once more when it is collected
             self._file.flush()
 
     def fileno(self) -> int:
@@ -97,7 +97,7 @@ class _DigestedFile:
 
 
 class DigestedFiles(FileSystem):
-    """A folder to write to; a file is on disk once its stream is closed. A folder that has vanished is an error and
+    """A folder to write to; a file is on disk once its stream is closed. A folder that was removed is an error and
     is not created again. Writing raises InterruptedError once `is_dropped()`.
     """
 
@@ -118,11 +118,11 @@ class DigestedFiles(FileSystem):
                 os.fsync(file.fileno())
                 file.close()
         except BaseException as raised:
-            with contextlib.suppress(OSError):  # what is left in the buffer fails again
+            with contextlib.suppress(OSError):  # the rest of the buffer fails again
                 file.close()
             problem, file.problem = file.problem or raised, None
             if isinstance(problem, OSError):
-                problem.filename = str(path)  # neither writing nor syncing names it
+                problem.filename = str(path)  # missing in errors of writing and syncing
             try:
                 raise problem from None
             finally:
@@ -131,7 +131,7 @@ class DigestedFiles(FileSystem):
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """A planner that takes the values in `held`, by flat name, instead of those in the state dict."""
+    """A planner that uses the values in `held`, by flat name, instead of those in the state dict."""
 
     held: Mapping[str, torch.Tensor] = {}
 
@@ -140,7 +140,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class Part:
-    """This rank's shards of a nested state dict; on rank 0 also what all ranks share."""
+    """This rank's shards of a nested state dict; on rank 0 also the replicated values."""
 
     def __init__(self, rank: int, state: Mapping[str, Any]) -> None:
         self._rank = rank
@@ -154,8 +154,8 @@ class Part:
     def hold(self, memory: dict[str, torch.Tensor]) -> None:
         """Copies all values to the host, so that `write` may run in a thread while the state changes.
 
-        `memory` has the host's tensors by name. What it lacks is allocated (pinned for values on a GPU); give the same
-        one again, once the part is written. Copies from a GPU are only enqueued on its current stream.
+        `memory` has the host's tensors by name. Missing ones are allocated (pinned for values on a GPU); reuse it
+        once the part is written. Copies from a GPU are only enqueued on its current stream.
         """
         state = self._planner.state_dict
         held: dict[str, torch.Tensor] = {}
@@ -178,13 +178,13 @@ class Part:
         self._planner.held = held
 
     def write(self, folder: Path, is_dropped: Callable[[], bool] = lambda: False) -> dict[str, Written]:
-        """Writes the values and their list into `folder`, which must exist; returns the files that stay.
+        """Writes the values and their list into `folder`, which must exist; returns the final files.
 
         Raises OSError; InterruptedError once `is_dropped()`.
         """
         planner, rank = self._planner, self._rank
         files = DigestedFiles(is_dropped)
-        # Values on the host need no copies ahead, for which DCP would synchronize a stream of this thread's GPU.
+        # Values on the host need no prefetched copies, for which DCP would synchronize a stream of this thread's GPU.
         writer = FileSystemWriter(folder, **({"per_thread_copy_ahead": 0} if planner.held else {}))
         writer.fs = files
         plan = writer.prepare_local_plan(planner.create_local_plan())
@@ -200,7 +200,7 @@ class Part:
 
 
 def list_name(rank: int) -> str:
-    """The file with the list of a rank's part, until `join_parts`."""
+    """The name of the file with the list of a rank's part, until `join_parts`."""
     return f"__{rank}{METADATA}"
 
 
@@ -235,12 +235,12 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("pathlib") and name.endswith("Path"):
-            return pathlib.PurePosixPath  # where it was written; not used
+            return pathlib.PurePosixPath  # the path that it was written to; unused
         if (module, name) in _KNOWN_RECORDS or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         ):
             return getattr(importlib.import_module(module), name)
-        raise CheckpointCorrupt(f"it names {module}.{name}, which no checkpoint needs, so it is not read")
+        raise CheckpointCorrupt(f"it contains {module}.{name}, which no checkpoint needs, so it is not read")
 
 
 _DCP = "torch.distributed.checkpoint"
@@ -260,7 +260,7 @@ _KNOWN_RECORDS = {
 
 
 def read_metadata(folder: Path, name: str = METADATA) -> Metadata:
-    """What a checkpoint holds. Raises OSError, and CheckpointCorrupt for a file that DCP did not write."""
+    """A checkpoint's metadata. Raises OSError, and CheckpointCorrupt for a file that DCP did not write."""
     path = folder / name
     data = path.read_bytes()
     try:
@@ -293,7 +293,7 @@ def check_sizes(folder: Path, metadata: Metadata) -> None:
 
 def _check_chunks(metadata: Metadata) -> None:
     """Raises ValueError unless chunks are within their tensors, fill them without overlap, and each have data."""
-    problems = _validate_global_plan([SavePlan([]), SavePlan([])], metadata)  # of one plan it checks less
+    problems = _validate_global_plan([SavePlan([]), SavePlan([])], metadata)  # one plan would be checked less
     if problems not in (True, []):
         raise ValueError(f"its chunks don't fit its tensors: {problems or 'see the log'}")
     for name, tensor in tensors_of(metadata).items():
@@ -310,7 +310,7 @@ class _Planner(DefaultLoadPlanner):
 def read_into(folder: Path, metadata: Metadata, state: dict[str, Any]) -> None:
     """Fills the tensors of a flat state dict in place, and replaces its other values. Needs no other rank.
 
-    Tensors may be split in any way. Raises CheckpointCorrupt, OSError.
+    Tensors may be sharded in any way. Raises CheckpointCorrupt, OSError.
     """
     planner = _Planner(flatten_state_dict=False)
     planner.set_up_planner(state, metadata, is_coordinator=True)
@@ -320,11 +320,11 @@ def read_into(folder: Path, metadata: Metadata, state: dict[str, Any]) -> None:
     try:
         reader.read_data(planner.finish_plan(plan), planner).wait()
     except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError) as error:
-        # Not torch's words, which advise to run what is in the file.
+        # Without torch's message, which advises to run the pickle.
         raise CheckpointCorrupt(f"{folder} has values that can't be read ({type(error).__name__})") from error
 
 
 def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """The tensors that a checkpoint holds, by name: their shapes, dtypes and chunks."""
+    """The tensors of a checkpoint by name: their shapes, dtypes and chunks."""
     entries = metadata.state_dict_metadata.items()
     return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}

@@ -21,7 +21,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Restores what `random_state` returned; a GPU's state only if there is a GPU now."""
+    """Restores the result of `random_state`; a GPU's state only if there is a GPU now."""
     torch.set_rng_state(_as_tensor(state["torch"]))
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(_as_tensor(state["cuda"]))
@@ -30,7 +30,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def seed_random_state(*numbers: int) -> None:
-    """Seeds all these generators from `numbers`, the same way on every machine."""
+    """Seeds all these generators from `numbers`, in the same way on every machine."""
     seed = int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1
     torch.manual_seed(seed)
     random.seed(seed)

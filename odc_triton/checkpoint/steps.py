@@ -1,10 +1,10 @@
-"""A run's checkpoints: written aside and renamed, the last few kept, each with its files' digests.
+"""A run's checkpoints: written under temporary names and renamed, the last few kept, each with its files' digests.
 
-    folder/step-00000010/   what is in it: folder.py
+    folder/step-00000010/   contents: see folder.py
 
-Unfinished folders, of which each rank has its own while it writes, are called `.step-….saving`,
-`.step-….removing` or `.step-….replaced`. The process that holds the lock on `folder/.lock` (rank 0, for as long as it
-lives) owns these and may remove those that it has found at its start: a killed run has left them.
+Unfinished folders, one per rank while it writes, are called `.step-….saving`, `.step-….removing` or
+`.step-….replaced`. The process that holds the lock on `folder/.lock` (rank 0, for as long as it lives) owns these and
+may remove those that exist at its start: they are leftovers of a killed run.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _LOCK_WAIT_S = 10.0  # a killed job's rank 0 may take a moment to end
 
 
 class Checkpoints:
-    """The checkpoints in `folder`, of which the last `keep` stay. Rank 0 creates the folder if there is none.
+    """The checkpoints in `folder`; the last `keep` are kept. Rank 0 creates the folder if there is none.
 
-    Any rank may look; `save` and `load` are collective. Both use the model's own barriers, so a rank that died is named
-    within seconds, and a late one once the deadline of `fully_shard` has passed.
+    Any rank may call `all` and `newest`; `save` and `load` are collective. Both use the model's own barriers, so a rank
+    that died is named within seconds, and a late one after the timeout of `fully_shard`.
     """
 
     def __init__(self, folder: str | os.PathLike, *, keep: int) -> None:
@@ -45,17 +45,17 @@ class Checkpoints:
             raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
         self.folder, self.keep = Path(folder), keep
         self._lock: ByteLocks | None = None
-        self._left: list[Path] = []  # what killed runs have left, until it is removed
+        self._left: list[Path] = []  # leftovers of killed runs, until they are removed
         if not dist.is_initialized() or dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(OSError):  # another user's folder, only read
                 self._left = sorted(path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name))
                 self._own(wait_s=0)
 
-    # ------------------------------------------------------------------ looking
+    # ------------------------------------------------------------------ listing
 
     def all(self) -> list[Path]:
-        """All finished ones, in the order they were saved. Raises CheckpointCorrupt for a damaged manifest."""
+        """All finished ones, in the order of saving. Raises CheckpointCorrupt for a damaged manifest."""
         return _by_age(self.folder)
 
     def newest(self, *, fallback: bool = False) -> Path | None:
@@ -90,8 +90,8 @@ class Checkpoints:
         prune: removes the oldest ones beyond `keep`.
 
         Call it between minibatches. Returns the new folder. Raises CheckpointFailed on every rank, with the rank and
-        the cause, if one could not write; then nothing is left behind, and older ones stay as they are. Raises RankLost
-        and DeadlineExceeded as barriers do; then the next run removes what is left.
+        the cause, if one could not write; then nothing is left behind, and older ones are unchanged. Raises RankLost
+        and DeadlineExceeded as barriers do; then the next run removes the leftovers.
         """
         final = self.path_of(step)
         write_checkpoint(
@@ -111,13 +111,13 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}"
 
     def prepare(self) -> None:
-        """What rank 0 does before it writes. Raises OSError for a folder that has vanished or is another run's."""
+        """Rank 0's part before it writes. Raises OSError for a folder that was removed or is another run's."""
         if not self.folder.is_dir():
             raise FileNotFoundError(f"the checkpoints' folder {self.folder} has vanished")
         self._own(wait_s=_LOCK_WAIT_S)
 
     def next_number(self) -> int:
-        """How many checkpoints were saved here before the next one."""
+        """The number of checkpoints saved here before the next one."""
         return 1 + max((_number(path, damaged=-1) for path in _folders(self.folder)), default=-1)
 
     def prune(self, newest: Path) -> None:
@@ -126,14 +126,14 @@ class Checkpoints:
         others.sort(key=lambda path: _number(path, damaged=-1))
         for path in others[: max(0, len(others) - self.keep + 1)]:
             going = unfinished(path, "removing")
-            with contextlib.suppress(OSError):  # it stays, and the next save tries again
+            with contextlib.suppress(OSError):  # the next save tries again
                 os.rename(path, going)
             remove_folder(going)
 
-    # ------------------------------------------------------------------ who owns the folder
+    # ------------------------------------------------------------------ ownership of the folder
 
     def _own(self, wait_s: float) -> None:
-        """Takes the folder's lock, and removes what killed runs have left. Raises OSError."""
+        """Takes the folder's lock, and removes leftovers of killed runs. Raises OSError."""
         if self._lock is None:
             descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             self._lock = ByteLocks(descriptor)

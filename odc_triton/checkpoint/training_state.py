@@ -1,4 +1,4 @@
-"""Model and optimizer as checkpoints hold them: by name, for any number of ranks, FSDP2's or ours.
+"""Model and optimizer in checkpoints: by name, for any number of ranks, FSDP2's or ours.
 
 Names are those of torch's `get_model_state_dict` and `get_optimizer_state_dict`: `model.<name>`,
 `optimizer.state.<name>.exp_avg`, `optimizer.param_groups.…`, below any prefix (`app.model.…`, `optim.state.…`).
@@ -34,7 +34,7 @@ def to_save(model: nn.Module, optimizer: Optimizer, *, without: Collection[str] 
     if optimizer.state:
         of_model, of_optimizer = get_state_dict(model, optimizer)
         return {"model": _left(of_model, without), "optimizer": of_optimizer}
-    # torch's function for optimizers would create states by a step with a learning rate of 0, which would count as one.
+    # torch's function for optimizers would create states by a step with a learning rate of 0, which would be counted.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [group | {"params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     optimizer_state = {"state": {}, "param_groups": groups}
@@ -76,7 +76,7 @@ def to_load(
 
 
 def _as_saved(saved: TensorStorageMetadata | None, value: Any) -> Any:
-    """A scalar that was saved whole: its owner's element as 0-d, a placeholder on other ranks. Else `value`."""
+    """For a scalar that was saved whole its owner's element as 0-d, a placeholder on other ranks. Else `value`."""
     if saved is None or saved.size != () or not isinstance(value, DTensor) or value.shape != (1,):
         return value
     local = value.to_local()
@@ -84,7 +84,7 @@ def _as_saved(saved: TensorStorageMetadata | None, value: Any) -> Any:
 
 
 def _difference(saved: TensorStorageMetadata | None, value: torch.Tensor) -> str | None:
-    """Why a tensor can't be read into `value`; None if it can. A narrower dtype can be read into a wider one."""
+    """The reason why a tensor can't be read into `value`, or None. A narrower dtype can be read into a wider one."""
     if saved is None:
         return "is not in the checkpoint"
     if saved.size != value.shape:
@@ -160,7 +160,7 @@ def _optimizer_prefix(metadata: Metadata) -> str | None:
 
 
 def take(model: nn.Module, optimizer: Optimizer | None, loaded: dict[str, Any], metadata: Metadata) -> None:
-    """Gives the optimizer the hyperparameters that were read, and drops states that the checkpoint does not have."""
+    """Sets the optimizer's hyperparameters to the loaded ones, and drops states that the checkpoint does not have."""
     if optimizer is None:
         return
     base = _optimizer_prefix(metadata)

@@ -8,7 +8,7 @@ predicted: it is not counted as a target, and a sample with no other target is d
 Memory does not grow with the data: samples go to disk as they are made, and are read by memory mapping, whose
 pages all ranks of a machine share. Only a few bytes per sample, its length, stay in memory.
 
-`split_samples` sets some aside for evaluation. Which ones depends only on the seed and the number of samples: not on
+`split_samples` sets some aside for evaluation. The choice depends only on the seed and the number of samples: not on
 ranks, world size, epochs or the order in which a sampler takes the others.
 """
 
@@ -42,11 +42,11 @@ _COLUMNS = {"tokens": np.dtype("int32"), "offsets": np.dtype("int64"), "spans": 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """How records become samples."""
+    """Options of turning records into samples."""
 
     max_tokens: int = 2048  # of the longest sample, prompt and end token included
     too_long: TooLong = "truncate"  # or stop with an error, or leave it out
-    batch_records: int = 1024  # most records given to the tokenizer at a time; changes speed and memory only
+    batch_records: int = 1024  # most records per call of the tokenizer; affects only speed and memory
 
     def __post_init__(self) -> None:
         # A sample needs a token to predict and one to predict it from.
@@ -64,14 +64,14 @@ class DataSummary:
 
     records: int = 0
     samples: int = 0
-    truncated: int = 0  # samples kept with their end cut off
+    truncated: int = 0  # samples that were cut at their end
     dropped_too_long: int = 0
     dropped_no_target: int = 0  # an empty text, no turn of the assistant, or a prompt that fills max_tokens
     tokens: int = 0
     target_tokens: int = 0
 
     def shapes(self, spans: int) -> dict[str, tuple[int, ...]]:
-        """Of the arrays of a data set with so many spans of targets."""
+        """The shapes of a data set's arrays with this number of spans of targets."""
         return {"tokens": (self.tokens,), "offsets": (self.samples + 1,), "spans": (spans, 2)}
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class DataSummary:
 
 
 class Samples(ABC):
-    """Samples in a fixed order: what a sampler and a collate function read."""
+    """Samples in a fixed order, for a sampler and a collate function."""
 
     lengths: np.ndarray  # [samples] int64: tokens of each sample, prompt included
     target_counts: np.ndarray  # [samples] int64: tokens of each that are predicted and learned, so without its first
@@ -159,7 +159,7 @@ class TokenizedDataset(Samples):
         return {"input_ids": input_ids, "labels": labels}
 
     def __reduce__(self) -> tuple:
-        # A DataLoader's worker process maps the file itself, instead of being sent a copy of all samples.
+        # A DataLoader's worker process maps the file itself, instead of receiving a copy of all samples.
         if self.path is not None:
             return TokenizedDataset.load, (self.path,)
         return TokenizedDataset, (self.tokens, self.offsets, self.spans, self.summary)
@@ -170,7 +170,7 @@ class TokenizedDataset(Samples):
 
     @classmethod
     def load(cls, path: str | os.PathLike, *, verify: bool = False) -> TokenizedDataset:
-        """Maps what `save` or `tokenize_source` wrote. Raises DataError for anything else.
+        """Maps a file of `save` or `tokenize_source`. Raises DataError for any other.
 
         `verify` reads the whole file once and compares its checksums: use it if the file may be damaged.
         """
@@ -213,10 +213,10 @@ def tokenize_source(
     options: DataOptions | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> DataSummary:
-    """Writes the samples of `source`, in its order, for `TokenizedDataset.load`, whole or not at all.
+    """Writes the samples of `source`, in its order, for `TokenizedDataset.load`, atomically.
 
     `progress` is called after each batch with the records done and their fraction of the source.
-    Raises DataError for unusable records, for too long a sample if the options say so, and if none is left; OSError
+    Raises DataError for unusable records, for too long a sample if the options require it, and if none is left; OSError
     if the file can't be written.
     """
     options, summary, spans_written = options or DataOptions(), DataSummary(), 0
@@ -224,7 +224,7 @@ def tokenize_source(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            # Columns grow in unnamed files, which vanish with the process however it ends.
+            # Columns grow in unnamed files, which vanish with the process.
             files = {name: stack.enter_context(TemporaryFile(dir=folder)) for name in _COLUMNS}
 
             def write(column: str, values: Any) -> None:
@@ -252,9 +252,9 @@ def tokenize_source(
 def samples_of(
     encoded: Iterable[tuple[Record, tuple[list[int], Spans]]], options: DataOptions, summary: DataSummary
 ) -> Iterator[tuple[list[int], Spans]]:
-    """(token ids, learned spans) of each sample of these records, with what `encode_records` made of each.
+    """(token ids, learned spans) of each sample of these records, encoded by `encode_records`.
 
-    Counts in `summary`. Raises DataError for too long a sample if the options say so.
+    Counts in `summary`. Raises DataError for too long a sample if the options require it.
     """
     for record, (ids, spans) in encoded:
         summary.records += 1
@@ -319,7 +319,7 @@ class SampleSubset(Samples):
 
 
 def held_out(total: int, evaluation: float) -> int:
-    """How many of `total` samples `split_samples` sets aside. Raises what it raises."""
+    """The number of `total` samples that `split_samples` sets aside. Raises as it does."""
     if not evaluation > 0 or (evaluation >= 1 and evaluation != int(evaluation)):
         raise ValueError(
             f"the evaluation split is {evaluation!r}; give a number of samples, 1 or more, or a fraction below 1"
@@ -340,7 +340,7 @@ def split_samples(data: TokenizedDataset, evaluation: float, *, seed: int = 0) -
     ValueError if a part would be empty.
     """
     total, count = len(data), held_out(len(data), evaluation)
-    # Only Random.random is promised to give the same numbers in every Python version; numpy's generators are not.
+    # Only Random.random is stable across Python versions; numpy's generators are not.
     generator = random.Random(f"evaluation {seed}")
     keys = np.fromiter((generator.random() for _ in range(total)), np.float64, total)
     aside = np.zeros(total, bool)

@@ -8,7 +8,7 @@ from .chat import ChatError, Conversation, Spans, encode_heads
 from .records import DataError, Record
 from .tokenizer import TextEncoder
 
-_BATCH_CHARACTERS = 4_000_000  # of text that the tokenizer encodes at a time
+_BATCH_CHARACTERS = 4_000_000  # of text per call of the tokenizer
 
 
 def encode_records(batch: list[Record], encoder: TextEncoder, max_tokens: int) -> Iterator[tuple[list[int], Spans]]:
@@ -53,7 +53,7 @@ def _encode_chats(records: list[Record], encoder: TextEncoder, max_tokens: int) 
 
 
 def batches(records: Iterable[Record], most: int) -> Iterator[list[Record]]:
-    """Of `most` records, or fewer where they are long."""
+    """Batches of `most` records, or fewer if they are long."""
     batch: list[Record] = []
     characters = 0
     for record in records:

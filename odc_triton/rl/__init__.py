@@ -1,1 +1,1 @@
-"""The parts of a GRPO job: rewards, the engines that sample completions, the correction of what they sampled."""
+"""The parts of a GRPO job: rewards, engines that sample completions, and the importance correction."""

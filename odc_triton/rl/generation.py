@@ -1,4 +1,4 @@
-"""What a GRPO job asks of an engine that samples completions: transformers in this process, or vLLM."""
+"""The interface of engines that sample completions: transformers in this process, or vLLM."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Sampled:
     """One completion."""
 
     ids: list[int]  # with the end token, if it ended
-    logps: list[float]  # of each of `ids` under the distribution sampled from (after temperature); NaN if not known
+    logps: list[float]  # of each of `ids` under the sampled distribution (after temperature); NaN if unknown
     ended: bool  # by an end token; else cut at max_new_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How completions are sampled: from the whole vocabulary."""
+    """Options of sampling, always from the whole vocabulary."""
 
     temperature: float  # 0: greedy
     max_new_tokens: int
@@ -36,7 +36,7 @@ class SamplingOptions:
 
 
 class GenerationFailed(RuntimeError):
-    """An engine gave no completions, or did not take the weights; the message says what was seen and what to do."""
+    """An engine returned no completions, or did not take the weights; the message has the observation and a remedy."""
 
 
 class CompletionEngine(Protocol):
@@ -45,15 +45,15 @@ class CompletionEngine(Protocol):
     samples_elsewhere: bool  # other weights or kernels than the policy's: the importance ratio must be corrected
 
     def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[list[Sampled]]:
-        """[request][seed]. This rank alone: no other takes part."""
+        """[request][seed]. Not collective."""
         ...
 
     def sync(self, model: nn.Module) -> None:
-        """Gives the engine the policy's current weights, before a rollout. Every rank calls it, outside a minibatch."""
+        """Loads the policy's current weights, before a rollout. Every rank calls it, outside a minibatch."""
         ...
 
     def close(self) -> None:
-        """Ends what the engine started."""
+        """Frees the engine's resources."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""JSON over HTTP to one server, each request with a deadline. Goes to that address only: no proxy, no redirect."""
+"""JSON over HTTP to one server, each request with a deadline. Contacts that address only: no proxy, no redirect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Refused(GenerationFailed):
 class Server:
     """The server at `address`, such as http://127.0.0.1:8000. May be used by several threads at once.
 
-    Requests raise GenerationFailed that names the address, the request, and what came instead of an answer.
+    Requests raise GenerationFailed with the address, the request, and the failure.
     """
 
     def __init__(self, address: str) -> None:
@@ -39,15 +39,15 @@ class Server:
         self._open: set[socket.socket] = set()
 
     def get(self, path: str, *, timeout_s: float) -> Any:
-        """What the server has at `path`."""
+        """The server's answer to GET `path`."""
         return self._ask("GET", path, None, timeout_s)
 
     def post(self, path: str, content: Any = None, *, timeout_s: float) -> Any:
-        """What the server answers to `content`; None if it answers nothing."""
+        """The server's answer to `content`; None if it is empty."""
         return self._ask("POST", path, json.dumps({} if content is None else content), timeout_s)
 
     def abort(self) -> None:
-        """Ends the requests that other threads wait for."""
+        """Aborts the requests of other threads."""
         with self._lock:
             for each in self._open:
                 with contextlib.suppress(OSError):
@@ -65,8 +65,8 @@ class Server:
             ) from None
         except (OSError, http.client.HTTPException) as error:
             raise GenerationFailed(
-                f"the server at {self.address} is not there for {what} ({type(error).__name__}: {error}): see its log, "
-                f"start it again, and go on from the last checkpoint"
+                f"the server at {self.address} is unreachable for {what} ({type(error).__name__}: {error}): see its "
+                f"log, start it again, and resume from the last checkpoint"
             ) from None
         if status != 200:
             raise Refused(
@@ -78,7 +78,7 @@ class Server:
             return json.loads(content)
         except ValueError:
             raise GenerationFailed(
-                f"the server at {self.address} answered {what} with what is not JSON: {_text(content)}: is it vLLM's?"
+                f"the server at {self.address} did not answer {what} with JSON: {_text(content)}: is it vLLM's?"
             ) from None
 
     def _exchange(self, method: str, path: str, body: str | None, deadline: float) -> tuple[int, bytes]:

@@ -1,7 +1,7 @@
 """Importance weights for completions that another engine sampled: its log-probabilities differ from the policy's.
 
 A completion was drawn from mu, the engine's distribution, and the loss is an expectation under pi, the policy's before
-the update. So the loss of its tokens is multiplied by rho, which is bounded, as single ratios may be huge:
+the update. So the loss of its tokens is multiplied by rho, which is bounded because single ratios may be huge:
 
     token_*      rho_t = exp(log pi_t - log mu_t)                    one for each token
     sequence_*   rho   = exp(sum_t (log pi_t - log mu_t))            one for each completion
@@ -9,7 +9,7 @@ the update. So the loss of its tokens is multiplied by rho, which is bounded, as
     *_mask       rho above the bound becomes 0
 
 The arithmetic, names and defaults are those of TRL 1.16 (trainer/grpo_trainer.py, `vllm_importance_sampling_*`), on
-packed rows instead of padded ones. A token whose mu is not known (NaN) counts as if mu were pi.
+packed rows instead of padded ones. A token whose mu is unknown (NaN) counts as if mu were pi.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Mode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_ma
 def importance_weights(
     policy_logps: torch.Tensor, sampler_logps: torch.Tensor, lengths: torch.Tensor, *, mode: Mode, most: float
 ) -> torch.Tensor:
-    """The weights [tokens], fp32, of completions that lie one after another: to multiply the tokens' loss with.
+    """The weights [tokens], fp32, of the tokens' loss, for concatenated completions.
 
-    `policy_logps` and `sampler_logps` are [tokens], `lengths` [completions] their tokens each. Tokens that a mask keeps
-    out of the loss are left out before. `most`: the bound. Raises ValueError if the shapes don't fit.
+    `policy_logps` and `sampler_logps` are [tokens], `lengths` [completions] their tokens each. Tokens that are masked
+    in the loss must be removed before. `most`: the bound. Raises ValueError if the shapes don't match.
     """
     if policy_logps.shape != sampler_logps.shape or policy_logps.dim() != 1 or int(lengths.sum()) != len(policy_logps):
         raise ValueError(

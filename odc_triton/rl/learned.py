@@ -1,4 +1,4 @@
-"""What a step learns of a rollout: completions with their advantages and weights, and the loss of a pack of them."""
+"""The learned completions of a rollout, with their advantages and weights, and the loss of a pack of them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Correction = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 
 @dataclass(kw_only=True)
 class Learned:
-    """A rollout's completions that are learned, the same on every rank but `old`, which has those computed here.
+    """A rollout's completions that are learned, the same on every rank except `old`, which has this rank's only.
 
     By sample: ids and labels, advantage, weight of each token's loss, log-probabilities under the engine that sampled.
-    `tokens`: that the loss is counted in, those of completions left out included.
+    `tokens`: the loss's denominator, including tokens of completions left out.
     """
 
     samples: list[dict[str, list[int]]]
@@ -46,7 +46,7 @@ class Learned:
         most_tokens: int,
         keep_all: bool,
     ) -> Learned:
-        """`keep_all`: also completions of advantage 0, which without a divergence are only counted."""
+        """`keep_all`: also completions of advantage 0, which are only counted without a divergence."""
         gained = advantages(made.totals, scale).flatten().tolist()
         flat = [(slot.prompt.ids, one) for slot, group in zip(made.slots, made.sampled, strict=True) for one in group]
         counts = [0 if mask_truncated and not one.ended else len(one.ids) for _, one in flat]
@@ -77,9 +77,9 @@ class Learned:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The summed loss of one pack, a scalar, and sums over its tokens for the log.
 
-        The first call for an entry keeps its log-probabilities: the policy before the first update is the one that
+        The first call for an entry keeps its log-probabilities: before the first update the policy is the one that
         sampled. `correction`: importance weights of (log-probabilities then, those under the sampler, documents'
-        tokens), where another engine sampled.
+        tokens), if another engine sampled.
         """
         (pack,) = pack_collate([PackedDataset(self.samples)[entries]])
         pack = to_device(pack, device)
@@ -116,7 +116,7 @@ class Learned:
         return loss, sums | more
 
     def _predicted(self, entry: Entry) -> slice:
-        """Which of its sample's completion tokens an entry of a pack predicts."""
+        """The range of its sample's completion tokens that an entry of a pack predicts."""
         if isinstance(entry, int):
             return slice(0, len(self.sampled[entry]))
         most = len(self.sampled[entry.sample])

@@ -1,7 +1,7 @@
-"""GRPO's arithmetic, as TRL has it: rewards to advantages, log-probabilities to the terms of the loss.
+"""GRPO's arithmetic, as in TRL: rewards to advantages, log-probabilities to the terms of the loss.
 
 Groups in which all advantages are 0 contribute nothing without a divergence, so they need not be computed; but their
-completions count in the denominators as they would in TRL, so leaving them out changes no update.
+completions count in the denominators as in TRL, so the update is the same.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _EPSILON = 1e-4
 
 
 def advantages(rewards: Tensor, scale: Literal["group", "batch", "none"]) -> Tensor:
-    """[prompts, completions] -> the same: the reward above its group's mean, divided by a standard deviation.
+    """[prompts, completions] -> the same: the reward minus its group's mean, divided by a standard deviation.
 
-    `scale`: whose; "group", "batch" (all of the step), or "none". A NaN reward (no function applied) gives 0.
+    `scale`: the deviation of the "group", the "batch" (all of the step), or "none". A NaN reward (no function applied)
+    gives 0.
     """
     known = ~rewards.isnan()
     counts = known.sum(1, keepdim=True).clamp(min=1)
@@ -37,13 +38,13 @@ def advantages(rewards: Tensor, scale: Literal["group", "batch", "none"]) -> Ten
 
 
 def _deviation(centred: Tensor, counts: Tensor) -> Tensor:
-    """The sample's standard deviation of rows that are centred already."""
+    """The sample standard deviation of centred rows."""
     return (centred.square().sum(1, keepdim=True) / (counts - 1).clamp(min=1)).sqrt()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Denominators:
-    """What a minibatch's loss is divided by, the same on every rank. tokens: learned, of all `rows` completions."""
+    """The denominators of a minibatch's loss, the same on every rank. tokens: learned, of all `rows` completions."""
 
     tokens: int
     rows: int
@@ -101,14 +102,14 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTerms:
-    """What is known of the n learned tokens of one pack, [n] each. counts: of each document, together n."""
+    """Inputs of the loss of the n learned tokens of one pack, [n] each. counts: of each document, their sum is n."""
 
     counts: Sequence[int]
     advantage: Tensor
     weight: Tensor
     old: Tensor  # log-probabilities under the policy before the step
     reference: Tensor | None = None  # and under the reference model
-    correction: Tensor | None = None  # importance weights, where another engine sampled
+    correction: Tensor | None = None  # importance weights, if another engine sampled
 
 
 def _means(values: Tensor, counts: Sequence[int]) -> Tensor:

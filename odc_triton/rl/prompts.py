@@ -1,4 +1,4 @@
-"""Prompts of reinforcement learning: text or messages, encoded as `train sft` encodes them, with their columns."""
+"""Prompts of reinforcement learning: text or messages, encoded as in `train sft`, with their columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BATCH = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """ids: its tokens, with what the template writes before the assistant's turn. given: text, or messages."""
+    """ids: its tokens, with the template's header of the assistant's turn. given: text, or messages."""
 
     ids: list[int]
     given: str | list[dict[str, Any]]
@@ -50,7 +50,7 @@ class Prompts(Sequence[Prompt]):
         return max(max(each.ids) for each in self)
 
     def digest(self) -> str:
-        """Of all tokens and columns: changes whenever what a run sees does."""
+        """A digest of all tokens and columns."""
         found = hashlib.sha256()
         for each in self:
             found.update(json.dumps([each.ids, each.columns], sort_keys=True, default=str).encode())
@@ -66,9 +66,9 @@ def joined_prompts(sets: Sequence[Prompts], copies: Sequence[int]) -> Prompts:
 def read_prompts(name: str, tokenizer: Any, *, most_tokens: int, drop_long: bool = False, first: int = 0) -> Prompts:
     """The prompts of any source (see `open_source`): records with `prompt`, text or messages.
 
-    `most_tokens`: of a prompt; longer ones are dropped if `drop_long`. `first`: how many to read, 0 for all.
+    `most_tokens`: of a prompt; longer ones are dropped if `drop_long`. `first`: the number to read, 0 for all.
 
-    Raises DataError with file and line for one that can't be used, and where none is left.
+    Raises DataError with file and line for an unusable prompt, and if none is left.
     """
     encoder = TextEncoder.of(tokenizer)
     prompts, dropped = [], 0
@@ -90,7 +90,7 @@ def read_prompts(name: str, tokenizer: Any, *, most_tokens: int, drop_long: bool
 
 
 def _encoded(name: str, tokenizer: Any, encoder: TextEncoder, first: int) -> Iterator[tuple[str, Any, dict, list[int]]]:
-    """(how errors name it, the prompt, its columns, its tokens) of each record."""
+    """(name in errors, prompt, columns, tokens) of each record."""
     batch: list[tuple[str, Any, dict]] = []
     for number, (where, row, _) in enumerate(open_source(name).rows()):
         if first and number == first:
@@ -128,7 +128,7 @@ def _prompt_of(where: str, row: Any) -> str | list[dict[str, Any]]:
 
 
 def prompts_of_step(mix: Mix, step: int, *, per_step: int, seed: int) -> list[int]:
-    """Which prompts step `step` takes, from 0: the next `per_step` of one epoch after another."""
+    """The prompts of step `step`, from 0: the next `per_step` of one epoch after another."""
     count = len(mix)
     places = range(step * per_step, (step + 1) * per_step)
     orders = {epoch: mix.order(epoch, f"prompts {seed}") for epoch in {place // count for place in places}}
@@ -136,6 +136,6 @@ def prompts_of_step(mix: Mix, step: int, *, per_step: int, seed: int) -> list[in
 
 
 def completion_seed(seed: int, step: int, prompt: int, generation: int) -> int:
-    """63 bits for one completion, whoever samples it. `prompt`: its place among the step's prompts."""
+    """63 bits for one completion, the same on any rank. `prompt`: its place among the step's prompts."""
     digest = hashlib.blake2b(f"{seed} {step} {prompt} {generation}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,7 +1,7 @@
-"""The process in which a rank's reward functions run: its handle in the rank, and what runs in it.
+"""The process in which a rank's reward functions run: its handle in the rank, and its own code.
 
-The two talk over a socket pair. A message is its length and its content: pickled to the functions, JSON back, because
-a reward may execute what a model wrote, and then nothing that comes from there may be unpickled.
+They communicate over a socket pair. A message is its length and its content: pickled to the functions, JSON back,
+because a reward may execute a model's output, so nothing from the process may be unpickled.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..base.errors import TRACEBACK
 from ..comm.launch import die_with_parent, how_it_ended
 
 _LENGTH = struct.Struct("!Q")
-_END_S = 2.0  # for what the functions' modules do at exit
+_END_S = 2.0  # for exit handlers of the functions' modules
 _TRACE_LINES = 12
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _KEYWORDS = ("prompts", "completions", "completion_ids")
@@ -41,15 +41,15 @@ serve(int(descriptor), int(parent))
 
 
 class ProcessEnded(Exception):
-    """The process is gone; the text says how it ended."""
+    """The process is gone; the text has its exit status."""
 
 
 class RewardProcess:
     """A new process that imports the functions `names`, each a "module:function", and calls them on request.
 
     It is another program with its own session: it shares no memory, lock or file with the rank, and Ctrl-C does not
-    reach it. The kernel kills it when the thread that started it ends; what the functions started is killed with it.
-    What they print goes to stderr.
+    reach it. The kernel kills it when the thread that started it ends; the functions' child processes are killed with
+    it. Its output goes to stderr.
 
     Raises ValueError if a function can't be imported, ProcessEnded, and TimeoutError after `timeout_s` seconds.
     """
@@ -58,7 +58,7 @@ class RewardProcess:
         self._channel, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                # The folder that the job was started in, as `python -m` has it.
+                # The job's working directory last, which `python -m` has too.
                 [sys.executable, "-u", "-c", _CODE, str(theirs.fileno()), str(os.getpid()), *sys.path, os.getcwd()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
@@ -75,11 +75,11 @@ class RewardProcess:
             raise ValueError(problem)
 
     def call(self, function: int, keywords: dict[str, Any], *, deadline: float) -> dict[str, Any]:
-        """Calls one of the functions. Returns {"rewards": list}, of a number, None, or the text of something else for
-        each sample; {"raised": error, "trace": its last lines}; or {"returned": text of what is no list}.
+        """Calls one of the functions. Returns {"rewards": list}, of a number, None, or any other value as text for
+        each sample; {"raised": error, "trace": its last lines}; or {"returned": the result as text} if it is no list.
 
-        Raises ProcessEnded, and TimeoutError at `deadline`, a time of the monotonic clock. Then, and if anything else
-        interrupts it, the handle is of no more use: `kill`.
+        Raises ProcessEnded, and TimeoutError at `deadline`, a time of the monotonic clock. After these, and any other
+        interruption, the handle is unusable: `kill` it.
         """
         return self._ask(pickle.dumps((function, keywords)), deadline)
 
@@ -94,14 +94,14 @@ class RewardProcess:
                 raise ProcessEnded("its process closed the socket to its rank") from None
 
     def close(self) -> None:
-        """Ends the process and what its functions started, after what their modules do at exit."""
+        """Ends the process, after its exit handlers, and the functions' child processes."""
         self._channel.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         self.kill()
 
     def kill(self) -> None:
-        """Kills the process and what its functions started."""
+        """Kills the process and the functions' child processes."""
         self._channel.close()
         self._process.kill()
         self._process.wait()
@@ -138,12 +138,12 @@ def _left(deadline: float | None) -> float | None:
 
 
 def serve(descriptor: int, parent_pid: int) -> None:
-    """What the process runs: imports the functions, then calls them until its rank closes the channel."""
+    """The main function of the process: imports the functions, then calls them until its rank closes the channel."""
     die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _start_undertaker()
+    _start_reaper()
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    os.set_inheritable(descriptor, False)  # not for what the functions start
+    os.set_inheritable(descriptor, False)  # not by the functions' child processes
     channel = socket.socket(fileno=descriptor)
     try:
         _serve(channel)
@@ -171,8 +171,8 @@ def _serve(channel: socket.socket) -> None:
         _send(channel, json.dumps(_call(functions[function], keywords, events)).encode())
 
 
-def _start_undertaker() -> None:
-    """Starts a process that kills what the functions started once this one is gone, however it ended."""
+def _start_reaper() -> None:
+    """Starts a process that kills the functions' child processes once this one is gone, in any way."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     functions_pid = os.getpid()
     if os.fork() == 0:
@@ -183,7 +183,7 @@ def _start_undertaker() -> None:
 
 
 def _find(name: str) -> Callable | str:
-    """The function `name`, or in words why there is none."""
+    """The function `name`, or the reason why there is none."""
     module_name, _, path = name.partition(":")
     try:
         found = module = importlib.import_module(module_name)
@@ -265,7 +265,7 @@ def _short(value: Any) -> str:
 
 
 def _trace_of(error: BaseException) -> str:
-    """A traceback with the user's own frames only, and of a long one the last lines."""
+    """A traceback with the user's own frames only; a long one is cut to its last lines."""
     found = traceback.TracebackException.from_exception(error)
     _keep_own(found)
     lines = "".join(found.format()).removeprefix(TRACEBACK.strip()).strip("\n").splitlines()

@@ -11,26 +11,27 @@ from .reward_process import ProcessEnded, RewardProcess
 
 _START_S = 300.0  # for importing the functions, which may load a model
 _PROMPT_CHARACTERS = 200
-_LARGEST = 1e30  # of a reward, weighted or not: sums over a rollout stay finite in fp32, as which the loss takes them
+_LARGEST = 1e30  # of a reward, weighted or not: sums over a rollout stay finite in fp32, the loss's dtype
 
 
 class RewardFailed(RuntimeError):
-    """A reward function gave no rewards; the message names it, and the prompt if it can be found."""
+    """A reward function returned no rewards; the message names it, and the prompt if it can be found."""
 
 
 class Rewards:
-    """Reward functions, each named "module:function", with TRL's signature, so that TRL's users can bring theirs:
+    """Reward functions, each named "module:function", with TRL's signature, so that TRL's users can reuse theirs:
 
         def exact(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
             return [float(text == right) for text, right in zip(completions, answer)]
 
     They are called by keyword, with one entry for each completion: `prompts`, `completions` (strings, or lists of
     messages), `completion_ids` (lists of tokens), and the dataset's other columns. A coroutine function is awaited.
-    None means that the function does not apply. TRL's `trainer_state`, `log_extra` and `log_metric` are not given.
+    None means that the function does not apply. TRL's `trainer_state`, `log_extra` and `log_metric` are not passed.
 
     All functions run in one process. The first call starts it, and it ends when this process does. If a function takes
-    more than `timeout_s` seconds for a batch, it is killed, and the next call starts it again. Call from one thread
-    that lives as long as this object, as the kernel ties the process to it. `weights`: of each function, by default 1.
+    more than `timeout_s` seconds for a batch, the process is killed, and the next call restarts it. Call from one
+    thread that lives as long as this object, as the kernel kills the process when that thread ends. `weights`: of each
+    function, by default 1.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Rewards:
     def check(self) -> None:
         """Imports the functions, so that a job can fail before its ranks start; `close` when done.
 
-        Raises ValueError that names the module or function and what to do.
+        Raises ValueError with the module or function and the remedy.
         """
         self._running()
 
@@ -55,7 +56,7 @@ class Rewards:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
     ) -> list[list[float]]:
-        """The reward of each function for each completion, [function][sample]; NaN where a function said None.
+        """The reward of each function for each completion, [function][sample]; NaN where a function returned None.
 
         `columns`: as many values as completions for each of the dataset's other columns. Raises
         RewardFailed, after at most two timeouts: to name the prompt, a function that failed on the batch is called
@@ -68,7 +69,7 @@ class Rewards:
         return [self._rewards_of(function, batch) for function in range(len(self.names))]
 
     def total(self, scores: Sequence[Sequence[float]]) -> list[float]:
-        """The weighted sum over functions of what `score` returned, for each sample, as TRL sums before it normalises.
+        """The weighted sum over functions of the result of `score`, for each sample, as in TRL before normalisation.
 
         NaN only if no function applies.
         """
@@ -93,8 +94,8 @@ class Rewards:
                 raise ValueError(f"while importing the rewards {', '.join(self.names)} {end}") from None
             except TimeoutError:
                 raise ValueError(
-                    f"importing the rewards {', '.join(self.names)} took more than {_START_S:g} s: what takes long is "
-                    f"better done when a function is first called"
+                    f"importing the rewards {', '.join(self.names)} took more than {_START_S:g} s: do slow work in a "
+                    f"function's first call"
                 ) from None
         return self._process
 
@@ -134,7 +135,7 @@ class Rewards:
         return [math.nan if each is None else each for each in rewards]
 
     def _deadline(self) -> float:
-        """A whole timeout from now on: starting the process does not count."""
+        """A whole timeout from now: starting the process does not count."""
         self._running()
         return time.monotonic() + self.timeout_s
 
@@ -142,14 +143,14 @@ class Rewards:
         process = self._running()
         try:
             return process.call(function, batch, deadline=deadline)
-        except BaseException:  # its answer may still come, which is not that of the next call
+        except BaseException:  # its answer may still arrive, and would be taken for the next call's
             self._process = None
             process.kill()
             raise
 
     def _culprit(self, function: int, batch: dict[str, list], deadline: float | None = None) -> str:
-        """Which completion a function fails on, in words: calls it on one at a time until `deadline`, by default for a
-        whole timeout.
+        """The completion that a function fails on, as text: calls it on one at a time until `deadline`, by default for
+        a whole timeout.
         """
         count = len(batch["prompts"])
         if count == 1:

@@ -1,8 +1,8 @@
-"""A rollout: the step's prompts, taken from a queue, sampled and scored; then every rank knows all completions.
+"""A rollout: the step's prompts are taken from a queue, sampled and scored; then every rank gets all completions.
 
-A rank takes a few prompts at a time, so ranks that drew long completions take fewer, and nobody waits per token. When
-the queue is empty there is one barrier, at which the ranks exchange what they sampled (kilobytes): after it all of them
-compute the same advantages and the same dealing. A rank that failed, or was asked to stop, empties the queue for all.
+A rank takes a few prompts at a time, so ranks that drew long completions take fewer, and no rank waits per token. When
+the queue is empty there is one barrier, at which the ranks exchange their completions (kilobytes): after it all of them
+compute the same advantages and the same assignment. A rank that failed, or was asked to stop, empties the queue.
 """
 
 from __future__ import annotations
@@ -76,36 +76,36 @@ class Sampler:
 
         `decode`: the most completions that this rank decodes together; never more than an equal part of all.
 
-        Raises RolloutFailed on all ranks for what sampling or a reward raised on any; RankLost, DeadlineExceeded.
+        Raises RolloutFailed on all ranks if sampling or a reward raised on any; RankLost, DeadlineExceeded.
         """
         key = f"rollout/{self._rollouts}"
         self._rollouts += 1
-        own, error = {"made": [], "rollout_s": 0.0, "scoring_s": 0.0}, None  # what this rank tells the others
+        own, error = {"made": [], "rollout_s": 0.0, "scoring_s": 0.0}, None  # this rank's message
         events = self._drained()
         together = max(1, min(decode // len(slots[0].seeds), math.ceil(len(slots) / self.engine.world)))
         try:
             while stop() is None and (taken := self._take(key, len(slots), together)):
                 events += self._complete(taken, slots, options, own, stop)
-        except Exception as raised:  # raised below, where the other ranks are told
+        except Exception as raised:  # raised below, after the exchange
             error = raised
         if error is not None or stop() is not None:
             self._counter.add(key, _EMPTY)
         for kind, start_s, end_s, label in events:
             self.engine.events.add(kind, start_s, end_s, label=label, microbatch=-1)
-        message = own | {"stop": stop(), "failed": None if error is None else _told(error)}
+        message = own | {"stop": stop(), "failed": None if error is None else _reason(error)}
         messages = self.engine.exchange("exchange the completions", message)
         if self.engine.rank == 0:
             self._counter.delete_key(key)
         failed = {rank: theirs["failed"] for rank, theirs in enumerate(messages) if theirs["failed"] is not None}
         if failed:
             words = "; ".join(f"rank {rank}: {text.partition(TRACEBACK)[0]}" for rank, text in failed.items())
-            _, mark, trace = next(iter(failed.values())).partition(TRACEBACK)  # one says enough
+            _, mark, trace = next(iter(failed.values())).partition(TRACEBACK)  # one is enough
             raise RolloutFailed(list(failed), f"a rollout failed ({words}){mark}{trace}") from error
         asked = next((theirs["stop"] for theirs in messages if theirs["stop"] is not None), None)
         return self._joined(slots, messages) if asked is None else asked
 
     def _take(self, key: str, count: int, together: int) -> range:
-        """The places of the next prompts that nobody has; empty when all are taken."""
+        """The places of the next free prompts; empty when all are taken."""
         start = (self._counter.add(key, 1) - 1) * together
         return range(count)[start : start + together]
 
@@ -117,7 +117,7 @@ class Sampler:
         own: dict[str, Any],
         stop: Callable[[], int | None],
     ) -> list[Span]:
-        """Adds the completions of `taken` to `own`, unless told to stop; what is to be recorded of it."""
+        """Adds the completions of `taken` to `own`, unless asked to stop; returns spans to record."""
         chosen = [slots[place] for place in taken]
         start_s = time.monotonic()
         sampled = self.completions.generate([Request(ids=s.prompt.ids, seeds=s.seeds) for s in chosen], options)
@@ -143,7 +143,7 @@ class Sampler:
         return [*spans, ("scoring", sampled_s, scored_s, "")]
 
     def _completion(self, slot: PromptSlot, one: Sampled) -> Any:
-        """As reward functions get it: text, or for messages the assistant's."""
+        """As reward functions get it: text, or for messages the assistant's message."""
         text = self.tokenizer.decode(one.ids, skip_special_tokens=True)
         return text if isinstance(slot.prompt.given, str) else [{"role": "assistant", "content": text}]
 
@@ -183,6 +183,6 @@ def _unpacked(sent: list[Any]) -> Sampled:
     )
 
 
-def _told(error: Exception) -> str:
-    """A failed reward's own words, or an error with its class."""
+def _reason(error: Exception) -> str:
+    """A failed reward's own message, or an error with its class."""
     return str(error) if isinstance(error, RewardFailed) else describe(error)

@@ -1,4 +1,4 @@
-"""What both ways to vLLM share: a request's parameters, and what its answer must be."""
+"""Shared by both vLLM engines: a request's parameters, and the check of its answer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .generation import GenerationFailed, Sampled, SamplingOptions
 
 
 def parameters(options: SamplingOptions, seed: int) -> dict[str, Any]:
-    """vLLM's sampling parameters. All that would cut the distribution is named, as a model's own generation config
-    would else be vLLM's default; and it is to stop at the job's end tokens, no others."""
+    """vLLM's sampling parameters. All that truncate the distribution are set, as vLLM's defaults come from the model's
+    generation config; and only the job's end tokens end a completion."""
     return {
         "n": 1,
         "seed": seed,
@@ -30,7 +30,7 @@ def parameters(options: SamplingOptions, seed: int) -> dict[str, Any]:
 
 
 def sampled(ids: Sequence[int], logps: Sequence[float | None], reason: str | None, options: SamplingOptions) -> Sampled:
-    """A completion as vLLM returned it. Raises GenerationFailed for one that these parameters can't give."""
+    """A completion as vLLM returned it. Raises GenerationFailed for one that these parameters can't produce."""
     problem = None
     if not ids or not all(isinstance(each, int) and each >= 0 for each in ids):
         problem = f"the tokens {list(ids)[:8]}"

@@ -1,15 +1,15 @@
-"""Completions from vLLM's own server, `vllm serve`, which is given the policy's weights before each rollout.
+"""Completions from vLLM's own server, `vllm serve`, which gets the policy's weights before each rollout.
 
 Written against vLLM's documentation (0.28 to 0.32: the OpenAI-compatible server, "Weight Transfer") and tested with a
-stand-in of that interface; it has not run with vLLM itself. What the server must be started with:
+stand-in of that interface; it has not run with vLLM itself. Start the server with:
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs \\
         --weight-transfer-config '{"backend": "nccl"}'
 
-[Note: weights to the server] One rank reads the policy, one-sidedly, and vLLM's trainer engine sends what it reads over
-NCCL, in packed pieces of 1 GiB. That engine tells the server what comes by the four calls of `_Control`. NCCL has no
-deadline, and goes on waiting when the server has refused: so the engine runs in a thread of its own, and this rank
-waits for the thread, the deadline, or a refusal, whichever is first.
+[Note: weights to the server] One rank reads the policy, one-sidedly, and vLLM's trainer engine sends it over NCCL, in
+packed chunks of 1 GiB. That engine announces them to the server by the four calls of `_Control`. NCCL has no deadline,
+and keeps waiting after the server has refused: so the engine runs in its own thread, and this rank waits for the
+thread, the deadline, or a refusal, whichever is first.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class VllmServer:
     """A `CompletionEngine` on the vLLM server at `address`, such as http://127.0.0.1:8000; nothing is sent elsewhere.
 
     `timeout_s`: of each completion; `sync_timeout_s`: of one transfer of the weights. `generate` raises
-    GenerationFailed if the server is gone, late, or answers what it was not asked for. So does `sync` if it refuses the
+    GenerationFailed if the server is gone, late, or gives an unexpected answer. So does `sync` if it refuses the
     weights; the other ranks then raise WeightsNotSent.
     """
 
@@ -62,9 +62,9 @@ class VllmServer:
         self._sending: tuple[_Control, Any] | None = None  # on the rank that sends: with vLLM's engine for this side
 
     def check(self) -> None:
-        """Asks the server whether it is there and can serve this job, so that a job can fail before its ranks start.
+        """Checks that the server is up and can serve this job, so that a job can fail before its ranks start.
 
-        Raises GenerationFailed that says how to start it. Warns if it does not say which log-probabilities it returns.
+        Raises GenerationFailed with the command to start it. Warns if its kind of log-probabilities is unknown.
         """
         self._server.get("/health", timeout_s=_SHORT_S)
         try:
@@ -76,7 +76,7 @@ class VllmServer:
             transfer, mode = config["weight_transfer_config"], (config["model_config"] or {}).get("logprobs_mode")
         except (KeyError, TypeError, AttributeError):
             raise GenerationFailed(
-                f"the server at {self._server.address} does not say how it was configured (vllm_config): {_START}"
+                f"the server at {self._server.address} does not report its configuration (vllm_config): {_START}"
             ) from None
         problem = None
         if transfer is None or transfer.get("backend") != "nccl":
@@ -87,8 +87,8 @@ class VllmServer:
             raise GenerationFailed(f"the server at {self._server.address} {problem}: {_START}")
         if mode is None:
             warnings.warn(
-                f"the server at {self._server.address} does not say which log-probabilities it returns; they must be "
-                f"those after the temperature: {_START}",
+                f"the server at {self._server.address} does not report which log-probabilities it returns; they must "
+                f"be those after the temperature: {_START}",
                 stacklevel=2,
             )
 
@@ -137,7 +137,7 @@ class VllmServer:
             return take()
         except (KeyError, TypeError, IndexError):
             raise GenerationFailed(
-                f"the server at {self._server.address} answered what vLLM does not: {str(answer)[:300]!r}"
+                f"the server at {self._server.address} gave an answer that is not vLLM's: {str(answer)[:300]!r}"
             ) from None
 
     def sync(self, model: nn.Module) -> None:
@@ -174,7 +174,7 @@ class VllmServer:
             )
 
     def _connect(self, control: _Control, weights: PretrainedTensors) -> Any:
-        """vLLM's engine for the side of the trainer, connected with the server's workers."""
+        """vLLM's engine of the trainer's side, connected with the server's workers."""
         try:
             from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferTrainerFactory
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -204,14 +204,14 @@ class VllmServer:
         )
 
     def close(self) -> None:
-        """Leaves the server; it stays."""
+        """Closes the connection; the server keeps running."""
         if self._sending is not None:
             self._sending[1].shutdown()
             self._sending = None
 
 
 class _Control:
-    """What vLLM's engine asks of the server (its VLLMWeightSyncClient), by which a refusal ends the wait for NCCL."""
+    """vLLM's VLLMWeightSyncClient, the engine's requests to the server; a refusal ends the wait for NCCL."""
 
     def __init__(self, server: Server, *, timeout_s: float) -> None:
         self._server, self._timeout_s = server, timeout_s

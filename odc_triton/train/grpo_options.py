@@ -23,7 +23,7 @@ class GrpoOptions(RunOptions):
         "functions; repeatable",
     )
     balance: Literal["mini", "queue"] = option(
-        "mini", "how completions are dealt to the ranks; queue: at run time, for ranks that are not equally fast"
+        "mini", "how completions are assigned to the ranks; queue: at run time, for ranks that are not equally fast"
     )
     steps: int | None = option(None, "steps, each with a rollout; by default one pass over the prompts", group="Steps")
     lr: float = option(1e-6, "peak learning rate; Muon's is scaled to match AdamW's")
@@ -55,7 +55,7 @@ class GrpoOptions(RunOptions):
     )
     engine: Literal["transformers", "vllm-server", "vllm-colocate"] = option(
         "transformers",
-        "what samples. transformers: the sharded model itself; vllm-server: a running vLLM; vllm-colocate: a vLLM on "
+        "the sampler. transformers: the sharded model itself; vllm-server: a running vLLM; vllm-colocate: a vLLM on "
         "the ranks' own GPUs. vLLM gets the weights before each rollout",
     )
     vllm_server: str | None = option(None, "address of a running vLLM server, such as http://127.0.0.1:8000")

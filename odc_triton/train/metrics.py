@@ -1,4 +1,4 @@
-"""metrics.jsonl: a line of JSON for each step, whole lines only, no step taken twice; and the progress bar."""
+"""metrics.jsonl: a line of JSON for each step, whole lines only, no step twice; and the progress bar."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _read_line(path: str | os.PathLike, number: int, line: bytes) -> Metrics:
 class MetricsFile:
     """Appends to `path`, metrics.jsonl or another file whose lines have a `step`.
 
-    First removes the lines of steps after `step`, which a resumed run takes again. `seen`: the last step that it had.
+    First removes the lines of steps after `step`, which a resumed run takes again. `seen`: the last step in the file.
     """
 
     def __init__(self, path: str | os.PathLike, *, step: int) -> None:

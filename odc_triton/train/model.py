@@ -1,4 +1,4 @@
-"""The model that a job trains, as it is before `fully_shard`: packed, replaced layers, adapters by PEFT."""
+"""The model of a job before `fully_shard`: packing, replaced layers, adapters by PEFT."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .run_options import RunOptions
 def build_model(
     options: RunOptions, tokenizer: Any, *, longest: int, largest_token: int, rank: int
 ) -> tuple[nn.Module, CostModel]:
-    """The model as it is before `fully_shard`, without weights, and what its samples cost.
+    """The model before `fully_shard`, without weights, and the cost of its samples.
 
     `longest`: tokens of the longest sample. Raises ValueError for samples that the model can't take.
     """
@@ -34,7 +34,7 @@ def build_model(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if options.lora_rank:
         model = add_adapters(model, rank=options.lora_rank, alpha=options.lora_alpha, targets=options.lora_targets)
-    replace(model, options, rank)  # after the adapters, so that it tells which attention layers they keep from fusing
+    replace(model, options, rank)  # after the adapters, so that it reports attention layers that they keep from fusing
     return model.train(), cost
 
 
@@ -47,7 +47,7 @@ def name_special_tokens(model: nn.Module, tokenizer: Any) -> None:
 
 
 def precision(dtype: str) -> MixedPrecisionPolicy | None:
-    """For "bf16", compute in bf16; masters and sums of gradients stay fp32."""
+    """For "bf16", compute in bf16; masters and sums of gradients are fp32."""
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16) if dtype == "bf16" else None
 
 

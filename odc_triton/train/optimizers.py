@@ -1,4 +1,4 @@
-"""The optimizers that `--optimizer` names, and the learning-rate schedules that `--schedule` names."""
+"""The optimizers of `--optimizer`, and the learning-rate schedules of `--schedule`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _ADAMW = {
 
 
 def make_optimizer(model: nn.Module, options: SftOptions) -> Optimizer:
-    """The run's optimizer of a sharded model, all of whose groups have the same learning rate.
+    """The run's optimizer of a sharded model; all groups have the same learning rate.
 
-    Raises ValueError where Muon has no matrix to step.
+    Raises ValueError if Muon has no matrix to step.
     """
     how = {"lr": options.lr, "weight_decay": options.weight_decay}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -44,13 +44,13 @@ def make_optimizer(model: nn.Module, options: SftOptions) -> Optimizer:
 def make_schedule(options: SftOptions, steps: int) -> Callable[[int], float]:
     """The factor of the peak learning rate at a step, counted from 0, of `steps`: transformers' schedules.
 
-    Their warm-up begins with a step of factor 0, which would be lost: here it begins with their second one.
+    Their warm-up begins with a step of factor 0, which would be wasted: here it begins with their second one.
     """
     from transformers import optimization
 
     warmup = {"num_warmup_steps": options.warmup_steps}
     ends = {"num_training_steps": steps}
-    unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)  # they are made for one, and only their factors are used
+    unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)  # they need one, and only their factors are used
     if options.schedule == "cosine":
         made = optimization.get_cosine_with_min_lr_schedule_with_warmup(
             unused, **warmup, **ends, min_lr_rate=options.lr_floor

@@ -1,4 +1,4 @@
-"""What a finished run writes: the trained model or its adapters, a report, a trace."""
+"""Output of a finished run: the trained model or its adapters, a report, a trace."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ def save_model(run: Run, out: Path, tokenizer: Any) -> Path:
 def write_report(out: Path, job: type[Run], options: RunOptions, events: list[Event], *, ranks: int) -> list[str]:
     """Writes report.html, trace.json and, with matplotlib, timeline.png; returns their names. Only rank 0 calls it.
 
-    Of a finished run that was started again, which took no step, the report that there is stays; if there is none, it
-    has no timeline.
+    If a finished run was started again and took no step, an existing report stays; a new one has no timeline.
     """
     if all(event.kind != "step" for event in events) and (out / "report.html").exists():
         return []
@@ -73,7 +72,7 @@ def write_report(out: Path, job: type[Run], options: RunOptions, events: list[Ev
 
 
 def _last_samples(out: Path) -> Texts | None:
-    """Those of the last evaluation."""
+    """The samples of the last evaluation."""
     samples = read_metrics(out / "samples.jsonl")
     if not samples:
         return None
@@ -92,7 +91,7 @@ def _fact(value: Any) -> str:
 
 
 def _curves(job: type[Run], metrics: list[Metrics]) -> list[Curves]:
-    """Those of the run's pictures for which there are values."""
+    """The run's pictures that have values."""
     found = []
     for picture in job.pictures:
         values = {

@@ -1,4 +1,4 @@
-"""A run's folder: which run it belongs to, and a lock so that one job at a time writes to it."""
+"""A run's folder: the identity of its run, and a lock so that one job at a time writes to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNFINISHED = re.compile(r"\..+\.\d+\.[0-9a-f]{8}(\.new|\.old)?")
 
 
 class RunFolder:
-    """A run's `out`. Only rank 0 has one; its lock ends with the process, however that ends."""
+    """A run's `out`. Only rank 0 has one; its lock ends with the process, in any way."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
@@ -31,7 +31,7 @@ class RunFolder:
         return self.path / name
 
     def lock(self, *, resume: str) -> None:
-        """Creates the folder, locks it for this job, and removes what a killed job left half written.
+        """Creates the folder, locks it for this job, and removes partial files of a killed job.
 
         Raises BlockingIOError while another job writes to it, FileExistsError for another run's folder unless resuming,
         OSError if it can't be written.
@@ -57,7 +57,7 @@ class RunFolder:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     def take(self, identity: dict[str, Any]) -> bool:
-        """After `lock`: whether the folder holds a run to resume; if not, it is this run's from now on.
+        """After `lock`: True if the folder holds a run to resume; if not, it becomes this run's.
 
         Raises ValueError if that run's options differ.
         """
@@ -72,7 +72,7 @@ class RunFolder:
     def check(self, identity: dict[str, Any]) -> None:
         """After `lock`: raises ValueError if the folder holds a run whose options differ.
 
-        An identity without `prepared` is that of a run whose data are not read yet: the rest is compared.
+        An identity without `prepared` is of a run that has not read its data yet: the rest is compared.
         """
         if not self._holds_run():
             return
@@ -88,7 +88,7 @@ class RunFolder:
         return os.pread(self._lock, os.fstat(self._lock).st_size, 0).strip()
 
     def _holds_run(self) -> bool:
-        """Whether a step was taken: a job that failed before the first step leaves the folder free."""
+        """True if a step was taken: a job that failed before the first step leaves the folder free."""
         metrics = self.file("metrics.jsonl")
         return (metrics.exists() and metrics.stat().st_size > 0) or any(self.path.glob("checkpoints/step-*"))
 
@@ -99,7 +99,7 @@ class RunFolder:
 
 
 _JOBS: dict[str, type[RunOptions]] = {"sft": SftOptions, "grpo": GrpoOptions}
-# Where the data came from; files may have moved, so the data itself is compared.
+# The data's origin; files may have moved, so the data are compared.
 _IN_THE_DATA = {"data", "eval_data", "tokenizer"}
 
 
@@ -108,7 +108,7 @@ def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: Path) 
 
     An option that `saved` lacks is newer than that run, which had its default. A position is counted in prepared
     samples, so `saved` has their digests; older runs have names of files in their folder instead. Data are compared if
-    `wanted` has its own.
+    they are in `wanted`.
     """
     options = _JOBS[wanted.get("job", "sft")]
     defaults = options.defaults()

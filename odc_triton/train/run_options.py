@@ -29,11 +29,12 @@ class RunOptions:
     token_cap: int = option(4096, "most tokens in one pack, which is one microbatch; decides on the memory needed")
     balance: Literal["mini", "queue", "micro", "global", "local"] = option(
         "mini",
-        "how a step's samples are dealt to the ranks. mini: as much work for each, in as many packs as it needs. "
-        "queue: the same packs, taken at run time, for ranks that are not equally fast. To compare with FSDP, as many "
-        "packs on each rank: micro, as many samples too; global, packs of alike cost; local, one sample a pack",
+        "how a step's samples are assigned to the ranks. mini: equal work, in as many packs as each rank needs. "
+        "queue: the same packs, taken at run time, for ranks that are not equally fast. To compare with FSDP, equally "
+        "many packs on each rank: micro, equally many samples too; global, packs of similar cost; local, one sample "
+        "a pack",
     )
-    split_sequences: bool = option(False, "cut the longest samples over ranks: for few long samples per rank")
+    split_sequences: bool = option(False, "split the longest samples over ranks: for few long samples per rank")
     split_tokens: int = option(0, "tokens per rank that others may read; 0: about 0.4 of the longest sample")
     replicas: int | None = option(None, "copies of the model, each on ranks of one host; by default one per host")
     seed: int = option(0, "seed for the order of the data, dropout and random weights")
@@ -75,18 +76,18 @@ class RunOptions:
     checkpoint_minutes: float = option(0.0, "minutes between checkpoints; 0: none by time")
     checkpoint_background: bool | None = option(
         None,
-        "go on while checkpoints are written; takes host memory for masters and optimizer states; by default on GPUs",
+        "train while checkpoints are written; takes host memory for masters and optimizer states; by default on GPUs",
     )
     keep: int = option(2, "newest checkpoints to keep")
     resume: str = option("never", "never, auto (continue the run in --out, if there is one), or a checkpoint folder")
 
     report_to: tuple[TrackerName, ...] = option(
-        (), "tell a tracker each step's metrics; repeatable", group="Watching the run"
+        (), "log each step's metrics to a tracker; repeatable", group="Watching the run"
     )
     run_name: str | None = option(None, "the run's name there; by default that of the folder --out")
     project: str | None = option(None, "its project in wandb and trackio; by default WANDB_PROJECT, or odc-triton")
 
-    # These affect neither what is learned nor when, so a resumed run may change them.
+    # These don't affect the result, so a resumed run may change them.
     free: ClassVar[frozenset[str]] = frozenset(
         (
             *("out", "resume", "checkpoint_every", "checkpoint_minutes", "checkpoint_background", "keep"),
@@ -94,7 +95,7 @@ class RunOptions:
             *("split_sequences", "split_tokens", "eval_samples", "report_to", "run_name", "project"),
         )
     )
-    # Of each of these only one may be given.
+    # Only one of each may be set.
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("model", "init"),)
     job: ClassVar[str]  # the word after `odc-triton train`
     per_rank: ClassVar[str]  # the option that one step takes of on each rank, on average
@@ -179,8 +180,8 @@ class RunOptions:
             )
         if self.split_sequences and (self.replicas or 1) > 1:
             raise ValueError(
-                f"--replicas is {self.replicas}, and --split-sequences can't cut a sequence over several copies of the "
-                f"model: leave one of them out"
+                f"--replicas is {self.replicas}, and --split-sequences can't split a sequence over several copies of "
+                f"the model: leave one of them out"
             )
         if self.decay_steps and self.schedule != "wsd":
             raise ValueError(
@@ -197,16 +198,16 @@ class RunOptions:
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
-        """The values of options not given."""
+        """The default values of options."""
         return {each.name: each.default for each in fields(cls) if each.default is not MISSING}
 
     @classmethod
     def per_step(cls) -> str:
-        """What the identity calls the samples of one step, those of all ranks."""
+        """The identity's key for the number of samples in one step, of all ranks."""
         return cls.per_rank.replace("_per_rank", "_per_step")
 
     def identity(self, world: int) -> dict[str, Any]:
-        """What a run must share with the one that it resumes; JSON."""
+        """Options that a run must share with the one that it resumes; JSON."""
         wanted = {name: value for name, value in asdict(self).items() if name not in self.free}
         wanted[self.per_step()] = wanted.pop(self.per_rank) * world
         weights = wanted.pop("data_weight")

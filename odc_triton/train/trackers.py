@@ -1,7 +1,7 @@
 """Trackers of a run: TensorBoard, Weights & Biases, Trackio. Rank 0 logs to each, and no step waits for one.
 
 Each tracker has a thread and a bounded queue. One that raises, or falls behind by more than its queue holds, is
-reported once on stderr, and the run goes on without it.
+reported once on stderr, and the run continues without it.
 
 | | a resumed run | its final numbers |
 | --- | --- | --- |
@@ -9,9 +9,9 @@ reported once on stderr, and the run goes on without it.
 | wandb | the same run id, kept in OUT/wandb/run-id | the run's summary |
 | Trackio | the newest run of that name | as text |
 
-Neither wandb's server nor Trackio can take a step back: they keep the values that were logged first, and steps that are
-taken again are not logged again. Offline, wandb writes a folder for each start, and syncing one replaces what was
-synced before. So there the earlier steps are logged again, and the newest folder has the whole run.
+Neither wandb's server nor Trackio can overwrite a step: they keep the values that were logged first, and repeated
+steps are not logged again. Offline, wandb writes a folder for each start, and syncing one replaces the ones synced
+before. So there the earlier steps are logged again, and the newest folder has the whole run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..base.report import table
 from .metrics import read_metrics, without_nan
 from .run_options import RunOptions
 
-END_S = 6.0  # how long the end of a run waits for its trackers; `end_process` bounds their exit functions
+END_S = 6.0  # that the end of a run waits for its trackers; `end_process` bounds their exit functions
 _MOST_CALLS = 10_000  # that wait for a tracker
 
 
@@ -49,9 +49,9 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers that `options.report_to` names, if any. Log every step, and `close` at the end.
+    """The trackers of `options.report_to`. Log every step, and `close` at the end.
 
-    `step`: where a resumed run starts. `seen`: the last step that was logged before.
+    `step`: resume point; `seen`: the last step that was logged before.
     """
 
     def __init__(self, options: RunOptions, *, ranks: int, step: int = 0, seen: int = 0) -> None:
@@ -77,7 +77,7 @@ class Trackers:
         self._call(samples[0]["step"], "log_samples", [without_nan(each) for each in samples])
 
     def finish(self, metrics: Mapping[str, Any], words: str) -> None:
-        """Logs the final numbers, and the outcome of the run in `words`. Only `close` may follow."""
+        """Logs the final numbers, and the outcome of the run as text. Only `close` may follow."""
         self._call(metrics["step"], "finish", _finite(metrics), words)
 
     def _call(self, step: int, method: str, *args: Any) -> None:
@@ -102,7 +102,7 @@ class _Tracker:
         self._last, self._calls = start["step"], queue.Queue(_MOST_CALLS)
         self._thread = threading.Thread(target=self._run, args=(start,), name=f"odc-{name}", daemon=True)
         try:
-            # Here, as two threads that import modules of a cycle may see one of them half initialised.
+            # Not in the threads: two that import modules of a cycle may see a partially initialised one.
             importlib.import_module(_MODULES[name])
         except Exception as error:
             self._fail(in_a_line(error))
@@ -123,7 +123,7 @@ class _Tracker:
 
     def _fail(self, problem: str) -> None:
         self.problem = problem
-        message = f"{self.name} is off since step {self._last}, and the run goes on without it: {problem}"
+        message = f"{self.name} is off since step {self._last}, and the run continues without it: {problem}"
         print(f"odc-triton: {message}", file=sys.stderr, flush=True)
 
     def call(self, *call: Any) -> None:
@@ -138,7 +138,7 @@ class _Tracker:
             self._calls.put_nowait(None)
 
     def join(self, timeout_s: float, waited_s: float) -> None:
-        """Waits until everything is logged, and reports what is missing, if something is."""
+        """Waits until everything is logged, and reports a tracker that has not logged all steps."""
         if not self.problem:
             self._thread.join(timeout_s)
         if self.problem:
@@ -153,8 +153,8 @@ def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
-# Each kind has the calls of `Trackers`, in a thread: `log` and `log_samples` in the order of steps, then `finish`, or
-# `stop` if the run ends before its last step.
+# Each kind has the methods of `Trackers`, called in a thread: `log` and `log_samples` in the order of steps, then
+# `finish`, or `stop` if the run ends before its last step.
 
 
 class _TensorBoard:
@@ -184,7 +184,7 @@ class _TensorBoard:
 
 
 class _OfSteps:
-    """A tracker that can't take a step back: it has those up to `_seen`."""
+    """A tracker that can't overwrite a step: it has those up to `_seen`."""
 
     _run: Any
     _seen: int
@@ -200,7 +200,7 @@ class _OfSteps:
 
 
 class _WeightsAndBiases(_OfSteps):
-    """A run of wandb. The user's environment decides on account, server, mode, and on what the options leave open."""
+    """A run of wandb. Account, server, mode, and defaults of options come from the user's environment."""
 
     def __init__(
         self, *, project: str | None, name: str | None, config: dict[str, Any], out: str, step: int, seen: int
@@ -235,7 +235,7 @@ class _WeightsAndBiases(_OfSteps):
 
 
 class _Trackio(_OfSteps):
-    """A run of Trackio, in the user's TRACKIO_DIR, or where the environment says."""
+    """A run of Trackio, in the user's TRACKIO_DIR, or as configured in the environment."""
 
     def __init__(
         self, *, project: str | None, name: str | None, config: dict[str, Any], out: str, seen: int, **_: Any

@@ -112,12 +112,12 @@ def test_weights_and_requests_of_ranks() -> None:
     ("faults", "words"),
     [
         ({"choices": 0}, "returned 0 completions instead of 1"),
-        ({"body": "<html>busy</html>"}, "what is not JSON: '<html>busy</html>'"),
-        ({"body": "[1]"}, r"what vLLM does not: '\[1\]'"),
-        ({"choice": {"token_ids": None}}, "what vLLM does not"),
+        ({"body": "<html>busy</html>"}, "did not answer POST /v1/completions with JSON: '<html>busy</html>'"),
+        ({"body": "[1]"}, r"an answer that is not vLLM's: '\[1\]'"),
+        ({"choice": {"token_ids": None}}, "an answer that is not vLLM's"),
         ({"choice": {"finish_reason": "abort"}}, "ended by 'abort'"),
-        ({"breaks_off": True}, "is not there for POST /v1/completions"),
-        ({"missing_bytes": 5}, "is not there for POST /v1/completions"),
+        ({"breaks_off": True}, "is unreachable for POST /v1/completions"),
+        ({"missing_bytes": 5}, "is unreachable for POST /v1/completions"),
         ({"slow_s": 30}, "did not answer POST /v1/completions within 0.3 s"),
         ({"slow_s": 30, "fast_seed": 8, "choices": 2}, "returned 2 completions"),  # the others are not waited for
     ],
@@ -154,9 +154,9 @@ def test_a_server_that_is_gone() -> None:
         engine.check()
         assert len(engine.generate(REQUESTS, OPTIONS)[0]) == 3
         serving.stop()
-        with pytest.raises(GenerationFailed, match=f"{serving.address} is not there for POST /v1/completions"):
+        with pytest.raises(GenerationFailed, match=f"{serving.address} is unreachable for POST /v1/completions"):
             engine.generate(REQUESTS, OPTIONS)
-        with pytest.raises(GenerationFailed, match="is not there for GET /health"):
+        with pytest.raises(GenerationFailed, match="is unreachable for GET /health"):
             engine.check()
 
 
@@ -175,7 +175,7 @@ def test_check_refuses(with_faults: Callable[..., str], faults: dict, words: str
 
 
 def test_check_warns_of_what_the_server_does_not_say(with_faults: Callable[..., str]) -> None:
-    with pytest.warns(UserWarning, match="does not say which log-probabilities"):
+    with pytest.warns(UserWarning, match="does not report which log-probabilities"):
         VllmServer(with_faults(mode=None), rank=0).check()
 
 

@@ -132,7 +132,7 @@ def test_one_that_raises_is_reported_once(fake: Any, capsys: pytest.CaptureFixtu
     said = "[Errno 28] No space left on device\n"
     assert capsys.readouterr() == (
         f"wandb was off since step 7; metrics.jsonl has all steps: {said}",
-        f"odc-triton: wandb is off since step 7, and the run goes on without it: {said}",
+        f"odc-triton: wandb is off since step 7, and the run continues without it: {said}",
     )
 
 
