@@ -24,14 +24,14 @@ NAMED_WITHIN_S = 10
 @pytest.mark.parametrize(("queries", "keys"), [(1, 33), (64, 64), (31, 200), (200, 201)])
 def test_the_queries_are_the_last_of_their_keys(queries: int, keys: int, window: int | None) -> None:
     """What `varlen_attn` must do with more keys than queries; all else here relies on it."""
-    from odc_triton.hf.attention import _Terms, _varlen
+    from odc_triton.hf.document_attention import AttentionTerms, varlen
 
     torch.manual_seed(0)
     shapes = [(queries, 4, 64), (keys, 2, 64), (keys, 2, 64)]
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
-    terms = _Terms(scaling=None, dropout=0.0, window=window, softcap=None, sinks=None)
+    terms = AttentionTerms(sliding_window=window)
     ends = [torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (queries, keys)]
-    out = _varlen(q, k, v, ends[0], queries, terms, ends_of_keys=ends[1], longest_keys=keys)
+    out = varlen(q, k, v, ends[0], queries, terms, ends_of_keys=ends[1], longest_keys=keys)
     mask = torch.ones(queries, keys, dtype=torch.bool, device="cuda").tril(keys - queries)
     if window is not None:
         mask = mask.triu(keys - queries + 1 - window)

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from odc_triton import hf
-from odc_triton.hf import attention as hf_attention
+from odc_triton.hf.document_attention import AttentionTerms
 from tests.support.families import causal_lm
 from tests.support.varlen import Varlen
 
@@ -208,7 +208,7 @@ def test_what_the_varlen_kernel_is_called_with(name, enable_gqa, rows, monkeypat
     plain = pack | {"position_ids": torch.arange(sum(LENGTHS))[None]}
     expected = [model(**hf.model_inputs(inputs)).logits for inputs in (pack, plain)]
     monkeypatch.setattr(varlen, "varlen_attn", kernel if enable_gqa else kernel.of_an_older_torch)
-    monkeypatch.setattr(hf_attention, "_has_varlen_kernel", lambda *args: True)
+    monkeypatch.setattr(AttentionTerms, "fit_kernel", lambda *args: True)
     for inputs, logits in zip((pack, plain), expected, strict=True):
         torch.testing.assert_close(model(**hf.model_inputs(inputs)).logits, logits, rtol=1e-4, atol=1e-4)
     window = (5, 0) if name == "Mistral" else (-1, 0)
@@ -317,7 +317,7 @@ def test_varlen_kernel_equals_sdpa_per_document(name, monkeypatch):
     hf.summed_loss(model, pack).backward()
     kernel = {key: grad.clone() for key, grad in grads(model).items()}
     model.zero_grad()
-    monkeypatch.setattr(hf_attention, "_has_varlen_kernel", lambda *args: False)
+    monkeypatch.setattr(AttentionTerms, "fit_kernel", lambda *args: False)
     hf.summed_loss(model, pack).backward()
     for key, grad in grads(model).items():  # bf16 activations round differently in the two kernels
         assert (kernel[key] - grad).norm() <= 5e-2 * grad.norm() + 1e-3, key

@@ -11,7 +11,8 @@ from torch.nn.attention import varlen
 
 from odc_triton import minibatch
 from odc_triton.comm.barrier import Barrier
-from odc_triton.hf import attention, summed_loss
+from odc_triton.hf import summed_loss
+from odc_triton.hf.document_attention import AttentionTerms
 from odc_triton.sequence.sync import HostSync, Wait
 from tests.support import ranks
 from tests.support.parity import relative, whole_model_error
@@ -72,7 +73,7 @@ def test_as_whole_samples() -> None:
 def _by_the_kernel(rank: int, world: int, setup: Setup) -> tuple[dict[str, torch.Tensor], list[int]]:
     """The first step's gradients, and the longest document of each call, in two layers."""
     varlen.varlen_attn = kernel = Varlen()
-    attention._has_varlen_kernel = lambda *_: True
+    AttentionTerms.fit_kernel = lambda *_: True
     _, found, _ = run(rank, world, setup)
     return found, [longest for longest, _ in kernel.calls if longest > 7]  # the probe's documents have 7 at most
 
