@@ -10,6 +10,7 @@ call passes are traced on one rank.
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import sys
 import threading
@@ -32,17 +33,17 @@ class Feature(NamedTuple):
 FEATURES = {
     "scalars": Feature((), r"(is_)?scalar|whole_shape"),
     "exact sums": Feature(
-        ("engine/exact.py", "checkpoint/repeat.py"), r"(?i:.*exact.*)|MinibatchToRepeat|repeating|repeated|scales"
+        ("engine/exact*.py", "checkpoint/repeat.py"), r"(?i:.*exact.*)|MinibatchToRepeat|repeating|repeated|scales"
     ),
     "split sequences": Feature(
         ("sequence/*", "balance/pieces.py", "balance/split.py"),
-        r"(no_?)?splits?|split_\w+|enable_split|SplitPlan|NoSplits|Pieces?|pieces?|_odc_split|held_up_by|blocked_on",
+        r"(no_?)?splits?|split_\w+|enable_split|SplitPlan|No(Splits|Pieces)|Piece|pieces|_odc_split|held_up_by|blocked_on",
     ),
     "replicas": Feature(("comm/replicas.py", "comm/peers.py", "comm/grid.py"), r"(?i:.*replica.*)|is_split|PeerStatus"),
     "bridge to FSDP2": Feature(("fsdp2/*",), r"Bridged\w*|FsdpModules|is_split|use_odc|Lands|original|originals"),
     "Muon": Feature(("optim/*",), r"(?i:.*muon.*)|ROWS|RESULTS|MatrixRoom"),
     "background checkpoints": Feature(
-        ("checkpoint/background.py",), r"(?i:.*background.*)|is_dropped|hold|settle|writers?|Asked|asked"
+        ("checkpoint/background.py",), r"(?i:.*background.*)|is_dropped|writers?|Asked|asked"
     ),
     "hyperparameters": Feature(("engine/optimizer_watch.py", "engine/hyperparameters.py"), r"(?i:hyperparameters)"),
 }
@@ -96,7 +97,7 @@ def reach(feature: Feature, trees: dict[str, ast.Module]) -> tuple[int, list[str
 
 
 class Trace:
-    """The package's files whose functions run inside of the block, in order."""
+    """The package's files above base/ whose functions run inside of the block, in order."""
 
     def __enter__(self) -> list[str]:
         self.files: list[str] = []
@@ -108,7 +109,7 @@ class Trace:
         name = frame.f_code.co_filename
         if event == "call" and name.startswith(str(PACKAGE)):
             path = str(Path(name).relative_to(PACKAGE))
-            if path not in self.files and not frame.f_code.co_name.startswith("<"):
+            if path not in self.files and not frame.f_code.co_name.startswith("<") and not path.startswith("base/"):
                 self.files.append(path)
 
     def __exit__(self, *_: Any) -> None:
@@ -123,6 +124,8 @@ def ways() -> dict[str, list[str]]:
 
     import odc_triton as odc
 
+    odc.fully_shard(nn.Linear(1, 1))  # imports what is imported at the first call
+    gc.collect()
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)))
     found: dict[str, list[str]] = {}
     with Trace() as found["fully_shard"]:

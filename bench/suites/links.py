@@ -35,8 +35,7 @@ from odc_triton.comm.launch import launch
 from odc_triton.comm.layout import Region, aligned
 from odc_triton.comm.local_store import rendezvous_url
 from odc_triton.comm.memory import ApartHeap, CudaHeap, SymmetricHeap
-from odc_triton.engine.gradients import LockedAccumulator, Target
-from odc_triton.engine.streams import Streams
+from odc_triton.engine.transport import LockedTransport, Streams, Target
 from odc_triton.machine.probe import read_topology
 
 from ..device import Gpu, Rehearsal
@@ -150,7 +149,7 @@ def _plain(layer: Layer, heap: SymmetricHeap, group: dist.ProcessGroup) -> dict[
 
 def on_cpu(layer: Layer, heap: ApartHeap, group: dist.ProcessGroup) -> dict[str, Operator]:
     target = Target(slot=0, shards=[heap.shard(layer.sums, owner) for owner in range(layer.world)], rank=heap.rank)
-    accumulator = LockedAccumulator(heap, Streams(), TIMEOUT_S)
+    accumulator = LockedTransport(heap, Streams(), TIMEOUT_S)
     gradient = layer.integers(layer.rows, layer.columns, 10 + heap.rank, heap.device)
     own = layer.own(heap.rank)
     scatter = Operator(

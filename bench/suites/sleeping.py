@@ -257,8 +257,11 @@ class SleepingModel(nn.Module):
         shapes = [LayerShape(heads=1, key_width=1, value_width=1, dtype="float32")] * len(self.layers)
         token = engine.exchange("enable_split", {"token": uuid.uuid4().hex})[0]["token"]
         buffers = KVBuffers(engine.heap, shapes, tokens=tokens, token=token, timeout_s=engine.barrier.timeout_s)
-        sync, streams = HostSync(buffers, engine.state, engine.barrier), engine.streams.first.another()
-        engine.split_by(exchange := SequenceExchange(sync, streams, in_order=False))
+        sync, streams = HostSync(buffers, engine), engine.streams.first.another()
+        exchange = SequenceExchange(sync, streams, in_order=False)
+        engine.participants.append(exchange)
+        engine.streams.also(streams)
+        engine.streams.watch(sync)
         for number, layer in enumerate(self.layers):
             layer.side = LayerSplit(exchange, number)
         return exchange

@@ -90,7 +90,7 @@ class _Trap:
     """Around what a rank does on pieces: kills the victim at its place, and there makes the others late."""
 
     def __init__(self, model: nn.Module, rank: int, kill: Kill, say: Say) -> None:
-        self.exchange = engine_of(model).splits
+        self.exchange = engine_of(model).participant("split")
         self.sync = self.exchange.sync
         self.kill, self.is_victim = kill, rank == kill.victim
         self.strike = lambda *_: die(say)
@@ -250,8 +250,8 @@ def soaks(rank: int, ranks: int, say: Say, seed: int, seconds: float, backend: s
     """A rank of the soak. Rank 0 says how far it is every 30 s, and at the end."""
     model, plain = sharded(backend, DEADLINE_S), build()
     engine, end_s, next_s, number = engine_of(model), time.monotonic() + seconds, 30.0, 0
-    _at_random_speed(engine.splits, random.Random(f"{seed} {rank}"))
-    waits, largest = _Waits(engine.splits.sync), 0.0
+    _at_random_speed(engine.participant("split"), random.Random(f"{seed} {rank}"))
+    waits, largest = _Waits(engine.participant("split").sync), 0.0
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     is_last = False
     while not is_last:

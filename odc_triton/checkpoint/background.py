@@ -1,8 +1,8 @@
 """Checkpoints that are written while training goes on.
 
     at a step    each rank copies its values to the host, and a thread of it begins to write them
-    at barriers  that training has anyway, ranks tell each other how far they are: once all have written, a thread of
-                 rank 0 makes one folder of it; once that is done, the checkpoint is whole on all ranks alike
+    at barriers  that training has anyway, ranks report their progress: once all have written, a thread of rank 0
+                 makes one folder of it; once that is done, the checkpoint is whole on all ranks alike
 
 A thread runs no collective and uses no GPU. A run that is killed leaves unfinished folders, which the next one removes.
 """
@@ -22,14 +22,15 @@ from torch.optim import Optimizer
 
 from ..base.errors import DeadlineExceeded
 from ..engine.api import engine_of
+from ..engine.participant import StepPart
 from .folder import Saving
 from .sharded import problem_of, raise_together
 from .steps import Checkpoints
 
 _NAP_S = 0.05  # between the barriers of ranks that wait for a checkpoint
-_QUIET_S = 5.0  # of such a wait, before it is told
+_QUIET_S = 5.0  # of such a wait, before it is reported
 _END_S = 10.0  # that an ending run waits for a thread whose checkpoint is dropped
-_REMEDY = "Older checkpoints are whole: make room, or mend the folder, and go on from the last one with --resume auto"
+_REMEDY = "Older checkpoints are whole: free disk space, or repair the folder, and resume with --resume auto"
 
 
 class Stage(Enum):
@@ -50,7 +51,7 @@ class _Work(threading.Thread):
     def run(self) -> None:
         try:
             self.result = self._do(self._dropped.is_set)
-        except BaseException as error:  # told to all ranks at their next barrier
+        except BaseException as error:  # reported to all ranks at their next barrier
             self.problem = problem_of(error)
 
     def drop(self) -> None:
@@ -59,7 +60,7 @@ class _Work(threading.Thread):
         self.join(_END_S)
 
 
-class BackgroundCheckpoints:
+class BackgroundCheckpoints(StepPart):
     """Saves into `checkpoints` in the background, one checkpoint at a time. Every rank has one, for the run's time.
 
         background.save(optimizer=…, state=…, step=…)             # after a step
@@ -69,6 +70,8 @@ class BackgroundCheckpoints:
 
     Host memory for all that this rank saves is allocated by the first save and used again by the others.
     """
+
+    name = "checkpoint"
 
     def __init__(self, checkpoints: Checkpoints, *, model: nn.Module) -> None:
         """Rank 0 makes `checkpoints` before any rank saves: a barrier lies between."""
@@ -82,7 +85,7 @@ class BackgroundCheckpoints:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all that was saved is whole. The same on all ranks."""
+        """True once all that was saved is whole. The same on all ranks."""
         return self._stage is None
 
     def save(self, *, optimizer: Optimizer, state: dict[str, Any], step: int, prune: bool = True) -> None:
@@ -117,7 +120,7 @@ class BackgroundCheckpoints:
     # ------------------------------------------------------------------ agreement
 
     def report(self) -> dict[str, Any] | None:
-        """What this rank tells the others at a barrier, as JSON; None if nothing is being saved."""
+        """This rank's progress, as JSON; None if nothing is being saved."""
         if self._stage is None:
             return None
         work = self._work
@@ -128,7 +131,7 @@ class BackgroundCheckpoints:
         return {"done": True, "problem": work.problem, "written": work.result}
 
     def settle(self, reports: list[dict[str, Any] | None]) -> None:
-        """Goes on as all ranks' reports allow; waits for nothing. All ranks call it with the same reports.
+        """Starts the next stage when all ranks' reports allow it; does not wait.
 
         Raises CheckpointFailed on all of them, naming the ranks that could not write; then nothing is left behind.
         """

@@ -47,7 +47,7 @@ def own_sum(base: dict[str, ShardedParameter]) -> int:
     """This rank's part of a sum over all elements, by its masters, modulo 2⁶⁴."""
     total = 0
     for name, parameter in base.items():
-        storage = parameter.storage
+        storage = parameter.shard
         first = storage.master_rows[0] * math.prod(parameter.spec.shape[1:])
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") << 30  # other places for each name
         total += _sum(storage.master, seed + first)

@@ -154,7 +154,7 @@ class Saving:
         self._part = dcp.Part(engine.rank, training_state.to_save(model, optimizer, without=self._base))
         self._json = {f"random-{engine.rank}.json": json.dumps(random_state())}
         if engine.rank == 0:
-            scales = {_SCALES: engine.exact_sums().scales()} if engine.exact else {}
+            scales = {_SCALES: engine.exact.scales()} if engine.exact else {}
             self._json[_STATE] = json.dumps(state | scales)
 
     def hold(self, memory: dict[str, torch.Tensor]) -> None:
@@ -253,7 +253,9 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
                 restore_random_state(json.loads(mine.read_bytes()))
             else:
                 seed_random_state(int(state.get("seed", 0)), engine.rank, saved.step)
-        engine.exact_sums().restore(state.pop(_SCALES, {}))
+        scales = state.pop(_SCALES, {})
+        if engine.exact is not None:
+            engine.exact.restore(scales)
     publish(model)
     return state
 

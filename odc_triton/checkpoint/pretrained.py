@@ -320,6 +320,6 @@ def _values(target: str, source: _Source, files: _Files, model: nn.Module) -> It
 
 def _fill(place: Place, take: Take) -> None:
     if isinstance(place, ShardedParameter):
-        place.storage.master.copy_(take(slice(*place.storage.master_rows)))
+        place.shard.master.copy_(take(slice(*place.shard.master_rows)))
     else:
         place.copy_(take(None))

@@ -86,7 +86,7 @@ class PretrainedTensors:
         return self._whole(self._parameters[id(weight)])
 
     def _whole(self, parameter: ShardedParameter) -> torch.Tensor:
-        ((_, whole),) = self._engine.full_parameters([parameter])
+        ((_, whole),) = self._engine.full_parameters([parameter.shard])
         return whole.to(self._device)
 
     def _like(self, place: Place) -> torch.Tensor:

@@ -24,7 +24,7 @@ def read_whole(model: nn.Module, value: ShardedParameter | torch.Tensor, dtype: 
     """A whole tensor on the CPU: a sharded one in `dtype`, by default the compute dtype; any other as it is."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
-    ((_, whole),) = engine_of(model).full_parameters([value])
+    ((_, whole),) = engine_of(model).full_parameters([value.shard])
     return whole.cpu().to(dtype or whole.dtype)
 
 

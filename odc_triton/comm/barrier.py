@@ -31,7 +31,7 @@ _SHORTEST_NAP_S, _LONGEST_NAP_S = 100e-6, 5e-3
 
 
 def _is_connected(peer: int) -> bool:
-    """Whether gloo's connection to rank `peer` of the job holds, which the kernel closes when its process dies, on
+    """True while gloo's connection to rank `peer` of the job holds, which the kernel closes when its process dies, on
     another host too. True where the process group has no gloo.
     """
     try:

@@ -1,4 +1,4 @@
-"""How the ranks of a mesh relate: which of them share memory, and which are replicas of each other."""
+"""The ranks of a mesh: which of them share memory, and which are replicas of each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank owns which rows, and where they are in the heap. Pure: imports neither torch nor triton."""
+"""The owners of rows, and their places in the heap. Pure: imports neither torch nor triton."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class ParameterSpec:
 
     @property
     def is_block_matrix(self) -> bool:
-        """Whether it is a matrix of a block: what Muon is for. Embeddings and heads belong to the root."""
+        """True for a matrix of a block, as Muon takes them. Embeddings and heads belong to the root."""
         return len(self.shape) == 2 and self.unit != ""
 
     @property
     def has_own_master(self) -> bool:
-        """Whether the master is a separate copy, besides the compute shard."""
+        """True if the master is a separate copy, besides the compute shard."""
         return self.master_dtype != self.compute_dtype
 
 

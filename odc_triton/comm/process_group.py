@@ -35,7 +35,7 @@ def gpu_index(
     bound: int | None = None,
     has_group: bool = False,
 ) -> int:
-    """Which of the `visible` GPUs of this process is its own.
+    """The index of this process's own GPU among the `visible` ones.
 
     `bound`: the GPU that its process group was made for. `current`: the one that torch uses already, None before CUDA
     is initialised; it counts as chosen if it is not the first one, or if there is a process group, as training scripts

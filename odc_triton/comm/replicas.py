@@ -1,4 +1,4 @@
-"""What replicas do together: sum their gradient shards, and exchange their parts of the compute shards.
+"""Collectives of replicas: the sum of their gradient shards, and the exchange of their parts of the compute shards.
 
 Both use bounded buffers and the process group of the ranks with the same shard index (gloo or NCCL), and start only
 when all of these are known to have arrived. A rank that waits for a collective also checks which ranks are alive, so
@@ -22,18 +22,18 @@ from .memory.heap import Status
 _BUFFER_BYTES = 64 * 2**20  # what a rank sends in one exchange
 
 Parts = Sequence[torch.Tensor]  # of one shard, by replica: consecutive rows, the first the largest, the last maybe none
-_Piece = tuple[int, list[torch.Tensor]]  # where in the buffer, and what of each replica's part, flattened
+_Chunk = tuple[int, list[torch.Tensor]]  # where in the buffer, and what of each replica's part, flattened
 
 
 def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copies the second of each pair into the first, all at once: pieces are many and small."""
+    """Copies the second of each pair into the first, all at once: chunks are many and small."""
     pairs = [(into, value) for into, value in pairs if len(value)]
     if pairs:
         torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
 
 class Replicas:
-    """The ranks with this one's compute shard. With a single replica only `count` and `broadcast` may be used."""
+    """The ranks with this one's compute shard. A single replica has only `count` and `broadcast`."""
 
     def __init__(self, grid: Grid, barrier: Barrier, device: torch.device) -> None:
         self.count, self.index = grid.replicas, grid.replica
@@ -48,29 +48,32 @@ class Replicas:
     # ------------------------------------------------------------------ what is exchanged
 
     @torch.no_grad()
-    def sum_parts(self, shards: Sequence[Parts]) -> None:
-        """Own parts become their sums over the replicas, added in the replicas' order; other parts don't change.
+    def sum(self, shards: Sequence[Parts]) -> None:
+        """Own parts become their sums over the replicas; a shard in one part becomes its sum on all of them.
 
         Only after a barrier.
         """
+        self._sum_parts([parts for parts in shards if len(parts) > 1])
+        self._sum_whole([parts[0] for parts in shards if len(parts) == 1])
+
+    def _sum_parts(self, shards: Sequence[Parts]) -> None:
+        """Adds in the replicas' order; other parts don't change."""
         for dtype, bucket, size in self._buckets(shards):
             sent = torch.zeros(self.count, size, dtype=dtype, device=self._device)
             _copy(
-                (row[at : at + len(piece)], piece)
-                for at, pieces in bucket
-                for row, piece in zip(sent, pieces, strict=True)
+                (row[at : at + len(chunk)], chunk)
+                for at, chunks in bucket
+                for row, chunk in zip(sent, chunks, strict=True)
             )
             received = torch.empty_like(sent)
             self._run("the sum over replicas", dist.all_to_all_single, received.view(-1), sent.view(-1))
             total = received[0]
             for theirs in received[1:]:
                 total += theirs
-            own = ((at, pieces[self.index]) for at, pieces in bucket)
-            _copy((piece, total[at : at + len(piece)]) for at, piece in own)
+            own = ((at, chunks[self.index]) for at, chunks in bucket)
+            _copy((chunk, total[at : at + len(chunk)]) for at, chunk in own)
 
-    @torch.no_grad()
-    def sum_whole(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Each tensor becomes its sum over the replicas, on all of them. After a barrier, as `sum_parts`."""
+    def _sum_whole(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             for part in tensor.view(-1).split(max(_BUFFER_BYTES // tensor.itemsize, 1)):
                 summed = part.to(self._device, copy=True)
@@ -78,21 +81,21 @@ class Replicas:
                 part.copy_(summed)
 
     @torch.no_grad()
-    def gather_parts(self, shards: Sequence[Parts]) -> None:
+    def gather(self, shards: Sequence[Parts]) -> None:
         """Sends every replica's own part to all others, once all of them have arrived."""
         self._gathers += 1
         self._reached.show(self._gathers)
         self._barrier.wait_for("the exchange between replicas after a step", self._yet_to_gather)
         for dtype, bucket, size in self._buckets(shards):
             mine = torch.zeros(size, dtype=dtype, device=self._device)
-            own = ((at, pieces[self.index]) for at, pieces in bucket)
-            _copy((mine[at : at + len(piece)], piece) for at, piece in own)
+            own = ((at, chunks[self.index]) for at, chunks in bucket)
+            _copy((mine[at : at + len(chunk)], chunk) for at, chunk in own)
             received = torch.empty(self.count, size, dtype=dtype, device=self._device)
             self._run("the exchange between replicas", dist.all_gather, list(received), mine)
             _copy(
-                (piece, received[replica, at : at + len(piece)])
-                for at, pieces in bucket
-                for replica, piece in enumerate(pieces)
+                (chunk, received[replica, at : at + len(chunk)])
+                for at, chunks in bucket
+                for replica, chunk in enumerate(chunks)
                 if replica != self.index
             )
 
@@ -113,11 +116,11 @@ class Replicas:
 
     # ------------------------------------------------------------------ how
 
-    def _buckets(self, shards: Sequence[Parts]) -> Iterator[tuple[torch.dtype, list[_Piece], int]]:
-        """By dtype, the pieces that fill one buffer, and the buffer's elements for one replica."""
+    def _buckets(self, shards: Sequence[Parts]) -> Iterator[tuple[torch.dtype, list[_Chunk], int]]:
+        """By dtype, the chunks that fill one buffer, and the buffer's elements for one replica."""
         for dtype in dict.fromkeys(parts[0].dtype for parts in shards):
             limit = max(_BUFFER_BYTES // dtype.itemsize // self.count, 1)
-            bucket: list[_Piece] = []
+            bucket: list[_Chunk] = []
             used = 0
             for parts in shards:
                 if parts[0].dtype != dtype:

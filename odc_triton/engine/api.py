@@ -11,6 +11,7 @@ from torch import nn
 
 from .engine import Engine
 from .module import ODCModule
+from .protocol import Protocol
 
 
 def engine_of(module: nn.Module) -> Engine:
@@ -27,7 +28,7 @@ def engine_of(module: nn.Module) -> Engine:
     return module._odc_engine
 
 
-def _protocol_of(module: nn.Module) -> Engine:
+def _protocol_of(module: nn.Module) -> Protocol:
     """The engine behind a module that `fully_shard` or `use_odc` returned."""
     return getattr(module, "_odc_engine", None) or engine_of(module)
 
@@ -53,13 +54,13 @@ class minibatch:
 
     def __init__(self, model: nn.Module, tokens: int | None = None, *, split: Any = None) -> None:
         self._engine = _protocol_of(model)
-        self._given, self._split = tokens, split
+        self._given = {"tokens": tokens, "split": split}
         self._tokens: int | None = None
         self.index: int | None = None  # the number of this minibatch, from 0, the same on every rank
 
     def __enter__(self) -> minibatch:
-        self._tokens = self._engine.begin(self._given, self._split)
-        self.index = self._engine.state.number
+        self._engine.begin(**self._given)
+        self._tokens, self.index = self._engine.tokens.total, self._engine.number
         return self
 
     @property
@@ -122,5 +123,5 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def events(model: nn.Module) -> list[Any]:
-    """What this rank did since the last call: a list of `odc_triton.base.events.Event`, oldest first."""
+    """Events of this rank since the last call: a list of `odc_triton.base.events.Event`, oldest first."""
     return _protocol_of(model).events.drain()

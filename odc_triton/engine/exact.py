@@ -2,7 +2,7 @@
 
     q = trunc(g 2^e)          landed = 2^-e * sum of all q
 
-One exponent e per parameter, the same on all ranks: it follows from what all ranks tell at the exit.
+One exponent e per parameter, the same on all ranks: it follows from what all ranks send at the exit.
 
 [Note: no overflow] A sum that has wrapped can't be seen afterwards. So each rank counts its additions to an element and
 keeps the largest |q|. At the exit all ranks know (additions of all ranks) * (largest of all), which bounds every sum
@@ -16,10 +16,8 @@ has. What is smaller than 2^-54 of the bound is lost.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -36,7 +34,7 @@ _BLOCK = 2**16  # elements that stay in a core's cache
 _BLOCK_ON_A_GPU = 2**24  # few launches, and 64 MiB for a block's fp32 numbers
 _ZERO = -(10**6)  # bits of what is 0
 
-Told = Sequence[int | None]  # additions to an element; k, where all |q| < 2^k; None for what is not finite
+Added = Sequence[int | None]  # additions to an element; k, where all |q| < 2^k; None for what is not finite
 
 
 class ExactSum:
@@ -55,7 +53,7 @@ class ExactSum:
     def clear(self) -> None:
         """The next minibatch begins. Zero `largest` too."""
         self.exponent = self.next_exponent
-        self.additions, self._bits, self._is_finite = 0, _ZERO, True
+        self.additions, self._bits, self._is_finite, self.is_nan = 0, _ZERO, True, False
 
     @torch.no_grad()
     def add(self, shard: torch.Tensor, at: int | torch.Tensor, rows: torch.Tensor) -> None:
@@ -79,11 +77,11 @@ class ExactSum:
                 place.add_(integers)
 
     def adds(self) -> ExactAdds:
-        """How kernels add in this minibatch, while others may add too."""
+        """The arguments by which kernels add in this minibatch, while others may add too."""
         return ExactAdds(factor=2.0**self.exponent, largest=self.largest)
 
     def _integers(self, values: torch.Tensor) -> torch.Tensor | None:
-        """trunc(values 2^e); None where one is not finite or too large, which `told` tells."""
+        """trunc(values 2^e); None where one is not finite or too large, which `added` reports."""
         if values.numel() == 0:
             return None
         low, high = torch.aminmax(values)
@@ -99,20 +97,28 @@ class ExactSum:
         elif largest > 0:
             self._bits = max(self._bits, math.frexp(largest)[1] + self.exponent)
 
-    def told(self, largest: float = 0.0) -> Told:
-        """After a drain. `largest`: of all |g| that kernels have added."""
+    def added(self, largest: float = 0.0) -> Added:
+        """By this rank. After a drain. `largest`: of all |g| that kernels have added."""
         self._see(largest)
         return self.additions, self._bits if self._is_finite else None
 
     def value(self, shard: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-        """Writes the sum into `into`, fp32, of as many elements, which may be the first half of the shard's memory."""
+        """Writes the sum into `into`, fp32, of as many elements, which may be the first half of the shard's memory.
+
+        NaN if some rank has added what is not finite.
+        """
+        if self.is_nan:
+            return into.fill_(math.nan)
         factor, elements = 2.0**-self.exponent, _BLOCK_ON_A_GPU if shard.is_cuda else _BLOCK
         for place, block in zip(into.view(-1).split(elements), shard.view(-1).split(elements), strict=True):
             place.copy_(block.float().mul_(factor))
         return into
 
-    def settle(self, everyones: Sequence[Told]) -> str | None:
+    def settle(self, everyones: Sequence[Added]) -> str | None:
         """Chooses the next exponent by what all ranks have added. Returns why the sum can't be used, None if it can."""
+        self.is_nan = any(bits is None for _, bits in everyones)
+        if self.is_nan:
+            return None
         additions = sum(count for count, _ in everyones)
         largest = max(bits for _, bits in everyones)
         if largest == _ZERO:
@@ -126,58 +132,3 @@ class ExactSum:
         if was_guess and bits < _LEAST_BITS and self.exponent < self.next_exponent:
             return f"its sum has {max(bits, 0)} bits, and a first one must have {_LEAST_BITS}"
         return None
-
-
-class ExactSums:
-    """Those of all parameters of an engine that train, by their places in its list.
-
-    What kernels see of all of them, `ExactSum.largest`, is one tensor: it is zeroed at once, and read at once.
-    """
-
-    def __init__(self, sums: dict[int, ExactSum], names: dict[int, str]) -> None:
-        self._sums, self._names = sums, names
-        self._largest = torch.cat([each.largest for each in sums.values()]) if sums else torch.zeros(0)
-        for each, part in zip(sums.values(), self._largest.split(1), strict=False):
-            each.largest = part
-
-    def clear(self) -> None:
-        self._largest.zero_()
-        for each in self._sums.values():
-            each.clear()
-
-    def told(self, touched: Iterable[int]) -> list[Told]:
-        """What this rank has added to these parameters: for the others. After a drain."""
-        largest = dict(zip(self._sums, self._largest.view(torch.float32).tolist(), strict=True))
-        return [self._sums[place].told(largest[place]) for place in touched]
-
-    def settle(self, messages: Sequence[dict[str, Any]]) -> tuple[dict[int, str], set[int]]:
-        """By parameter why its sum can't be used; and the parameters that have got NaN or infinity.
-
-        `messages`: of all ranks, with "touched" and "sums", which belong together.
-        """
-        everyones: dict[int, list[Told]] = {}
-        for theirs in messages:
-            for place, told in zip(theirs["touched"], theirs["sums"], strict=True):
-                everyones.setdefault(place, []).append(told)
-        not_finite = {place for place, told in everyones.items() if any(bits is None for _, bits in told)}
-        refused = {}
-        for place in sorted(everyones.keys() - not_finite):
-            if (why := self._sums[place].settle(everyones[place])) is not None:
-                refused[place] = why
-        return refused, not_finite
-
-    def digest(self) -> str:
-        """Of all exponents, for ranks to compare."""
-        return hashlib.sha256(repr(list(self.scales().values())).encode()).hexdigest()[:16]
-
-    def scales(self) -> dict[str, list[int]]:
-        """By parameter: for a checkpoint, as the bits of the next sums depend on them."""
-        return {
-            self._names[place]: [each.next_exponent, int(each.is_guess)] for place, each in sorted(self._sums.items())
-        }
-
-    def restore(self, scales: dict[str, list[int]]) -> None:
-        """Takes what `scales` returned; other parameters keep what they have. The same on all ranks."""
-        for place, each in self._sums.items():
-            if (scale := scales.get(self._names[place])) is not None:
-                each.next_exponent, each.is_guess = int(scale[0]), bool(scale[1])

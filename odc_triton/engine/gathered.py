@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from odc_kernels.batch_copy import Batch, BatchCopy
 
 from ..comm.layout import ParameterSpec, aligned
-from .streams import COPY_STREAMS, Copies, Streams
+from .transport import COPY_STREAMS, Copies, Streams
 
 if TYPE_CHECKING:
     from odc_kernels.gather import Pieces
@@ -24,7 +24,7 @@ _OLD = -1  # not the number of any publication
 _SMALL_SHARD_BYTES = 2**20
 
 
-class _Piece(NamedTuple):
+class _OwnerRows(NamedTuple):
     """An owner's rows of one parameter, and where they go."""
 
     owner: int
@@ -60,8 +60,8 @@ class GatheredParameters:
         self._filled_at: int | None = None  # the publication that the storage holds
         self._copies: Copies | None = None  # those that filled it
         device = shards[0][0].device
-        large: list[_Piece] = []
-        small: dict[torch.dtype, list[_Piece]] = {}
+        large: list[_OwnerRows] = []
+        small: dict[torch.dtype, list[_OwnerRows]] = {}
         offsets, self._size_bytes = [], 0
         for spec, owners in zip(specs, shards, strict=True):
             offsets.append(self._size_bytes)
@@ -80,11 +80,11 @@ class GatheredParameters:
                 by_kernel and is_read_by_kernels and 0 < max(rows.nbytes for rows in owners) <= _SMALL_SHARD_BYTES
             )
             into = small.setdefault(dtype, []) if is_small else large
-            into.extend(_pieces(tensor.data, owners))
+            into.extend(_parts(tensor.data, owners))
 
-        def turn(piece: _Piece) -> tuple[bool, int]:
+        def turn(part: _OwnerRows) -> tuple[bool, int]:
             """Near rows come first, own before others; then the next rank's, so all ranks read different owners."""
-            return piece.owner not in near | {rank}, (piece.owner - rank) % len(shards[0])
+            return part.owner not in near | {rank}, (part.owner - rank) % len(shards[0])
 
         large.sort(key=turn)
         # What each stream copies.
@@ -92,15 +92,15 @@ class GatheredParameters:
             [each for each in large if turn(each)[1] % COPY_STREAMS == stream] for stream in range(COPY_STREAMS)
         ]
         self._batches = []
-        for pieces in self._large if batch_copy is not None else ():
-            places = [(each.place.storage_offset() * each.place.itemsize, each.rows) for each in pieces]
-            self._batches.append(Batch.of(places, near=sum(not turn(each)[0] for each in pieces)))
+        for parts in self._large if batch_copy is not None else ():
+            places = [(each.place.storage_offset() * each.place.itemsize, each.rows) for each in parts]
+            self._batches.append(Batch.of(places, near=sum(not turn(each)[0] for each in parts)))
         self._small: list[tuple[Pieces, torch.Tensor]] = []
-        for dtype, pieces in small.items():
+        for dtype, parts in small.items():
             from odc_kernels.gather import Pieces  # here, as importing triton takes a second
 
-            pieces.sort(key=turn)
-            rows, offsets = [each.rows for each in pieces], [each.place.storage_offset() for each in pieces]
+            parts.sort(key=turn)
+            rows, offsets = [each.rows for each in parts], [each.place.storage_offset() for each in parts]
             flat = torch.empty(0, dtype=dtype, device=device)
             flat.set_(self._storage, 0, (self._size_bytes // dtype.itemsize,), (1,))
             self._small.append((Pieces.of(rows, offsets), flat))
@@ -111,11 +111,11 @@ class GatheredParameters:
         return self._filled_at is not None
 
     def serves(self, user: Hashable) -> bool:
-        """Whether it is kept for `user`."""
+        """True while it is kept for `user`."""
         return user in self._users
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is in this storage."""
+        """True for a tensor in this storage."""
         return tensor.layout == torch.strided and tensor.untyped_storage()._cdata == self._storage._cdata
 
     def expire(self) -> None:
@@ -139,10 +139,10 @@ class GatheredParameters:
     def _fill(self, stream: int) -> None:
         """Makes the copies of one of the streams."""
         with record_function("odc.gather"):
-            for pieces, flat in self._small if stream == 0 else ():
+            for parts, flat in self._small if stream == 0 else ():
                 from odc_kernels.gather import gather_pieces
 
-                gather_pieces(pieces=pieces, out=flat)
+                gather_pieces(pieces=parts, out=flat)
             if self._batch_copy is None:
                 for each in self._large[stream]:
                     each.place.copy_(each.rows, non_blocking=True)
@@ -162,8 +162,8 @@ class GatheredParameters:
             self._copies, self._filled_at = None, None
 
 
-def _pieces(whole: torch.Tensor, owners: list[torch.Tensor]) -> Iterator[_Piece]:
+def _parts(whole: torch.Tensor, owners: list[torch.Tensor]) -> Iterator[_OwnerRows]:
     """Those of all owners that have some rows; `whole` has its own version counter."""
     for owner, place in enumerate(whole.split([len(rows) for rows in owners])):
         if place.numel():
-            yield _Piece(owner, place, owners[owner])
+            yield _OwnerRows(owner, place, owners[owner])

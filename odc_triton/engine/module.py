@@ -1,4 +1,4 @@
-"""What a sharded module can do: each method of FSDP2's `FSDPModule` works, is a documented no-op, or is refused."""
+"""The methods of a sharded module: each of FSDP2's `FSDPModule` works, is a documented no-op, or is refused."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .unit import Unit
 
 
 class UnshardHandle:
-    """What `unshard(async_op=True)` returns. Nothing is left to wait for on the CPU backend."""
+    """Returned by `unshard(async_op=True)`; there is nothing to wait for."""
 
     def wait(self) -> None:
         pass
 
 
 class GradientReductionHandle:
-    """What `finalize_backward(async_op=True)` returns. There is nothing to wait for."""
+    """Returned by `finalize_backward(async_op=True)`; there is nothing to wait for."""
 
     def wait(self) -> None:
         pass
@@ -78,7 +78,7 @@ class ODCModule:
         self.set_gradient_divide_factor(factor)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether whole parameters are freed between forward and backward. On the CPU they are views: no effect."""
+        """Sets if whole parameters are freed between forward and backward. On the CPU they are views: no effect."""
         for module in self.modules() if recurse else [self]:
             if is_sharded(module):
                 module._odc_unit.reshard_after_forward = reshard_after_forward
@@ -210,7 +210,7 @@ class ODCModule:
         for name, sharded in self.named_parameters(remove_duplicate=False):
             value, parameter = local.get(name), parameters.get(id(sharded))
             if parameter is not None and _is_whole(value, parameter):
-                local[name] = parameter.storage.own_part(value)
+                local[name] = parameter.shard.own_part(value)
         self._odc_engine.drain("what still reads the parameters")
         self._odc_engine.barrier.exchange("load_state_dict", {})
         result = super().load_state_dict(local, strict=strict)
@@ -240,7 +240,7 @@ def _resize_token_embeddings(model: nn.Module, *args: Any, **kwargs: Any) -> NoR
 
 
 def _is_whole(value: Any, parameter: ShardedParameter) -> bool:
-    """Whether it is the whole tensor; a scalar's may be 0-d, or of the shape (1,) in which it is sharded."""
+    """True for a whole tensor; a scalar's may be 0-d, or of the shape (1,) in which it is sharded."""
     is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     return is_plain and value.shape in (parameter.leaf.shape, parameter.sharded.shape)
 

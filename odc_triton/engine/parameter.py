@@ -1,16 +1,7 @@
-"""One parameter, sharded over its owners, as operators see it.
+"""One parameter of a model that `fully_shard` sharded: its leaf, which modules compute with, over its shard.
 
-The tensors of a parameter of shape [N, ...] that the R ranks of a replica share, n = ceil(N / R) rows each:
-
-compute shard   [n, ...] of each owner, in the heap, in the compute dtype: what every rank reads
-gradient shard  [n, ...] of each owner, in the heap, in the reduce dtype: what every rank adds to
-part            this rank's rows of its shard: all of them, unless there are several replicas
-master          this rank's part in the master dtype: what the optimizer steps. If the dtypes agree, it is the compute
-                shard's part itself
 whole, leaf     [N, ...] in the compute dtype: what modules compute with, a scalar as 0-d; where it is stored:
                 `Residency`
-sharded         a DTensor over the master, Shard(0): what optimizers and checkpoints see
-landed          this rank's part of the summed gradient, as a DTensor: `sharded.grad` after a minibatch
 """
 
 from __future__ import annotations
@@ -18,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,20 +18,16 @@ from torch.autograd.graph import Node, get_gradient_edge
 from odc_kernels.peers import PeerShards
 from odc_kernels.staged import StagedWeight, Staging
 
-from ..comm.grid import Grid
-from ..comm.layout import ParameterSpec, Region
-from ..comm.memory.heap import SymmetricHeap
 from ..nn.choice import TABLE, Entry
 from ..nn.operand import AddRows, handle_of, resolve
-from .edits import Edits
 from .gathered import GatheredParameters
-from .gradients import Accumulator, Waits
-from .landing import Landing
-from .storage import Storage
+from .passes import Passes
+from .shard import HeapShard
+from .transport import Transport, Waits
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """Whether something waits for this parameter's gradient in a backward: user hooks, optimizer-in-backward."""
+    """True if something waits for this parameter's gradient in a backward: user hooks, optimizer-in-backward."""
     return bool(
         parameter._backward_hooks
         or getattr(parameter, "_post_accumulate_grad_hooks", None)
@@ -54,69 +41,53 @@ def parameter_of_shard(shard: torch.Tensor) -> ShardedParameter | None:
     return None if handle is None else resolve(handle)
 
 
-class Listener(Protocol):
-    """What hears of gradients that reach a sharded parameter: its engine."""
-
-    def gradient_comes(self, parameter: ShardedParameter) -> None:
-        """A backward has made some of its gradient. Raises if no gradient is allowed now."""
-
-    def waited(self, parameter: ShardedParameter, waits: Waits) -> None:
-        """Adding it had to wait for other ranks at these times."""
-
-
 class Residency(Enum):
-    """Where a parameter's whole tensor is stored."""
+    """The place of a parameter's whole tensor."""
 
     VIEW = "in the heap: its shards are adjacent there"
     GATHERED = "in a storage of its unit's, filled for as long as it is needed"
-    ON_DEMAND = "nowhere: its modules read the owners by themselves"
+    ON_DEMAND = "nowhere: its modules read the owners on demand"
 
 
 class ShardedParameter:
-    """What operators see is `nn.operand.ShardedOperand`. `storage`: its memory. `landing`: what the optimizer gets.
+    """A `nn.operand.ShardedOperand`. `shard`: its memory; `slot`: its number in the plan.
 
     `whole`: the tensor under `leaf`; `gathered`: its unit's storage, None where it is a view or never whole.
-    `accumulator`: how gradients are added. `table`: how operators on it run.
+    `table`: how operators on it run.
     """
-
-    is_split = True
 
     def __init__(
         self,
         *,
-        spec: ParameterSpec,
+        shard: HeapShard,
         slot: int,
-        compute: Region,
-        gradient: Region | None,
-        heap: SymmetricHeap,
-        grid: Grid,
         whole: torch.Tensor,
         gathered: GatheredParameters | None,
-        accumulator: Accumulator,
+        transport: Transport,
         staging: Staging,
         table: tuple[Entry, ...] = TABLE,
     ) -> None:
-        self.spec, self.slot, self.name = spec, slot, spec.name
-        self.storage = Storage(spec=spec, slot=slot, compute=compute, gradient=gradient, heap=heap, grid=grid)
-        trains = gradient is not None
-        self.sharded = nn.Parameter(self.storage.as_dtensor(self.storage.master), requires_grad=trains)
+        self.shard, self.spec, self.slot, self.sharded = shard, shard.spec, slot, shard.sharded
+        self.world, self.shape = shard.world, shard.spec.shape
         self.sharded._odc_shard_of = handle_of(self)
-        self.landing = Landing(self.sharded, self.storage)
-        self.gathered, self.staging, self._accumulator = gathered, staging, accumulator
-        if not heap.apart:
+        self.gathered, self.staging, self._transport = gathered, staging, transport
+        if not transport.heap.apart:
             self.residency = Residency.VIEW
         else:
             self.residency = Residency.ON_DEMAND if gathered is None else Residency.GATHERED
-        self.leaf = nn.Parameter(whole.view(spec.whole_shape), requires_grad=trains)
+        self.leaf = nn.Parameter(whole.view(self.spec.whole_shape), requires_grad=shard.trains)
         self.leaf._odc_handle = handle_of(self)
         self.leaf._odc_never_whole = self.is_never_whole
         self.table = table
-        self._rank = heap.rank
+        self._rank = transport.heap.rank
         self._accumulation: Node | None = None  # autograd's node that its gradient reaches
         self._hook: Any = None
-        self._listener: weakref.ref[Listener] | None = None
+        self._passes: weakref.ref[Passes] | None = None
         self.original: weakref.ref[nn.Parameter] | None = None  # what it was before sharding
-        self.edits = Edits((self.sharded, self.leaf))
+
+    def versioned(self) -> tuple[torch.Tensor, ...]:
+        """The tensors whose version counters show an edit in place."""
+        return self.sharded, self.sharded._local_tensor, self.leaf
 
     @torch.no_grad()
     def hold_whole(self) -> None:
@@ -132,15 +103,15 @@ class ShardedParameter:
 
     @property
     def is_never_whole(self) -> bool:
-        """Whether `leaf` never has memory: only modules that read the owners by themselves may use it."""
+        """True if `leaf` never has memory: only modules that read the owners on demand may use it."""
         return self.residency is Residency.ON_DEMAND
 
     @property
     def compute_peers(self) -> PeerShards:
-        return self.storage.compute_peers
+        return self.shard.compute_peers
 
     def read(self) -> torch.Tensor:
-        return self.storage.read()
+        return self.shard.read()
 
     def parts(self, strategy: str) -> list[torch.Tensor]:
         """As in `ShardedOperand`; if the whole tensor is a view, so is everything but a staged copy."""
@@ -149,7 +120,7 @@ class ShardedParameter:
         if self.residency is Residency.VIEW:
             return [self.leaf.detach()]
         if strategy == "direct":
-            return self.storage.compute_shards
+            return self.shard.compute_shards
         # Not filled in a backward that the unit did not hear of: of an output that is no tensor, or of an inner tensor.
         if self.gathered is None or not self.gathered.is_filled:
             return [self.read()]
@@ -158,7 +129,7 @@ class ShardedParameter:
 
     @property
     def table(self) -> tuple[Entry, ...]:
-        """How operators on it run. Stored on the leaf, where compiled layers must see it."""
+        """The choice of how operators on it run. Stored on the leaf, where compiled layers must see it."""
         return self.leaf._odc_table
 
     @table.setter
@@ -166,31 +137,31 @@ class ShardedParameter:
         self.leaf._odc_table = table
 
     @property
-    def world(self) -> int:
-        return self.storage.world
+    def name(self) -> str:
+        return self.shard.name
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.spec.shape
+    def trains(self) -> bool:
+        return self.shard.trains
 
     @property
     def dtype(self) -> torch.dtype:
         return self.leaf.dtype
 
     def pull(self) -> StagedWeight:
-        return self.staging.pull(self.storage.compute_peers)
+        return self.staging.pull(self.shard.compute_peers)
 
     def owners_from_own(self) -> Iterator[int]:
-        for step in range(self.storage.world):
-            owner = (self._rank + step) % self.storage.world
-            if self.storage.rows[owner][0] < self.storage.rows[owner][1]:
+        for step in range(self.shard.world):
+            owner = (self._rank + step) % self.shard.world
+            if self.shard.rows[owner][0] < self.shard.rows[owner][1]:
                 yield owner
 
     def first_row(self, owner: int) -> int:
-        return self.storage.rows[owner][0] if owner < self.storage.world else self.storage.rows[-1][1]
+        return self.shard.rows[owner][0] if owner < self.shard.world else self.shard.rows[-1][1]
 
-    def listen(self, listener: Listener) -> None:
-        """Adds each gradient that a backward makes to the owners, and tells `listener` of it.
+    def listen(self, passes: Passes) -> None:
+        """Adds each gradient that a backward makes to the owners, and reports it to `passes`.
 
         By weak references: the garbage collector does not see into hooks of tensors, so a cycle through one would
         keep the heap forever.
@@ -198,24 +169,24 @@ class ShardedParameter:
         if self._hook is not None:
             self._hook.remove()
         parameter = weakref.ref(self)
-        self._listener = weakref.ref(listener)
+        self._passes = weakref.ref(passes)
 
-        def landed_in_leaf(_: torch.Tensor) -> None:
+        def accumulated(_: torch.Tensor) -> None:
             if (this := parameter()) is not None:
                 gradient, this.leaf.grad = this.leaf.grad, None
                 this.add_gradient(gradient)
 
-        self._hook = self.leaf.register_post_accumulate_grad_hook(landed_in_leaf)
+        self._hook = self.leaf.register_post_accumulate_grad_hook(accumulated)
 
     @property
-    def listener(self) -> Listener | None:
-        """Its engine; None if it does not train."""
-        return None if self._listener is None else self._listener()
+    def passes(self) -> Passes | None:
+        """Those of its engine; None if it does not train."""
+        return None if self._passes is None else self._passes()
 
     def gradient_comes(self) -> None:
         """Call before adding anything to the owners. Raises if no gradient is allowed now."""
-        if (listener := self.listener) is not None:
-            listener.gradient_comes(self)
+        if (passes := self.passes) is not None:
+            passes.gradient_comes()
 
     def wants_gradient(self) -> bool:
         if self.leaf._backward_hooks:
@@ -236,16 +207,16 @@ class ShardedParameter:
 
     def open_sink(self) -> PeerShards | AddRows:
         self._touch()
-        return self._accumulator.sink(self.storage.target, name=self.name, waited=self._report)
+        return self._transport.sink(self.shard.target, name=self.name, waited=self._waited)
 
     def _touch(self) -> None:
         self.gradient_comes()
-        self.landing.touched = True
-        self.landing.expect_gradient()  # again, as zero_grad() inside a minibatch sets p.grad to None
+        self.shard.touched = True
+        self.shard.expect_gradient()  # again, as zero_grad() inside a minibatch sets p.grad to None
 
-    def _report(self, waits: Waits) -> None:
-        if waits and (listener := self.listener) is not None:
-            listener.waited(self, waits)
+    def _waited(self, waits: Waits) -> None:
+        if waits and (passes := self.passes) is not None:
+            passes.waited(self.name, waits)
 
     def add_gradient(self, gradient: torch.Tensor | None) -> None:
         """Adds a gradient [N, ...] to its owners' shards. None: an operator has added it, and returned None."""
@@ -256,30 +227,13 @@ class ShardedParameter:
             gradient = gradient.to_dense()
         self._touch()
         with torch.no_grad():
-            self._accumulator.add(
-                gradient.reshape(self.spec.shape), self.storage.target, name=self.name, waited=self._report
+            self._transport.add(
+                gradient.reshape(self.spec.shape), self.shard.target, name=self.name, waited=self._waited
             )
-
-    @property
-    def optimized(self) -> tuple[nn.Parameter, ...]:
-        """What optimizers hold of it."""
-        return (self.sharded,)
-
-    def to_publish(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(own part to read, master), to be copied after each step."""
-        return self.storage.to_publish()
-
-    def wholes(self) -> list[tuple[str, torch.Tensor]]:
-        """[(name, a copy of the whole tensor in the compute dtype)]."""
-        return [(self.name, self.storage.read())]
-
-    @property
-    def trains(self) -> bool:
-        """Whether it has a gradient, as decided when it was sharded."""
-        return self.storage.gradient_shard is not None
 
     def follow_requires_grad(self) -> None:
         """Makes modules compute its gradient if the user wants one now. Raises RuntimeError if there can't be one."""
+        self.leaf.grad = None  # a backward that raised may have left one
         if has_gradient_hooks(self.sharded):
             raise RuntimeError(
                 f"{self.name} has gradient hooks, which never fire on a sharded parameter (optimizer-in-backward "
@@ -293,8 +247,3 @@ class ShardedParameter:
             # another.
             if self.leaf.requires_grad and self._accumulation is None:
                 self._accumulation = get_gradient_edge(self.leaf).node
-
-    def to_clear(self) -> torch.Tensor | None:
-        """Drops its gradient; returns this rank's gradient shard if this rank must zero it."""
-        self.leaf.grad = None
-        return self.landing.to_clear()

@@ -1,7 +1,4 @@
-"""Forwards and backwards of one rank's model: when one runs, in which minibatch, and where a unit's ends.
-
-And what must not run in them: collectives.
-"""
+"""Forwards and backwards of one rank's model: when one runs, in which minibatch, and where a unit's ends."""
 
 from __future__ import annotations
 
@@ -11,22 +8,21 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..base.errors import describe
-from .state import MinibatchState
-from .streams import AllStreams
+from .participant import Participant
+from .protocol import Protocol as MinibatchProtocol
+from .transport import Waits
 
 
 def in_backward_pass() -> bool:
-    """Whether autograd is running a backward in this thread: a forward now is a recomputation."""
+    """True while autograd runs a backward in this thread: a forward now is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 class Unshards(Protocol):
-    """What makes parameters whole while a forward or a backward runs: a unit."""
+    """Makes parameters whole while a forward or a backward runs: a unit."""
 
     def make_whole(self) -> None: ...
 
@@ -35,7 +31,7 @@ class Unshards(Protocol):
     def let_go(self) -> None: ...
 
 
-class Passes:
+class Passes(Participant):
     """Tracks forwards and backwards as units and parameters report them; `count`: microbatches ended in this minibatch.
 
     A forward outside of a minibatch waits for what the owners publish; a backward there is refused. What can't end
@@ -43,20 +39,21 @@ class Passes:
     is known long before the exit.
     """
 
+    name = "microbatches"
+
     def __init__(
         self,
-        state: MinibatchState,
-        streams: AllStreams,
-        units: Sequence[Unshards],
+        protocol: MinibatchProtocol,
         *,
         owners: Sequence[int],
-        nothing_follows: Callable[[], None],
+        units: Sequence[Unshards] = (),
+        microbatch_ends: Callable[[], None] = lambda: None,
     ) -> None:
-        """`units`: all that a backward may need, also those added later. `owners`: the ranks of this replica.
-        `nothing_follows` is called when a microbatch is over.
+        """`owners`: the ranks of this replica. `units`: all that a backward may need, also those added later.
+        `microbatch_ends` is called when a microbatch is over.
         """
-        self.state, self._streams, self._units, self._owners = state, streams, units, owners
-        self._nothing_follows = nothing_follows
+        self.protocol, self._owners, self._units = protocol, owners, units
+        self._microbatch_ends = microbatch_ends
         self.count = 0
         self.in_backward = False
         self._graph_is_kept = False  # the backward makes a graph, for its own backward
@@ -64,46 +61,73 @@ class Passes:
         self._forward_start_s = self._backward_start_s = 0.0
         self._loss_start_s: float | None = None  # a forward ended there and its backward has not begun
 
+    def entry(self, given: None) -> None:
+        if self.in_forward:
+            raise RuntimeError("a minibatch can't begin inside a forward of the model")
+
+    def opened(self) -> None:
+        self.count = 0
+
+    def leave(self) -> None:
+        """Does not wait for passes that have not ended."""
+        if self.in_backward:
+            self._stop_early()
+        else:
+            self._stop_backward()
+        self._forwards = 0
+
+    def exit(self) -> int:
+        return self.count
+
+    def settle(self, messages: list[int] | None) -> None:
+        protocol = self.protocol
+        if messages is not None and len(set(messages)) > 1 and protocol.divides_by_ranks:
+            protocol.warn_once(
+                "counts",
+                f"ranks ran {messages} microbatches in minibatch {protocol.number} and gradients are divided by the "
+                f"number of ranks; give tokens= to minibatch() and divide the loss by mb.tokens",
+            )
+
     @property
     def in_forward(self) -> bool:
         return self._forwards > 0
 
     def forward_begins(self) -> None:
-        state = self.state
+        protocol = self.protocol
         self._forwards += 1
         if self._forwards > 1 or in_backward_pass():  # a nested unit, or a recomputation of checkpointing
             return
         if self.in_backward:
             self._stop_early()
         try:
-            if state.is_open:
-                state.events.microbatch = self.count
-                state.require_alive(self._owners, f"the shards of all ranks in minibatch {state.number}")
+            if protocol.is_open:
+                protocol.events.microbatch = self.count
+                protocol.require_alive(self._owners, f"the shards of all ranks in minibatch {protocol.number}")
             else:
-                state.publication.wait_readable()
+                protocol.publication.wait_readable()
         except BaseException:
             self._forwards -= 1
             raise
-        self._streams.computes_here()
+        protocol.streams.computes_here()
         self._forward_start_s = time.monotonic()
 
     def forward_ends(self, error: BaseException | None) -> None:
-        state = self.state
+        protocol = self.protocol
         self._forwards -= 1
         if self._forwards or in_backward_pass():
             return
         now_s = time.monotonic()
-        state.events.add("forward", self._forward_start_s, now_s)
-        backward_follows = state.is_open and torch.is_grad_enabled() and error is None
+        protocol.events.add("forward", self._forward_start_s, now_s)
+        backward_follows = protocol.is_open and torch.is_grad_enabled() and error is None
         self._loss_start_s = now_s if backward_follows else None
         if not backward_follows:
-            self._nothing_follows()
+            self._microbatch_ends()
         if error is not None:
-            if state.is_open:
-                state.fail(describe(error))
-        elif not state.is_open:
-            self._streams.drain("reading the parameters")
-            state.publication.check_not_torn()
+            if protocol.is_open:
+                protocol.fail(describe(error))
+        elif not protocol.is_open:
+            protocol.streams.drain("reading the parameters")
+            protocol.publication.check_not_torn()
 
     def watch_backward(self, output: Any, of_unit: Callable[[], None] | None) -> bool:
         """Hooks the output's tensors to report when their backward begins; `of_unit` is then called too.
@@ -112,7 +136,7 @@ class Passes:
         """
         if not torch.is_grad_enabled():
             return False
-        number = self.state.number if self.state.is_open else None
+        number = self.protocol.number if self.protocol.is_open else None
 
         def begins(_: torch.Tensor) -> None:
             self.backward_begins(number)
@@ -123,52 +147,53 @@ class Passes:
         watched = [value for value in tensors_in(output) if value.grad_fn is not None]
         for value in watched:
             value.register_hook(begins)
-        return bool(watched) and (self.state.is_open or in_backward_pass())
+        return bool(watched) and (self.protocol.is_open or in_backward_pass())
 
     def backward_begins(self, number: int | None) -> None:
         """A backward of a forward in minibatch `number` is running; None: of one outside of minibatches."""
-        state = self.state
-        state.refuse_in_child("a backward")
+        protocol = self.protocol
+        protocol.refuse_in_child("a backward")
         self._graph_is_kept = torch.is_grad_enabled()
         if self.in_backward:
             return
-        if not state.is_open:
+        if not protocol.is_open:
             raise RuntimeError("backward outside of a minibatch: put it into `with minibatch(model):`")
-        if number != state.number:
-            state.fail("a backward belonged to a forward outside of the minibatch")
+        if number != protocol.number:
+            protocol.fail("a backward belonged to a forward outside of the minibatch")
             raise RuntimeError(
-                f"this backward belongs to a forward outside of minibatch {state.number}: the parameters have "
+                f"this backward belongs to a forward outside of minibatch {protocol.number}: the parameters have "
                 f"changed since. Run forward and backward of a microbatch in one minibatch."
             )
         self.in_backward = True
         self._backward_start_s = time.monotonic()
         if self._loss_start_s is not None:
-            state.events.add("forward", self._loss_start_s, self._backward_start_s, label="loss")
+            protocol.events.add("forward", self._loss_start_s, self._backward_start_s, label="loss")
             self._loss_start_s = None
         for unit in self._units:  # checkpointing may recompute any part of any unit
             unit.make_whole()
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
+    def gradient_comes(self) -> None:
+        """A backward has made a gradient. Raises RuntimeError if none is allowed now."""
+        self.backward_begins(self.protocol.number)
+
+    def waited(self, name: str, waits: Waits) -> None:
+        """Adding the gradient of `name` had to wait for other ranks at these times."""
+        for start_s, end_s in waits:
+            self.protocol.events.add("wait", start_s, end_s, label=f"lock of {name}")
+
     def _backward_ends(self) -> None:
-        self.state.events.add("backward", self._backward_start_s, time.monotonic())
+        self.protocol.events.add("backward", self._backward_start_s, time.monotonic())
         self.count += 1
         self._stop_backward()
 
-    def stop(self) -> None:
-        """The minibatch ends: does not wait for what has not ended."""
-        if self.in_backward:
-            self._stop_early()
-        else:
-            self._stop_backward()
-        self._forwards = 0
-
     def _stop_early(self) -> None:
-        self.state.fail("a backward began and did not end")
+        self.protocol.fail("a backward began and did not end")
         self._stop_backward()
 
     def _stop_backward(self) -> None:
         self.in_backward = False
-        self._nothing_follows()
+        self._microbatch_ends()
         for unit in self._units:
             unit.make_sharded()
             if not self._graph_is_kept:
@@ -242,35 +267,3 @@ def _replace(value: Any, tensors: dict[int, torch.Tensor], kept: _Kinds) -> Any:
     if all(new is old for new, old in zip(replaced, parts, strict=True)):
         return value
     return pytree.tree_unflatten(replaced, spec)
-
-
-# The namespaces of collectives in `torch.ops`.
-_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
-_HARMLESS = ("wait_tensor", "_wrap_tensor_autograd")
-
-
-class RefuseCollectives(TorchDispatchMode):
-    """`fully_shard(..., debug=True)`: raises at any collective over more than one rank, as some may never join it."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if DTensor in types:  # let DTensor go first: it issues its collectives under this mode
-            return NotImplemented
-        if func.namespace in _NAMESPACES and func._opname not in _HARMLESS and self._ranks_of(args) != 1:
-            raise RuntimeError(
-                f"collective {func._opname} inside a minibatch: ranks may run different numbers of microbatches, so "
-                f"some would never come. Reduce metrics after the minibatch instead."
-            )
-        return func(*args, **(kwargs or {}))
-
-    @staticmethod
-    def _ranks_of(args: tuple) -> int | None:
-        import torch.distributed as dist
-
-        for argument in reversed(args):  # the group comes last among the strings, after the reduction's name
-            if isinstance(argument, str):  # functional collectives name their group
-                return dist.distributed_c10d._resolve_process_group(argument).size()
-            try:
-                return dist.ProcessGroup.unbox(argument).size()
-            except (AttributeError, RuntimeError, TypeError):
-                continue
-        return None

@@ -1,27 +1,11 @@
-"""Which values of the parameters may be read: what this rank has published, and what its peers have.
-
-And what is done to all shards of a rank at once, between minibatches: one launch per dtype, not per parameter.
-
-It uses torch's multi-tensor operators (`torch._foreach_*`), as optimizers do. On CUDA one launch takes as many tensors
-as an argument list holds, also from one dtype to another, if all tensors of a list have one device and dtype and each
-pair has one shape and stride; otherwise, and on the CPU, they go tensor by tensor with the same result. So lists are
-made by dtype.
-"""
+"""Publication of parameters: which values of this rank and of its peers may be read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
-from itertools import chain
-
-import torch
+from collections.abc import Iterable
 
 from ..comm.barrier import Barrier
 from ..comm.memory.heap import Status, SymmetricHeap
-from ..comm.replicas import Replicas
-from .landing import PendingGradient
-from .sharded import Sharded
-from .streams import Streams
 
 
 class Publication:
@@ -73,80 +57,3 @@ class Publication:
                 f"parameters: evaluate after this rank's own optimizer.step(), and call publish(model) on all ranks or "
                 f"on none"
             )
-
-
-def _by_kind(rows: Iterable[tuple[torch.Tensor, ...]]) -> list[tuple[list[torch.Tensor], ...]]:
-    """Rows of tensors that belong together, as columns: one tuple of lists for each combination of dtype and device."""
-    kinds: dict[tuple, list[tuple[torch.Tensor, ...]]] = {}
-    for row in rows:
-        if row[0].numel():
-            kinds.setdefault(tuple((each.dtype, each.device) for each in row), []).append(row)
-    return [tuple(map(list, zip(*kind, strict=True))) for kind in kinds.values()]
-
-
-@torch.no_grad()
-def copy_masters(parameters: Sequence[Sharded], streams: Streams) -> None:
-    """Makes all masters readable: casts if the copy to read has another dtype, nothing if it is the master itself."""
-    for compute, masters in _by_kind(chain.from_iterable(parameter.to_publish() for parameter in parameters)):
-        streams.compute(partial(torch._foreach_copy_, compute, masters))
-
-
-class Zeros:
-    """Gradients that the user has zeroed in place: torch keeps them where a parameter is not used, instead of None, and
-    the optimizer's momentum goes on. As of an entry, before gradients are cleared.
-    """
-
-    @torch.no_grad()
-    def __init__(self, parameters: Sequence[Sharded]) -> None:
-        found = {
-            place: [each.grad.to_local().any() for each in parameter.optimized if each.grad is not None]
-            for place, parameter in enumerate(parameters)
-            if parameter.landing.has_gradient
-        }
-        used = torch.stack([torch.stack(each).any() for each in found.values()]).tolist() if found else []
-        self._zeroed = {place: not any_used for place, any_used in zip(found, used, strict=True)}
-
-    def kept(self, parameters: Sequence[Sharded]) -> list[int]:
-        """At the exit, while `p.grad` is pending: places of the parameters whose gradient is zero on this rank if no
-        rank has added to it. Not those whose gradient was set to None in the minibatch.
-        """
-        places = []
-        for place, zeroed in self._zeroed.items():
-            pending = [each.grad for each in parameters[place].optimized if each.requires_grad]
-            if all(isinstance(each, PendingGradient) and (zeroed or each.zeroed) for each in pending):
-                places.append(place)
-            for each in pending:
-                if isinstance(each, PendingGradient):
-                    each.zeroed = False
-        return places
-
-
-@torch.no_grad()
-def clear_gradients(parameters: Sequence[Sharded], streams: Streams) -> None:
-    """Zeroes this rank's gradient shards for the next minibatch."""
-    for (shards,) in _by_kind((shard,) for p in parameters if (shard := p.to_clear()) is not None):
-        streams.compute(partial(torch._foreach_zero_, shards))
-
-
-@torch.no_grad()
-def land_gradients(parameters: Sequence[Sharded], divisor: float, replicas: Replicas, streams: Streams) -> None:
-    """Hands the optimizer the landed gradients: summed over the replicas, divided by `divisor`, in their masters'
-    dtypes.
-    """
-    sums = [parameter.landing.own_sum() for parameter in parameters]
-    if replicas.count > 1:
-        replicas.sum_parts([p.storage.gradient_parts() for p in parameters if p.is_split])
-        replicas.sum_whole([own for p, own in zip(parameters, sums, strict=True) if not p.is_split])
-    gradients = [p.landing.own_gradient(own) for p, own in zip(parameters, sums, strict=True)]
-    if divisor != 1:
-        for (own,) in _by_kind((gradient,) for gradient in gradients):
-            streams.compute(partial(torch._foreach_div_, own, divisor))
-    casts = []
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient.dtype != parameter.landing.dtype:
-            cast = torch.empty_like(gradient, dtype=parameter.landing.dtype)
-            casts.append((cast, gradient))
-            gradient = cast
-        parameter.landing.land(gradient)
-    for cast, own in _by_kind(casts):
-        streams.compute(partial(torch._foreach_copy_, cast, own))

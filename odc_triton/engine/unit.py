@@ -1,13 +1,17 @@
 """A unit: a module whose parameters are whole together, while its forward or a backward runs.
 
 And which unit is prefetched: the one that came next in the last microbatch.
+
+[Note: edits] Other ranks read the parameters inside a minibatch. Autograd's version counters show an edit of a
+parameter, of its local shard, or of the whole tensor in a forward. They don't show one through `.data`, or by
+`torch._foreach_*` on DTensors.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from .gathered import GatheredParameters
 from .parameter import ShardedParameter
+from .participant import Participant
 from .passes import Passes, in_backward_pass, watch_end_of_backward
 
 Step = TypeVar("Step", bound=Hashable)
@@ -93,8 +98,8 @@ class Prefetch:
         if ahead is not None:
             ahead.let_go()
 
-    def expect_nothing(self) -> None:
-        """Ends a microbatch: what comes next does not follow its last unit."""
+    def microbatch_ends(self) -> None:
+        """Forgets its last unit: the next one does not follow it."""
         with self.lock:
             self._let_go_ahead()
             self._order.end()
@@ -129,7 +134,9 @@ class Unit:
         storages = [slot.parameter.gathered for slot in slots if slot.parameter.gathered is not None]
         self.gathered: list[GatheredParameters] = list(dict.fromkeys(storages))
         written = _written_in_forward(module)
-        self._only_read = [slot for slot in slots if (id(slot.module), slot.attribute) not in written]
+        parameters = [slot.parameter for slot in slots if (id(slot.module), slot.attribute) not in written]
+        self._only_read = [(tensor, parameter) for parameter in parameters for tensor in parameter.versioned()]
+        self._versions: list[int] = []
         self._uses = 0  # forwards of this unit that are running
         self._held = False  # by unshard()
         self._whole = False
@@ -167,13 +174,16 @@ class Unit:
 
     def watch_edits(self) -> None:
         """A minibatch begins: from here on parameters are only read."""
-        for slot in self._only_read:
-            slot.parameter.edits.begin()
+        self._versions = [tensor._version for tensor, _ in self._only_read]
 
     def refuse_edits(self) -> None:
-        """Raises RuntimeError if a parameter was edited in place in the open minibatch."""
-        for slot in self._only_read:
-            slot.parameter.edits.refuse(slot.parameter.name)
+        """Raises RuntimeError if a parameter was edited in place in the open minibatch: see [Note: edits]."""
+        for (tensor, parameter), version in zip(self._only_read, self._versions, strict=True):
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"{parameter.name} was edited in place inside a minibatch, while other ranks read it. Edit "
+                    f"parameters after the minibatch, on all ranks, and call publish(model) before the next forward"
+                )
 
     def hold(self) -> None:
         self._held = True
@@ -192,13 +202,14 @@ class Unit:
 
     def reset(self) -> None:
         """Forgets `unshard()`, and uses that an interrupt between two lines left open."""
-        self._uses = 0
-        self.release()
+        if self._held or self._uses:
+            self._uses = 0
+            self.release()
 
     def fetch(self) -> None:
         """Starts filling the whole tensors."""
         for storage in self.gathered:
-            storage.fetch(self, self._passes.state.publication.number)
+            storage.fetch(self, self._passes.protocol.publication.number)
 
     def expire(self) -> None:
         """Makes the next fetch refill the whole tensors."""
@@ -218,7 +229,7 @@ class Unit:
 
     @property
     def is_fetched(self) -> bool:
-        """Whether it keeps whole tensors for a forward, a backward or `unshard()` already."""
+        """True if it keeps whole tensors for a forward, a backward or `unshard()` already."""
         return any(storage.serves(self) for storage in self.gathered)
 
     @property
@@ -250,7 +261,7 @@ class Unit:
             with self._prefetch.lock:  # else another thread would find it whole before all places are
                 self.check_places()
                 self.make_whole()
-            if self._passes.state.is_open:
+            if self._passes.protocol.is_open:
                 self.refuse_edits()
             dtype = self.policy.param_dtype
             if dtype is not None and self.policy.cast_forward_inputs:
@@ -289,6 +300,49 @@ class Unit:
             return self.run(method, args, kwargs)
 
         return as_forward
+
+
+class Units(Participant):
+    """A model's units and parameters between the entry and the exit. Some may be added later.
+
+    `ignored`: what `fully_shard` was told to leave alone, by id.
+    """
+
+    name = "units"
+
+    def __init__(
+        self, units: Sequence[Unit], parameters: Sequence[ShardedParameter], ignored: dict[int, nn.Parameter]
+    ) -> None:
+        self._units, self._parameters, self._ignored = units, parameters, ignored
+
+    def entry(self, given: None) -> None:
+        for unit in self._units:
+            unit.check_places()
+        self._refuse_added()
+        for parameter in self._parameters:
+            parameter.follow_requires_grad()
+
+    def _refuse_added(self) -> None:
+        """Raises for parameters that came after fully_shard: each rank would train its own copy of them."""
+        for root in [unit.module for unit in self._units if unit.is_root]:
+            known = {id(each) for parameter in self._parameters for each in (parameter.sharded, parameter.leaf)}
+            for name, value in root.named_parameters():
+                if value.requires_grad and id(value) not in known and id(value) not in self._ignored:
+                    raise RuntimeError(
+                        f"{name} was added after fully_shard, so its gradient would stay on this rank and the copies "
+                        f"would drift apart: add it before (first get_peft_model, then fully_shard), or freeze it"
+                    )
+
+    def opened(self) -> None:
+        for unit in self._units:
+            unit.expire()
+            unit.watch_edits()
+
+    def leave(self) -> None:
+        for unit in self._units:
+            unit.reset()
+        for unit in self._units:
+            unit.refuse_edits()
 
 
 def _written_in_forward(root: nn.Module) -> set[tuple[int, str]]:

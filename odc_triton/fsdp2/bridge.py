@@ -18,12 +18,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..base.deadlines import Timeout, timedelta_of
+from ..comm.barrier import Barrier
 from ..comm.grid import Grid, grid_of
 from ..comm.layout import Plan, place_regions
 from ..comm.replicas import Replicas
-from ..engine.engine import Engine
-from ..engine.state import NoSplits
-from ..engine.streams import Streams
+from ..engine.entry import Trained
+from ..engine.exact_sums import OrderOfArrival
+from ..engine.participant import Participant
+from ..engine.passes import Passes
+from ..engine.protocol import Protocol
+from ..engine.transport import Streams, Transport
 from ..nn.tuned import Tuned
 from ..sharding.agree import (
     AGREEING,
@@ -36,11 +40,15 @@ from ..sharding.agree import (
     refusing,
 )
 from ..sharding.backend import Backend, backend_of
-from .found import FoundUnit, find_units, fsdp_modules, mesh_of, refuse_accumulation
-from .unit import BridgedParameter, BridgedUnit, Zeros
+from .found import FsdpUnit, find_units, fsdp_modules, mesh_of, refuse_accumulation
+from .unit import BridgedParameter, BridgedUnit, ReducedZeros
 
 Module = TypeVar("Module", bound=nn.Module)
 _CALL = "use_odc"
+_IN_ANY_ORDER = (
+    "torch.use_deterministic_algorithms(True), and gradients of a model of torch's fully_shard are added in the order "
+    "of their arrival: for exact sums shard it by odc_triton.fully_shard(model, exact=True)"
+)
 _CONNECTED = "FSDP2's shards in shared memory"
 
 
@@ -86,21 +94,20 @@ def use_odc(
     compare_surroundings(barrier, problem, Tuned(), call=_CALL)
     heap = open_heap(barrier, grid, device, plan, agreed)
     engine = BridgedEngine(
+        model,
+        units,
+        plan,
+        # FSDP2 orders its own streams and waits for them.
+        adds=device.transport(heap, Streams(), barrier.timeout_s),
         grid=grid,
-        heap=heap,
-        replicas=Replicas(grid, barrier, heap.device),
-        streams=device.streams(),
+        transport=device.transport(heap, device.streams(), barrier.timeout_s),
         barrier=barrier,
-        adds_by_kernel=device.adds_by_kernel,
-        exact=False,
-        debug=False,
+        replicas=Replicas(grid, barrier, heap.device),
     )
-    engine.divide_factor, engine.splits = factor, _NoSplits()
-    bridged = _connect(units, plan, engine, device)
-    engine.units.append(FsdpModules(model, engine, bridged))
+    engine.divide_factor = factor
     engine.publish()
     with refusing(barrier, _CONNECTED, call=_CALL):
-        for each in bridged:
+        for each in engine.bridged:
             each.check_layout()
     all_came(barrier, _CONNECTED, call=_CALL)
     _generate_alone(model)
@@ -108,28 +115,6 @@ def use_odc(
     if grid.rank == 0:
         print(_summary(units, plan, grid, device), file=sys.stderr)
     return model
-
-
-def _connect(units: list[FoundUnit], plan: Plan, engine: Engine, device: Backend) -> list[BridgedUnit]:
-    """Makes FSDP2 communicate through the heap."""
-    # On FSDP2's own streams, which it orders and waits for.
-    accumulator = device.accumulator(engine.heap, Streams(), engine.barrier.timeout_s)
-    zeros, connected = Zeros(), []
-    for slot, (unit, compute, gradient) in enumerate(zip(units, plan.compute, plan.gradient, strict=True)):
-        bridged = BridgedUnit(
-            unit,
-            slot=slot,
-            compute=compute,
-            gradient=gradient,
-            heap=engine.heap,
-            accumulator=accumulator,
-            engine=engine,
-            zeros=zeros,
-        )
-        bridged.connect()
-        engine.parameters += bridged.parameters
-        connected.append(bridged)
-    return connected
 
 
 def _generate_alone(model: nn.Module) -> None:
@@ -140,40 +125,66 @@ def _generate_alone(model: nn.Module) -> None:
             module.generate = partial(generate, synced_gpus=False)
 
 
-class BridgedEngine(Engine):
-    """An engine whose sharded parameters FSDP2 has: the user may tie or replace them, and hook their gradients."""
+class BridgedEngine(Protocol):
+    """The minibatch protocol over a model of FSDP2, whose parameters the user may tie, replace and hook.
 
-    def publish(self, *, stepped: bool = False) -> None:
-        for unit in self.units:
-            unit.follow()
-        super().publish(stepped=stepped)
-
-    def end(self, error: BaseException | None = None) -> None:
-        super().end(error)
-        for parameter in self.trainable():
-            parameter.run_hooks()
-
-    def _land(self, touched: set[int]) -> None:
-        places = {parameter: place for place, parameter in enumerate(self.parameters)}
-        for place in sorted(touched):
-            tied = self.parameters[place]
-            if tied.tied_to is not None:
-                add = partial(torch._foreach_add_, [tied.tied_to.gradient], [tied.gradient])
-                self.streams.first.compute(add)
-                touched.add(places[tied.tied_to])
-        super()._land(touched)
-
-
-class FsdpModules:
-    """A bridged model as its engine sees a unit: whole parameters come and go by FSDP2's own hooks.
-
-    Hooks on its modules report forwards and backwards.
+    `adds`: for gradients, on the current stream.
     """
 
-    is_root = False
+    def __init__(
+        self,
+        model: FSDPModule,
+        units: list[FsdpUnit],
+        plan: Plan,
+        *,
+        adds: Transport,
+        grid: Grid,
+        transport: Transport,
+        barrier: Barrier,
+        replicas: Replicas,
+    ) -> None:
+        super().__init__(grid=grid, transport=transport, barrier=barrier, replicas=replicas)
+        self.passes = Passes(self, owners=range(grid.first, grid.first + grid.shards))
+        zeros = ReducedZeros()
+        self.bridged = [
+            BridgedUnit(
+                unit,
+                slot=slot,
+                compute=compute,
+                gradient=gradient,
+                heap=self.heap,
+                transport=adds,
+                passes=self.passes,
+                zeros=zeros,
+            )
+            for slot, (unit, compute, gradient) in enumerate(zip(units, plan.compute, plan.gradient, strict=True))
+        ]
+        self.shards: list[BridgedParameter] = [each for unit in self.bridged for each in unit.parameters]
+        for unit in self.bridged:
+            unit.connect()
+        self._modules = FsdpModules(model, self)
+        self.participants += [
+            self.passes,
+            OrderOfArrival(_IN_ANY_ORDER),
+            self._modules,
+            Trained(self.shards),
+            NoPieces(),
+        ]
 
-    def __init__(self, model: FSDPModule, engine: Engine, bridged: list[BridgedUnit]) -> None:
-        self.module, self._engine, self._bridged = model, engine, bridged
+    def publish(self, *, stepped: bool = False) -> None:
+        self._modules.follow()
+        super().publish(stepped=stepped)
+
+
+class FsdpModules(Participant):
+    """The modules of FSDP2 in the minibatch protocol. Whole parameters come and go by FSDP2's own hooks; hooks on its
+    modules report forwards and backwards.
+    """
+
+    name = "modules"
+
+    def __init__(self, model: FSDPModule, engine: BridgedEngine) -> None:
+        self.module, self._engine, self._bridged = model, engine, engine.bridged
         self._has_run = False  # before its first forward FSDP2 has no state to reset
         self._is_torn = False  # a pass began and did not end, and this torch can't reset FSDP2
         self._modules = fsdp_modules(model)
@@ -182,7 +193,7 @@ class FsdpModules:
             self._watch(module, found.get(id(module)))
         model.register_load_state_dict_post_hook(self._loaded)
 
-    def _watch(self, module: FSDPModule, found: FoundUnit | None) -> None:
+    def _watch(self, module: FSDPModule, found: FsdpUnit | None) -> None:
         passes, running = self._engine.passes, []
 
         def check_sync() -> None:
@@ -234,15 +245,12 @@ class FsdpModules:
         self._engine.exchange("load_state_dict", {})
         self._engine.publish()
 
-    def check_places(self) -> None:
+    def entry(self, given: None) -> None:
         """Raises for what changed since `use_odc` and can't be combined with it."""
         self._require_whole()
         self.follow()
-        if torch.are_deterministic_algorithms_enabled():
-            raise RuntimeError(
-                "torch.use_deterministic_algorithms(True), and gradients of a model of torch's fully_shard are added "
-                "in the order of their arrival: for exact sums shard it by odc_triton.fully_shard(model, exact=True)"
-            )
+        for each in self._engine.shards:
+            each.follow_requires_grad()
         for bridged in self._bridged:
             found = bridged.found
             if found.accumulates_here:
@@ -265,7 +273,7 @@ class FsdpModules:
         for module in self._modules:
             module.reshard()  # a root stays whole after an evaluation, and would not be gathered again
         first: dict[int, BridgedParameter] = {}
-        for each in self._engine.parameters:
+        for each in self._engine.shards:
             if not self._has_run:
                 each.found.adopt()
             each.found.check_conversion()
@@ -279,21 +287,30 @@ class FsdpModules:
                 f"again from the last checkpoint"
             )
 
-    def expire(self) -> None:
-        """Publishing has resharded all units, so FSDP2 gathers them again."""
+    def leave(self) -> None:
+        self.reset()
 
-    def watch_edits(self) -> None:
-        """A minibatch begins."""
+    def exit(self) -> list[int]:
+        """The places of tied shards that this rank has touched."""
+        return [place for place, each in enumerate(self._engine.shards) if each.tied_to is not None and each.touched]
 
-    def refuse_edits(self) -> None:
-        """The minibatch ends."""
+    def settle(self, messages: list[list[int]] | None) -> None:
+        """Adds the gradients of tied shards to that of the one whose `p.grad` they share."""
+        for place in sorted(set().union(*messages or ())):
+            tied = self._engine.shards[place]
+            add = partial(torch._foreach_add_, [tied.tied_to.gradient], [tied.gradient])
+            self._engine.streams.first.compute(add)
+
+    def reduced(self) -> None:
+        for each in self._engine.trainable():
+            each.run_hooks()
 
     def reset(self) -> None:
         """Ends the minibatch for FSDP2, also one that failed in the middle of a pass."""
         for bridged in self._bridged:
             bridged.forget()  # reset_iter_state does it from torch 2.15 on
         if not hasattr(self.module, "reset_iter_state"):  # it came with torch 2.13
-            self._is_torn |= self._engine.state.failure is not None
+            self._is_torn |= self._engine.failure is not None
         elif self._has_run:
             try:
                 self.module.reset_iter_state()
@@ -304,22 +321,17 @@ class FsdpModules:
         for module in self._modules:
             module.reshard()
 
-    def make_whole(self) -> None:
-        """FSDP2 does."""
 
-    def make_sharded(self) -> None:
-        """FSDP2 does."""
+class NoPieces(Participant):
+    """Refuses minibatches that split sequences."""
 
-    def let_go(self) -> None:
-        """FSDP2 does."""
+    name = "split"
 
-
-class _NoSplits(NoSplits):
-    def check(self, plan: Any) -> None:
-        if plan is not None:
+    def entry(self, given: Any) -> None:
+        if given is not None:
             raise NotImplementedError(
                 "this minibatch splits sequences, and the model is one of torch's fully_shard: shard it by "
-                "odc_triton.fully_shard and call enable_split, or deal whole sequences"
+                "odc_triton.fully_shard and call enable_split, or assign whole sequences"
             )
 
 
@@ -334,7 +346,7 @@ def _check_options(model: Any, divide_factor: Any) -> None:
         raise ValueError(f"divide_factor is {divide_factor!r}; it must be a positive number")
 
 
-def _divide_factor(units: list[FoundUnit], given: float | None) -> float | None:
+def _divide_factor(units: list[FsdpUnit], given: float | None) -> float | None:
     """`given`, or what all units were told. Raises ValueError if they were told different things."""
     told = {unit.divide_factor for unit in units if unit.trained}
     if given is None and len(told) > 1:
@@ -342,7 +354,7 @@ def _divide_factor(units: list[FoundUnit], given: float | None) -> float | None:
     return float(given) if given is not None else next(iter(told), None)
 
 
-def _plan(units: list[FoundUnit], grid: Grid, device: Backend) -> Plan:
+def _plan(units: list[FsdpUnit], grid: Grid, device: Backend) -> Plan:
     """All units' compute shards, then their gradient shards, in the heap."""
 
     def place(shards: list[tuple[int, str, int]], offset: int) -> tuple[list[Any], int]:
@@ -369,7 +381,7 @@ def _plan(units: list[FoundUnit], grid: Grid, device: Backend) -> Plan:
     )
 
 
-def _summary(units: list[FoundUnit], plan: Plan, grid: Grid, device: Backend) -> str:
+def _summary(units: list[FsdpUnit], plan: Plan, grid: Grid, device: Backend) -> str:
     trained = sum(p.sharded.numel() for unit in units for p in unit.trained)
     every = sum(p.sharded.numel() for unit in units for p in unit.parameters)
     share = 1 if device.apart else grid.shards  # else the plan is of all ranks' memory

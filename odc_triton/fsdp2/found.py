@@ -1,8 +1,8 @@
-"""What torch's `fully_shard` made of a model: its units, and how it lays out a unit's shard.
+"""A model of torch's `fully_shard`: its units, and the layout of a unit's shard.
 
 torch has public hooks for the communication, and nothing public that says which parameters a unit has, in which order,
 or which options it was given. So this file reads FSDP2's state, and nothing else does. It changes it only by telling
-FSDP2 to look at a module's parameter again (`FoundParameter.adopt`).
+FSDP2 to look at a module's parameter again (`FsdpParameter.adopt`).
 
 A unit's shard is flat: its parameters' shards one after another, each padded to the first rank's. What is gathered
 holds all parameters, in the dtypes that modules compute in; what is reduced holds those that train, in one dtype.
@@ -23,13 +23,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from ..comm.layout import ParameterSpec, rows_per_rank
-from ..engine.passes import RefuseCollectives
+from ..engine.collectives import RefuseCollectives
 
 _DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FoundParameter:
+class FsdpParameter:
     """A parameter of a unit. `compute_dtype`: what modules see.
 
     `reduce_dtype`: what its gradient is summed in, according to its MixedPrecisionPolicy.
@@ -47,7 +47,7 @@ class FoundParameter:
 
     @property
     def registered(self) -> nn.Parameter:
-        """What its module has under its name: `sharded`, while the unit is whole the whole parameter, or another one
+        """The parameter under its name in its module: `sharded`, while the unit is whole the whole one, or another
         that was assigned since.
         """
         return getattr(self.fsdp._module_info.module, self.fsdp._module_info.param_name)
@@ -92,7 +92,7 @@ class FoundParameter:
 
     @cached_property
     def is_converted(self) -> bool:
-        """Whether FSDP2 gathers what the rows' `fsdp_pre_all_gather` makes of them (fp8)."""
+        """True if FSDP2 gathers what the rows' `fsdp_pre_all_gather` makes of them (fp8)."""
         return self._converts
 
     @property
@@ -106,7 +106,7 @@ class FoundParameter:
 
     @torch.no_grad()
     def gathered(self) -> list[tuple[torch.Tensor, torch.dtype]]:
-        """What FSDP2 gathers of this rank's rows as they are now, flat, and in which dtype. Resharded.
+        """This rank's rows as FSDP2 gathers them now, flat, and their dtype. Resharded.
 
         Raises RuntimeError if their `fsdp_pre_all_gather` communicates.
         """
@@ -143,52 +143,52 @@ class FoundParameter:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FoundUnit:
+class FsdpUnit:
     """Parameters that FSDP2 gathers and reduces together. `modules`: those that were given to one `fully_shard`."""
 
     name: str
     modules: tuple[FSDPModule, ...]
-    parameters: list[FoundParameter]
+    parameters: list[FsdpParameter]
     group: Any = field(repr=False)  # torch's FSDPParamGroup
 
     @cached_property
-    def trained(self) -> list[FoundParameter]:
+    def trained(self) -> list[FsdpParameter]:
         return [each for each in self.parameters if each.sharded.requires_grad]
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """What owners sum gradients in: fp32, or the parameters' own dtype if that is wider; None if nothing trains."""
+        """The dtype of the owners' sums: fp32, or the parameters' own if that is wider; None if nothing trains."""
         if not self.trained:
             return None
         return torch.promote_types(self.trained[0].reduce_dtype or self.trained[0].sharded.dtype, torch.float32)
 
     @property
     def divide_factor(self) -> float | None:
-        """What `set_gradient_divide_factor` said."""
+        """The factor of `set_gradient_divide_factor`."""
         return self.group.gradient_divide_factor
 
     @property
     def accumulates_here(self) -> bool:
-        """Whether gradients stay on this rank, as after `set_requires_gradient_sync(False)`."""
+        """True if gradients stay on this rank, as after `set_requires_gradient_sync(False)`."""
         return not self.group.reduce_grads
 
     @property
     def gathers_from_fewer(self) -> bool:
-        """Whether the backward gathers from some ranks only: `reshard_after_forward` is a number of ranks."""
+        """True if the backward gathers from some ranks only: `reshard_after_forward` is a number of ranks."""
         return self.group._use_post_forward_mesh
 
     @property
     def reduces_unused(self) -> bool:
-        """Whether parameters without a gradient are reduced, too: `set_reduce_scatter_unused_params(True)`."""
+        """True if parameters without a gradient are reduced, too: `set_reduce_scatter_unused_params(True)`."""
         return getattr(self.group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
 
     @property
     def all_reduces(self) -> bool:
-        """Whether each backward sums over replicas."""
+        """True if each backward sums over replicas."""
         return self.group.all_reduce_grads
 
     def uses(self, gather: Any, reduce: Any) -> bool:
-        """Whether it still communicates by these."""
+        """True while it communicates by these."""
         return self.group._all_gather_comm is gather and self.group._reduce_scatter_comm is reduce
 
     def specs(self) -> Iterator[ParameterSpec]:
@@ -235,7 +235,7 @@ def refuse_accumulation(unit: str) -> None:
     )
 
 
-def _check_parameter(found: FoundParameter, group: Any) -> None:
+def _check_parameter(found: FsdpParameter, group: Any) -> None:
     sharded, name = found.sharded, found.name
     if sharded.is_meta:
         raise ValueError(f"{name} is on the meta device: call to_empty(device=…) and write its values before use_odc")
@@ -252,21 +252,21 @@ def _check_parameter(found: FoundParameter, group: Any) -> None:
         raise NotImplementedError(f"{name} trains and is {found.compute_dtype}")
 
 
-def find_units(model: nn.Module) -> list[FoundUnit]:
+def find_units(model: nn.Module) -> list[FsdpUnit]:
     """The units of a model of torch's `fully_shard`, in the order of its modules. Raises TypeError for another model,
     RuntimeError for a torch that keeps its state elsewhere.
     """
     modules = fsdp_modules(model)
     names = {id(module): name for name, module in model.named_modules()}
     kept = {id(parameter) for parameter in model.parameters()}
-    units: dict[int, FoundUnit] = {}
+    units: dict[int, FsdpUnit] = {}
     try:
         for module in modules:
             for group in _groups(module):
                 if id(group) not in units:
                     together = tuple(getattr(group, "modules", (module,)))
                     unit = ", ".join(names[id(each)] or "the root" for each in together)
-                    units[id(group)] = FoundUnit(
+                    units[id(group)] = FsdpUnit(
                         name=unit, modules=together, parameters=_parameters(group, names, kept), group=group
                     )
         for unit in units.values():
@@ -327,14 +327,14 @@ def _groups(module: FSDPModule) -> list[Any]:
     return list(several) if several is not None else [each for each in (state._fsdp_param_group,) if each is not None]
 
 
-def _parameters(group: Any, names: dict[int, str], kept: set[int]) -> list[FoundParameter]:
+def _parameters(group: Any, names: dict[int, str], kept: set[int]) -> list[FsdpParameter]:
     """`names`: of all modules, by id; `kept`: ids of the model's parameters."""
     found = []
     for each in group.fsdp_params:
         sharded, module = each.sharded_param, each._module_info.module
         policy = each.mp_policy if hasattr(each, "mp_policy") else group.mp_policy  # each has one from torch 2.15 on
         casts = policy.param_dtype is not None and sharded.is_floating_point()
-        parameter = FoundParameter(
+        parameter = FsdpParameter(
             name=".".join(filter(None, (names.get(id(module)), each._module_info.param_name))),
             fsdp=each,
             compute_dtype=policy.param_dtype if casts else sharded.dtype,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,41 +18,33 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm.layout import Region
 from ..comm.memory.heap import SymmetricHeap
-from ..engine.engine import Engine
-from ..engine.gradients import Accumulator, Target
-from ..engine.landing import PendingGradient
-from .found import FoundParameter, FoundUnit
+from ..engine.passes import Passes
+from ..engine.pending import PendingGradient
+from ..engine.shard import Shard
+from ..engine.transport import Target, Transport
+from .found import FsdpParameter, FsdpUnit
 
 
-class BridgedParameter:
-    """As the engine sees it: `engine.sharded.Sharded`, and what lands of it, `engine.sharded.Lands`.
-
-    `touched`: this rank added to it in this minibatch; `dirty`: some rank did since it was zeroed.
+class BridgedParameter(Shard):
+    """A parameter whose master FSDP2 has; each replica has all of them. `tied_to`: one that has the same sharded
+    parameter, and whose `p.grad` is the sum of both.
     """
 
-    is_split = False  # each replica has all masters of a shard
-    original = None
-
     def __init__(
-        self, found: FoundParameter, compute: Sequence[torch.Tensor], gradient: torch.Tensor | None, rank: int
+        self, found: FsdpParameter, compute: Sequence[torch.Tensor], gradient: torch.Tensor | None, rank: int
     ) -> None:
         """`compute`: its part of each owner's compute shard; `gradient`: of this rank's gradient shard, None if it is
         frozen.
         """
         self.found, self.name, self._compute, self.gradient, self._rank = found, found.name, compute, gradient, rank
-        self.touched = self.dirty = False
-        self.tied_to: BridgedParameter | None = None  # one that has the same sharded parameter, and lands it
+        self.tied_to: BridgedParameter | None = None
         self.whole: nn.Parameter | None = None  # what modules see while the unit is whole
         self.is_shared = False  # others are tied to it
         self._bound: nn.Parameter | None = None  # the sharded parameter with our hook
         self._hook: RemovableHandle | None = None
         self._user_hooks: dict[int, Callable] = {}  # during a minibatch
-        self._has_landed = self._keeps_zeros = False
+        self._has_gradient = self._keeps_zeros = False
         self._versions: tuple[int, int] | None = None  # of what was published
-
-    @property
-    def landing(self) -> BridgedParameter:
-        return self
 
     @property
     def trains(self) -> bool:
@@ -60,10 +53,6 @@ class BridgedParameter:
     @property
     def sharded(self) -> nn.Parameter:
         return self.found.sharded
-
-    @property
-    def optimized(self) -> list[nn.Parameter]:
-        return [self.sharded]
 
     # ------------------------------------------------------------------ before a minibatch
 
@@ -85,7 +74,7 @@ class BridgedParameter:
         gradient, sharded.grad = sharded.grad, None
         if len(self._compute) == 1:
             self.gradient.add_(gradient.to_local().reshape(-1))
-            self.touched = True
+            self.touch()
         if not self.is_shared:  # FSDP2 may set p.grad again at once, in the same unit
             self.show_pending()
 
@@ -95,16 +84,17 @@ class BridgedParameter:
             now = "unfrozen" if self.sharded.requires_grad else "frozen"
             raise RuntimeError(f"{self.name} was {now} after use_odc: choose what trains before use_odc")
 
-    def to_clear(self) -> torch.Tensor | None:
-        """Drops the gradient; returns this rank's gradient shard if it must be zeroed."""
-        self._has_landed = False
+    def clear(self) -> torch.Tensor | None:
+        self._has_gradient = False
         self._keeps_zeros = self.sharded.grad is not None  # zero_grad(set_to_none=False)
         dirty, self.touched, self.dirty = self.dirty, False, False
         self.make_way()
         return self.gradient if dirty else None
 
+    def compute_parts(self) -> list[torch.Tensor]:
+        return [self._compute[self._rank]]
+
     def to_publish(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(part of this rank's compute shard, master), to be copied after each step."""
         self._versions = self.found.versions()
         own = self._compute[self._rank]
         for local, dtype in self.found.gathered():
@@ -116,7 +106,7 @@ class BridgedParameter:
 
     @property
     def is_written(self) -> bool:
-        """Whether it was written since it was published."""
+        """True if it was written since it was published."""
         return self._versions != self.found.versions()
 
     def check_unwritten(self) -> None:
@@ -127,23 +117,18 @@ class BridgedParameter:
                 f"parameters after the `with minibatch(...)` block, or before it"
             )
 
-    def wholes(self) -> list[tuple[str, torch.Tensor]]:
-        """[(name, a copy of the whole tensor in the compute dtype)]."""
+    def read(self) -> torch.Tensor:
         if self.found.is_converted:
             raise NotImplementedError(
                 f"{self.name} has fsdp_pre_all_gather: only FSDP2 knows how to make it whole, as by full_tensor()"
             )
         dtype = self.found.compute_dtype  # a clone of a part is aligned to it
-        return [(self.name, self.found.joined([part.clone().view(dtype) for part in self._compute]))]
+        return self.found.joined([part.clone().view(dtype) for part in self._compute])
 
     # ------------------------------------------------------------------ p.grad
 
     @property
-    def has_gradient(self) -> bool:
-        return self.sharded.grad is not None
-
-    @property
-    def dtype(self) -> torch.dtype:
+    def gradient_dtype(self) -> torch.dtype:
         return self.sharded.dtype
 
     def expect_gradient(self) -> None:
@@ -156,6 +141,12 @@ class BridgedParameter:
     def show_pending(self) -> None:
         if self.sharded.grad is None:
             self.sharded.grad = (self.tied_to or self)._pending
+
+    def touch(self) -> None:
+        """This rank has added to its gradient."""
+        self.touched = True
+        if self.tied_to is not None:
+            self.tied_to.touched = True
 
     def make_way(self) -> None:
         """FSDP2 is about to set `p.grad`, and would add to what is there."""
@@ -173,50 +164,46 @@ class BridgedParameter:
         self.make_way()
         self.dirty = True
 
-    def check_memory(self, name: str) -> None:
-        """The masters are FSDP2's: it looks after them."""
+    def gradient_parts(self) -> list[torch.Tensor]:
+        return [self.gradient]
 
-    def own_sum(self) -> torch.Tensor:
+    def own_gradient(self) -> torch.Tensor:
         return self.gradient
 
-    def own_gradient(self, own_sum: torch.Tensor) -> torch.Tensor:
-        return own_sum
-
-    def land(self, gradient: torch.Tensor | None) -> None:
-        """Gives the optimizer the flat gradient; if no rank contributed, None, or zeros if it had some before."""
-        self.touched, self._has_landed = False, gradient is not None
-        self.dirty = self.dirty or gradient is not None
+    def _assign(self, gradient: torch.Tensor | None) -> None:
+        """A flat gradient; if no rank contributed, None, or zeros if it had some before."""
+        self._has_gradient = gradient is not None
         if self.tied_to is not None:
             return
         if gradient is None and self._keeps_zeros:
-            gradient = torch.zeros_like(self.gradient, dtype=self.dtype)
+            gradient = torch.zeros_like(self.gradient, dtype=self.gradient_dtype)
         self.sharded.grad = None if gradient is None else self.found.as_dtensor(gradient)
 
     def run_hooks(self) -> None:
-        """Runs the user's hooks on the gradient that has landed."""
-        if self._has_landed and self.tied_to is None:
+        """Runs the user's hooks on the reduced gradient."""
+        if self._has_gradient and self.tied_to is None:
             for hook in self._user_hooks.values():
                 hook(self.sharded)
         self._user_hooks = {}
 
 
 class BridgedUnit:
-    """What FSDP2 gathers and reduces together: by reads of the owners' memory, and additions to it."""
+    """A unit of FSDP2, gathered and reduced as one: by reads of the owners' memory, and additions to it."""
 
     def __init__(
         self,
-        found: FoundUnit,
+        found: FsdpUnit,
         *,
         slot: int,
         compute: Region,
         gradient: Region | None,
         heap: SymmetricHeap,
-        accumulator: Accumulator,
-        engine: Engine,
-        zeros: Zeros,
+        transport: Transport,
+        passes: Passes,
+        zeros: ReducedZeros,
     ) -> None:
-        self.found, self.name, self._heap, self._engine = found, found.name, heap, engine
-        self._accumulator = accumulator
+        self.found, self.name, self._heap, self._transport = found, found.name, heap, transport
+        self._passes, self._engine = passes, passes.protocol
         self._compute_shards = [heap.shard(compute, owner) for owner in range(heap.world)]
         if gradient is not None:
             shards = [heap.shard(gradient, owner) for owner in range(heap.world)]
@@ -269,7 +256,7 @@ class BridgedUnit:
                 f"FSDP2's shard of unit {self.name} has {own.nbytes} bytes and was expected to have {len(mine)}: were "
                 f"parameters added or replaced after use_odc?"
             )
-        if not engine.is_open and not engine.passes.in_forward:
+        if not engine.is_open and not self._passes.in_forward:
             engine.publication.wait_readable()  # unshard() outside of a forward
         engine.streams.computes_here()
         if engine.is_open:  # a minibatch publishes at its entry
@@ -307,14 +294,14 @@ class BridgedUnit:
             )
 
     def is_stale(self) -> bool:
-        """Whether what was gathered outside of minibatches since the last call was published before FSDP2's parameters
+        """True if what was gathered outside of minibatches since the last call was published before FSDP2's parameters
         changed. After a drain.
         """
         differs, self._differs = self._differs, None
         return differs is not None and bool(differs)
 
     def reduced(self) -> list[BridgedParameter]:
-        """What FSDP2 reduces now: all that have a gradient, or, after `set_reduce_scatter_unused_params(True)`, all."""
+        """Those that FSDP2 reduces now: with a gradient, or, after `set_reduce_scatter_unused_params(True)`, all."""
         return [each for each in self.trained if each in self._used or self.found.reduces_unused]
 
     def add(self, gradient: torch.Tensor) -> None:
@@ -333,11 +320,10 @@ class BridgedUnit:
             parts = dict(zip(reduced, gradient.view(world, -1).split(sizes, dim=1), strict=True))
             zeros = {each: gradient.new_zeros(()).expand(world, each.found.padded) for each in self.trained}
             gradient = torch.cat(list((zeros | parts).values()), dim=1).view(-1)
-        self._accumulator.add(
-            gradient, self._target, name=f"unit {self.name}", waited=lambda waits: self._engine.waited(self, waits)
-        )
+        name = f"unit {self.name}"
+        self._transport.add(gradient, self._target, name=name, waited=partial(self._passes.waited, name))
         for each in reduced:
-            each.touched = True
+            each.touch()
         self._used.clear()
 
     def forget(self) -> None:
@@ -347,8 +333,8 @@ class BridgedUnit:
         self._used.clear()
 
 
-class Zeros:
-    """What FSDP2 takes as reduced gradients: the same memory for all units, as with replicas it keeps each of them."""
+class ReducedZeros:
+    """The reduced gradients that FSDP2 gets: the same memory for all units, as with replicas it keeps each of them."""
 
     def __init__(self) -> None:
         self._memory: dict[torch.dtype, torch.Tensor] = {}
@@ -377,7 +363,7 @@ class _Gather:
 class _Reduce:
     """FSDP2's reduce-scatter, as additions to the owners' memory; FSDP2 gets zeros."""
 
-    def __init__(self, unit: BridgedUnit, zeros: Zeros) -> None:
+    def __init__(self, unit: BridgedUnit, zeros: ReducedZeros) -> None:
         self._unit, self._zeros = unit, zeros
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -92,7 +92,8 @@ class ODCTrainer(ShardedTrainer):
         # Of this rank: loss, entropy, most likely targets, targets.
         self._sums = torch.zeros(4, dtype=torch.float64, device=self.args.device)
         self._rows: Tensor | None = None  # the same of each row of a padded batch
-        self._split_tokens = self._engine.splits.tokens if split else 0
+        pieces = self._engine.participant("split")
+        self._split_tokens = pieces.tokens if split and pieces is not None else 0
         if split and not self._split_tokens:
             raise ValueError("split=True: call odc_triton.enable_split(model, tokens=…) after fully_shard")
         if split and sampler is not None:

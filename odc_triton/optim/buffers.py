@@ -1,9 +1,9 @@
-"""Where ranks put the rows of matrices that Muon orthogonalises whole.
+"""Buffers for the rows of matrices that Muon orthogonalises whole.
 
 A second heap of the model's ranks, with a region [N, M] in bf16 for each matrix, split like the parameter. Each matrix
 has one rank that orthogonalises it. In a step a row is written twice:
 
-owner       writes its rows of the update, and shows it (`_rows_written`)
+owner       writes its rows of the update, and shows that (`_rows_written`)
 its rank    waits for all owners, reads the rows, orthogonalises, writes the result's rows there, and
             shows it (`_results_written`)
 owner       waits for all ranks, and takes its rows of the result
@@ -30,7 +30,7 @@ _STEP_BITS = 32  # below them a status has a digest of what the step is of
 
 
 def newton_schulz_cost(shape: tuple[int, ...]) -> float:
-    """What one iteration on a matrix costs, in multiplications: X X^T, its square, and that times X."""
+    """The cost of one iteration on a matrix, in multiplications: X X^T, its square, and that times X."""
     low, high = sorted(map(float, shape))
     return low * low * (2 * high + low)
 
@@ -69,7 +69,7 @@ class MuonBuffers:
         self._rows_written, self._results_written = Status(self._heap), Status(self._heap)
         self._shards = [[self._heap.shard(region, owner) for owner in range(world)] for region in regions]
         parts = zip(matrices, self._shards, strict=True)
-        self._parts = [matrix.storage.parts_of(shards[heap.rank]) for matrix, shards in parts]
+        self._parts = [matrix.shard.parts_of(shards[heap.rank]) for matrix, shards in parts]
         self.rows = [parts[engine.grid.replica] for parts in self._parts]
         costs = [newton_schulz_cost(matrix.shape) for matrix in matrices]
         self.mine = balanced_partition(costs, world)[heap.rank] if costs else []
@@ -88,7 +88,7 @@ class MuonBuffers:
         self._step += 1
         engine.drain(f"the rows {of_step}")
         if engine.replicas.count > 1:
-            engine.replicas.gather_parts([self._parts[number] for number in numbers])
+            engine.replicas.gather([self._parts[number] for number in numbers])
             engine.drain(f"other replicas' rows {of_step}")
         self._show(self._rows_written, digest)
         seen = self._wait(self._rows_written, f"the rows {of_step}")

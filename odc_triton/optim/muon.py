@@ -68,7 +68,7 @@ class Muon(torch.optim.Muon):
         matrices = self._matrices()
         if not matrices:
             return loss
-        engine = matrices[0].listener
+        engine = matrices[0].passes.protocol
         try:
             if self._buffers is None or self._buffers.matrices != matrices:  # the first step, or a group was added
                 self._buffers = MuonBuffers(engine, matrices)
@@ -106,7 +106,7 @@ class Muon(torch.optim.Muon):
         held = [parameter_of_shard(p) for group in self.param_groups for p in group["params"]]
         found = [matrix for matrix in held if matrix.trains]
         for matrix in found:
-            if matrix.listener is not found[0].listener:
+            if matrix.passes is not found[0].passes:
                 raise ValueError(
                     f"{found[0].name} and {matrix.name} belong to two sharded models: make one Muon for each"
                 )

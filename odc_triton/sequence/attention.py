@@ -52,6 +52,6 @@ class AttentionInTwoParts(torch.autograd.Function):
 
 
 def takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether `AttentionInTwoParts` can compute it. Not under autocast, which knows SDPA and not its parts."""
+    """True if `AttentionInTwoParts` can compute it. Not under autocast, which knows SDPA and not its parts."""
     alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
     return query.device.type == "cpu" and alike and not torch.is_autocast_enabled("cpu")

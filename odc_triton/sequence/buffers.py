@@ -1,4 +1,4 @@
-"""Where ranks keep the keys and values that others read, and the gradients that others add.
+"""Buffers of the keys and values that other ranks read, and of the gradients that they add.
 
 A second heap of the model's ranks. Per layer, for the `tokens` of each rank:
 
@@ -31,7 +31,7 @@ KEYS, VALUES = 0, 1
 
 
 class Flag(IntEnum):
-    """What one rank tells another of a layer."""
+    """The signals of a layer from one rank to another."""
 
     PUBLISHED = 0
     ADDED = 1
@@ -102,11 +102,11 @@ class KVBuffers:
         return buffers[0 if joined else piece.rank][first : first + stop - start]
 
     def flags(self, flag: Flag, rank: int) -> torch.Tensor:
-        """What others have told `rank`: int64 [writer, layer]."""
+        """The flags that others have set for `rank`: int64 [writer, layer]."""
         return self._flags[flag][rank]
 
     def has_come(self, flag: Flag, rank: int, layer: int, epoch: int, *, writer: int) -> bool:
-        """Whether `writer` has told `rank`."""
+        """True once `writer` has set that flag for `rank`."""
         return int(self.flags(flag, rank)[writer, layer]) >= epoch
 
     def show_wait(self, flag: Flag, layer: int, epoch: int, *, writer: int) -> None:
@@ -118,7 +118,7 @@ class KVBuffers:
         self._waits.show(0)
 
     def blocked_on(self, rank: int) -> int | None:
-        """For whom `rank` waits, if it does: not once that flag has come, though `rank` may not have seen it."""
+        """The rank that `rank` is blocked on, or None if the flag is already set."""
         number, writer = divmod(self._waits.seen()[rank], self.world)
         number, flag = divmod(number, len(Flag))
         epoch, layer = divmod(number, self.layers)

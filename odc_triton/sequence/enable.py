@@ -52,7 +52,7 @@ def enable_split(model: nn.Module, tokens: int) -> None:
                     f"{name or 'the model'} chooses its rotary frequencies by the last position of a pack (rope_type "
                     f"{kind!r}), and the pieces of a sample would get different ones: train it on whole samples"
                 )
-    if isinstance(engine.splits, SequenceExchange):
+    if engine.participant(SequenceExchange.name) is not None:
         raise ValueError("enable_split was called on this model before")
     layers = _layers(model)
     shapes = [shape for _, shape in layers]
@@ -66,9 +66,12 @@ def enable_split(model: nn.Module, tokens: int) -> None:
                 )
     token = f"{everyones[0]['token']}-split"
     buffers = KVBuffers(engine.heap, shapes, tokens=tokens, token=token, timeout_s=engine.barrier.timeout_s)
-    by = KernelSync if engine.adds_by_kernel else HostSync
-    sync, streams = by(buffers, engine.state, engine.barrier), engine.streams.first.another()
-    engine.split_by(exchange := SequenceExchange(sync, streams, in_order=engine.exact, debug=engine.debug))
+    by = KernelSync if engine.transport.adds_by_kernel else HostSync
+    sync, streams = by(buffers, engine), engine.streams.first.another()
+    exchange = SequenceExchange(sync, streams, in_order=engine.exact is not None, debug=engine.debug)
+    engine.participants.append(exchange)
+    engine.streams.also(streams)
+    engine.streams.watch(sync)
     for number, (module, _) in enumerate(layers):
         module._odc_split = LayerSplit(exchange, number)
 
@@ -88,23 +91,29 @@ def split_forward(model: nn.Module, split: SplitPlan | None) -> Iterator[None]:
         raise RuntimeError("split_forward inside a minibatch: run these forwards before or after it")
     if torch.is_grad_enabled():
         raise RuntimeError("split_forward is for forwards without gradients: put it into `with torch.no_grad()`")
+    exchange = engine.participant(SequenceExchange.name)
     refusal: Exception | None = None
+    digest = None
     try:
-        engine.splits.check(split)
+        if exchange is not None:
+            digest = exchange.entry(split)
+        elif split is not None:
+            engine.refuse_unknown({SequenceExchange.name: split})
         engine.drain("what a former minibatch has left")
-    except Exception as error:  # raised below, where the other ranks are told
+    except Exception as error:  # raised below, once the other ranks know it
         refusal = error
-    told = {"split": getattr(split, "digest", None), "refusal": None if refusal is None else describe(refusal)}
-    messages = engine.exchange("enter split_forward", told)
+    message = {"split": digest, "refusal": None if refusal is None else describe(refusal)}
+    messages = engine.exchange("enter split_forward", message)
     if refusal is not None:
         raise refusal
     for rank, theirs in enumerate(messages):
         if theirs["refusal"] is not None:
             raise PeerFailed([rank], f"rank {rank} can't enter split_forward: {theirs['refusal']}")
-    plans = [theirs["split"] or "none" for theirs in messages]
-    if len(set(plans)) > 1:
-        raise RanksDiffer(f"the ranks split sequences by different plans: {', '.join(plans)}, by rank")
-    engine.splits.begin(split, forward_only=True)
+    if exchange is None:
+        yield
+        return
+    exchange.entered([theirs["split"] for theirs in messages])
+    exchange.begin(split, forward_only=True)
     failed = True
     try:
         yield
@@ -112,8 +121,8 @@ def split_forward(model: nn.Module, split: SplitPlan | None) -> Iterator[None]:
         failed = False
     finally:
         if failed:
-            engine.splits.fail()
-        engine.splits.end(failed=failed)
+            exchange.failed()
+        exchange.end(failed=failed)
 
 
 class _Recorder:

@@ -1,4 +1,4 @@
-"""One minibatch's split sequences on one rank: what attention publishes, reads, adds and collects.
+"""Split sequences of a minibatch on one rank: attention publishes, reads, adds and collects.
 
 Per layer, for the pieces of one microbatch (see [Note: waves] in balance/pieces.py):
 
@@ -15,13 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 
 import torch
 
 from ..balance.pieces import Piece, PlannedPiece, SplitPlan
-from ..engine.state import NoSplits
-from ..engine.streams import Streams
+from ..base.errors import RanksDiffer
+from ..engine.participant import Participant
+from ..engine.transport import Streams
 from .buffers import KEYS, VALUES, Flag
 from .fetched import Fetched, Rows
 from .sync import HostSync, Wait
@@ -36,8 +38,23 @@ class Span:
     end: int
 
 
-class SequenceExchange(NoSplits):
-    """What `enable_split` puts on an engine. `plan`: of the minibatch that is open; None while nothing is split."""
+class PieceState(Enum):
+    """Of a piece in a layer."""
+
+    PENDING = 0  # its forward has not run
+    FORWARD = 1  # its forward ran, and nothing follows
+    NO_GRAD = 2  # its forward ran without gradients: perhaps a checkpoint, whose backward runs it again
+    BACKWARD = 3  # its backward must follow
+    DONE = 4  # its backward ran
+
+
+class SequenceExchange(Participant):
+    """Pieces of sequences in the minibatch protocol. `plan`: of the open minibatch; None while nothing is split.
+
+    `tokens`: of each rank, the most tokens that others may read.
+    """
+
+    name = "split"
 
     def __init__(self, sync: HostSync, streams: Streams, *, in_order: bool, debug: bool = False) -> None:
         """`streams`: its own, to copy and to add beside what the engine copies and adds. `in_order`: ranks add to a
@@ -49,29 +66,28 @@ class SequenceExchange(NoSplits):
         self.is_apart, self._in_order, self._debug = self.buffers.heap.apart, in_order, debug
         self._waited: set[tuple[Flag, int, int]] = set()  # flags, layers and epochs that this rank has waited for
         self.plan: SplitPlan | None = None
+        self._next: SplitPlan | None = None  # once all ranks have entered
         self._own: list[PlannedPiece] = []
         self._epochs = 0  # used up by former plans: one per wave
-        self._attended: set[tuple[Piece, int]] = set()  # pieces and layers whose forward ran
-        self._to_return: set[tuple[Piece, int]] = set()  # those whose backward must still come
-        self._may_return: set[Piece] = set()  # pieces whose forward had no gradients: checkpoints, perhaps
-        self._returned: set[tuple[Piece, int]] = set()  # those whose backward ran
+        self._states: dict[Piece, list[PieceState]] = {}  # of own pieces, by layer
         self.released: list[list[Fetched | None]] = []  # of each layer whose backward must fetch again
         self._must_clear = False
         self._forward_only = False
 
     # ------------------------------------------------------------------ the minibatch
 
-    def check(self, plan: SplitPlan | None) -> None:
-        """Clears what a minibatch that failed has left. Raises ValueError, TypeError for a plan that does not fit,
-        RuntimeError while another is open.
+    def entry(self, given: SplitPlan | None) -> str | None:
+        """Clears what a minibatch that failed has left; returns the plan's digest. Raises ValueError, TypeError for a
+        plan that does not fit, RuntimeError while another is open.
         """
+        plan = self._next = given
         if self.plan is not None:  # its epochs would be used twice
             raise RuntimeError("this is inside split_forward: leave it before a minibatch, or another split_forward")
         if self._must_clear:
             self.buffers.clear_own_gradients()
             self._must_clear = False
         if plan is None:
-            return
+            return None
         if not isinstance(plan, SplitPlan):
             raise TypeError(f"split is a {type(plan).__name__}; give the packs' plan, packs.split")
         if plan.ranks != self.world:
@@ -83,39 +99,50 @@ class SequenceExchange(NoSplits):
                 f"{self.buffers.tokens}: give enable_split(model, tokens={most}), or the sampler "
                 f"split={self.buffers.tokens}"
             )
+        return plan.digest
+
+    def entered(self, messages: list[str | None]) -> None:
+        if len(set(messages)) > 1:
+            by_rank = ", ".join(f"{digest or 'none'} on rank {rank}" for rank, digest in enumerate(messages))
+            raise RanksDiffer(
+                f"the ranks split sequences by {len(set(messages))} different plans ({by_rank}): give all ranks' "
+                f"minibatch() the split of one sampler, with the same lengths, seed, cost and limits"
+            )
+
+    def opened(self) -> None:
+        self.begin(self._next)
 
     def begin(self, plan: SplitPlan | None, *, forward_only: bool = False) -> None:
         self.plan, self._forward_only = plan, forward_only
         self._own = [] if plan is None else plan.of_rank(self.rank)
-        self._attended.clear()
-        self._to_return.clear()
-        self._may_return.clear()
-        self._returned.clear()
+        self._states = {planned.piece: [PieceState.PENDING] * self.buffers.layers for planned in self._own}
         self.released.clear()
         self._waited.clear()
         if plan is not None:
             self.sync.begin()
 
-    def fail(self) -> None:
+    def failed(self) -> None:
         """Ends the waits of ranks that need this one's pieces."""
         if self.plan is not None:
             self.sync.fail()
 
-    def incomplete(self) -> str | None:
-        """What is missing of the plan's pieces on this rank."""
-        return None if self.plan is None else self._missing_before(self.plan.waves)
+    def leave(self) -> None:
+        """Raises RuntimeError if pieces of the plan are missing on this rank."""
+        if self.plan is not None and (missing := self._missing_before(self.plan.waves)) is not None:
+            raise RuntimeError(missing)
 
     def _missing_before(self, wave: int) -> str | None:
         for planned in self._own:
             if self.plan.wave_of(planned.piece) >= wave:
                 continue
-            if any((planned.piece, layer) not in self._attended for layer in range(self.buffers.layers)):
+            states = self._states[planned.piece]
+            if PieceState.PENDING in states:
                 return (
                     f"{planned.piece} were not computed, and other ranks need them: run every pack of the minibatch, "
                     f"in their order"
                 )
-            layers = [layer for layer in range(self.buffers.layers) if (planned.piece, layer) in self._to_return]
-            if layers or planned.piece in self._may_return:
+            layers = [layer for layer, state in enumerate(states) if state is PieceState.BACKWARD]
+            if layers or (PieceState.NO_GRAD in states and PieceState.DONE not in states):
                 where = f" in layers {layers}" if 0 < len(layers) < self.buffers.layers else ""
                 return (
                     f"{planned.piece} had no backward{where}, and other ranks wait for it: call backward for each pack "
@@ -124,8 +151,11 @@ class SequenceExchange(NoSplits):
                 )
         return None
 
+    def settle(self, messages: list[None] | None) -> None:
+        self.end(failed=messages is None)
+
     def end(self, *, failed: bool) -> None:
-        """The exit barrier was passed."""
+        """Every rank has left."""
         if self.plan is not None:
             self.sync.end()
             self._epochs += self.plan.waves
@@ -195,24 +225,24 @@ class SequenceExchange(NoSplits):
         Raises RuntimeError where other ranks would wait for ever, or read what changes under them.
         """
         for span in spans:
-            if (span.piece, layer) in self._attended:
+            if self._states[span.piece][layer] is not PieceState.PENDING:
                 raise RuntimeError(
                     f"{span.piece} were computed before, and other ranks may have read them: run a pack with pieces "
                     f"once in a minibatch; forwards without gradients go before or after it, into split_forward"
                 )
         if layer == 0:
             self._check_order(spans)
-        if self._forward_only:
-            return
-        if not torch.is_grad_enabled():  # it may be a checkpoint, whose backward makes them
-            self._may_return.update(span.piece for span in spans)
-        elif trains:
-            self._to_return.update((span.piece, layer) for span in spans)
+        if self._forward_only or (torch.is_grad_enabled() and not trains):
+            state = PieceState.FORWARD
+        else:
+            state = PieceState.BACKWARD if torch.is_grad_enabled() else PieceState.NO_GRAD
+        for span in spans:
+            self._states[span.piece][layer] = state
 
     def _require_first(self, layer: int, spans: list[Span]) -> None:
         """Other ranks wait for one addition: a later one would be lost, or stay for the next minibatch."""
         for span in spans:
-            if (span.piece, layer) in self._returned:
+            if self._states[span.piece][layer] is PieceState.DONE:
                 raise RuntimeError(
                     f"{span.piece} had a backward already, and other ranks have taken their gradients from it: call "
                     f"backward once for a pack with pieces, on the sum of its losses"
@@ -236,7 +266,6 @@ class SequenceExchange(NoSplits):
         them before `own`, the piece's rows. None for a first piece.
         """
         sources = self.sources(span.piece, window)
-        self._attended.add((span.piece, layer))
         if not sources:
             return None
         whom = {each.rank: f"keys and values of {each.piece} in layer {layer}" for each in reversed(sources)}
@@ -261,7 +290,7 @@ class SequenceExchange(NoSplits):
             each.start()
 
     def _wait_for(self, flag: Flag, layer: int, spans: Sequence[Span], whom: dict[int, str]) -> Callable[[], None]:
-        """What waits for other ranks; `whom`: by rank, what for."""
+        """A function that waits for other ranks; `whom`: by rank, the purpose."""
         others = {rank: purpose for rank, purpose in whom.items() if rank != self.rank}
         if others:
             self._waited.add((flag, layer, self._epoch(spans)))
@@ -318,9 +347,7 @@ class SequenceExchange(NoSplits):
             gradients = [None if each is None else each.clone() for each in gradients]
         self.streams.go_on()
         for span, readers in zip(spans, readers_of, strict=True):
-            self._to_return.discard((span.piece, layer))
-            self._may_return.discard(span.piece)
-            self._returned.add((span.piece, layer))
+            self._states[span.piece][layer] = PieceState.DONE
             if not readers:
                 continue
             whom = {

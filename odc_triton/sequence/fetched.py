@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..comm.layout import aligned
-from ..engine.streams import Copies, Streams
+from ..engine.transport import Copies, Streams
 
 Rows = tuple[torch.Tensor, torch.Tensor]  # of keys and of values, [tokens, heads, D]
 
@@ -57,7 +57,7 @@ class Fetched:
 
     @torch.no_grad()
     def finish(self, own: Rows) -> None:
-        """What the current stream computes from here on finds `whole` filled. `own`: the piece's own rows."""
+        """From here on the current stream finds `whole` filled. `own`: the piece's own rows."""
         self.start()
         self._streams.wait(self._copies)
         for (_, place), rows in zip(self._parts, own, strict=True):

@@ -14,7 +14,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, [1, heads, tokens, 
 
 
 class LayerSplit:
-    """What a layer's attention calls. `is_apart`: `fetch` gives all keys of a piece; else only those before it."""
+    """The calls of a layer's attention. `is_apart`: `fetch` gives all keys of a piece; else only those before it."""
 
     def __init__(self, exchange: SequenceExchange, layer: int) -> None:
         self.exchange, self.layer = exchange, layer

@@ -1,14 +1,14 @@
-"""How a rank tells another that rows are there, waits for rows, and adds to them: by its host, or by its device.
+"""Signals that rows are there, waits for rows, additions to them: by the host, or by its device.
 
 The host waits on a CPU. On a GPU the host only enqueues, so kernels set flags, wait for them and add
-(kernels/flags.py); whether one waited in vain is known after a drain.
+(kernels/flags.py); a wait that timed out is known after a drain.
 
 [Note: forward progress] A kernel that waits holds its stream, and may hold others: streams share hardware queues, a
 module may be loaded or memory allocated behind it, the queue of launches may be full. None of this can hang a GPU, as
 long as nothing would hang if all work of a rank, on whatever streams, ran one after another in the order in which it
 was enqueued. So: never enqueue a wait before the work that a peer needs to set that flag. Of each layer and wave a rank
-enqueues its publication before its fetch, and its additions before it collects, which is also the order in which the
-host's hand-over runs, and which [Note: waves] in balance/pieces.py shows to end. `fully_shard(debug=True)` asserts it.
+enqueues its publication before its fetch, and its additions before it collects, which is also the order on the host,
+and which [Note: waves] in balance/pieces.py shows to end. `fully_shard(debug=True)` asserts it.
 The staged kernel obeys it too: copies are enqueued before the kernel that waits for them (kernels/staged.py).
 """
 
@@ -26,8 +26,7 @@ import torch
 from odc_kernels.streams import Device, device_of
 
 from ..base.errors import DeadlineExceeded, PeerFailed
-from ..comm.barrier import Barrier
-from ..engine.state import MinibatchState
+from ..engine.state import RankState
 from .buffers import Flag, KVBuffers
 
 _NAP_S = 20e-6
@@ -51,9 +50,9 @@ class Wait:
 class HostSync:
     """By the host. `number`: of the plan that is open."""
 
-    def __init__(self, buffers: KVBuffers, state: MinibatchState, barrier: Barrier) -> None:
-        self.buffers, self._state, self._barrier = buffers, state, barrier
-        barrier.blocked_on = buffers.blocked_on
+    def __init__(self, buffers: KVBuffers, state: RankState) -> None:
+        self.buffers, self._state, self._barrier = buffers, state, state.barrier
+        self._barrier.blocked_on = buffers.blocked_on
         self.number = 0
 
     def begin(self) -> None:
@@ -88,7 +87,7 @@ class HostSync:
                 time.sleep(_NAP_S)
             self.buffers.show_wait(wait.flag, wait.layer, wait.epoch, writer=rank)
             self._barrier.wait_until(purpose, lambda: self._late(wait, rank, purpose))
-            self.buffers.show_no_wait()  # not where it was in vain: peers that look later must find the same cause
+            self.buffers.show_no_wait()  # not after an error: peers that look later must find the same cause
 
     def _has_come(self, wait: Wait, rank: int) -> bool:
         return self.buffers.has_come(wait.flag, self.buffers.rank, wait.layer, wait.epoch, writer=rank)
@@ -130,7 +129,7 @@ class HostSync:
         self.buffers.failed.show(self.number)
 
     def check(self) -> None:
-        """After a drain: raises as `wait` if the device has waited in vain."""
+        """After a drain: raises as `wait` if a wait of the device timed out."""
 
 
 @dataclass(slots=True)
@@ -182,8 +181,8 @@ class KernelSync(HostSync):
     wait takes longer than the deadline, it ends all waits. Results are rubbish then, and `check` raises.
     """
 
-    def __init__(self, buffers: KVBuffers, state: MinibatchState, barrier: Barrier) -> None:
-        super().__init__(buffers, state, barrier)
+    def __init__(self, buffers: KVBuffers, state: RankState) -> None:
+        super().__init__(buffers, state)
         device, ranks = buffers.heap.device, range(buffers.world)
         self._tables = {
             flag: torch.tensor([buffers.flags(flag, rank).data_ptr() for rank in ranks], device=device) for flag in Flag
@@ -194,7 +193,7 @@ class KernelSync(HostSync):
             self._stop = self._stop.pin_memory()  # the host can set it while the device is busy
         self._look = _Look(buffers)
         self._waits: list[Wait] = []
-        # At the stop: flags may have come since, as ranks go on after a wait in vain, and ranks may have left.
+        # As of the stop: since then flags may have been set, and ranks may have exited.
         self._late_at_stop: list[int] = []
         self._gone_at_stop: list[int] = []
         self._running: deque[_Running] = deque()
@@ -260,7 +259,7 @@ class KernelSync(HostSync):
             if self._running[0] is not first:
                 since_s, first = time.monotonic(), self._running[0]
             is_late = time.monotonic() - since_s > self._barrier.timeout_s
-            # Only who dies before its flag has come can't be waited for; the others say so if that stops them.
+            # A rank that died before setting its flag is fatal; any other failure is reported by that rank.
             gone = [rank for rank in late if not heap.is_alive(rank)]
             if is_late or self._failed() or (gone and set(gone) & set(self._shown_late(first.wait))):
                 self._late_at_stop, self._gone_at_stop = late, gone

@@ -1,4 +1,4 @@
-"""What ranks exchange before memory is allocated: which model they shard, on which hosts, on which devices.
+"""Agreement of the ranks before memory is allocated: on the model, the hosts and the devices.
 
 `default_mesh`: one dimension on one host, a replica per host on several.
 """
@@ -42,7 +42,7 @@ PEERS = "GPUs that reach each other"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreed:
-    """What ranks know of each other once their plans agree. `token`: a secret name for what they open, made by rank 0.
+    """The ranks' knowledge of each other once their plans agree. `token`: a secret name for heaps, made by rank 0.
 
     `devices`: of this replica's ranks, by `device_id`; `indices`: these devices' numbers in each rank's process.
     """
@@ -53,7 +53,7 @@ class Agreed:
 
     @property
     def shares_device(self) -> bool:
-        """Whether two ranks share a device, or number theirs alike."""
+        """True if two ranks share a device, or number theirs alike."""
         return min(len(set(self.devices)), len(set(self.indices))) < len(self.devices)
 
 

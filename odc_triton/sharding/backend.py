@@ -1,4 +1,4 @@
-"""What differs between a CPU and a GPU: the heap's memory, the order in which work is done, how gradients are added."""
+"""Differences between a CPU and a GPU: the heap's memory, the order of work, the addition of gradients."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from odc_kernels.streams import CudaDevice
 
 from ..comm.layout import EXACT, ParameterSpec, Plan
 from ..comm.memory import CudaHeap, SharedMemoryHeap, SymmetricHeap
-from ..engine.gradients import Accumulator, KernelAccumulator, LockedAccumulator
-from ..engine.streams import DeviceStreams, Streams
+from ..engine.transport import DeviceStreams, KernelTransport, LockedTransport, Streams, Transport
 from ..nn.tuned import Place
 
 
 class Backend(ABC):
-    """How ranks on one kind of device share memory and order their work. `name`: as given to `fully_shard`."""
+    """One kind of device: its shared memory and the order of its work. `name`: as given to `fully_shard`."""
 
     name: str
     mesh_device: str = "cpu"
@@ -33,7 +32,7 @@ class Backend(ABC):
     """Whether one kernel gathers a unit's small parameters. Triton's interpreter is too slow for every unit."""
 
     def batch_copy(self) -> BatchCopy | None:
-        """What makes all copies of a stream in one call; None if each is a call of its own."""
+        """A function that makes all copies of a stream in one call; None if each is a call of its own."""
         return None
 
     def device_id(self) -> str | None:
@@ -58,7 +57,7 @@ class Backend(ABC):
         return None
 
     def place(self, devices: list[str | None]) -> Place:
-        """Where these ranks run, by `device_id`: the key of operators' measurements."""
+        """The key of operators' measurements for these ranks, by `device_id`."""
         return Place(backend=self.name, processor=processor_name(), topology="cpu", ranks=len(devices))
 
     @abstractmethod
@@ -70,8 +69,8 @@ class Backend(ABC):
         `how`: the heap's `token`, a name that only its ranks know, `timeout_s` and `look`.
         """
 
-    def accumulator(self, heap: Any, streams: Streams, timeout_s: float) -> Accumulator:
-        return KernelAccumulator(streams) if self.adds_by_kernel else LockedAccumulator(heap, streams, timeout_s)
+    def transport(self, heap: Any, streams: Streams, timeout_s: float) -> Transport:
+        return KernelTransport(heap, streams) if self.adds_by_kernel else LockedTransport(heap, streams, timeout_s)
 
 
 class CpuBackend(Backend):

@@ -1,4 +1,4 @@
-"""What to shard in a module: its parameters, which are tied, where they are registered; and what can't be sharded."""
+"""Finds what to shard in a module: its parameters, their ties and places; refuses what can't be sharded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FoundParameter:
         return self.names[0]
 
     def is_read_on_demand(self, device_type: str, table: tuple[Entry, ...]) -> bool:
-        """Whether all modules that have it read from its owners themselves, so it need not be whole."""
+        """True if all modules that have it read its owners on demand, so that it need not be whole."""
         return all(
             isinstance(module, ReadsOnDemand) and attribute in module.reads_on_demand(device_type, table)
             for module, attribute, _ in self.places
@@ -111,7 +111,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Description:
-    """What to shard in a module. `specs`: those of the parameters `found`, in their order."""
+    """A module's parameters to shard. `specs`: those of the parameters `found`, in their order."""
 
     found: list[FoundParameter]
     specs: list[ParameterSpec]
@@ -122,7 +122,7 @@ class Description:
     ignored: set[nn.Parameter]
 
     def read_on_demand(self, device_type: str, tables: list[tuple[Entry, ...]]) -> set[int]:
-        """Which of `found` need not be whole, because all layers that have them read from the owners themselves.
+        """The places in `found` that need not be whole, because all layers that have them read the owners on demand.
 
         `tables`: how operators run, by parameter. Raises NotImplementedError for a tie that needs the whole of a
         parameter that is never whole.
@@ -188,9 +188,9 @@ def _inner_engines(module: nn.Module, mesh: DeviceMesh, exact: bool) -> list[Eng
                 f"{name} belongs to another sharded model, whose {outside[0] or 'root'} is not part of this "
                 f"{type(module).__name__}: a module can have one engine only. Shard the model that holds both."
             )
-        if engine.exact != exact:
+        if (engine.exact is not None) != exact:
             raise ValueError(
-                f"{name} was sharded with exact={engine.exact}, and its root would be with exact={exact}: give both "
+                f"{name} was sharded with exact={not exact}, and its root would be with exact={exact}: give both "
                 f"the same"
             )
         for parameter in engine.parameters[:1]:

@@ -1,4 +1,4 @@
-"""How many bytes a model takes on each rank, before anything is allocated; for FSDP2 too, by the same sums.
+"""The bytes that a model takes on each rank, before anything is allocated; for FSDP2 too, by the same sums.
 
 [Note: what a plan counts] Sizes come from shapes and dtypes alone, so a model on the meta device is planned
 like a real one. The rank described is rank 0: dim 0 is split as `torch.chunk` splits it, so no rank holds
@@ -356,6 +356,6 @@ class _Sizes:
 
 
 def _copies_gradient(spec: ParameterSpec) -> bool:
-    """Whether `.grad` is a separate tensor. That of an exact sum is fp32 in the sum's own memory."""
+    """True if `.grad` is a separate tensor. That of an exact sum is fp32 in the sum's own memory."""
     landed = "float32" if spec.reduce_dtype == EXACT else spec.reduce_dtype
     return landed != spec.master_dtype

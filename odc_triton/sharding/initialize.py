@@ -60,7 +60,7 @@ def write_initial_values(
         },
     )
     wanted = _buffers_to_send([theirs["buffers"] for theirs in messages])
-    sizes = [p.leaf.numel() * p.storage.master.dtype.itemsize for p in parameters if p.spec.has_own_master]
+    sizes = [p.leaf.numel() * p.shard.master.dtype.itemsize for p in parameters if p.spec.has_own_master]
     sizes += [module._buffers[key].nbytes for module, key in map(buffers.__getitem__, wanted)]
     relay = Relay(
         purpose=_PURPOSE,
@@ -240,11 +240,11 @@ class _Writer:
                 value = self._drawn.pop(id(entry), entry.value).detach()
                 if entry.value.is_meta and _has_nan(value):
                     self.without_initialiser.append(entry.name)
-            value = self._relay.of_first(value, parameter.leaf.shape, parameter.storage.master.dtype)
+            value = self._relay.of_first(value, parameter.leaf.shape, parameter.shard.master.dtype)
             if value is not None:
-                parameter.storage.fill(value)
+                parameter.shard.fill(value)
             if parameter.spec.has_own_master:
-                self._relay.send(parameter.leaf.shape, parameter.storage.master.dtype, value, parameter.storage.adopt)
+                self._relay.send(parameter.leaf.shape, parameter.shard.master.dtype, value, parameter.shard.adopt)
             parameter.original = weakref.ref(entry.value)
             entry.value = None
         for slot, _ in self._places[unit].values():

@@ -1,4 +1,4 @@
-"""What comes and goes within a step, at its peak: unsharded parameters, whole gradients, activations.
+"""Peak memory within a step: unsharded parameters, whole gradients, activations.
 
 `Units`: the bytes of each unit's whole parameters, or of their gradients, by the unit's name; the root is one of them.
 """
@@ -35,7 +35,7 @@ def whole_gradient_bytes(units: Units, *, tied: int) -> int:
 def fsdp2_whole_gradient_bytes(
     made: Units, reduced: Units, *, late_root: int, resharded: bool, gathered_bytes: int, shard_bytes: int
 ) -> int:
-    """What FSDP2's whole gradients add to its unsharded parameters and gradient shards when all are largest.
+    """Bytes that FSDP2's whole gradients add to its unsharded parameters and gradient shards at the peak.
 
     `made`, `reduced`: gradients in the compute and in the reduce dtype. `late_root`: in the compute dtype, of the
     root's parameters that get their gradients before a block does (head, last norm, tied ones). `resharded`: blocks are

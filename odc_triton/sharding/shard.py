@@ -31,7 +31,8 @@ from ..engine.engine import Engine
 from ..engine.gathered import GatheredParameters
 from ..engine.module import attach as attach_unit
 from ..engine.parameter import ShardedParameter
-from ..engine.streams import Streams
+from ..engine.shard import HeapShard
+from ..engine.transport import Streams, Transport
 from ..engine.unit import Slot, Unit
 from ..nn.choice import Entry
 from ..nn.operand import ReadsOnDemand, is_sharded
@@ -56,8 +57,8 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Job:
-    """Which ranks shard together, on what, and how."""
+class _Setup:
+    """The ranks that shard together, their devices and options."""
 
     grid: Grid
     device: Backend
@@ -70,7 +71,7 @@ class _Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Agreement:
-    """What all ranks know before anything is allocated."""
+    """Known to all ranks before anything is allocated."""
 
     plan: Plan
     agreed: Agreed
@@ -80,9 +81,8 @@ class _Agreement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shards:
-    heap: SymmetricHeap
+    transport: Transport
     replicas: Replicas
-    streams: Streams
     parameters: list[ShardedParameter]
 
 
@@ -153,16 +153,18 @@ def fully_shard(
         _check_mesh(mesh, device)
         grid = grid_of(mesh)
         barrier = open_barrier(grid, timeout)
-        job = _Job(grid=grid, device=device, barrier=barrier, policy=policy, timeout=timeout, debug=debug, exact=exact)
+        setup = _Setup(
+            grid=grid, device=device, barrier=barrier, policy=policy, timeout=timeout, debug=debug, exact=exact
+        )
         root, units = (module, None) if modules[0] is module else _together(modules)
         with refusing(barrier, AGREEING):
             described = describe(
                 root, grid.mesh, policy, ignored_params or set(), home=device.mesh_device, exact=exact, units=units
             )
             device.check(described.specs)
-        agreement = _agree(job, root, described)
-        shards = _allocate(job, root, described, agreement)
-        _attach(job, root, described, shards, reshard_after_forward)
+        agreement = _agree(setup, root, described)
+        shards = _allocate(setup, root, described, agreement)
+        _attach(setup, root, described, shards, reshard_after_forward)
     return module
 
 
@@ -195,9 +197,9 @@ def _check_placements(module: nn.Module, placement_of: Any, ignored: set[nn.Para
             )
 
 
-def _agree(job: _Job, module: nn.Module, described: Description) -> _Agreement:
+def _agree(setup: _Setup, module: nn.Module, described: Description) -> _Agreement:
     """Compares models, options and devices of all ranks. Raises RanksDiffer or RuntimeError on all ranks."""
-    grid, device, barrier = job.grid, job.device, job.barrier
+    grid, device, barrier = setup.grid, setup.device, setup.barrier
     plan = make_plan(
         described.specs,
         world=grid.shards,
@@ -205,10 +207,10 @@ def _agree(job: _Job, module: nn.Module, described: Description) -> _Agreement:
         apart=device.apart,
     )
     options = {
-        "policy": str(job.policy),
-        "debug": job.debug,
-        "exact": job.exact,
-        "timeout": str(job.timeout),
+        "policy": str(setup.policy),
+        "debug": setup.debug,
+        "exact": setup.exact,
+        "timeout": str(setup.timeout),
         "backend": device.name,
     }
     options |= {"world": grid.world, "replicas": grid.replicas}
@@ -229,27 +231,22 @@ def _agree(job: _Job, module: nn.Module, described: Description) -> _Agreement:
     )
 
 
-def _allocate(job: _Job, module: nn.Module, described: Description, agreement: _Agreement) -> _Shards:
+def _allocate(setup: _Setup, module: nn.Module, described: Description, agreement: _Agreement) -> _Shards:
     """Opens the heap and fills it with rank 0's values. Drops the tensors that `described` found on the way."""
-    grid, device, barrier, plan = job.grid, job.device, job.barrier, agreement.plan
+    grid, device, barrier, plan = setup.grid, setup.device, setup.barrier, agreement.plan
     heap = open_heap(barrier, grid, device, plan, agreement.agreed)
     replicas = Replicas(grid, barrier, heap.device)
-    streams = device.streams()
-    accumulator = device.accumulator(heap, streams, barrier.timeout_s)
-    staging = Staging(streams.device)
-    wholes = _whole_tensors(plan, heap, streams, agreement.on_demand, device)
+    transport = device.transport(heap, device.streams(), barrier.timeout_s)
+    staging = Staging(transport.streams.device)
+    wholes = _whole_tensors(plan, heap, transport.streams, agreement.on_demand, device)
     places = zip(plan.parameters, plan.compute, plan.gradient, wholes, agreement.tables, strict=True)
     parameters = [
         ShardedParameter(
-            spec=spec,
+            shard=HeapShard(spec=spec, slot=slot, compute=compute, gradient=gradient, heap=heap, grid=grid),
             slot=slot,
-            compute=compute,
-            gradient=gradient,
-            heap=heap,
-            grid=grid,
             whole=whole,
             gathered=gathered,
-            accumulator=accumulator,
+            transport=transport,
             staging=staging,
             table=table,
         )
@@ -259,22 +256,20 @@ def _allocate(job: _Job, module: nn.Module, described: Description, agreement: _
     token = f"{agreement.agreed.token}-{grid.replica}-initial"
     write_initial_values(module, found, parameters, barrier, replicas, token=token, heap=heap)
     _warn_of_low_precision_masters(plan, grid.rank)
-    return _Shards(heap=heap, replicas=replicas, streams=streams, parameters=parameters)
+    return _Shards(transport=transport, replicas=replicas, parameters=parameters)
 
 
 def _attach(
-    job: _Job, module: nn.Module, described: Description, shards: _Shards, reshard_after_forward: bool | int | None
+    setup: _Setup, module: nn.Module, described: Description, shards: _Shards, reshard_after_forward: bool | int | None
 ) -> None:
     """Makes the engine and the units; submodules that were sharded before join it. Publishes the first values."""
     engine = Engine(
-        grid=job.grid,
-        heap=shards.heap,
+        grid=setup.grid,
+        transport=shards.transport,
+        barrier=setup.barrier,
         replicas=shards.replicas,
-        streams=shards.streams,
-        barrier=job.barrier,
-        adds_by_kernel=job.device.adds_by_kernel,
-        exact=job.exact,
-        debug=job.debug,
+        exact=setup.exact,
+        debug=setup.debug,
     )
     by_unit: dict[str, list[Slot]] = {name: [] for name in [*described.unit_names, ""]}
     for entry, parameter in [*zip(described.found, shards.parameters, strict=True), *described.tied]:
@@ -288,7 +283,7 @@ def _attach(
             name=name,
             module=owner,
             slots=slots,
-            policy=job.policy,
+            policy=setup.policy,
             passes=engine.passes,
             prefetch=engine.prefetch,
             reshard_after_forward=None if reshard_after_forward is None else bool(reshard_after_forward),
@@ -298,12 +293,11 @@ def _attach(
     engine.add(shards.parameters)
     engine.ignored |= {id(parameter): parameter for parameter in described.ignored}
     for other in described.inner:
-        engine.ignored |= other.ignored
         engine.absorb(other)
     engine.name_parameters(module)
     described.forget()
     engine.publish()
-    job.barrier.exchange("sharded", {})
+    setup.barrier.exchange("sharded", {})
 
 
 def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, ignored_params: Any) -> None:

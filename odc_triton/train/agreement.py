@@ -1,8 +1,7 @@
-"""What the ranks tell each other once a step, when all gradients have landed: one barrier, no collective.
+"""The barrier of a training step, once gradients are reduced: ranks exchange reports, and all make the same decisions.
 
-So every rank knows the same numbers and makes the same decisions: whether the step is taken, whether a checkpoint is
-saved, whether the run stops. Gradients are clipped by these numbers too: torch's `clip_grad_norm_` reduces over gloo or
-NCCL, which do not say which peer is dead, and wait for a stopped one without a deadline.
+Gradients are clipped by these numbers too: torch's `clip_grad_norm_` reduces over gloo or NCCL, which do not say which
+peer is dead, and wait for a stopped one without a deadline.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..engine.engine import Engine
+from ..engine.participant import StepPart
 
 
 def own_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
@@ -42,17 +41,14 @@ def clip(gradients: list[torch.Tensor], *, norm: float, largest: float) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """What one rank says after a minibatch; joined, what follows from all ranks', the same on every rank."""
+class StepSums:
+    """One rank's after a minibatch, or those of all ranks, where the losses decide whether the step is taken."""
 
     loss_sum: float
     sums: Sequence[float] = ()  # other sums over its tokens
     square_norm: float  # of its gradients
-    waited_s: float  # since the last agreement
+    waited_s: float  # since the last step
     passed_s: float
-    stop: int | None  # the signal that asked it to stop
-    save: bool  # its clock says that a checkpoint is due; rank 0's decides
-    writers: Sequence[dict[str, Any] | None] = (None,)  # how far each is with a checkpoint in the background
 
     @property
     def norm(self) -> float:
@@ -68,17 +64,19 @@ class StepReport:
         return math.isfinite(self.loss_sum) and math.isfinite(self.square_norm)
 
 
-def agree(engine: Engine, own: StepReport) -> StepReport:
-    """Exchanges the reports of all ranks. Raises RankLost and DeadlineExceeded."""
-    messages = engine.exchange(f"sum up minibatch {engine.state.number}", {"report": vars(own)})
-    reports = [StepReport(**each["report"]) for each in messages]
-    return StepReport(
-        loss_sum=sum(each.loss_sum for each in reports),
-        sums=[math.fsum(of_ranks) for of_ranks in zip(*(each.sums for each in reports), strict=True)],
-        square_norm=sum(each.square_norm for each in reports),
-        waited_s=sum(each.waited_s for each in reports),
-        passed_s=sum(each.passed_s for each in reports),
-        stop=next((each.stop for each in reports if each.stop is not None), None),
-        save=reports[0].save,
-        writers=[writer for each in reports for writer in each.writers],
+def sum_up(engine: Engine, own: StepSums, parts: Sequence[StepPart] = ()) -> StepSums:
+    """Exchanges the sums and the parts' reports; returns the sums of all ranks. Raises RankLost, DeadlineExceeded, and
+    what a part raises.
+    """
+    message = {"sums": vars(own), "parts": {part.name: part.report() for part in parts}}
+    messages = engine.exchange(f"sum up minibatch {engine.number}", message)
+    for part in parts:
+        part.settle([theirs["parts"][part.name] for theirs in messages])
+    every = [StepSums(**theirs["sums"]) for theirs in messages]
+    return StepSums(
+        loss_sum=sum(each.loss_sum for each in every),
+        sums=[math.fsum(of_ranks) for of_ranks in zip(*(each.sums for each in every), strict=True)],
+        square_norm=sum(each.square_norm for each in every),
+        waited_s=sum(each.waited_s for each in every),
+        passed_s=sum(each.passed_s for each in every),
     )

@@ -125,8 +125,8 @@ def _start(options: GrpoOptions, sharded: Sharded, prepared: Prepared[Prompts]) 
 
     def look() -> bool:
         if run is not None:
-            run.asked.look()
-            return run.asked.stop() is not None
+            run.stop_signal.check_peers()
+            return run.stop_signal.signal is not None
         return False
 
     completions = _engine(options, model, look)

@@ -185,7 +185,7 @@ class GrpoRun(Run):
             slots,
             self._sampling(options.temperature),
             decode=options.decode_at_once,
-            stop=self.asked.stop,
+            stop=lambda: self.stop_signal.signal,
         )
 
     def _sampling(self, temperature: float) -> SamplingOptions:
@@ -204,7 +204,7 @@ class GrpoRun(Run):
             sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
             with minibatch(self.model, tokens=batch.tokens if self.engine.rank == 0 else 0, split=split):
                 for entries in packs:
-                    self.asked.look()
+                    self.stop_signal.check_peers()
                     loss, found = batch.loss(
                         entries,
                         model=self.model,
@@ -234,9 +234,9 @@ class GrpoRun(Run):
         slots = [PromptSlot(prompt=prompt, seeds=[0]) for prompt in self.evaluation]
         self.sampler.completions.sync(self.model)
         made = self.sampler.roll_out(
-            slots, self._sampling(0.0), decode=self.options.decode_at_once, stop=self.asked.stop
+            slots, self._sampling(0.0), decode=self.options.decode_at_once, stop=lambda: self.stop_signal.signal
         )
-        self.rested()
+        self.reset_timer()
         if isinstance(made, int):
             self.stop = made
             return {}

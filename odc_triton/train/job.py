@@ -25,12 +25,13 @@ from ..checkpoint import load_pretrained_shards
 from ..comm.launch import Interrupted, die_with_parent, end_process, status_of
 from ..sharding.agree import default_mesh
 from ..sharding.shard import fully_shard
-from .loop import Loop, OnMetrics, StopSignal, lost_within
+from .loop import Loop, OnMetrics, lost_within
 from .metrics import Metrics
 from .model import build_model, precision
 from .prepare import Prepared
 from .run import Run
 from .run_options import RunOptions
+from .stop import StopSignal
 
 Options = TypeVar("Options", bound=RunOptions)
 
@@ -50,7 +51,7 @@ def train(options: RunOptions, prepare: Prepare, start: Start, on_metrics: OnMet
         run = start(options, partial(_sharded, prepared=prepared, mesh=mesh), prepared)
         stop = StopSignal(run.engine.require_peers)
         loop = Loop(run, prepared, stop, on_metrics)
-        with handling(stop.hear, *STOPS):
+        with handling(stop.on_signal, *STOPS):
             try:
                 return loop.run_to_the_end()
             except BaseException as error:

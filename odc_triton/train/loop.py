@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +9,15 @@ from pathlib import Path
 import torch
 
 from ..base.errors import MinibatchFailed, OdcError, OfRanks
-from ..base.signals import StopRequest
 from ..checkpoint.background import BackgroundCheckpoints
 from ..checkpoint.steps import Checkpoints
 from ..comm.launch import Interrupted
+from ..engine.participant import StepPart
 from .metrics import Metrics, MetricsFile, Progress, read_metrics
 from .outcome import gather_events, in_words, save_model, write_report
 from .prepare import Prepared
-from .run import Asked, Run, Sample, TooManySkipped
+from .run import Run, Sample, TooManySkipped
+from .stop import StopSignal
 from .trackers import END_S, Trackers
 
 OnMetrics = Callable[[Metrics], None]
@@ -36,34 +36,29 @@ def saves_in_background(wanted: bool | None, device: torch.device) -> bool:
     return device.type == "cuda" if wanted is None else wanted
 
 
-class StopSignal:
-    """The first SIGTERM or Ctrl-C, as `signal`. Another one, a second or more later, raises KeyboardInterrupt at once.
+class SaveClock(StepPart):
+    """Saving every so many minutes, by rank 0's clock; `is_due`: the same on all ranks."""
 
-    `check_peers`, given what they are needed for, raises if a peer is dead. It also runs when a signal comes: torchrun
-    sends SIGTERM to the survivors of a killed rank and gives them 30 s, and a microbatch may take longer.
-    """
+    name = "save"
 
-    def __init__(self, check_peers: Callable[[str], None]) -> None:
-        self._request = StopRequest()
-        self._check_peers = check_peers
+    def __init__(self, minutes: float) -> None:
+        self._minutes = minutes
+        self.is_due = False
+        self.restart()
 
-    @property
-    def signal(self) -> int | None:
-        return self._request.signal
+    def restart(self) -> None:
+        """A checkpoint was saved."""
+        self._saved_s = time.monotonic()
 
-    def hear(self, number: int, _: object = None) -> None:
-        if self._request.on_signal(number) == "second":
-            raise KeyboardInterrupt(f"told to stop a second time, by {signal.Signals(number).name}")
-        self.look()
+    def report(self) -> bool:
+        return self._minutes > 0 and time.monotonic() - self._saved_s > 60 * self._minutes
 
-    def look(self) -> None:
-        """After a signal, raises if a peer has died since."""
-        if self.signal is not None:
-            self._check_peers(f"its peers, after {signal.Signals(self.signal).name}")
+    def settle(self, reports: list[bool]) -> None:
+        self.is_due = reports[0]
 
 
 class Records:
-    """What rank 0 keeps of the steps: metrics.jsonl, samples.jsonl, and what trackers and `on_metrics` get."""
+    """Rank 0's records of the steps: metrics.jsonl, samples.jsonl, and what trackers and `on_metrics` get."""
 
     def __init__(self, run: Run, on_metrics: OnMetrics | None) -> None:
         options, step = run.options, run.state.step
@@ -101,18 +96,13 @@ class Loop:
         self.out = Path(run.options.out)
         self.checkpoints = Checkpoints(self.out / "checkpoints", keep=run.options.keep)
         self.saved_step = -1
-        self._saved_s = time.monotonic()
         self._is_first = run.engine.rank == 0
         self._records: Records | None = None
         self._in_background = saves_in_background(run.options.checkpoint_background, run.engine.heap.device)
         self.background = BackgroundCheckpoints(self.checkpoints, model=run.model)
-        run.asked = Asked(
-            stop=lambda: stop.signal,
-            look=stop.look,
-            save=self._is_due_by_clock,
-            writer=self.background.report,
-            settle=self.background.settle,
-        )
+        self._clock = SaveClock(run.options.checkpoint_minutes)
+        run.stop_signal = stop
+        run.parts += [self._clock, self.background]
 
     def run_to_the_end(self) -> Metrics:
         try:
@@ -183,7 +173,7 @@ class Loop:
         saved = self.checkpoints.load(path, model=run.model, optimizer=run.optimizer)
         run.resume(saved, where=Path(path).absolute().parent.parent)
         self.saved_step = run.state.step
-        run.rested()
+        run.reset_timer()
         if self._is_first:
             if run.state.step < run.steps:
                 print(f"continuing after step {run.state.step} of {run.steps}, from {path}", flush=True)
@@ -195,10 +185,6 @@ class Loop:
             return False
         every, step = self.run.options.eval_every, self.run.state.step
         return step == self.run.steps or (every > 0 and step % every == 0)
-
-    def _is_due_by_clock(self) -> bool:
-        minutes = self.run.options.checkpoint_minutes
-        return minutes > 0 and time.monotonic() - self._saved_s > 60 * minutes
 
     def _save_where_due(self) -> None:
         """Saves by steps and by the clock, at the end, and when the run is asked to stop.
@@ -213,11 +199,11 @@ class Loop:
         if run.was_skipped:
             if (last or stops) and run.is_sound():
                 self._save(prune=False, ends=True)
-        elif by_steps or last or stops or run.save_is_due:
+        elif by_steps or last or stops or self._clock.is_due:
             self._save(prune=True, ends=last or stops)
 
     def _save(self, *, prune: bool, ends: bool) -> None:
-        """`ends`: no step follows, so there is nothing to go on with while it is written."""
+        """`ends`: last save of the run; written synchronously."""
         run = self.run
         step = run.state.step
         how = {"optimizer": run.optimizer, "state": run.position(), "step": step, "prune": prune}
@@ -226,8 +212,9 @@ class Loop:
         else:
             self.background.wait(quiet_s=0.0)
             self.checkpoints.save(model=run.model, **how)
-        self.saved_step, self._saved_s = step, time.monotonic()
-        run.rested()
+        self.saved_step = step
+        self._clock.restart()
+        run.reset_timer()
 
     def _finish(self, metrics: Metrics) -> None:
         run = self.run

@@ -1,4 +1,4 @@
-"""What training jobs share on one rank: where a run stands, its optimizer, the step after a minibatch."""
+"""The common part of training jobs on one rank: the run's state, its optimizer, the step after a minibatch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from ..base.errors import MinibatchToRepeat
 from ..base.events import Event, total_s
 from ..checkpoint.repeat import repeating
 from ..engine.api import engine_of
-from .agreement import StepReport, agree, clip, own_gradients, square_norm
+from ..engine.participant import StepPart
+from .agreement import StepSums, clip, own_gradients, square_norm, sum_up
 from .metrics import Metrics
 from .optimizers import make_optimizer, make_schedule
 from .run_folder import require_same
 from .run_options import RunOptions
+from .stop import StopSignal
 
 T = TypeVar("T")
 # A held-out prompt as the model went on from it: texts by name, the prompt first, whether it ended, any rewards.
@@ -55,17 +57,6 @@ class RunState:
 
 class TooManySkipped(RuntimeError):
     """More steps than `max_skipped` had a loss or a gradient that is not finite."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What may interrupt a rank, and what ranks tell each other of it. By default nothing does."""
-
-    stop: Callable[[], int | None] = lambda: None  # the signal that asked this rank to stop
-    look: Callable[[], None] = lambda: None  # called now and then: raises if a peer is dead
-    save: Callable[[], bool] = lambda: False  # whether a checkpoint is due by the clock
-    writer: Callable[[], dict[str, Any] | None] = lambda: None  # how far this rank is with one in the background
-    settle: Callable[[list[dict[str, Any] | None]], None] = lambda _: None  # given what `writer` gave on all ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +94,13 @@ class Run(ABC):
         self.steps = options.steps or max(round(epochs * epoch_steps), 1)
         self.epoch_steps = epoch_steps
         self._schedule = make_schedule(options, self.steps)
-        self.asked = Asked()
+        self.stop_signal = StopSignal()
+        self.parts: list[StepPart] = []  # of the barrier of a step, besides the run's own
         self.stop: int | None = None  # the signal for which the ranks have agreed to stop
-        self.save_is_due = False
         self.samples: list[Sample] = []  # of the step's evaluation, the same on every rank
         self.was_skipped = False  # the last step: the weights that it left unchanged may be the cause
         self.recent: deque[list[Event]] = deque(maxlen=SHOWN_MINIBATCHES)
-        self._agreed_s = time.monotonic()
+        self._summed_s = time.monotonic()
 
     # ------------------------------------------------------------------ a step
 
@@ -117,7 +108,7 @@ class Run(ABC):
     def train_step(self) -> Metrics | None:
         """The next step; metrics of all ranks together, the same on every rank. None if it was given up, to stop.
 
-        Afterwards `stop` and `save_is_due` are what the ranks agreed on. Raises MinibatchFailed on all ranks for what
+        Afterwards `stop` is what the ranks agreed on. Raises MinibatchFailed on all ranks for what
         a microbatch raised on any; TooManySkipped.
         """
 
@@ -128,10 +119,10 @@ class Run(ABC):
     @property
     @abstractmethod
     def evaluates(self) -> bool:
-        """Whether there is held-out data."""
+        """True if there is held-out data."""
 
     def shown(self, metrics: Metrics) -> dict[str, str]:
-        """What the progress bar shows of a step's metrics."""
+        """The progress bar's view of a step's metrics."""
         return {label: format(metrics[name], form) for label, (name, form) in self.bar.items() if name in metrics}
 
     def repeated(self, minibatch: Callable[[], T]) -> T:
@@ -144,26 +135,20 @@ class Run(ABC):
 
         return repeating(minibatch, repeats)
 
-    def update(self, loss_sum: float, sums: Sequence[float] = ()) -> StepReport:
+    def update(self, loss_sum: float, sums: Sequence[float] = ()) -> StepSums:
         """After a minibatch: ranks agree, and take the optimizer's step if all is finite."""
         gradients = own_gradients(self.model.parameters())
         events = self.engine.events.drain()
-        told_s = time.monotonic()
-        agreed = agree(
-            self.engine,
-            StepReport(
-                loss_sum=loss_sum,
-                sums=sums,
-                square_norm=square_norm(gradients),
-                waited_s=total_s(events, "wait"),
-                passed_s=told_s - self._agreed_s,
-                stop=self.asked.stop(),
-                save=self.asked.save(),
-                writers=[self.asked.writer()],
-            ),
+        now_s = time.monotonic()
+        own = StepSums(
+            loss_sum=loss_sum,
+            sums=sums,
+            square_norm=square_norm(gradients),
+            waited_s=total_s(events, "wait"),
+            passed_s=now_s - self._summed_s,
         )
-        self.asked.settle(agreed.writers)
-        self._agreed_s = told_s
+        agreed = sum_up(self.engine, own, [self.stop_signal, *self.parts])
+        self._summed_s = now_s
         self.recent.append(events)
         if agreed.finite:
             for group in self.optimizer.param_groups:
@@ -172,7 +157,7 @@ class Run(ABC):
             self.optimizer.step()
         self.was_skipped = not agreed.finite
         self.optimizer.zero_grad()
-        self.stop, self.save_is_due = agreed.stop, agreed.save
+        self.stop = self.stop_signal.agreed
         return agreed
 
     @property
@@ -197,10 +182,10 @@ class Run(ABC):
         return metrics
 
     def is_sound(self) -> bool:
-        """Whether the weights are worth keeping: at least one step changed them, and all are finite. Collective."""
+        """True if the weights are worth keeping: at least one step changed them, and all are finite. Collective."""
         finite = all(bool(p.to_local().isfinite().all()) for p in self.model.parameters())
         found = self.engine.exchange(f"whether the weights are finite after step {self.state.step}", {"finite": finite})
-        self.rested()
+        self.reset_timer()
         return all(each["finite"] for each in found) and self.state.skipped < self.state.step
 
     # ------------------------------------------------------------------ what is saved
@@ -219,12 +204,12 @@ class Run(ABC):
     def close(self) -> None:  # noqa: B027
         """Ends what the run has started."""
 
-    def rested(self) -> None:
+    def reset_timer(self) -> None:
         """Excludes the time since the last step (saving a checkpoint, say) from the idle share."""
         self.engine.events.drain()
-        self._agreed_s = time.monotonic()
+        self._summed_s = time.monotonic()
 
 
 def shared_counter(options: RunOptions, world: int) -> Counter:
-    """What the ranks of a queue share, with the run's deadline."""
+    """The shared counter of a queue, with the run's deadline."""
     return OwnCounter() if world == 1 else store_counter(timeout=timedelta(minutes=options.timeout_minutes))

@@ -100,7 +100,7 @@ class SftRun(Run):
                 count=options.eval_samples,
                 new_tokens=options.eval_sample_tokens,
                 most_tokens=options.token_cap,
-                look=lambda: self.asked.look(),
+                look=lambda: self.stop_signal.check_peers(),
             )
             if options.eval_samples
             else None
@@ -171,7 +171,7 @@ class SftRun(Run):
                 if problem is not None:
                     raise problem
                 for pack in packs:
-                    self.asked.look()
+                    self.stop_signal.check_peers()
                     loss = summed_loss(self.model, to_device(pack, device))
                     (loss / mb.tokens).backward()
                     loss_sum += loss.detach()
@@ -189,7 +189,7 @@ class SftRun(Run):
         loss = self.mean_loss(self.evaluation)
         if self._completions is not None:
             self.samples = self._completions.sample()
-            self.rested()
+            self.reset_timer()
         return {"eval_loss": loss}
 
     @torch.no_grad()
@@ -220,7 +220,7 @@ class SftRun(Run):
             self.model.train()
         told = {"loss_sum": loss_sum.item(), "targets": targets}
         messages = self.engine.exchange(f"evaluation after step {self.state.step}", told)
-        self.rested()
+        self.reset_timer()
         total = sum(each["loss_sum"] for each in messages)
         return total / sum(each["targets"] for each in messages) if math.isfinite(total) else math.nan
 

@@ -366,7 +366,7 @@ def test_a_rank_that_can_not_write(
     folder = tmp_path / "run"
     for text, named in ranks.run(_failing, 2, folder, way, in_background):
         assert re.search(rf"could not save .*step-00000002 \({words}", text), text
-        assert text.endswith("mend the folder, and go on from the last one with --resume auto") is in_background
+        assert text.endswith("repair the folder, and resume with --resume auto") is in_background
         assert named == at_fault
     assert [path.name for path in Checkpoints(folder, keep=3).all()] == ["step-00000001", "step-00000003"]
     for path in Checkpoints(folder, keep=3).all():

@@ -177,7 +177,7 @@ def _two_threads(rank: int, world: int) -> list[float]:
     """Two threads of each rank add whole gradients of one parameter: fcntl alone would not keep them apart."""
     model = fully_shard(nn.Linear(768, 768, bias=False))
     (parameter,) = model._odc_engine.parameters
-    accumulator, target = parameter._accumulator, parameter.storage.target
+    accumulator, target = parameter._transport, parameter.shard.target
 
     def add() -> None:
         for _ in range(ROUNDS // 8):
@@ -189,7 +189,7 @@ def _two_threads(rank: int, world: int) -> list[float]:
     for thread in threads:
         thread.join()
     dist.barrier()
-    return parameter.storage.gradient_shard.unique().tolist()
+    return parameter.shard.gradient_shard.unique().tolist()
 
 
 def test_threads_add_exactly() -> None:

@@ -15,7 +15,7 @@ from odc_kernels.batch_copy import Batch, BatchCopy, torchs_batch_copy
 from odc_kernels.peers import split
 from odc_triton.comm.layout import ParameterSpec
 from odc_triton.engine.gathered import GatheredParameters
-from odc_triton.engine.streams import DeviceStreams
+from odc_triton.engine.transport import DeviceStreams
 from tests.support.simulated import SimulatedDevice
 
 INVALID = 1

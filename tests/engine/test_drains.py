@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from odc_triton import MinibatchFailed, full_parameters, fully_shard, minibatch
-from odc_triton.engine.gradients import KernelAccumulator, Target
-from odc_triton.engine.storage import Storage
-from odc_triton.engine.streams import DeviceStreams
+from odc_triton.engine.shard import HeapShard
+from odc_triton.engine.transport import DeviceStreams, KernelTransport, Target
 from odc_triton.nn.replace import replace_layers
 from tests.support import ranks
 from tests.support.simulated import SimulatedDevice
@@ -68,15 +67,15 @@ def test_an_evaluation_has_read_when_it_looks_whether_it_was_torn(model: Late) -
 
 
 def test_whole_parameters_have_been_read(model: Late, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = Storage.read
+    read = HeapShard.read
 
-    def reads_late(self: Storage) -> torch.Tensor:
+    def reads_late(self: HeapShard) -> torch.Tensor:
         value = read(self)
         late = torch.full_like(value, torch.nan)
         model.device.enqueue(model.device.current(), lambda: late.copy_(value))
         return late
 
-    monkeypatch.setattr(Storage, "read", reads_late)
+    monkeypatch.setattr(HeapShard, "read", reads_late)
     for _, value in full_parameters(model):
         assert value.isfinite().all()
 
@@ -85,7 +84,7 @@ def test_a_kernel_that_adds_is_waited_for() -> None:
     device = SimulatedDevice()
     streams, shards, done = DeviceStreams(device), [torch.zeros(2, 4)], []
     with device.computing_on(device.stream()):
-        KernelAccumulator(streams).sink(Target(slot=0, shards=shards, rank=0), name="w", waited=lambda _: None)
+        KernelTransport(None, streams).sink(Target(slot=0, shards=shards, rank=0), name="w", waited=lambda _: None)
         device.enqueue(device.current(), lambda: done.append(True))
     streams.drain(1.0, "a test")
     assert done == [True]

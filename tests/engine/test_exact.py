@@ -47,7 +47,7 @@ def test_any_order_gives_the_same_integers_near_the_true_sum(contributions: list
     shuffled = contributions[:]
     order.shuffle(shuffled)
     assert torch.equal(summed(other, shuffled), shard)
-    assert exact.told() == other.told()
+    assert exact.added() == other.added()
     landed = exact.value(shard, torch.empty(3))
     for place, got in enumerate(landed.tolist()):
         true = sum(Fraction(each[place]) for each in contributions)
@@ -83,7 +83,7 @@ def test_a_sum_that_could_wrap_is_refused(contributions: list[list[float]], expo
     exact = ExactSum()
     exact.exponent = exponent
     shard = summed(exact, contributions)
-    refused = exact.settle([exact.told()])
+    refused = exact.settle([exact.added()])
     scaled = [[Fraction(x) * Fraction(2) ** exponent for x in each] for each in contributions]
     if refused is None or "bits of 62" not in refused:
         for place in range(2):
@@ -102,7 +102,7 @@ def test_the_next_scale_does_not_depend_on_who_added_what(values: list[float], o
             exact = ExactSum()
             if mine:
                 summed(exact, [[value] for value in mine])
-            told.append(exact.told())
+            told.append(exact.added())
         last = ExactSum()
         last.settle(told)
         return last.next_exponent
@@ -116,7 +116,7 @@ def test_scales_follow_the_gradients() -> None:
     for size in (1e-6, 1e-6, 1e-3, 1e3, 0.0, 1e3):
         exact.clear()
         shard = summed(exact, [[size, -size / 3], [size, size]])
-        told.append(exact.settle([exact.told()]))
+        told.append(exact.settle([exact.added()]))
         if told[-1] is None:
             value = exact.value(shard, torch.empty(2)).tolist()
             assert value == pytest.approx([2 * size, size * 2 / 3], rel=1e-6)
@@ -135,7 +135,7 @@ def test_what_is_not_finite_is_told_and_not_added() -> None:
     for bad in (math.nan, math.inf, -math.inf):
         exact = ExactSum()
         shard = summed(exact, [[1.0, bad], [1.0, 1.0]])
-        assert exact.told() == (2, None)
+        assert exact.added() == (2, None)
         assert shard.tolist() == [0, 0]
 
 
@@ -249,7 +249,7 @@ def test_as_accurate_as_sums_in_fp32(name: str) -> None:
         for _ in range(2):
             exact.clear()
             shard = summed(exact, [each.reshape(-1) for each in contributions])
-            exact.settle([exact.told()])
+            exact.settle([exact.added()])
         true = sum(each.double() for each in contributions).reshape(-1)
         off = (exact.value(shard, torch.empty(shard.shape)).double() - true).norm()
         of_fp32 = (sum(contributions[1:], contributions[0]).double().reshape(-1) - true).norm()

@@ -38,7 +38,7 @@ def _calls_between_microbatches(layers: int, **policy: torch.dtype) -> dict[str,
         with minibatch(model):
             model(torch.randn(2, 8, device=DEVICE)).sum().backward()
         with _Calls() as calls["landing"]:
-            engine._land(set(range(len(engine.parameters))))
+            engine._reduce(set(range(len(engine.parameters))))
     model.zero_grad()
     with _Calls() as calls["entering"]:
         engine._prepare()
@@ -75,20 +75,20 @@ def _bitwise(rank: int, world: int, policy: str, masters: torch.dtype) -> list[s
     engine, case = model._odc_engine, CASES["conv"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     differ = []
-    land = engine._land
+    reduce = engine._reduce
 
     def looked_at(touched: set[int]) -> None:
         want = {}
         for parameter in engine.parameters:
-            whole = parameter.storage.gradient_shard.clone()
-            want[parameter.name] = whole.div_(world).to(parameter.storage.master.dtype)
-        land(touched)
+            whole = parameter.shard.gradient_shard.clone()
+            want[parameter.name] = whole.div_(world).to(parameter.shard.master.dtype)
+        reduce(touched)
         for parameter in engine.parameters:
             got = parameter.sharded.grad.to_local()
             if not torch.equal(got, want[parameter.name]):
                 differ.append(f"gradient of {parameter.name}")
 
-    engine._land = looked_at
+    engine._reduce = looked_at
     for step in range(2):
         with minibatch(model):
             for batch in microbatches("conv", [rank + 2], seed=step):
@@ -96,11 +96,11 @@ def _bitwise(rank: int, world: int, policy: str, masters: torch.dtype) -> list[s
                 case.loss(model, inputs).backward()
         optimizer.step()
         for parameter in engine.parameters:
-            own = parameter.storage.compute_shards[rank]
-            if own.numel() and not torch.equal(own, parameter.storage.master.to(own.dtype).view_as(own)):
+            own = parameter.shard.compute_shards[rank]
+            if own.numel() and not torch.equal(own, parameter.shard.master.to(own.dtype).view_as(own)):
                 differ.append(f"shard of {parameter.name}")
     engine._prepare()
-    differ += [f"old gradient of {p.name}" for p in engine.parameters if rank == 0 and p.storage.gradient_shard.any()]
+    differ += [f"old gradient of {p.name}" for p in engine.parameters if rank == 0 and p.shard.gradient_shard.any()]
     return differ
 
 

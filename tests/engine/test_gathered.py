@@ -245,7 +245,7 @@ def _add_one(model: nn.Module) -> nn.Module:
     """Adds 1 to all masters, and returns what plain torch then has."""
     plain = Stack().to(DEVICE)
     with torch.no_grad():
-        for parameter in [*plain.parameters(), *(each.storage.master for each in model._odc_engine.parameters)]:
+        for parameter in [*plain.parameters(), *(each.shard.master for each in model._odc_engine.parameters)]:
             parameter.add_(1)
     return plain
 

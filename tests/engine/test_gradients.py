@@ -12,9 +12,8 @@ import torch
 
 from odc_triton.comm.layout import Region
 from odc_triton.comm.memory.shm import SharedMemoryHeap
-from odc_triton.engine import gradients as accumulate
-from odc_triton.engine.gradients import LockedAccumulator, Target
-from odc_triton.engine.streams import Streams
+from odc_triton.engine import transport as accumulate
+from odc_triton.engine.transport import LockedTransport, Streams, Target
 from odc_triton.nn.operand import add_rows
 from tests.support.deadlines import LONG_S
 
@@ -36,11 +35,11 @@ class WatchedLock:
 
 
 @pytest.fixture(params=["whole", "by pieces"])
-def place(request: pytest.FixtureRequest) -> tuple[SharedMemoryHeap, LockedAccumulator, torch.Tensor, Add]:
+def place(request: pytest.FixtureRequest) -> tuple[SharedMemoryHeap, LockedTransport, torch.Tensor, Add]:
     """One rank's heap and accumulator, its shard, and what adds 1 to each element of it."""
     heap = SharedMemoryHeap(rank=0, world=1, size_bytes=4096, slots=1, token="unused", timeout_s=LONG_S)
     shard = heap.shard(Region(shape=(6, 2), dtype="float32", itemsize=4, offset_bytes=0), 0)
-    adder = LockedAccumulator(heap, Streams(), LONG_S)
+    adder = LockedTransport(heap, Streams(), LONG_S)
     target, told = Target(slot=0, shards=[shard], rank=0), {"name": "w", "waited": lambda waits: None}
 
     def add() -> None:

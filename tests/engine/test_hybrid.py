@@ -282,7 +282,7 @@ def _stopped(rank: int, world: int) -> tuple:
     model = fully_shard(build("conv"), mesh=mesh_of((2, 2)), timeout=10 * SHORT_S)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if rank == 3:
-        model._odc_engine.replicas.sum_parts = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+        model._odc_engine.replicas.sum = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
     try:
         for _ in range(2):
             with minibatch(model, tokens=1):

@@ -10,7 +10,7 @@ import torch
 from odc_triton.base.errors import DeadlineExceeded
 from odc_triton.comm.layout import ParameterSpec
 from odc_triton.engine.gathered import GatheredParameters
-from odc_triton.engine.streams import Copies, DeviceStreams
+from odc_triton.engine.transport import Copies, DeviceStreams
 from tests.support.simulated import SimulatedDevice, SimulatedEvent
 
 KINDS = pytest.mark.parametrize("kind", ["late", "early"])

@@ -161,13 +161,13 @@ def test_the_folder_vanishes(tmp_path: Path) -> None:
 
 def test_the_first_request_is_remembered_and_a_second_one_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from odc_triton.base import signals
-    from odc_triton.train.loop import StopSignal
+    from odc_triton.train.stop import StopSignal
 
     before = signal.getsignal(signal.SIGTERM)
     asked: list[str] = []
     stop = StopSignal(asked.append)
-    with signals.handling(stop.hear, *signals.STOPS):
-        stop.look()
+    with signals.handling(stop.on_signal, *signals.STOPS):
+        stop.check_peers()
         assert (stop.signal, asked) == (None, [])
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.signal == signal.SIGTERM

@@ -73,7 +73,7 @@ def test_a_units_small_parameters_come_in_one_launch(monkeypatch: pytest.MonkeyP
     import odc_kernels.gather
     from odc_triton.comm.layout import ParameterSpec
     from odc_triton.engine import gathered as module
-    from odc_triton.engine.streams import Streams
+    from odc_triton.engine.transport import Streams
 
     monkeypatch.setattr(module, "_SMALL_SHARD_BYTES", 256)
     launches = []

@@ -16,7 +16,7 @@ from odc_kernels.linear_cross_entropy import _parts, _pulled
 from odc_kernels.linear_staged import linear_staged
 from odc_kernels.peers import ALL, PeerShards, split
 from odc_kernels.staged import StagedWeight, check, pull
-from odc_triton.engine.gradients import Target
+from odc_triton.engine.transport import Target
 from tests.support.simulated import SimulatedDevice
 
 WORLD, ROWS, COLUMNS, CHUNK = 3, 24, 16, 3

@@ -17,8 +17,8 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from odc_triton import fully_shard, minibatch, replace_layers
-from odc_triton.engine.gradients import LockedAccumulator
 from odc_triton.engine.parameter import ShardedParameter
+from odc_triton.engine.transport import LockedTransport
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.families import WIDE, causal_lm
@@ -239,28 +239,28 @@ def test_inside_the_operators_addresses_are_the_heaps(engine: str, choice: str) 
     blocks = {p.slot: p for p in model._odc_engine.parameters if p.name.startswith("model.layers")}
     read: set[tuple[int, tuple[int, ...]]] = set()
     added: set[tuple[int, int]] = set()
-    parts, try_add = ShardedParameter.parts, LockedAccumulator._try_add
+    parts, try_add = ShardedParameter.parts, LockedTransport._try_add
 
     def reads(self: ShardedParameter, strategy: str) -> list[torch.Tensor]:
         found = parts(self, strategy)
         read.add((self.slot, _addresses(found)))
         return found
 
-    def adds(self: LockedAccumulator, rows: torch.Tensor, target: object, owner: int, at: object = 0) -> bool:
+    def adds(self: LockedTransport, rows: torch.Tensor, target: object, owner: int, at: object = 0) -> bool:
         added.add((target.slot, target.shards[owner].data_ptr()))
         return try_add(self, rows, target, owner, at)
 
-    with mock.patch.object(ShardedParameter, "parts", reads), mock.patch.object(LockedAccumulator, "_try_add", adds):
+    with mock.patch.object(ShardedParameter, "parts", reads), mock.patch.object(LockedTransport, "_try_add", adds):
         with minibatch(model, tokens=1):
             loss_of(model, 0, 7).backward()
     in_blocks = {(slot, where) for slot, where in read if slot in blocks}
     assert counters["stats"]["unique_graphs"] > 0
     if engine == "cpu":  # a view of all owners' rows, which lie side by side
-        assert in_blocks == {(slot, (p.storage.compute_shards[0].data_ptr(),)) for slot, p in blocks.items()}
+        assert in_blocks == {(slot, (p.shard.compute_shards[0].data_ptr(),)) for slot, p in blocks.items()}
     else:
-        assert in_blocks == {(slot, _addresses(p.storage.compute_shards)) for slot, p in blocks.items()}
+        assert in_blocks == {(slot, _addresses(p.shard.compute_shards)) for slot, p in blocks.items()}
     assert {each for each in added if each[0] in blocks} == {
-        (slot, p.storage.gradient_shard.data_ptr()) for slot, p in blocks.items()
+        (slot, p.shard.gradient_shard.data_ptr()) for slot, p in blocks.items()
     }
 
 
@@ -279,10 +279,10 @@ def _at_once(rank: int, world: int, setup: Setup, folder: str) -> tuple[dict, di
     def waits(method: Callable) -> Callable:
         def held_once(self: ShardedParameter, *args: object) -> object:
             if not held and self.name.startswith("model.layers"):
-                held.append(float(self.storage.gradient_shard.norm()))
+                held.append(float(self.shard.gradient_shard.norm()))
                 inside.touch()
                 _wait_for(added)
-                held.append(float(self.storage.gradient_shard.norm()))
+                held.append(float(self.shard.gradient_shard.norm()))
             return method(self, *args)
 
         return held_once

@@ -81,7 +81,7 @@ def test_frozen_weights_have_no_gradient_shards(lora_first: bool) -> None:
     parameters = model._odc_engine.parameters
     assert len(parameters) == 21 + 2 * 3 * 2  # of Llama; A and B at three places in two layers
     for parameter in parameters:
-        assert (parameter.storage.gradient_shard is not None) == ("lora_" in parameter.name), parameter.name
+        assert (parameter.shard.gradient_shard is not None) == ("lora_" in parameter.name), parameter.name
 
 
 # ---------------------------------------------------------------------- bf16

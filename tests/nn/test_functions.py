@@ -398,7 +398,7 @@ def test_one_row_of_rotary_tables_for_all(choice: str) -> None:
     model, x, table = fully_shard(Operator(case), backend="cpu-apart"), torch.randn(2, 1, 20), torch.randn(2, 1, 1, 8)
     tables = table.repeat(1, 1, 1, 2).unbind()
     model.unshard()
-    weights = {p.name: torch.cat(p.storage.compute_shards) for p in model._odc_engine.parameters}
+    weights = {p.name: torch.cat(p.shard.compute_shards) for p in model._odc_engine.parameters}
     model.reshard()
     for got, want in zip(model(x, *tables), _plain_qkv(weights, x, *tables), strict=True):
         _near(got.detach(), want.double(), FP32, choice)

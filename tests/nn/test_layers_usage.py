@@ -100,10 +100,10 @@ def test_weights_that_are_read_elsewhere_too(use: str, choice: str, backend: str
 
 def test_what_is_known_without_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models ask for a weight's dtype in every layer: no reason to read it from its owners."""
-    from odc_triton.engine.storage import Storage
+    from odc_triton.engine.shard import HeapShard
 
-    read, reads = Storage.read, []
-    monkeypatch.setattr(Storage, "read", lambda self: reads.append(self.spec.name) or read(self))
+    read, reads = HeapShard.read, []
+    monkeypatch.setattr(HeapShard, "read", lambda self: reads.append(self.spec.name) or read(self))
     for use, expected in (("shape", []), ("linear", ["table.weight", "layer.bias"])):
         model = Model(USES[use])
         replace_layers(model, choice="eager/direct/fused", verbose=False)

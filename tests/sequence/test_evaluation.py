@@ -61,7 +61,7 @@ def test_losses_of_whole_samples_and_wrong_calls() -> None:
     assert last < second
     (_, one), (_, other) = outcomes
     for said in (one, other):
-        assert said["plans differ"].startswith("RanksDiffer: the ranks split sequences by different plans")
+        assert said["plans differ"].startswith("RanksDiffer: the ranks split sequences by 2 different plans")
         assert said["with gradients"].startswith("RuntimeError: split_forward is for forwards without gradients")
         assert "split_forward inside a minibatch" in said["in a minibatch"]
         assert "and there is no plan: give it" in said["without it"]

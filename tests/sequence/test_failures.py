@@ -291,7 +291,7 @@ def _wrong_calls(rank: int, world: int) -> dict[str, str]:
 
 
 WRONG = {
-    "no room": "RuntimeError: this minibatch splits sequences: call enable_split(model, tokens=…) after fully_shard",
+    "no room": "RuntimeError: this minibatch was given a split: call enable_split(model, tokens=…) after fully_shard",
     "pieces, not enabled": "this pack holds pieces of samples: call enable_split(model, tokens=…) after fully_shard",
     "tokens": "ValueError: tokens is 0; give the tokens per rank that others may read, 1 or more",
     "ranks differ": "RanksDiffer: enable_split: tokens is ",
@@ -340,7 +340,9 @@ def test_the_plan_of_memory_is_what_is_allocated() -> None:
     assert planned.shared_bytes - without.shared_bytes == planned.split_bytes
     assert planned.job_shared_bytes - without.job_shared_bytes == planned.split_bytes
     enable_split(fully_shard(model), tokens=900)
-    assert planned.split_bytes == pytest.approx(model._odc_engine.splits.buffers.heap.size_bytes, rel=0.01)
+    assert planned.split_bytes == pytest.approx(
+        model._odc_engine.participant("split").buffers.heap.size_bytes, rel=0.01
+    )
     assert "split sequences" in str(planned)
     assert "split sequences" not in str(without)
     with pytest.raises(ValueError, match="split_tokens is 9 for 'fsdp2'"):

@@ -15,7 +15,7 @@ from odc_kernels import streams
 from odc_kernels.linear_cross_entropy import _pulled
 from odc_kernels.peers import PeerShards, split
 from odc_triton.balance.pieces import Piece, SplitPlan
-from odc_triton.engine.streams import DeviceStreams, Streams
+from odc_triton.engine.transport import DeviceStreams, Streams
 from odc_triton.sequence import sync
 from odc_triton.sequence.buffers import Flag
 from odc_triton.sequence.exchange import SequenceExchange, Span
@@ -78,7 +78,7 @@ def test_the_watch_is_on_its_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_watch_of_a_plan_does_not_stop_the_next() -> None:
     """It is looking while the next plan begins, and finds that its deadline has passed."""
-    looks, ends = threading.Event(), KernelSync(buffers(), None, SimpleNamespace(timeout_s=0.0))
+    looks, ends = threading.Event(), KernelSync(buffers(), SimpleNamespace(barrier=SimpleNamespace(timeout_s=0.0)))
 
     def slow(wait: Wait) -> list[int]:
         looks.set()

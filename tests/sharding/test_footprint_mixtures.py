@@ -27,7 +27,7 @@ def _allocated(rank: int, world: int, name: str, backend: str) -> tuple[int, int
     kept = sum(t.to_local().nbytes for s in optimizer.state.values() for t in s.values() if hasattr(t, "to_local"))
     masters = sum(p.to_local().nbytes for p in model.parameters())
     enable_split(model, tokens=TOKENS)
-    heaps = (model._odc_engine.heap, model._odc_engine.splits.buffers.heap)
+    heaps = (model._odc_engine.heap, model._odc_engine.participant("split").buffers.heap)
     shared, split = (heap.size_bytes - heap._data_offset for heap in heaps)
     return shared, split, masters, kept
 

@@ -59,7 +59,7 @@ def sharded(shape: tuple[int, ...], backend: str, *, seed: int = 1, **options: A
 
 
 def give_gradients(model: Matrices, step: int) -> None:
-    own = {parameter.name: parameter.storage.own_part for parameter in model._odc_engine.parameters}
+    own = {parameter.name: parameter.shard.own_part for parameter in model._odc_engine.parameters}
     for name, gradient in gradients(step).items():
         model.get_parameter(name).grad = own[name](gradient)
 

@@ -1,4 +1,4 @@
-"""What the engine needs from symmetric memory, on any device."""
+"""The interface of symmetric memory, on any device, and of the status that ranks show each other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StatusBoard(ABC):
 
     @abstractmethod
     def is_alive(self, rank: int) -> bool:
-        """Whether that rank's process exists and has the heap open."""
+        """True while that rank's process exists and has the heap open."""
 
 
 class Status:

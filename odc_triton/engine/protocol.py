@@ -1,0 +1,293 @@
+"""The minibatch protocol of one rank: its two barriers, and the order of everything between and around them.
+
+The phases are in state.py. Features take part by the hooks of participant.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..base.errors import DeadlineExceeded, MinibatchFailed, OdcError, RankLost, RanksDiffer
+from ..comm.barrier import Barrier
+from ..comm.grid import Grid
+from ..comm.replicas import Replicas
+from .entry import Hyperparameters, Tokens
+from .optimizer_watch import OptimizerWatch
+from .participant import Participant
+from .publication import Publication
+from .shard import Shard, Zeros, clear_gradients, copy_masters, reduce_gradients
+from .state import Phase, RankState
+from .transport import Transport
+
+
+def _is_fatal(error: BaseException | None) -> bool:
+    """True if a rank with this error can't wait at another barrier."""
+    return isinstance(error, (RankLost, DeadlineExceeded)) or not isinstance(error, Exception | None)
+
+
+class Protocol(RankState):
+    """`shards`: the memory of all parameters, in the same order on all ranks."""
+
+    def __init__(self, *, grid: Grid, transport: Transport, barrier: Barrier, replicas: Replicas) -> None:
+        super().__init__(transport=transport, barrier=barrier)
+        self.grid, self.replicas = grid, replicas
+        self.publication = Publication(self.heap, barrier)
+        self.shards: list[Shard] = []
+        self.divide_factor: float | None = None  # set_gradient_divide_factor
+        self.tokens, self.hyperparameters = Tokens(self.world), Hyperparameters(self.exchange)
+        self.participants: list[Participant] = [self.tokens, self.hyperparameters]
+        self.optimizers = OptimizerWatch(self)
+        self._zeros: Zeros | None = None  # at the entry of this minibatch, or of the one that is repeated
+        self._stepping: int | None = None  # the id of the optimizer whose step is running, the outermost
+        self._step_start_s = 0.0
+
+    def originals(self) -> Iterable[tuple[nn.Parameter, Any]]:
+        """(parameter as it was before sharding, as it is now), where something still holds the first."""
+        return ()
+
+    @property
+    def divides_by_ranks(self) -> bool:
+        """True if gradients are divided by the number of ranks, as neither tokens nor a factor were given."""
+        return self.divide_factor is None and self.tokens.total is None
+
+    def participant(self, name: str) -> Participant | None:
+        return next((each for each in self.participants if each.name == name), None)
+
+    def trainable(self) -> list[Shard]:
+        return [shard for shard in self.shards if shard.trains]
+
+    # ------------------------------------------------------------------ the minibatch
+
+    def begin(self, **given: Any) -> None:
+        """Enters the next minibatch. `given`: arguments of `minibatch`, by the names of participants that take them.
+
+        Raises RankLost, DeadlineExceeded, RanksDiffer, MinibatchFailed (another rank could not enter).
+        """
+        self.refuse_in_child("a minibatch")
+        if self.is_open:
+            raise RuntimeError(f"minibatch {self.number} is still open: minibatches don't nest")
+        self._refuse_broken()
+        error: Exception | None = None
+        parts: dict[str, Any] = {}
+        try:
+            self.refuse_unknown(given)
+            parts |= {each.name: each.entry(given.get(each.name)) for each in self.participants}
+            self._prepare()
+        except Exception as raised:
+            error = raised
+        self.events.minibatch, self.events.microbatch = self.number + 1, -1
+        message = {"published": self.publication.number, "parts": parts}
+        messages = self._exchange(f"enter minibatch {self.number + 1}", message, error)
+        self.number += 1
+        self._raise_failures(messages, error)
+        try:
+            for each in self.participants:
+                each.entered([theirs["parts"].get(each.name) for theirs in messages])
+        except RanksDiffer:
+            self._enter(Phase.READY)
+            raise
+        self.publication.agree(max(theirs["published"] for theirs in messages))
+        self.failure = None
+        self._enter(Phase.OPEN)
+        for each in self.participants:
+            each.opened()
+        for shard in self.trainable():
+            shard.expect_gradient()
+
+    def refuse_unknown(self, given: dict[str, Any]) -> None:
+        """Raises RuntimeError for an argument of `minibatch` that no participant takes."""
+        for name, value in given.items():
+            if value is not None and self.participant(name) is None:
+                raise RuntimeError(
+                    f"this minibatch was given a {name}: call enable_{name}(model, tokens=…) after fully_shard"
+                )
+
+    def _prepare(self) -> None:
+        """This rank's side of the entry: gradient shards are zero, masters are published."""
+        if self._stepping is not None:
+            raise RuntimeError(
+                "a minibatch can't begin: an optimizer step has begun and not ended. Don't run it in step(closure); "
+                "and after a step that raised, start again from the last checkpoint"
+            )
+        if self.phase is Phase.REDUCED and any(shard.has_gradient for shard in self.shards):
+            self.warn_once(
+                "dropped",
+                f"the gradients of minibatch {self.number} are dropped: no optimizer step followed it. "
+                f"Put all microbatches of a step into one minibatch.",
+            )
+        self._zeros = self._zeros or Zeros(self.shards)
+        clear_gradients(self.trainable(), self.streams.first)
+        if not self._publishes_parts:  # else what was written by hand needs an exchange: publish(model)
+            copy_masters(self.shards, self.streams.first)
+        self.drain("clearing gradients and publishing before a minibatch")
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Leaves the minibatch: all gradients are reduced when it returns.
+
+        `error`: what a microbatch raised. Raises MinibatchFailed on every rank if any rank failed.
+        """
+        self.refuse_in_child("the end of a minibatch")
+        if not self.is_open:
+            raise RuntimeError(f"no minibatch is open (the engine is {self.phase.name}): call begin_minibatch first")
+        error, zeros = self._leave(error)
+        purpose = f"leave minibatch {self.number}"
+        if _is_fatal(error):
+            self._break(purpose, error)
+            return
+        try:
+            self.drain(f"the microbatches of minibatch {self.number}")
+        except Exception as raised:
+            if error is None and _is_fatal(raised):
+                self._break(purpose, raised)
+                raise
+            error = error or raised
+        touched = [place for place, shard in enumerate(self.shards) if shard.touched]
+        parts = {each.name: each.exit() for each in self.participants}
+        messages = self._exchange(purpose, {"touched": touched, "zeros": zeros, "parts": parts}, error)
+        self.events.microbatch = -1
+        self._settle(messages, error)
+        self._zeros = None
+        zeros = set.intersection(*(set(theirs["zeros"]) for theirs in messages))
+        self._reduce(zeros.union(*(theirs["touched"] for theirs in messages)))
+        self._enter(Phase.REDUCED)
+        for each in self.participants:
+            each.reduced()
+
+    def _leave(self, error: BaseException | None) -> tuple[BaseException | None, list[int]]:
+        """Ends this rank's microbatches; returns its error, if any, and the places of gradients that stay zeros."""
+        zeros = self._zeros.kept(self.shards)
+        given = [shard.name for shard in self.trainable() if shard.expect_no_more()]
+        if given:
+            self.fail(
+                f"p.grad of {given[0]} was assigned inside the minibatch, but the ranks' sum replaces it at the "
+                f"end: assign it after the `with minibatch(...)` block"
+            )
+        refusal: RuntimeError | None = None
+        for each in self.participants:
+            try:
+                each.leave()
+            except RuntimeError as raised:
+                refusal = refusal or raised
+        if error is None:
+            error = refusal if self.failure is None else RuntimeError(self.failure)
+        if error is not None:
+            for each in self.participants:
+                each.failed()
+        return error, zeros
+
+    def _settle(self, messages: list[dict[str, Any]], error: BaseException | None) -> None:
+        """Raises MinibatchFailed on all ranks if one of them failed, or what a participant raises."""
+        failed = any(theirs["error"] is not None for theirs in messages)
+        refusal: OdcError | None = None
+        for each in self.participants:
+            try:
+                each.settle(None if failed else [theirs["parts"].get(each.name) for theirs in messages])
+            except OdcError as raised:
+                refusal = refusal or raised
+        self._raise_failures(messages, error)
+        if refusal is not None:
+            self._drop_gradients()
+            raise refusal
+
+    def _raise_failures(self, messages: list[dict[str, Any]], error: BaseException | None) -> None:
+        """Raises MinibatchFailed on all ranks if one of them has an error; `error`: this rank's."""
+        failed = {rank: theirs["error"] for rank, theirs in enumerate(messages) if theirs["error"] is not None}
+        failed = {rank: text for rank, text in failed.items() if not messages[rank]["follows"]} or failed
+        if failed:
+            self._zeros = None
+            self._drop_gradients()
+            raise MinibatchFailed(self.number, failed) from error
+
+    def _drop_gradients(self) -> None:
+        for shard in self.trainable():
+            shard.drop()
+        self._enter(Phase.READY)
+
+    def _reduce(self, touched: set[int]) -> None:
+        """Gives the optimizer the gradients of the shards at these places, and None for the others."""
+        for place, shard in enumerate(self.shards):
+            if shard.trains and place not in touched:
+                shard.assign(None)
+        shards = [self.shards[place] for place in sorted(touched)]
+        factor = self.divide_factor or self.tokens.divisor
+        with contextlib.ExitStack() as scope:
+            if self.replicas.count > 1:
+                scope.enter_context(self._collective())
+                scope.enter_context(self.events.span("wait", label="sum over replicas", microbatch=-1))
+            reduce_gradients(shards, factor, self.replicas, self.streams.first)
+        self.drain("reducing the gradients")
+
+    # ------------------------------------------------------------------ steps and publication
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        self.refuse_in_child("an optimizer step")
+        if self.is_open:
+            raise RuntimeError(
+                "optimizer step inside a minibatch: gradients are not reduced and peers are reading the parameters. "
+                "Step after the `with minibatch(...)` block."
+            )
+        if self.is_broken:
+            raise RuntimeError("the ranks have lost each other; this step would use partial gradients")
+        if self._stepping not in (None, id(optimizer)):  # an optimizer of others, which publishes when all have stepped
+            return
+        self._step_start_s = time.monotonic()
+        self._stepping = id(optimizer)
+        self.publication.announce()
+
+    def step_ends(self, optimizer: Optimizer) -> None:
+        if self._stepping != id(optimizer):
+            return
+        self.events.add("step", self._step_start_s, time.monotonic(), microbatch=-1)
+        self._stepping = None
+        self._enter(Phase.READY)
+        self.publish(stepped=True)
+
+    @property
+    def _publishes_parts(self) -> bool:
+        """True if each replica publishes only its parts of the shards, so that publishing needs all replicas."""
+        return self.replicas.count > 1 and any(len(shard.compute_parts()) > 1 for shard in self.shards)
+
+    def publish(self, *, stepped: bool = False) -> None:
+        """Makes this rank's shards readable as they are now, and shows it. Called after every optimizer step.
+
+        With replicas all ranks call it, as each has a part of every replica's shards. `stepped`: called by an
+        optimizer's step, so frozen parameters are unchanged.
+        """
+        self.refuse_in_child("publish")
+        if self.is_open:
+            raise RuntimeError("parameters can't be published inside a minibatch: peers are reading them")
+        self.publication.announce()  # before the copies
+        with self.events.span("publish", microbatch=-1):
+            if not self._publishes_parts:
+                copy_masters(self.shards, self.streams.first)
+            else:
+                with self._collective():
+                    shards = self.trainable() if stepped else self.shards
+                    copy_masters(shards, self.streams.first)
+                    self.drain("publishing the own part of the parameters")
+                    self.replicas.gather([shard.compute_parts() for shard in shards])
+            self.drain("publishing the parameters")
+        self.publication.complete()
+
+    def full_parameters(self, some: Sequence[Shard] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, a copy of the whole tensor in the compute dtype), one at a time, of all shards or `some`; no other
+        rank takes part.
+        """
+        published = self.publication.number
+        for shard in self.shards if some is None else some:
+            if not self.is_open:
+                self.publication.wait_readable()
+            whole = shard.read()
+            self.drain("reading whole parameters")
+            if not self.is_open:
+                self.publication.check_not_torn()
+            if self.publication.number != published:
+                raise RuntimeError("the parameters were stepped or published during this walk: start a new one")
+            yield shard.name, whole

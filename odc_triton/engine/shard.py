@@ -1,0 +1,366 @@
+"""A parameter's memory on one rank: the copy to read, the master to step, the gradient to add to.
+
+`Shard` is what the minibatch protocol asks of it; `HeapShard` is one of `fully_shard`, and fsdp2/ has that of a model
+of torch's own. The tensors of a parameter of shape [N, ...] that the R ranks of a replica share, n = ceil(N / R) rows
+each:
+
+compute shard   [n, ...] of each owner, in the heap, in the compute dtype: what every rank reads
+gradient shard  [n, ...] of each owner, in the heap, in the reduce dtype: what every rank adds to
+part            this rank's rows of its shard: all of them, unless there are several replicas
+master          this rank's part in the master dtype: what the optimizer steps. If the dtypes agree, it is the compute
+                shard's part itself
+sharded         a DTensor over the master, Shard(0): what optimizers and checkpoints see. After a minibatch
+                `sharded.grad` is this rank's part of the summed gradient, before that a `PendingGradient`
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from functools import cached_property, partial
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from odc_kernels.peers import PeerShards
+
+from ..comm.grid import Grid
+from ..comm.layout import EXACT, ParameterSpec, Region, shard_rows
+from ..comm.memory.heap import SymmetricHeap
+from ..comm.replicas import Replicas
+from .exact import ExactSum
+from .pending import PendingGradient
+from .transport import Streams, Target
+
+
+class Shard(ABC):
+    """`sharded`: what optimizers hold of it. `touched`: this rank added to its gradient in this minibatch; `dirty`:
+    some rank did since it was zeroed.
+    """
+
+    name: str
+    sharded: nn.Parameter
+    touched = dirty = False
+
+    @property
+    @abstractmethod
+    def trains(self) -> bool:
+        """True if it has a gradient shard."""
+
+    @property
+    def has_gradient(self) -> bool:
+        """True if the optimizer has one to take."""
+        return self.sharded.grad is not None
+
+    # ------------------------------------------------------------------ publish
+
+    @abstractmethod
+    def to_publish(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """(part of this rank's compute shard, master) of what must be copied to be readable. Raises RuntimeError if
+        something replaced its memory.
+        """
+
+    @abstractmethod
+    def compute_parts(self) -> list[torch.Tensor]:
+        """This rank's compute shard by replica, each of which publishes its part. One if all publish all of it."""
+
+    @abstractmethod
+    def read(self) -> torch.Tensor:
+        """A copy of the whole tensor in the compute dtype, read from its owners as they are now."""
+
+    # ------------------------------------------------------------------ add and reduce
+
+    @abstractmethod
+    def clear(self) -> torch.Tensor | None:
+        """Drops `p.grad` before a minibatch; returns this rank's gradient shard if it must be zeroed."""
+
+    @abstractmethod
+    def expect_gradient(self) -> None:
+        """Inside a minibatch: using `p.grad` raises."""
+
+    @abstractmethod
+    def expect_no_more(self) -> bool:
+        """The minibatch ends. Returns whether `p.grad` was assigned inside it; that value is dropped."""
+
+    @abstractmethod
+    def gradient_parts(self) -> list[torch.Tensor]:
+        """This rank's gradient shard by replica, each of which steps its part. One if all step all of it."""
+
+    @abstractmethod
+    def own_gradient(self) -> torch.Tensor:
+        """This rank's part of the sum, in floating point, once it is summed over replicas. Part of its memory."""
+
+    @property
+    @abstractmethod
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype of the gradient that the optimizer gets."""
+
+    def assign(self, gradient: torch.Tensor | None) -> None:
+        """Gives the optimizer the reduced gradient; None if no rank contributed."""
+        self.touched = False
+        self.dirty = self.dirty or gradient is not None
+        self._assign(gradient)
+
+    @abstractmethod
+    def _assign(self, gradient: torch.Tensor | None) -> None: ...
+
+    def drop(self) -> None:
+        """The minibatch failed: there is no gradient, and what some rank may have added is zeroed next."""
+        self.sharded.grad = None
+        self.dirty = True
+
+
+class HeapShard(Shard):
+    """`rows`: (first, end) of each owner's. `master_rows`: those of the whole tensor that this rank has a master of."""
+
+    def __init__(
+        self,
+        *,
+        spec: ParameterSpec,
+        slot: int,
+        compute: Region,
+        gradient: Region | None,
+        heap: SymmetricHeap,
+        grid: Grid,
+    ) -> None:
+        self.spec, self.name = spec, spec.name
+        self._heap, self._grid = heap, grid
+        self._rank, self.world = heap.rank, heap.world
+        self.compute_shards = [heap.shard(compute, owner) for owner in range(self.world)]
+        own = self.part_of(self.compute_shards[self._rank])
+        if spec.has_own_master:
+            self.master = torch.empty(own.shape, dtype=getattr(torch, spec.master_dtype), device=heap.device)
+        else:
+            self.master = own
+        self._copied = [(own, self.master)] if spec.has_own_master else []
+        self.gradient_shard: torch.Tensor | None = None
+        self.exact: ExactSum | None = None
+        if gradient is not None:
+            shards = [heap.shard(gradient, owner) for owner in range(self.world)]
+            self.gradient_shard = shards[self._rank]
+            self.gradient_part = self.part_of(self.gradient_shard)
+            self.exact = ExactSum(heap.device) if spec.reduce_dtype == EXACT else None
+            self.target = Target(slot=slot, shards=shards, rank=self._rank, near=heap.near, exact=self.exact)
+        self.rows = [shard_rows(spec.shape[0], self.world, owner) for owner in range(self.world)]
+        start, stop = self.rows[self._rank]
+        part, end = shard_rows(stop - start, grid.replicas, grid.replica)
+        self.master_rows = start + part, start + end
+        self.sharded = nn.Parameter(self.as_dtensor(self.master), requires_grad=self.trains)
+        self._outer_storage = self.sharded.untyped_storage()  # of the DTensor's shell: empty, but `.data = …` swaps it
+        self._reduced: DTensor | None = None
+
+    @property
+    def trains(self) -> bool:
+        """As decided when it was sharded."""
+        return self.gradient_shard is not None
+
+    def as_dtensor(self, local: torch.Tensor) -> DTensor:
+        """This rank's part of a tensor [N, ...], as a DTensor split like `sharded`."""
+        shape = torch.Size(self.spec.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local, self._grid.mesh, self._grid.placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def parts_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Splits a shard of this rank by replica, as `torch.chunk` does: each has the master of its part."""
+        replicas = self._grid.replicas
+        if replicas == 1:
+            return [shard]
+        return [shard[slice(*shard_rows(len(shard), replicas, replica))] for replica in range(replicas)]
+
+    def part_of(self, shard: torch.Tensor) -> torch.Tensor:
+        """The rows that this rank has masters of."""
+        return self.parts_of(shard)[self._grid.replica]
+
+    # ------------------------------------------------------------------ values
+
+    @torch.no_grad()
+    def fill(self, value: torch.Tensor) -> None:
+        """Writes the whole tensor [N, ...] into all owners' compute shards; the masters `adopt` it."""
+        value = value.reshape(self.spec.shape)
+        for shard, (start, stop) in zip(self.compute_shards, self.rows, strict=True):
+            shard.copy_(value[start:stop])
+
+    @torch.no_grad()
+    def adopt(self, first: int, values: torch.Tensor) -> None:
+        """Copies what this rank owns of `values`, elements `first`, `first` + 1, … of the whole, into its master."""
+        row = math.prod(self.spec.shape[1:])
+        start, stop = (rows * row for rows in self.master_rows)
+        low, high = max(first, start), min(first + len(values), stop)
+        if low < high:
+            self.master.view(-1)[low - start : high - start].copy_(values[low - first : high - first])
+
+    @torch.no_grad()
+    def read(self) -> torch.Tensor:
+        whole = self.compute_shards[0].new_empty(self.spec.shape)
+        for rows, shard in zip(whole.split([len(s) for s in self.compute_shards]), self.compute_shards, strict=True):
+            rows.copy_(shard)  # torch.cat would obey autocast
+        return whole.view(self.spec.whole_shape)
+
+    def own_part(self, whole: torch.Tensor) -> DTensor:
+        """The whole tensor [N, ...], of which every rank has a copy, as a DTensor split like `sharded`."""
+        start, stop = self.master_rows
+        return self.as_dtensor(whole.reshape(self.spec.shape)[start:stop])
+
+    @cached_property
+    def compute_peers(self) -> PeerShards:
+        """The shards to read, as kernels see them.
+
+        Plain torch may read them even where kernels could not: shards side by side are only as aligned as their rows.
+        """
+        return PeerShards.of(
+            self.compute_shards,
+            shape=self.spec.shape,
+            rank=self._rank,
+            aligned=self._heap.apart,
+            near=self._heap.near,
+        )
+
+    # ------------------------------------------------------------------ publish
+
+    def _check_memory(self) -> None:
+        """Something replaces it as `.double()` does."""
+        local = self.sharded._local_tensor
+        if (
+            local.data_ptr() != self.master.data_ptr()
+            or local.dtype != self.master.dtype
+            or self.sharded.untyped_storage()._cdata != self._outer_storage._cdata
+        ):
+            raise RuntimeError(
+                f"{self.name} is no longer in the shared heap: something replaced its storage "
+                f"(.data = …, .to(dtype) on a submodule, assign=True). Write into it with copy_() instead."
+            )
+
+    def to_publish(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Empty if the compute shard and the master are the same memory."""
+        self._check_memory()
+        return self._copied
+
+    def compute_parts(self) -> list[torch.Tensor]:
+        return self.parts_of(self.compute_shards[self._rank])
+
+    # ------------------------------------------------------------------ add and reduce
+
+    def clear(self) -> torch.Tensor | None:
+        self.sharded.grad = None
+        dirty, self.touched, self.dirty = self.dirty, False, False
+        return self.gradient_shard if dirty else None
+
+    @cached_property
+    def _pending(self) -> PendingGradient:
+        return PendingGradient(self.sharded)
+
+    def expect_gradient(self) -> None:
+        if self.sharded.grad is None and self.sharded.requires_grad:
+            self.sharded.grad = self._pending
+
+    def expect_no_more(self) -> bool:
+        given, self.sharded.grad = self.sharded.grad, None
+        return given is not None and given is not self._pending
+
+    def gradient_parts(self) -> list[torch.Tensor]:
+        return self.parts_of(self.gradient_shard)
+
+    @cached_property
+    def _reduced_part(self) -> torch.Tensor:
+        """The gradient part; of exact sums, fp32, the first half of its memory."""
+        part = self.gradient_part
+        return part if self.exact is None else part.view(-1).view(torch.float32)[: part.numel()].view(part.shape)
+
+    def own_gradient(self) -> torch.Tensor:
+        if self.exact is None:
+            return self.gradient_part
+        return self.exact.value(self.gradient_part, self._reduced_part)
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        return self.master.dtype
+
+    def _assign(self, gradient: torch.Tensor | None) -> None:
+        if gradient is None or gradient is not self._reduced_part:
+            self.sharded.grad = None if gradient is None else self.as_dtensor(gradient)
+            return
+        if self._reduced is None:
+            self._reduced = self.as_dtensor(gradient)
+        self.sharded.grad = self._reduced
+
+
+# ---------------------------------------------------------------------- all shards of a rank at once
+#
+# One launch per dtype, not per parameter, by torch's multi-tensor operators (`torch._foreach_*`), as in optimizers. On
+# CUDA one launch takes as many tensors as an argument list holds if all tensors of a list have one device and dtype and
+# each pair has one shape and stride; otherwise, and on the CPU, they go tensor by tensor with the same result.
+
+
+def _by_kind(rows: Iterable[tuple[torch.Tensor, ...]]) -> list[tuple[list[torch.Tensor], ...]]:
+    """Rows of tensors that belong together, as columns: one tuple of lists for each combination of dtype and device."""
+    kinds: dict[tuple, list[tuple[torch.Tensor, ...]]] = {}
+    for row in rows:
+        if row[0].numel():
+            kinds.setdefault(tuple((each.dtype, each.device) for each in row), []).append(row)
+    return [tuple(map(list, zip(*kind, strict=True))) for kind in kinds.values()]
+
+
+@torch.no_grad()
+def copy_masters(shards: Sequence[Shard], streams: Streams) -> None:
+    """Makes all masters readable: casts if the compute shard has another dtype, nothing if it is the master itself."""
+    for compute, masters in _by_kind(chain.from_iterable(shard.to_publish() for shard in shards)):
+        streams.compute(partial(torch._foreach_copy_, compute, masters))
+
+
+@torch.no_grad()
+def clear_gradients(shards: Sequence[Shard], streams: Streams) -> None:
+    """Zeroes this rank's gradient shards for the next minibatch."""
+    for (gradients,) in _by_kind((gradient,) for each in shards if (gradient := each.clear()) is not None):
+        streams.compute(partial(torch._foreach_zero_, gradients))
+
+
+@torch.no_grad()
+def reduce_gradients(shards: Sequence[Shard], divisor: float, replicas: Replicas, streams: Streams) -> None:
+    """Gives the optimizer its gradients: summed over the replicas, divided by `divisor`, in their masters' dtypes."""
+    if replicas.count > 1:
+        replicas.sum([shard.gradient_parts() for shard in shards])
+    gradients = [shard.own_gradient() for shard in shards]
+    if divisor != 1:
+        for (own,) in _by_kind((gradient,) for gradient in gradients):
+            streams.compute(partial(torch._foreach_div_, own, divisor))
+    casts = []
+    for shard, gradient in zip(shards, gradients, strict=True):
+        if gradient.dtype != shard.gradient_dtype:
+            cast = torch.empty_like(gradient, dtype=shard.gradient_dtype)
+            casts.append((cast, gradient))
+            gradient = cast
+        shard.assign(gradient)
+    for cast, own in _by_kind(casts):
+        streams.compute(partial(torch._foreach_copy_, cast, own))
+
+
+class Zeros:
+    """Gradients that the user has zeroed in place: torch keeps them where a parameter is not used, instead of None, and
+    the optimizer's momentum continues. As of an entry, before gradients are cleared.
+    """
+
+    @torch.no_grad()
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        places = [place for place, shard in enumerate(shards) if shard.has_gradient]
+        used = [shards[place].sharded.grad.to_local().any() for place in places]
+        used = torch.stack(used).tolist() if used else []
+        self._zeroed = {place: not any_used for place, any_used in zip(places, used, strict=True)}
+
+    def kept(self, shards: Sequence[Shard]) -> list[int]:
+        """At the exit, while `p.grad` is pending: places of the shards whose gradient is zero on this rank if no rank
+        has added to it. Not those whose gradient was set to None in the minibatch.
+        """
+        places = []
+        for place, zeroed in self._zeroed.items():
+            sharded = shards[place].sharded
+            pending = sharded.grad if isinstance(sharded.grad, PendingGradient) else None
+            if not sharded.requires_grad or (pending is not None and (zeroed or pending.zeroed)):
+                places.append(place)
+            if pending is not None:
+                pending.zeroed = False
+        return places
