@@ -2,9 +2,9 @@
 
     cudaMemcpyBatchAsync(dsts, srcs, sizes, count, attrs, attrsIdxs, numAttrs, [failIdx,] stream)
 
-since CUDA 12.8; CUDA 13 dropped `failIdx` (CUDA Runtime API, "Memory Management"). A copy by itself costs the host 6 to
-8 µs, and a layer of Llama on 8 GPUs is 56 of them. Copies of a batch have no order among each other. `attrs[k]` is
-true of the copies from `attrsIdxs[k]` on.
+since CUDA 12.8; CUDA 13 dropped `failIdx` (CUDA Runtime API, "Memory Management"). A single copy costs the host 6 to
+8 µs, and a layer of Llama on 8 GPUs needs 56. Copies of a batch are unordered. `attrs[k]` applies to the copies from
+`attrsIdxs[k]` on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Location(ctypes.Structure):
 
 
 class _Attributes(ctypes.Structure):
-    """cudaMemcpyAttributes. The locations are hints that do not matter for memory that CUDA has allocated."""
+    """cudaMemcpyAttributes. The locations are hints, irrelevant for memory allocated by CUDA."""
 
     _fields_ = (("srcAccessOrder", c_int), ("srcLocHint", _Location), ("dstLocHint", _Location), ("flags", c_uint))
 
@@ -38,7 +38,7 @@ class _Attributes(ctypes.Structure):
 class Batch:
     """Copies of `sizes[i]` bytes from the address `sources[i]` to `places[i]` bytes from the start of some memory.
 
-    `attributes[k]` is true of those from `firsts[k]` on.
+    `attributes[k]` applies to those from `firsts[k]` on.
     """
 
     sources: ctypes.Array[c_void_p]
@@ -48,22 +48,22 @@ class Batch:
     firsts: ctypes.Array[c_size_t]
 
     @classmethod
-    def of(cls, pieces: Sequence[tuple[int, torch.Tensor]], *, near: int) -> Batch:
-        """`pieces`: (place in bytes, what to copy there: contiguous, not empty, kept alive by the caller).
+    def of(cls, copies: Sequence[tuple[int, torch.Tensor]], *, near: int) -> Batch:
+        """`copies`: (place in bytes, source tensor: contiguous, not empty, kept alive by the caller).
 
         The first `near` are copies within one GPU, for which multiprocessors are many times as fast as a copy engine.
         Raises ValueError for a tensor that is empty or not contiguous.
         """
-        for _, rows in pieces:
+        for _, rows in copies:
             if not rows.is_contiguous() or not rows.nbytes:
                 raise ValueError(f"can't copy {tuple(rows.shape)} with strides {rows.stride()}: contiguous memory only")
-        count = len(pieces)
+        count = len(copies)
         kinds = {0: 0, near: _BESIDE_COMPUTE} if near < count else {0: 0}  # one if `near` is 0
         attributes = [_Attributes(srcAccessOrder=_IN_STREAM_ORDER, flags=flags) for flags in kinds.values()]
         return cls(
-            sources=(c_void_p * count)(*(rows.data_ptr() for _, rows in pieces)),
-            places=tuple(place for place, _ in pieces),
-            sizes=(c_size_t * count)(*(rows.nbytes for _, rows in pieces)),
+            sources=(c_void_p * count)(*(rows.data_ptr() for _, rows in copies)),
+            places=tuple(place for place, _ in copies),
+            sizes=(c_size_t * count)(*(rows.nbytes for _, rows in copies)),
             attributes=(_Attributes * len(kinds))(*attributes),
             firsts=(c_size_t * len(kinds))(*kinds),
         )
@@ -75,8 +75,8 @@ class BatchCopy:
     def __init__(self, runtime: Any, version: int, current_stream: Callable[[], int]) -> None:
         """`version`: the runtime's, as 12080 for 12.8; `current_stream`: its handle."""
         self._runtime, self._current_stream = runtime, current_stream
-        self._tells_failed = version < _FIRST_WITHOUT_FAILED
-        failed = [c_void_p] if self._tells_failed else []
+        self._has_failed_index = version < _FIRST_WITHOUT_FAILED
+        failed = [c_void_p] if self._has_failed_index else []
         self._copy = runtime.cudaMemcpyBatchAsync
         self._copy.argtypes = [c_void_p] * 3 + [c_size_t] + [c_void_p] * 2 + [c_size_t, *failed, c_void_p]
         self._copy.restype = c_int
@@ -106,11 +106,11 @@ class BatchCopy:
             batch.attributes,
             batch.firsts,
             len(batch.firsts),
-            *([byref(failed)] if self._tells_failed else []),
+            *([byref(failed)] if self._has_failed_index else []),
             self._current_stream(),
         )
         if status:
-            self._runtime.cudaGetLastError()  # else torch finds it at its next launch
+            self._runtime.cudaGetLastError()  # else torch would raise it at its next launch
             at, which = failed.value, f"one of {count} copies"
             if at < count:
                 source, target, size = batch.sources[at], targets[at], batch.sizes[at]
@@ -123,7 +123,7 @@ class BatchCopy:
 
 @functools.cache
 def torchs_batch_copy() -> BatchCopy | None:
-    """By the runtime that torch uses; None if that is too old, or not a shared library of the usual name."""
+    """Of the runtime that torch uses; None if that is too old, or not a shared library of the usual name."""
     if torch.version.cuda is None:
         return None
     name = f"libcudart.so.{torch.version.cuda.split('.')[0]}"

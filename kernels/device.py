@@ -2,7 +2,7 @@
 
 [Note: orders] A peer's shard is only read between the barriers that the engine holds on the host, so loads need no
 order. Additions into a peer's gradient shard are `relaxed` at `sys` scope: they are atomic with those of other GPUs,
-and the exit barrier, after the stream is drained, tells the owner that they have landed. The default (`acq_rel`,
+and the exit barrier, after the stream is drained, completes them for the owner. The default (`acq_rel`,
 `gpu`) would be slow, and wrong for another GPU's memory.
 
 [Note: bulk reductions] `descriptor.atomic_add` compiles to `cp.reduce.async.bulk`, one instruction for a tile instead
@@ -73,13 +73,13 @@ def turn(index, rank, world):
 
 @triton.jit
 def add_to_peer(pointer, value, mask):
-    """Adds what `summand` gives into a peer's gradient shard; see [Note: orders]."""
+    """Adds a result of `summand` into a peer's gradient shard; see [Note: orders]."""
     tl.atomic_add(pointer, value, mask=mask, sem="relaxed", scope="sys")
 
 
 @triton.jit
 def summand(value, factor, largest):
-    """What to add for a block of fp32 values: see [Note: exact sums]. If all in the shard are finite, those outside of
+    """The summands of a block of fp32 values: see [Note: exact sums]. If all in the shard are finite, those outside of
     it must be 0.
 
     `largest`, int32, of this rank, becomes at least the bits of all |value|. Bits are ordered as the numbers are, with
@@ -89,16 +89,16 @@ def summand(value, factor, largest):
         bits = tl.abs(value).to(tl.int32, bitcast=True)
         tl.atomic_max(largest, tl.max(bits), sem="relaxed", scope="gpu")
         scaled = value * factor
-        fits = tl.abs(scaled) < 2.0**62  # False for NaN; what does not fit shows in `largest`
+        fits = tl.abs(scaled) < 2.0**62  # False for NaN; larger values show in `largest`
         value = tl.where(fits, scaled, 0.0).to(tl.int64).to(tl.uint64, bitcast=True)
     return value
 
 
 @triton.jit
 def wait_for_shard(flags, status, owner, epoch, spins):
-    """Waits until `owner`'s flag is `epoch`, looking at most `spins` times; see [Note: arrival].
+    """Waits until `owner`'s flag is `epoch`, polling at most `spins` times; see [Note: arrival].
 
-    Returns whether it arrived. If not, `status` becomes owner + 1 and the caller must not use the buffer.
+    Returns True if it arrived. If not, `status` becomes owner + 1 and the caller must not use the buffer.
     """
     seen = tl.atomic_add(flags + owner, 0, sem="acquire", scope="sys")
     looks = 1
@@ -119,8 +119,8 @@ def set_flag(flag, value):
 
 @triton.jit
 def wait_for_flag(flag, stop, value, spins):
-    """Waits until a flag, int64, is at least `value`. Returns whether it is: not if `stop` ends the wait, or after
-    `spins` looks. A look at `stop` crosses PCIe, so it goes with one look at the flag in 64.
+    """Waits until a flag, int64, is at least `value`. Returns False if `stop` ends the wait, or after `spins` polls. A
+    poll of `stop` crosses PCIe, so it is done with one poll of the flag in 64.
     """
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     halted = 0
@@ -135,7 +135,7 @@ def wait_for_flag(flag, stop, value, spins):
 
 @triton.jit
 def bulk_reads_follow():
-    """Orders TMA loads after what this thread has seen so far; see [Note: arrival]. Needs sm_90."""
+    """Orders TMA loads after this thread's earlier acquires; see [Note: arrival]. Needs sm_90."""
     tl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -151,19 +151,19 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
 
 
 def adds_in_bulk(shards: PeerShards) -> bool:
-    """Whether a kernel may add to these shards by bulk reductions; see [Note: bulk reductions].
+    """True if a kernel may add to these shards by bulk reductions; see [Note: bulk reductions].
 
     Raises ValueError if ODC_BULK_REDUCTIONS is not auto, on or off.
     """
-    told = os.environ.get("ODC_BULK_REDUCTIONS", "auto")
-    if told not in ("auto", "on", "off"):
-        raise ValueError(f"ODC_BULK_REDUCTIONS is {told!r}; set it to auto, on or off")
-    return told == "on" or (told == "auto" and not shards.far)
+    mode = os.environ.get("ODC_BULK_REDUCTIONS", "auto")
+    if mode not in ("auto", "on", "off"):
+        raise ValueError(f"ODC_BULK_REDUCTIONS is {mode!r}; set it to auto, on or off")
+    return mode == "on" or (mode == "auto" and not shards.far)
 
 
 def makes_descriptors(launcher: Callable[..., None]) -> Callable[..., None]:
-    """For launchers whose kernels make tensor descriptors. Triton asks its allocator, a context variable, for their
-    memory: it is ours within the launcher alone, and the user's stays.
+    """For launchers whose kernels make tensor descriptors. Triton allocates them by its allocator, a context variable:
+    it is ours only within the launcher, so the user's is kept.
     """
 
     @functools.wraps(launcher)
@@ -180,7 +180,7 @@ def _descriptor_memory(size: int, alignment: int, stream: int | None) -> torch.T
 
 
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors."""
+    """True if kernels run in Triton's interpreter, on CPU tensors."""
     return bool(triton.knobs.runtime.interpret)
 
 

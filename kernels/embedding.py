@@ -6,14 +6,14 @@
 T tokens, N rows (the vocabulary) in all, n = ceil(N / R) of them per owner, K columns; R owners.
 
 [Note: runs] An id's rows of dy are summed here before they cross the link, and each distinct id is added to its owner
-once. Sorting the ids makes equal ids neighbours: a *run*. A run is cut into pieces of SEGMENT tokens from its start;
-the program of a piece's first position sums it, those of all other positions return at once. A run of one piece goes
-straight to its owner. The pieces of a longer run (a padding token, ten thousand times) are summed in parallel into a
-scratch buffer, which a second kernel sums up. No length is read back to the host.
+once. Sorting the ids makes equal ids neighbours: a *run*. A run is cut into segments of SEGMENT tokens from its start;
+the program of a segment's first position sums it, those of all other positions return at once. A run of one segment is
+added directly to its owner. The segments of a longer run (a padding token, ten thousand times) are summed in parallel
+into a scratch buffer, which a second kernel sums up. No length is read back to the host.
 
-[Note: slots] The piece that begins at position p has the row 2 (p // SEGMENT) + (1 if it is its run's first) of the
+[Note: slots] The segment that begins at position p has the row 2 (p // SEGMENT) + (1 if it is its run's first) of the
 scratch buffer. Only runs longer than SEGMENT use it, so between two multiples of SEGMENT at most one such run begins,
-and at most one later piece: no two pieces share a row.
+and at most one later segment: no two segments share a row.
 
 Sorting groups ids by owner. Ranks begin at different quantiles of that order, so they add to different owners at a
 time, even when most ids are small, as in text. Reading is in token order, which mixes owners anyway.
@@ -58,7 +58,7 @@ def embedding_kernel(
 
 @triton.jit
 def _trains(row, rows, padding):
-    """Whether an id has a gradient: it is a row of the table and not the padding (-1: none)."""
+    """True if an id has a gradient: it is a row of the table and not the padding (-1: none)."""
     return (row >= 0) & (row < rows) & (row != padding)
 
 
@@ -284,7 +284,7 @@ def embedding_ref(ids: torch.Tensor, weight: list[torch.Tensor]) -> torch.Tensor
 def embedding_grad_ref(
     dy: torch.Tensor, ids: torch.Tensor, weight: list[torch.Tensor], scale: float, padding_idx: int | None
 ) -> list[torch.Tensor]:
-    """The same in plain torch, over all owners' shards: what they hold afterwards, in float64."""
+    """The same in plain torch, over all owners' shards: their final values, in float64."""
     whole = join(weight).double()
     trains = (ids >= 0) & (ids < len(whole))
     if padding_idx is not None:

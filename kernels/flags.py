@@ -1,4 +1,4 @@
-"""Flags by which ranks tell each other how far they are: the device sets them and waits for them.
+"""Flags by which ranks signal their progress to each other: the device sets them and waits for them.
 
 A flag is an int64 in the memory of the rank that waits for it. One other rank writes it, and it only grows. So a wait
 is for "at least", nothing is ever reset, and a rank polls its own memory, never a link.
@@ -36,7 +36,7 @@ def await_flags_kernel(flags, stop, status, place, stride, value, first, ranks, 
 
 
 def set_flags(*, table: torch.Tensor, ranks: Iterable[int], place: int, value: int) -> None:
-    """Sets flag `place` of each of `ranks` to `value`, after all that this stream did before: peers see that too.
+    """Sets flag `place` of each of `ranks` to `value`, after all earlier work of this stream, which peers then see.
 
     `table`: int64 [R], the addresses of the ranks' flags, int64, as this device sees them. Rank 0 of two has published
     layer 3 in wave 7: it sets `place` 3 of rank 1 to 7.
@@ -59,8 +59,8 @@ def await_flags(
     """Makes this stream wait until flag `place` of each of `ranks` is at least `value`; the host does not wait.
 
     `flags`: int64 [R, places], this rank's: row r is written by rank r. `stop`: int32 [1], best in pinned host memory;
-    once it is not 0 nothing is waited for any more. `status`: int32 [1], 0 until a wait ends in vain, because
-    of `stop` or after `spins` looks at a flag, then its `number`; what follows on the stream must not be used.
+    once it is not 0 all waits end. `status`: int32 [1], 0 until a wait fails, because of `stop` or after `spins` polls
+    of a flag, then its `number`; results of later work on the stream must not be used.
     """
     spins = min(spins, _MOST_SPINS)
     for first, mask in _masks(ranks):

@@ -105,7 +105,7 @@ def gather_pieces_kernel(sources, offsets, counts, out, DTYPE: tl.constexpr, EVE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """Shards of one dtype and where they go, as `gather_pieces` sees them: int64 tables on the kernel's device.
+    """Shards of one dtype and their offsets, for `gather_pieces`: int64 tables on the kernel's device.
 
     `sources`: addresses; `offsets`: elements from the start of the result; `counts`: elements; `most`: the largest.
     `even`: all offsets and counts are multiples of this many elements: 16 bytes' worth, or 1.
@@ -120,7 +120,7 @@ class Pieces:
 
     @classmethod
     def of(cls, shards: Sequence[torch.Tensor], offsets: Sequence[int]) -> Pieces:
-        """`shards`: contiguous, on one device, which the caller keeps alive; `offsets`: where each goes, in elements.
+        """`shards`: contiguous, on one device, kept alive by the caller; `offsets`: in the result, in elements.
 
         Raises ValueError for shards of several dtypes, or at an address that is not a multiple of 16 bytes.
         """
@@ -153,7 +153,7 @@ def gather_pieces(*, pieces: Pieces, out: torch.Tensor, block: int = 2048, num_w
     """Copies every piece to its place in `out`, which is flat, of the pieces' dtype and large enough for all.
 
     Two owners have a norm's weight [6] and a bias [4], which start in `out` at 0 and at 8: shards of 3, 3, 2 and 2
-    elements go to the offsets 0, 3, 8 and 10; `out[6:8]` is left alone. Raises ValueError for an `out` of another dtype
+    elements go to the offsets 0, 3, 8 and 10; `out[6:8]` is unchanged. Raises ValueError for an `out` of another dtype
     or device, or with strides.
     """
     if out.dtype != pieces.dtype or out.device != pieces.sources.device or out.stride() != (1,):

@@ -194,7 +194,7 @@ def linear_dx(*, dy: torch.Tensor, weight: PeerShards, out: torch.Tensor, tile: 
 
 
 def traits(value: torch.Tensor) -> dict[str, int]:
-    """What the choice of a tile depends on, for x or dy [T, ...]."""
+    """Arguments of the choice of a tile, for x or dy [T, ...]."""
     return {
         "element_bytes": value.element_size(),
         "arch": architecture(value.device),

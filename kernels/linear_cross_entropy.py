@@ -11,8 +11,8 @@
 
 T tokens, D columns of h, V rows of W, n = ceil(V / R) of them per owner; R owners. It takes one chunk of one owner's
 rows at a time, own shard first, then that of rank + 1, ...: pulls it into a local buffer, multiplies it by the library
-and adds its logits to a running softmax (online_softmax.py). The backward recomputes the logits, turns them into dz in
-place, and adds the chunk's dW to its owner before the next chunk.
+and adds its logits to a running softmax (online_softmax.py). The backward recomputes the logits, overwrites them by dz,
+and adds the chunk's dW to its owner before the next chunk.
 
 [Note: fp32 sums] dh is a sum over chunks: it is accumulated in fp32 by the library's product itself (`addmm` with
 `out_dtype`, which takes 16-bit operands with an fp32 sum on CUDA only; elsewhere they are widened first). Rounding
@@ -66,7 +66,7 @@ class _VocabularyPart:
 def extra_bytes(
     *, chunk: int, tokens: int, columns: int, element_bytes: int, backward: bool, eager: bool = False
 ) -> int:
-    """What a pass allocates at its peak besides its arguments and results, with chunks of `chunk` rows.
+    """The peak allocation of a pass besides its arguments and results, with chunks of `chunk` rows.
 
     On the CPU it is less by the buffers of pulled rows, which are read in place.
     """
@@ -88,11 +88,11 @@ def chunk_rows(
     backward: bool,
     eager: bool = False,
 ) -> int:
-    """How many rows of the vocabulary to take at a time: a multiple of 64, the same for nearly all chunks.
+    """The number of rows of the vocabulary in a chunk: a multiple of 64, the same for nearly all chunks.
 
     As many as keep `extra_bytes` within 1/8 of the whole logits, at most 4096 (a product that large is efficient) and
-    at least 512: with few tokens, whose logits are small anyway, or with a vocabulary that is not large against D, it
-    exceeds the eighth rather than cut the head into slivers.
+    at least 512: with few tokens, whose logits are small anyway, or with a small vocabulary relative to D, it may
+    exceed the eighth, as tiny chunks would be slow.
     """
     sizes = {"tokens": tokens, "columns": columns, "element_bytes": element_bytes, "backward": backward}
     sizes["eager"] = eager
@@ -125,8 +125,8 @@ def linear_cross_entropy(
     h: [T, D], contiguous; weight: [V, D], of h's dtype (fp32, bf16, fp16); targets: int64 [T].
 
     `chunk`: rows of the vocabulary at a time, a multiple of 16; `chunk_rows` by default. `eager`: computes the softmax
-    in plain torch, the default on the CPU. T may be 0. The host never waits, so a target outside the vocabulary is not
-    refused: its `logp` is NaN. Raises ValueError for other shapes, dtypes, devices or layouts, before a launch.
+    in plain torch, the default on the CPU. T may be 0. The host never synchronises, so a target outside the vocabulary
+    is not refused: its `logp` is NaN. Raises ValueError for other shapes, dtypes, devices or layouts, before a launch.
     """
     _check_head(h, weight, targets, logit_scale, chunk)
     tokens = h.shape[0]
@@ -174,7 +174,7 @@ def linear_cross_entropy_grad(
     In the example of `linear_cross_entropy`, g_logp = [1] makes the gradient of the logits [1/2, -1/4 | -1/4]. Times
     h = ln 2 it is added to the shards: [[0.347], [-0.173]] to rank 0's, [[-0.173]] to rank 1's. dh = [[1/2]].
 
-    `output`: what `linear_cross_entropy` returned for the same arguments; g_logp, g_entropy: fp32 [T], the loss's
+    `output`: the result of `linear_cross_entropy` for the same arguments; g_logp, g_entropy: fp32 [T], the loss's
     gradient with respect to its fields. gradient: [V, D], to which other ranks may add at the same time, or a
     function that adds fp32 rows to an owner's from `start` on: `gradient(owner, start, rows)`. dh: [T, D] in h's dtype
     or in fp32, which saves a separate fp32 sum. A token whose `logp` is NaN has a NaN gradient. Raises ValueError as
@@ -249,7 +249,7 @@ def _pulled(weight: PeerShards, chunk: int, on: Device | None = None) -> Iterato
     On the CPU all are in place: there is no link. `on`: a device to use instead of a GPU, to simulate one.
 
     On a GPU the next part is pulled on another stream while the caller's work on the current one runs. A pull waits for
-    what the caller had enqueued when it started: the work on the part before the current one, whose buffer it reuses.
+    the caller's work that was enqueued before: on the part before the current one, whose buffer it reuses.
     """
     parts = _parts(weight, chunk)
     own = weight.shards[weight.rank]
@@ -283,7 +283,7 @@ def _pulled(weight: PeerShards, chunk: int, on: Device | None = None) -> Iterato
 
 
 def _rows_of(peers: PeerShards, part: _VocabularyPart) -> PeerShards:
-    """A part of one owner's rows, as shards. The address is computed on the device: nothing waits."""
+    """A part of one owner's rows, as shards. The address is computed on the device, without a synchronisation."""
     rows = peers.shards[part.owner][part.start : part.stop]
     skipped_bytes = part.start * peers.row_elements * rows.element_size()
     table = peers.table[part.owner : part.owner + 1] + skipped_bytes

@@ -31,7 +31,7 @@ from .peers import PeerShards, check_bias
 from .staged import StagedWeight
 from .tiles import STAGED_DX_ODD, STAGED_ODD, LinearTile, tile_of
 
-SPINS = 1 << 24  # looks at a flag before it counts as lost: about 10 s on a GPU
+SPINS = 1 << 24  # polls of a flag before it counts as lost: about 10 s on a GPU
 _LEFT_FREE = 8  # multiprocessors
 
 
@@ -222,11 +222,11 @@ def linear_staged(
 ) -> None:
     """Writes y = x Wᵀ + b into `out`, waiting for the rows of `weight` as they arrive.
 
-    With W as in `linear`, rank 0 computes columns 0 and 1 of [[2, 5, 7]] while row 2 is still on its way from rank 1.
+    With W as in `linear`, rank 0 computes columns 0 and 1 of [[2, 5, 7]] while row 2 is still in transfer from rank 1.
     If that never arrives, out is [[2, 5, nan]].
 
     x: [T, K], weight: [N, K] as `pull` returned it, bias: [N], out: [T, N], all of one dtype; T may be 0. After
-    `spins` looks at an owner's flag the kernel gives up: outputs from its rows are NaN and `check` raises. Raises
+    `spins` polls of an owner's flag the kernel gives up: outputs from its rows are NaN and `check` raises. Raises
     ValueError for other shapes, dtypes, devices or layouts, before a launch.
     """
     check_linear("x", x, out, weight, columns_of=1)
@@ -292,7 +292,7 @@ def _check_pulled(weight: StagedWeight, spins: int) -> None:
     if weight.epoch == 0:
         raise ValueError("the weight is of epoch 0, never pulled: give what `pull` returned")
     if not 1 <= spins < 2**31:
-        raise ValueError(f"spins is {spins}; give 1 to 2^31 - 1 looks at a flag")
+        raise ValueError(f"spins is {spins}; give 1 to 2^31 - 1 polls of a flag")
 
 
 def _shared(value: torch.Tensor, weight: StagedWeight, spins: int, tile: LinearTile) -> dict[str, Any]:
@@ -320,13 +320,13 @@ def _shared(value: torch.Tensor, weight: StagedWeight, spins: int, tile: LinearT
 
 
 def _vectors(weight: StagedWeight, *matrices: torch.Tensor) -> bool:
-    """Whether rows and owners begin at multiples of 16 elements, as TMA and triton's vector loads need."""
+    """True if rows and owners begin at multiples of 16 elements, as TMA and triton's vector loads need."""
     sizes = (*weight.shape, weight.rows_per_owner)
     return all(size and size % 16 == 0 for size in sizes) and all(m.data_ptr() % 16 == 0 for m in matrices)
 
 
 def _tile(operator: str, value: torch.Tensor, vectors: bool, odd: LinearTile) -> LinearTile:
-    """The table's tile, or `odd`: addresses of 2-byte elements loaded one by one leave no room for a larger one."""
+    """The table's tile, or `odd`: addresses of 2-byte elements loaded singly leave no registers for a larger one."""
     return tile_of(operator, **traits(value)) if vectors or value.element_size() > 2 else odd
 
 
@@ -342,7 +342,7 @@ def _programs(weight: StagedWeight) -> int:
 
 
 def _bulk(device: torch.device) -> bool:
-    """Whether there is TMA."""
+    """True if the device has TMA."""
     return interpreting() or architecture(device) >= 90
 
 

@@ -251,7 +251,7 @@ def softmax_grad(
     eager: bool = False,
     tile: SoftmaxTile = ONLINE_SOFTMAX,
 ) -> None:
-    """Overwrites the columns `first` .. of the logits with their gradient; rows and `eager` as in `online_softmax`.
+    """Overwrites the columns `first` .. of the logits by their gradient; rows and `eager` as in `online_softmax`.
 
     For the target 0 and g_logp = [1] of that example the columns 0 and 1 become [1/2, -1/4], and column 2, in the call
     with first = 2, becomes [-1/4].

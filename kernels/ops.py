@@ -1,4 +1,4 @@
-"""The operators, for those who use the kernels without the engine: docs/kernels_alone.md."""
+"""The operators, for use without the engine: docs/kernels_alone.md."""
 
 from .embedding import embedding, embedding_grad
 from .gather import gather

@@ -1,4 +1,4 @@
-"""A sharded tensor as a kernel sees it: a table of its owners' addresses."""
+"""A sharded tensor for kernels: a table of its owners' addresses."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def rows_per_owner(rows: int, world: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactAdds:
-    """How kernels add g to shards of integers: as trunc(g * factor), int64; `factor` is a power of two.
+    """Additions of g to shards of integers: trunc(g * factor), int64; `factor` is a power of two.
 
     `largest`: int32 [1] on the kernels' device; becomes at least the bits of every |g| in fp32, also of NaN and
-    infinity. A g with |g * factor| >= 2^62 is not added, so look at `largest` before the sums are used.
+    infinity. A g with |g * factor| >= 2^62 is not added, so check `largest` before using the sums.
     """
 
     factor: float
@@ -34,11 +34,11 @@ class ExactAdds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerShards:
-    """The shards of one tensor [N, ...], split on dim 0 as `torch.chunk` splits: `rows_per_owner` each, the last fewer.
+    """The shards of one tensor [N, ...], chunked on dim 0 as by `torch.chunk`: `rows_per_owner` each, the last fewer.
 
-    `table`: int64 [world], on the device that the kernels run on; entry r is the address of owner r's first row.
-    `shards`: the rows themselves, entry r of shape [rows of r, ...], contiguous; this also keeps their memory alive.
-    Kernels alone don't need it. `near`: the owners whose memory is on the kernels' own device; the rows of all others
+    `table`: int64 [world], on the kernels' device; entry r is the address of owner r's first row.
+    `shards`: the rows, entry r of shape [rows of r, ...], contiguous; this also keeps their memory alive. Kernels don't
+    need it. `near`: the owners whose memory is on the kernels' own device; the rows of all others
     cross a link. `exact`: of int64 shards, to which kernels add integers.
     """
 
@@ -70,7 +70,7 @@ class PeerShards:
         return elements
 
     def rows(self, owner: int) -> int:
-        """How many rows `owner` holds, maybe none."""
+        """The number of `owner`'s rows, may be 0."""
         return min(max(self.shape[0] - owner * self.rows_per_owner, 0), self.rows_per_owner)
 
     @property
@@ -80,7 +80,7 @@ class PeerShards:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """What kernels can add to."""
+        """The dtype of shards that kernels add to."""
         return torch.float32 if self.exact is None else torch.int64
 
     @property
@@ -101,12 +101,12 @@ class PeerShards:
     ) -> PeerShards:
         """From the owners' tensors: views of peers' memory, or plain tensors in a test or on one GPU.
 
-        `device`: where the kernels run, by default where the shards are. If given, shards may also be in pinned host
+        `device`: the kernels' device, by default the shards'. If given, shards may also be in pinned host
         memory: under unified addressing kernels read and write it at the same address, over the bus.
         `aligned=False`: only for plain torch on a CPU, where addresses don't matter. `near`: as above, by default this
         rank alone, or ALL.
 
-        The host waits for the table's copy, after which kernels on any stream may use it: keep what this returns.
+        The host waits for the table's copy, after which kernels on any stream may use it, so reuse the result.
         Raises ValueError for shards of a wrong shape, dtype, device or layout, or at an address that is not a multiple
         of 16 bytes.
         """
@@ -128,8 +128,8 @@ class PeerShards:
     def local(cls, whole: torch.Tensor) -> PeerShards:
         """A whole tensor in this device's memory, as the one shard of a world of one.
 
-        Only for kernels on the stream that is current now: that stream writes the table, and the host waits for
-        nothing. Raises ValueError as `of` does.
+        Only for kernels on the current stream, which writes the table; the host does not wait. Raises ValueError as
+        `of` does.
         """
         table = torch.full((1,), whole.data_ptr(), dtype=torch.int64, device=whole.device)
         peers = cls(
@@ -148,9 +148,9 @@ class PeerShards:
         all ranks. `rows`: N of the whole tensor, by default n * world; n must be ceil(N / world). Of the last owners'
         tensors only the first rows count, maybe none. Owners on this rank's GPU are near.
 
-        Collective, and the host waits. It makes memory known to the peers, not its contents: before a rank reads or
+        Collective, and the host waits. It exchanges addresses, not contents: before a rank reads or
         adds, the owners call a barrier. Raises ValueError on every rank if ranks gave different shapes, strides,
-        dtypes or rows, or if these don't fit; ValueError or torch's RuntimeError for memory that is not symmetric or
+        dtypes or rows, or if these don't match; ValueError or torch's RuntimeError for memory that is not symmetric or
         out of reach.
         """
         import torch.distributed._symmetric_memory as symmetric_memory
@@ -161,11 +161,11 @@ class PeerShards:
             raise ValueError("this rank is not in the group; call `symmetric` on the group's ranks only")
         rows = len(tensor) * world if rows is None else rows
         mine = {"shape": (*tensor.shape,), "strides": tensor.stride(), "dtype": tensor.dtype, "rows": rows}
-        told: list[Any] = [None] * world
-        dist.all_gather_object(told, (mine, _gpu_of(tensor)), group)
-        for peer, (theirs, _) in enumerate(told):
-            if theirs != told[0][0]:
-                raise ValueError(f"rank {peer} of the group gave {theirs} and rank 0 {told[0][0]}; all must agree")
+        gathered: list[Any] = [None] * world
+        dist.all_gather_object(gathered, (mine, _gpu_of(tensor)), group)
+        for peer, (theirs, _) in enumerate(gathered):
+            if theirs != gathered[0][0]:
+                raise ValueError(f"rank {peer} of the group gave {theirs} and rank 0 {gathered[0][0]}; all must agree")
         if len(tensor) != rows_per_owner(rows, world):
             raise ValueError(
                 f"the tensor is {(*tensor.shape,)}; for {rows} rows on {world} ranks allocate "
@@ -176,10 +176,10 @@ class PeerShards:
             raise ValueError("the tensor is not in symmetric memory; make it by torch's _symmetric_memory.empty")
         shards = []
         for peer in range(world):
-            # The own tensor itself, as it keeps the memory and this rank's views of the peers' alive.
+            # The own tensor, as it keeps the memory and this rank's views of the peers' alive.
             shard = tensor if peer == rank else handle.get_remote_tensor(peer, tensor.shape, tensor.dtype)
             shards.append(shard[: max(min(rows - peer * len(tensor), len(tensor)), 0)])
-        near = [peer for peer, (_, gpu) in enumerate(told) if gpu == told[rank][1]]
+        near = [peer for peer, (_, gpu) in enumerate(gathered) if gpu == gathered[rank][1]]
         return cls.of(shards, shape=(rows, *tensor.shape[1:]), rank=rank, near=near)
 
     def _check(self, device: torch.device | None, aligned: bool) -> None:
@@ -206,7 +206,7 @@ class PeerShards:
 
 
 def _gpu_of(tensor: torch.Tensor) -> str:
-    """The same on all ranks of a GPU, whatever number each has for it."""
+    """The same on all ranks of a GPU, for any local index."""
     return str(torch.cuda.get_device_properties(tensor.device).uuid) if tensor.is_cuda else str(tensor.device)
 
 
@@ -242,5 +242,5 @@ def split(whole: torch.Tensor, world: int) -> list[torch.Tensor]:
 
 
 def join(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The whole tensor again."""
+    """The whole tensor; the inverse of `split`."""
     return torch.cat(list(shards))

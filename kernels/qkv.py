@@ -29,7 +29,7 @@ from .tiles import QkvTile, tile_of
 
 @triton.jit
 def pick(part, of_q, of_k, of_v):
-    """The scalar that belongs to part 0 (q), 1 (k) or 2 (v)."""
+    """The scalar of part 0 (q), 1 (k) or 2 (v)."""
     return tl.where(part == 0, of_q, tl.where(part == 1, of_k, of_v))
 
 
@@ -37,7 +37,7 @@ def pick(part, of_q, of_k, of_v):
 def rope_rows(cos, sin, positions, t, t_in, table_rows, HEAD_DIM: tl.constexpr):
     """The tables' first halves at the positions of tokens `t`, fp32 [BLOCK_T, HEAD_DIM / 2].
 
-    NaN at a position outside the tables: reading it would fault, and the host can't check it without waiting.
+    NaN at a position outside the tables: reading it would fault, and a check on the host would synchronise.
     """
     j = tl.arange(0, HEAD_DIM // 2)
     position = tl.load(positions + t, mask=t_in, other=0)
@@ -58,7 +58,7 @@ def store_halves(out, first, second, t, t_in, heads, head, HEAD_DIM: tl.constexp
 
 @triton.jit
 def bias_pointers(table, row, rows_per_owner, DTYPE: tl.constexpr, RUN: tl.constexpr):
-    """Where the biases of rows `row` are. Tells the compiler that each RUN of rows has one owner, so it joins loads."""
+    """Pointers to the biases of rows `row`. Lets the compiler join loads: each RUN of rows has one owner."""
     bias = peer_address(table, row // rows_per_owner, DTYPE) + row % rows_per_owner
     return tl.max_contiguous(tl.multiple_of(bias, RUN * DTYPE.primitive_bitwidth // 8), RUN)
 
@@ -127,7 +127,7 @@ def qkv_kernel(
 
     row = head * HEAD_DIM + tl.arange(0, HEAD_DIM)
     owner, local = row // rows_per_owner, row % rows_per_owner
-    columns = columns // VECTOR * VECTOR  # the same number: it tells the compiler how rows are aligned
+    columns = columns // VECTOR * VECTOR  # the same number: a hint of the rows' alignment
     w_rows = peer_address(pick(part, wq_table, wk_table, wv_table), owner, DTYPE) + local.to(tl.int64) * columns
 
     t = tile_t.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -230,7 +230,7 @@ def qkv(
 
 
 def row_vector(columns: int, dtype: torch.dtype) -> int:
-    """How many elements one load of a row takes: 16 bytes' worth, if rows of that many columns are aligned to it."""
+    """The number of elements in one load of a row: 16 bytes' worth, if rows of that many columns are aligned to it."""
     elements = 16 // dtype.itemsize
     return elements if columns % elements == 0 else 1
 

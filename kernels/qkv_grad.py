@@ -115,7 +115,7 @@ def qkv_dx_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    columns = columns // VECTOR * VECTOR  # the same number: it tells the compiler how rows are aligned
+    columns = columns // VECTOR * VECTOR  # the same number: a hint of the rows' alignment
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     k = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     n = tl.arange(0, BLOCK_N)
@@ -147,7 +147,7 @@ def qkv_dx_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QkvGradients:
-    """Where gradients go: None for what needs none. The shards are added to; the tensors are overwritten.
+    """Targets of gradients, None if not needed. The shards are added to; the tensors are overwritten.
 
     wq [Hq D, K], wk and wv [Hkv D, K], bq, bk, bv: the owners' gradient shards, maybe over another number of owners
     than the weights. dx: [T, K] of x's dtype. q_norm and k_norm: fp32 [D], both or none.
@@ -185,7 +185,7 @@ def qkv_grad(
     dx_tile: LinearTile | None = None,
     wgrad_tile: WgradTile | None = None,
 ) -> None:
-    """Writes and adds the gradients that `out` names; `scale` multiplies only what is added to shards.
+    """Writes and adds the gradients of `out`; `scale` multiplies only additions to shards.
 
     In the example of `qkv`, dq = 1 everywhere and dk = dv = 0 add 2 to each row of wq's shards, on both ranks, and
     dx = [[16 * 1 + 16 * 3]] = [[64]].

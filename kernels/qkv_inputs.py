@@ -97,7 +97,7 @@ def check_qkv(
     heads: dict[str, torch.Tensor],
     saved: dict[str, torch.Tensor | None],
 ) -> None:
-    """Raises ValueError unless x, three head tensors (q, k, v or their gradients) and what is saved match."""
+    """Raises ValueError unless x, three head tensors (q, k, v or their gradients) and the saved tensors match."""
     columns = weights.wq.shape[1]
     if x.ndim != 2 or x.shape[1] != columns:
         raise ValueError(f"x is {tuple(x.shape)}; with weights of {columns} columns give [T, {columns}]")

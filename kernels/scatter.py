@@ -58,7 +58,7 @@ def scatter(
     """Adds scale * `gradient` [N, ...], in bf16, fp16 or fp32, into the shards of `peers`.
 
     Two ranks own two rows and one of N = 3. Rank 0 adds [[1], [2], [3]] and rank 1 [[10], [20], [30]]. In any order of
-    the additions, the shards have grown by [[11], [22]] and [[33]].
+    the additions, the shards grow by [[11], [22]] and [[33]].
 
     Other ranks may add to the same shards at the same time. The addition is complete when this rank's stream is
     drained. Raises ValueError for another shape, device, dtype or layout.
@@ -118,6 +118,6 @@ def add_block(*, target: torch.Tensor, source: torch.Tensor, block: int = 2048, 
 
 
 def scatter_ref(shards: list[torch.Tensor], gradient: torch.Tensor, scale: float) -> list[torch.Tensor]:
-    """The same in plain torch, over all owners' shards: what they hold afterwards."""
+    """The same in plain torch, over all owners' shards: their final values."""
     parts = gradient.split([len(shard) for shard in shards])
     return [shard + scale * part.float() for shard, part in zip(shards, parts, strict=True)]

@@ -5,7 +5,7 @@ number. After 2^31 - 1 comes 1; a flag holds 0 before its first pull. Only a fla
 2^31 - 1 pulls could be mistaken for a new one.
 
 [Note: near and far] Rows that cross a link are fetched by a copy engine, which needs no multiprocessor: a kernel may
-take them all and wait. A copy within one device is a kernel itself, which such a kernel could keep out forever. So the
+occupy them all and wait. A copy within one device is itself a kernel, which such a kernel could block forever. So the
 kernel starts only after the rows of near owners: this rank's own, and those of ranks that share the device. If all
 ranks share a device, that is all rows, and the strategy is pointless.
 """
@@ -29,7 +29,7 @@ _LAST_EPOCH = 2**31 - 1
 class StagedWeight:
     """A local buffer for a weight [N, K] of the peers, as of its `epoch`-th pull; see [Note: epochs].
 
-    `buffer`: [R n, K], owner o's rows from o n on, zeros behind row N. `flags`: int32 [R], the pull whose rows of that
+    `buffer`: [R n, K], owner o's rows from o n on, zeros after row N. `flags`: int32 [R], the pull whose rows of that
     owner have arrived. `status`: int32 [1], 0 or 1 + an owner whose rows did not reach a waiting kernel. `on`: the
     device whose `stream` makes the copies; its event `read` follows the last kernel that reads the buffer; None on a
     CPU. `has_far`: rows of the last pull arrive while the kernel runs.
@@ -63,8 +63,7 @@ class StagedWeight:
     def of(cls, peers: PeerShards, *, on: Device | None = None) -> StagedWeight:
         """An empty buffer for weights like `peers` [N, K]; `on`: a device to use instead of a GPU, to simulate one.
 
-        All kernels that read it must run on the stream that is current now. Raises ValueError unless the weight has two
-        dimensions.
+        All kernels that read it must run on the current stream. Raises ValueError unless the weight has two dimensions.
         """
         if len(peers.shape) != 2:
             raise ValueError(f"the weight is {peers.shape}; give two dimensions [N, K]")
@@ -104,9 +103,9 @@ def pull(*, peers: PeerShards, staged: StagedWeight) -> StagedWeight:
 
     On a GPU everything is enqueued when this returns, so a kernel launched afterwards can wait for far owners' rows
     without starving them ([Note: forward progress] in odc_triton/sequence/sync.py); near owners' rows are there
-    for all later work ([Note: near and far]). The copies wait for the kernels that read the buffer before, and for
-    nothing else: the shards must be readable now. On the CPU everything has arrived when this returns. Raises
-    ValueError if `peers` don't fit the buffer.
+    for all later work ([Note: near and far]). The copies wait only for the kernels that read the buffer before:
+    the shards must be readable now. On the CPU everything has arrived when this returns. Raises
+    ValueError if `peers` don't match the buffer.
     """
     check_alike("the sharded weight", peers, "buffer", staged, shape=staged.shape, dtype=staged.dtype)
     epoch = staged.epoch % _LAST_EPOCH + 1
@@ -144,7 +143,7 @@ def check(staged: StagedWeight) -> None:
         raise TimeoutError(
             f"the rows of owner {missed - 1} of a weight {staged.shape} did not arrive at rank {staged.rank} in pull "
             f"{staged.epoch} (flags now: {staged.flags.tolist()}); results are NaN. Call `pull` before the kernel and "
-            f"pass on what it returns; on a slow link give more `spins`"
+            f"pass its result; on a slow link give more `spins`"
         )
 
 

@@ -1,4 +1,4 @@
-"""What kernels and their callers need from a device with streams: a GPU, or a CPU that simulates one.
+"""The interface to a device with streams: a GPU, or a CPU that simulates one.
 
 A stream is a torch.cuda.Stream, or has its methods `wait_stream`, `wait_event` and `record_event`; an event has its
 `query`.
@@ -20,22 +20,22 @@ class Device(Protocol):
         """The current stream, which computes."""
 
     def stream(self) -> Any:
-        """A new stream, whose work goes before the current stream's."""
+        """A new stream, with priority over the current one."""
 
     def pull_stream(self) -> Any:
         """The one stream on which launchers copy what their kernels read."""
 
     def enqueue(self, stream: Any, work: Callable[..., None], memory: Memory = None) -> None:
-        """Enqueues `work` on the stream. `memory`: what it reads or fills; a tensor is handed to `work`."""
+        """Enqueues `work` on the stream. `memory`: read or filled by it; a tensor is passed to `work`."""
 
     def allocate(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
-        """Gives a storage uninitialised memory."""
+        """Allocates a storage's memory, uninitialised."""
 
     def free(self, storage: torch.UntypedStorage) -> None:
         """Frees a storage's memory."""
 
     def has_come(self, event: Any) -> bool:
-        """Whether the device has reached the event, which the host is waiting for."""
+        """True if the device has reached the event, which the host is waiting for."""
 
 
 class CudaDevice:
@@ -52,13 +52,13 @@ class CudaDevice:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "a CUDA graph can't hold a sharded model: it would repeat copies from other ranks and waits for them "
-                "without the barriers between. Capture nothing that runs it, and leave out torch.compile's modes that "
-                "capture ('reduce-overhead', 'max-autotune')"
+                "without the barriers between. Don't capture anything that runs it, and avoid torch.compile's modes "
+                "that capture ('reduce-overhead', 'max-autotune')"
             )
         return torch.cuda.current_stream(self._device)
 
     def stream(self) -> torch.cuda.Stream:
-        # Of high priority: torch hands out 32 streams of each priority in turn, and a program may make many of low.
+        # High priority: torch cycles through 32 streams per priority, and a program may make many of low priority.
         return torch.cuda.Stream(self._device, priority=-1)
 
     def pull_stream(self) -> torch.cuda.Stream:
@@ -84,5 +84,5 @@ def _pull_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def device_of(tensor: torch.Tensor) -> CudaDevice | None:
-    """The GPU that a tensor is on; None on the CPU, where everything is done when a call returns."""
+    """A tensor's GPU; None on the CPU, where all work is done when a call returns."""
     return CudaDevice(tensor.device) if tensor.is_cuda else None

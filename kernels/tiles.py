@@ -1,5 +1,5 @@
-"""Tile configurations as data: the kernels' defaults, the alternatives, and a model of what they cost. Imports neither
-torch nor triton.
+"""Tile configurations as data: the kernels' defaults, the alternatives, and a cost model. Imports neither torch nor
+triton.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ QKV_DX_FP32 = LinearTile(n=32, num_stages=2)
 
 ARCHITECTURES = (80, 90, 100, 120)
 SHARED_LIMIT_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-# Chips without their own entries, and whose entries they use: of a chip with no more shared memory than theirs.
+# Chips without their own entries use those of another chip, with no more shared memory.
 SAME_TILES_AS = {86: 120, 87: 80, 89: 120, 103: 100, 110: 100, 121: 120}
 
 # Matrix operators: the dimensions of a program's output tile, and the one that its loop runs over.
@@ -128,7 +128,7 @@ class TileEntry:
     tokens: int | None = None
 
 
-# The first match counts. Not measured yet: these compile without a fault. `ranked` says which others to try.
+# The first match counts. Not measured yet: these compile without a fault. `ranked` has others to try.
 DEFAULTS: tuple[TileEntry, ...] = (
     TileEntry(operators=("linear",), element_bytes=(4,), tile=LINEAR_FP32),
     TileEntry(operators=("linear",), tokens=64, tile=LINEAR),
@@ -176,7 +176,7 @@ def tile_of(operator: str, *, element_bytes: int, arch: int, tokens: int) -> Any
 
 
 def of_integers(tile: WgradTile, *, arch: int, bulk: bool) -> WgradTile:
-    """What exact sums take in the place of `tile` on sm_`arch`: half the columns if its 8-byte integers would spill or
+    """The tile of exact sums for `tile` on sm_`arch`: half the columns if its 8-byte integers would spill or
     not fit into shared memory. `bulk`: they are added by bulk reductions.
     """
     most_per_thread = 64 if arch == 90 and bulk else 32
@@ -196,7 +196,7 @@ def shared_bytes(operator: str, tile: Any, *, element_bytes: int, arch: int) -> 
 
 
 def fits(operator: str, tile: Any, *, element_bytes: int, arch: int) -> bool:
-    """Whether a tile can be expected to compile on sm_`arch` without a fault; `bench.kernels.aot` has the last word."""
+    """True if a tile should compile on sm_`arch` without a fault; `bench.kernels.aot` verifies it."""
     rows, columns, _ = (getattr(tile, name) for name in DIMENSIONS[operator])
     enough = shared_bytes(operator, tile, element_bytes=element_bytes, arch=arch) <= SHARED_LIMIT_BYTES[arch]
     # More sums per thread spill, sooner with fp32 operands; sm_100 keeps its matrix units' sums in another memory.
@@ -232,7 +232,7 @@ class Chip:
     sms: int
     matrix_flops_per_sm: float  # bf16 and fp16
     fp32_flops_per_sm: float
-    l2_bytes_s_per_sm: float  # what is reached of 64 bytes a clock: about half
+    l2_bytes_s_per_sm: float  # reached in practice: about half of 64 bytes a clock
     hbm_bytes_s: float
     link_bytes_s: float
     l2_bytes: int
@@ -298,7 +298,7 @@ CHIPS = {
 
 
 def chip_of(name: str, arch: int) -> Chip | None:
-    """The chip of a device that calls itself `name`, as "NVIDIA H100 80GB HBM3"; else one of its `arch`, if any."""
+    """The chip of a device named `name`, such as "NVIDIA H100 80GB HBM3"; else one of its `arch`, if any."""
     same = [(model, chip) for model, chip in CHIPS.items() if chip.arch == arch]
     named = (chip for model, chip in same if model.removesuffix(" SXM") in name)
     return next(named, same[0][1] if same else None)
@@ -306,7 +306,7 @@ def chip_of(name: str, arch: int) -> Chip | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """T tokens, a weight [N, K] of `rows` N and `columns` K split over `world` owners."""
+    """T tokens, a weight [N, K] of `rows` N and `columns` K sharded over `world` owners."""
 
     tokens: int
     rows: int
@@ -327,7 +327,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a kernel is predicted to do. `flops` counts the tiles' empty parts too. `waves`: rounds of programs."""
+    """The predicted work of a kernel. `flops` includes the tiles' empty parts. `waves`: rounds of programs."""
 
     flops: float
     hbm_bytes: float
@@ -337,7 +337,7 @@ class Cost:
 
 
 def predict(operator: str, tile: Any, problem: Problem, chip: Chip) -> Cost:
-    """The cost of one call of a matrix operator, for ranking tiles and strategies where there is nothing to measure.
+    """The cost of one call of a matrix operator, to rank tiles and strategies without a measurement.
 
     Compute, memory and link overlap, so the slowest counts. It assumes one program per multiprocessor at a time and
     one compute rate for every tile; a tile's size shows in waves and in bytes read from the L2. Copies of
@@ -355,7 +355,7 @@ def predict(operator: str, tile: Any, problem: Problem, chip: Chip) -> Cost:
     compute_s = waves * max(tile_flops / chip.flops_per_sm(size), tile_l2_bytes / chip.l2_bytes_s_per_sm)
 
     def read(elements: int, times: int) -> int:
-        """Bytes from HBM: what does not stay in the L2 is read again in every wave that needs it."""
+        """Bytes from HBM: data that does not stay in the L2 is read again in every wave that needs it."""
         return elements * size * (1 if elements * size <= chip.l2_bytes else max(1, min(times, waves)))
 
     remote = (n - problem.own_rows) * k

@@ -1,4 +1,4 @@
-"""The weight gradient: every tile is added straight into its owner's shard.
+"""The weight gradient: every tile is added directly into its owner's shard.
 
     dW_o[i, k] += scale * sum_t dy[t, o n + i] x[t, k]
     db_o[i]    += scale * sum_t dy[t, o n + i]
