@@ -1,6 +1,6 @@
 """accelerate's FSDP2 by on-demand communication: torchrun --nproc-per-node 2 THIS_FILE [FOLDER]
 
-It has the model and the sequences of fsdp2.py, and prints the same losses. Sequences are dealt by their lengths, so
+It has the model and the sequences of fsdp2.py, and prints the same losses. Sequences are assigned by their lengths, so
 ranks have different numbers of microbatches. With FOLDER the end state is saved there.
 """
 
@@ -30,19 +30,19 @@ model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters
 use_odc(model)
 
 
-def deal(sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+def assign(sequences: list[torch.Tensor]) -> list[torch.Tensor]:
     """This rank's: the longest first, each to the rank that has the fewest tokens."""
-    dealt, tokens = [[] for _ in range(world)], [0] * world
+    assigned, tokens = [[] for _ in range(world)], [0] * world
     for ids in sorted(sequences, key=torch.numel, reverse=True):
         least = tokens.index(min(tokens))
-        dealt[least].append(ids.to(accelerator.device))
+        assigned[least].append(ids.to(accelerator.device))
         tokens[least] += ids.numel()
-    return dealt[rank]
+    return assigned[rank]
 
 
 for step in range(5):
     generator = torch.Generator().manual_seed(step)
-    mine = deal([torch.randint(0, 256, (1, length), generator=generator) for length in LENGTHS])
+    mine = assign([torch.randint(0, 256, (1, length), generator=generator) for length in LENGTHS])
     summed = torch.zeros((), device=accelerator.device)
     with minibatch(model, tokens=sum(ids.numel() - 1 for ids in mine)) as mb:  # instead of accelerator.accumulate
         for ids in mine:

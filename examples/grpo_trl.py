@@ -1,6 +1,6 @@
 """TRL's GRPO on odc-triton: torchrun --nproc-per-node 2 examples/grpo_trl.py
 
-A tiny model with random weights learns to answer in even numbers. TRL samples, scores and logs; ODCGRPOTrainer deals
+A tiny model with random weights learns to answer in even numbers. TRL samples, scores and logs; ODCGRPOTrainer assigns
 all ranks' completions by length, and packs them without padding.
 """
 

@@ -1,4 +1,4 @@
-"""The kernels by themselves, on torch's symmetric memory: torchrun --nproc-per-node 2 THIS_FILE
+"""The kernels alone, on torch's symmetric memory: torchrun --nproc-per-node 2 THIS_FILE
 
 Each rank owns rows of a weight. It reads the others' while it multiplies, and adds to their gradients. Needs GPUs that
 reach each other's memory; TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 lets all ranks share one.
@@ -65,7 +65,7 @@ gather(peers=weight, out=out)
 is_close("gather", out, whole)
 linear(x=x, weight=weight, out=y)
 is_close("linear", y, F.linear(x, whole))
-staged = pull(peers=weight, staged=StagedWeight.of(weight))  # copies that go on while the kernel multiplies
+staged = pull(peers=weight, staged=StagedWeight.of(weight))  # copies that overlap with the kernel
 linear_staged(x=x, weight=staged, out=y.fill_(torch.nan))
 check(staged)
 is_close("linear_staged", y, F.linear(x, whole))
@@ -103,7 +103,7 @@ for peer in range(world):
         is_close("linear_cross_entropy", -output.logp.sum(), loss)
         is_close("its gradient of h", dh, torch.autograd.grad(loss, h)[0])
 is_close("its gradient of the weight", added[: len(dw[own])], dw[own])
-handle.barrier()  # nobody frees what another rank still reads
+handle.barrier()  # no rank frees memory that another still reads
 if device.type == "cuda":
     torch.cuda.synchronize()
 dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """TRL's supervised fine-tuning on odc-triton: torchrun --nproc-per-node 2 examples/trl_sft.py
 
 TRL prepares the data (templates, prompts that are not learned, truncation) and keeps its configuration; ODCTrainer, in
-front of it, deals the samples, packs them and takes the step. So TRL's own packing stays off.
+front of it, assigns the samples, packs them and takes the step. So TRL's own packing stays off.
 """
 
 from __future__ import annotations
