@@ -5,13 +5,15 @@ Layers here enqueue work as a kernel of theirs would be, and nothing but a drain
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
-from odc_triton import MinibatchFailed, full_parameters, fully_shard, minibatch
+from odc_triton import MinibatchFailed, MixedPrecisionPolicy, full_parameters, fully_shard, minibatch
+from odc_triton.comm.memory.heap import Status
 from odc_triton.engine.shard import HeapShard
 from odc_triton.engine.transport import DeviceStreams, KernelTransport, Target
 from odc_triton.nn.replace import replace_layers
@@ -80,6 +82,47 @@ def test_whole_parameters_have_been_read(model: Late, monkeypatch: pytest.Monkey
         assert value.isfinite().all()
 
 
+def test_peers_see_what_the_device_has_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left to do whenever a rank shows its peers a status, but for the one that announces a step."""
+    monkeypatch.setenv("ODC_SIMULATED_STREAMS", "late")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = fully_shard(nn.Linear(2, 2), backend="cpu-apart", mp_policy=policy)
+    model.set_gradient_divide_factor(2.0)
+    optimizer, engine = torch.optim.SGD(model.parameters(), lr=0.5), model._odc_engine
+    device, announced = engine.streams.first.device, engine.publication._stepping
+    show, left_then = Status.show, []
+
+    def left() -> int:
+        return sum(stream.enqueued - stream.done for stream in device.streams)
+
+    def shows(self: Status, value: int) -> None:
+        if self is not announced:
+            left_then.append(left())
+        show(self, value)
+
+    monkeypatch.setattr(Status, "show", shows)
+    for _ in range(2):
+        with minibatch(model):
+            model(torch.ones(1, 2)).sum().backward()
+        assert left() == 0
+        assert model.weight.grad.to_local().tolist() == [[0.5, 0.5]] * 2
+        optimizer.step()
+    assert len(left_then) >= 6  # each minibatch has an entry, an exit and a publication
+    assert not any(left_then), left_then
+
+
+def test_what_was_sharded_before_its_root_is_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ODC_SIMULATED_STREAMS", "late")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    plain = copy.deepcopy(model)
+    plain(torch.ones(1, 2)).sum().backward()
+    fully_shard(model[0], backend="cpu-apart")
+    fully_shard(model, backend="cpu-apart")
+    with minibatch(model):
+        model(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(model[0].weight.grad.to_local(), plain[0].weight.grad)
+
+
 def test_a_kernel_that_adds_is_waited_for() -> None:
     device = SimulatedDevice()
     streams, shards, done = DeviceStreams(device), [torch.zeros(2, 4)], []
@@ -111,7 +154,7 @@ def _status_on_rank_1(rank: int, world: int) -> tuple[str, list[int]]:
     """On rank 1 a kernel waits in vain for an owner's rows, as its status says; what each rank is told."""
     model = fully_shard(nn.Linear(4, 4), backend="cpu-apart")
     weight = next(each for each in model._odc_engine.parameters if each.name == "weight")
-    said = ""
+    said, failed = "", []
     try:
         with minibatch(model):
             model(torch.ones(1, 4)).sum().backward()

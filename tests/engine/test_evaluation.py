@@ -68,7 +68,8 @@ def _alone(rank: int, world: int, bf16: bool, mode: str) -> list[tuple]:
         if rank == 0:
             model.eval()
             with evaluate():
-                seen.append((_losses(model), _generate(model), dict(full_parameters(model))))
+                first = dict(full_parameters(model)) if step == 1 else {}  # it waits for rank 1, as a forward does
+                seen.append((_losses(model), _generate(model), first or dict(full_parameters(model))))
     return seen
 
 

@@ -113,6 +113,22 @@ def test_additions_follow_what_is_computed_before(kind: str) -> None:
 
 
 @KINDS
+def test_what_follows_additions_is_done_after_them(kind: str) -> None:
+    it = Setup(kind)
+    it.streams.add(torch.ones(4), it.buffer.add_)
+    it.streams.after_adds(it.read)
+    it.drain()
+    assert it.found == [[2.0] * 4]
+
+
+def test_additions_are_made_before_a_wait_for_peers() -> None:
+    it = Setup("late")
+    it.streams.add(torch.ones(4), it.buffer.add_)
+    it.streams.go_on()
+    assert it.buffer.tolist() == [2.0] * 4
+
+
+@KINDS
 def test_drained_are_all_streams_on_which_something_was_computed(kind: str) -> None:
     it = Setup(kind)
     for _ in range(2):

@@ -13,7 +13,7 @@ from tests.support import place  # isort: skip
 from odc_kernels.device import adds_in_bulk
 from odc_kernels.linear import linear_ref
 from odc_kernels.linear_cross_entropy import _parts, _pulled
-from odc_kernels.linear_staged import linear_staged
+from odc_kernels.linear_staged import linear_dx_staged, linear_staged
 from odc_kernels.peers import ALL, PeerShards, split
 from odc_kernels.staged import StagedWeight, check, pull
 from odc_triton.engine.transport import Target
@@ -91,6 +91,29 @@ def test_a_buffer_is_filled_again_after_it_was_read(near: str | None) -> None:
     assert device.has_come(device.current().record_event())
     assert torch.equal(read[0], torch.cat(shards))
     assert torch.equal(weight.buffer, torch.cat(others.shards))
+
+
+def test_a_buffer_is_filled_after_it_was_made() -> None:
+    device, (_, peers), done = SimulatedDevice(), _peers(near=None), []
+    device.enqueue(device.current(), lambda: done.append("zeros"))
+    weight = pull(peers=peers, staged=StagedWeight.of(peers, on=device))
+    assert device.has_come(weight.stream.record_event())
+    assert done == ["zeros"]
+
+
+@pytest.mark.skipif(not place.INTERPRETED, reason="the simulated device is a CPU")
+@pytest.mark.parametrize("kernel", ["product", "gradient"])
+def test_a_buffer_is_filled_again_after_a_kernel_has_read_it(kernel: str) -> None:
+    device, (_, peers), done = SimulatedDevice(), _peers(), []
+    weight = pull(peers=peers, staged=StagedWeight.of(peers, on=device))
+    device.enqueue(device.current(), lambda: done.append(kernel))
+    if kernel == "product":
+        linear_staged(x=torch.ones(2, COLUMNS), weight=weight, out=torch.empty(2, ROWS))
+    else:
+        linear_dx_staged(dy=torch.ones(2, ROWS), weight=weight, out=torch.empty(2, COLUMNS))
+    weight = pull(peers=peers, staged=weight)
+    assert device.has_come(weight.stream.record_event())
+    assert done == [kernel]
 
 
 @pytest.mark.parametrize(("kind", "reads_late"), [("late", False), ("late", True), ("early", True)])

@@ -72,3 +72,14 @@ def test_losses_of_whole_samples_and_wrong_calls() -> None:
     assert one["another rank fails"] == "ValueError: no luck"
     waited = "rank 1 waited for keys and values of tokens 0..23 of sample 0 in layer 0"
     assert other["another rank fails"].startswith(f"PeerFailed: {waited}, and rank 0 failed")
+
+
+def test_the_device_has_ended_when_forwards_begin_and_when_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ODC_SIMULATED_STREAMS", "late")
+    model = sharded(Setup(backend="cpu-apart"), rank=0)
+    device, done = model._odc_engine.streams.first.device, []
+    device.enqueue(device.current(), lambda: done.append("before"))
+    with torch.no_grad(), split_forward(model, None):
+        assert done == ["before"]
+        device.enqueue(device.current(), lambda: done.append("within"))
+    assert done == ["before", "within"]

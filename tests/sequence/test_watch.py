@@ -22,6 +22,7 @@ from odc_triton.sequence.exchange import SequenceExchange, Span
 from odc_triton.sequence.sync import KernelSync, Wait, _Look, _Running
 from tests.support.deadlines import LONG_S
 from tests.support.simulated import SimulatedDevice, SimulatedEvent
+from tests.support.splitting import Setup, sharded
 
 FLAGS = torch.zeros(2, 1, dtype=torch.int64)  # of two ranks, one layer
 
@@ -139,6 +140,16 @@ def test_a_wait_before_what_peers_wait_for_is_found_in_debug(debug: bool) -> Non
         with pytest.raises(AssertionError, match=f"for {fails} flags") if debug and fails else nullcontext():
             for at in order:
                 right[at]()
+
+
+def test_a_drain_waits_for_split_sequences_and_looks_at_their_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ODC_SIMULATED_STREAMS", "late")
+    engine, seen = sharded(Setup(backend="cpu-apart"), rank=0)._odc_engine, []
+    exchange = engine.participant("split")
+    exchange.streams.after_adds(lambda: seen.append("added"))
+    exchange.sync.check = lambda: seen.append("looked")
+    engine.drain("a test")
+    assert seen == ["added", "looked"]
 
 
 def test_cuda_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
