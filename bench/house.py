@@ -37,10 +37,10 @@ FEATURES = {
     ),
     "split sequences": Feature(
         ("sequence/*", "balance/pieces.py", "balance/split.py"),
-        r"(no_?)?splits?|split_\w+|enable_split|SplitPlan|No(Splits|Pieces)|Piece|pieces|_odc_split|held_up_by|blocked_on",
+        r"splits|split_\w+|enable_split|SplitPlan|No(Splits|Pieces)|Piece|_odc_split|held_up_by|blocked_on",
     ),
     "replicas": Feature(("comm/replicas.py", "comm/peers.py", "comm/grid.py"), r"(?i:.*replica.*)|is_split|PeerStatus"),
-    "bridge to FSDP2": Feature(("fsdp2/*",), r"Bridged\w*|FsdpModules|is_split|use_odc|Lands|original|originals"),
+    "bridge to FSDP2": Feature(("fsdp2/*",), r"Bridged\w*|FsdpModules|is_split|use_odc|Lands"),
     "Muon": Feature(("optim/*",), r"(?i:.*muon.*)|ROWS|RESULTS|MatrixRoom"),
     "background checkpoints": Feature(
         ("checkpoint/background.py",), r"(?i:.*background.*)|is_dropped|writers?|Asked|asked"

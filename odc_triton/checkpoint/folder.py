@@ -33,7 +33,7 @@ from .random_state import random_state, restore_random_state, seed_random_state
 from .sharded import all_or_none
 
 MANIFEST, _STATE = "manifest.json", "state.json"
-_SCALES = "odc_scales"  # in the state: of exact sums, by parameter
+_OWN = "odc_"  # keys in the state: what participants of the minibatch save
 _FORMAT = 1
 _BLOCK_BYTES = 2**20
 _REMEDY = "this checkpoint can't be used, continue from an older one"
@@ -154,8 +154,8 @@ class Saving:
         self._part = dcp.Part(engine.rank, training_state.to_save(model, optimizer, without=self._base))
         self._json = {f"random-{engine.rank}.json": json.dumps(random_state())}
         if engine.rank == 0:
-            scales = {_SCALES: engine.exact.scales()} if engine.exact else {}
-            self._json[_STATE] = json.dumps(state | scales)
+            own = {each.saved_as: each.state() for each in engine.participants if each.saved_as is not None}
+            self._json[_STATE] = json.dumps(state | own)
 
     def hold(self, memory: dict[str, torch.Tensor]) -> None:
         """Copies what is saved to the host: see `dcp.Part.hold`. From then on the model may change."""
@@ -253,9 +253,10 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
                 restore_random_state(json.loads(mine.read_bytes()))
             else:
                 seed_random_state(int(state.get("seed", 0)), engine.rank, saved.step)
-        scales = state.pop(_SCALES, {})
-        if engine.exact is not None:
-            engine.exact.restore(scales)
+        own = {key: state.pop(key) for key in list(state) if key.startswith(_OWN)}
+        for each in engine.participants:
+            if each.saved_as in own:
+                each.restore(own[each.saved_as])
     publish(model)
     return state
 

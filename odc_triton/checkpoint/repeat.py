@@ -12,7 +12,7 @@ _MOST_TIMES = 3
 T = TypeVar("T")
 
 
-class Kept(Generic[T]):
+class Replayable(Generic[T]):
     """What an iterable gives, once more for each further iteration: a queue gives its packs only once."""
 
     def __init__(self, given: Iterable[T]) -> None:

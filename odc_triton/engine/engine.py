@@ -10,8 +10,8 @@ from ..comm.barrier import Barrier
 from ..comm.grid import Grid
 from ..comm.replicas import Replicas
 from .collectives import NoCollectives
-from .entry import Trained
-from .exact_sums import ExactSums, OrderOfArrival
+from .entry import OrderOfArrival, Trained
+from .exact_sums import ExactSums
 from .parameter import ShardedParameter
 from .passes import Passes
 from .protocol import Protocol
@@ -25,13 +25,22 @@ _IN_ANY_ORDER = (
 
 
 class Engine(Protocol):
-    """`exact`: the sums of gradients are integers, see exact.py. `debug`: refuses collectives inside a minibatch."""
+    """`deterministic`: sums of gradients have the same bits in whatever order ranks add, by exact.py. `debug`: refuses
+    collectives inside a minibatch.
+    """
 
     def __init__(
-        self, *, grid: Grid, transport: Transport, barrier: Barrier, replicas: Replicas, exact: bool, debug: bool
+        self,
+        *,
+        grid: Grid,
+        transport: Transport,
+        barrier: Barrier,
+        replicas: Replicas,
+        deterministic: bool,
+        debug: bool,
     ) -> None:
         super().__init__(grid=grid, transport=transport, barrier=barrier, replicas=replicas)
-        self.debug = debug
+        self.debug, self.deterministic = debug, deterministic
         self.units: list[Unit] = []
         self.parameters: list[ShardedParameter] = []  # those of `shards`, in their order
         self.ignored: dict[int, nn.Parameter] = {}  # what fully_shard was told to leave alone, by id
@@ -42,13 +51,12 @@ class Engine(Protocol):
             units=self.units,
             microbatch_ends=self.prefetch.microbatch_ends,
         )
-        self.exact = ExactSums(self.shards, self) if exact else None
         self.participants += [
             *([NoCollectives()] if debug else []),
             self.passes,
             Units(self.units, self.parameters, self.ignored),
             Trained(self.shards),
-            self.exact or OrderOfArrival(_IN_ANY_ORDER),
+            ExactSums(self.shards, self) if deterministic else OrderOfArrival(_IN_ANY_ORDER),
         ]
 
     def add(self, parameters: list[ShardedParameter]) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from ..base.errors import RanksDiffer
@@ -162,3 +163,16 @@ def _require_same(values: Sequence[list[float]], what: str, unit: str = "") -> N
 def _numbers(value: Any) -> list[float]:
     values = value if isinstance(value, (tuple, list)) else (value,)
     return list(values) if all(isinstance(each, (int, float)) for each in values) else []
+
+
+class OrderOfArrival(Participant):
+    """Gradients are added in the order of their arrival: `torch.use_deterministic_algorithms(True)` is refused."""
+
+    name = "order of arrival"
+
+    def __init__(self, refusal: str) -> None:
+        self._refusal = refusal
+
+    def entry(self, given: None) -> None:
+        if torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError(self._refusal)

@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from odc_kernels.peers import ExactAdds
+from odc_kernels.peers import ExactAdds, PeerShards
 
 from ..nn.operand import add_rows
+from .transport import Target
 
 _WANTED_BITS = 54  # of the bound; see [Note: how many bits]
 _MOST_BITS = 62
@@ -132,3 +135,28 @@ class ExactSum:
         if was_guess and bits < _LEAST_BITS and self.exponent < self.next_exponent:
             return f"its sum has {max(bits, 0)} bits, and a first one must have {_LEAST_BITS}"
         return None
+
+
+class ExactTarget(Target):
+    """Gradient shards of integers."""
+
+    def __init__(self, *, shards: Sequence[torch.Tensor], **how: Any) -> None:
+        super().__init__(shards=shards, **how)
+        self.sum = ExactSum(shards[0].device)
+        self._value: torch.Tensor | None = None
+
+    def add_rows(self, owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
+        self.sum.add(self.shards[owner], at, rows)
+
+    def begin_addition(self) -> None:
+        self.sum.additions += 1
+
+    def value(self, part: torch.Tensor) -> torch.Tensor:
+        """fp32, in the first half of the part's memory."""
+        if self._value is None:
+            self._value = part.view(-1).view(torch.float32)[: part.numel()].view(part.shape)
+        return self.sum.value(part, self._value)
+
+    @property
+    def peers(self) -> PeerShards:
+        return replace(self._peers, exact=self.sum.adds())

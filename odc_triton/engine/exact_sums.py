@@ -21,6 +21,7 @@ class ExactSums(Participant):
     """
 
     name = "exact"
+    saved_as = "odc_scales"
 
     def __init__(self, shards: Sequence[HeapShard], state: RankState) -> None:
         """`shards`: of the engine; some may be added later."""
@@ -29,11 +30,11 @@ class ExactSums(Participant):
 
     def _sums(self) -> dict[int, ExactSum]:
         """By their places among the shards."""
-        return {place: shard.exact for place, shard in enumerate(self._shards) if shard.exact is not None}
+        return {place: shard.target.sum for place, shard in enumerate(self._shards) if shard.trains}
 
     def entry(self, given: None) -> str:
         """A digest of all exponents."""
-        return hashlib.sha256(repr(list(self.scales().values())).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(list(self.state().values())).encode()).hexdigest()[:16]
 
     def entered(self, messages: list[str]) -> None:
         if len(set(messages)) > 1:
@@ -69,27 +70,14 @@ class ExactSums(Participant):
         if refused:
             raise MinibatchToRepeat(self._state.number, refused)
 
-    def scales(self) -> dict[str, list[int]]:
-        """By parameter: for a checkpoint, as the bits of the next sums depend on them."""
+    def state(self) -> dict[str, list[int]]:
+        """The scales, by parameter: the bits of the next sums depend on them."""
         return {
             self._shards[place].name: [each.next_exponent, int(each.is_guess)] for place, each in self._sums().items()
         }
 
-    def restore(self, scales: dict[str, list[int]]) -> None:
-        """Takes what `scales` returned; other parameters keep what they have. The same on all ranks."""
+    def restore(self, state: dict[str, list[int]]) -> None:
+        """Other parameters keep what they have."""
         for place, each in self._sums().items():
-            if (scale := scales.get(self._shards[place].name)) is not None:
+            if (scale := state.get(self._shards[place].name)) is not None:
                 each.next_exponent, each.is_guess = int(scale[0]), bool(scale[1])
-
-
-class OrderOfArrival(Participant):
-    """Sums that are not exact: refuses `torch.use_deterministic_algorithms(True)`, with `refusal`."""
-
-    name = "order of arrival"
-
-    def __init__(self, refusal: str) -> None:
-        self._refusal = refusal
-
-    def entry(self, given: None) -> None:
-        if torch.are_deterministic_algorithms_enabled():
-            raise RuntimeError(self._refusal)

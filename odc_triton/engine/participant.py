@@ -44,6 +44,17 @@ class Participant:
     def reduced(self) -> None:
         """`p.grad` is set."""
 
+    # ---- checkpoints
+
+    saved_as: str | None = None
+    """The key of its state in a checkpoint, which begins with "odc_"; None if it has none."""
+
+    def state(self) -> Any:
+        """To be saved, as JSON: the same on all ranks."""
+
+    def restore(self, state: Any) -> None:
+        """Continues from a saved state, on all ranks."""
+
 
 class StepPart:
     """A feature's part in the barrier of a training loop's step. `name`: of its reports."""

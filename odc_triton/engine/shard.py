@@ -28,10 +28,9 @@ from torch.distributed.tensor import DTensor
 from odc_kernels.peers import PeerShards
 
 from ..comm.grid import Grid
-from ..comm.layout import EXACT, ParameterSpec, Region, shard_rows
+from ..comm.layout import ParameterSpec, Region, shard_rows
 from ..comm.memory.heap import SymmetricHeap
 from ..comm.replicas import Replicas
-from .exact import ExactSum
 from .pending import PendingGradient
 from .transport import Streams, Target
 
@@ -125,7 +124,9 @@ class HeapShard(Shard):
         gradient: Region | None,
         heap: SymmetricHeap,
         grid: Grid,
+        target: type[Target] = Target,
     ) -> None:
+        """`target`: the kind of its gradient shards."""
         self.spec, self.name = spec, spec.name
         self._heap, self._grid = heap, grid
         self._rank, self.world = heap.rank, heap.world
@@ -137,13 +138,11 @@ class HeapShard(Shard):
             self.master = own
         self._copied = [(own, self.master)] if spec.has_own_master else []
         self.gradient_shard: torch.Tensor | None = None
-        self.exact: ExactSum | None = None
         if gradient is not None:
             shards = [heap.shard(gradient, owner) for owner in range(self.world)]
             self.gradient_shard = shards[self._rank]
             self.gradient_part = self.part_of(self.gradient_shard)
-            self.exact = ExactSum(heap.device) if spec.reduce_dtype == EXACT else None
-            self.target = Target(slot=slot, shards=shards, rank=self._rank, near=heap.near, exact=self.exact)
+            self.target = target(slot=slot, shards=shards, rank=self._rank, near=heap.near)
         self.rows = [shard_rows(spec.shape[0], self.world, owner) for owner in range(self.world)]
         start, stop = self.rows[self._rank]
         part, end = shard_rows(stop - start, grid.replicas, grid.replica)
@@ -265,23 +264,16 @@ class HeapShard(Shard):
     def gradient_parts(self) -> list[torch.Tensor]:
         return self.parts_of(self.gradient_shard)
 
-    @cached_property
-    def _reduced_part(self) -> torch.Tensor:
-        """The gradient part; of exact sums, fp32, the first half of its memory."""
-        part = self.gradient_part
-        return part if self.exact is None else part.view(-1).view(torch.float32)[: part.numel()].view(part.shape)
-
     def own_gradient(self) -> torch.Tensor:
-        if self.exact is None:
-            return self.gradient_part
-        return self.exact.value(self.gradient_part, self._reduced_part)
+        self._own_gradient = self.target.value(self.gradient_part)
+        return self._own_gradient
 
     @property
     def gradient_dtype(self) -> torch.dtype:
         return self.master.dtype
 
     def _assign(self, gradient: torch.Tensor | None) -> None:
-        if gradient is None or gradient is not self._reduced_part:
+        if gradient is None or gradient is not self._own_gradient:
             self.sharded.grad = None if gradient is None else self.as_dtensor(gradient)
             return
         if self._reduced is None:

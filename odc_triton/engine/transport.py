@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -25,7 +25,6 @@ from ..base.errors import DeadlineExceeded
 from ..comm.memory.heap import SymmetricHeap
 from ..comm.memory.shm import SharedMemoryHeap
 from ..nn.operand import AddRows, add_rows
-from .exact import ExactSum
 
 # A stream reads one owner at a time, and ranks are not in step, so which one is as good as random. Of the links of 8
 # owners, 8 ranks with one stream each keep 1 - (7/8)^8 = 0.66 busy, with two 0.90, with three 0.98. A third would cost
@@ -242,36 +241,31 @@ class AllStreams:
 class Target:
     """One parameter's gradient shards. `slot`: its number in the plan; `shards`: rows per owner, in their order.
 
-    `near`: as in `PeerShards`. `exact`: adds to shards of integers.
+    `near`: as in `PeerShards`.
     """
 
     def __init__(
-        self,
-        *,
-        slot: int,
-        shards: Sequence[torch.Tensor],
-        rank: int,
-        near: frozenset[int] | None = None,
-        exact: ExactSum | None = None,
+        self, *, slot: int, shards: Sequence[torch.Tensor], rank: int, near: frozenset[int] | None = None
     ) -> None:
-        self.slot, self.shards, self._rank, self._near, self.exact = slot, tuple(shards), rank, near, exact
+        self.slot, self.shards, self._rank, self._near = slot, tuple(shards), rank, near
 
     def add_rows(self, owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
         """Adds to an owner's shard, on the host. Nobody else may add to it meanwhile."""
-        add = add_rows if self.exact is None else self.exact.add
-        add(self.shards[owner], at, rows)
+        add_rows(self.shards[owner], at, rows)
 
     def begin_addition(self) -> None:
         """To each element at most once, except by index on the host. Each kernel adds to an element once."""
-        if self.exact is not None:
-            self.exact.additions += 1
+
+    def value(self, part: torch.Tensor) -> torch.Tensor:
+        """A part of a shard in floating point, in its own memory: the same tensor for the same part."""
+        return part
 
     @property
     def peers(self) -> PeerShards:
         """As kernels see it in this minibatch. Raises ValueError if the shards are not aligned, as in the CPU's joined
         heap.
         """
-        return self._peers if self.exact is None else replace(self._peers, exact=self.exact.adds())
+        return self._peers
 
     @cached_property
     def _peers(self) -> PeerShards:

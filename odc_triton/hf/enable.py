@@ -147,10 +147,10 @@ def _probe(model: nn.Module, device: torch.device) -> None:
         return model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
 
     # 16-bit arithmetic differs between a pack and a document alone, and may route tokens to other experts.
-    exact = next(model.parameters()).dtype in (torch.float32, torch.float64)
-    tolerance = 1e-4 if exact else 2e-2
+    full_precision = next(model.parameters()).dtype in (torch.float32, torch.float64)
+    tolerance = 1e-4 if full_precision else 2e-2
     documents = (slice(0, first), slice(first, None))
-    alone = [logits(ids[:, part], positions[:, part]) for part in documents] if exact else []
+    alone = [logits(ids[:, part], positions[:, part]) for part in documents] if full_precision else []
 
     seen = _Seen(document=torch.tensor([0] * first + [1] * second, device=device))
     _register(seen.attention, seen.mask)
@@ -161,7 +161,7 @@ def _probe(model: nn.Module, device: torch.device) -> None:
     # Negated comparisons, so that NaN fails too.
     if complaint is None and not (packed - changed)[:, first:].abs().max() <= tolerance * scale:
         complaint = "a document's logits changed when only its neighbour's tokens did"
-    if complaint is None and exact and not (packed - torch.cat(alone, dim=1)).abs().max() <= 1e-3 * scale:
+    if complaint is None and full_precision and not (packed - torch.cat(alone, dim=1)).abs().max() <= 1e-3 * scale:
         complaint = "its logits in a pack are not those of each document alone"
     if complaint is not None:
         raise PackingUnsupported(f"{complaint}. {REMEDY}")

@@ -111,7 +111,7 @@ class ShardedTrainer(Trainer):
 
     def _check_arguments(self, args: TrainingArguments) -> None:
         for name, instead in self.refused.items():
-            if (value := getattr(args, name, None)) and not (self._engine.exact and name == "full_determinism"):
+            if (value := getattr(args, name, None)) and not (self._engine.deterministic and name == "full_determinism"):
                 raise ValueError(f"{type(args).__name__} has {name}={value!r}: {instead}")
         optim = getattr(args.optim, "value", args.optim)
         if any(word in optim for word in _STEP_IN_BACKWARD):
@@ -147,7 +147,7 @@ class ShardedTrainer(Trainer):
         self, run: Callable[[], tuple[torch.Tensor, minibatch, dict[str, Any]]]
     ) -> tuple[torch.Tensor, minibatch, list[dict[str, Any]]]:
         """The loss of all ranks' packs, and each rank's metrics. `run` computes this rank's part of a minibatch."""
-        loss_sum, mb, mine = repeating(run) if self._engine.exact else run()
+        loss_sum, mb, mine = repeating(run) if self._engine.deterministic else run()
         reports = self._engine.exchange(f"sum up minibatch {mb.index}", mine | {"loss_sum": loss_sum.item()})
         loss = sum(each["loss_sum"] for each in reports)
         return torch.tensor(loss, dtype=torch.float32, device=self.args.device), mb, reports

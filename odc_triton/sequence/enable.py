@@ -68,7 +68,7 @@ def enable_split(model: nn.Module, tokens: int) -> None:
     buffers = KVBuffers(engine.heap, shapes, tokens=tokens, token=token, timeout_s=engine.barrier.timeout_s)
     by = KernelSync if engine.transport.adds_by_kernel else HostSync
     sync, streams = by(buffers, engine), engine.streams.first.another()
-    exchange = SequenceExchange(sync, streams, in_order=engine.exact is not None, debug=engine.debug)
+    exchange = SequenceExchange(sync, streams, in_order=engine.deterministic, debug=engine.debug)
     engine.participants.append(exchange)
     engine.streams.also(streams)
     engine.streams.watch(sync)

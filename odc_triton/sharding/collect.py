@@ -188,7 +188,7 @@ def _inner_engines(module: nn.Module, mesh: DeviceMesh, exact: bool) -> list[Eng
                 f"{name} belongs to another sharded model, whose {outside[0] or 'root'} is not part of this "
                 f"{type(module).__name__}: a module can have one engine only. Shard the model that holds both."
             )
-        if (engine.exact is not None) != exact:
+        if engine.deterministic != exact:
             raise ValueError(
                 f"{name} was sharded with exact={not exact}, and its root would be with exact={exact}: give both "
                 f"the same"

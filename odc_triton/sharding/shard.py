@@ -28,11 +28,12 @@ from ..comm.layout import Plan, make_plan
 from ..comm.memory.heap import SymmetricHeap
 from ..comm.replicas import Replicas
 from ..engine.engine import Engine
+from ..engine.exact import ExactTarget
 from ..engine.gathered import GatheredParameters
 from ..engine.module import attach as attach_unit
 from ..engine.parameter import ShardedParameter
 from ..engine.shard import HeapShard
-from ..engine.transport import Streams, Transport
+from ..engine.transport import Streams, Target, Transport
 from ..engine.unit import Slot, Unit
 from ..nn.choice import Entry
 from ..nn.operand import ReadsOnDemand, is_sharded
@@ -237,12 +238,15 @@ def _allocate(setup: _Setup, module: nn.Module, described: Description, agreemen
     heap = open_heap(barrier, grid, device, plan, agreement.agreed)
     replicas = Replicas(grid, barrier, heap.device)
     transport = device.transport(heap, device.streams(), barrier.timeout_s)
+    target = ExactTarget if setup.exact else Target
     staging = Staging(transport.streams.device)
     wholes = _whole_tensors(plan, heap, transport.streams, agreement.on_demand, device)
     places = zip(plan.parameters, plan.compute, plan.gradient, wholes, agreement.tables, strict=True)
     parameters = [
         ShardedParameter(
-            shard=HeapShard(spec=spec, slot=slot, compute=compute, gradient=gradient, heap=heap, grid=grid),
+            shard=HeapShard(
+                spec=spec, slot=slot, compute=compute, gradient=gradient, heap=heap, grid=grid, target=target
+            ),
             slot=slot,
             whole=whole,
             gathered=gathered,
@@ -268,7 +272,7 @@ def _attach(
         transport=shards.transport,
         barrier=setup.barrier,
         replicas=shards.replicas,
-        exact=setup.exact,
+        deterministic=setup.exact,
         debug=setup.debug,
     )
     by_unit: dict[str, list[Slot]] = {name: [] for name in [*described.unit_names, ""]}

@@ -14,7 +14,7 @@ from ..balance import CostModel
 from ..balance.assigner import Assigner
 from ..balance.pieces import Entry, SplitPlan
 from ..balance.split import readable_tokens
-from ..checkpoint.repeat import Kept
+from ..checkpoint.repeat import Replayable
 from ..engine.api import engine_of, minibatch
 from ..rl.generation import CompletionEngine, SamplingOptions, end_tokens_of
 from ..rl.learned import Correction, Learned
@@ -144,7 +144,7 @@ class GrpoRun(Run):
         )
         update_s, lr, loss = time.monotonic(), self.lr, 0.0
         dealt = self.assigner.own(batch.lengths, range(len(batch.samples)))
-        packs = Kept(dealt)  # what is taken from a queue once is computed here again
+        packs = Replayable(dealt)  # what is taken from a queue once is computed here again
         for _ in range(options.iterations):
             agreed = self.update(*self._minibatch(batch, packs, dealt.split))
             loss += agreed.loss_sum / options.iterations
@@ -220,7 +220,7 @@ class GrpoRun(Run):
                         sums[place] += found.get(name, 0.0)
             return loss_sum, sums
 
-        loss_sum, sums = self.repeated(run)
+        loss_sum, sums = self.run_minibatch(run)
         return loss_sum.item(), sums.tolist()
 
     # ------------------------------------------------------------------ evaluation

@@ -125,9 +125,9 @@ class Run(ABC):
         """The progress bar's view of a step's metrics."""
         return {label: format(metrics[name], form) for label, (name, form) in self.bar.items() if name in metrics}
 
-    def repeated(self, minibatch: Callable[[], T]) -> T:
+    def run_minibatch(self, minibatch: Callable[[], T]) -> T:
         """`minibatch()`, run again for as long as exact sums do not fit their scales."""
-        if not self.engine.exact:
+        if not self.engine.deterministic:
             return minibatch()
 
         def repeats(error: MinibatchToRepeat) -> None:
@@ -171,7 +171,7 @@ class Run(ABC):
         state.step += 1
         state.skipped += self.was_skipped
         metrics = {"step": state.step, **metrics, "skipped": state.skipped}
-        if self.engine.exact:
+        if self.engine.deterministic:
             metrics["repeated"] = state.repeated
         if state.skipped > self.options.max_skipped:
             raise TooManySkipped(

@@ -17,7 +17,7 @@ from ..balance.pieces import Entry, SplitPlan
 from ..balance.queue import QUEUE
 from ..balance.split import deal_split
 from ..balance.strategies import assign
-from ..checkpoint.repeat import Kept
+from ..checkpoint.repeat import Replayable
 from ..data.dataset import Samples
 from ..data.order import Mix
 from ..engine.api import engine_of, minibatch
@@ -163,7 +163,7 @@ class SftRun(Run):
             counted, packs, split = self.next_packs()
         except Exception as error:  # raised below, where the other ranks are told
             counted, packs, split, problem = 0, [], None, error
-        packs = Kept(packs) if self.engine.exact else packs
+        packs = Replayable(packs)
 
         def run() -> tuple[torch.Tensor, int]:
             loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -177,7 +177,7 @@ class SftRun(Run):
                     loss_sum += loss.detach()
             return loss_sum, mb.tokens
 
-        return self.repeated(run)
+        return self.run_minibatch(run)
 
     # ------------------------------------------------------------------ evaluation
 

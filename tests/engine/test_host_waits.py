@@ -126,6 +126,6 @@ def test_exact_sums_wait_once_for_all_parameters(layers: int) -> None:
         for parameter in model._odc_engine.parameters:
             parameter.shard.touched = True
         with HostWaits(model) as waits:
-            added = model._odc_engine.exact.exit()
+            added = model._odc_engine.participant("exact").exit()
     assert len(added) == 2 * layers
     assert sum(waits.found.values()) == 1

@@ -65,7 +65,7 @@ def _sharded(rank: int, world: int, choice: str, exact: bool) -> tuple[list[dict
         with mock.patch("odc_kernels.wgrad.wgrad", adds):
             repeating(run)
         if exact:  # an element may have been added to once
-            assert {parameter.shard.exact.additions for parameter in model._odc_engine.parameters} == {1}
+            assert {parameter.shard.target.sum.additions for parameter in model._odc_engine.parameters} == {1}
         gradients.append({name: p.grad.to_local().cpu().clone() for name, p in model.named_parameters()})
         optimizer.step()
     weights = dict(full_parameters(model))  # waits until every owner has stepped

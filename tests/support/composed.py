@@ -156,7 +156,7 @@ def _watch_run(run: Any, found: Trained, went_on: threading.Event) -> None:
     steppers = getattr(run.optimizer, "optimizers", [run.optimizer])
     marks = {
         "Muon": any(isinstance(each, Muon) for each in steppers),
-        "exact": run.engine.exact,
+        "exact": run.engine.deterministic,
         "replicas": run.engine.replicas.count == 2,
         "queue": run.sampler.balance == "queue",
     }
