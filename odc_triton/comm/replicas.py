@@ -33,7 +33,7 @@ def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 class Replicas:
-    """The ranks with this one's compute shard. A single replica has only `count` and `broadcast`."""
+    """The ranks with this one's compute shard. A single replica has only `count`."""
 
     def __init__(self, grid: Grid, barrier: Barrier, device: torch.device) -> None:
         self.count, self.index = grid.replicas, grid.replica
@@ -100,19 +100,13 @@ class Replicas:
             )
 
     @torch.no_grad()
-    def broadcast(self, value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Replica 0's `value`; on the other replicas in host memory. After a barrier."""
-        if self.count == 1:
-            return value
-        if self.index > 0:
-            value = torch.empty(shape, dtype=dtype)
-        flat = value.detach().reshape(-1)
-        for part in flat.split(max(_BUFFER_BYTES // dtype.itemsize, 1)) if len(flat) else ():
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Copies replica 0's `tensor` into that of every other replica, whatever its dtype. After a barrier."""
+        for part in tensor.view(-1).view(torch.uint8).split(_BUFFER_BYTES) if tensor.numel() else ():
             sent = part.to(self._device, copy=True)
             self._run("initial values of other replicas", dist.broadcast, sent, group_src=0)
             if self.index > 0:
                 part.copy_(sent)
-        return value
 
     # ------------------------------------------------------------------ how
 

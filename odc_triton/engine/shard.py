@@ -15,7 +15,6 @@ sharded         a DTensor over the master, Shard(0): what optimizers and checkpo
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
@@ -178,20 +177,9 @@ class HeapShard(Shard):
     # ------------------------------------------------------------------ values
 
     @torch.no_grad()
-    def fill(self, value: torch.Tensor) -> None:
-        """Writes the whole tensor [N, ...] into all owners' compute shards; the masters `adopt` it."""
-        value = value.reshape(self.spec.shape)
-        for shard, (start, stop) in zip(self.compute_shards, self.rows, strict=True):
-            shard.copy_(value[start:stop])
-
-    @torch.no_grad()
-    def adopt(self, first: int, values: torch.Tensor) -> None:
-        """Copies what this rank owns of `values`, elements `first`, `first` + 1, … of the whole, into its master."""
-        row = math.prod(self.spec.shape[1:])
-        start, stop = (rows * row for rows in self.master_rows)
-        low, high = max(first, start), min(first + len(values), stop)
-        if low < high:
-            self.master.view(-1)[low - start : high - start].copy_(values[low - first : high - first])
+    def adopt(self, whole: torch.Tensor) -> None:
+        """Copies this rank's rows of the whole tensor [N, ...] into its master, to be published."""
+        self.master.copy_(whole.reshape(self.spec.shape)[slice(*self.master_rows)])
 
     @torch.no_grad()
     def read(self) -> torch.Tensor:
