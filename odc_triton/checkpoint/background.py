@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on.
+"""Checkpoints that are written while training continues.
 
     at a step    each rank copies its values to the host, and a thread of it begins to write them
     at barriers  that training has anyway, ranks report their progress: once all have written, a thread of rank 0
@@ -95,7 +95,7 @@ class BackgroundCheckpoints(StepPart):
         Call it between minibatches. A rank's problem is raised on all by `settle`. Raises as `wait` does.
         """
         if self._engine.is_open:
-            raise RuntimeError("saving inside a minibatch: gradients have not landed; save after the optimizer's step")
+            raise RuntimeError("saving inside a minibatch: gradients are not reduced; save after the optimizer's step")
         self.wait(quiet_s=0.0)
         self._stage, self._final, self._prunes = Stage.WRITING, self.checkpoints.path_of(step), prune
         try:

@@ -2,7 +2,7 @@
 
 It goes through the process group's store: each rank sets its own key and waits for all others. So every rank knows
 which ranks are missing, even if rank 0 is dead, and why a peer failed.
-`torch.distributed.monitored_barrier` tells only rank 0, and after one failure gloo's later calls fail too.
+`torch.distributed.monitored_barrier` reports only to rank 0, and after one failure gloo's later calls fail too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Barrier:
         self.blocked_on: Callable[[int], int | None] | None = None  # the rank that a rank waits for between barriers
 
     def watch(self, board: StatusBoard) -> None:
-        """From now on ranks see each other's status, which tells dead ranks from late ones."""
+        """From now on ranks see each other's status, which separates dead ranks from late ones."""
         self.board = board
         self._reached = Status(board)  # how many barriers the rank has reached
         self._broken = Status(board)  # 1 once the rank has given up on its peers
@@ -116,7 +116,7 @@ class Barrier:
             self.post(purpose, message)
             self.wait_until(purpose, lambda: self._missing(number, keys))
             messages = [json.loads(text) for text in self._store.multi_get(keys)]
-            # A rank that has set its key for this exchange has left the last one, whose keys nobody reads any more.
+            # A rank that has set its key for this exchange has left the last one, whose keys are no longer read.
             if number > 0:
                 self._store.delete_key(self._key(number - 1, self.rank))
         except (dist.DistNetworkError, dist.DistStoreError) as error:

@@ -31,7 +31,7 @@ from typing import Any, Literal, NoReturn
 from ..base.errors import OfRanks, in_a_line
 from ..base.signals import STOPS, StopRequest, handling
 
-_ALONE_S = 1.0  # for the other ranks to find out by themselves which rank failed
+_ALONE_S = 1.0  # for the other ranks to find out which rank failed
 _GRACE_S = 10.0  # from SIGTERM to SIGKILL
 _EXIT_S = 3.0
 _PR_SET_PDEATHSIG = 1
@@ -95,7 +95,7 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
 
     The processes find RANK, WORLD_SIZE and LOCAL_RANK in their environment, as under torchrun, and each other through
     `local_store.rendezvous_url()`, which no other user can reach. They die with this process. When one fails the others
-    have a second to find out by themselves, then they get SIGTERM, and SIGKILL 10 s later.
+    have a second to find out, then they get SIGTERM, and SIGKILL 10 s later.
     SIGTERM and Ctrl-C are passed on to the ranks, which may take their time to end; a second one kills them.
 
     Raises RuntimeError with the error of the rank that failed first, in one line (without naming a rank if all failed

@@ -1,6 +1,6 @@
 """Status of the ranks of other replicas, which share no memory with this rank: a TCP connection to each.
 
-The kernel closes a connection when the process at its other end dies, however it dies, so dead ranks are told from late
+The kernel closes a connection when the process at its other end dies, however it dies, so dead ranks differ from late
 ones at once, as by the heap's locks on one host. Keep-alive finds a host that vanished, within seconds.
 """
 
@@ -80,7 +80,7 @@ class PeerStatus(StatusBoard):
     `token`: a name of 32 letters that only these ranks know. Raises DeadlineExceeded with the ranks that could not be
     reached within the barrier's deadline.
 
-    Every rank keeps a connection, an open file, to every rank of other replicas, so each knows by itself which are
+    Every rank keeps a connection, an open file, to every rank of other replicas, so each knows which are
     gone.
     """
 

@@ -45,7 +45,7 @@ class minibatch:
     on all ranks or on none. `split`: `packs.split`, the plan of packs that hold pieces of sequences (`enable_split`).
 
     Enter: waits until every rank's parameters are readable and its gradient shards are zero. Exit: waits until
-    every rank's gradients have landed; `p.grad` is then this rank's shard of the sum, or None on all ranks if no
+    every rank's gradients are reduced; `p.grad` is then this rank's shard of the sum, or None on all ranks if no
     rank touched p. Inside, ranks never wait for each other.
 
     Raises MinibatchFailed on every rank if a microbatch raised on any; RankLost if a peer's process is gone;
@@ -93,7 +93,7 @@ def publish(model: nn.Module) -> None:
     """Makes changes to the parameters readable by peers; call it on every rank.
 
     Only needed after writing parameters by hand (an EMA, `dcp.load` in place): optimizer steps and
-    `load_state_dict` publish by themselves. Before writing, make sure by a barrier that no other rank is still
+    `load_state_dict` publish too. Before writing, make sure by a barrier that no other rank is still
     evaluating: fp32 parameters are read where they are written. Several replicas exchange what was written here; until
     then the others don't see it.
     """

@@ -43,7 +43,7 @@ class Engine(Protocol):
         self.debug, self.deterministic = debug, deterministic
         self.units: list[Unit] = []
         self.parameters: list[ShardedParameter] = []  # those of `shards`, in their order
-        self.ignored: dict[int, nn.Parameter] = {}  # what fully_shard was told to leave alone, by id
+        self.ignored: dict[int, nn.Parameter] = {}  # fully_shard's ignored_params, by id
         self.prefetch = Prefetch()
         self.passes = Passes(
             self,

@@ -1,6 +1,6 @@
 """Gradients summed as 64-bit integers: the same bits whatever the order of the additions.
 
-    q = trunc(g 2^e)          landed = 2^-e * sum of all q
+    q = trunc(g 2^e)          gradient = 2^-e * sum of all q
 
 One exponent e per parameter, the same on all ranks: it follows from what all ranks send at the exit.
 

@@ -68,7 +68,7 @@ class ODCModule:
         self._odc_unit.release()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divides gradients by `factor` when they land, instead of by 1 (`tokens` given) or the world size."""
+        """Divides gradients by `factor` when they are reduced, instead of by 1 (`tokens` given) or the world size."""
         if not factor > 0:
             raise ValueError(f"factor is {factor}; it must be positive")
         self._odc_engine.divide_factor = float(factor)
@@ -95,7 +95,7 @@ class ODCModule:
         """No-op: the end of the minibatch ends its backwards."""
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """No-op: a unit is resharded when its backward ends, and gradients land when the minibatch ends."""
+        """No-op: a unit is resharded when its backward ends, and gradients are reduced when the minibatch ends."""
         return GradientReductionHandle() if async_op else None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

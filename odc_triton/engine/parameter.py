@@ -121,7 +121,7 @@ class ShardedParameter:
             return [self.leaf.detach()]
         if strategy == "direct":
             return self.shard.compute_shards
-        # Not filled in a backward that the unit did not hear of: of an output that is no tensor, or of an inner tensor.
+        # Not filled in a backward that the unit did not see: of an output that is no tensor, or of an inner tensor.
         if self.gathered is None or not self.gathered.is_filled:
             return [self.read()]
         self.gathered.wait()
@@ -194,7 +194,7 @@ class ShardedParameter:
                 f"{self.name} has a gradient hook, and its layer adds the gradient to the owners without autograd: "
                 f"change p.grad after the minibatch instead, or leave the layer out of replace_layers"
             )
-        # Not in a backward: an operator was called by itself. Not in a minibatch: `open_sink` will raise.
+        # Not in a backward: an operator was called alone. Not in a minibatch: `open_sink` will raise.
         if torch._C._current_graph_task_id() == -1 or self._accumulation is None:
             return True
         try:

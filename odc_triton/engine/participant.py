@@ -31,7 +31,7 @@ class Participant:
         """This rank's microbatches are over. Raises to fail the minibatch, which fails it on all ranks."""
 
     def failed(self) -> None:
-        """The minibatch failed on this rank: nobody must wait for it inside of the minibatch any more."""
+        """The minibatch failed on this rank: peers must not wait for it until the exit."""
 
     def exit(self) -> Any:
         """Before the exit barrier, when this rank's device is idle; returns this rank's message."""

@@ -96,7 +96,7 @@ class RankState:
             raise
 
     def drain(self, purpose: str) -> None:
-        """Waits until this rank's device has done what was enqueued. Comes before peers are told that it is done."""
+        """Waits until this rank's device has done what was enqueued. Comes before its status says so."""
         try:
             self.streams.drain(purpose)
         except DeadlineExceeded as error:

@@ -201,7 +201,7 @@ class Waiting(Protocol):
     """A source of waits of kernels: staged copies, flags of peers."""
 
     def check(self) -> None:
-        """After a drain: raises if a kernel has waited in vain since the last check."""
+        """After a drain: raises if a wait of a kernel has timed out since the last check."""
 
 
 class AllStreams:
@@ -221,7 +221,7 @@ class AllStreams:
         self._all.append(streams)
 
     def watch(self, waiting: Waiting) -> None:
-        """Makes a drain report a kernel that waited in vain."""
+        """Makes a drain report a wait of a kernel that timed out."""
         if waiting not in self._waiting:
             self._waiting.append(waiting)
 

@@ -305,7 +305,7 @@ class Unit:
 class Units(Participant):
     """A model's units and parameters between the entry and the exit. Some may be added later.
 
-    `ignored`: what `fully_shard` was told to leave alone, by id.
+    `ignored`: the `ignored_params` of `fully_shard`, by id.
     """
 
     name = "units"

@@ -346,11 +346,13 @@ def _check_options(model: Any, divide_factor: Any) -> None:
 
 
 def _divide_factor(units: list[FsdpUnit], given: float | None) -> float | None:
-    """`given`, or what all units were told. Raises ValueError if they were told different things."""
-    told = {unit.divide_factor for unit in units if unit.trained}
-    if given is None and len(told) > 1:
-        raise ValueError(f"units have different gradient divide factors, {sorted(map(str, told))}: give divide_factor")
-    return float(given) if given is not None else next(iter(told), None)
+    """`given`, or the factor that all units have. Raises ValueError if they differ."""
+    factors = {unit.divide_factor for unit in units if unit.trained}
+    if given is None and len(factors) > 1:
+        raise ValueError(
+            f"units have different gradient divide factors, {sorted(map(str, factors))}: give divide_factor"
+        )
+    return float(given) if given is not None else next(iter(factors), None)
 
 
 def _plan(units: list[FsdpUnit], grid: Grid, device: Backend) -> Plan:

@@ -218,7 +218,9 @@ class BridgedUnit:
         ]
         self.trained = [each for each in self.parameters if each.trains]
         self._used: set[BridgedParameter] = set()  # have a gradient on this rank that FSDP2 has not reduced
-        self._differs: torch.Tensor | None = None  # bool []: the published shard from FSDP2's own, since last asked
+        self._differs: torch.Tensor | None = (
+            None  # bool []: the published shard from FSDP2's own, since the last `is_stale`
+        )
         self.gather, self.reduce = _Gather(self), _Reduce(self, zeros)
 
     def connect(self) -> None:
@@ -279,7 +281,7 @@ class BridgedUnit:
     def check_layout(self) -> None:
         """After a publication: raises RuntimeError unless FSDP2 lays out its shard as the published one is laid out.
 
-        Whole parameters exist from here on, and tell when they get a gradient.
+        Whole parameters exist from here on, and report when they get a gradient.
         """
         module = self.found.modules[0]
         module.unshard()

@@ -44,7 +44,7 @@ class MuonBuffers:
     """Collective: all ranks of `engine` open it for the same matrices.
 
     `rows`: by matrix, this rank's rows, bf16 [n, M]: those of the parameter's local shard. `mine`: the matrices that
-    this rank orthogonalises, dealt by cost over the ranks that share memory. Several replicas do the same work each.
+    this rank orthogonalises, assigned by cost over the ranks that share memory. Several replicas do the same work each.
 
     Raises RanksDiffer with the first difference, and what a barrier raises.
     """

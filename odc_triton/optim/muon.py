@@ -30,8 +30,8 @@ class Muon(torch.optim.Muon):
         matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
         optimizer = Muon(matrices, lr=1e-3, adjust_lr_fn="match_rms_adamw")
 
-    Each matrix has one rank that orthogonalises it, dealt by cost. It reads the update's rows [n, M] from their owners
-    and writes the result's rows back; no collective. All ranks call `step`. The first one allocates 2 bytes per element
+    Each matrix has one rank that orthogonalises it, assigned by cost. It reads the update's rows [n, M] from their
+    owners and writes the result's rows back; no collective. All ranks call `step`. The first one allocates 2 bytes per element
     of the matrices, divided by the ranks that share memory. Other parameters go to another optimizer beside it: see
     `Together`. Source: torch/optim/_muon.py of torch 2.13.
 

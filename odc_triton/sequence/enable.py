@@ -31,7 +31,7 @@ def enable_split(model: nn.Module, tokens: int) -> None:
     made with `split=True`. A forward of two tokens finds out which layers attend, and how wide.
 
     Raises TypeError for a model that is not sharded, ValueError for `tokens` below 1, NotImplementedError for what
-    can't be split (replicas, compiled blocks, attention that is not `enable_packing`'s or is not told of pieces,
+    can't be split (replicas, compiled blocks, attention that is not `enable_packing`'s or gets no `pieces`,
     rotary frequencies that depend on the pack), RanksDiffer if arguments differ.
     """
     engine = engine_of(model)

@@ -80,7 +80,7 @@ def _look(barrier: Barrier, grid: Grid) -> Look:
 
 
 def show_life(barrier: Barrier, grid: Grid, heap: SymmetricHeap, token: str) -> None:
-    """Lets the barrier tell dead ranks from late ones, by the heap that this replica shares. Collective."""
+    """Lets the barrier separate dead ranks from late ones, by the heap that this replica shares. Collective."""
     heap.first = grid.first
     barrier.exchange("the shared heap is open", {})
     board: SymmetricHeap | PeerStatus = heap
@@ -135,7 +135,7 @@ def open_heap(barrier: Barrier, grid: Grid, device: Backend, plan: Plan, agreed:
 
 @contextmanager
 def refusing(barrier: Barrier, purpose: str, *, call: str = "fully_shard") -> Iterator[None]:
-    """Around work before the barrier `purpose` of `call`: tells an error to the ranks that wait there."""
+    """Around work before the barrier `purpose` of `call`: reports an error to the ranks that wait there."""
     try:
         yield
     except Exception as error:
@@ -246,8 +246,8 @@ def host_name() -> str:
     """Names where ranks can share memory: their host and network namespace, as they find each other by an abstract
     socket in it. The only rule about it; ODC_HOST stands in for it, to try several hosts on one.
     """
-    if told := os.environ.get("ODC_HOST"):
-        return told
+    if name := os.environ.get("ODC_HOST"):
+        return name
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{platform.node()} ({boot}, {os.readlink('/proc/self/ns/net')})"
 

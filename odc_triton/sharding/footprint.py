@@ -357,5 +357,5 @@ class _Sizes:
 
 def _copies_gradient(spec: ParameterSpec) -> bool:
     """True if `.grad` is a separate tensor. That of an exact sum is fp32 in the sum's own memory."""
-    landed = "float32" if spec.reduce_dtype == EXACT else spec.reduce_dtype
-    return landed != spec.master_dtype
+    reduced = "float32" if spec.reduce_dtype == EXACT else spec.reduce_dtype
+    return reduced != spec.master_dtype

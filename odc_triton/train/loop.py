@@ -187,7 +187,7 @@ class Loop:
         return step == self.run.steps or (every > 0 and step % every == 0)
 
     def _save_where_due(self) -> None:
-        """Saves by steps and by the clock, at the end, and when the run is asked to stop.
+        """Saves by steps and by the clock, at the end, and when the run is stopped.
 
         A step may have been skipped because of the weights themselves. So after a skipped step nothing is saved by
         steps or by the clock; at the end or on a stop only sound weights are saved, and no older checkpoint is removed.

@@ -25,7 +25,7 @@ class CudaHeap(SymmetricHeap):
 
     Collective: every rank calls it with the same sizes and `token`, with its own GPU as the current device.
     `shared_device`: several ranks use one GPU, or number theirs alike because each sees only its own: torch compares
-    numbers, and must be told that this is intended. Raises DeadlineExceeded with the missing ranks if not all arrive
+    numbers, and needs an option that allows this. Raises DeadlineExceeded with the missing ranks if not all arrive
     within `timeout_s`, RuntimeError if the GPUs can't reach each other.
     """
 

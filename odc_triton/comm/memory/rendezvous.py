@@ -1,6 +1,6 @@
 """Abstract Unix sockets, nothing on disk: over one, a rank passes open files to the others on its host.
 
-Clients introduce themselves; a silent one keeps nobody waiting.
+Clients introduce themselves; a silent one delays no other.
 """
 
 from __future__ import annotations
