@@ -305,7 +305,7 @@ def chip_of(name: str, arch: int) -> Chip | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class ProductShape:
     """T tokens, a weight [N, K] of `rows` N and `columns` K sharded over `world` owners."""
 
     tokens: int
@@ -336,7 +336,7 @@ class Cost:
     seconds: float
 
 
-def predict(operator: str, tile: Any, problem: Problem, chip: Chip) -> Cost:
+def predict(operator: str, tile: Any, problem: ProductShape, chip: Chip) -> Cost:
     """The cost of one call of a matrix operator, to rank tiles and strategies without a measurement.
 
     Compute, memory and link overlap, so the slowest counts. It assumes one program per multiprocessor at a time and
@@ -379,7 +379,7 @@ def predict(operator: str, tile: Any, problem: Problem, chip: Chip) -> Cost:
     )
 
 
-def ranked(operator: str, problem: Problem, chip: Chip) -> list[tuple[float, Any]]:
+def ranked(operator: str, problem: ProductShape, chip: Chip) -> list[tuple[float, Any]]:
     """(predicted seconds, tile) of every candidate, the fastest first."""
     tiles = candidates(operator, element_bytes=problem.element_bytes, arch=chip.arch)
     return sorted(((predict(operator, tile, problem, chip).seconds, tile) for tile in tiles), key=lambda pair: pair[0])

@@ -31,7 +31,7 @@ import numpy as np
 from .chat import CHARACTERS_PER_TOKEN, Spans
 from .encode import batches, encode_records
 from .records import IGNORED, DataError, Record
-from .sources import Files, Source
+from .sources import RecordFiles, RecordSource
 from .store import column_of, map_arrays, save_arrays
 from .tokenizer import TextEncoder
 
@@ -200,14 +200,14 @@ def tokenize_file(
     """
     with TemporaryDirectory(prefix="odc-triton-data-") as folder:
         prepared = Path(folder) / "data.npz"
-        tokenize_source(Files([path]), encoder, prepared, options, progress)
+        tokenize_source(RecordFiles([path]), encoder, prepared, options, progress)
         data = TokenizedDataset.load(prepared)
     data.path = None
     return data
 
 
 def tokenize_source(
-    source: Source,
+    source: RecordSource,
     encoder: TextEncoder,
     path: str | os.PathLike,
     options: DataOptions | None = None,

@@ -18,7 +18,7 @@ from .dataset import DataOptions, TokenizedDataset, tokenize_source
 from .encode import encode_records
 from .order import Mix
 from .records import IGNORED, Record, message_text
-from .sources import Source, open_source
+from .sources import RecordSource, open_source
 from .tokenizer import TextEncoder, read_config, read_tokenizer
 
 _NO_CAP = 2**31 - 1
@@ -54,7 +54,7 @@ class Inspection:
 
 
 def inspect_data(
-    source: Source, encoder: TextEncoder, *, token_cap: int, vocabulary: int | None = None, unit: str = "tokens"
+    source: RecordSource, encoder: TextEncoder, *, token_cap: int, vocabulary: int | None = None, unit: str = "tokens"
 ) -> Inspection:
     """Statistics of `source`. Memory does not grow with it. Raises as `tokenize_source` does."""
     DataOptions(max_tokens=token_cap)  # raises if the cap is too small
@@ -110,7 +110,7 @@ def never_ends(
     )
 
 
-def _warning(source: Source, encoder: TextEncoder) -> str | None:
+def _warning(source: RecordSource, encoder: TextEncoder) -> str | None:
     records = list(islice(source, _INSPECTED))
     return never_ends(records, list(encode_records(records, encoder, _NO_CAP)), encoder, _NO_CAP)
 

@@ -35,7 +35,7 @@ _KINDS = {
 _MAGIC = {b"PAR1": "Parquet", b"ARROW1": "Arrow", b"\xff\xff\xff\xff": "Arrow"}
 
 
-class Source(ABC):
+class RecordSource(ABC):
     """Records in a fixed order. Errors call the source by its `name`."""
 
     name: str
@@ -57,7 +57,7 @@ class Source(ABC):
         """Changes whenever the records do. None: unknown, so nothing made from them may be kept for a later run."""
 
 
-class Files(Source):
+class RecordFiles(RecordSource):
     """Files of one kind, one after the other: JSON, or a kind of table."""
 
     def __init__(self, paths: Sequence[str | os.PathLike], name: str | None = None, kind: str = "JSON") -> None:
@@ -86,7 +86,7 @@ class Files(Source):
         return "\n".join(lines)
 
 
-class Rows(Source):
+class RecordRows(RecordSource):
     """Any table: an iterable of dicts that has a length and can be iterated more than once."""
 
     def __init__(self, table: Any, name: str, fingerprint: str | None = None) -> None:
@@ -103,7 +103,7 @@ class Rows(Source):
         return self._fingerprint
 
 
-def open_source(name: str) -> Source:
+def open_source(name: str) -> RecordSource:
     """The source of that name: a file; `folder[:split]`, of files or saved by `save_to_disk`; or `hub-id[:split]`
     or `hub-id:configuration:split`, a data set on the hub. The split is "train" by default.
 
@@ -114,7 +114,7 @@ def open_source(name: str) -> Source:
     if os.path.isdir(name):
         return _from_folder(name, None)
     if os.path.exists(name):
-        return Files([name], kind=_kind_of_file(name))
+        return RecordFiles([name], kind=_kind_of_file(name))
     local, _, split = name.rpartition(":")
     if local and os.path.isdir(local):
         return _from_folder(local, split)
@@ -147,7 +147,7 @@ def _named_kind(path: str) -> str | None:
     return _KINDS.get(Path(_PACKED.sub("", path)).suffix.lower())
 
 
-def _from_folder(folder: str, split: str | None) -> Source:
+def _from_folder(folder: str, split: str | None) -> RecordSource:
     if any(Path(folder, name).exists() for name in _SAVED):
         return _from_saved(folder, split)
     name = folder if split is None else f"{folder}:{split}"
@@ -157,7 +157,7 @@ def _from_folder(folder: str, split: str | None) -> Source:
         mixed = " and ".join(f"{kind} ({path})" for kind, path in sorted(kinds.items()))
         raise DataError(f"{folder} mixes {mixed}; keep files of one kind in a folder")
     (kind,) = kinds
-    return Files(paths, name, kind)
+    return RecordFiles(paths, name, kind)
 
 
 def _splits_of(folder: str) -> dict[str, list[str]]:
@@ -178,7 +178,7 @@ def _splits_of(folder: str) -> dict[str, list[str]]:
     return {split: paths for split, paths in splits.items() if paths}
 
 
-def _from_saved(folder: str, split: str | None) -> Source:
+def _from_saved(folder: str, split: str | None) -> RecordSource:
     datasets = library("datasets", f"{folder} is a data set of `save_to_disk`")
     loaded = _load(folder, lambda: datasets.load_from_disk(folder))
     if isinstance(loaded, datasets.DatasetDict):
@@ -196,7 +196,7 @@ def _of_split(folder: str, split: str | None, splits: Mapping[str, Any]) -> Any:
     return splits[wanted]
 
 
-def _from_hub(name: str, hub_id: str, configuration: str | None, split: str) -> Source:
+def _from_hub(name: str, hub_id: str, configuration: str | None, split: str) -> RecordSource:
     taken = f"{name} is not a local file, so it was taken for a data set on the hub"
     problem = hub_problem()  # before the import, when the library reads whether it is offline
     datasets = library("datasets", taken)
@@ -206,9 +206,9 @@ def _from_hub(name: str, hub_id: str, configuration: str | None, split: str) -> 
         raise error if problem is None else DataError(f"{taken}, and can't be read: {problem}") from error
 
 
-def _rows(loaded: Any, name: str) -> Rows:
+def _rows(loaded: Any, name: str) -> RecordRows:
     # Private by name, but documented as the key of a data set's cache; without it nothing is kept.
-    return Rows(loaded, name, getattr(loaded, "_fingerprint", None))
+    return RecordRows(loaded, name, getattr(loaded, "_fingerprint", None))
 
 
 def _load(name: str, load: Callable[[], Any]) -> Any:

@@ -34,7 +34,7 @@ from ..data.inspection import never_ends
 from ..data.mixture import Mixture
 from ..data.prepared import prepare_data
 from ..data.records import Record
-from ..data.sources import Source, open_source
+from ..data.sources import RecordSource, open_source
 from ..data.store import contents
 from ..data.tokenizer import TextEncoder
 from . import prepare as preparing
@@ -122,7 +122,7 @@ class _Beginning:
     warning: str | None
 
 
-def _begin(source: Source, encoder: TextEncoder, wanted: DataOptions, enough: int) -> _Beginning:
+def _begin(source: RecordSource, encoder: TextEncoder, wanted: DataOptions, enough: int) -> _Beginning:
     """Reads `enough` records, and all of a small source. Raises DataError."""
     records: list[Record] = []
     number = characters = 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.stdlib_corpus import build_corpus, write_corpus
-from odc_triton.data.sources import Files
+from odc_triton.data.sources import RecordFiles
 
 TRAPS = '''
 import this_module_does_not_exist
@@ -116,7 +116,7 @@ def test_corpus_of_a_tree_with_traps(tmp_path):
 
     path = tmp_path / "out" / "corpus.jsonl"
     assert write_corpus(path, tmp_path) == summary
-    assert [{"prompt": record.prompt, "completion": record.completion} for record in Files([path])] == records
+    assert [{"prompt": record.prompt, "completion": record.completion} for record in RecordFiles([path])] == records
 
 
 def test_corpus_of_nothing_is_refused(tmp_path):

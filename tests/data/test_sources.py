@@ -11,7 +11,7 @@ from odc_triton.data.dataset import DataOptions, tokenize_source
 from odc_triton.data.dataset import TokenizedDataset as Data
 from odc_triton.data.prepared import prepare_data
 from odc_triton.data.records import DataError
-from odc_triton.data.sources import Files, Rows, open_source
+from odc_triton.data.sources import RecordFiles, RecordRows, open_source
 from tests.support.records import CHARACTERS, ENCODER, NEVER, samples_of, write_lines
 
 ROWS = [
@@ -25,11 +25,11 @@ def test_rows_are_read_like_lines(tmp_path):
     path = write_lines(tmp_path / "data.jsonl", {"text": "ab"}, {"prompt": "a", "completion": "xy"})
     calls = []
     one = DataOptions(batch_records=1)
-    tokenize_source(Rows(ROWS[:2], "rows"), CHARACTERS, tmp_path / "rows.npz", one, lambda *a: calls.append(a))
-    tokenize_source(Files([path]), CHARACTERS, tmp_path / "lines.npz")
+    tokenize_source(RecordRows(ROWS[:2], "rows"), CHARACTERS, tmp_path / "rows.npz", one, lambda *a: calls.append(a))
+    tokenize_source(RecordFiles([path]), CHARACTERS, tmp_path / "lines.npz")
     assert samples_of(Data.load(tmp_path / "rows.npz")) == samples_of(Data.load(tmp_path / "lines.npz"))
     assert calls == [(1, 0.5), (2, 1.0)]
-    assert [record.form for record in Rows(ROWS, "rows")] == ["text", "prompt and completion", "messages"]
+    assert [record.form for record in RecordRows(ROWS, "rows")] == ["text", "prompt and completion", "messages"]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_rows_are_read_like_lines(tmp_path):
 )
 def test_unusable_row_is_named(rows, message):
     with pytest.raises(DataError, match=message):
-        list(Rows(rows, "rows"))
+        list(RecordRows(rows, "rows"))
 
 
 def test_fields_that_only_a_table_has_are_left_out():
@@ -53,7 +53,7 @@ def test_fields_that_only_a_table_has_are_left_out():
     rows = [{"messages": [{"role": "user", "content": "a", "tool_calls": None},
                           {"role": "assistant", "content": None, "tool_calls": calls}],
              "tools": [{"function": {"name": "add", "x": None}}]}]  # fmt: skip
-    (record,) = Rows(rows, "rows")
+    (record,) = RecordRows(rows, "rows")
     assert record.tools == [{"function": {"name": "add"}}]
     assert record.messages[0] == {"role": "user", "content": "a"}
     called = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from odc_triton.data.records import DataError
-from odc_triton.data.sources import Files
+from odc_triton.data.sources import RecordFiles
 from odc_triton.data.tokenizer import TextEncoder
 from tests.data.test_chat import expected
 from tests.support.chats import CHATML, MARKED, Pieces, make_tokenizer
@@ -114,6 +114,6 @@ def test_arguments_may_be_a_string_of_json(tmp_path):
     calls = [{"type": "function", "function": {"name": "add", "arguments": each}} for each in written]
     message = {"role": "assistant", "tool_calls": calls}
     path = write_lines(tmp_path / "data.jsonl", {"messages": [{"role": "user", "content": "a"}, message]})
-    (record,) = Files([path])
+    (record,) = RecordFiles([path])
     read = [each["function"]["arguments"] for each in record.messages[1]["tool_calls"]]
     assert read == [{"b": [1, "é"]}, {"b": [1, "é"]}, "no JSON", "[1]"]

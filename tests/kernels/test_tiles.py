@@ -22,7 +22,7 @@ from odc_kernels.tiles import (
     WGRAD_FP32,
     Chip,
     LinearTile,
-    Problem,
+    ProductShape,
     WgradTile,
     candidates,
     chip_of,
@@ -36,7 +36,7 @@ from odc_kernels.tiles import (
 
 H200 = CHIPS["H200 SXM"]
 problems = st.builds(
-    Problem,
+    ProductShape,
     tokens=st.integers(0, 10_000),
     rows=st.integers(1, 10_000),
     columns=st.integers(1, 10_000),
@@ -149,7 +149,7 @@ TILE = LinearTile(t=4, n=5, k=10)
 
 def test_compute_by_hand() -> None:
     # 2 blocks of tokens, 2 owners with 5 + 5 rows: 4 programs of 3 steps over k, one wave on 4 multiprocessors.
-    problem = Problem(tokens=7, rows=10, columns=25, world=2)
+    problem = ProductShape(tokens=7, rows=10, columns=25, world=2)
     cost = predict("linear", TILE, problem, TOY)
     assert cost.waves == 1
     assert cost.flops == 4 * 3 * 2 * 4 * 5 * 10
@@ -159,7 +159,7 @@ def test_compute_by_hand() -> None:
 
 
 def test_bytes_by_hand() -> None:
-    problem = Problem(tokens=7, rows=10, columns=25, world=2)
+    problem = ProductShape(tokens=7, rows=10, columns=25, world=2)
     direct = predict("linear", TILE, problem, TOY)
     # 5 rows of 25 lie elsewhere, and both blocks of tokens read them; x and the own 5 rows are read, y is written.
     assert direct.link_bytes == 2 * 5 * 25 * 2
@@ -177,7 +177,7 @@ def test_bytes_by_hand() -> None:
 
 def test_what_the_l2_does_not_hold_is_read_again_in_every_wave() -> None:
     # 8 blocks of tokens, 4 of rows: 32 programs, 8 waves on 4 multiprocessors.
-    problem = Problem(tokens=32, rows=20, columns=25, world=1)
+    problem = ProductShape(tokens=32, rows=20, columns=25, world=1)
     small = replace(TOY, l2_bytes=2 * 20 * 25)  # the weight just fits, x does not
     assert predict("linear", TILE, problem, small).hbm_bytes == 2 * (4 * 32 * 25 + 20 * 25 + 32 * 20)
     assert predict("linear", TILE, problem, replace(small, l2_bytes=1)).hbm_bytes == (
@@ -189,7 +189,7 @@ def test_what_the_l2_does_not_hold_is_read_again_in_every_wave() -> None:
 
 
 def test_a_slow_link_sets_the_time_of_a_staged_layer() -> None:
-    problem = Problem(tokens=7, rows=10, columns=25, world=2)
+    problem = ProductShape(tokens=7, rows=10, columns=25, world=2)
     slow = replace(TOY, link_bytes_s=1.0, launch_s=0.25)
     compute_s = predict("linear_staged", TILE, problem, TOY).seconds
     # Launching the kernel and one copy, 250 bytes, then the half of the work that waited for them.
@@ -198,7 +198,7 @@ def test_a_slow_link_sets_the_time_of_a_staged_layer() -> None:
 
 
 @given(operators, problems, chips)
-def test_a_world_of_one_has_no_link(operator: str, problem: Problem, chip: Chip) -> None:
+def test_a_world_of_one_has_no_link(operator: str, problem: ProductShape, chip: Chip) -> None:
     alone = replace(problem, world=1)
     cost = predict(operator, some_tile(operator), alone, chip)
     assert cost.link_bytes == 0
@@ -206,7 +206,7 @@ def test_a_world_of_one_has_no_link(operator: str, problem: Problem, chip: Chip)
 
 
 @given(operators, problems, chips, st.sampled_from(["tokens", "rows", "columns", "element_bytes"]), st.integers(2, 5))
-def test_more_bytes_are_never_faster(operator: str, problem: Problem, chip: Chip, what: str, times: int) -> None:
+def test_more_bytes_are_never_faster(operator: str, problem: ProductShape, chip: Chip, what: str, times: int) -> None:
     if what == "element_bytes":
         small, large = replace(problem, element_bytes=2), replace(problem, element_bytes=4)
     else:
@@ -220,11 +220,11 @@ def test_more_bytes_are_never_faster(operator: str, problem: Problem, chip: Chip
 
 def test_staged_wins_where_there_are_many_tokens() -> None:
     def seconds(operator: str, tokens: int) -> float:
-        return ranked(operator, Problem(tokens=tokens, rows=14336, columns=4096, world=8), H200)[0][0]
+        return ranked(operator, ProductShape(tokens=tokens, rows=14336, columns=4096, world=8), H200)[0][0]
 
     assert seconds("linear", 16) < seconds("linear_staged", 16)
     assert seconds("linear_staged", 8192) < seconds("linear", 8192)
-    best, tile = ranked("wgrad", Problem(tokens=8192, rows=14336, columns=4096, world=8), H200)[0]
+    best, tile = ranked("wgrad", ProductShape(tokens=8192, rows=14336, columns=4096, world=8), H200)[0]
     assert tile.n * tile.k >= 128 * 128
     assert best > 2 * 8192 * 14336 * 4096 / 989e12
 

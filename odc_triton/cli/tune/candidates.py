@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from odc_kernels.tiles import LinearTile, Problem, WgradTile, chip_of, ranked, tile_of
+from odc_kernels.tiles import LinearTile, ProductShape, WgradTile, chip_of, ranked, tile_of
 
 from ...nn.choice import TABLE, Choice, as_choice, choose
 from .workload import Workload
@@ -83,7 +83,7 @@ def tiles(
         return
     chip = chip_of(device, arch)
     kernels = [*_KERNELS.get(choice.strategy, ()), *(["wgrad"] if choice.wgrad == "fused" else [])]
-    problem = Problem(
+    problem = ProductShape(
         tokens=tokens, rows=workload.shape[0], columns=workload.shape[1], world=world, element_bytes=element_bytes
     )
     for kernel in kernels if chip is not None else ():
