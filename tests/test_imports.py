@@ -6,6 +6,7 @@ import ast
 import copy
 import subprocess
 import sys
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
@@ -118,6 +119,18 @@ def test_nothing_imports_the_folder_of_kernels_by_its_own_name() -> None:
             assert not any(name == "kernels" or name.startswith("kernels.") for name in names), path
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert not (ROOT / "examples" / "kernels.py").exists(), "each example would import it in the place of the package"
+
+
+def test_class_names_are_unique() -> None:
+    """In the package and the kernels, whatever their leading underscores."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for folder in (PACKAGE, ROOT / "kernels"):
+        for path in sorted(folder.rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places[node.name.lstrip("_")].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert len(places) > 300, "the classes are found"
+    assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
 def _python(code: str) -> str:
