@@ -97,11 +97,11 @@ class _Trap:
         self.minibatch, self.wave, self.layer = 0, -1, 0
         self.third = int(kill.moment * 3)
         self.publish, self.signal = self.exchange.publish, self.sync.signal
-        self.add, self.wait, self.document = self.sync.add, self.sync.wait, attention._of_document
+        self.add, self.wait, self.document = self.sync.add, self.sync.wait, attention.of_document
         self.exchange.publish = self.on_publish
         if self.is_victim:
             self.sync.signal, self.sync.add, self.sync.wait = self.on_signal, self.on_add, self.on_wait
-            attention._of_document = self.on_document
+            attention.of_document = self.on_document
         else:
             self.sync.signal = self.late_signal
 

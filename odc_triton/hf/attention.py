@@ -27,8 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..balance.pieces import Piece
-from .document_attention import AttentionTerms, eager, one_length, varlen
-from .document_attention import of_document as _of_document
+from .document_attention import AttentionTerms, eager, of_document, one_length, varlen
 
 # Keyword arguments that change attention's result and that a pack does not support.
 _UNSUPPORTED_IN_PACKS = ("position_bias", "sinks", "indices", "block_indices", "cache")
@@ -137,8 +136,8 @@ def packed_attention(
     call = _Call(
         module=module, query=query, key=key, value=value, mask=mask, is_causal=is_causal, others=options, **known
     )
-    if hasattr(split := getattr(module, "_odc_split", None), "note"):  # `enable_split` looks
-        split.note(module, key, value, call.pieces)
+    if (split := getattr(module, "_odc_split", None)) is not None:
+        split.on_attention(module, key, value, call.pieces)
     return _attend(call), None
 
 
@@ -272,7 +271,7 @@ def _of_pieces(call: _Call) -> Tensor:
             q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
             parts.append(varlen(q, k, v, ends[first : past + 1] - start, longest, call)[None])
         else:
-            parts.append(_of_document(q, k, v, fetched.get(start), split.is_apart, call))
+            parts.append(of_document(q, k, v, fetched.get(start), split.is_apart, call))
     return split.release(torch.cat(parts, dim=1), key, value, spans)
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..balance.pieces import SplitPlan
+from ..balance.pieces import Piece, SplitPlan
 from ..base.errors import PeerFailed, RanksDiffer, describe
 from ..engine.api import engine_of
 from ..engine.module import plain_class
 from .buffers import KVBuffers, LayerShape
 from .exchange import SequenceExchange
-from .layer import LayerSplit
+from .layer import AttentionHook, LayerSplit
 from .sync import HostSync, KernelSync
 
 
@@ -125,13 +125,15 @@ def split_forward(model: nn.Module, split: SplitPlan | None) -> Iterator[None]:
         exchange.end(failed=failed)
 
 
-class _Recorder:
-    """Stands in for `LayerSplit` in a forward that shows which modules attend."""
+class _AttentionRecorder(AttentionHook):
+    """Records the modules that attend in a forward, in their order."""
 
     def __init__(self) -> None:
         self.seen: dict[nn.Module, LayerShape] = {}
 
-    def note(self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, pieces: object) -> None:
+    def on_attention(
+        self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, pieces: Sequence[Piece | None] | None
+    ) -> None:
         if pieces is None:
             raise NotImplementedError(
                 f"{type(module).__name__} is not told which documents are pieces of samples, as its model drops "
@@ -150,7 +152,7 @@ class _Recorder:
 
 def _layers(model: nn.Module) -> list[tuple[nn.Module, LayerShape]]:
     """The modules that call `packed_attention`, in their order, and the shapes of their keys and values."""
-    recorder = _Recorder()
+    recorder = _AttentionRecorder()
     modules = [each for each in model.modules() if isinstance(getattr(each, "layer_idx", None), int)]
     device = next(model.parameters()).device
     inputs: dict[str, Any] = {

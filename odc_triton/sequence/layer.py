@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from ..balance.pieces import Piece
 from ..engine.passes import in_backward_pass
 from .exchange import SequenceExchange, Span
 from .fetched import Fetched
@@ -13,7 +16,16 @@ from .fetched import Fetched
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, [1, heads, tokens, D]
 
 
-class LayerSplit:
+class AttentionHook:
+    """The object at an attention module's `_odc_split`, which each call of its attention calls first."""
+
+    def on_attention(
+        self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, pieces: Sequence[Piece | None] | None
+    ) -> None:
+        """`pieces`: None if the module does not pass them on."""
+
+
+class LayerSplit(AttentionHook):
     """The calls of a layer's attention. `is_apart`: `fetch` gives all keys of a piece; else only those before it."""
 
     def __init__(self, exchange: SequenceExchange, layer: int) -> None:
