@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ..base.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from .chained import ChainedOptimizer as ChainedOptimizer
     from .muon import Muon as Muon
-    from .together import Together as Together
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, {"Muon": "muon", "Together": "together"})
+__getattr__, __dir__, __all__ = lazy_names(__name__, {"Muon": "muon", "ChainedOptimizer": "chained"})

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..engine.api import engine_of
-from ..optim import Muon, Together
+from ..optim import ChainedOptimizer, Muon
 from .sft_options import SftOptions
 
 # Torch's implementations of one arithmetic.
@@ -38,7 +38,7 @@ def make_optimizer(model: nn.Module, options: SftOptions) -> Optimizer:
     if not matrices:
         raise ValueError("optimizer is muon, and no block of the model has a matrix to train: use --optimizer adamw")
     muon = Muon(matrices, adjust_lr_fn="match_rms_adamw", **how)  # so that one learning rate serves both
-    return Together(muon, torch.optim.AdamW(others, **how)) if others else muon
+    return ChainedOptimizer(muon, torch.optim.AdamW(others, **how)) if others else muon
 
 
 def make_schedule(options: SftOptions, steps: int) -> Callable[[int], float]:

@@ -11,7 +11,7 @@ import torch
 
 from odc_triton import full_parameters, fully_shard
 from odc_triton.checkpoint.steps import Checkpoints
-from odc_triton.optim import Muon, Together, muon
+from odc_triton.optim import ChainedOptimizer, Muon, muon
 from odc_triton.optim.buffers import newton_schulz_cost
 from tests.support import ranks, recorded, slow
 from tests.support.recorded import MATRICES, give_gradients, plain, sharded, step_on
@@ -122,7 +122,7 @@ def _state_dict(rank: int, world: int) -> dict[str, torch.Tensor]:
     """Through plain state dicts, from optimizers joined anew after a step, into new ones that have not stepped."""
     model, optimizer = sharded((world,), "cpu")
     step_on(model, optimizer, range(1))
-    optimizer = Together(*optimizer.optimizers)
+    optimizer = ChainedOptimizer(*optimizer.optimizers)
     step_on(model, optimizer, range(1, 3))
     saved = optimizer.state_dict(), {name: value.full_tensor() for name, value in model.state_dict().items()}
     model, optimizer = sharded((world,), "cpu", seed=9, lr=0.5)
@@ -148,7 +148,7 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     model, other = (fully_shard(recorded.Matrices()) for _ in range(2))
     plain_model = recorded.Matrices()
     two_models = Muon([model.tall, other.tall])
-    both = Together(Muon([model.wide]), torch.optim.AdamW([model.bias]))
+    both = ChainedOptimizer(Muon([model.wide]), torch.optim.AdamW([model.bias]))
     wrong = {
         "all parameters": lambda: Muon(model.parameters()),
         "not sharded": lambda: Muon([plain_model.tall]),
@@ -156,8 +156,8 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
         "options": lambda: Muon([model.tall], lr=-1.0),
         "two models": two_models.step,
         "a group": lambda: both.add_param_group({"params": [model.tall]}),
-        "twice": lambda: Together(Muon([model.tall]), torch.optim.AdamW([model.tall])),
-        "none": Together,
+        "twice": lambda: ChainedOptimizer(Muon([model.tall]), torch.optim.AdamW([model.tall])),
+        "none": ChainedOptimizer,
     }
     return {name: caught(call) for name, call in wrong.items()}
 
@@ -168,9 +168,9 @@ REFUSED = {
     "a vector": r"^ValueError: Muon only supports 2D parameters, and bias has the size \[7\]",
     "options": "^ValueError: Learning rate should be >= 0 but is: -1.0",
     "two models": "^ValueError: tall and tall belong to two sharded models: make one Muon for each",
-    "a group": "^NotImplementedError: a group can't be added to Together",
+    "a group": "^NotImplementedError: a group can't be added to ChainedOptimizer",
     "twice": "^ValueError: some parameters appear in more than one parameter group",
-    "none": "^ValueError: Together was given no optimizer",
+    "none": "^ValueError: ChainedOptimizer was given no optimizer",
 }
 
 

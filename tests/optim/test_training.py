@@ -13,7 +13,7 @@ from torch import nn
 
 from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
 from odc_triton.base.errors import OdcError
-from odc_triton.optim import Muon, Together, buffers, muon
+from odc_triton.optim import ChainedOptimizer, Muon, buffers, muon
 from odc_triton.sharding.footprint import memory_plan
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S
@@ -54,7 +54,7 @@ def _train(rank: int, world: int, backend: str, together: bool, bf16: bool) -> t
     model, case = fully_shard(build("qwen2"), mp_policy=policy, backend=backend), CASES["qwen2"]
     matrices, others = _split(model)
     optimizers = [Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-2)]
-    optimizers = [Together(*optimizers)] if together else optimizers
+    optimizers = [ChainedOptimizer(*optimizers)] if together else optimizers
     losses, published = [], []
     for step in range(STEPS):
         mine = microbatches("qwen2", [9, 17, 12], seed=step % 2)[rank::world]

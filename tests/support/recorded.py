@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from odc_triton import full_parameters
-from odc_triton.optim import Muon, Together
+from odc_triton.optim import ChainedOptimizer, Muon
 from tests.support.replicas import mesh_of
 
 # Rows that divide by no world, tall, wide and square; fewer rows than ranks; no rows; one that gets no gradient.
@@ -55,7 +55,8 @@ def sharded(shape: tuple[int, ...], backend: str, *, seed: int = 1, **options: A
     from odc_triton import fully_shard
 
     model = fully_shard(Matrices(seed), mesh=mesh_of(shape), backend=backend)
-    return model, Together(Muon(model.matrices(), **OPTIONS | options), torch.optim.AdamW(model.others(), **OPTIONS))
+    muon = Muon(model.matrices(), **OPTIONS | options)
+    return model, ChainedOptimizer(muon, torch.optim.AdamW(model.others(), **OPTIONS))
 
 
 def give_gradients(model: Matrices, step: int) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch.optim import Optimizer
 
 
-class Together(Optimizer):
+class ChainedOptimizer(Optimizer):
     """One optimizer for schedules, trainers and checkpoints that take one: its groups and states are those of all.
 
-        optimizer = Together(Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=1e-3))
+        optimizer = ChainedOptimizer(Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=1e-3))
 
     A step steps each, in this order, and publishes the parameters once. `optimizers`: what it was made of; use only
     this one from then on. Raises ValueError for no optimizer, or a parameter in two of them.
@@ -20,7 +20,7 @@ class Together(Optimizer):
 
     def __init__(self, *optimizers: Optimizer) -> None:
         if not optimizers:
-            raise ValueError("Together was given no optimizer; give at least one")
+            raise ValueError("ChainedOptimizer was given no optimizer; give at least one")
         super().__init__([group for each in optimizers for group in each.param_groups], {})
         for each in optimizers:
             self.state.update(each.state)
@@ -35,7 +35,7 @@ class Together(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "optimizers"):
-            raise NotImplementedError("a group can't be added to Together: add it to an optimizer, and then make this")
+            raise NotImplementedError("a group can't be added to ChainedOptimizer: add it to an optimizer before")
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
