@@ -176,7 +176,7 @@ WAITS = (
         _SEQUENCE + "watch.py::test_a_drain_waits_for_split_sequences_and_looks_at_their_waits",
     ),
     Wait(
-        "a drain looks at the waits of split sequences",
+        "a drain checks the waits of split sequences",
         "watch(sync)",
         _SEQUENCE + "watch.py::test_a_drain_waits_for_split_sequences_and_looks_at_their_waits",
     ),
@@ -186,18 +186,18 @@ WAITS = (
         _DRAINS + "a_kernel_that_waited_in_vain_fails_the_minibatch_on_all_ranks",
     ),
     Wait(
-        "a drain looks at the staged kernels",
+        "a drain checks the staged kernels",
         "watch(parameter.staging)",
         _DRAINS + "a_kernel_that_waited_in_vain_fails_the_minibatch_on_all_ranks",
     ),
     # ---------------------------------------------------------------------- the engine
     Wait(
-        "entering: gradients are cleared and masters published before ranks are told",
+        "at the entry gradients are cleared and masters published before the barrier",
         'drain("clearing gradients and publishing before a minibatch")',
         _DONE,
     ),
     Wait(
-        "leaving: gradients are added before ranks are told",
+        "at the exit gradients are added before the barrier",
         'drain(f"the microbatches of minibatch {self.number}")',
         _DONE,
     ),
@@ -207,7 +207,7 @@ WAITS = (
         _DONE,
     ),
     Wait(
-        "masters are copied before the publication is shown",
+        "masters are copied before peers see the publication",
         'drain("publishing the parameters")',
         _DONE,
     ),
