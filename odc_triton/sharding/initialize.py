@@ -105,7 +105,7 @@ def _on_meta_of_any_rank(buffers: dict[str, tuple[nn.Module, str]], barrier: Bar
 
 
 @dataclass(slots=True)
-class _Entry:
+class _InitialValue:
     """`whole`: the tensor that rank 0 writes and all ranks read. `drawn`: the parameter over it that its first module
     initialises on rank 0, which may assign other memory to its data. Both only while its unit is initialised.
     """
@@ -135,13 +135,13 @@ class _Writer:
     ) -> None:
         self._relay = relay
         # By unit: where parameters are registered; those whose first place is in it.
-        self._places: dict[str, list[tuple[Slot, _Entry]]] = defaultdict(list)
-        self._owned: dict[str, list[_Entry]] = defaultdict(list)
+        self._places: dict[str, list[tuple[Slot, _InitialValue]]] = defaultdict(list)
+        self._owned: dict[str, list[_InitialValue]] = defaultdict(list)
         self._visited: set[nn.Module] = set()
         self.without_initialiser: list[str] = []
         # Modules that own tensors on the meta device.
         self._on_meta = {module for module, key in _buffers(root).values() if module._buffers[key].is_meta}
-        for entry in map(_Entry, found, parameters):
+        for entry in map(_InitialValue, found, parameters):
             self._owned[entry.parameter.spec.unit].append(entry)
             for module, attribute, unit in entry.found.places:
                 self._places[unit].append((Slot(module, attribute, entry.parameter), entry))
