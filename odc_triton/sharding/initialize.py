@@ -1,7 +1,7 @@
 """The first values of the shards: rank 0's tensors, or each module's own initialisation, run once for all ranks.
 
-Unit by unit, rank 0 writes whole parameters in the masters' dtype where all ranks read them, and each rank copies its
-rows. That is the CPU's heap itself where there are no separate masters, else memory that is shared for the unit.
+Unit by unit, rank 0 writes whole parameters, in the masters' dtype, into memory that all ranks read, and each rank
+copies its rows into its masters. On the CPU, masters that are not separate are the heap itself: nothing is copied.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def write_initial_values(
 
     What no initialiser fills is NaN until something is loaded, and a warning names it.
 
-    If an initialiser raised, raises RanksDiffer on the other ranks; also if buffers differ.
+    Raises RanksDiffer if rank 0's initialisers raised, on the other ranks, or if buffers differ.
     """
     random_state = torch.get_rng_state()
     buffers = _buffers(root)
@@ -188,7 +188,7 @@ class _Writer:
             is_first = (slot.module, slot.attribute, unit) == entry.found.places[0]
             tensor = entry.whole if is_first else torch.empty_like(value, device="cpu")
             stand_in = nn.Parameter(tensor.fill_(torch.nan), requires_grad=False)
-            if is_first and value.is_meta:
+            if is_first:
                 entry.drawn = stand_in
             slot.put(stand_in)
 
@@ -215,10 +215,11 @@ class _Writer:
         own = self._owned[unit]
         for entry in own:
             if self._relay.is_source:
-                value = entry.found.value if entry.drawn is None else entry.drawn
+                is_meta = entry.found.value.is_meta
+                value = entry.drawn if is_meta else entry.found.value
                 if value.data_ptr() != entry.whole.data_ptr():
                     entry.whole.copy_(value)
-                if entry.drawn is not None and _has_nan(entry.whole):
+                if is_meta and _has_nan(entry.whole):
                     self.without_initialiser.append(entry.found.name)
                 if entry.parameter.residency is Residency.VIEW and not entry.in_heap:
                     entry.parameter.leaf.data.copy_(entry.whole)  # a parent's initialiser may read it

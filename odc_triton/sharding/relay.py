@@ -26,7 +26,6 @@ class Relay:
         self.is_source = barrier.rank == 0
         self._purpose, self._token, self._heap = purpose, token, heap
         self._barrier, self._replicas = barrier, replicas
-        self._allocations = 0
 
     def allocate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors of these shapes and dtypes, on the host, that the replica's ranks share until all drop them."""
@@ -35,13 +34,12 @@ class Relay:
         described = [(tuple(each.shape), dtype_name(each.dtype), each.itemsize) for each in tensors]
         regions, size_bytes = place_regions(described, world=1, apart=False)
         self._all_came()  # nobody waits for the memory of a rank that failed
-        self._allocations += 1
         memory = SharedMemoryHeap(
             rank=self._heap.rank,
             world=self._heap.world,
             size_bytes=size_bytes,
             slots=0,
-            token=f"{self._token}-{self._allocations}",
+            token=f"{self._token}-{self._barrier.passed}",
             timeout_s=self._barrier.timeout_s,
             look=self._look,
         )
@@ -58,7 +56,7 @@ class Relay:
         self._all_came()
 
     def send(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The source's `tensors`, to be read only. Those of other ranks only tell shapes and dtypes."""
+        """The source's `tensors`, to be read only. Of the other ranks' tensors only shapes and dtypes matter."""
         shared = self.allocate(tensors)
         if self.is_source:
             for into, tensor in zip(shared, tensors, strict=True):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
+import signal
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +16,9 @@ from torch import nn
 
 from odc_triton import MixedPrecisionPolicy, full_parameters, fully_shard
 from tests.support import ranks
+from tests.support.deadlines import LONG_S
 from tests.support.models import build
+from tests.support.replicas import mesh_of
 
 BF16 = torch.bfloat16
 
@@ -64,14 +70,18 @@ def test_rank_0_counts() -> None:
             assert_same(buffers, dict(model.named_buffers()))
 
 
+def shared_mappings() -> int:
+    return sum("memfd:odc" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
 def _left_open(rank: int, world: int) -> tuple[int, int]:
     model = fully_shard(build("qwen2"), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
-    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:odc" in line]
+    maps = shared_mappings()
     files = [
         path for path in Path("/proc/self/fd").iterdir() if path.is_symlink() and "memfd:odc" in str(path.readlink())
     ]
     del model
-    return len(maps), len(files)
+    return maps, len(files)
 
 
 def test_memory_in_between_is_freed() -> None:
@@ -207,8 +217,23 @@ def _wrapped(rank: int, world: int) -> dict[str, torch.Tensor]:
     return masters(fully_shard(_on_meta(Wrapper)))
 
 
+class Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.weight = nn.Parameter(torch.empty(3, 3))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.copy_(self.blocks[1].weight)
+
+
+def _reading(rank: int, world: int) -> dict[str, torch.Tensor]:
+    return masters(fully_shard(_on_meta(Reading), mp_policy=MixedPrecisionPolicy(param_dtype=BF16)))
+
+
 def test_what_has_an_initialiser() -> None:
-    unknown, partly, bottom_up, wrapped = ranks.run_all(2, _unknown, _partly, _bottom_up, _wrapped)
+    unknown, partly, bottom_up, wrapped, reading = ranks.run_all(2, _unknown, _partly, _bottom_up, _wrapped, _reading)
     for rank, (values, table, texts) in enumerate(unknown):
         assert values["scale"].isnan().all()
         assert table.isnan().all()
@@ -229,6 +254,8 @@ def test_what_has_an_initialiser() -> None:
         assert not any(value.isnan().any() for value in values.values())
         assert 0.015 < values["model.model.embed_tokens.weight"].std() < 0.025  # transformers' 0.02
         assert 0.03 < values["value.weight"].std() < 0.1  # torch's uniform, 1/sqrt(97) to both sides
+    for values in reading:  # a parent may read its children's values, in the compute dtype
+        assert torch.equal(values["weight"], values["blocks.1.weight"].to(BF16).float())
 
 
 class Raising(nn.Linear):
@@ -237,17 +264,36 @@ class Raising(nn.Linear):
             raise ArithmeticError("a bad initialiser")
 
 
-def _raising(rank: int, world: int) -> None:
-    fully_shard(_on_meta(lambda: Raising(3, 3)))
+class Dying(nn.Linear):
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_every_rank_hears_of_a_failing_initialiser() -> None:
-    with ranks.start(_raising, 3) as job:
+def _failing(rank: int, world: int, kind: type[nn.Module], shape: tuple[int, ...]) -> None:
+    """The second block's initialiser fails, on rank 0, while the others wait for its values."""
+    model = _on_meta(lambda: nn.Sequential(nn.ModuleList([nn.Linear(3, 3), kind(3, 3)]), nn.Linear(3, 3)))
+    fully_shard(model, mesh=mesh_of(shape), mp_policy=MixedPrecisionPolicy(param_dtype=BF16), timeout=LONG_S)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+def test_an_initialiser_that_raises_fails_on_every_rank(shape: tuple[int, ...]) -> None:
+    with ranks.start(_failing, math.prod(shape), Raising, shape) as job:
         outcomes = job.join()
     assert outcomes[0].error_type == "ArithmeticError"
     for outcome in outcomes[1:]:
         assert outcome.error_type == "RanksDiffer"
         assert "rank 0 could not shard its model: ArithmeticError: a bad initialiser" in outcome.error
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+def test_a_rank_that_dies_is_named(shape: tuple[int, ...]) -> None:
+    with ranks.start(_failing, math.prod(shape), Dying, shape) as job:
+        start_s = time.monotonic()
+        for outcome in job.wait_for(list(range(1, math.prod(shape)))):
+            assert outcome.error_type == "RankLost"
+            assert "rank 0 died" in outcome.error
+        assert time.monotonic() - start_s < LONG_S / 2  # found dead, not late
 
 
 # ------------------------------------------------------------------ memory
@@ -259,7 +305,7 @@ TOTAL_MB = BLOCKS * WIDTH * WIDTH * 4 / 2**20
 class Measured(nn.Linear):
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        self.seen_mb = anonymous_mb()
+        self.seen_mb, self.seen_mappings = anonymous_mb(), shared_mappings()
 
 
 def _large() -> nn.Module:
@@ -277,7 +323,10 @@ def _memory(rank: int, world: int, meta: bool, bf16: bool) -> tuple[float, float
     model = _on_meta(_large) if meta or rank else _large()
     built_mb = anonymous_mb()
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16 if bf16 else None))
-    peak_mb = max(block.seen_mb for block in model.blocks) if meta and rank == 0 else empty_mb
+    peak_mb = empty_mb
+    if meta and rank == 0:
+        peak_mb = max(block.seen_mb for block in model.blocks)
+        assert len({block.seen_mappings for block in model.blocks}) == 1  # a block's is freed before the next one's
     return built_mb - empty_mb, peak_mb - empty_mb, anonymous_mb() - empty_mb
 
 
