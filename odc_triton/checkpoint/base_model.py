@@ -1,7 +1,7 @@
-"""The frozen base of a model with PEFT's adapters: checkpoints name it, and don't hold it.
+"""The frozen base of a model with PEFT's adapters: checkpoints name it, and don't contain it.
 
 A checkpoint has the base's name and a digest of its weights in memory, so adapters are not loaded onto another one. The
-digest is of a sum over elements: ranks add up theirs, however many there are. It finds mistakes, not forgeries.
+digest is of a sum over elements, to which any number of ranks add theirs. It detects mistakes, not forgeries.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .sharded import sharded_parameters
 FILE = "base.json"  # in a checkpoint without the frozen weights
 ADAPTER = re.compile(r"\.(lora_|modules_to_save\.)")  # in the names of PEFT's own parameters
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BLOCK = 2**20  # elements that are summed at a time
+_BLOCK = 2**20  # elements summed at a time
 
 
 def base_name(model: nn.Module) -> str | None:
@@ -55,7 +55,7 @@ def own_sum(base: dict[str, ShardedParameter]) -> int:
 
 
 def _sum(values: torch.Tensor, first: int) -> int:
-    """Each element's bits times an odd number, which follows from its place, the first one's being `first`."""
+    """The sum of each element's bits times an odd number determined by its place; `first`: the first one's place."""
     bits = values.detach().reshape(-1).view(_BITS[values.element_size()])
     total = 0
     for start in range(0, len(bits), _BLOCK):
@@ -68,16 +68,16 @@ def _sum(values: torch.Tensor, first: int) -> int:
 
 
 def described(name: str, base: dict[str, ShardedParameter], sums: list[int]) -> dict[str, str]:
-    """What `FILE` holds: the base's name, and a digest of names, shapes, dtypes and all ranks' `own_sum`."""
+    """The content of `FILE`: the base's name, and a digest of names, shapes, dtypes and all ranks' `own_sum`."""
     shapes = [[key, list(each.spec.whole_shape), each.spec.master_dtype] for key, each in sorted(base.items())]
     return {"name": name, "digest": hashlib.sha256(json.dumps([shapes, sum(sums) % 2**64]).encode()).hexdigest()}
 
 
 def require_same(checkpoint: Path, base: dict[str, ShardedParameter], sums: list[int]) -> None:
-    """Raises CheckpointDiffers unless `base` is the one that a checkpoint names."""
+    """Raises CheckpointDiffers unless `base` is the checkpoint's."""
     saved = json.loads((checkpoint / FILE).read_bytes())
     if saved != described(saved["name"], base, sums):
         raise CheckpointDiffers(
-            f"the checkpoint has only adapters, of {saved['name']}, and the frozen weights of this model are others: "
+            f"the checkpoint has only adapters, of {saved['name']}, and the frozen weights of this model differ: "
             f"load that base, with the same adapters and dtype, before the checkpoint. Nothing was overwritten."
         )

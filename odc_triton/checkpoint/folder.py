@@ -1,11 +1,11 @@
-"""One checkpoint: a folder that all ranks write together, whole or not at all, and that any number of ranks can read.
+"""One checkpoint: a folder that all ranks write together, atomically, and that any number of ranks can read.
 
-.metadata, __0_0.distcp, __1_0.distcp   model and optimizer, as torch's DCP writes them; with PEFT's adapters, only what
-                                        is trained
+.metadata, __0_0.distcp, __1_0.distcp   model and optimizer, in the format of torch's DCP; with PEFT's adapters, only
+                                        trained parameters
 base.json                               with PEFT's adapters: the base's name and digest, see base_model.py
 state.json                              training progress, from rank 0
 random-0.json, random-1.json            the ranks' random number generators
-manifest.json                           sizes and digests of all these: tells whole checkpoints from damaged ones
+manifest.json                           sizes and digests of all these, to detect damaged checkpoints
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _REMEDY = "this checkpoint can't be used, continue from an older one"
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """`number`: how many were saved in the same place before; `step`: the optimizer's; `world`: number of ranks."""
+    """`number`: of checkpoints saved before in the same folder; `step`: the optimizer's; `world`: number of ranks."""
 
     number: int
     step: int
@@ -87,7 +87,7 @@ class Manifest:
                 while block := file.read(_BLOCK_BYTES):
                     digest.update(block)
             if digest.hexdigest() != self.files[name].sha256:
-                raise CheckpointCorrupt(f"{folder / name} is not what was written: its SHA-256 differs; {_REMEDY}")
+                raise CheckpointCorrupt(f"{folder / name} was changed after it was written: SHA-256 differs; {_REMEDY}")
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -106,8 +106,8 @@ def write_checkpoint(
 ) -> None:
     """Writes model, optimizer, every rank's random state and rank 0's `state`, JSON-able, into `final`. Collective.
 
-    The folder is written aside and renamed, and replaces an existing one. Rank 0 calls `prepare` first, and `number`
-    once all is written, for the manifest.
+    The folder is written under a temporary name and renamed, and replaces an existing one. Rank 0 calls `prepare`
+    first, and `number` after writing, for the manifest.
 
     Call it between minibatches. Raises CheckpointFailed on every rank, with the rank and the cause, if one could not
     write; then nothing is left behind. Raises RankLost and DeadlineExceeded as barriers do; then folders named by
@@ -133,9 +133,9 @@ def write_checkpoint(
 
 
 class Saving:
-    """This rank's side of a checkpoint: it writes into a folder of its own, and rank 0 makes `final` of all of them.
+    """This rank's side of a checkpoint: each rank writes into its own folder, and rank 0 merges them into `final`.
 
-    All that is saved is read by `hold`, or by `write`. Raises RuntimeError inside a minibatch.
+    Values are read by `hold`, or else by `write`. Raises RuntimeError inside a minibatch.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Saving:
     ) -> None:
         engine = engine_of(model)
         if engine.is_open:
-            raise RuntimeError("saving inside a minibatch: gradients have not landed; save after the optimizer's step")
+            raise RuntimeError("saving inside a minibatch: gradients are not reduced; save after the optimizer's step")
         engine.drain("saving a checkpoint")
         self.final, self.step = final, step
         self._engine = engine
@@ -158,22 +158,22 @@ class Saving:
             self._json[_STATE] = json.dumps(state | own)
 
     def hold(self, memory: dict[str, torch.Tensor]) -> None:
-        """Copies what is saved to the host: see `dcp.Part.hold`. From then on the model may change."""
+        """Copies the saved values to the host: see `dcp.Part.hold`. The model may change afterwards."""
         self._part.hold(memory)
-        if self._engine.heap.device.type == "cuda":  # else by the thread that writes: nobody changes what is frozen
+        if self._engine.heap.device.type == "cuda":  # else in `write`'s thread: frozen weights don't change
             self._sum_base()
-        self._engine.drain("copying what a checkpoint saves to the host")
+        self._engine.drain("copying a checkpoint to the host")
 
     def write(self, is_dropped: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-        """Writes this rank's files; returns what rank 0 needs to finish, as JSON. Raises OSError; InterruptedError once
-        `is_dropped()`.
+        """Writes this rank's files; returns a report for rank 0's `finish`, as JSON. Raises OSError; InterruptedError
+        once `is_dropped()`.
         """
         self._aside.mkdir()
         files = self._part.write(self._aside, is_dropped)
         for name, text in self._json.items():
             files |= _write(self._aside / name, text.encode())
-        told = {name: [f.size_bytes, f.sha256] for name, f in files.items()}
-        return {"aside": self._aside.name, "files": told, "base": self._sum_base()}
+        sizes = {name: [f.size_bytes, f.sha256] for name, f in files.items()}
+        return {"aside": self._aside.name, "files": sizes, "base": self._sum_base()}
 
     def _sum_base(self) -> int:
         if self._base_sum is None:
@@ -181,8 +181,8 @@ class Saving:
         return self._base_sum
 
     def finish(self, written: list[dict[str, Any]], *, number: int) -> None:
-        """Makes one folder of what the ranks' `write` returned and renames it to `final`. Rank 0 calls it, once all
-        have written. Raises OSError.
+        """Merges the ranks' folders, by the results of their `write`, and renames the folder to `final`. Rank 0 calls
+        it, once all have written. Raises OSError.
         """
         aside, final, files = self._aside, self.final, {}
         for rank, theirs in enumerate(written):
@@ -202,12 +202,12 @@ class Saving:
         put_in_place(aside, final, former=unfinished(final, "replaced"))
 
     def abandon(self) -> None:
-        """Removes what this rank has written, unless it has been finished."""
+        """Removes this rank's files, unless they are finished."""
         shutil.rmtree(self._aside, ignore_errors=True)
 
 
 def unfinished(final: Path, why: str) -> Path:
-    """A name for what will become `final`, or used to be."""
+    """A temporary name for a future or former `final`."""
     return final.with_name(f".{final.name}.{secrets.token_hex(4)}.{why}")
 
 
@@ -215,7 +215,7 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
     """Reads a checkpoint into `model` and `optimizer`, on any number of ranks, and returns its state. Collective.
 
     Each rank restores its own random state; ranks beyond those that saved the checkpoint are seeded from
-    (the state's "seed", or 0; rank; step). A plain DCP folder, as FSDP2's scripts write it, has no state, no random
+    (the state's "seed", or 0; rank; step). A plain DCP folder, as from FSDP2's scripts, has no state, no random
     state and no digests: {} is returned. `optimizer`: None reads the model only.
 
     Raises, on every rank and before anything is overwritten: CheckpointCorrupt for damaged files, CheckpointDiffers for

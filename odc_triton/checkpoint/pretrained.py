@@ -61,7 +61,7 @@ def meta_causal_lm(*, model: str | None = None, init: str | None = None) -> nn.M
     source = model if init is None else init
     config = read_config(source)
     if init is not None:
-        config._name_or_path = ""  # nothing has these weights but the run's checkpoints
+        config._name_or_path = ""  # only the run's checkpoints have these weights
     with torch.device("meta"):
         made = _made(config, source)
     if model is not None and made.can_generate():
@@ -93,7 +93,7 @@ def _made(config: Any, source: str) -> nn.Module:
 
 
 def transformers_part(model: nn.Module) -> tuple[str, nn.Module]:
-    """(prefix, module) of the transformers model in `model`: itself, or within an adapter's wrapper.
+    """(prefix, module) of the transformers model in `model`: itself, or inside an adapter's wrapper.
 
     Raises TypeError if there is none.
     """
@@ -118,7 +118,7 @@ def empty_copy(model: nn.Module) -> nn.Module:
 
 
 def tensors_by_unit(part: nn.Module, empty: nn.Module) -> list[dict[str, torch.Tensor]]:
-    """A transformers model's parameters and persistent buffers by their names in files, those of each unit together, as
+    """A transformers model's parameters and persistent buffers by their names in files, grouped by unit, as
     transformers converts only tensors of the same unit. Tied ones once. `empty`: its `empty_copy`.
     """
     tied, known = getattr(empty, "all_tied_weights_keys", {}), empty.state_dict().keys()
@@ -133,7 +133,7 @@ def tensors_by_unit(part: nn.Module, empty: nn.Module) -> list[dict[str, torch.T
 
 @dataclass(slots=True)
 class _Source:
-    """Where one or more of the model's tensors come from: names in the files, and transformers' converter, if any."""
+    """The source of one or more of the model's tensors: names in the files, and transformers' converter, if any."""
 
     names: list[str] = field(default_factory=list)
     patterns: list[str] = field(default_factory=list)
@@ -141,7 +141,7 @@ class _Source:
 
 
 class _Files:
-    """A folder's safetensors files, opened when needed; reads only what is asked for."""
+    """A folder's safetensors files, opened on demand; reads only requested rows."""
 
     def __init__(self, folder: Path) -> None:
         from safetensors import safe_open
@@ -200,7 +200,7 @@ def weights_folder(source: str | Path) -> Path:
 
 
 def require_weights(folder: str | Path) -> None:
-    """Raises what `load_pretrained_shards` raises for a local folder whose weights it can't find or open."""
+    """Raises as `load_pretrained_shards` for a local folder whose weights it can't find or open."""
     _Files(Path(folder))
 
 
@@ -251,12 +251,12 @@ def _places(model: nn.Module) -> dict[str, Place]:
 
 
 def plain_name(name: str) -> str:
-    """The name without `base_layer`, PEFT's name for an adapted layer within its wrapper."""
+    """The name without `base_layer`, PEFT's name for an adapted layer inside its wrapper."""
     return name.replace(".base_layer.", ".")
 
 
 def _sources(model: nn.Module, files: _Files, places: dict[str, Place]) -> tuple[dict[str, _Source], list[str]]:
-    """Where each tensor comes from, as transformers itself would load it, and names in the files that nothing needs."""
+    """(the source of each tensor, as transformers would load it; unused names in the files)."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -304,7 +304,7 @@ def _check(places: dict[str, Place], sources: dict[str, _Source], files: _Files)
         raise CheckpointDiffers(f"the files are of another model: {'; '.join(differences[:_SHOWN])}{more}")
 
 
-Take = Callable[[slice | None], torch.Tensor]  # gives some rows of a tensor, or with None all of it
+Take = Callable[[slice | None], torch.Tensor]  # returns some rows of a tensor, or with None all of it
 
 
 def _values(target: str, source: _Source, files: _Files, model: nn.Module) -> Iterator[tuple[str, Take]]:

@@ -1,4 +1,4 @@
-"""A sharded model's whole tensors as the files of plain transformers have them: to write them, or to send them."""
+"""A sharded model's whole tensors in the form of plain transformers' files, to write or send them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .adapter import adapted_weights, merged
 from .pretrained import empty_copy, tensors_by_unit, transformers_part
 from .sharded import sharded_parameters
 
-PIECE_BYTES = 2**30
+CHUNK_BYTES = 2**30
 Place = ShardedParameter | torch.Tensor
 
 
 class PretrainedTensors:
-    """(name, whole tensor) of everything that a checkpoint's files have, again on every walk.
+    """Iterates over (name, whole tensor) of everything in a checkpoint's files; may be iterated again.
 
-    Names and shapes are those of the files: a tied weight once, experts apart, PEFT's LoRA added to its base.
-    Parameters are given in `dtype`, by default the compute dtype, and on `device`, by default their own. Any one rank
-    may walk, as `full_parameters` does, and raises what that raises; it holds the tensors of one unit at a time.
-    `empty`: a model on the meta device whose config and names these are.
+    Names and shapes are those of the files: a tied weight once, experts separate, PEFT's LoRA added to its base.
+    Parameters are in `dtype`, by default the compute dtype, and on `device`, by default their own. Any one rank
+    may iterate; it raises as `full_parameters`, and holds the tensors of one unit at a time.
+    `empty`: a model on the meta device with the same config and names.
 
     Raises TypeError for a model that is not transformers', NotImplementedError for adapters that can't be added,
     RuntimeError for parameters that have no values here.
@@ -45,7 +45,7 @@ class PretrainedTensors:
         self._metadata: list[tuple[str, torch.dtype, tuple[int, ...]]] | None = None
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """(name, dtype, shape) of what a walk gives, in its order; reads nothing."""
+        """(name, dtype, shape) of each item, in order; reads nothing."""
         if self._metadata is None:
             walk = self._walk(lambda _, place: self._like(place))
             self._metadata = [(name, value.dtype, tuple(value.shape)) for name, value in walk]
@@ -54,18 +54,18 @@ class PretrainedTensors:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._walk(self._read)
 
-    def pieces(self, piece_bytes: int = PIECE_BYTES) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """A walk in lists of at most `piece_bytes`, or of one tensor that is larger."""
-        piece: list[tuple[str, torch.Tensor]] = []
+    def chunks(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """The items in lists of at most `chunk_bytes`, or of one tensor that is larger."""
+        chunk: list[tuple[str, torch.Tensor]] = []
         size = 0
         for name, value in self:
-            if piece and size + value.nbytes > piece_bytes:
-                yield piece
-                piece, size = [], 0
-            piece.append((name, value))
+            if chunk and size + value.nbytes > chunk_bytes:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append((name, value))
             size += value.nbytes
-        if piece:
-            yield piece
+        if chunk:
+            yield chunk
 
     def _walk(self, read: Callable[[str, Place], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         from transformers.core_model_loading import revert_weight_conversion
@@ -90,7 +90,7 @@ class PretrainedTensors:
         return whole.to(self._device)
 
     def _like(self, place: Place) -> torch.Tensor:
-        """A tensor without memory, of the dtype and shape that is read."""
+        """A tensor without memory, with the dtype and shape of `_read`'s."""
         if isinstance(place, torch.Tensor):
             return torch.empty_like(place, device="meta")
         return torch.empty(place.spec.whole_shape, dtype=self._dtype or place.leaf.dtype, device="meta")

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Replayable(Generic[T]):
-    """What an iterable gives, once more for each further iteration: a queue gives its packs only once."""
+    """An iterable that can be iterated again: it keeps its items, as a queue yields its packs only once."""
 
     def __init__(self, given: Iterable[T]) -> None:
         self._given, self._kept = iter(given), []
@@ -25,16 +25,16 @@ class Replayable(Generic[T]):
             yield each
 
 
-def repeating(run: Callable[[], T], told: Callable[[MinibatchToRepeat], None] = lambda error: None) -> T:
-    """`run()`, which runs one minibatch; again, at most 3 times, while it raises MinibatchToRepeat.
+def repeating(run: Callable[[], T], on_repeat: Callable[[MinibatchToRepeat], None] = lambda error: None) -> T:
+    """Calls `run`, which runs one minibatch; again, at most 3 times, while it raises MinibatchToRepeat.
 
-    Each time it finds the random states of torch and Python as they are now. `told` hears of each repetition.
+    Each call starts from the current random states of torch and Python. `on_repeat` is called before each repetition.
     """
     states = random_state()
     for _ in range(_MOST_TIMES):
         try:
             return run()
         except MinibatchToRepeat as error:
-            told(error)
+            on_repeat(error)
         restore_random_state(states)
     return run()

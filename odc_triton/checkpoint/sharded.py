@@ -1,4 +1,4 @@
-"""What reading and writing files needs of a sharded model: whole values, and work that all ranks complete or none."""
+"""Sharded models in files: whole values, and work that all ranks complete or none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sharded_parameters(model: nn.Module) -> dict[int, ShardedParameter]:
 
 
 def read_whole(model: nn.Module, value: ShardedParameter | torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A whole tensor on the CPU: a sharded one in `dtype`, by default the compute dtype; any other as it is."""
+    """A whole tensor on the CPU: a sharded one in `dtype`, by default the compute dtype; any other unchanged."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     ((_, whole),) = engine_of(model).full_parameters([value.shard])
@@ -31,7 +31,7 @@ def read_whole(model: nn.Module, value: ShardedParameter | torch.Tensor, dtype: 
 class all_or_none(dict):
     """Work on files that succeeds on all ranks or fails on all.
 
-    When the block ends, all ranks get what it put into this dict: `.all`, by rank. If one rank raised, all raise.
+    When the block ends, ranks exchange the contents of this dict: `.all`, by rank. If one rank raised, all raise.
     """
 
     all: list[dict[str, Any]]
@@ -46,7 +46,7 @@ class all_or_none(dict):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         problem = None if error is None else problem_of(error)
         message = {"problem": problem, **(self if error is None else {})}
-        if error is not None and not isinstance(error, Exception):  # a request to stop: wait for nobody
+        if error is not None and not isinstance(error, Exception):  # a request to stop: don't wait for others
             self._engine.barrier.post(self._purpose, message)
             return
         self.all = self._engine.barrier.exchange(self._purpose, message)
@@ -54,7 +54,7 @@ class all_or_none(dict):
 
 
 def problem_of(error: BaseException) -> list[str]:
-    """An error as ranks tell it each other: its kind, and words."""
+    """An error as a message to other ranks: its kind, and text."""
     return [type(error).__name__, _in_words(error)]
 
 

@@ -37,8 +37,8 @@ def save_pretrained(
 
     Only rank 0 calls it, outside of a minibatch, while the others wait. Of a PEFT model it writes the adapter, or with
     `merge` the whole model, with LoRA added to its base. Parameters are saved in `dtype`, by default the compute dtype.
-    Meanwhile rank 0 holds one unit and one file's tensors, `shard_bytes`, in memory. The folder is written aside and
-    renamed, so it exists whole or not at all.
+    Rank 0 temporarily holds one unit and one file's tensors, `shard_bytes`, in memory. The folder is written under a
+    temporary name and renamed, so it is atomic.
 
     Raises TypeError for another kind of model, ValueError for `merge` without adapters, NotImplementedError for those
     that can't be added, FileExistsError for a folder that is not empty unless `overwrite`, RuntimeError on other ranks
@@ -62,7 +62,7 @@ def save_pretrained(
 
 @contextlib.contextmanager
 def _naming(folder: str | Path) -> Iterator[None]:
-    """Errors of writing in this block name `folder`: neither safetensors nor writing itself names a file."""
+    """Adds `folder` to errors of writing in this block, which lack a file name."""
     from safetensors import SafetensorError
 
     try:
@@ -93,13 +93,13 @@ def _write_model(root: nn.Module, model: nn.Module, folder: Path, dtype: torch.d
         model.generation_config.save_pretrained(folder)
     files: list[list[str]] = []
     total_bytes = 0
-    for piece in tensors.pieces(shard_bytes):
+    for chunk in tensors.chunks(shard_bytes):
         part = folder / f"part-{len(files)}"
-        save_file(dict(piece), part, metadata={"format": "pt"})
-        shutil.copymode(folder / "config.json", part)  # safetensors lets nobody else read it
-        files.append([name for name, _ in piece])
-        total_bytes += sum(value.nbytes for _, value in piece)
-        piece.clear()  # before the next one is read
+        save_file(dict(chunk), part, metadata={"format": "pt"})
+        shutil.copymode(folder / "config.json", part)  # else only its owner can read it
+        files.append([name for name, _ in chunk])
+        total_bytes += sum(value.nbytes for _, value in chunk)
+        chunk.clear()  # before the next one is read
     if len(files) == 1:
         (folder / "part-0").rename(folder / "model.safetensors")
         return

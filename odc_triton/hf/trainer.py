@@ -1,7 +1,7 @@
 """`ODCTrainer`: transformers' Trainer, whose step is one minibatch of this rank's packs.
 
-What Trainer calls a batch is here a list of any number of packs, which may be empty; so gradient accumulation has
-nothing left to do. Everything else, schedules, callbacks, logging, saving, is Trainer's own: sharded_trainer.py.
+Trainer's batch is here a list of any number of packs, which may be empty, so gradient accumulation is not needed.
+Everything else, schedules, callbacks, logging, saving, is Trainer's own: sharded_trainer.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .sharded_trainer import ShardedTrainer
 
 
 class PackLoader(DataLoader):
-    """Per minibatch this rank's packs, collated: `DataLoader` with a MinibatchSampler, whose epoch can be set."""
+    """This rank's packs of each minibatch, collated: `DataLoader` with a MinibatchSampler, whose epoch can be set."""
 
     def __init__(self, dataset: Any, sampler: MinibatchSampler, **loader: Any) -> None:
         super().__init__(PackedDataset(dataset), batch_sampler=sampler, collate_fn=pack_collate, **loader)
@@ -45,15 +45,15 @@ class ODCTrainer(ShardedTrainer):
         model = fully_shard(model)
         ODCTrainer(model, TrainingArguments(...), train_dataset=samples).train()
 
-    Give it the sharded model, on every rank. A sample of `train_dataset` has `input_ids` and optionally `labels` (-100:
+    Pass the sharded model, on every rank. A sample of `train_dataset` has `input_ids` and optionally `labels` (-100:
     not learned), tokenised, without padding. One step takes world * `per_device_train_batch_size` *
     `gradient_accumulation_steps` samples, and its loss is the mean over the target tokens of all ranks. Logs also have
     `target_tokens`, those of all ranks since the last log. `evaluate()` returns the loss per target token of the whole
-    set; `compute_metrics` and `predict` work as in Trainer, on batches of `data_collator`, which is used for nothing
-    else. With `bf16=True` a model that was sharded in fp32 computes in autocast, as in Trainer.
+    set; `compute_metrics` and `predict` work as in Trainer, on batches of `data_collator`, which is not used
+    otherwise. With `bf16=True` a model that was sharded in fp32 computes in autocast, as in Trainer.
 
-    A model may have PEFT's adapters, put on before `fully_shard`. A checkpoint's folder loads in plain transformers, or
-    PEFT, and has masters and optimizer states of what is trained in `odc/`. Training can be
+    A model may have PEFT's adapters, added before `fully_shard`. A checkpoint's folder loads in plain transformers, or
+    PEFT, and has masters and optimizer states of trained parameters in `odc/`. Training can be
     resumed on another number of ranks, with a `per_device_train_batch_size` that keeps the samples per step. Call
     `save_model` on every rank.
 
@@ -62,10 +62,10 @@ class ODCTrainer(ShardedTrainer):
 
     sampler: a MinibatchSampler of this rank over `train_dataset`. By default one with balance "mini", the longest
         sample as token cap and `data_seed` or `seed`.
-    split: the default sampler cuts long samples over ranks, on a model of `enable_split`.
+    split: the default sampler splits long samples over ranks, on a model of `enable_split`.
     trainer: other arguments of transformers' Trainer.
 
-    Raises ValueError or TypeError for a model that is not sharded and for arguments that can't be kept.
+    Raises ValueError or TypeError for a model that is not sharded and for unsupported arguments.
     """
 
     takes_adapters: ClassVar[bool] = True
@@ -100,7 +100,7 @@ class ODCTrainer(ShardedTrainer):
             raise ValueError("split=True with a sampler: give MinibatchSampler(…, split=True) instead")
         if self._accumulated > 1 and sampler is not None:
             raise ValueError(
-                f"gradient_accumulation_steps={self._accumulated} with a sampler, which yields what a step takes: set "
+                f"gradient_accumulation_steps={self._accumulated} with a sampler, which yields whole steps: set "
                 f"1, and give it {self._accumulated} times the samples_per_rank"
             )
 
@@ -109,14 +109,14 @@ class ODCTrainer(ShardedTrainer):
         strategy = getattr(args, "train_sampling_strategy", "random")
         if strategy != "random":
             raise ValueError(
-                f"train_sampling_strategy is {strategy!r}: samples are shuffled by data_seed and dealt by their "
+                f"train_sampling_strategy is {strategy!r}: samples are shuffled by data_seed and assigned by their "
                 f"lengths. Leave it out, or give a sampler"
             )
 
     # ------------------------------------------------------------------ data
 
     def get_train_dataloader(self) -> PackLoader:
-        """Minibatch after minibatch, this rank's packs."""
+        """This rank's packs, minibatch after minibatch."""
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset, whose samples have input_ids")
         sampler = self._sampler or self._make_sampler(self.train_dataset, self.args.per_device_train_batch_size)
@@ -194,18 +194,18 @@ class ODCTrainer(ShardedTrainer):
                 f"or return a DataLoader with a MinibatchSampler as batch_sampler and collate_fn=pack_collate"
             )
         self._set_training(model)
-        loss, mb, told = self._run_minibatch(partial(self._minibatch, model, inputs))
+        loss, mb, reports = self._run_minibatch(partial(self._minibatch, model, inputs))
         self._target_tokens += mb.tokens
         if self._is_sft:
-            self._total_train_tokens += sum(each["tokens"] for each in told)
-            sums = [sum(column) for column in zip(*(each["sums"] for each in told), strict=True)]
+            self._total_train_tokens += sum(each["tokens"] for each in reports)
+            sums = [sum(column) for column in zip(*(each["sums"] for each in reports), strict=True)]
             append(self._metrics["train"], sums, mb.tokens, self._total_train_tokens)
         return loss
 
     def _minibatch(
         self, model: nn.Module, inputs: Sequence[Mapping[str, Tensor]]
     ) -> tuple[Tensor, minibatch, dict[str, Any]]:
-        """The loss of this rank's packs, as a part of that of all ranks, and its metrics; gradients have landed."""
+        """The loss of this rank's packs, as a part of that of all ranks, and its metrics, after the reduction."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.args.device)
         split = getattr(inputs, "split", None)
         self._sums.zero_()
@@ -225,8 +225,8 @@ class ODCTrainer(ShardedTrainer):
     ) -> Any:
         """A pack's summed loss divided by `num_items_in_batch`, the target tokens of all ranks.
 
-        Override it for a loss of your own: a sum over the pack, divided so. It must not wait for other ranks, which may
-        have another number of packs.
+        Override it for a custom loss: a sum over the pack, divided in the same way. It must not wait for other ranks,
+        which may have another number of packs.
         """
         if return_outputs:  # Trainer's own evaluation, of padded batches
             return self._padded_loss(model, inputs)
@@ -253,13 +253,13 @@ class ODCTrainer(ShardedTrainer):
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, Any, Any]:
         found = super().prediction_step(*args, **kwargs)
-        if self._rows is not None:  # accelerate leaves out rows that only fill up the last batches
+        if self._rows is not None:  # accelerate drops rows that only pad the last batches
             self._sums += self.accelerator.gather_for_metrics(self._rows).sum(0)
             self._rows = None
         return found
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Those of all packs, by Trainer's estimate."""
+        """The FLOPs of all packs, by Trainer's estimate."""
         flos = 0
         for pack in inputs if isinstance(inputs, list) else [inputs]:
             flos += super().floating_point_ops(pack)
@@ -290,7 +290,7 @@ class ODCTrainer(ShardedTrainer):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
-            if self._sums[3]:  # else without labels, or by a compute_loss that gives the outputs itself
+            if self._sums[3]:  # else without labels, or by a compute_loss that returns the outputs
                 output.metrics[f"{metric_key_prefix}_loss"] = self._mean_loss(self._sums.tolist())
             return output
         self.model.eval()
@@ -305,8 +305,8 @@ class ODCTrainer(ShardedTrainer):
                 self._sums[3] += count_target_tokens(packs)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self._sums[0] = loss_sum
-        told = self._engine.exchange("evaluation", {"sums": self._sums.tolist()})
-        sums = [sum(column) for column in zip(*(each["sums"] for each in told), strict=True)]
+        reports = self._engine.exchange("evaluation", {"sums": self._sums.tolist()})
+        sums = [sum(column) for column in zip(*(each["sums"] for each in reports), strict=True)]
         return EvalLoopOutput(
             predictions=None,
             label_ids=None,
@@ -315,7 +315,7 @@ class ODCTrainer(ShardedTrainer):
         )
 
     def _mean_loss(self, sums: Sequence[float]) -> float:
-        """Of an evaluation's sums over all ranks, which also give SFTTrainer's metrics."""
+        """The loss from an evaluation's sums over all ranks; also appends SFTTrainer's metrics."""
         loss, *others, targets = sums
         if self._is_sft:
             append(self._metrics["eval"], others, targets, self._total_train_tokens)
@@ -327,7 +327,7 @@ class ODCTrainer(ShardedTrainer):
         return {"sampler": self._sampler.state_dict(minibatches_done=self.state.global_step)}
 
     def _load_loop_state(self, state: dict[str, Any]) -> None:
-        # Trainer skips the minibatches of the epoch by itself.
+        # Trainer skips the minibatches of the epoch.
         self._sampler.load_state_dict(state["sampler"] | {"minibatch": 0})
 
 
@@ -346,7 +346,7 @@ def _lengths(dataset: Any) -> list[int]:
     """Tokens of each sample. Raises TypeError or ValueError for a data set without lengths or token ids."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
-            f"{type(dataset).__name__} has no length: give a map-style data set, as samples are dealt by their lengths"
+            f"{type(dataset).__name__} has no length: give a map-style data set; samples are assigned by their lengths"
         )
     lengths = []
     for index in range(len(dataset)):

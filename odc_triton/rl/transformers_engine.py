@@ -3,8 +3,8 @@
 Outside of a minibatch there is no synchronisation: ranks decode different prompts independently.
 
 [Note: draws] A token is drawn by one uniform number, by inverting the cumulative distribution. A completion's uniform
-numbers come from its own seed, so which others are decoded beside it changes nothing but rounding. `generate` is told
-to be greedy, among scores of which only the drawn token's is finite.
+numbers come from its own seed, so the other completions of the batch affect only rounding. `generate` runs greedily, on
+scores of which only the drawn token's is finite.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from ..engine.module import ODCModule
 from .generation import Request, Sampled, SamplingOptions
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 class TransformersEngine:
     """Samples from `model`, sharded.
 
-    `look`, called about twice a second, may raise; if it returns True, decoding stops. `hold`: keep whole weights
-    during a rollout, which on a GPU saves gathering them for each token.
+    `should_stop`, called about twice a second, may raise; if it returns True, decoding stops. `hold`: keep whole
+    weights during a rollout, which on a GPU saves gathering them for each token.
     """
 
     samples_elsewhere = False
 
-    def __init__(self, model: nn.Module, *, look: Callable[[], bool] = lambda: False, hold: bool = False) -> None:
-        self.model, self._look, self._holds = model, look, hold
+    def __init__(
+        self, model: nn.Module, *, should_stop: Callable[[], bool] = lambda: False, hold: bool = False
+    ) -> None:
+        self.model, self._should_stop, self._holds = model, should_stop, hold
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[list[Sampled]]:
@@ -50,7 +52,7 @@ class TransformersEngine:
             eos_token_id=list(options.end_tokens) or None,
             pad_token_id=pad,
             use_cache=True,
-            # Where a model's own config has other values, these win: log-probabilities are the policy's.
+            # These override a model's own config: log-probabilities are the policy's.
             do_sample=False,
             num_beams=1,
             repetition_penalty=1.0,
@@ -63,13 +65,13 @@ class TransformersEngine:
                 attention_mask=there,
                 generation_config=config,
                 logits_processor=LogitsProcessorList([draw]),
-                stopping_criteria=StoppingCriteriaList([_StopCheck(self._look)]),
+                stopping_criteria=StoppingCriteriaList([_StopCheck(self._should_stop)]),
             )
         answers = iter(_cut(made[:, longest:].tolist(), draw.logps(), options.end_tokens))
         return [[next(answers) for _ in request.seeds] for request in requests]
 
     def sync(self, model: nn.Module) -> None:
-        """Nothing to do: what samples is the policy."""
+        """Nothing to do: the policy itself samples."""
 
     def close(self) -> None:
         """Nothing was started."""
@@ -131,12 +133,12 @@ class _Draw(LogitsProcessor):
 
 
 class _StopCheck(StoppingCriteria):
-    def __init__(self, look: Callable[[], bool]) -> None:
-        self._look, self._looked_s = look, time.monotonic()
+    def __init__(self, should_stop: Callable[[], bool]) -> None:
+        self._should_stop, self._polled_s = should_stop, time.monotonic()
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
         stops = False
-        if time.monotonic() - self._looked_s >= _LOOK_S:
-            self._looked_s = time.monotonic()
-            stops = self._look()
+        if time.monotonic() - self._polled_s >= _POLL_S:
+            self._polled_s = time.monotonic()
+            stops = self._should_stop()
         return torch.full((len(input_ids),), stops, dtype=torch.bool, device=input_ids.device)

@@ -1,6 +1,6 @@
 """Completions from a vLLM engine in each rank's process, on the GPU that it trains on.
 
-Written against vLLM's documentation (`LLM`, executor "external_launcher") and the way TRL 1.16 uses it, and tested with
+Written against vLLM's documentation (`LLM`, executor "external_launcher") and its use in TRL 1.16, and tested with
 a stand-in of that interface; it has not run with vLLM itself.
 """
 
@@ -21,10 +21,10 @@ class VllmColocate:
     """A `CompletionEngine` of this rank alone: vLLM has the whole model of `folder` on this rank's GPU.
 
     `memory`: the part of the GPU that vLLM takes, for weights and cache. `max_tokens`: of a prompt and its completion
-    together, by default what the model's config allows. Call it after the process group is made. Each rank reads the
-    policy for itself. Nothing that runs in this process can have a deadline; other ranks' waits for this one have.
+    together, by default the maximum of the model's config. Call it after the process group is made. Each rank reads
+    the policy itself. Calls in this process can't have a deadline; other ranks' waits for this one have.
 
-    Raises GenerationFailed if vLLM is not installed, or returns what it was not asked for.
+    Raises GenerationFailed if vLLM is not installed, or returns something unexpected.
     """
 
     samples_elsewhere = True
@@ -62,10 +62,10 @@ class VllmColocate:
         return [[next(completions) for _ in request.seeds] for request in requests]
 
     def sync(self, model: nn.Module) -> None:
-        """This rank alone: it reads the policy, in pieces, and the others take no part."""
+        """Reads the policy in chunks. Not collective."""
         theirs = self._llm.llm_engine.model_executor.driver_worker.model_runner.model
-        for piece in PretrainedTensors(model).pieces():
-            theirs.load_weights(piece)
+        for chunk in PretrainedTensors(model).chunks():
+            theirs.load_weights(chunk)
         if self._llm.reset_prefix_cache() is False:  # it is of the old weights
             raise GenerationFailed("vLLM keeps its prefix cache: some of its requests have not ended")
 

@@ -32,15 +32,15 @@ from .metrics import Metrics
 from .prepare import Prepared, load_any_tokenizer, mix_of, take_folder
 from .run_folder import RunFolder
 
-# Of each source, that are looked at before the start; and of one that may be too small for a step.
+# Records of each source that are checked before the start; and of one that may be too small for a step.
 _PROMPTS, _MOST_PROMPTS = 16, 1024
 
 
 def train_grpo(options: GrpoOptions, on_metrics: OnMetrics | None = None) -> Metrics:
     """Runs to the end on this rank and returns the last metrics. Every rank of the job calls it.
 
-    Rank 0 writes and shows what `train_sft` does. A stop during a rollout gives the step up. Raises what `train_sft`
-    does, and RolloutFailed on all ranks for what sampling or a reward function raised on any.
+    Rank 0's output is as in `train_sft`. A stop during a rollout abandons the step. Raises as `train_sft`, and
+    RolloutFailed on all ranks if sampling or a reward function raised on any.
     """
     return train(options, prepare, _start, on_metrics)
 
@@ -51,7 +51,7 @@ def run_grpo(options: GrpoOptions) -> Metrics:
 
 
 def check_before_start(options: GrpoOptions, ranks: int) -> None:
-    """Raises OSError and ValueError for what would fail later in the run. Leaves nothing except the folder `out`."""
+    """Raises OSError and ValueError for errors that would occur later in the run. Leaves only the folder `out`."""
     tokenizer = load_any_tokenizer(options)
     enough = math.ceil(options.prompts_per_rank * ranks / min(options.data_weight, default=1.0))
     first = max(min(enough, _MOST_PROMPTS), _PROMPTS)
@@ -95,13 +95,13 @@ def prepare(options: GrpoOptions, *, mesh: DeviceMesh) -> Prepared[Prompts]:
         mix=mix,
         identity=taken["identity"],
         folder=folder,
-        goes_on=taken["goes_on"],
+        resumes=taken["resumes"],
         **_largest(options, tokenizer, found),
     )
 
 
 def _largest(options: GrpoOptions, tokenizer: Any, found: list[Prompts]) -> dict[str, int]:
-    """What a model must be able to take."""
+    """The longest sample and the largest token that the model must accept."""
     return {
         "longest": max(each.longest for each in found) + options.max_new_tokens,
         "largest_token": max(*(each.largest_token for each in found), tokenizer.eos_token_id or 0),
@@ -109,7 +109,7 @@ def _largest(options: GrpoOptions, tokenizer: Any, found: list[Prompts]) -> dict
 
 
 def _read(options: GrpoOptions, tokenizer: Any, *, first: int = 0) -> list[Prompts]:
-    """Of each --data, and of --eval-data if it is given."""
+    """The prompts of each --data, and of --eval-data if any."""
     how = {"most_tokens": options.token_cap - options.max_new_tokens, "drop_long": options.drop_long, "first": first}
     return [read_prompts(name, tokenizer, **how) for name in (*options.data, options.eval_data) if name]
 
@@ -123,13 +123,13 @@ def _start(options: GrpoOptions, sharded: Sharded, prepared: Prepared[Prompts]) 
     model, cost = sharded(options)
     run: GrpoRun | None = None
 
-    def look() -> bool:
+    def should_stop() -> bool:
         if run is not None:
             run.stop_signal.check_peers()
             return run.stop_signal.signal is not None
         return False
 
-    completions = _engine(options, model, look)
+    completions = _engine(options, model, should_stop)
     run = GrpoRun(
         options=options,
         model=model,
@@ -147,17 +147,17 @@ def _reference(options: GrpoOptions, sharded: Sharded) -> nn.Module:
     """The model at the start, without adapters and dropout, never stepped."""
     model, _ = sharded(replace(options, lora_rank=0, lora_alpha=None, lora_targets="all-linear"), frozen=True)
     model.eval()
-    model.get_output_embeddings().train()  # a fused head makes whole logits in evaluation
+    model.get_output_embeddings().train()  # a fused head computes whole logits in evaluation
     return model
 
 
-def _engine(options: GrpoOptions, model: nn.Module, look: Callable[[], bool]) -> CompletionEngine:
+def _engine(options: GrpoOptions, model: nn.Module, should_stop: Callable[[], bool]) -> CompletionEngine:
     rank = engine_of(model).rank
     if options.vllm_server is not None:
         return VllmServer(options.vllm_server, rank=rank, sync_timeout_s=60 * options.timeout_minutes)
     if options.engine == "vllm-colocate":
         return VllmColocate(options.model, rank=rank, memory=options.vllm_memory, max_tokens=options.token_cap)
-    return TransformersEngine(model, look=look, hold=options.hold_weights)
+    return TransformersEngine(model, should_stop=should_stop, hold=options.hold_weights)
 
 
 def _correction(options: GrpoOptions) -> Correction:

@@ -1,4 +1,4 @@
-"""GRPO on one rank: a rollout, what is learned of it, and the updates."""
+"""GRPO on one rank: a rollout, its learned completions, and the updates."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class GrpoRun(Run):
         cost: CostModel,
         correction: Correction | None = None,
     ) -> None:
-        """`reference`: the model at the start, sharded, where there is a divergence to it. `completions` samples;
+        """`reference`: the model at the start, sharded, if there is a divergence to it. `completions` samples;
         `correction`: the importance weights if it is not the policy.
         """
         engine = engine_of(model)
@@ -143,10 +143,10 @@ class GrpoRun(Run):
             keep_all=self.reference is not None,
         )
         update_s, lr, loss = time.monotonic(), self.lr, 0.0
-        dealt = self.assigner.own(batch.lengths, range(len(batch.samples)))
-        packs = Replayable(dealt)  # what is taken from a queue once is computed here again
+        own = self.assigner.own(batch.lengths, range(len(batch.samples)))
+        packs = Replayable(own)  # later iterations use the packs that were taken from a queue
         for _ in range(options.iterations):
-            agreed = self.update(*self._minibatch(batch, packs, dealt.split))
+            agreed = self.update(*self._minibatch(batch, packs, own.split))
             loss += agreed.loss_sum / options.iterations
             if self.was_skipped:
                 break
@@ -196,7 +196,7 @@ class GrpoRun(Run):
     def _minibatch(
         self, batch: Learned, packs: Iterable[list[Entry]], split: SplitPlan | None
     ) -> tuple[float, list[float]]:
-        """This rank's part of the loss, and sums over its tokens, in the order of `_SUMS`; gradients have landed."""
+        """This rank's part of the loss, and sums over its tokens, in the order of `_SUMS`, after the reduction."""
         device = self.engine.heap.device
 
         def run() -> tuple[Tensor, Tensor]:
@@ -230,7 +230,7 @@ class GrpoRun(Run):
         return self.evaluation is not None
 
     def evaluate(self) -> Metrics:
-        """One greedy completion of each held-out prompt. Nothing, if the ranks are to stop."""
+        """One greedy completion of each held-out prompt. Empty if the ranks are asked to stop."""
         slots = [PromptSlot(prompt=prompt, seeds=[0]) for prompt in self.evaluation]
         self.sampler.completions.sync(self.model)
         made = self.sampler.roll_out(

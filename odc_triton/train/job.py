@@ -1,4 +1,4 @@
-"""What every training job does around its steps: the mesh, the model sharded and loaded, signals, the process."""
+"""Training jobs around their steps: the mesh, the model sharded and loaded, signals, the process."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ Options = TypeVar("Options", bound=RunOptions)
 
 
 Prepare = Callable[..., Prepared]  # takes the run's folder and reads its data; collective
-# The model that some options describe, sharded and loaded as the run's own, and what samples cost; collective.
+# The model of some options, sharded and loaded like the run's own, and the cost of samples; collective.
 Sharded = Callable[..., tuple[nn.Module, CostModel]]
 Start = Callable[[Any, Sharded, Prepared], Run]
 
 
 def train(options: RunOptions, prepare: Prepare, start: Start, on_metrics: OnMetrics | None) -> Metrics:
-    """A job on this rank, to its end: prepares, shards, and runs what `start` makes of it. Returns the last metrics."""
+    """Runs a job on this rank to its end: prepares, shards, runs the result of `start`. Returns the last metrics."""
     timeout = timedelta(minutes=options.timeout_minutes)
     mesh = default_mesh(timeout, replicas=options.replicas)
     prepared = prepare(options, mesh=mesh)
@@ -60,7 +60,7 @@ def train(options: RunOptions, prepare: Prepare, start: Start, on_metrics: OnMet
                 if lost is not None and lost is not error:
                     raise lost from error
                 raise
-            finally:  # after the peers were told
+            finally:  # after the peers were notified
                 run.close()
                 loop.close()
     finally:
@@ -76,7 +76,7 @@ def _sharded(
     model, cost = build_model(options, prepared.tokenizer, longest=longest, largest_token=largest_token, rank=rank)
     if frozen:
         model.requires_grad_(False)
-    exact = options.exact or None  # else as torch.use_deterministic_algorithms says
+    exact = options.exact or None  # None: by torch.use_deterministic_algorithms
     model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype), timeout=timeout, exact=exact)
     torch.manual_seed(options.seed + rank)  # dropout differs between ranks
     if options.model is not None:
@@ -97,7 +97,7 @@ def run_job(job: Callable[[Options], Metrics], options: Options) -> Metrics:
 
 
 def main_of(kind: type[Options], run: Callable[[Options], Metrics], name: str) -> None:
-    """What every rank runs under `torchrun -m NAME`: the options from the command line, the job, the exit status."""
+    """The main function of a rank under `torchrun -m NAME`: options from the command line, the job, the exit status."""
     try:
         _main(kind, run, name)
     except SystemExit as end:

@@ -164,7 +164,7 @@ class Loop:
         path: str | None = None
         if resume not in ("auto", "never"):
             path = resume
-        elif resume == "auto" and self._is_first and self.prepared.goes_on:
+        elif resume == "auto" and self._is_first and self.prepared.resumes:
             newest = self.checkpoints.newest(fallback=True)
             path = None if newest is None else str(newest)
         path = run.engine.exchange("find the checkpoint", {"path": path})[0]["path"]

@@ -1,4 +1,4 @@
-"""What a run needs before its model: the folder to write to, the tokenizer, the data, prepared once by rank 0."""
+"""Preparation of a run before its model: the folder to write to, the tokenizer, the data, prepared once by rank 0."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Prepared(Generic[Data]):
     tokenizer: Any
     data: Data
     evaluation: Data | None
-    mix: Mix  # how often an epoch takes which of the data
+    mix: Mix  # of the data in an epoch
     longest: int  # tokens of the longest sample
     largest_token: int
-    identity: dict[str, Any]  # what a resumed run must have in common with this one
+    identity: dict[str, Any]  # must be the same in a resumed run
     folder: RunFolder | None
-    goes_on: bool  # the folder holds a run to continue
+    resumes: bool  # the folder holds a run to continue
 
 
 def load_any_tokenizer(options: RunOptions) -> Any:
@@ -50,7 +50,7 @@ def load_any_tokenizer(options: RunOptions) -> Any:
 
 
 def mix_of(options: RunOptions, sizes: Sequence[int], ranks: int) -> Mix:
-    """How often an epoch takes the samples or prompts of each --data.
+    """The mix of the samples or prompts of each --data in an epoch.
 
     Raises ValueError, naming the option, also for an epoch that is shorter than a step.
     """
@@ -70,9 +70,9 @@ def mix_of(options: RunOptions, sizes: Sequence[int], ranks: int) -> Mix:
 def take_folder(
     options: RunOptions, read: Callable[[RunFolder], dict[str, Any]], *, mesh: DeviceMesh
 ) -> tuple[dict[str, Any], RunFolder | None]:
-    """Rank 0 takes the folder and reads the data; what it read, on every rank, and rank 0's folder. Collective.
+    """Rank 0 takes the folder and reads the data. Returns (the result of `read`, rank 0's folder). Collective.
 
-    `read` returns JSON whose `prepared` are digests of the data. The result also has `identity` and `goes_on`.
+    `read` returns JSON whose `prepared` are digests of the data. The result also has `identity` and `resumes`.
     """
     if options.lora_rank:
         require_peft()
@@ -86,10 +86,10 @@ def take_folder(
             _check_resumed(options, folder, identity)  # before all the data are read
             made = read(folder)
             identity |= {"prepared": made["prepared"]}
-            goes_on = folder.take(identity)
+            resumes = folder.take(identity)
             repeat = f"odc-triton train {options.job} --config {folder.file(CONFIG)} --out ANOTHER_FOLDER"
             write_config(folder.file(CONFIG), options, comment=f"To repeat this run: {repeat}", ranks=mesh.size())
-            return made | {"goes_on": goes_on, "identity": identity}
+            return made | {"resumes": resumes, "identity": identity}
         except BaseException:
             folder.release()
             raise
@@ -98,12 +98,12 @@ def take_folder(
     return made, folder if mesh.get_rank() == 0 else None
 
 
-# What `_on_rank_0` raises on the other ranks: the first of these that rank 0's error is an instance of.
+# The errors of `_on_rank_0` on the other ranks: the first of these that rank 0's error is an instance of.
 _ERRORS = (DataError, BlockingIOError, FileExistsError, FileNotFoundError, PermissionError, OSError, ValueError)
 
 
 def _on_rank_0(make: Callable[[], dict[str, Any]], mesh: DeviceMesh, timeout: timedelta) -> dict[str, Any]:
-    """Calls `make()` on rank 0, however long it takes, and returns its result (JSON) or raises its error on every rank.
+    """Calls `make()` on rank 0, without a deadline, and returns its result (JSON) or raises its error on every rank.
 
     Raises RankLost.
     """
@@ -127,7 +127,7 @@ def _on_rank_0(make: Callable[[], dict[str, Any]], mesh: DeviceMesh, timeout: ti
 
 
 def _check_resumed(options: RunOptions, folder: RunFolder, identity: dict[str, Any]) -> None:
-    """Raises OSError and ValueError if what is to be resumed had other options, its data aside, or is no checkpoint."""
+    """Raises OSError and ValueError if the resumed run had other options, its data aside, or is no checkpoint."""
     folder.check(identity)
     if options.resume in ("auto", "never"):
         return
@@ -150,7 +150,7 @@ def _check_resumed(options: RunOptions, folder: RunFolder, identity: dict[str, A
 
 
 def check_before_start(options: RunOptions, ranks: int, tokenizer: Any, *, longest: int, largest_token: int) -> None:
-    """Raises OSError and ValueError for what would fail later in the run. Leaves nothing except the folder `out`.
+    """Raises OSError and ValueError for errors that would occur later in the run. Leaves only the folder `out`.
 
     `longest`: tokens of the longest of the first samples; `largest_token`: of these.
     """

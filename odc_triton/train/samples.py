@@ -24,14 +24,14 @@ _Encoded = Sequence[dict[str, np.ndarray]]  # records with `input_ids` and `labe
 
 @dataclass(frozen=True, kw_only=True)
 class Prompted:
-    """Tokens of a held-out record: what the model is given, and what the record goes on with."""
+    """A held-out record: prompt and reference continuation, in tokens."""
 
     prompt: list[int]
     expected: list[int]
 
 
 def prompted(data: _Encoded, *, most_tokens: int) -> Iterator[Prompted]:
-    """The records of `data`, cut before what is learned last: a completion, or the last turn of the assistant.
+    """The records of `data`, cut before the last learned span: a completion, or the last turn of the assistant.
 
     All of a text is learned, so it is cut after its first half, or after 32 tokens if that is less. Records whose
     prompt has more than `most_tokens` tokens are left out.
@@ -48,10 +48,10 @@ def prompted(data: _Encoded, *, most_tokens: int) -> Iterator[Prompted]:
 
 
 class Completions:
-    """Completes the first `count` records of `data` whose prompt fits, each rank its part of them.
+    """Completes the first `count` records of `data` whose prompt fits, each rank a part of them.
 
-    `most_tokens`: of a prompt with its completion, which has at most `new_tokens`. `look` is called about twice a
-    second and may raise.
+    `most_tokens`: of a prompt with its completion, which has at most `new_tokens`. `should_stop` is called about twice
+    a second and may raise.
     """
 
     def __init__(
@@ -63,23 +63,23 @@ class Completions:
         count: int,
         new_tokens: int,
         most_tokens: int,
-        look: Callable[[], None],
+        should_stop: Callable[[], None],
     ) -> None:
         places = getattr(model.config.get_text_config(), "max_position_embeddings", None) or most_tokens
-        room = min(most_tokens, places) - new_tokens
-        if room < 1:
+        most_of_prompt = min(most_tokens, places) - new_tokens
+        if most_of_prompt < 1:
             raise ValueError(
                 f"--eval-sample-tokens is {new_tokens} and the model takes {places} tokens (max_position_embeddings): "
                 f"no prompt fits; give fewer --eval-sample-tokens"
             )
         self._engine, self._tokenizer = engine_of(model), tokenizer
-        self._chosen = [each for each, _ in zip(prompted(data, most_tokens=room), range(count), strict=False)]
-        self._completions = TransformersEngine(model, look=lambda: bool(look()))
+        self._chosen = [each for each, _ in zip(prompted(data, most_tokens=most_of_prompt), range(count), strict=False)]
+        self._completions = TransformersEngine(model, should_stop=lambda: bool(should_stop()))
         self._options = SamplingOptions(
             temperature=0.0, max_new_tokens=new_tokens, end_tokens=end_tokens_of(model, tokenizer)
         )
         if len(self._chosen) < count and self._engine.rank == 0:
-            print(f"{len(self._chosen)} samples, not {count}: there are no more whose prompt has at most {room} tokens")
+            print(f"{len(self._chosen)} samples, not {count}: no more have a prompt of at most {most_of_prompt} tokens")
 
     def sample(self) -> list[Sample]:
         """The samples, the same on every rank, in the order of the records. Collective: one barrier at the end."""

@@ -3,8 +3,8 @@
 odc-triton train sft --data FILE --model FOLDER --out DIR --ranks 2
 torchrun --nproc-per-node 2 -m odc_triton.train.sft --data FILE --model FOLDER --out DIR
 
-Ranks take a while to start, and tokenising a large file takes longer. So `check_before_start` first checks what it can:
-the model, the data's first records, the folder to write to.
+Ranks take a while to start, and tokenising a large file takes longer. So `check_before_start` first makes all quick
+checks: the model, the data's first records, the folder to write to.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from .run_folder import RunFolder
 from .sft_options import SftOptions
 from .sft_run import Samples, SftRun
 
-_TELL_S = 10.0
-_RECORDS = 16  # of each source, that are looked at before the start
-# And of one that may be too small for a step: what takes a second at most.
+_REPORT_S = 10.0
+_RECORDS = 16  # of each source that are checked before the start
+# And of one that may be too small for a step: a second's work at most.
 _MOST_RECORDS, _MOST_CHARACTERS = 50_000, 200_000
 
 
@@ -58,7 +58,7 @@ def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metri
     checkpoints, the report, and the trained model for plain transformers (or the adapters, for plain PEFT).
 
     SIGTERM and Ctrl-C ask the run to stop: the ranks agree on it after the next step, save a checkpoint and raise
-    Interrupted. Raises MinibatchFailed on all ranks for what a microbatch raised on any; RankLost and DeadlineExceeded,
+    Interrupted. Raises MinibatchFailed on all ranks if a microbatch raised on any; RankLost and DeadlineExceeded,
     naming the rank; TooManySkipped; CheckpointFailed; ValueError and OSError for unusable input.
     """
     return train(options, prepare, _start, on_metrics)
@@ -84,8 +84,8 @@ def _start(options: SftOptions, sharded: Sharded, prepared: Prepared[Samples]) -
 
 
 def check_before_start(options: SftOptions, ranks: int) -> None:
-    """Raises OSError and ValueError for what would fail later in the run. Leaves nothing except the folder `out`."""
-    sources = [open_source(name) for name in options.data]  # says soonest what is not there
+    """Raises OSError and ValueError for errors that would occur later in the run. Leaves only the folder `out`."""
+    sources = [open_source(name) for name in options.data]  # first, as it reports missing files
     tokenizer = load_any_tokenizer(options)
     encoder, wanted = TextEncoder.of(tokenizer), _wanted(options, ranks)
     # So many records of one --data are enough for a step.
@@ -113,10 +113,10 @@ def check_before_start(options: SftOptions, ranks: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Beginning:
-    """What the first records of a source make; of a small source, all."""
+    """Properties of the first records of a source; of a small source, of all."""
 
     name: str
-    samples: int | None  # of the whole source, or its records where they are long; None: it has enough for a step
+    samples: int | None  # of the whole source, or its records if they are long; None: enough for a step
     longest: int
     largest_token: int
     warning: str | None
@@ -151,7 +151,7 @@ def _begin(source: RecordSource, encoder: TextEncoder, wanted: DataOptions, enou
 
 
 def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared[Samples]:
-    """Rank 0 takes the folder, reads and tokenises once; the others load what it wrote. Collective."""
+    """Rank 0 takes the folder, reads and tokenises once; the others load its files. Collective."""
     world = mesh.size()
     tokenizer = load_any_tokenizer(options)
 
@@ -179,7 +179,7 @@ def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared[Samples]:
         largest_token=largest,
         identity=taken["identity"],
         folder=folder,
-        goes_on=taken["goes_on"],
+        resumes=taken["resumes"],
     )
 
 
@@ -188,7 +188,7 @@ def _joined(sets: list[TokenizedDataset] | list[SampleSubset], copies: Sequence[
 
 
 def _wanted(options: SftOptions, ranks: int) -> DataOptions:
-    """How records become samples. A sample's pieces may be on all ranks, each of at most --token-cap tokens."""
+    """Options of the samples. A sample's pieces may be on all ranks, each of at most --token-cap tokens."""
     longest = options.token_cap * (ranks if options.split_sequences else 1)
     return DataOptions(max_tokens=longest, too_long=options.too_long)
 
@@ -211,16 +211,16 @@ def _tokenize(options: SftOptions, tokenizer: Any, folder: RunFolder, wanted: Da
 
 
 def _now_and_then(source: str) -> Callable[[int, float], None]:
-    """Prints how far the preparation of `source` has got, every `_TELL_S` seconds."""
-    told_s = time.monotonic()
+    """Prints the progress of preparing `source`, every `_REPORT_S` seconds."""
+    reported_s = time.monotonic()
 
-    def tell(records: int, fraction: float) -> None:
-        nonlocal told_s
-        if time.monotonic() - told_s >= _TELL_S:
-            told_s = time.monotonic()
+    def report(records: int, fraction: float) -> None:
+        nonlocal reported_s
+        if time.monotonic() - reported_s >= _REPORT_S:
+            reported_s = time.monotonic()
             print(f"{source}: {records} records prepared, {fraction:.0%} of the data", flush=True)
 
-    return tell
+    return report
 
 
 if __name__ == "__main__":

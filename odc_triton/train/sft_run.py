@@ -66,8 +66,8 @@ class SftRun(Run):
         cost: CostModel | None = None,
         identity: dict[str, Any] | None = None,
     ) -> None:
-        """`mix`: how often an epoch takes which of `data`; by default each sample once. `tokenizer`: for the samples of
-        evaluations, where `eval_samples` asks for some.
+        """`mix`: of `data` in an epoch; by default each sample once. `tokenizer`: for sample generations, if
+        `eval_samples` is set.
         """
         self.data, self.evaluation = data, evaluation
         engine = engine_of(model)
@@ -100,14 +100,14 @@ class SftRun(Run):
                 count=options.eval_samples,
                 new_tokens=options.eval_sample_tokens,
                 most_tokens=options.token_cap,
-                look=lambda: self.stop_signal.check_peers(),
+                should_stop=lambda: self.stop_signal.check_peers(),
             )
             if options.eval_samples
             else None
         )
 
     def _enable_split(self, longest: int) -> None:
-        """Raises ValueError where the longest sample can't be cut."""
+        """Raises ValueError if the longest sample can't be split."""
         sampler = self.sampler
         how = {"ranks": sampler.world, "token_cap": sampler.token_cap, "cost": sampler.cost}
         deal_split([longest], tokens=sampler.split_tokens, **how)
@@ -121,14 +121,14 @@ class SftRun(Run):
 
         With a queue, packs are taken during iteration, and each rank counts a part of the samples.
         """
-        dealt = next(self._epoch, None)
-        if dealt is None:
+        own = next(self._epoch, None)
+        if own is None:
             self._epoch = iter(self.sampler)
-            dealt = next(self._epoch)
-        if isinstance(dealt, QueuedPacks):
-            return int(self._target_counts[dealt.own_part()].sum()), map(self._collated, dealt), dealt.split
-        packs = [self._collated(members) for members in dealt]
-        return count_target_tokens(packs), packs, dealt.split
+            own = next(self._epoch)
+        if isinstance(own, QueuedPacks):
+            return int(self._target_counts[own.own_part()].sum()), map(self._collated, own), own.split
+        packs = [self._collated(members) for members in own]
+        return count_target_tokens(packs), packs, own.split
 
     def _collated(self, members: list[Entry]) -> Pack:
         (pack,) = pack_collate([PackedDataset(self.data)[members]])
@@ -156,12 +156,12 @@ class SftRun(Run):
         )
 
     def _minibatch(self) -> tuple[torch.Tensor, int]:
-        """This rank's loss, summed over its targets, and the targets of all ranks; gradients have landed."""
+        """This rank's loss, summed over its targets, and the targets of all ranks, after the reduction."""
         device = self.engine.heap.device
         problem: Exception | None = None
         try:
             counted, packs, split = self.next_packs()
-        except Exception as error:  # raised below, where the other ranks are told
+        except Exception as error:  # raised inside the minibatch, so that it fails on all ranks
             counted, packs, split, problem = 0, [], None, error
         packs = Replayable(packs)
 
@@ -194,7 +194,7 @@ class SftRun(Run):
 
     @torch.no_grad()
     def mean_loss(self, data: Samples) -> float:
-        """Mean loss over all targets of `data`: no minibatch; each rank evaluates its share, then one barrier."""
+        """Mean loss over all targets of `data`. Each rank evaluates its share; no minibatch, one barrier."""
         lengths, device = data.lengths.tolist(), self.engine.heap.device
         how = {"ranks": self.engine.world, "token_cap": self.options.token_cap, "cost": self.sampler.cost}
         fit = [index for index, length in enumerate(lengths) if length <= self.options.token_cap]
@@ -212,14 +212,14 @@ class SftRun(Run):
             if fit:
                 mine = assign([lengths[index] for index in fit], balance="mini", **how)[self.engine.rank]
                 add([fit[at] for at in pack] for pack in mine)
-            for index in sorted(set(range(len(lengths))) - set(fit)):  # longer ones, cut over all ranks
-                deal = deal_split([lengths[index]], tokens=self.sampler.split_tokens, names=[index], **how)
-                with split_forward(self.model, deal.plan):
-                    add(deal.packs(self.engine.rank))
+            for index in sorted(set(range(len(lengths))) - set(fit)):  # longer ones, split over all ranks
+                assigned = deal_split([lengths[index]], tokens=self.sampler.split_tokens, names=[index], **how)
+                with split_forward(self.model, assigned.plan):
+                    add(assigned.packs(self.engine.rank))
         finally:
             self.model.train()
-        told = {"loss_sum": loss_sum.item(), "targets": targets}
-        messages = self.engine.exchange(f"evaluation after step {self.state.step}", told)
+        own = {"loss_sum": loss_sum.item(), "targets": targets}
+        messages = self.engine.exchange(f"evaluation after step {self.state.step}", own)
         self.reset_timer()
         total = sum(each["loss_sum"] for each in messages)
         return total / sum(each["targets"] for each in messages) if math.isfinite(total) else math.nan

@@ -63,16 +63,16 @@ def test_lora_is_added(name: str) -> None:
         ), name
 
 
-def test_in_pieces() -> None:
+def test_in_chunks() -> None:
     from odc_triton import fully_shard
 
     weights = PretrainedTensors(fully_shard(build("qwen2")))
-    pieces = list(weights.pieces(20_000))
-    assert [name for piece in pieces for name, _ in piece] == [name for name, _ in weights]
-    sizes = [sum(value.nbytes for _, value in piece) for piece in pieces]
-    assert 1 < len(pieces) < len(list(weights))
-    assert all(size <= 20_000 or len(piece) == 1 for size, piece in zip(sizes, pieces, strict=True))
-    assert all(size + piece[0][1].nbytes > 20_000 for size, piece in zip(sizes, pieces[1:], strict=False))
+    chunks = list(weights.chunks(20_000))
+    assert [name for chunk in chunks for name, _ in chunk] == [name for name, _ in weights]
+    sizes = [sum(value.nbytes for _, value in chunk) for chunk in chunks]
+    assert 1 < len(chunks) < len(list(weights))
+    assert all(size <= 20_000 or len(chunk) == 1 for size, chunk in zip(sizes, chunks, strict=True))
+    assert all(size + chunk[0][1].nbytes > 20_000 for size, chunk in zip(sizes, chunks[1:], strict=False))
 
 
 def test_refuses_other_models_and_adapters() -> None:

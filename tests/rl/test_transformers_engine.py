@@ -100,8 +100,8 @@ def test_decoding_ends_when_asked(tmp_path: Path) -> None:
     from odc_triton.rl.transformers_engine import TransformersEngine
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformers_engine, "_LOOK_S", 0.0)
-        engine = TransformersEngine(_model(), look=lambda: True)
+        patch.setattr(transformers_engine, "_POLL_S", 0.0)
+        engine = TransformersEngine(_model(), should_stop=lambda: True)
         ((sampled,),) = engine.generate(
             [Request(ids=[5], seeds=[1])], SamplingOptions(temperature=1.0, max_new_tokens=50, end_tokens=())
         )

@@ -61,7 +61,7 @@ def test_a_long_preparation_is_waited_for_and_a_death_in_it_has_a_name(tmp_path:
 def test_it_says_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sft, "_TELL_S", 0.0)
+    monkeypatch.setattr(sft, "_REPORT_S", 0.0)
     wanted = case(write_case(tmp_path))
     folder = RunFolder(tmp_path / "run")
     folder.lock(resume="never")

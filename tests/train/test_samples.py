@@ -120,6 +120,6 @@ def test_a_conversation_is_cut_after_the_header_of_its_last_answer(folder: Path)
 
 def test_a_model_without_room_is_refused() -> None:
     model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=64)))
-    how = {"count": 1, "new_tokens": 64, "most_tokens": 4096, "look": lambda: None}
+    how = {"count": 1, "new_tokens": 64, "most_tokens": 4096, "should_stop": lambda: None}
     with pytest.raises(ValueError, match=r"--eval-sample-tokens is 64 and the model takes 64 tokens"):
         Completions(model, None, Data(), **how)
