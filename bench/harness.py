@@ -21,7 +21,7 @@ from torch import nn
 from odc_triton.balance import CostModel, assign
 from odc_triton.balance.collate import PackedDataset, count_target_tokens, pack_collate, to_device
 from odc_triton.balance.pieces import MinibatchPacks
-from odc_triton.balance.split import deal_split, readable_tokens
+from odc_triton.balance.split import assign_split, readable_tokens
 from odc_triton.base.events import Event
 from odc_triton.comm.local_store import rendezvous_url
 from odc_triton.data.dataset import TokenizedDataset
@@ -149,7 +149,7 @@ def deal(work: Work, data: Any, samples: list[int], balance: str, cost: CostMode
     lengths = [int(data.lengths[index]) for index in samples]
     how = {"ranks": dist.get_world_size(), "token_cap": work.token_cap, "cost": cost}
     if balance == SPLIT:
-        split = deal_split(lengths, tokens=split_tokens(work, dist.get_world_size()), names=samples, **how)
+        split = assign_split(lengths, tokens=split_tokens(work, dist.get_world_size()), names=samples, **how)
         dealt = [MinibatchPacks.of(split.packs(rank), split.plan) for rank in range(dist.get_world_size())]
     else:
         dealt = [

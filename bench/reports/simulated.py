@@ -22,7 +22,7 @@ from odc_triton.base.report import table
 from odc_triton.comm.launch import launch
 from odc_triton.data.dataset import TokenizedDataset
 from odc_triton.data.records import IGNORED
-from odc_triton.simulate.job import deal
+from odc_triton.simulate.job import assign_packs
 from odc_triton.simulate.run import simulate
 
 from ..demo import RANKS, VARIANTS, prepare
@@ -93,8 +93,8 @@ def predict(work: Work, singles: dict[str, list[dict]]) -> dict[str, list[float]
         schedule = SCHEDULES.get(kind.__name__, "odc")
         how = {"token_cap": work.token_cap, "balance": kind.balance}
         options = {"ranks": RANKS, "cost": job.cost, "split_tokens": split_tokens(work, RANKS), **how}
-        dealt = [deal(minibatch, **options) for minibatch in minibatches]
-        outcome = simulate(minibatches, job=job, schedule=schedule, dealt=dealt, **how)
+        assigned = [assign_packs(minibatch, **options) for minibatch in minibatches]
+        outcome = simulate(minibatches, job=job, schedule=schedule, assigned=assigned, **how)
         runs = range(len(work.minibatches))
         slowness = [sum(point["seconds"][run] for point in points) / sum(medians) for run in runs]
         told[kind.name] = [s * slow for s, slow in zip(outcome.seconds.tolist(), slowness, strict=True)]

@@ -23,7 +23,7 @@ from odc_triton.balance import CostModel, assign
 from odc_triton.balance.counter import store_counter
 from odc_triton.balance.pieces import Entry, Piece, SplitPlan
 from odc_triton.balance.queue import QUEUE, QueuedPacks, queue_packs
-from odc_triton.balance.split import deal_split, readable_tokens
+from odc_triton.balance.split import assign_split, readable_tokens
 from odc_triton.base.events import total_s
 from odc_triton.engine.api import engine_of, minibatch
 from odc_triton.sequence.buffers import KVBuffers, LayerShape
@@ -32,7 +32,7 @@ from odc_triton.sequence.layer import LayerSplit
 from odc_triton.sequence.sync import HostSync
 from odc_triton.sharding.shard import fully_shard
 from odc_triton.simulate import Job, Links, simulate
-from odc_triton.simulate.job import SPLIT, deal
+from odc_triton.simulate.job import SPLIT, assign_packs
 
 from ..harness import in_turn, open_job
 
@@ -45,7 +45,7 @@ _IN_A_WAVE = ("keys and values of", "gradients of")  # what a rank says that it 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """`schedule`: "fsdp", a barrier before every layer, or "odc". `balance`: how samples are dealt."""
+    """`schedule`: "fsdp", a barrier before every layer, or "odc". `balance`: how samples are assigned."""
 
     schedule: str
     balance: str
@@ -102,14 +102,16 @@ class Cell:
         how = {"schedule": way.schedule, "balance": way.balance, "token_cap": self.token_cap}
         if way.balance == SPLIT:
             given = {"ranks": ranks, "token_cap": self.token_cap, "cost": self.cost, "balance": SPLIT}
-            how["dealt"] = [deal(m, split_tokens=self.split_tokens(ranks), **given) for m in self.minibatches]
+            how["assigned"] = [
+                assign_packs(m, split_tokens=self.split_tokens(ranks), **given) for m in self.minibatches
+            ]
         return simulate(self.minibatches, job=self.job(ranks, barrier_s), **how).seconds.tolist()
 
-    def dealt(self, way: Way, index: int, ranks: int) -> list[list[list[Entry]]]:
+    def assigned(self, way: Way, index: int, ranks: int) -> list[list[list[Entry]]]:
         """Every rank's packs of minibatch `index`; for a queue all packs, as if they were one rank's."""
         given = {"ranks": ranks, "token_cap": self.token_cap, "cost": self.cost}
         if way.balance == SPLIT:
-            split = deal_split(self.minibatches[index], tokens=self.split_tokens(ranks), **given)
+            split = assign_split(self.minibatches[index], tokens=self.split_tokens(ranks), **given)
             return [split.packs(rank) for rank in range(ranks)]
         if way.balance == QUEUE:
             return [queue_packs(self.minibatches[index], **given)]
@@ -331,16 +333,16 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
         """One minibatch of one way, starting with a barrier."""
         cell, way = cells[place], cells[place].ways[number]
         lengths, job = cell.minibatches[index], cell.job(world, 0.0)
-        dealt = cell.dealt(way, index, world)
+        assigned = cell.assigned(way, index, world)
         if way.balance == QUEUE:
-            packs = QueuedPacks(dealt[0], key=f"{len(ran)}", counter=counter, rank=rank, world=world)
+            packs = QueuedPacks(assigned[0], key=f"{len(ran)}", counter=counter, rank=rank, world=world)
         else:
-            packs = dealt[rank]
+            packs = assigned[rank]
         model.before_layer = gate.wait if way.schedule == "fsdp" else lambda: None
         model.sleeper.owed_s, slept = 0.0, []
         gate.wait()
         start_s = time.monotonic()
-        plan = SplitPlan.of(dealt) if way.balance == SPLIT else None
+        plan = SplitPlan.of(assigned) if way.balance == SPLIT else None
         with minibatch(model, tokens=len(lengths) if rank == 0 else 0, split=plan) as mb:
             for members in packs:
                 sizes = [each if isinstance(each, Piece) else lengths[each] for each in members]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from .cost import CostModel
 from .pieces import MinibatchPacks
 from .queue import QUEUE, Counter, OwnCounter, QueuedPacks, queue_packs
-from .split import SplitAssignment, deal_split
+from .split import SplitAssignment, assign_split
 from .strategies import assign_one
 
 
@@ -73,7 +73,7 @@ class Assigner:
         )
 
     def _split(self, lengths: Sequence[int], names: Sequence[int], *, ride: bool = True) -> SplitAssignment:
-        return deal_split(
+        return assign_split(
             lengths,
             ranks=self.world,
             token_cap=self.token_cap,

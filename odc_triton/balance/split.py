@@ -69,7 +69,7 @@ class SplitAssignment:
         return replace(self, names=names, waves=waves, plan=_plan_of(waves))
 
 
-def deal_split(
+def assign_split(
     lengths: Sequence[int],
     *,
     ranks: int,
@@ -120,10 +120,10 @@ def deal_split(
 
 
 def readable_tokens(lengths: Sequence[int], *, ranks: int, samples: int, token_cap: int, cost: CostModel) -> int:
-    """A good `tokens` for `deal_split` and `enable_split`, for minibatches of `samples`.
+    """A good `tokens` for `assign_split` and `enable_split`, for minibatches of `samples`.
 
     0.4 of the longest sample gives nearly all of the gain; on few ranks it is the first part of that sample, cut
-    evenly. Samples over the cap must be split: with this number `deal_split` never raises for up to `samples` of
+    evenly. Samples over the cap must be split: with this number `assign_split` never raises for up to `samples` of
     `lengths`, at any `cost`. A quarter of that part is more than pieces of equal tokens need; without it minibatches
     nearly all over the cap were up to 28% slower.
     """

@@ -14,7 +14,7 @@ from ..balance.cost import CostModel
 from ..balance.pieces import Piece
 from ..balance.queue import QUEUE
 from ..balance.queue import queue_packs as balance_queue_packs
-from ..balance.split import deal_split, readable_tokens
+from ..balance.split import assign_split, readable_tokens
 from ..balance.strategies import BALANCES, assign
 from .hardware import Links
 from .models import Model
@@ -28,7 +28,7 @@ ALL_BALANCES = (*BALANCES, QUEUE, SPLIT)
 Packs = list[list[int | Piece]]  # one rank's: per microbatch the tokens of its documents, or pieces
 
 
-def deal(
+def assign_packs(
     lengths: Sequence[int],
     *,
     ranks: int,
@@ -38,18 +38,18 @@ def deal(
     split_tokens: int | None = None,
 ) -> list[Packs]:
     """Each rank's packs, in lengths, not indices. `split_tokens`: of each rank, the most that others read; None: as
-    many as these lengths need. Raises as `assign` and `deal_split`.
+    many as these lengths need. Raises as `assign` and `assign_split`.
     """
     how = {"ranks": ranks, "token_cap": token_cap, "cost": cost}
     if balance == SPLIT:
         tokens = split_tokens or readable_tokens(lengths, samples=len(lengths), **how)
-        split = deal_split(lengths, tokens=tokens, **how)
+        split = assign_split(lengths, tokens=tokens, **how)
         return [
             [[each if isinstance(each, Piece) else lengths[each] for each in pack] for pack in split.packs(rank)]
             for rank in range(ranks)
         ]
-    dealt = assign(lengths, balance=balance, **how)
-    return [[[lengths[i] for i in members] for members in packs] for packs in dealt]
+    assigned = assign(lengths, balance=balance, **how)
+    return [[[lengths[i] for i in members] for members in packs] for packs in assigned]
 
 
 def queue_packs(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel) -> Packs:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..balance.pieces import Piece
 from ..balance.queue import QUEUE
-from .job import ALL_BALANCES, COMPUTE_BYTES, REDUCE_BYTES, SCHEDULES, SPLIT, Job, Packs, deal, queue_packs
+from .job import ALL_BALANCES, COMPUTE_BYTES, REDUCE_BYTES, SCHEDULES, SPLIT, Job, Packs, assign_packs, queue_packs
 from .lanes import Clock, EventRecorder, Lanes, Outcome, last_rank
 
 
@@ -62,12 +62,12 @@ def simulate(
     token_cap: int,
     seed: int = 0,
     timeline: bool = False,
-    dealt: list[list[Packs]] | None = None,
+    assigned: list[list[Packs]] | None = None,
 ) -> Outcome:
     """Each of `minibatches` (tokens of every sample of all ranks) is one trial; all ranks enter it together.
 
     Ranks with fewer microbatches than others join FSDP's collectives with empty ones. `timeline`: keep the first
-    trial's events. `seed`: for the jitter. `dealt`: the result of `deal` for each minibatch, if already known. The same
+    trial's events. `seed`: for the jitter. `assigned`: results of `assign_packs` by minibatch, if known. The same
     arguments give the same outcome.
 
     Raises ValueError for an unknown schedule or balance, "queue" under FSDP, no minibatch, and as `assign`.
@@ -88,11 +88,14 @@ def simulate(
     moves = _Moves.of(job, schedule)
     noise = _noise(job, seed)
     if balance == QUEUE:
-        lanes, dealt = _run_queue(minibatches, job, moves, token_cap, noise, recorder)
+        lanes, assigned = _run_queue(minibatches, job, moves, token_cap, noise, recorder)
     else:
-        if dealt is None:
-            dealt = [deal(m, ranks=job.ranks, token_cap=token_cap, balance=balance, cost=job.cost) for m in minibatches]
-        lanes = _run(dealt, schedule, job, moves, noise, recorder)
+        if assigned is None:
+            assigned = [
+                assign_packs(m, ranks=job.ranks, token_cap=token_cap, balance=balance, cost=job.cost)
+                for m in minibatches
+            ]
+        lanes = _run(assigned, schedule, job, moves, noise, recorder)
     shape = (len(minibatches), job.ranks)
     over, busy, exposed, waited = (np.broadcast_to(value, shape) for value in lanes)
     last = last_rank(over)
@@ -102,7 +105,7 @@ def simulate(
         recorder.finish(over[0], float(last[0, 0]), job.barrier_s, tail)
     tokens = max(
         sum(len(each) if isinstance(each, Piece) else each for each in pack)
-        for trial in dealt
+        for trial in assigned
         for packs in trial
         for pack in packs
     )
@@ -114,7 +117,7 @@ def simulate(
         exposed_s=exposed,
         waited_s=waited + (last - over) + entry_s + job.barrier_s,
         tail_s=tail,
-        microbatches=[[len(packs) for packs in trial] for trial in dealt],
+        microbatches=[[len(packs) for packs in trial] for trial in assigned],
         peak_bytes=job.peak_bytes(schedule, tokens),
         events=recorder.events if recorder else [],
     )
@@ -124,12 +127,12 @@ Totals = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # over, busy, ex
 
 
 def _run(
-    dealt: list[list[Packs]], schedule: str, job: Job, moves: _Moves, noise: _Noise, recorder: EventRecorder | None
+    assigned: list[list[Packs]], schedule: str, job: Job, moves: _Moves, noise: _Noise, recorder: EventRecorder | None
 ) -> Totals:
     """Runs each rank's microbatches in order, all ranks of all trials at once."""
-    counts = np.array([[len(packs) for packs in trial] for trial in dealt])
+    counts = np.array([[len(packs) for packs in trial] for trial in assigned])
     work = np.zeros((int(counts.max()), *counts.shape))
-    for trial, ranks in enumerate(dealt):
+    for trial, ranks in enumerate(assigned):
         for rank, packs in enumerate(ranks):
             work[: len(packs), trial, rank] = [job.pack_seconds(pack) for pack in packs]
         # Ranks that compute pieces of one sequence wait for each other in every layer.
@@ -182,7 +185,7 @@ def _run_queue(
 ) -> tuple[Totals, list[list[Packs]]]:
     """The first free rank takes the next pack; not vectorised over ranks, as the order depends on the run."""
     totals = np.zeros((4, len(minibatches), job.ranks))
-    dealt: list[list[Packs]] = []
+    assigned: list[list[Packs]] = []
     own = [moves.of_rank(rank) for rank in range(job.ranks)]
     for trial, lengths in enumerate(minibatches):
         record = recorder if trial == 0 else None
@@ -210,8 +213,8 @@ def _run_queue(
         for rank, lane in enumerate(lanes):
             lane.drain()
             totals[:, trial, rank] = lane.compute, lane.busy, lane.exposed, lane.waited
-        dealt.append(taken)
-    return (totals[0], totals[1], totals[2], totals[3]), dealt
+        assigned.append(taken)
+    return (totals[0], totals[1], totals[2], totals[3]), assigned
 
 
 def _forward(

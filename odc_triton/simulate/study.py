@@ -17,7 +17,7 @@ from ..balance.split import readable_tokens
 from ..data.lengths import LEAST, read_lengths
 from ..data.records import Record, message_text
 from .hardware import GpuKind, Links
-from .job import SPLIT, Job, deal
+from .job import SPLIT, Job, assign_packs
 from .lanes import Outcome
 from .models import Model
 from .run import simulate
@@ -115,8 +115,8 @@ def rank_settings(
         minibatches = draw(lengths, samples=samples * job.ranks, minibatches=trials, seed=seed)
         how = {"ranks": job.ranks, "token_cap": token_cap, "cost": job.cost}
         tokens = readable_tokens(lengths, samples=samples * job.ranks, **how)
-        dealt = {
-            balance: [deal(m, balance=balance, split_tokens=tokens, **how) for m in minibatches]
+        assigned = {
+            balance: [assign_packs(m, balance=balance, split_tokens=tokens, **how) for m in minibatches]
             for balance in dict.fromkeys(balance for _, balance in settings.values() if balance != QUEUE)
         }
         outcomes = {
@@ -128,7 +128,7 @@ def rank_settings(
                 token_cap=token_cap,
                 seed=seed,
                 timeline=samples == timeline_of,
-                dealt=dealt.get(balance),
+                assigned=assigned.get(balance),
             )
             for name, (schedule, balance) in settings.items()
         }

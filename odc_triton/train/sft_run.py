@@ -15,7 +15,7 @@ from ..balance import CostModel, MinibatchSampler, QueuedPacks
 from ..balance.collate import Pack, PackedDataset, count_target_tokens, pack_collate, to_device
 from ..balance.pieces import Entry, SplitPlan
 from ..balance.queue import QUEUE
-from ..balance.split import deal_split
+from ..balance.split import assign_split
 from ..balance.strategies import assign
 from ..checkpoint.repeat import Replayable
 from ..data.dataset import Samples
@@ -110,7 +110,7 @@ class SftRun(Run):
         """Raises ValueError if the longest sample can't be split."""
         sampler = self.sampler
         how = {"ranks": sampler.world, "token_cap": sampler.token_cap, "cost": sampler.cost}
-        deal_split([longest], tokens=sampler.split_tokens, **how)
+        assign_split([longest], tokens=sampler.split_tokens, **how)
         enable_split(self.model, sampler.split_tokens)
 
     # ------------------------------------------------------------------ a step
@@ -213,7 +213,7 @@ class SftRun(Run):
                 mine = assign([lengths[index] for index in fit], balance="mini", **how)[self.engine.rank]
                 add([fit[at] for at in pack] for pack in mine)
             for index in sorted(set(range(len(lengths))) - set(fit)):  # longer ones, split over all ranks
-                assigned = deal_split([lengths[index]], tokens=self.sampler.split_tokens, names=[index], **how)
+                assigned = assign_split([lengths[index]], tokens=self.sampler.split_tokens, names=[index], **how)
                 with split_forward(self.model, assigned.plan):
                     add(assigned.packs(self.engine.rank))
         finally:

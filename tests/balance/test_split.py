@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from odc_triton.balance import CostModel, MinibatchSampler, PackedDataset, assign, count_target_tokens, pack_collate
 from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
 from odc_triton.balance.queue import OwnCounter
-from odc_triton.balance.split import _cut, deal_split, readable_tokens
+from odc_triton.balance.split import _cut, assign_split, readable_tokens
 
 COST = CostModel.paper_7b()
 COSTS = [COST, CostModel(quadratic=1.0, linear=0.0), CostModel(quadratic=0.0, linear=1.0)]
@@ -123,14 +123,14 @@ def check(given: dict, dealt: list[list[list[Entry]]], planned: SplitPlan | None
 @given(minibatches())
 def test_every_token_once_within_the_limits(given: dict) -> None:
     try:
-        deal = deal_split(**given)
+        deal = assign_split(**given)
     except ValueError as error:
         assert max(given["lengths"]) > given["token_cap"]
         assert re.search(r"sample \d+ has \d+ tokens, over the token_cap of", str(error))  # noqa: PT017
-        deal_split(**given | {"tokens": sum(given["lengths"])})
+        assign_split(**given | {"tokens": sum(given["lengths"])})
         return
     check(given, [deal.packs(rank) for rank in range(given["ranks"])], deal.plan)
-    assert deal_split(**given) == deal or deal.plan is not None
+    assert assign_split(**given) == deal or deal.plan is not None
     if max(given["lengths"]) <= given["token_cap"]:
         assert deal.estimate <= lb_mini_estimate(given) * (1 + 1e-9)
 
@@ -148,7 +148,7 @@ def test_readable_tokens_are_enough_for_any_minibatch(cost: CostModel, shortest:
         options = {"ranks": ranks, "token_cap": token_cap, "cost": cost}
         options["tokens"] = readable_tokens(data, samples=samples, **options)
         lengths = chance.sample(data, samples)
-        deal = deal_split(lengths, **options)
+        deal = assign_split(lengths, **options)
         check(options | {"lengths": lengths}, [deal.packs(rank) for rank in range(ranks)], deal.plan)
         were_split += deal.plan is not None
     assert were_split > 10
@@ -160,7 +160,7 @@ def test_readable_tokens_are_enough_to_cut_one_long_sample(length: int, ranks: i
     """Of 140 tokens on 8 ranks a part has 18, but no piece has fewer than 64."""
     options = {"ranks": ranks, "token_cap": 70_000, "cost": cost}
     tokens = readable_tokens([length], samples=1, **options)
-    assert deal_split([length], tokens=tokens, **options).plan is not None
+    assert assign_split([length], tokens=tokens, **options).plan is not None
 
 
 @settings(max_examples=100, deadline=None)
@@ -212,29 +212,29 @@ def test_parts_of_a_line_are_even(lengths: list[int], ranks: int) -> None:
 
 
 def test_with_one_long_sample_all_ranks_cost_the_same() -> None:
-    deal = deal_split([65536], ranks=4, token_cap=65536, tokens=32768, cost=COST)
+    deal = assign_split([65536], ranks=4, token_cap=65536, tokens=32768, cost=COST)
     (sequence,) = deal.plan.sequences.values()
     assert [each.rank for each in sequence.pieces] == [0, 1, 2, 3]
     costs = [price(each.piece, [65536], COST) for each in sequence.pieces]
     assert max(costs) / min(costs) < 1.01
     assert deal.estimate == pytest.approx(COST.sequence(65536) / 4, rel=0.01)
     with_launches = CostModel(quadratic=COST.quadratic, linear=COST.linear, microbatch=3.0)
-    dear = deal_split([65536], ranks=4, token_cap=65536, tokens=32768, cost=with_launches)
+    dear = assign_split([65536], ranks=4, token_cap=65536, tokens=32768, cost=with_launches)
     assert dear.estimate == pytest.approx(COST.sequence(65536) / 4 + 3.0, rel=0.01)
     lengths = [len(each.piece) for each in sequence.pieces]
     assert lengths == sorted(lengths, reverse=True), "later tokens attend to more"
 
 
 def test_longer_than_the_cap() -> None:
-    deal = deal_split([3000, 10], ranks=2, token_cap=2000, tokens=1990, cost=COST)
+    deal = assign_split([3000, 10], ranks=2, token_cap=2000, tokens=1990, cost=COST)
     assert max(tokens_of(pack, [3000, 10]) for rank in range(2) for pack in deal.packs(rank)) <= 2000
     assert deal.plan.sequences.keys() == {0}
-    even = deal_split([3999], ranks=2, token_cap=2000, tokens=3000, cost=COST)
+    even = assign_split([3999], ranks=2, token_cap=2000, tokens=3000, cost=COST)
     assert [[tokens_of(pack, [3999]) for pack in even.packs(rank)] for rank in range(2)] == [[2000], [1999]]
     with pytest.raises(ValueError, match=r"sample 0 has 3000 tokens, over the token_cap of 2000, .*pieces need 1500"):
-        deal_split([3000, 10], ranks=2, token_cap=2000, tokens=100, cost=COST)
+        assign_split([3000, 10], ranks=2, token_cap=2000, tokens=100, cost=COST)
     with pytest.raises(ValueError, match="over the token_cap of 4000"):
-        deal_split([4001], ranks=2, token_cap=2000, tokens=4000, cost=COST)
+        assign_split([4001], ranks=2, token_cap=2000, tokens=4000, cost=COST)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_longer_than_the_cap() -> None:
 )
 def test_refusals(changed: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        deal_split([5], **{"ranks": 1, "tokens": 1, "token_cap": 9, "cost": COST} | changed)
+        assign_split([5], **{"ranks": 1, "tokens": 1, "token_cap": 9, "cost": COST} | changed)
 
 
 # ------------------------------------------------------------------ plans made by hand

@@ -10,7 +10,7 @@ from odc_triton.balance.cost import CostModel
 from odc_triton.balance.pieces import Piece
 from odc_triton.cli.command import main
 from odc_triton.simulate.hardware import Links, find_device
-from odc_triton.simulate.job import Job, deal
+from odc_triton.simulate.job import Job, assign_packs
 from odc_triton.simulate.models import Model
 from odc_triton.simulate.run import simulate
 from odc_triton.simulate.study import make_job, rank_settings, usual_links
@@ -37,10 +37,10 @@ def test_one_long_sample_is_every_ranks_share() -> None:
 
 
 def test_ranks_of_a_wave_are_as_slow_as_the_slowest() -> None:
-    dealt = [deal([8000], ranks=4, token_cap=CAP, balance="split", cost=COST)]
+    assigned = [assign_packs([8000], ranks=4, token_cap=CAP, balance="split", cost=COST)]
     slow = replace(JOB, slow={2: 1.5})
-    took = simulate([[8000]], job=slow, schedule="odc", balance="split", token_cap=CAP, dealt=dealt)
-    plain = simulate([[8000]], job=JOB, schedule="odc", balance="split", token_cap=CAP, dealt=dealt)
+    took = simulate([[8000]], job=slow, schedule="odc", balance="split", token_cap=CAP, assigned=assigned)
+    plain = simulate([[8000]], job=JOB, schedule="odc", balance="split", token_cap=CAP, assigned=assigned)
     assert took.step_s == pytest.approx(1.5 * plain.step_s, rel=0.01)
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from odc_triton.balance import CostModel
-from odc_triton.balance.split import deal_split
+from odc_triton.balance.split import assign_split
 from odc_triton.data.order import Mix
 from odc_triton.train.grpo_options import GrpoOptions
 from odc_triton.train.metrics import read_metrics
@@ -133,7 +133,7 @@ def test_steps_are_trls(folder: Path, tmp_path: Path) -> None:
         if wanted.split_sequences:
             cost = CostModel.from_config(AutoConfig.from_pretrained(start))
             how = {"ranks": WORLD, "token_cap": wanted.token_cap, "tokens": wanted.split_tokens, "cost": cost}
-            assert any(deal_split(of_step, **how).plan for of_step in lengths), "no sample would be cut"
+            assert any(assign_split(of_step, **how).plan for of_step in lengths), "no sample would be cut"
         found = read_metrics(tmp_path / name / "metrics.jsonl")
         assert [line["loss"] for line in found] == pytest.approx(losses, rel=1e-4, abs=2e-6), name
         made = load_file(tmp_path / name / "model" / "model.safetensors")
