@@ -6,10 +6,10 @@ N rows in all, n = ceil(N / R) per owner, K elements a row; R owners. One progra
 one owner. A rank reads the next rank's shard first, then those after it, and its own shard last, so ranks read
 different owners at any one time.
 
-    out[offset_p + i] = piece_p[i]        `gather_pieces`
+    out[offset_p + i] = shard_p[i]        `gather_many`
 
-A piece p is one owner's shard of one tensor. A copy costs the host microseconds, for a norm's weight more than the
-link takes, so all pieces of a unit's small tensors go in one launch.
+A shard p is one owner's part of one of several tensors. A copy costs the host microseconds, for a norm's weight more
+than the link takes, so all shards of a unit's small tensors are gathered in one launch.
 """
 
 from __future__ import annotations
@@ -91,21 +91,21 @@ def gather(*, peers: PeerShards, out: torch.Tensor, block: int = 4096, num_warps
 
 
 @triton.jit
-def gather_pieces_kernel(sources, offsets, counts, out, DTYPE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    piece = tl.program_id(1)
+def gather_many_kernel(sources, offsets, counts, out, DTYPE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr):
+    shard = tl.program_id(1)
     # If all are multiples of 16 bytes, loads and stores are vectors.
-    count = tl.multiple_of(tl.load(counts + piece), EVEN)
-    offset = tl.multiple_of(tl.load(offsets + piece), EVEN)
+    count = tl.multiple_of(tl.load(counts + shard), EVEN)
+    offset = tl.multiple_of(tl.load(offsets + shard), EVEN)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     if start < count:
         at = start + tl.arange(0, BLOCK)
-        values = tl.load(peer_address(sources, piece, DTYPE) + at, mask=at < count)
+        values = tl.load(peer_address(sources, shard, DTYPE) + at, mask=at < count)
         tl.store(out + offset + at, values, mask=at < count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
-    """Shards of one dtype and their offsets, for `gather_pieces`: int64 tables on the kernel's device.
+class ShardList:
+    """Shards of one dtype and their offsets, for `gather_many`: int64 tables on the kernel's device.
 
     `sources`: addresses; `offsets`: elements from the start of the result; `counts`: elements; `most`: the largest.
     `even`: all offsets and counts are multiples of this many elements: 16 bytes' worth, or 1.
@@ -119,7 +119,7 @@ class Pieces:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, shards: Sequence[torch.Tensor], offsets: Sequence[int]) -> Pieces:
+    def of(cls, shards: Sequence[torch.Tensor], offsets: Sequence[int]) -> ShardList:
         """`shards`: contiguous, on one device, kept alive by the caller; `offsets`: in the result, in elements.
 
         Raises ValueError for shards of several dtypes, or at an address that is not a multiple of 16 bytes.
@@ -149,33 +149,33 @@ class Pieces:
         )
 
 
-def gather_pieces(*, pieces: Pieces, out: torch.Tensor, block: int = 2048, num_warps: int = 4) -> None:
-    """Copies every piece to its place in `out`, which is flat, of the pieces' dtype and large enough for all.
+def gather_many(*, shards: ShardList, out: torch.Tensor, block: int = 2048, num_warps: int = 4) -> None:
+    """Copies every shard to its place in `out`, which is flat, of the shards' dtype and large enough for all.
 
     Two owners have a norm's weight [6] and a bias [4], which start in `out` at 0 and at 8: shards of 3, 3, 2 and 2
     elements go to the offsets 0, 3, 8 and 10; `out[6:8]` is unchanged. Raises ValueError for an `out` of another dtype
     or device, or with strides.
     """
-    if out.dtype != pieces.dtype or out.device != pieces.sources.device or out.stride() != (1,):
+    if out.dtype != shards.dtype or out.device != shards.sources.device or out.stride() != (1,):
         raise ValueError(
-            f"out is {out.dtype} on {out.device} with strides {out.stride()}; give {pieces.dtype} on "
-            f"{pieces.sources.device}, flat"
+            f"out is {out.dtype} on {out.device} with strides {out.stride()}; give {shards.dtype} on "
+            f"{shards.sources.device}, flat"
         )
-    if pieces.most:
-        grid = (triton.cdiv(pieces.most, block), len(pieces.counts))
-        gather_pieces_kernel[grid](
-            pieces.sources,
-            pieces.offsets,
-            pieces.counts,
+    if shards.most:
+        grid = (triton.cdiv(shards.most, block), len(shards.counts))
+        gather_many_kernel[grid](
+            shards.sources,
+            shards.offsets,
+            shards.counts,
             out,
-            DTYPE=TL_DTYPES[pieces.dtype],
-            EVEN=pieces.even,
+            DTYPE=TL_DTYPES[shards.dtype],
+            EVEN=shards.even,
             BLOCK=block,
             num_warps=num_warps,
         )
 
 
-def gather_pieces_ref(shards: Sequence[torch.Tensor], offsets: Sequence[int], out: torch.Tensor) -> None:
+def gather_many_ref(shards: Sequence[torch.Tensor], offsets: Sequence[int], out: torch.Tensor) -> None:
     """The same in plain torch."""
     for shard, offset in zip(shards, offsets, strict=True):
         out[offset : offset + shard.numel()] = shard.flatten()

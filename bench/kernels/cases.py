@@ -72,13 +72,13 @@ def _of_memory() -> Iterator[Case]:
             flat=True,
         )
     for dtype, even in (("fp32", 4), ("bf16", 8)):
-        pieces = {"sources": "*i64", "offsets": "*i64", "counts": "*i64", "out": f"*{dtype}"}
+        listed = {"sources": "*i64", "offsets": "*i64", "counts": "*i64", "out": f"*{dtype}"}
         yield Case(
-            name=f"gather_pieces {dtype}",
-            kernel=gather.gather_pieces_kernel,
-            signature=pieces,
+            name=f"gather_many {dtype}",
+            kernel=gather.gather_many_kernel,
+            signature=listed,
             constants={"DTYPE": TYPES[dtype], "EVEN": even, "BLOCK": 2048},
-            aligned=tuple(pieces),
+            aligned=tuple(listed),
         )
     for dtype in TYPES:
         for exact in (False, True):

@@ -362,7 +362,7 @@ _OUR_CATEGORIES = {
     "scatter_kernel": ACCUMULATE,
     "add_block_kernel": ACCUMULATE,
     "gather_kernel": GATHER,
-    "gather_pieces_kernel": GATHER,
+    "gather_many_kernel": GATHER,
     "set_flags_kernel": BARRIERS,
     "await_flags_kernel": BARRIERS,
 }

@@ -16,7 +16,7 @@ from ..comm.layout import ParameterSpec, aligned
 from .transport import COPY_STREAMS, Copies, Streams
 
 if TYPE_CHECKING:
-    from odc_kernels.gather import Pieces
+    from odc_kernels.gather import ShardList
 
 _OLD = -1  # not the number of any publication
 # A copy engine takes about 3 µs to begin a copy, in which 1.1 MB would cross a link at its 380 GB/s. So one launch for
@@ -95,15 +95,15 @@ class GatheredParameters:
         for parts in self._large if batch_copy is not None else ():
             places = [(each.place.storage_offset() * each.place.itemsize, each.rows) for each in parts]
             self._batches.append(Batch.of(places, near=sum(not turn(each)[0] for each in parts)))
-        self._small: list[tuple[Pieces, torch.Tensor]] = []
+        self._small: list[tuple[ShardList, torch.Tensor]] = []
         for dtype, parts in small.items():
-            from odc_kernels.gather import Pieces  # here, as importing triton takes a second
+            from odc_kernels.gather import ShardList  # here, as importing triton takes a second
 
             parts.sort(key=turn)
             rows, offsets = [each.rows for each in parts], [each.place.storage_offset() for each in parts]
             flat = torch.empty(0, dtype=dtype, device=device)
             flat.set_(self._storage, 0, (self._size_bytes // dtype.itemsize,), (1,))
-            self._small.append((Pieces.of(rows, offsets), flat))
+            self._small.append((ShardList.of(rows, offsets), flat))
         self._storage.resize_(0)
 
     @property
@@ -140,9 +140,9 @@ class GatheredParameters:
         """Makes the copies of one of the streams."""
         with record_function("odc.gather"):
             for parts, flat in self._small if stream == 0 else ():
-                from odc_kernels.gather import gather_pieces
+                from odc_kernels.gather import gather_many
 
-                gather_pieces(pieces=parts, out=flat)
+                gather_many(shards=parts, out=flat)
             if self._batch_copy is None:
                 for each in self._large[stream]:
                     each.place.copy_(each.rows, non_blocking=True)

@@ -1,16 +1,16 @@
 """Attention over packed sequences for transformers models.
 
 No mask over the whole pack is ever made; attention costs the sum of the documents' squares, not the pack's square.
-It runs `torch.nn.attention.varlen` on CUDA where that has a kernel, and SDPA once per document elsewhere
+It runs `torch.nn.attention.varlen` on CUDA if that has a kernel, and SDPA once per document otherwise
 (`document_attention.py`).
 
 [Note: what is not a pack] The same model must still generate, evaluate padded batches, and run any non-causal
 or cross attention that it has. Those get the library's own mask and its SDPA. A call that would let one document see
 another, or that would drop an argument, raises instead.
 
-[Note: a prepared mask] To make a causal mask, transformers checks whether a batch is a pack, and waits for the device
-to find out, once in each forward. It leaves a mask of four dimensions as it is. So a pack that has its bounds may come
-with an empty one, which means to `packed_attention` what None means.
+[Note: a prepared mask] To make a causal mask, transformers checks whether a batch is a pack, which synchronises with
+the device once in each forward. It passes a mask of four dimensions through. So a pack with bounds may come with an
+empty one, which `packed_attention` treats as None.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REMEDY = "Train it with one sequence per microbatch (packing off)."
 
 
 class PackingUnsupported(RuntimeError):
-    """The model can't be trained on packs: documents would see one another, or results would change."""
+    """The model can't be trained on packs: documents would see each other, or results would change."""
 
 
 def packed_mask(
@@ -50,8 +50,8 @@ def packed_mask(
 ) -> Tensor | None:
     """The mask counterpart of `packed_attention` (transformers' `AttentionMaskInterface`).
 
-    None, for a causal forward without padding or cache: `packed_attention` then keeps documents apart by
-    itself. The library's SDPA mask (bool [B, 1, q_length, kv_length], or None) for anything else.
+    None, for a causal forward without padding or cache: `packed_attention` then separates the documents.
+    The library's SDPA mask (bool [B, 1, q_length, kv_length], or None) for anything else.
 
     Raises PackingUnsupported for a causal mask with an overlay of the model's own (`use_vmap`).
     """
@@ -72,7 +72,7 @@ def packed_mask(
 
 @dataclass(frozen=True, kw_only=True)
 class _Call(AttentionTerms):
-    """The arguments of `packed_attention`. `others`: those that it does not know."""
+    """The arguments of `packed_attention`. `others`: unknown ones."""
 
     module: nn.Module
     query: Tensor
@@ -115,19 +115,19 @@ def packed_attention(
 
     Documents begin at every row, and where `position_ids` ([1, T] or [B, T]) does not go up by one. Or they
     are `cu_seq_lens_q` (int, [documents + 1], from 0 to B * T, over the rows laid end to end), which wins. On
-    CUDA, reading position ids waits for the device in every layer; cumulative lengths with `max_length_q`
-    (tokens of the longest document) do not, as `pack_collate` and `to_device` give them. Keys have the queries'
+    CUDA, reading position ids synchronises with the device in every layer; cumulative lengths with `max_length_q`
+    (tokens of the longest document), as from `pack_collate` and `to_device`, do not. Keys have the queries'
     documents.
 
     `sliding_window` (tokens a query sees, itself included), `softcap`, `s_aux` (one sink logit per head, [H]),
     `scaling` and `dropout` are honoured. Calls that are not of a pack (a cache, a mask, `is_causal=False`) go to the
     library's SDPA, with all other options: [Note: what is not a pack].
 
-    `pieces`: for each document the `Piece` that it is of a sample, None where it is whole. A piece's queries see the
+    `pieces`: for each document its `Piece` of a sample, None if it is whole. A piece's queries see the
     keys of the pieces before it, which other ranks publish (sequence/).
 
-    Raises PackingUnsupported for a model that can't take packs (no boundaries given, an argument that would be
-    dropped), ValueError for inputs that are no pack (documents in a row under a mask that joins them).
+    Raises PackingUnsupported for a model that can't take packs (no boundaries, an argument that would be
+    dropped), ValueError for inputs that are not a pack (documents in a row under a mask that joins them).
     """
     mask = None if attention_mask is not None and attention_mask.shape == PREPARED_MASK else attention_mask
     if (is_causal := options.pop("is_causal", None)) is None:
@@ -153,7 +153,7 @@ def _attend(call: _Call) -> Tensor:
 
 
 def _refuse_leak(call: _Call) -> None:
-    """Raises ValueError if this call, which does not keep documents apart, has several in a row.
+    """Raises ValueError if this call, which does not separate documents, has several in a row.
 
     A restart of the positions that no query can see across is padding, or the caller's own block mask.
     """
@@ -244,10 +244,10 @@ def _by_kernel(call: _Call, ends: Tensor, longest: int | None) -> Tensor:
     return varlen(q, k, v, ends, longest, call).unflatten(0, (call.batch, call.length))
 
 
-@torch._disable_dynamo  # what it does for other ranks must be done in every forward, not once while it is traced
+@torch._disable_dynamo  # its exchange with other ranks must run in every forward, not once during tracing
 def _of_pieces(call: _Call) -> Tensor:
-    """One row of documents, of which some are pieces of samples, in order. Whole documents between two pieces, and
-    pieces with no keys before them, go through the variable-length kernel together.
+    """One row of documents, some of them pieces of samples, in order. Whole documents between two pieces, and
+    pieces with no keys before them, run in one call of the variable-length kernel.
     """
     name, split, ends = type(call.module).__name__, getattr(call.module, "_odc_split", None), call.cu_seq_lens_q
     if split is None:
@@ -276,7 +276,7 @@ def _of_pieces(call: _Call) -> Tensor:
 
 
 def _bounds(ends: Tensor, length: int) -> list[int]:
-    """Where documents begin, then `length`."""
+    """The documents' bounds on the host, from 0 to `length`."""
     bounds = list(getattr(ends, "_odc_bounds", None) or ends.tolist())
     if bounds[0] != 0 or bounds[-1] != length or bounds != sorted(bounds):
         raise ValueError(f"cu_seq_lens_q must rise from 0 to B * T = {length}, but is {bounds}.")

@@ -1,4 +1,4 @@
-"""Attention of documents whose tokens are alone in their tensors, or laid end to end."""
+"""Attention of documents in separate tensors, or laid end to end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AttentionTerms:
         return self.softcap is not None or self.s_aux is not None
 
     def fit_kernel(self, query: Tensor, value: Tensor) -> bool:
-        """`varlen_attn` (FlashAttention 2) takes these: 16-bit, on CUDA from sm_80, heads to 256 wide."""
+        """True if `varlen_attn` (FlashAttention 2) takes these: 16-bit, on CUDA from sm_80, heads to 256 wide."""
         return (
             query.is_cuda
             and query.dtype in (torch.float16, torch.bfloat16)
@@ -53,7 +53,7 @@ def of_document(
     if not terms.fit_kernel(query, value):
         return one_length(query, key, value, terms).transpose(1, 2)
     queries, keys = query.shape[2], key.shape[2]
-    # Made on the device, so that the host does not wait for it.
+    # Made on the device, without a synchronisation.
     ends = [torch.arange(0, n + 1, n, dtype=torch.int32, device=query.device) for n in (queries, keys)]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return varlen(q, k, v, ends[0], queries, terms, ends_of_keys=ends[1], longest_keys=keys)[None]

@@ -149,7 +149,7 @@ def test_what_a_kernel_gathers_is_in_no_batch(monkeypatch: pytest.MonkeyPatch) -
     import odc_kernels.gather
 
     launches = []
-    monkeypatch.setattr(odc_kernels.gather, "gather_pieces", lambda *, pieces, out: launches.append(pieces.dtype))
+    monkeypatch.setattr(odc_kernels.gather, "gather_many", lambda *, shards, out: launches.append(shards.dtype))
     runtime = Runtime(13000)
     unit, _ = _unit(runtime, "early", near=frozenset({2}), by_kernel=True)
     unit.fetch("me", 1)

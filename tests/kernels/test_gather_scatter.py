@@ -7,7 +7,7 @@ import torch
 
 from tests.support import place  # isort: skip
 
-from odc_kernels.gather import Pieces, gather, gather_pieces, gather_pieces_ref, gather_ref
+from odc_kernels.gather import ShardList, gather, gather_many, gather_many_ref, gather_ref
 from odc_kernels.peers import PeerShards, join
 from odc_kernels.scatter import scatter, scatter_ref
 from tests.support.place import split
@@ -44,29 +44,29 @@ def test_scatter(world: int, shape: tuple, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("sizes", "first"), [([1], 3), ([300, 0, 5], 3), ([64, 64, 1, 129], 8), ([64, 8], 8)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_gather_pieces(sizes: list[int], first: int, dtype: torch.dtype) -> None:
-    """Bitwise: nothing is computed. Between the pieces the result stays as it was."""
+def test_gather_many(sizes: list[int], first: int, dtype: torch.dtype) -> None:
+    """Bitwise: nothing is computed. Between the shards the result is unchanged."""
     shards, offsets, end = [], [], first
     for size in sizes:
         shards.append(torch.randn(size).to(dtype))
         offsets.append(end)
         end += size + 8
     out, want = torch.full((end,), 7.0, dtype=dtype), torch.full((end,), 7.0, dtype=dtype)
-    pieces = Pieces.of(shards, offsets)
-    assert pieces.even == (16 // dtype.itemsize if sizes == [64, 8] else 1)
-    gather_pieces(pieces=pieces, out=out, block=64)
-    gather_pieces_ref(shards, offsets, want)
+    listed = ShardList.of(shards, offsets)
+    assert listed.even == (16 // dtype.itemsize if sizes == [64, 8] else 1)
+    gather_many(shards=listed, out=out, block=64)
+    gather_many_ref(shards, offsets, want)
     assert torch.equal(out, want)
 
 
-def test_pieces_that_can_not_be_gathered() -> None:
+def test_shards_that_can_not_be_gathered() -> None:
     shard = torch.zeros(32)
     with pytest.raises(ValueError, match="give one dtype, one of each"):
-        Pieces.of([shard, shard.double()], [0, 32])
+        ShardList.of([shard, shard.double()], [0, 32])
     with pytest.raises(ValueError, match="give one dtype, one of each"):
-        Pieces.of([shard], [0, 32])
+        ShardList.of([shard], [0, 32])
     with pytest.raises(ValueError, match="aligned to 16 bytes"):
-        Pieces.of([shard[1:]], [0])
+        ShardList.of([shard[1:]], [0])
 
 
 def test_a_units_small_parameters_come_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,10 +79,10 @@ def test_a_units_small_parameters_come_in_one_launch(monkeypatch: pytest.MonkeyP
     launches = []
 
     def counted(**given: object) -> None:
-        launches.append(given["pieces"])
-        gather_pieces(**given)
+        launches.append(given["shards"])
+        gather_many(**given)
 
-    monkeypatch.setattr(odc_kernels.gather, "gather_pieces", counted)
+    monkeypatch.setattr(odc_kernels.gather, "gather_many", counted)
     # Owners without rows, nothing, the largest that is small, one that is not.
     shapes = [(5, 3), (1,), (0, 3), (62, 3), (64, 3)]
     wholes = [torch.randn(shape) for shape in shapes] + [torch.arange(3)]  # kernels don't read integers
@@ -105,4 +105,4 @@ def test_a_units_small_parameters_come_in_one_launch(monkeypatch: pytest.MonkeyP
         for got, want in zip(unit.whole, wholes, strict=True):
             assert torch.equal(got, want)
         unit.release("me")
-    assert [len(pieces.counts) for pieces in launches] == [3 + 1 + 3] * 2
+    assert [len(shards.counts) for shards in launches] == [3 + 1 + 3] * 2

@@ -12,7 +12,7 @@ import torch
 from tests.support import place  # noqa: F401  isort: skip
 
 from odc_kernels.embedding import embedding, embedding_grad
-from odc_kernels.gather import Pieces, gather, gather_pieces
+from odc_kernels.gather import ShardList, gather, gather_many
 from odc_kernels.linear import linear
 from odc_kernels.linear_cross_entropy import HeadOutput, linear_cross_entropy, linear_cross_entropy_grad
 from odc_kernels.linear_staged import linear_dx_staged, linear_staged
@@ -86,8 +86,8 @@ TABLES: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any]
         ],
     ),
     (
-        gather_pieces,
-        {"pieces": Pieces.of([zeros(32)], [0])},
+        gather_many,
+        {"shards": ShardList.of([zeros(32)], [0])},
         [
             ({"out": zeros(32, dtype=FP64)}, "flat"),
             ({"out": zeros(8, 4)}, "flat"),
