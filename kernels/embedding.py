@@ -142,15 +142,15 @@ def embedding_grad_long_kernel(
     if first >= 0:
         row = tl.load(ids + first).to(tl.int64)
         if _trains(row, rows, padding):
-            pieces = tl.cdiv(tl.load(ends + first) - first, SEGMENT)
+            parts = tl.cdiv(tl.load(ends + first) - first, SEGMENT)
             k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
             acc = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)
-            for start in range(0, pieces, BLOCK_T):
-                piece = start + tl.arange(0, BLOCK_T)
-                slot = 2 * (segment + piece) + (piece == 0).to(tl.int64)
+            for start in range(0, parts, BLOCK_T):
+                part = start + tl.arange(0, BLOCK_T)
+                slot = 2 * (segment + part) + (part == 0).to(tl.int64)
                 acc += tl.load(
                     partial + slot[:, None] * columns + k[None, :],
-                    mask=(piece < pieces)[:, None] & (k < columns)[None, :],
+                    mask=(part < parts)[:, None] & (k < columns)[None, :],
                     other=0.0,
                 )
             _add_row(table, row, rows_per_owner, columns, k, tl.sum(acc, axis=0) * scale, factor, largest)

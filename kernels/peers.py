@@ -235,12 +235,12 @@ def check_alike(
             raise ValueError(f"{what} has {name} {have}; this {beside} needs {name} {want}")
 
 
-def split(whole: torch.Tensor, world: int) -> list[torch.Tensor]:
+def shards_of(whole: torch.Tensor, world: int) -> list[torch.Tensor]:
     """The owners' shards of a whole tensor [N, ...], as separate copies."""
     each = rows_per_owner(whole.shape[0], world)
     return [whole[owner * each : (owner + 1) * each].clone().contiguous() for owner in range(world)]
 
 
 def join(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The whole tensor; the inverse of `split`."""
+    """The whole tensor; the inverse of `shards_of`."""
     return torch.cat(list(shards))

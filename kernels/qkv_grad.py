@@ -273,7 +273,7 @@ def _check_out(
     head_dim: int,
 ) -> None:
     if norm is not None and q_pre is None:
-        raise ValueError("q_pre and k_pre are None; with a norm give what the forward wrote there")
+        raise ValueError("q_pre and k_pre are None; with a norm give those of the forward")
     if norm is None and out.q_norm is not None:
         raise ValueError("out.q_norm is given without a norm; leave it None")
     if out.dx is not None and (out.dx.shape != x.shape or out.dx.dtype != x.dtype or not out.dx.is_contiguous()):

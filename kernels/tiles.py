@@ -161,7 +161,7 @@ DEFAULTS: tuple[TileEntry, ...] = (
 def tile_of(operator: str, *, element_bytes: int, arch: int, tokens: int) -> Any:
     """The default tile of `operator` for elements of that many bytes on sm_`arch` and that many tokens.
 
-    Raises ValueError, with what is known, if the table has no entry.
+    Raises ValueError, with the known entries, if the table has none.
     """
     same = SAME_TILES_AS.get(arch, arch)
     for entry in DEFAULTS:

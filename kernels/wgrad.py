@@ -169,7 +169,7 @@ def _check(dy: torch.Tensor, x: torch.Tensor, weight: PeerShards, bias: PeerShar
 def wgrad_ref(
     dy: torch.Tensor, x: torch.Tensor, weight: list[torch.Tensor], bias: list[torch.Tensor], scale: float
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The same in plain torch, over all owners' shards: what they hold afterwards."""
+    """The same in plain torch, over all owners' shards: their final values."""
     dw = (scale * (dy.double().T @ x.double())).split([len(shard) for shard in weight])
     db = (scale * dy.double().sum(0)).split([len(shard) for shard in bias])
     return (

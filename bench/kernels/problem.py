@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from odc_kernels.peers import ALL, PeerShards, split
+from odc_kernels.peers import ALL, PeerShards, shards_of
 
 DEVICE = (
     torch.device("cuda", torch.cuda.current_device())
@@ -155,7 +155,7 @@ class Problem:
 
     def shards(self, whole: torch.Tensor) -> PeerShards:
         """Copies of a whole tensor's rows, each in its owner's memory."""
-        parts = split(whole, self.world)
+        parts = shards_of(whole, self.world)
         if self.peers == "pinned":
             parts = [
                 part if owner == self.rank or not part.numel() else part.cpu().pin_memory()

@@ -148,7 +148,7 @@ class Part:
         self._planner.set_up_planner(dict(state), None, is_coordinator=True)
         if rank != 0:
             flat = self._planner.state_dict
-            self._planner.state_dict = {name: value for name, value in flat.items() if _is_split(value)}
+            self._planner.state_dict = {name: value for name, value in flat.items() if _is_sharded(value)}
 
     @torch.no_grad()  # so that to_local is quick
     def hold(self, memory: dict[str, torch.Tensor]) -> None:
@@ -204,7 +204,7 @@ def list_name(rank: int) -> str:
     return f"__{rank}{METADATA}"
 
 
-def _is_split(value: Any) -> bool:
+def _is_sharded(value: Any) -> bool:
     return isinstance(value, DTensor) and any(placement.is_shard() for placement in value.placements)
 
 

@@ -134,9 +134,9 @@ def _links_between(one: Answers, other: Answers, reach: P2P, buses: set[str | No
 
 
 def _link_gbs(links: Sequence[Answers], devices: tuple[Gpu, Gpu]) -> float | None:
-    said = [(link.get("speed_mbps") or 0) / 1000 for link in links]
-    if all(_SANE_GBS[0] <= gbs <= _SANE_GBS[1] for gbs in said):
-        return min(said)
+    reported = [(link.get("speed_mbps") or 0) / 1000 for link in links]
+    if all(_SANE_GBS[0] <= gbs <= _SANE_GBS[1] for gbs in reported):
+        return min(reported)
     table = [_NVLINK_GBS.get(device.compute_capability or (0, 0)) for device in devices]
     return None if None in table else min(table)
 

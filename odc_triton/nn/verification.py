@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from odc_kernels.peers import ALL, PeerShards, rows_per_owner, split
+from odc_kernels.peers import ALL, PeerShards, rows_per_owner, shards_of
 from odc_kernels.staged import StagedWeight, Staging
 
 from ..base.errors import OdcError
@@ -153,9 +153,9 @@ class LocalShards:
     def __init__(self, leaf: torch.Tensor, world: int = 1, *, by_kernels: bool | None = None) -> None:
         self.leaf, self.world, self.shape, self.dtype = leaf, world, tuple(leaf.shape), leaf.dtype
         self.table = TABLE
-        self._shards = split(leaf.detach(), world)
+        self._shards = shards_of(leaf.detach(), world)
         wide = torch.promote_types(leaf.dtype, torch.float32)
-        self._gradient_shards = split(torch.zeros_like(leaf, dtype=wide, requires_grad=False), world)
+        self._gradient_shards = shards_of(torch.zeros_like(leaf, dtype=wide, requires_grad=False), world)
         self._each = rows_per_owner(self.shape[0], world)
         self._staging = Staging()
         self._by_kernels = leaf.is_cuda if by_kernels is None else by_kernels

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from odc_kernels.batch_copy import Batch, BatchCopy, torchs_batch_copy
-from odc_kernels.peers import split
+from odc_kernels.peers import shards_of
 from odc_triton.comm.layout import ParameterSpec
 from odc_triton.engine.gathered import GatheredParameters
 from odc_triton.engine.transport import DeviceStreams
@@ -116,7 +116,7 @@ def _unit(
         )
         for shape in shapes
     ]
-    shards = [split(whole, 8) for whole in wholes]
+    shards = [shards_of(whole, 8) for whole in wholes]
     copy = BatchCopy.of(runtime, lambda: device.running)
     assert copy is not None
     streams = DeviceStreams(device)
@@ -139,7 +139,7 @@ def test_a_unit_is_gathered_by_two_calls(version: int, kind: str) -> None:
         (first, own_and_others), (second, others) = runtime.calls
         assert {first, second} == {0x1001, 0x1002}, "streams of their own"
         # Own rows come first, by multiprocessors; all others by copy engines.
-        own = [rows.nbytes for whole in wholes if (rows := split(whole, 8)[2]).numel()]
+        own = [rows.nbytes for whole in wholes if (rows := shards_of(whole, 8)[2]).numel()]
         assert own_and_others[:5] == [(size, 0) for size in own]
         assert {flags for _, flags in own_and_others[5:] + others} == {1}
         assert sum(size for size, _ in own_and_others + others) == sum(whole.nbytes for whole in wholes)

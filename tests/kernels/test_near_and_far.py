@@ -14,7 +14,7 @@ from odc_kernels.device import adds_in_bulk
 from odc_kernels.linear import linear_ref
 from odc_kernels.linear_cross_entropy import _parts, _pulled
 from odc_kernels.linear_staged import linear_dx_staged, linear_staged
-from odc_kernels.peers import ALL, PeerShards, split
+from odc_kernels.peers import ALL, PeerShards, shards_of
 from odc_kernels.staged import StagedWeight, check, pull
 from odc_triton.engine.transport import Target
 from tests.support.simulated import SimulatedDevice
@@ -23,7 +23,7 @@ WORLD, ROWS, COLUMNS, CHUNK = 3, 24, 16, 3
 
 
 def _peers(near: frozenset[int] | str | None = ALL, seed: int = 0) -> tuple[list[torch.Tensor], PeerShards]:
-    shards = split(torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed)), WORLD)
+    shards = shards_of(torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed)), WORLD)
     return shards, PeerShards.of(shards, shape=(ROWS, COLUMNS), rank=1, near=near)
 
 

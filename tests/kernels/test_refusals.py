@@ -17,7 +17,7 @@ from odc_kernels.linear import linear
 from odc_kernels.linear_cross_entropy import HeadOutput, linear_cross_entropy, linear_cross_entropy_grad
 from odc_kernels.linear_staged import linear_dx_staged, linear_staged
 from odc_kernels.online_softmax import SoftmaxState, online_softmax
-from odc_kernels.peers import PeerShards, split
+from odc_kernels.peers import PeerShards, shards_of
 from odc_kernels.qkv import qkv
 from odc_kernels.qkv_grad import QkvGradients, qkv_grad
 from odc_kernels.qkv_inputs import QkNorm, QkvWeights, Rope
@@ -30,7 +30,7 @@ zeros = torch.zeros
 
 
 def peers(*shape: int, world: int = 2, rank: int = 0, dtype: torch.dtype = torch.float32) -> PeerShards:
-    return PeerShards.of(split(zeros(shape, dtype=dtype), world), shape=shape, rank=rank)
+    return PeerShards.of(shards_of(zeros(shape, dtype=dtype), world), shape=shape, rank=rank)
 
 
 W = peers(8, 3)

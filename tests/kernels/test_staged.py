@@ -12,7 +12,7 @@ from tests.support import place  # isort: skip
 from bench.kernels.code import faults_of_waits
 from odc_kernels.linear import linear_dx_ref, linear_ref
 from odc_kernels.linear_staged import linear_dx_staged, linear_dx_staged_ref, linear_staged, linear_staged_ref
-from odc_kernels.peers import ALL, PeerShards, split
+from odc_kernels.peers import ALL, PeerShards, shards_of
 from odc_kernels.staged import StagedWeight, check, pull
 from odc_kernels.tiles import LinearTile
 from tests.support import ranks
@@ -71,7 +71,7 @@ def test_linear_and_its_gradients(world: int, shape: tuple, dtype: torch.dtype) 
     rank = world // 2
     x, whole = torch.randn(tokens, columns).to(dtype), torch.randn(rows, columns).to(dtype)
     dy, whole_bias = torch.randn(tokens, rows).to(dtype), torch.randn(rows).to(dtype)
-    weight, bias = split(whole, world), split(whole_bias, world)
+    weight, bias = shards_of(whole, world), shards_of(whole_bias, world)
     staged = pulled(weight, (rows, columns), rank)
     y, dx = torch.full((tokens, rows), torch.nan, dtype=dtype), torch.full((tokens, columns), torch.nan, dtype=dtype)
     with_bias = tokens != 1
@@ -96,7 +96,7 @@ def test_linear_and_its_gradients(world: int, shape: tuple, dtype: torch.dtype) 
 def test_default_tiles(world: int, dtype: torch.dtype, shape: tuple) -> None:
     tokens, rows, columns = shape
     x, dy = torch.randn(tokens, columns).to(dtype), torch.randn(tokens, rows).to(dtype)
-    weight = split(torch.randn(rows, columns).to(dtype), world)
+    weight = shards_of(torch.randn(rows, columns).to(dtype), world)
     staged = pulled(weight, (rows, columns), world - 1)
     y, dx = torch.full((tokens, rows), torch.nan, dtype=dtype), torch.full((tokens, columns), torch.nan, dtype=dtype)
     linear_staged(x=x, weight=staged, out=y)
@@ -111,7 +111,7 @@ def test_default_tiles(world: int, dtype: torch.dtype, shape: tuple) -> None:
 def test_an_owner_whose_rows_do_not_come(missing: int, flag: str, columns: int) -> None:
     tokens, rows, world = 33, 48, 3
     x, dy = torch.randn(tokens, columns), torch.randn(tokens, rows)
-    weight = split(torch.randn(rows, columns), world)
+    weight = shards_of(torch.randn(rows, columns), world)
     staged = replace(pulled(weight, (rows, columns), 1), epoch=5)
     settle()
     staged.flags.fill_(5)
@@ -135,7 +135,7 @@ def test_a_buffer_serves_one_weight_after_the_other() -> None:
     x, y = torch.randn(20, 24), torch.empty(20, 40)
     staged = None
     for layer in range(3):
-        weight = split(torch.randn(40, 24), 4)
+        weight = shards_of(torch.randn(40, 24), 4)
         peers = PeerShards.of(weight, shape=(40, 24), rank=2, near=ALL)
         settle()
         staged = pull(peers=peers, staged=staged or StagedWeight.of(peers))
@@ -196,7 +196,7 @@ def _late(rank: int, world: int) -> dict[str, torch.Tensor]:
 def late_inputs() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     random = torch.Generator().manual_seed(3)
     x, dy = torch.randn(33, SHAPE[1], generator=random), torch.randn(33, SHAPE[0], generator=random)
-    return x, dy, split(torch.randn(SHAPE, generator=random), 4)
+    return x, dy, shards_of(torch.randn(SHAPE, generator=random), 4)
 
 
 @pytest.mark.skipif(not place.INTERPRETED, reason="a stream operation sets the flags on a GPU")

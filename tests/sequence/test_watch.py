@@ -13,7 +13,7 @@ import torch
 
 from odc_kernels import streams
 from odc_kernels.linear_cross_entropy import _pulled
-from odc_kernels.peers import PeerShards, split
+from odc_kernels.peers import PeerShards, shards_of
 from odc_triton.balance.pieces import Piece, SplitPlan
 from odc_triton.engine.transport import DeviceStreams, Streams
 from odc_triton.sequence import sync
@@ -99,7 +99,7 @@ def test_the_watch_of_a_plan_does_not_stop_the_next() -> None:
 
 def test_the_head_pulls_on_one_stream() -> None:
     """torch hands out 32 in turn: a new one for each call would soon be one that a kernel waits on."""
-    device, shards = SimulatedDevice(), split(torch.randn(6, 4), 2)
+    device, shards = SimulatedDevice(), shards_of(torch.randn(6, 4), 2)
     peers = PeerShards.of(shards, shape=(6, 4), aligned=False)
     for _ in range(2):
         assert sum(1 for _ in _pulled(peers, 2, on=device)) == 4

@@ -37,12 +37,12 @@ def matrix(shapes: list[tuple], dtypes: list[torch.dtype], mixed: list[tuple]) -
 _CANARY = 64  # elements: a multiple of 16 bytes in any dtype
 _NUMBER = 7  # in canaries of integers
 guarded: list[torch.Tensor] = []
-"""The memory of all shards that a test has split: conftest.py looks at it when the test ends."""
+"""The memory of all shards that a test has made: conftest.py checks it when the test ends."""
 
 
 def split(whole: torch.Tensor, world: int) -> list[torch.Tensor]:
-    """As `peers.split`, with a canary before and after each shard: -0.0, which any addition but of -0.0 changes."""
-    shards, canary = peers.split(whole, world), -0.0 if whole.is_floating_point() else _NUMBER
+    """As `peers.shards_of`, with a canary before and after each shard: -0.0, which any addition but of -0.0 changes."""
+    shards, canary = peers.shards_of(whole, world), -0.0 if whole.is_floating_point() else _NUMBER
     for owner, shard in enumerate(shards):
         guarded.append(whole.new_full((shard.numel() + 2 * _CANARY,), canary))
         shards[owner] = guarded[-1][_CANARY:-_CANARY].view(shard.shape).copy_(shard)
