@@ -21,7 +21,7 @@ from odc_triton import fully_shard
 from odc_triton.base.errors import DeadlineExceeded
 from odc_triton.comm.layout import Region
 from odc_triton.comm.memory.cuda import check_socket_folder
-from odc_triton.comm.memory.heap import LEFT, PID
+from odc_triton.comm.memory.heap import LEFT, PID, STATUS_SLOTS
 from odc_triton.comm.memory.locks import ByteLocks
 from odc_triton.comm.memory.rendezvous import receive_files, send_files
 from odc_triton.comm.memory.shm import SharedMemoryHeap, _new_memfd
@@ -248,3 +248,10 @@ def test_a_folder_too_long_for_sockets() -> None:
     check_socket_folder("/" + "a" * 89)
     with pytest.raises(RuntimeError, match=r"TMPDIR is '/a+', .* more than 107 bytes: set TMPDIR to a shorter path"):
         check_socket_folder("/" + "a" * 90)
+
+
+def test_there_are_so_many_statuses() -> None:
+    heap = _heap(0, 1)
+    assert [heap.new_slot() for _ in range(STATUS_SLOTS - LEFT - 1)] == list(range(LEFT + 1, STATUS_SLOTS))
+    with pytest.raises(RuntimeError, match=f"all {STATUS_SLOTS} status slots of the heap are in use"):
+        heap.new_slot()

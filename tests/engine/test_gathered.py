@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from odc_triton import full_parameters, fully_shard, minibatch
-from odc_triton.engine.unit import Slot, StepOrder
+from odc_triton.engine.unit import Prefetch, Slot, StepOrder
 from tests.support import ranks
 from tests.support.blocks import Residual, filled
 from tests.support.place import DEVICE, INTERPRETED
@@ -292,6 +292,33 @@ def test_order() -> None:
     assert [order.begin(step) for step in "ab"] == ["b", "d"]
     order.end()
     assert order.begin("c") is None, "what follows a microbatch is not its end"
+
+
+class _Fetched:
+    """As a unit is to `Prefetch`."""
+
+    is_fetched = False
+
+    def fetch(self) -> None:
+        self.is_fetched = True
+
+    def wait(self) -> None:
+        assert self.is_fetched
+
+    def let_go(self) -> None:
+        self.is_fetched = False
+
+
+def test_what_was_fetched_ahead_in_vain_is_freed() -> None:
+    prefetch, first, second = Prefetch(), _Fetched(), _Fetched()
+    for unit in (first, second):
+        prefetch.needs(unit, in_backward=False)
+        unit.let_go()
+    prefetch.microbatch_ends()
+    prefetch.needs(first, in_backward=False)
+    assert second.is_fetched
+    prefetch.microbatch_ends()  # earlier than the last one
+    assert not second.is_fetched
 
 
 @pytest.mark.parametrize("backend", ["cuda", "gpu"])

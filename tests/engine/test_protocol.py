@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -310,3 +311,13 @@ def test_a_deadline_that_passes_because_a_rank_died() -> None:
     board.given_up = 1  # as one that another rank kept waiting
     with pytest.raises(DeadlineExceeded, match="the device is busy"):
         barrier.late("the end", late)
+
+
+@pytest.mark.parametrize(
+    ("waits", "roots"), [({1: 2, 2: 3}, [3]), ({1: 2, 2: 1}, [1]), ({1: 2, 2: 3, 3: 2}, [1]), ({}, [1])]
+)
+def test_a_rank_in_a_cycle_of_waits_is_its_own_root(waits: dict[int, int], roots: list[int]) -> None:
+    barrier = Barrier(store=dist.HashStore(), rank=0, world=4, timeout_s=1.0)
+    barrier._reached = SimpleNamespace(seen=lambda: [0] * 4)
+    barrier.blocked_on = waits.get
+    assert barrier.root_cause([1]) == roots

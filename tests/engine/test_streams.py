@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from odc_triton.base.errors import DeadlineExceeded
 from odc_triton.comm.layout import ParameterSpec
 from odc_triton.engine.gathered import GatheredParameters
-from odc_triton.engine.transport import Copies, DeviceStreams
+from odc_triton.engine.transport import AllStreams, Copies, DeviceStreams, Streams
 from tests.support.simulated import SimulatedDevice, SimulatedEvent
 
 KINDS = pytest.mark.parametrize("kind", ["late", "early"])
@@ -103,6 +104,18 @@ def test_gradients_live_until_they_are_added(kind: str, in_flight_bytes: int) ->
 
 
 @KINDS
+def test_drained_gradients_are_not_in_flight(kind: str) -> None:
+    it = Setup(kind, in_flight_bytes=40)
+    for before in (1.0, 3.0, 5.0):
+        for _ in range(2):  # of 16 bytes each
+            it.streams.add(torch.ones(4), it.buffer.add_)
+        if kind == "late":
+            assert it.buffer.tolist() == [before] * 4, "there was room for both"
+        it.drain()
+        assert it.buffer.tolist() == [before + 2] * 4
+
+
+@KINDS
 def test_additions_follow_what_is_computed_before(kind: str) -> None:
     it = Setup(kind)
     gradient = torch.full((4,), torch.nan)
@@ -141,6 +154,17 @@ def test_drained_are_all_streams_on_which_something_was_computed(kind: str) -> N
     it.drain()
     assert all(done.query() for done in copies.done)
     assert sorted(it.found) == [[1.0] * 4] * 2 + [[1.0 if kind == "late" else 2.0] * 4]
+
+
+def test_a_drain_reports_what_waited_in_vain_on_streams_that_joined() -> None:
+    def check() -> None:
+        raise DeadlineExceeded([1], "a kernel waited in vain")
+
+    streams, others = (AllStreams(Streams(), timeout_s=1.0) for _ in range(2))
+    others.watch(SimpleNamespace(check=check))
+    streams.join(others)
+    with pytest.raises(DeadlineExceeded, match="in vain"):
+        streams.drain("a test")
 
 
 class _Stuck(SimulatedDevice):
@@ -256,6 +280,19 @@ def test_filled_used_and_freed(kind: str) -> None:
         gathered.release("me")
         gathered.release("me")
         assert gathered.whole[0].untyped_storage().nbytes() == 0
+
+
+@KINDS
+def test_what_is_tied_over_units_stays_for_the_last_of_them(kind: str) -> None:
+    gathered, shards = _gathered(kind)
+    for unit in ("root", "block"):
+        gathered.fetch(unit, 1)
+        gathered.wait()
+    gathered.release("block")
+    assert gathered.is_filled
+    assert torch.equal(gathered.whole[0], torch.cat(shards))
+    gathered.release("root")
+    assert gathered.whole[0].untyped_storage().nbytes() == 0
 
 
 @KINDS

@@ -117,22 +117,42 @@ def test_streams_of_a_gpu_are_not_of_the_pool_that_programs_use(monkeypatch: pyt
     streams._pull_stream.cache_clear()
 
 
-@pytest.mark.parametrize("debug", [True, False])
-def test_a_wait_before_what_peers_wait_for_is_found_in_debug(debug: bool) -> None:
+MINE = Piece(0, 8, 20)
+ROWS = (torch.zeros(12, 1, 1), torch.zeros(12, 1, 1))
+
+
+def exchange_of_rank_1(*, layers: int = 1, debug: bool = False) -> tuple[SequenceExchange, SplitPlan]:
     """Rank 1 reads rank 0's piece, and rank 2 reads both. Nothing is sent: the order alone counts."""
-    plan = SplitPlan.of([[[Piece(0, 0, 8)]], [[Piece(0, 8, 20)]], [[Piece(0, 20, 30)]]])
     place = buffers()
-    place.rank, place.world, place.tokens, place.heap.apart = 1, 3, 30, False
+    place.rank, place.world, place.tokens, place.layers, place.heap.apart = 1, 3, 30, layers, False
     place.rows = place.gradient_rows = lambda _layer, _kind, _piece, start, stop: torch.zeros(stop - start, 1, 1)
     sent = {"begin": lambda: None, "signal": lambda *_: None, "wait": lambda _: None, "add": lambda *_: None}
     exchange = SequenceExchange(SimpleNamespace(buffers=place, **sent), Streams(), in_order=False, debug=debug)
-    spans, rows = [Span(Piece(0, 8, 20), 0, 12)], (torch.zeros(12, 1, 1), torch.zeros(12, 1, 1))
+    return exchange, SplitPlan.of([[[Piece(0, 0, 8)]], [[MINE]], [[Piece(0, 20, 30)]]])
+
+
+def test_checkpointed_layers_without_gradients_need_no_backward() -> None:
+    """Their forward ran without gradients, as in all checkpoints, and nothing runs it again."""
+    (exchange, plan), spans = exchange_of_rank_1(layers=2), [Span(MINE, 0, 12)]
+    exchange.begin(plan)
+    with torch.no_grad():
+        for layer in range(2):
+            exchange.start(layer, spans, trains=False)
+    with pytest.raises(RuntimeError, match="had no backward"):
+        exchange.leave()
+    exchange.collect(1, spans, None, ROWS)
+    exchange.leave()
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_a_wait_before_what_peers_wait_for_is_found_in_debug(debug: bool) -> None:
+    (exchange, plan), spans = exchange_of_rank_1(debug=debug), [Span(MINE, 0, 12)]
     before = (torch.zeros(8, 1, 1), torch.zeros(8, 1, 1))
     right = [
-        partial(exchange.publish, 0, spans, None, rows),
-        partial(exchange.read, 0, spans[0], None, rows),
+        partial(exchange.publish, 0, spans, None, ROWS),
+        partial(exchange.read, 0, spans[0], None, ROWS),
         partial(exchange.add, 0, spans, None, before),
-        partial(exchange.collect, 0, spans, None, rows),
+        partial(exchange.collect, 0, spans, None, ROWS),
     ]
     for order, fails in (([0, 1, 2, 3], None), ([1, 0, 2, 3], "PUBLISHED"), ([0, 1, 3, 2], "ADDED")):
         exchange.begin(plan)

@@ -356,6 +356,12 @@ def test_totals_add_up():
         assert plan.job_bytes == plan.job_shared_bytes + 2 * (plan.total_bytes - plan.shared_bytes)
 
 
+def test_a_job_has_the_bytes_of_all_replicas():
+    alone, plan = (memory_plan(blocks(12, 24, root=12), 2, replicas=replicas) for replicas in (1, 3))
+    assert plan.job_shared_bytes == 3 * alone.job_shared_bytes
+    assert plan.job_bytes == plan.job_shared_bytes + 2 * 3 * plan.private_bytes
+
+
 @pytest.mark.parametrize(("backend", "in_total"), [("cpu", 1), ("cuda", 0)])
 def test_checkpoints_in_the_background_take_host_memory(backend, in_total):
     """Of masters, though there is one copy of them in fp32, states and buffers; on a GPU it is not the GPU's."""

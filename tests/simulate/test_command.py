@@ -11,6 +11,7 @@ import pytest
 from odc_triton.cli.command import main
 from odc_triton.simulate.hardware import DEVICES
 from odc_triton.simulate.models import Model
+from odc_triton.simulate.predict import SimulateOptions, _machine
 from odc_triton.simulate.study import SETTINGS, Row, make_job, named_lengths, rank_settings, usual_links, verdict
 from tests.support.snapshots import SNAPSHOTS
 
@@ -79,6 +80,16 @@ def test_a_snapshot_names_the_machine(say: Say) -> None:
     status, text, _ = say(*options, "--gpus", 16, "--nodes", 2)
     assert status == 0
     assert "2 nodes of 8 x NVIDIA H100" in text
+
+
+@pytest.mark.parametrize("topology", [None, str(SNAPSHOTS / "hgx-h100-nvswitch.json")])
+@pytest.mark.parametrize(("nic_gbs", "reached_gbs"), [(None, 25.0), (7.0, 7.0)])
+def test_only_the_usual_speed_between_nodes_is_derated(
+    topology: str | None, nic_gbs: float | None, reached_gbs: float
+) -> None:
+    options = {"gpu": "h100", "gpus": 16, "nodes": 2, "link_efficiency": 0.5}
+    _, links, _ = _machine(SimulateOptions(lengths="aime", topology=topology, nic_gbs=nic_gbs, **options))
+    assert links.nic_gbs == reached_gbs
 
 
 def test_the_ranking() -> None:

@@ -152,6 +152,15 @@ def test_whoever_is_free_takes_the_next_pack_of_the_queue(lengths: list[int], ra
     assert told.step_s == pytest.approx(max(clocks), rel=1e-9)
 
 
+def test_a_rank_of_the_queue_is_free_after_its_transfers() -> None:
+    """Two short packs take rank 1 less work than the long one takes rank 0, but with twice the reads and adds."""
+    long, short = 10_000, 6000
+    job = a_job(2, links=Links.switched(2, 0.1, latency_s=0.0), model=ROOTLESS)
+    told = simulate([[long, short, short, short]], job=job, schedule="odc", balance="queue", token_cap=CAP)
+    assert 2 * COST.sequence(short) < COST.sequence(long)
+    assert told.microbatches == [[2, 2]]
+
+
 def test_a_prefetched_barrier_lets_ranks_differ_by_a_layer() -> None:
     """It gains where the slowest rank changes from layer to layer, and nothing where it is the same in all of them."""
     lengths = lengths_of(16)
