@@ -16,7 +16,7 @@ from typing import Any
 
 from .. import __version__
 from ..base.errors import in_a_line
-from .start import ending_at_once, say_stopped, start_job
+from .start import ending_at_once, report_stopped, start_job
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, so that a closed pipe raises below, not when the interpreter exits
         return status
     except KeyboardInterrupt as stop:
-        return say_stopped(getattr(stop, "signal", signal.SIGINT))  # the launcher's has the signal
+        return report_stopped(getattr(stop, "signal", signal.SIGINT))  # the launcher's has the signal
     except BrokenPipeError:  # `odc-triton doctor | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet
         return 141

@@ -15,7 +15,7 @@ from ..train.run_options import RunOptions
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
-def say_stopped(number: int) -> int:
+def report_stopped(number: int) -> int:
     """Reports on stderr that a signal stopped the command; returns its exit status."""
     os.write(2, f"odc-triton: stopped by {signal.Signals(number).name}\n".encode())
     return 128 + number
@@ -23,7 +23,7 @@ def say_stopped(number: int) -> int:
 
 def ending_at_once() -> AbstractContextManager[None]:
     """A stop request ends the process at once: during an import KeyboardInterrupt is lost, or becomes another error."""
-    return handling(lambda number, _: os._exit(say_stopped(number)), *STOPS)
+    return handling(lambda number, _: os._exit(report_stopped(number)), *STOPS)
 
 
 def start_job(name: str, run: str, options: RunOptions, *, ranks: int) -> None:

@@ -54,7 +54,7 @@ class RemoteTraceback(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class _Failure:
-    """How a rank failed. `about`: the other ranks that its error is about; None if it is about itself."""
+    """A rank's failure. `about`: the other ranks that its error names; None if it concerns itself."""
 
     rank: int
     text: str
@@ -129,7 +129,7 @@ def _store() -> Iterator[str]:
 
 
 class _End(Enum):
-    """How a rank's process ended."""
+    """The end of a rank's process."""
 
     DONE = auto()
     STOPPED = auto()  # as the job was asked to: an error of another rank about this one is no failure
