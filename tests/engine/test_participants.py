@@ -1,0 +1,108 @@
+"""The hooks of a participant: their order, what they get, and what an error in each does on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from odc_triton import fully_shard, minibatch
+from odc_triton.base.errors import MinibatchFailed, OdcError, RanksDiffer
+from odc_triton.engine.participant import Participant
+from tests.support import ranks
+
+
+class Refused(OdcError):
+    pass
+
+
+class Probe(Participant):
+    """Notes its hooks; raises in those of `fails`. `name` is an argument that `minibatch` has."""
+
+    name = "split"
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.calls, self.fails = rank, [], {}
+
+    def _call(self, hook: str, *given: Any) -> str:
+        self.calls.append((hook, *given))
+        if (error := self.fails.get(hook)) is not None:
+            raise error
+        return f"{hook} of {self.rank}"
+
+    def entry(self, given: Any) -> Any:
+        return self._call("entry", given)
+
+    def entered(self, messages: list[Any]) -> None:
+        self._call("entered", messages)
+
+    def opened(self) -> None:
+        self._call("opened")
+
+    def leave(self) -> None:
+        self._call("leave")
+
+    def failed(self) -> None:
+        self._call("failed")
+
+    def exit(self) -> Any:
+        return self._call("exit")
+
+    def settle(self, messages: list[Any] | None) -> None:
+        self._call("settle", messages)
+
+    def reduced(self) -> None:
+        self._call("reduced")
+
+
+def _hooks(rank: int, world: int) -> dict[str, Any]:
+    model = fully_shard(nn.Linear(2, 2, bias=False))
+    probe = Probe(rank)
+    model._odc_engine.participants.append(probe)
+    found: dict[str, Any] = {}
+
+    def run(case: str, fails: dict[str, Exception]) -> None:
+        probe.calls, probe.fails = [], fails
+        model.zero_grad()
+        text = ""
+        try:
+            with minibatch(model, tokens=1, split="a plan"):
+                model(torch.ones(1, 2)).sum().backward()
+        except OdcError as error:
+            text = f"{type(error).__name__}: {error}"
+        found[case] = (probe.calls, text, model.weight.grad is not None)
+
+    one = rank == 1
+    run("none", {})
+    run("entry", {"entry": RuntimeError("not now")} if one else {})
+    run("entered", {"entered": RanksDiffer("plans differ")})
+    run("leave", {"leave": RuntimeError("pieces are missing")} if one else {})
+    run("settle", {"settle": Refused("it does not fit")})
+    run("again", {})
+    return found
+
+
+def test_hooks_and_their_errors() -> None:
+    sent = {hook: [f"{hook} of {rank}" for rank in range(2)] for hook in ("entry", "exit")}
+    entry, opened = [("entry", "a plan"), ("entered", sent["entry"])], [("opened",)]
+    whole = [*entry, *opened, ("leave",), ("exit",), ("settle", sent["exit"])]
+    for rank, found in enumerate(ranks.run(_hooks, 2)):
+        assert found["none"] == found["again"] == ([*whole, ("reduced",)], "", True)
+        calls, text, has_gradient = found["entry"]
+        assert (calls, has_gradient) == (entry[:1], False)
+        assert text.startswith("MinibatchFailed")
+        assert "rank 1: RuntimeError: not now" in text
+        assert found["entered"] == (entry, "RanksDiffer: plans differ", False)
+        calls, text, has_gradient = found["leave"]
+        failed = [("failed",)] if rank == 1 else []
+        assert (calls, has_gradient) == ([*entry, *opened, ("leave",), *failed, ("exit",), ("settle", None)], False)
+        assert "rank 1: RuntimeError: pieces are missing" in text
+        assert found["settle"] == (whole, "Refused: it does not fit", False)
+
+
+def test_an_argument_that_nothing_takes_is_refused() -> None:
+    model = fully_shard(nn.Linear(2, 2))
+    with pytest.raises(MinibatchFailed, match=r"given a split: call enable_split\(model"), minibatch(model, split="a"):
+        pass
