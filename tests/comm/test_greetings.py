@@ -12,7 +12,7 @@ from torch import nn
 
 from odc_triton import fully_shard
 from odc_triton.comm.memory.rendezvous import _MOST_SILENT, greetings
-from odc_triton.comm.peers import PeerStatus
+from odc_triton.comm.peers import _STATUS, PeerStatus
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 
@@ -66,3 +66,12 @@ def test_silent_clients_keep_no_replica_waiting() -> None:
     for alive, seconds in ranks.run(_among_silent_clients, 2):
         assert alive == [True, True]
         assert seconds < LONG_S / 2  # not until the strangers' deadline
+
+
+def test_statuses_may_come_in_pieces() -> None:
+    peers = PeerStatus.__new__(PeerStatus)
+    peers._unread, peers._far_status = {1: b""}, {1: [0] * 16}
+    said = _STATUS.pack(3, 7) + _STATUS.pack(4, 2**40) + _STATUS.pack(3, 8)
+    for first in range(0, len(said), 5):
+        peers._take(1, said[first : first + 5])
+    assert peers._far_status[1] == [0, 0, 0, 8, 2**40, *[0] * 11]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import time
 import warnings
@@ -20,6 +21,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from odc_triton import DeadlineExceeded, MinibatchFailed, RankLost, full_parameters, fully_shard, minibatch
+from odc_triton.comm import barrier as barrier_module
 from odc_triton.comm.barrier import Barrier
 from odc_triton.comm.memory.heap import StatusBoard
 from odc_triton.engine.api import events
@@ -321,3 +323,17 @@ def test_a_rank_in_a_cycle_of_waits_is_its_own_root(waits: dict[int, int], roots
     barrier._reached = SimpleNamespace(seen=lambda: [0] * 4)
     barrier.blocked_on = waits.get
     assert barrier.root_cause([1]) == roots
+
+
+def test_a_wait_warns_after_half_of_its_deadline_and_then_seldom(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now_s=0.0)
+    clock.monotonic = lambda: clock.now_s
+    clock.sleep = lambda _: setattr(clock, "now_s", clock.now_s + 1.0)
+    monkeypatch.setattr(barrier_module, "time", clock)
+    barrier = Barrier(store=dist.HashStore(), rank=0, world=2, timeout_s=1000.0)
+    with pytest.raises(DeadlineExceeded, match=r"waited 1001\.0 s for rank 1 at 'the end': the deadline has passed"):
+        barrier.wait_until("the end", lambda: [1])
+    waited = [re.search(r"waited (\d+)", record.getMessage())[1] for record in caplog.records]
+    assert waited == ["61", "121", "241", "481", "961"]
