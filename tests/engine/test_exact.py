@@ -131,6 +131,15 @@ def test_scales_follow_the_gradients() -> None:
     ]
 
 
+def test_only_a_first_sum_must_have_so_many_bits() -> None:
+    exact = ExactSum()
+    assert "a first one must have 30" in exact.settle([(1, 29)])
+    exact.clear()
+    assert exact.settle([(1, 54)]) is None  # when it is repeated
+    exact.clear()
+    assert exact.settle([(1, 29)]) is None, "gradients may become small later"
+
+
 def test_what_is_not_finite_is_told_and_not_added() -> None:
     for bad in (math.nan, math.inf, -math.inf):
         exact = ExactSum()

@@ -95,3 +95,42 @@ def test_a_thread_waits_for_another_ones_addition(place: tuple) -> None:
     assert meanwhile == threads[:1]
     assert at_work == threads
     assert shard.tolist() == [[2, 2]] * 6
+
+
+class _LockedFor:
+    """A heap whose lock of each owner is held by another rank until so many seconds have passed; and the clock."""
+
+    def __init__(self, *until_s: float) -> None:
+        self.until_s, self.now_s, self.rank, self.first = until_s, 0.0, 0, 0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, _: float) -> None:
+        self.now_s += 0.25
+
+    def try_lock(self, slot: int, owner: int) -> bool:
+        return self.now_s >= self.until_s[owner]
+
+    def unlock(self, slot: int, owner: int) -> None: ...
+
+    def lock_holder(self, slot: int, owner: int) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("by_pieces", [False, True])
+def test_waits_for_locks_are_reported_and_have_the_deadline_each(
+    by_pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heap, waits = _LockedFor(0.75, 1.5), []
+    monkeypatch.setattr(accumulate, "time", heap)
+    shards = [torch.zeros(1, 2), torch.zeros(2, 2)]
+    adder, target = LockedTransport(heap, Streams(), 1.0), Target(slot=0, shards=shards, rank=0)
+    if by_pieces:
+        add = adder.sink(target, name="w", waited=waits.extend)
+        for owner, shard in enumerate(shards):
+            add(owner, 0, torch.ones_like(shard))
+    else:
+        adder.add(torch.ones(3, 2), target, name="w", waited=waits.extend)
+    assert waits == [(0.0, 0.75), (0.75, 1.5)]
+    assert all(shard.eq(1).all() for shard in shards)
