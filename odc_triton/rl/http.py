@@ -37,6 +37,7 @@ class Server:
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
+        self._aborts = 0  # how often `abort` was called
 
     def get(self, path: str, *, timeout_s: float) -> Any:
         """The server's answer to GET `path`."""
@@ -49,6 +50,7 @@ class Server:
     def abort(self) -> None:
         """Aborts the requests of other threads."""
         with self._lock:
+            self._aborts += 1
             for each in self._open:
                 with contextlib.suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)
@@ -82,12 +84,16 @@ class Server:
             ) from None
 
     def _exchange(self, method: str, path: str, body: str | None, deadline: float) -> tuple[int, bytes]:
+        aborts = self._aborts
         connection = self._kind(self.host, self.port, timeout=_left(deadline))
         connection.connect()
         raw = connection.sock
         with self._lock:
+            is_aborted = self._aborts != aborts  # while it connected
             self._open.add(raw)
         try:
+            if is_aborted:
+                raise ConnectionAbortedError("another request failed")
             connection.request(method, self._path + path, body, {"Content-Type": "application/json"})
             raw.settimeout(_left(deadline))
             with connection.getresponse() as response:
