@@ -255,3 +255,10 @@ def test_there_are_so_many_statuses() -> None:
     assert [heap.new_slot() for _ in range(STATUS_SLOTS - LEFT - 1)] == list(range(LEFT + 1, STATUS_SLOTS))
     with pytest.raises(RuntimeError, match=f"all {STATUS_SLOTS} status slots of the heap are in use"):
         heap.new_slot()
+
+
+def test_another_heap_names_ranks_alike() -> None:
+    heap = _heap(0, 1)
+    heap.first, heap.near = 4, frozenset({0})
+    other = heap.another(size_bytes=64, slots=1, token="unused", timeout_s=LONG_S)
+    assert (other.first, other.near) == (4, frozenset({0}))
