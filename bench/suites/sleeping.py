@@ -261,7 +261,7 @@ class SleepingModel(nn.Module):
         buffers = KVBuffers(engine.heap, shapes, tokens=tokens, token=token, timeout_s=engine.barrier.timeout_s)
         sync, streams = HostSync(buffers, engine), engine.streams.first.another()
         exchange = SequenceExchange(sync, streams, in_order=False)
-        engine.participants.append(exchange)
+        engine.register(exchange)
         engine.streams.also(streams)
         engine.streams.watch(sync)
         for number, layer in enumerate(self.layers):

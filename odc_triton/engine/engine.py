@@ -51,13 +51,13 @@ class Engine(Protocol):
             units=self.units,
             microbatch_ends=self.prefetch.microbatch_ends,
         )
-        self.participants += [
+        self.register(
             *([NoCollectives()] if debug else []),
             self.passes,
             Units(self.units, self.parameters, self.ignored),
             Trained(self.shards),
             ExactSums(self.shards, self) if deterministic else OrderOfArrival(_IN_ANY_ORDER),
-        ]
+        )
 
     def add(self, parameters: list[ShardedParameter]) -> None:
         for parameter in parameters:

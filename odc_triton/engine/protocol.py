@@ -42,7 +42,8 @@ class Protocol(RankState):
         self.shards: list[Shard] = []
         self.divide_factor: float | None = None  # set_gradient_divide_factor
         self.tokens, self.hyperparameters = Tokens(self.world), Hyperparameters(self.exchange)
-        self.participants: list[Participant] = [self.tokens, self.hyperparameters]
+        self.participants: list[Participant] = []
+        self.register(self.tokens, self.hyperparameters)
         self.optimizers = OptimizerWatch(self)
         self._zeros: Zeros | None = None  # at the entry of this minibatch, or of the one that is repeated
         self._stepping: int | None = None  # the id of the optimizer whose step is running, the outermost
@@ -56,6 +57,15 @@ class Protocol(RankState):
     def divides_by_ranks(self) -> bool:
         """True if gradients are divided by the number of ranks, as neither tokens nor a factor were given."""
         return self.divide_factor is None and self.tokens.total is None
+
+    def register(self, *participants: Participant) -> None:
+        """Lets them take part from the next minibatch on. On all ranks, in the same order."""
+        if self.is_open:
+            raise RuntimeError("a participant can't be registered inside a minibatch")
+        for each in participants:
+            if self.participant(each.name) is not None:
+                raise ValueError(f"there is a participant of the name {each.name!r} already")
+            self.participants.append(each)
 
     def participant(self, name: str) -> Participant | None:
         return next((each for each in self.participants if each.name == name), None)

@@ -162,13 +162,13 @@ class BridgedEngine(Protocol):
         for unit in self.bridged:
             unit.connect()
         self._modules = FsdpModules(model, self)
-        self.participants += [
+        self.register(
             self.passes,
             OrderOfArrival(_IN_ANY_ORDER),
             self._modules,
             Trained(self.shards),
             NoPieces(),
-        ]
+        )
 
     def publish(self, *, stepped: bool = False) -> None:
         self._modules.follow()

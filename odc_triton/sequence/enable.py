@@ -69,7 +69,7 @@ def enable_split(model: nn.Module, tokens: int) -> None:
     by = KernelSync if engine.transport.adds_by_kernel else HostSync
     sync, streams = by(buffers, engine), engine.streams.first.another()
     exchange = SequenceExchange(sync, streams, in_order=engine.deterministic, debug=engine.debug)
-    engine.participants.append(exchange)
+    engine.register(exchange)
     engine.streams.also(streams)
     engine.streams.watch(sync)
     for number, (module, _) in enumerate(layers):

@@ -60,7 +60,7 @@ class Probe(Participant):
 def _hooks(rank: int, world: int) -> dict[str, Any]:
     model = fully_shard(nn.Linear(2, 2, bias=False))
     probe = Probe(rank)
-    model._odc_engine.participants.append(probe)
+    model._odc_engine.register(probe)
     found: dict[str, Any] = {}
 
     def run(case: str, fails: dict[str, Exception]) -> None:
@@ -100,6 +100,16 @@ def test_hooks_and_their_errors() -> None:
         assert (calls, has_gradient) == ([*entry, *opened, ("leave",), *failed, ("exit",), ("settle", None)], False)
         assert "rank 1: RuntimeError: pieces are missing" in text
         assert found["settle"] == (whole, "Refused: it does not fit", False)
+
+
+def test_two_of_one_name_and_one_in_a_minibatch_are_refused() -> None:
+    engine = fully_shard(nn.Linear(2, 2))._odc_engine
+    engine.register(Probe(0))
+    with pytest.raises(ValueError, match="a participant of the name 'split' already"):
+        engine.register(Probe(0))
+    model = fully_shard(nn.Linear(2, 2))
+    with minibatch(model), pytest.raises(RuntimeError, match="can't be registered inside a minibatch"):
+        model._odc_engine.register(Probe(0))
 
 
 def test_an_argument_that_nothing_takes_is_refused() -> None:
