@@ -43,7 +43,7 @@ class BridgedParameter(Shard):
         self._bound: nn.Parameter | None = None  # the sharded parameter with our hook
         self._hook: RemovableHandle | None = None
         self._user_hooks: dict[int, Callable] = {}  # during a minibatch
-        self._has_gradient = self._keeps_zeros = False
+        self._has_gradient = False
         self._versions: tuple[int, int] | None = None  # of what was published
 
     @property
@@ -86,7 +86,6 @@ class BridgedParameter(Shard):
 
     def clear(self) -> torch.Tensor | None:
         self._has_gradient = False
-        self._keeps_zeros = self.sharded.grad is not None  # zero_grad(set_to_none=False)
         dirty, self.touched, self.dirty = self.dirty, False, False
         self.make_way()
         return self.gradient if dirty else None
@@ -171,12 +170,10 @@ class BridgedParameter(Shard):
         return self.gradient
 
     def _assign(self, gradient: torch.Tensor | None) -> None:
-        """A flat gradient; if no rank contributed, None, or zeros if it had some before."""
+        """A flat gradient; None if no rank contributed."""
         self._has_gradient = gradient is not None
         if self.tied_to is not None:
             return
-        if gradient is None and self._keeps_zeros:
-            gradient = torch.zeros_like(self.gradient, dtype=self.gradient_dtype)
         self.sharded.grad = None if gradient is None else self.found.as_dtensor(gradient)
 
     def run_hooks(self) -> None:
