@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -40,12 +38,17 @@ class StatusBoard(ABC):
 
 
 class Status:
-    """One integer per rank on a board: `show(value)` sets this rank's, `seen()` returns all, by rank."""
+    """One integer per rank on a board."""
 
     def __init__(self, board: StatusBoard) -> None:
-        slot = board.new_slot()
-        self.show: Callable[[int], None] = partial(board.show, slot)
-        self.seen: Callable[[], list[int]] = partial(board.seen, slot)
+        self._board, self._slot = board, board.new_slot()
+
+    def show(self, value: int) -> None:
+        self._board.show(self._slot, value)
+
+    def seen(self) -> list[int]:
+        """By rank."""
+        return self._board.seen(self._slot)
 
 
 class SymmetricHeap(StatusBoard):
