@@ -55,6 +55,7 @@ class Passes(Participant):
         self.protocol, self._owners, self._units = protocol, owners, units
         self._microbatch_ends = microbatch_ends
         self.count = 0
+        self._of_ranks: list[int] = []  # `count` of each rank at the last exit
         self.in_backward = False
         self._graph_is_kept = False  # the backward makes a graph, for its own backward
         self._forwards = 0  # units whose forward is running, nested ones included
@@ -80,12 +81,15 @@ class Passes(Participant):
         return self.count
 
     def settle(self, messages: list[int] | None) -> None:
+        self._of_ranks = messages or []
+
+    def reduced(self) -> None:
         protocol = self.protocol
-        if messages is not None and len(set(messages)) > 1 and protocol.divides_by_ranks:
+        if len(set(self._of_ranks)) > 1 and protocol.divides_by_ranks:
             protocol.warn_once(
                 "counts",
-                f"ranks ran {messages} microbatches in minibatch {protocol.number} and gradients are divided by the "
-                f"number of ranks; give tokens= to minibatch() and divide the loss by mb.tokens",
+                f"ranks ran {self._of_ranks} microbatches in minibatch {protocol.number} and gradients are divided by "
+                f"the number of ranks; give tokens= to minibatch() and divide the loss by mb.tokens",
             )
 
     @property
