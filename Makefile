@@ -21,7 +21,7 @@ test: lint
 # What `make test` leaves out; then what simulates a GPU's streams, as early as they may be: `make test` has them late.
 test-slow: venv
 	$(BIN)/python -m pytest -n 3 -m "slow and not gpu"
-	ODC_SIMULATED_STREAMS=early $(BIN)/python -m pytest -n 3 -m "not slow and not gpu" $(shell grep -lr cpu-apart tests --include='test_*.py')
+	ODC_SIMULATED_STREAMS=early $(BIN)/python -m pytest -n 3 -m "not slow and not gpu" $(shell grep -lr cpu-sharded tests --include='test_*.py')
 
 # The tests under the oldest, the usual and the newest Python and torch; one pair: make test-matrix PAIRS=3.13-2.15
 PAIRS ?= 3.10-2.11 3.11-2.13 3.13-2.15

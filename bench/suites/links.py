@@ -1,6 +1,6 @@
 """Reads, additions and products over the links of a machine, beside plain copies, NCCL and torch's own fused product.
 
-    python -m bench.suites.links [--pairs one-per-kind|all] [--backend auto|cuda|cpu-apart] [--sizes 65536 ...]
+    python -m bench.suites.links [--pairs one-per-kind|all] [--backend auto|cuda|cpu-sharded] [--sizes 65536 ...]
                           [--columns 8192] [--tokens 4096] [--loops 1] [--out out/links]
 
 One pair of GPUs per kind of link (NV#, PIX, PXB, PHB, SYS) comes first, then all GPUs at once, the library's pattern;
@@ -11,7 +11,7 @@ Results are checked first, exactly: all numbers are small integers. Then all ran
 in a row, and GB/s are what one rank reads from the others or adds to them. Each cell is a line of links.jsonl as soon
 as it is measured, so a killed run keeps what it had; links.md has the tables.
 
-Without two GPUs the CPU's heap (cpu-apart) is used, for the control flow only: copies, and additions under locks.
+Without two GPUs the CPU's heap (cpu-sharded) is used, for the control flow only: copies, and additions under locks.
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Returns 0 if every usable place was measured and gave right results, else 1."""
     parser = argparse.ArgumentParser(prog="python -m bench.suites.links", description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", choices=("one-per-kind", "all"), default="one-per-kind")
-    parser.add_argument("--backend", choices=("auto", "cuda", "cpu-apart"), default="auto")
+    parser.add_argument("--backend", choices=("auto", "cuda", "cpu-sharded"), default="auto")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes; default: 64 KiB to 256 MiB")
     for name in ("columns", "tokens", "loops"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Layer, name), help="default: %(default)s")
@@ -335,7 +335,7 @@ def main(words: Sequence[str] | None = None) -> int:
         layers = [Layer(own_bytes=size, world=2, **given) for size in sorted(options.sizes)]
     except ValueError as error:
         parser.error(str(error))
-    places = [] if options.backend == "cpu-apart" else places_of(read_topology(), every_pair=options.pairs == "all")
+    places = [] if options.backend == "cpu-sharded" else places_of(read_topology(), every_pair=options.pairs == "all")
     if options.backend == "cuda" and not places:
         parser.error("--backend cuda needs two GPUs that this process sees; `odc-triton topo` shows them")
     if not places:

@@ -28,7 +28,7 @@ from odc_triton.comm.launch import die_with_parent, end_process
 from odc_triton.comm.local_store import NAME, StoreServer, rendezvous_url
 from odc_triton.hf import enable_packing, summed_loss
 
-BACKENDS = ("cpu", "cpu-apart", "cpu-interpreter")
+BACKENDS = ("cpu", "cpu-sharded", "cpu-interpreter")
 LAYERS = 3
 VOCABULARY = 97
 TOKENS = 400  # of each rank, more than any plan here lets others read

@@ -87,7 +87,7 @@ def test_what_was_measured_before_stays(tmp_path: Path) -> None:
 
 def test_other_places_have_other_tables(tmp_path: Path) -> None:
     save(HERE, [_line()], tmp_path)
-    for change in ({"processor": "B"}, {"topology": "nvlink-4x25"}, {"ranks": 3}, {"backend": "cpu-apart"}):
+    for change in ({"processor": "B"}, {"topology": "nvlink-4x25"}, {"ranks": 3}, {"backend": "cpu-sharded"}):
         assert load(replace(HERE, **change), tmp_path) == Tuned()
     assert load(HERE, None) == Tuned()
 

@@ -213,7 +213,7 @@ def _gradients_of_modules(rank: int, world: int, backend: str) -> dict[str, dict
 
 
 def test_modules() -> None:
-    by_backend = ranks.run_all(2, (_gradients_of_modules, "cpu"), (_gradients_of_modules, "cpu-apart"))
+    by_backend = ranks.run_all(2, (_gradients_of_modules, "cpu"), (_gradients_of_modules, "cpu-sharded"))
     results = [found for of_ranks in by_backend for found in of_ranks]
     for name, (_, run) in MODULES.items():
         model = _module(name)

@@ -43,7 +43,7 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     layer = Late()
     if request.param == "on demand":
         replace_layers(layer, roles=["linear"], choice="eager/direct/fused", verbose=False)
-    model = fully_shard(layer, backend="cpu-apart")
+    model = fully_shard(layer, backend="cpu-sharded")
     model.device = model._odc_engine.streams.first.device
     assert model.device.kind == "late"
     return model
@@ -86,7 +86,7 @@ def test_peers_see_what_the_device_has_done(monkeypatch: pytest.MonkeyPatch) -> 
     """Nothing is left to do whenever a rank shows its peers a status, but for the one that announces a step."""
     monkeypatch.setenv("ODC_SIMULATED_STREAMS", "late")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = fully_shard(nn.Linear(2, 2), backend="cpu-apart", mp_policy=policy)
+    model = fully_shard(nn.Linear(2, 2), backend="cpu-sharded", mp_policy=policy)
     model.set_gradient_divide_factor(2.0)
     optimizer, engine = torch.optim.SGD(model.parameters(), lr=0.5), model._odc_engine
     device, announced = engine.streams.first.device, engine.publication._stepping
@@ -116,8 +116,8 @@ def test_what_was_sharded_before_its_root_is_drained(monkeypatch: pytest.MonkeyP
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     plain = copy.deepcopy(model)
     plain(torch.ones(1, 2)).sum().backward()
-    fully_shard(model[0], backend="cpu-apart")
-    fully_shard(model, backend="cpu-apart")
+    fully_shard(model[0], backend="cpu-sharded")
+    fully_shard(model, backend="cpu-sharded")
     with minibatch(model):
         model(torch.ones(1, 2)).sum().backward()
     assert torch.equal(model[0].weight.grad.to_local(), plain[0].weight.grad)
@@ -134,7 +134,7 @@ def test_a_kernel_that_adds_is_waited_for() -> None:
 
 
 def test_an_operator_waits_for_what_was_fetched_ahead() -> None:
-    engine = fully_shard(nn.Linear(2, 2), backend="cpu-apart")._odc_engine
+    engine = fully_shard(nn.Linear(2, 2), backend="cpu-sharded")._odc_engine
     engine.units[0].fetch()
     for parameter in engine.parameters:
         (whole,) = parameter.parts("gathered")
@@ -142,7 +142,7 @@ def test_an_operator_waits_for_what_was_fetched_ahead() -> None:
 
 
 def test_unsharded_parameters_are_there() -> None:
-    model = fully_shard(nn.Linear(2, 2), backend="cpu-apart")
+    model = fully_shard(nn.Linear(2, 2), backend="cpu-sharded")
     wanted = dict(full_parameters(model))
     model.unshard()
     for name, parameter in model.named_parameters():
@@ -152,7 +152,7 @@ def test_unsharded_parameters_are_there() -> None:
 
 def _status_on_rank_1(rank: int, world: int) -> tuple[str, list[int]]:
     """On rank 1 a kernel waits in vain for an owner's rows, as its status says; what each rank is told."""
-    model = fully_shard(nn.Linear(4, 4), backend="cpu-apart")
+    model = fully_shard(nn.Linear(4, 4), backend="cpu-sharded")
     weight = next(each for each in model._odc_engine.parameters if each.name == "weight")
     said, failed = "", []
     try:

@@ -166,9 +166,9 @@ def test_rows_by_index_and_more_than_a_block() -> None:
     ("name", "world", "style", "transform", "backend"),
     [
         *((name, 3, "root", "none", "cpu") for name in ("gpt2-tied", "qwen3-moe", "conv")),
-        ("qwen2", 2, "root", "frozen+checkpointing", "cpu-apart"),
+        ("qwen2", 2, "root", "frozen+checkpointing", "cpu-sharded"),
         ("qwen3", 2, "root", "layers", "cpu"),
-        ("qwen2", 2, "bottom-up", "none", "cpu-apart"),
+        ("qwen2", 2, "bottom-up", "none", "cpu-sharded"),
         ("qwen3", 2, "root", "layers", "cpu-interpreter"),
         slow("qwen3", 2, "root", "direct", "cpu-interpreter"),
         *(slow(name, 2, "root", "none", "cpu") for name in CASES),
@@ -217,7 +217,7 @@ def _late(
 @pytest.mark.parametrize(
     ("name", "world", "transform", "backends", "steps"),
     [
-        ("qwen2", 3, "none", ["cpu", "cpu-apart"], 3),
+        ("qwen2", 3, "none", ["cpu", "cpu-sharded"], 3),
         slow("qwen3", 2, "layers", ["cpu", "cpu"], 3),
         *(slow("qwen2", world, "checkpointing", ["cpu"] * 5, 10) for world in (2, 4)),
         slow("qwen3", 2, "direct", ["cpu-interpreter"] * 2, 3),

@@ -14,7 +14,7 @@ from tests.support import ranks
 from tests.support.models import CASES, build, microbatches
 from tests.support.place import DEVICE, INTERPRETED
 
-BACKEND = "cpu-apart" if INTERPRETED else "cuda"
+BACKEND = "cpu-sharded" if INTERPRETED else "cuda"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 

@@ -17,7 +17,7 @@ from tests.support import ranks
 from tests.support.blocks import Residual, filled
 from tests.support.place import DEVICE, INTERPRETED
 
-BACKEND = "cpu-apart" if INTERPRETED else "cuda"
+BACKEND = "cpu-sharded" if INTERPRETED else "cuda"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 

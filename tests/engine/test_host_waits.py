@@ -52,7 +52,7 @@ def _counted(
     if roles:
         replace_layers(model, roles=roles, choice=choice, verbose=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else None
-    model = fully_shard(TRANSFORMS[change](model), backend="cpu-apart", mp_policy=policy)
+    model = fully_shard(TRANSFORMS[change](model), backend="cpu-sharded", mp_policy=policy)
     _microbatches(model, _packs([(2,)]))  # makes tables of addresses, once
     return _microbatches(model, _packs(_PACKS[rank:]))
 
@@ -77,7 +77,7 @@ def test_nothing_waits() -> None:
 
 def test_a_head_that_is_whole_waits_for_nothing() -> None:
     model = nn.Linear(2, 2)
-    fully_shard(model, backend="cpu-apart")
+    fully_shard(model, backend="cpu-sharded")
     h, weight = torch.randn(5, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
     with HostWaits(model) as waits:
         logp, entropy = token_log_probs(h, weight, torch.arange(5))
@@ -88,7 +88,7 @@ def test_a_head_that_is_whole_waits_for_nothing() -> None:
 def test_what_waits_is_seen() -> None:
     model = build("qwen2")
     enable_packing(model)
-    fully_shard(model, backend="cpu-apart")
+    fully_shard(model, backend="cpu-sharded")
     bare = [{name: pack[name] for name in ("input_ids", "position_ids", "labels")} for pack in _packs(_PACKS[:1])]
     found = _microbatches(model, bare)
     places = {what.rpartition(":")[0]: count for what, count in found.items()}
@@ -103,7 +103,7 @@ def test_what_waits_is_seen() -> None:
 
 def test_what_a_users_loss_waits_for_is_seen() -> None:
     model = nn.Sequential(nn.Linear(3, 2))
-    fully_shard(model, backend="cpu-apart")
+    fully_shard(model, backend="cpu-sharded")
     with minibatch(model), HostWaits(model) as waits:
         loss = model(torch.ones(4, 3)).sum()
         float(loss.detach())
@@ -121,7 +121,7 @@ def test_what_a_users_loss_waits_for_is_seen() -> None:
 @pytest.mark.parametrize("layers", [1, 3])
 def test_exact_sums_wait_once_for_all_parameters(layers: int) -> None:
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers)))
-    fully_shard(model, backend="cpu-apart", exact=True)
+    fully_shard(model, backend="cpu-sharded", exact=True)
     with minibatch(model):
         for parameter in model._odc_engine.parameters:
             parameter.shard.touched = True

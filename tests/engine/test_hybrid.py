@@ -42,8 +42,8 @@ BF16 = torch.bfloat16
     [
         ((2, 2), "conv", "cpu", "root"),
         ((2, 2), "gpt2-tied", "cpu", "root"),
-        ((2, 2), "qwen2", "cpu-apart", "bottom-up"),
-        ((3, 1), "conv", "cpu-apart", "root"),
+        ((2, 2), "qwen2", "cpu-sharded", "bottom-up"),
+        ((3, 1), "conv", "cpu-sharded", "root"),
         ((1, 2), "conv", "cpu", "root"),
     ],
 )
@@ -86,7 +86,7 @@ def _rows(rank: int, world: int, dtype: torch.dtype | None, meta: str) -> tuple:
         with torch.no_grad():
             for p in model.parameters():
                 p.fill_(float("nan"))  # rank 0's values count
-    policy, backend = MixedPrecisionPolicy(param_dtype=dtype), "cpu" if dtype is None else "cpu-apart"
+    policy, backend = MixedPrecisionPolicy(param_dtype=dtype), "cpu" if dtype is None else "cpu-sharded"
     model = fully_shard(model, mesh=mesh_of((2, 2)), mp_policy=policy, backend=backend)
     start = dict(full_parameters(model))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)

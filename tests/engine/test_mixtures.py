@@ -12,13 +12,13 @@ from tests.support.parity import compare
 @pytest.mark.parametrize(
     ("name", "world", "backend", "transform"),
     [
-        ("deepseek-v3", 2, "cpu-apart", "none"),
+        ("deepseek-v3", 2, "cpu-sharded", "none"),
         *(slow(name, 1, "cpu", "none") for name in MIXTURES),
-        *(slow(name, 2, backend, "none") for name in MIXTURES for backend in ("cpu", "cpu-apart")),
+        *(slow(name, 2, backend, "none") for name in MIXTURES for backend in ("cpu", "cpu-sharded")),
         *(slow(name, 2, "cpu-interpreter", "none") for name in MIXTURES),
         # Of five experts, or six, the last rank has none.
-        *(slow(name, 4, "cpu-apart", "none") for name in MIXTURES),
-        *(slow(name, 2, "cpu-apart", each) for name in MIXTURES for each in ("checkpointing", "reentrant", "layers")),
+        *(slow(name, 4, "cpu-sharded", "none") for name in MIXTURES),
+        *(slow(name, 2, "cpu-sharded", each) for name in MIXTURES for each in ("checkpointing", "reentrant", "layers")),
     ],
 )
 def test_steps(name: str, world: int, backend: str, transform: str) -> None:

@@ -13,10 +13,10 @@ STEPS = 3
 
 @pytest.mark.parametrize(
     ("backend", "world", "steps"),
-    [("cpu", 3, STEPS), ("cpu-apart", 3, STEPS), ("cpu", 1, STEPS), slow("cpu", 4, 10), slow("cpu-apart", 4, 10)],
+    [("cpu", 3, STEPS), ("cpu-sharded", 3, STEPS), ("cpu", 1, STEPS), slow("cpu", 4, 10), slow("cpu-sharded", 4, 10)],
 )
 def test_steps(backend: str, world: int, steps: int) -> None:
-    """By "cpu-apart", shards lie apart and whole parameters are gathered ahead and freed: CUDA's way."""
+    """By "cpu-sharded", shards lie apart and whole parameters are gathered ahead and freed: CUDA's way."""
     compare_each([(name, "none") for name in CASES], world, backend=backend, steps=steps)
 
 
@@ -30,7 +30,7 @@ def test_steps(backend: str, world: int, steps: int) -> None:
 def test_gathered_at_once(name: str, world: int, style: str, transform: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated streams that do everything early; everywhere else they are late. `make test-slow` has all early."""
     monkeypatch.setenv("ODC_SIMULATED_STREAMS", "early")
-    compare(name, world, style=style, transform=transform, backend="cpu-apart", steps=STEPS)
+    compare(name, world, style=style, transform=transform, backend="cpu-sharded", steps=STEPS)
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,9 @@ def test_gathered_at_once(name: str, world: int, style: str, transform: str, mon
         (("none",), {"kind": "plain"}),
         (("none",), {"kind": "foreach"}),
         (("none",), {"style": "bottom-up"}),
-        (("none",), {"style": "bottom-up", "backend": "cpu-apart"}),
+        (("none",), {"style": "bottom-up", "backend": "cpu-sharded"}),
         (("frozen", "checkpointing", "reentrant"), {}),
-        (("frozen+reentrant", "checkpointing"), {"backend": "cpu-apart"}),
+        (("frozen+reentrant", "checkpointing"), {"backend": "cpu-sharded"}),
     ],
     ids=str,
 )
@@ -53,9 +53,9 @@ def test_transformed(transforms: tuple[str, ...], options: dict[str, str]) -> No
     ("backend", "names"),
     [
         ("cpu", [*CASES][::2]),
-        ("cpu-apart", [*CASES][1::2]),
+        ("cpu-sharded", [*CASES][1::2]),
         slow("cpu", [*CASES][1::2]),
-        slow("cpu-apart", [*CASES][::2]),
+        slow("cpu-sharded", [*CASES][::2]),
     ],
 )
 def test_replaced_layers(backend: str, names: list[str]) -> None:
@@ -68,7 +68,7 @@ def test_replaced_layers(backend: str, names: list[str]) -> None:
     [("frozen+checkpointing+layers", "root"), ("reentrant+layers", "root"), ("layers", "bottom-up")],
 )
 def test_replaced_and_transformed(transform: str, style: str) -> None:
-    compare("qwen3", 3, style=style, transform=transform, backend="cpu-apart", steps=STEPS)
+    compare("qwen3", 3, style=style, transform=transform, backend="cpu-sharded", steps=STEPS)
 
 
 @pytest.mark.slow

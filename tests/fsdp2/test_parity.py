@@ -41,14 +41,14 @@ CASES = [
     Case(name="qwen2", transform="frozen", world=4, replicas=2),
     Case(name="qwen2", transform="lora", world=2, kind="adamw"),
     Case(name="gpt2-tied", layout="root", world=2),
-    Case(name="qwen2", transform="checkpointing", backend="cpu-apart", options=RESHARD),
+    Case(name="qwen2", transform="checkpointing", backend="cpu-sharded", options=RESHARD),
     Case(name="branches", backend="cpu-interpreter", world=2),
     Case(name="branches", world=4, options={"reshard_after_forward": 2}),
     # The rest of the matrix.
     Case(name="qwen2", layout="titan", options=KEEP, evaluates=True, slow=True),
     Case(name="qwen2", layout="columns", world=4, replicas=2, kind="adamw", slow=True),
     Case(name="branches", world=1, slow=True),
-    Case(name="qwen3-moe", kind="adamw", backend="cpu-apart", slow=True),
+    Case(name="qwen3-moe", kind="adamw", backend="cpu-sharded", slow=True),
 ]
 
 

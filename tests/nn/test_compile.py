@@ -185,7 +185,7 @@ def test_by_kernels() -> None:
 
 
 def test_blocks_on_two_ranks() -> None:
-    check(Setup(family="Llama", order="after", engine="cpu-apart", lengths=(7, 12, 7)), world=2)
+    check(Setup(family="Llama", order="after", engine="cpu-sharded", lengths=(7, 12, 7)), world=2)
 
 
 def test_checkpointing() -> None:
@@ -193,7 +193,7 @@ def test_checkpointing() -> None:
 
 
 def test_the_fused_head_and_its_loss_around_compiled_blocks() -> None:
-    check(Setup(roles=("attention", "embedding", "linear", "head"), engine="cpu-apart", lengths=(7,)))
+    check(Setup(roles=("attention", "embedding", "linear", "head"), engine="cpu-sharded", lengths=(7,)))
 
 
 @pytest.mark.parametrize(
@@ -201,23 +201,23 @@ def test_the_fused_head_and_its_loss_around_compiled_blocks() -> None:
     [("blocks", "eager/gathered/split"), ("blocks that recompute", "eager/direct/fused")],
 )
 def test_tied_and_repeated(family: str, choice: str) -> None:
-    check(Setup(family=family, choice=choice, engine="cpu-apart", lengths=(7,)))
+    check(Setup(family=family, choice=choice, engine="cpu-sharded", lengths=(7,)))
 
 
 @pytest.mark.slow
 def test_the_whole_model() -> None:
-    check(Setup(whole=True, engine="cpu-apart", order="after", lengths=(7,), layers=1))
+    check(Setup(whole=True, engine="cpu-sharded", order="after", lengths=(7,), layers=1))
 
 
 @pytest.mark.slow
 def test_inductor() -> None:
-    check(Setup(compiler="inductor", layers=1, engine="cpu-apart", choice="eager/direct/fused", lengths=(7,)))
+    check(Setup(compiler="inductor", layers=1, engine="cpu-sharded", choice="eager/direct/fused", lengths=(7,)))
 
 
 @pytest.mark.slow
 def test_graphs_do_not_grow_with_the_layers() -> None:
     """One for the first length, one for any; one more, as what enters the first block is no view."""
-    setup = Setup(choice="eager/direct/fused", engine="cpu-apart", lengths=(7,))
+    setup = Setup(choice="eager/direct/fused", engine="cpu-sharded", lengths=(7,))
     few = check(setup)
     assert few == check(replace(setup, layers=5)) <= 2
     assert check(replace(setup, lengths=(7, 12, 31, 5))) <= 3
@@ -230,7 +230,7 @@ def _addresses(tensors: list[torch.Tensor]) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in tensors)
 
 
-VIEWS, APART = ("cpu", "eager/gathered/split"), ("cpu-apart", "eager/direct/fused")
+VIEWS, APART = ("cpu", "eager/gathered/split"), ("cpu-sharded", "eager/direct/fused")
 
 
 @pytest.mark.parametrize(("engine", "choice"), [VIEWS, APART])

@@ -36,7 +36,7 @@ RUNS: dict[str, list[tuple[str, str]]] = {
         ("Qwen2, tied", "lora+layers"),
         ("Qwen3", "checkpointing+body"),
     ],
-    "cpu-apart": [
+    "cpu-sharded": [
         *((name, "body") for name in ("Mistral", "Qwen2", "gpt2-tied", "Qwen3Moe")),
         ("gpt2-tied", "head"),
         ("Qwen2, tied", "layers"),
@@ -168,7 +168,7 @@ def test_our_operators_run(name: str, choice: str, monkeypatch: pytest.MonkeyPat
     """Else all above would compare plain torch with plain torch."""
     model = build(name)
     replace_layers(model, choice=choice, verbose=False)
-    fully_shard(model, backend="cpu-apart")
+    fully_shard(model, backend="cpu-sharded")
     with Operators(monkeypatch) as seen:
         model(*microbatches(name, [3], 0)[0])
     # Two layers, of four products in attention and three in the MLP, and the head.
@@ -268,7 +268,7 @@ def test_parts_that_change_after_it_was_replaced_are_called(change: str) -> None
         make(each.model.layers[0].self_attn)
     (unchanged, _), (want, gradients) = one_step(build(name), name, [3]), one_step(plain, name, [3])
     assert abs(want - unchanged) > 1e-3 * want  # else this could not fail
-    loss, got = one_step(fully_shard(model, backend="cpu-apart"), name, [3])
+    loss, got = one_step(fully_shard(model, backend="cpu-sharded"), name, [3])
     assert loss == pytest.approx(want, rel=1e-5)  # fp32, in another order
     assert got.keys() == gradients.keys()
     for key, gradient in gradients.items():

@@ -74,7 +74,7 @@ def test_frozen_weights_have_no_gradient_shards(lora_first: bool) -> None:
     def adapted() -> nn.Module:
         return replaced(with_lora(build("Llama"))) if lora_first else with_lora(replaced(build("Llama")))
 
-    plan, model = memory_plan(adapted(), 1), fully_shard(adapted(), backend="cpu-apart")
+    plan, model = memory_plan(adapted(), 1), fully_shard(adapted(), backend="cpu-sharded")
     heap = model._odc_engine.heap
     assert plan.gradient_shard_bytes == sum(4 * p.numel() for p in model.parameters() if p.requires_grad) > 0
     assert heap.size_bytes == heap._data_offset + plan.compute_shard_bytes + plan.gradient_shard_bytes
@@ -87,7 +87,7 @@ def test_frozen_weights_have_no_gradient_shards(lora_first: bool) -> None:
 # ---------------------------------------------------------------------- bf16
 
 
-@pytest.mark.parametrize(("backend", "choice", "roles"), [("cpu", "auto", BODY), ("cpu-apart", KERNELS, WITH_HEAD)])
+@pytest.mark.parametrize(("backend", "choice", "roles"), [("cpu", "auto", BODY), ("cpu-sharded", KERNELS, WITH_HEAD)])
 def test_autocast(backend: str, choice: str, roles: tuple[str, ...]) -> None:
     """Weights are fp32 and x is bf16: no operator of ours, so plain torch on whole weights does it."""
     want_loss, want = one_step(build("Llama"), "Llama", autocast=True)
@@ -108,7 +108,7 @@ def test_bf16_by_policy(name: str, choice: str) -> None:
     for parameter in plain.parameters():
         parameter.data = parameter.data.bfloat16()  # the rotary embedding's buffers stay fp32
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model = fully_shard(replaced(build(name), choice=choice), backend="cpu-apart", mp_policy=policy)
+    model = fully_shard(replaced(build(name), choice=choice), backend="cpu-sharded", mp_policy=policy)
     losses = {}
     for each in (plain, fp32, model):
         with minibatch(model, tokens=1) if each is model else contextlib.nullcontext():
@@ -131,7 +131,7 @@ def test_generation_with_a_cache_after_a_step() -> None:
     ids[0, :3] = 0
     options = {"attention_mask": (ids != 0).long(), "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     options |= {"output_logits": True, "return_dict_in_generate": True}
-    sharded = fully_shard(replaced(build("Mistral"), WITH_HEAD, QKV), backend="cpu-apart")
+    sharded = fully_shard(replaced(build("Mistral"), WITH_HEAD, QKV), backend="cpu-sharded")
     found = []
     for model, steps in ((build("Mistral"), 0), (build("Mistral"), 1), (sharded, 1)):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -149,7 +149,7 @@ def test_generation_with_a_cache_after_a_step() -> None:
 def test_attentions(choice: str) -> None:
     ids = torch.randint(3, 97, (1, 10))
     want = wide("Llama", "eager")(input_ids=ids, output_attentions=True).attentions
-    model = fully_shard(replaced(wide("Llama", "eager"), choice=choice), backend="cpu-apart")
+    model = fully_shard(replaced(wide("Llama", "eager"), choice=choice), backend="cpu-sharded")
     assert isinstance(model.model.layers[0].self_attn, FusedProjections)
     got = model(input_ids=ids, output_attentions=True).attentions
     assert len(got) == len(want) == 2

@@ -267,13 +267,13 @@ BOTH = "eager triton"
     ("world", "backend", "backends"),
     [
         (3, "cpu", {FP32: BOTH, FP64: "eager"}),
-        (2, "cpu-apart", {FP32: BOTH, BF16: "eager"}),
+        (2, "cpu-sharded", {FP32: BOTH, BF16: "eager"}),
         (3, "cpu-interpreter", {FP32: BOTH}),
         slow(2, "cpu-interpreter", {BF16: BOTH}),
     ],
 )
 def test_outputs_and_gradients(world: int, backend: str, backends: dict[torch.dtype, str]) -> None:
-    turn = ["cpu", "cpu-apart", "cpu-interpreter"].index(backend)
+    turn = ["cpu", "cpu-sharded", "cpu-interpreter"].index(backend)
     for counts in zip(*ranks.run(check_each, world, backend, backends, turn), strict=True):
         assert min(counts) == max(counts) >= 100
 
@@ -343,7 +343,7 @@ def _second_derivatives(rank: int, world: int, backend: str, choice: str) -> Non
 
 def _no_second_derivative(which: str) -> None:
     case = _qkvs("triton")["triton/direct/fused, plain"] if which == "qkv" else _heads("triton")["triton, 7x5"]
-    model, batch = fully_shard(Operator(case), backend="cpu-apart"), case.batches[0]
+    model, batch = fully_shard(Operator(case), backend="cpu-sharded"), case.batches[0]
     with minibatch(model, tokens=1):
         loss = sum(each.square().sum() for each in model(*batch))
         torch.autograd.grad(loss, batch[0], create_graph=True)
@@ -360,7 +360,7 @@ def test_no_second_derivative(which: str, remedy: str) -> None:
 
 @pytest.mark.parametrize("choice", ["eager/gathered/split", "eager/direct/fused"])
 def test_a_gradient_of_the_input_alone_trains_no_weight(choice: str) -> None:
-    model, x = fully_shard(Linear(4, 3, choice=choice), backend="cpu-apart"), _x(2, 4)
+    model, x = fully_shard(Linear(4, 3, choice=choice), backend="cpu-sharded"), _x(2, 4)
     with minibatch(model, tokens=1):
         torch.autograd.grad(model(x).sum(), x)
         model(x).sum().backward(inputs=[x])
@@ -373,9 +373,9 @@ WORDS = {"eager/direct": "the table has rows 0..6", "eager/gathered": "index"}
 
 def _penalties_and_ids(rank: int, world: int) -> None:
     for choice in ("eager/gathered/split", "eager/direct/fused", "triton/direct/fused"):
-        _second_derivatives(rank, world, "cpu-apart", choice)
+        _second_derivatives(rank, world, "cpu-sharded", choice)
     for choice, words in WORDS.items():
-        model = fully_shard(Embedding(7, 4, choice=choice), backend="cpu-apart")
+        model = fully_shard(Embedding(7, 4, choice=choice), backend="cpu-sharded")
         for number in (7, -1, 2**40):
             with pytest.raises(IndexError, match=words):
                 model(torch.tensor([3, number]))
@@ -395,7 +395,7 @@ def test_tables_in_another_dtype_do_not_change_the_heads() -> None:
 @pytest.mark.parametrize("choice", ["eager", "triton"])
 def test_one_row_of_rotary_tables_for_all(choice: str) -> None:
     case = _qkvs("eager triton")[f"{choice}/direct/fused, plain"]
-    model, x, table = fully_shard(Operator(case), backend="cpu-apart"), torch.randn(2, 1, 20), torch.randn(2, 1, 1, 8)
+    model, x, table = fully_shard(Operator(case), backend="cpu-sharded"), torch.randn(2, 1, 20), torch.randn(2, 1, 1, 8)
     tables = table.repeat(1, 1, 1, 2).unbind()
     model.unshard()
     weights = {p.name: torch.cat(p.shard.compute_shards) for p in model._odc_engine.parameters}

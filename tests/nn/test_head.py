@@ -222,9 +222,9 @@ def test_a_head_sharded_apart_from_its_tied_embedding_is_refused() -> None:
 
     model = build("Qwen2, tied")
     replace_layers(model, roles=["head"], verbose=False)
-    fully_shard(model.lm_head, backend="cpu-apart")
+    fully_shard(model.lm_head, backend="cpu-sharded")
     with pytest.raises(NotImplementedError, match=r"model\.embed_tokens\.weight is tied to a weight that was sharded"):
-        fully_shard(model, backend="cpu-apart")
+        fully_shard(model, backend="cpu-sharded")
 
 
 def test_a_quarter_of_the_memory() -> None:

@@ -16,7 +16,7 @@ from odc_triton import MinibatchFailed, fully_shard, minibatch, replace_layers
 from tests.support import ranks
 from tests.support.models import build
 
-PLACES = pytest.mark.parametrize(("choice", "backend"), [("auto", "cpu"), ("eager/direct/fused", "cpu-apart")])
+PLACES = pytest.mark.parametrize(("choice", "backend"), [("auto", "cpu"), ("eager/direct/fused", "cpu-sharded")])
 
 
 @dataclass
@@ -107,7 +107,7 @@ def test_what_is_known_without_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     for use, expected in (("shape", []), ("linear", ["table.weight", "layer.bias"])):
         model = Model(USES[use])
         replace_layers(model, choice="eager/direct/fused", verbose=False)
-        fully_shard(model, backend="cpu-apart")
+        fully_shard(model, backend="cpu-sharded")
         reads.clear()
         model(torch.tensor([1, 2]))
         assert reads == expected

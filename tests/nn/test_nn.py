@@ -94,7 +94,7 @@ def _own_model(rank: int, world: int, backend: str, choice: str) -> None:
 @pytest.mark.parametrize(
     ("world", "backend", "choices"),
     [
-        (2, "cpu-apart", CHOICES),
+        (2, "cpu-sharded", CHOICES),
         (3, "cpu", ("auto", DIRECT)),
     ],
 )
@@ -179,7 +179,7 @@ def _attention(rank: int, world: int, backend: str | None, choices: tuple[str, .
 
 def test_attention() -> None:
     _attention(0, 1, None, ("auto", DIRECT, "triton", "triton/direct/fused"))
-    ranks.run(_attention, 3, "cpu-apart", ("auto", DIRECT, "triton/direct/fused"))
+    ranks.run(_attention, 3, "cpu-sharded", ("auto", DIRECT, "triton/direct/fused"))
 
 
 def _saved(run: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
@@ -194,7 +194,7 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
+@pytest.mark.parametrize("backend", ["cpu", "cpu-sharded"])
 def test_what_is_saved(backend: str, choice: str) -> None:
     x, ids = torch.randn(6, 40, requires_grad=True), torch.randint(0, 9, (6,))
     for trains, want in ((True, 6 * 40 * 4), (False, 0)):
@@ -242,7 +242,7 @@ def _memory(rank: int, world: int) -> list[tuple[list[dict[str, int]], int]]:
 
 
 def _memory_of(choice: str) -> tuple[list[dict[str, int]], int]:
-    model, seen = fully_shard(Stack(choice), backend="cpu-apart"), []
+    model, seen = fully_shard(Stack(choice), backend="cpu-sharded"), []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: seen.append(_storages(model)))
         block.register_full_backward_pre_hook(lambda *_: seen.append(_storages(model)))
@@ -358,7 +358,7 @@ def _replaced(rank: int, choice: str) -> None:
         assert found.left.keys() == WHY.keys()
         assert all(words in found.left[name] for name, words in WHY.items())
     assert model.state_dict().keys() == plain.state_dict().keys()
-    model = fully_shard(model, backend="cpu-apart")
+    model = fully_shard(model, backend="cpu-sharded")
     with minibatch(model, tokens=1):
         for each, other in ((model, plain),) if rank == 0 else ():
             _close(each(ids), other(ids), "output")

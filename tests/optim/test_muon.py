@@ -43,11 +43,11 @@ def _steps(rank: int, world: int, shape: tuple[int, ...], backend: str, options:
     ("shape", "backend", "options"),
     [
         ((1,), "cpu", {}),
-        ((2,), "cpu-apart", {"nesterov": False, "momentum": 0.8}),
+        ((2,), "cpu-sharded", {"nesterov": False, "momentum": 0.8}),
         ((3,), "cpu", {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}),
-        ((4,), "cpu-apart", {}),
+        ((4,), "cpu-sharded", {}),
         ((2, 2), "cpu", {}),
-        slow((2, 2), "cpu-apart", {}),
+        slow((2, 2), "cpu-sharded", {}),
         slow((2,), "cpu", {"lr": torch.tensor(0.02), "weight_decay": 0.0}),
     ],
 )
@@ -111,7 +111,7 @@ def _save(rank: int, world: int, folder: Path, shape: tuple[int, ...]) -> None:
 
 
 def _resume(rank: int, world: int, folder: Path, shape: tuple[int, ...]) -> tuple[dict, list]:
-    model, optimizer = sharded(shape, "cpu-apart", seed=9, lr=0.5, nesterov=False)
+    model, optimizer = sharded(shape, "cpu-sharded", seed=9, lr=0.5, nesterov=False)
     checkpoints = Checkpoints(folder, keep=1)
     checkpoints.load(checkpoints.newest(), model=model, optimizer=optimizer)
     groups = [{name: group[name] for name in ("lr", "weight_decay")} for group in optimizer.param_groups]

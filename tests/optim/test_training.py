@@ -79,7 +79,7 @@ def _train(rank: int, world: int, backend: str, together: bool, bf16: bool) -> t
 
 @pytest.mark.parametrize(
     ("world", "backend", "together", "bf16"),
-    [(2, "cpu", True, False), (3, "cpu-apart", False, True)],
+    [(2, "cpu", True, False), (3, "cpu-sharded", False, True)],
 )
 def test_losses(world: int, backend: str, together: bool, bf16: bool) -> None:
     want = _on_one_process()
@@ -128,7 +128,7 @@ def _killed(rank: int, world: int, where: str, shape: tuple[int, ...], backend: 
     ("where", "shape", "backend", "awaited"),
     [
         ("rows", (3,), "cpu", "the rows of Muon's step 1"),
-        ("matrices", (3,), "cpu-apart", "the matrices of Muon's step 1"),
+        ("matrices", (3,), "cpu-sharded", "the matrices of Muon's step 1"),
         slow("end", (3,), "cpu", ""),
         slow("matrices", (2, 2), "cpu", ""),
     ],

@@ -76,7 +76,7 @@ def test_losses_of_whole_samples_and_wrong_calls() -> None:
 
 def test_the_device_has_ended_when_forwards_begin_and_when_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ODC_SIMULATED_STREAMS", "late")
-    model = sharded(Setup(backend="cpu-apart"), rank=0)
+    model = sharded(Setup(backend="cpu-sharded"), rank=0)
     device, done = model._odc_engine.streams.first.device, []
     device.enqueue(device.current(), lambda: done.append("before"))
     with torch.no_grad(), split_forward(model, None):

@@ -32,7 +32,7 @@ def _gradients(rank: int, world: int, late: int, backend: str) -> dict[str, torc
     return repeating(lambda: step_on(model, setup, rank, deal=DEAL)[1])
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cpu-apart", slow("cpu-interpreter")])
+@pytest.mark.parametrize("backend", ["cpu", "cpu-sharded", slow("cpu-interpreter")])
 def test_whoever_is_late(backend: str) -> None:
     (want, *_), *others = (ranks.run(_gradients, 4, late, backend) for late in (1, 3))
     for found in (found for of_ranks in others for found in of_ranks):

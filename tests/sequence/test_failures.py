@@ -235,7 +235,7 @@ KILLS = {
     ),
     "adding": (
         Stop(deal=DEALS["zigzag"], where="add", victim=1),
-        "cpu-apart",
+        "cpu-sharded",
         r"gradients of tokens \d+\.\.\d+ of sample 0 from tokens 8\.\.19 of sample 0 in layer 1",
     ),
 }

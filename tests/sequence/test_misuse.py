@@ -42,7 +42,7 @@ def _minibatch(model: torch.nn.Module, rank: int, body: Callable, setup: Setup =
 
 
 def _twice(rank: int, world: int, how: str) -> str:
-    setup = replace(SETUP, backend="cpu-apart")
+    setup = replace(SETUP, backend="cpu-sharded")
     model = sharded(setup, rank)
 
     def body(pack: dict, tokens: int) -> None:
@@ -175,8 +175,8 @@ def _autocast(rank: int, world: int, family: str, backend: str, where: str) -> f
 
 
 def test_autocast() -> None:
-    cases = [("Qwen2", "cpu", "train"), ("Mistral", "cpu", "enable"), ("Mistral", "cpu-apart", "train")]
-    cases += [("Qwen2", "cpu-apart", "enable")]
+    cases = [("Qwen2", "cpu", "train"), ("Mistral", "cpu", "enable"), ("Mistral", "cpu-sharded", "train")]
+    cases += [("Qwen2", "cpu-sharded", "enable")]
     for case, offs in zip(cases, ranks.run_all(3, *((_autocast, *case) for case in cases)), strict=True):
         assert max(offs) < (3e-2 if case[-1] == "train" else 1e-5), case
 

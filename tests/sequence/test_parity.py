@@ -60,12 +60,12 @@ def test_as_whole_samples() -> None:
         Setup(deal="one token first"),
         Setup(deal="one token last", dtype=FP64),
         Setup(family="Qwen3", change="reentrant", empty_start=True),
-        Setup(family="Gemma2", deal="zigzag", backend="cpu-apart"),
+        Setup(family="Gemma2", deal="zigzag", backend="cpu-sharded"),
         Setup(family="GptOss"),
         Setup(family="DeepseekV3", deal="zigzag"),  # experts, and keys wider than values
         Setup(family="Llama", change="lora", deal="zigzag"),
-        Setup(change="frozen", backend="cpu-apart"),
-        Setup(family="Qwen3", change="layers", deal="zigzag", backend="cpu-apart"),
+        Setup(change="frozen", backend="cpu-sharded"),
+        Setup(family="Qwen3", change="layers", deal="zigzag", backend="cpu-sharded"),
         Setup(family="Mistral", deal="zigzag", backend="cpu-interpreter", change="checkpointing"),
     )
 
@@ -80,7 +80,7 @@ def _by_the_kernel(rank: int, world: int, setup: Setup) -> tuple[dict[str, torch
 
 @pytest.mark.parametrize("family", ["Qwen2", "Mistral"])
 def test_whole_documents_beside_a_piece_are_one_call_of_the_kernel(family: str) -> None:
-    setup = Setup(family=family, deal="one token first", backend="cpu-apart", dtype=FP64)
+    setup = Setup(family=family, deal="one token first", backend="cpu-sharded", dtype=FP64)
     _, want, _ = plain(replace(setup, deal="two", backend="cpu"))
     outcomes = ranks.run(_by_the_kernel, 2, setup)
     largest = max(gradient.norm() for gradient in want.values())
@@ -90,7 +90,7 @@ def test_whole_documents_beside_a_piece_are_one_call_of_the_kernel(family: str) 
     assert [calls for _, calls in outcomes] == [[], [40, 30] * 2]
 
 
-BACKENDS = ("cpu", "cpu-apart", "cpu-interpreter")
+BACKENDS = ("cpu", "cpu-sharded", "cpu-interpreter")
 FAMILIES = ("Qwen2", "Llama", "Qwen3", "Mistral", "Gemma2", "GptOss", "Qwen3Moe", "Mixtral", "DeepseekV3")
 CHANGES = ("checkpointing", "reentrant", "lora", "lora+checkpointing", "frozen", "layers", "head")
 SLOW = [
@@ -104,11 +104,11 @@ SLOW = [
     *(
         Setup(family=family, deal=deal, backend=backend, dtype=FP64)
         for family in FAMILIES[:5]
-        for deal, backend in (("two", "cpu"), ("zigzag", "cpu-apart"))
+        for deal, backend in (("two", "cpu"), ("zigzag", "cpu-sharded"))
     ),
-    *(Setup(deal=deal, backend="cpu-apart") for deal in DEALS),
+    *(Setup(deal=deal, backend="cpu-sharded") for deal in DEALS),
     *(
-        Setup(family=family, deal="zigzag", backend="cpu-apart", change=change)
+        Setup(family=family, deal="zigzag", backend="cpu-sharded", change=change)
         for family in FAMILIES[5:]
         for change in ("checkpointing", "reentrant", "layers", "head")
     ),

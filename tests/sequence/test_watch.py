@@ -164,7 +164,7 @@ def test_a_wait_before_what_peers_wait_for_is_found_in_debug(debug: bool) -> Non
 
 def test_a_drain_waits_for_split_sequences_and_looks_at_their_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ODC_SIMULATED_STREAMS", "late")
-    engine, seen = sharded(Setup(backend="cpu-apart"), rank=0)._odc_engine, []
+    engine, seen = sharded(Setup(backend="cpu-sharded"), rank=0)._odc_engine, []
     exchange = engine.participant("split")
     exchange.streams.after_adds(lambda: seen.append("added"))
     exchange.sync.check = lambda: seen.append("looked")

@@ -59,7 +59,7 @@ def test_plan_is_what_is_allocated(name: str, world: int) -> None:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_plan_where_memory_is_apart(name: str) -> None:
     plan = _planned(name, 2, "cuda")
-    for shared, split, _, _ in ranks.run(_allocated, 2, name, "cpu-apart"):
+    for shared, split, _, _ in ranks.run(_allocated, 2, name, "cpu-sharded"):
         assert (shared, split) == pytest.approx(
             (plan.job_shared_bytes - 2 * plan.split_bytes, 2 * plan.split_bytes), 0.01
         )

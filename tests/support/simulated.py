@@ -205,7 +205,7 @@ class ApartBackend(CpuBackend):
     With ODC_SIMULATED_STREAMS=early they do everything at once.
     """
 
-    name = "cpu-apart"
+    name = "cpu-sharded"
     apart = True
     heap = ApartHeap
 

@@ -85,7 +85,7 @@ def _on_shards(rank: int, world: int, name: str, column: str) -> Found:
     from odc_triton.balance import count_target_tokens
     from odc_triton.hf import summed_loss
 
-    model = fully_shard(_prepared(name, column), backend="cpu-apart")
+    model = fully_shard(_prepared(name, column), backend="cpu-sharded")
     if column == "splits":
         enable_split(model, tokens=48)
     if _is_packed(name, column):
