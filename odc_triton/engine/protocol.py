@@ -6,8 +6,9 @@ The phases are in state.py. Features take part by the hooks of participant.py.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ from .transport import Transport
 def _is_fatal(error: BaseException | None) -> bool:
     """True if a rank with this error can't wait at another barrier."""
     return isinstance(error, (RankLost, DeadlineExceeded)) or not isinstance(error, Exception | None)
+
+
+def _messages_of(participant: Participant, messages: list[dict[str, Any]]) -> list[Any]:
+    """By rank; None where a rank has no such participant."""
+    return [json.loads(theirs["parts"].get(participant.name, "null")) for theirs in messages]
 
 
 class Protocol(RankState):
@@ -85,10 +91,10 @@ class Protocol(RankState):
             raise RuntimeError(f"minibatch {self.number} is still open: minibatches don't nest")
         self._refuse_broken()
         error: Exception | None = None
-        parts: dict[str, Any] = {}
+        parts: dict[str, str] = {}
         try:
             self.refuse_unknown(given)
-            parts |= {each.name: each.entry(given.get(each.name)) for each in self.participants}
+            parts = self._parts(lambda each: each.entry(given.get(each.name)))
             self._prepare()
         except Exception as raised:
             error = raised
@@ -99,7 +105,7 @@ class Protocol(RankState):
         self._raise_failures(messages, error)
         try:
             for each in self.participants:
-                each.entered([theirs["parts"].get(each.name) for theirs in messages])
+                each.entered(_messages_of(each, messages))
         except RanksDiffer:
             self._enter(Phase.READY)
             raise
@@ -118,6 +124,17 @@ class Protocol(RankState):
                 raise RuntimeError(
                     f"this minibatch was given a {name}: call enable_{name}(model, tokens=…) after fully_shard"
                 )
+
+    def _parts(self, message_of: Callable[[Participant], Any]) -> dict[str, str]:
+        """The participants' messages. Raises TypeError for one that is not JSON."""
+        parts = {}
+        for each in self.participants:
+            message = message_of(each)
+            try:
+                parts[each.name] = json.dumps(message)
+            except TypeError as error:
+                raise TypeError(f"the message of {each.name!r}: {error}") from None
+        return parts
 
     def _prepare(self) -> None:
         """This rank's side of the entry: gradient shards are zero, masters are published."""
@@ -151,15 +168,16 @@ class Protocol(RankState):
         if _is_fatal(error):
             self._break(purpose, error)
             return
+        parts: dict[str, str] = {}
         try:
             self.drain(f"the microbatches of minibatch {self.number}")
+            parts = self._parts(lambda each: each.exit())
         except Exception as raised:
             if error is None and _is_fatal(raised):
                 self._break(purpose, raised)
                 raise
             error = error or raised
         touched = [place for place, shard in enumerate(self.shards) if shard.touched]
-        parts = {each.name: each.exit() for each in self.participants}
         messages = self._exchange(purpose, {"touched": touched, "zeros": zeros, "parts": parts}, error)
         self.events.microbatch = -1
         self._settle(messages, error)
@@ -198,7 +216,7 @@ class Protocol(RankState):
         refusal: OdcError | None = None
         for each in self.participants:
             try:
-                each.settle(None if failed else [theirs["parts"].get(each.name) for theirs in messages])
+                each.settle(None if failed else _messages_of(each, messages))
             except OdcError as raised:
                 refusal = refusal or raised
         self._raise_failures(messages, error)

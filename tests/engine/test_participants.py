@@ -25,12 +25,13 @@ class Probe(Participant):
 
     def __init__(self, rank: int) -> None:
         self.rank, self.calls, self.fails = rank, [], {}
+        self.message: Any = None  # instead of the usual ones
 
     def _call(self, hook: str, *given: Any) -> str:
         self.calls.append((hook, *given))
         if (error := self.fails.get(hook)) is not None:
             raise error
-        return f"{hook} of {self.rank}"
+        return self.message or f"{hook} of {self.rank}"
 
     def entry(self, given: Any) -> Any:
         return self._call("entry", given)
@@ -80,6 +81,10 @@ def _hooks(rank: int, world: int) -> dict[str, Any]:
     run("entered", {"entered": RanksDiffer("plans differ")})
     run("leave", {"leave": RuntimeError("pieces are missing")} if one else {})
     run("settle", {"settle": Refused("it does not fit")})
+    run("exit", {"exit": RuntimeError("no sums")} if one else {})
+    probe.message = {1, 2} if one else None
+    run("not JSON", {})
+    probe.message = None
     run("again", {})
     return found
 
@@ -99,6 +104,12 @@ def test_hooks_and_their_errors() -> None:
         failed = [("failed",)] if rank == 1 else []
         assert (calls, has_gradient) == ([*entry, *opened, ("leave",), *failed, ("exit",), ("settle", None)], False)
         assert "rank 1: RuntimeError: pieces are missing" in text
+        calls, text, has_gradient = found["exit"]
+        assert (calls[-2:], has_gradient) == ([("exit",), ("settle", None)], False)
+        assert "rank 1: RuntimeError: no sums" in text
+        calls, text, has_gradient = found["not JSON"]
+        assert (calls, has_gradient) == (entry[:1], False)
+        assert "rank 1: TypeError: the message of 'split': Object of type set is not JSON serializable" in text
         assert found["settle"] == (whole, "Refused: it does not fit", False)
 
 
