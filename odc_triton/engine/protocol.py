@@ -197,11 +197,11 @@ class Protocol(RankState):
                 f"p.grad of {given[0]} was assigned inside the minibatch, but the ranks' sum replaces it at the "
                 f"end: assign it after the `with minibatch(...)` block"
             )
-        refusal: RuntimeError | None = None
+        refusal: Exception | None = None
         for each in self.participants:
             try:
                 each.leave()
-            except RuntimeError as raised:
+            except Exception as raised:
                 refusal = refusal or raised
         if error is None:
             error = refusal if self.failure is None else RuntimeError(self.failure)
