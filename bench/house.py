@@ -47,15 +47,13 @@ FEATURES = {
     ),
     "hyperparameters": Feature(("engine/optimizer_watch.py", "engine/hyperparameters.py"), r"(?i:hyperparameters)"),
 }
-# A tensor's methods of these names are no feature.
-METHODS = ("split", "hold")
 
 
 def identifiers(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             yield node.id
-        elif isinstance(node, ast.Attribute) and node.attr not in METHODS:
+        elif isinstance(node, ast.Attribute):
             yield node.attr
         elif isinstance(node, (ast.arg, ast.keyword)) and node.arg:
             yield node.arg

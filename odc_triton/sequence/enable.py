@@ -97,7 +97,7 @@ def split_forward(model: nn.Module, split: SplitPlan | None) -> Iterator[None]:
     try:
         if exchange is not None:
             digest = exchange.entry(split)
-        elif split is not None:
+        else:
             engine.refuse_unknown({SequenceExchange.name: split})
         engine.drain("what a former minibatch has left")
     except Exception as error:  # raised below, once the other ranks know it

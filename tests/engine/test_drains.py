@@ -151,7 +151,7 @@ def test_unsharded_parameters_are_there() -> None:
 
 
 def _status_on_rank_1(rank: int, world: int) -> tuple[str, list[int]]:
-    """On rank 1 a kernel waits in vain for an owner's rows, as its status says; what each rank is told."""
+    """On rank 1 a kernel's wait for an owner's rows times out, as its status says: the errors on each rank."""
     model = fully_shard(nn.Linear(4, 4), backend="cpu-sharded")
     weight = next(each for each in model._odc_engine.parameters if each.name == "weight")
     said, failed = "", []

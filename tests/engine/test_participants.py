@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from odc_triton import fully_shard, minibatch
-from odc_triton.base.errors import MinibatchFailed, OdcError, RanksDiffer
+from odc_triton.base.errors import OdcError, RanksDiffer
 from odc_triton.engine.participant import Participant
 from tests.support import ranks
 
@@ -121,9 +121,3 @@ def test_two_of_one_name_and_one_in_a_minibatch_are_refused() -> None:
     model = fully_shard(nn.Linear(2, 2))
     with minibatch(model), pytest.raises(RuntimeError, match="can't be registered inside a minibatch"):
         model._odc_engine.register(Probe(0))
-
-
-def test_an_argument_that_nothing_takes_is_refused() -> None:
-    model = fully_shard(nn.Linear(2, 2))
-    with pytest.raises(MinibatchFailed, match=r"given a split: call enable_split\(model"), minibatch(model, split="a"):
-        pass

@@ -49,7 +49,7 @@ def test_a_wait_ends(missing: int | None, stop: int, number: int, status: int) -
     assert int(found) == status
     flags[:, 1] = 0
     await_flags(**given, ranks=(0,), status=found, number=9, spins=2)
-    assert int(found) == (status or 9), "the first wait in vain is the one to name"
+    assert int(found) == (status or 9), "the first wait that timed out is the one to name"
 
 
 def test_the_host_stops_a_wait_that_has_begun() -> None:

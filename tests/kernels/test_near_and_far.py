@@ -43,7 +43,7 @@ def test_the_one_owner_of_a_scalar_may_be_far(near: frozenset[int] | None, far: 
 
 @pytest.mark.skipif(not place.INTERPRETED, reason="the simulated device is a CPU")
 def test_a_kernel_finds_the_rows_of_near_owners() -> None:
-    """All are near, and copies are late: a kernel that waited by flags would wait in vain."""
+    """All are near, and copies are late: a kernel's wait for flags would time out."""
     device, (shards, peers) = SimulatedDevice(), _peers()
     x, y = torch.randn(4, COLUMNS), torch.full((4, ROWS), torch.nan)
     weight = pull(peers=peers, staged=StagedWeight.of(peers, on=device))

@@ -181,7 +181,7 @@ WAITS = (
         _SEQUENCE + "watch.py::test_a_drain_waits_for_split_sequences_and_looks_at_their_waits",
     ),
     Wait(
-        "a drain reports kernels that waited in vain",
+        "a drain reports kernels whose waits timed out",
         "waiting.check()",
         _DRAINS + "a_kernel_that_waited_in_vain_fails_the_minibatch_on_all_ranks",
     ),
