@@ -101,6 +101,7 @@ def make_report(results: list[Measured], memory: dict, slowdown: dict, work: Wor
     return {
         "speedup_vs_fsdp2": bootstrap_ratio(timed[Fsdp2.name], odc),
         "speedup_vs_fastest": {**bootstrap_ratio(timed[fastest], odc), "name": fastest},
+        "speedup_split_vs_fsdp2": {**bootstrap_ratio(timed[fastest], split), "name": fastest},
         "speedup_split_vs_fastest": {**bootstrap_ratio(timed[fastest_unsplit], split), "name": fastest_unsplit},
         "disturbed": disturbed(results, WARM_UP),
         "overhead_vs_unsharded": slowdown["fraction"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+sys.path[:0] = [str(Path(__file__).parent / "_ext"), str(Path(__file__).parents[1])]
 
 from odc_triton import __version__
 
@@ -13,8 +13,8 @@ project = "odc-triton"
 author = "the authors of odc-triton"
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "commands", "docstrings"]
-exclude_patterns = ["_ext", "check"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "commands", "docstrings", "figures"]
+exclude_patterns = ["_ext", "check", "figures", "tables"]
 nitpicky = True
 # Types in signatures that this site does not describe stay plain code; all other references must resolve.
 nitpick_ignore_regex = [("py:(class|obj|data|exc)", ".*")]
