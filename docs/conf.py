@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent / "_ext"), str(Path(__file__).parents[1])]
 
-from odc_triton import __version__
+from odc_triton import __version__  # noqa: E402
 
 project = "odc-triton"
 author = "the authors of odc-triton"

@@ -1,4 +1,4 @@
-"""Draws SVG with one palette, in light and dark. On a code host an image has its own style; a page gives it the page's."""
+"""Draws SVG with one palette, in light and dark. An image has a style of its own; in the site it has the page's."""
 
 from __future__ import annotations
 
@@ -94,16 +94,16 @@ class Drawing:
 
 
 def style(light: str = ".figure", dark: str = "") -> str:
-    """The style of all figures. `light`, `dark`: the selectors that set its colours; by default what the system likes."""
+    """The style of all figures. `light`, `dark`: selectors that set its colours; by default the system's scheme."""
     lines = [f"{light}{{{_colours(0)}}}"]
     lines.append(
         f"{dark}{{{_colours(1)}}}" if dark else f"@media(prefers-color-scheme:dark){{{light}{{{_colours(1)}}}}}"
     )
-    lines.append(
-        f".figure text{{{_FONT};stroke:none}}.figure .small{{font-size:13px}}.figure .strong{{font-weight:600}}"
-    )
-    lines += [f".figure .{name}{{fill:var(--{name});stroke:var(--{name})}}" for name in PALETTE]
-    lines.append(".figure rect{stroke:none}.figure polyline{fill:none;stroke-width:1.5}.figure .thick{stroke-width:3}")
+    lines.append(f".figure text{{{_FONT}}}.figure .small{{font-size:13px}}.figure .strong{{font-weight:600}}")
+    lines += [
+        f".figure .{name}{{fill:var(--{name})}}.figure polyline.{name}{{stroke:var(--{name})}}" for name in PALETTE
+    ]
+    lines.append(".figure polyline[points]{fill:none;stroke-width:1.5}.figure polyline.thick{stroke-width:3}")
     lines.append(".figure .dashed{stroke-dasharray:4 4}.figure .pale{opacity:.35}.figure .white{fill:#fff}")
     # What is played is played once. Who asks for less motion sees the end.
     lines.append("@keyframes grow{from{clip-path:inset(0 100% 0 0)}to{clip-path:inset(0 0 0 0)}}")
