@@ -103,7 +103,10 @@ def style(light: str = ".figure", dark: str = "") -> str:
     lines += [
         f".figure .{name}{{fill:var(--{name})}}.figure polyline.{name}{{stroke:var(--{name})}}" for name in PALETTE
     ]
-    lines.append(".figure polyline[points]{fill:none;stroke-width:1.5}.figure polyline.thick{stroke-width:3}")
+    lines.append(
+        ".figure polyline[points]{fill:none;stroke-width:1.5}.figure polyline.thick{stroke-width:3}"
+        ".figure polyline.wide{stroke-width:6}"
+    )
     lines.append(".figure .dashed{stroke-dasharray:4 4}.figure .pale{opacity:.35}.figure .white{fill:#fff}")
     # What is played is played once. Who asks for less motion sees the end.
     lines.append("@keyframes grow{from{clip-path:inset(0 100% 0 0)}to{clip-path:inset(0 0 0 0)}}")
