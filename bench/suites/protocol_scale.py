@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.suites.protocol_scale", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two cells at 8 ranks: tests the program, no result")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
-    parser.add_argument("--lengths", nargs="+", choices=sorted(NAMED), default=list(NAMED))
+    parser.add_argument("--lengths", nargs="+", choices=sorted(NAMED), default=["longalign", "swe-smith", "aime"])
     parser.add_argument("--samples", type=int, nargs="+", default=list(SAMPLES), help="per rank")
     parser.add_argument("--minibatches", type=int, default=MINIBATCHES, help="of each cell")
     parser.add_argument("--out", type=Path, default=None, help="JSON file")

@@ -142,13 +142,17 @@ class Job:
             return self.seconds(pack)
         ends = [each.stop if isinstance(each, Piece) else each for each in pack]
         starts = [each.start for each in pieces if each.start]
-        seconds = self.seconds(ends) - (self.seconds(starts) - self.seconds([]))
-        if self.model is not None and self.ranks > 1:
-            token_bytes = self.layers * self.model.kv_width * _KV_BYTES
-            # As a tensor over all ranks, whose own part costs nothing; the rank holds none of these tokens.
-            others = self.ranks / (self.ranks - 1)
-            seconds += others * max(self.links.read_s(sum(starts) * token_bytes, hybrid=False))
-        return seconds
+        return self.seconds(ends) - (self.seconds(starts) - self.seconds([])) + self.kv_seconds(pack)
+
+    def kv_seconds(self, pack: Sequence[int | Piece]) -> float:
+        """Seconds of these transfers."""
+        starts = [each.start for each in pack if isinstance(each, Piece)]
+        if not starts or self.model is None or self.ranks == 1:
+            return 0.0
+        token_bytes = self.layers * self.model.kv_width * _KV_BYTES
+        # As a tensor over all ranks, whose own part costs nothing; the rank holds none of these tokens.
+        others = self.ranks / (self.ranks - 1)
+        return others * max(self.links.read_s(sum(starts) * token_bytes, hybrid=False))
 
     @cached_property
     def plans(self) -> dict[str, MemoryPlan]:

@@ -40,7 +40,11 @@ class Lanes:
     """Clocks in seconds since the minibatch's entry, for all ranks of several trials, or (floats) for one rank.
 
     `busy`, `exposed` and `waited`: seconds of work, of transfers that work waited for, and of waiting for other ranks.
+    `shares`: of a unit's work, what is computing, and what is transfers of keys and values; in the rest of it the rank
+    waits for the others of its wave.
     """
+
+    shares: tuple[Clock, Clock] = (1.0, 0.0)
 
     def __init__(self, zero: Clock, *, prefetch: bool, overlap: bool, sm_share: float, record: Record | None) -> None:
         self.compute = self.read = self.add = self.before = zero
@@ -69,9 +73,13 @@ class Lanes:
                 work_s, (0.0 if read_s is None else read_s) + (0.0 if add_s is None else add_s)
             )
         end = start + work_s
-        self.busy = self.busy + work_s
+        busy_s, moved_s = (work_s * share for share in self.shares)
+        self.busy = self.busy + busy_s
+        self.exposed = self.exposed + moved_s
+        self.waited = self.waited + (work_s - busy_s - moved_s)
         if self._record:
-            self._record(kind, start, end, "")
+            self._record(kind, start, start + busy_s, "")
+            self._record("wait", start + busy_s, end, "keys and values")
         if add_s is not None:
             label = "reduce-scatter" if sync else "scatter"
             free = self._larger(end, self.add)

@@ -36,7 +36,7 @@ _MOST_SAMPLES = 100_000  # per GPU and step
 class SimulateOptions:
     """The simulated job."""
 
-    lengths: str = option(REQUIRED, "longalign, swe-smith, aime, or a file: .jsonl, .json, .npz, or numbers")
+    lengths: str = option(REQUIRED, "chat, longalign, swe-smith, aime, or a file: .jsonl, .json, .npz, or numbers")
     model: str = option("qwen2.5-7b", "a built-in name, or a transformers config.json")
     gpus: int = option(8, "GPUs of the job, all nodes together")
     nodes: int = option(1, "nodes, of equally many GPUs")

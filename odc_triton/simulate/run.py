@@ -132,13 +132,18 @@ def _run(
     """Runs each rank's microbatches in order, all ranks of all trials at once."""
     counts = np.array([[len(packs) for packs in trial] for trial in assigned])
     work = np.zeros((int(counts.max()), *counts.shape))
+    shares = np.stack([np.ones_like(work), np.zeros_like(work)], axis=1)  # of computing, of moving keys and values
     for trial, ranks in enumerate(assigned):
         for rank, packs in enumerate(ranks):
             work[: len(packs), trial, rank] = [job.pack_seconds(pack) for pack in packs]
         # Ranks that compute pieces of one sequence wait for each other in every layer.
         for index in range(max(map(len, ranks))):
             wave = [rank for rank, packs in enumerate(ranks) if _has_pieces(packs[index : index + 1])]
-            work[index, trial, wave] = work[index, trial, wave].max(initial=0.0)
+            if wave:
+                moved = np.array([job.kv_seconds(ranks[rank][index]) for rank in wave])
+                own, slowest = work[index, trial, wave], work[index, trial, wave].max()
+                shares[index, :, trial, wave] = np.stack([own - moved, moved], axis=-1) / slowest
+                work[index, trial, wave] = slowest
     work *= job.slowness
     odc = schedule == "odc"
     lanes = Lanes(
@@ -152,6 +157,7 @@ def _run(
     last = np.maximum(counts - 1, 0)
     keep = schedule == "fsdp-no-reshard"
     for index, seconds in enumerate(work):
+        lanes.shares = shares[index, 0], shares[index, 1]
         if recorder:
             recorder.microbatch = index
         there = (index < counts).astype(float) if odc else 1.0  # under FSDP a rank without work still participates

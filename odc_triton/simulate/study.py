@@ -214,6 +214,11 @@ class Lengths:
 
 
 NAMED = {
+    "chat": Lengths(
+        mean=1_872,
+        longest=16_384,
+        source="mean of WildChat (2.54 turns of 737 tokens): arXiv 2405.01470; longest: assumed",
+    ),
     "longalign": Lengths(mean=16_500, longest=65_536, source="mean and longest (64K): arXiv 2601.19362"),
     "swe-smith": Lengths(mean=34_700, longest=131_072, source="mean: arXiv 2601.19362; longest (128K): assumed"),
     "aime": Lengths(mean=9_000, longest=32_768, source="mean (about 9K): arXiv 2601.19362; longest (32K): assumed"),

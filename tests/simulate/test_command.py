@@ -125,7 +125,11 @@ def test_a_slow_rank_is_met_by_the_queue() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (("--lengths", "nowhere.txt"), 1, "'nowhere.txt' is neither a file nor one of longalign, swe-smith, aime"),
+        (
+            ("--lengths", "nowhere.txt"),
+            1,
+            "'nowhere.txt' is neither a file nor one of chat, longalign, swe-smith, aime",
+        ),
         (("--token-cap", 1000), 1, "are longer than --token-cap 1000 (the longest: "),
         (("--topology", "nowhere.json"), 1, "nowhere.json"),
         (("--gpus", 9, "--nodes", 2), 2, "9 gpus don't divide by 2 nodes: give a multiple of 2"),

@@ -8,12 +8,14 @@ import pytest
 
 from odc_triton.balance.cost import CostModel
 from odc_triton.balance.pieces import Piece
+from odc_triton.base.trace import idle_fraction
 from odc_triton.cli.command import main
 from odc_triton.simulate.hardware import Links, find_device
 from odc_triton.simulate.job import Job, assign_packs
 from odc_triton.simulate.models import Model
 from odc_triton.simulate.run import simulate
 from odc_triton.simulate.study import make_job, rank_settings, usual_links
+from tests.simulate.toys import toy
 
 COST = CostModel(quadratic=1e-6, linear=1e-3, microbatch=0.5)
 JOB = Job(links=Links.none(4), seconds=COST.pack, cost=COST, layers=4, prefetch=False, overlap=False)
@@ -55,6 +57,23 @@ def test_what_crosses_links_takes_its_time() -> None:
         moved = 28 * 4 * 128 * 16 * 30_000  # keys and values: read twice in bf16, added to in fp32
         assert 1 <= times[-1] / (moved / (gbs * 1e9)) < 2.5  # all ranks read at once
     assert times[1] == pytest.approx(100 * times[0], rel=0.05)
+
+
+def test_waits_in_a_wave_and_transfers_are_not_work() -> None:
+    """6 s and 2 s of work, 1 s in which the later piece's rank fetches keys and values; then 1 s more on that rank."""
+    model = replace(toy([(2, 1)] * 2, root=(0, 1), cost=COST), kv_width=1000)
+    links = Links.switched(2, 0.096, latency_s=0.0)  # of 6,000 tokens: 2 layers x 1,000 elements x 8 bytes
+    job = replace(JOB, links=links, model=model, layers=2, seconds=lambda tokens: sum(tokens) / 1000)
+    assigned = [[[[Piece(0, 0, 6000)]], [[Piece(0, 6000, 8000)], [1000]]]]
+    how = {"schedule": "odc", "balance": "split", "token_cap": CAP, "timeline": True}
+    outcome = simulate([[8000, 1000]], job=job, assigned=assigned, **how)
+    near = {"abs": 1e-5}  # reads of parameters
+    assert outcome.step_s == pytest.approx(7, **near)
+    assert outcome.busy_s[0] == pytest.approx([6, 3], **near)
+    assert outcome.exposed_s[0] == pytest.approx([0, 1], **near)
+    assert outcome.waited_s[0] == pytest.approx([1, 3], **near)
+    assert outcome.idle == pytest.approx([1 / 7, 4 / 7], **near)
+    assert idle_fraction(outcome.events) == pytest.approx(5 / 14, **near)
 
 
 def test_in_the_ranking_and_the_command(capsys: pytest.CaptureFixture) -> None:
