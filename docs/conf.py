@@ -22,6 +22,7 @@ smartquotes = False  # `--option` would become a dash
 
 myst_heading_anchors = 4
 autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_inherit_docstrings = False  # those of transformers are not ours to describe
 autodoc_class_signature = "mixed"
 autodoc_typehints = "signature"
 maximum_signature_line_length = 88

@@ -26,6 +26,17 @@ _STICKING_OUT = """() => {
     .filter(e => e.getBoundingClientRect().right > wide + 1 && !apart(e))
     .map(e => e.tagName + '.' + e.className + ': ' + e.textContent.replace(/\\s+/g, ' ').trim().slice(0, 60));
 }"""
+# At a desktop's width all code is shown whole.
+_CODE_CUT_OFF = """() => document.documentElement.clientWidth < 1200 ? [] : [...document.querySelectorAll('pre')]
+  .filter(e => e.scrollWidth > e.clientWidth)
+  .map(e => e.textContent.split('\\n').reduce((a, b) => a.length < b.length ? b : a).trim())"""
+# Text of figures that is too small to read, with the figure scaled to the page.
+_TOO_SMALL = """() => [...document.querySelectorAll('svg.figure text')].map(e => {
+    const svg = e.ownerSVGElement;
+    const scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
+    return [parseFloat(getComputedStyle(e).fontSize) * scale, e.textContent];
+  }).filter(([size]) => size < 9).map(([size, text]) => `${size.toFixed(1)} px: ${text}`)"""
+_FAULTS = {"runs over the edge": _STICKING_OUT, "code is cut off": _CODE_CUT_OFF, "text too small": _TOO_SMALL}
 _FOUND = """() => ({
   ids: [...document.querySelectorAll('[id]')].map(e => e.id),
   links: [...document.querySelectorAll('a[href]')].map(e => e.href),
@@ -76,6 +87,7 @@ def look(page: Page, address: str) -> Seen:
     faults = watched(page, urlsplit(address).netloc)
     page.goto(address, wait_until="load")
     found = page.evaluate(_FOUND)
-    faults += [f"runs over the edge: {each}" for each in page.evaluate(_STICKING_OUT)[:3]]
+    for words, script in _FAULTS.items():
+        faults += [f"{words}: {each}" for each in page.evaluate(script)[:3]]
     faults += [f"image not drawn: {each}" for each in found["images"]]
     return Seen(faults=faults, ids=set(found["ids"]), links=set(found["links"]))

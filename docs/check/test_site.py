@@ -11,7 +11,9 @@ import pytest
 from browser import WIDTHS, Seen, look, watched
 from playwright.sync_api import Browser, expect
 
-SHOTS = ("index", "memory", "commands/odc-triton-train-sft", "api/odc_triton", "models", "composes")
+from docs.figures.svg import PALETTE
+
+SHOTS = ("index", "how_it_works", "split", "performance", "memory", "commands/odc-triton-train-sft", "models")
 
 
 @pytest.fixture(scope="module", params=WIDTHS)
@@ -80,6 +82,21 @@ def test_search_opens_the_right_page(words: str, page: str, heading: str, browse
     expect(tab.locator("h1").first).to_contain_text(heading)
     assert faults == []
     tab.close()
+
+
+def test_figures_follow_the_switch(browser: Browser, site: str, built: Path) -> None:
+    """On the first page that has a figure: once dark, once light again, whatever the system likes."""
+    name = next(path for path in sorted(built.glob("*.html")) if '<svg class="figure"' in path.read_text()).name
+    page = browser.new_page(color_scheme="light", viewport={"width": WIDTHS["desktop"], "height": 900})
+    page.goto(f"{site}/{name}")
+    ink = page.locator("svg.figure text.ink").first
+    found = []
+    for _ in range(3):  # auto, dark, light
+        found.append((page.locator("body").get_attribute("data-theme"), ink.evaluate("e => getComputedStyle(e).fill")))
+        page.locator(".theme-toggle:visible").click()
+    page.close()
+    light, dark = (f"rgb({', '.join(str(n) for n in bytes.fromhex(colour[1:]))})" for colour in PALETTE["ink"])
+    assert found == [("auto", light), ("dark", dark), ("light", light)]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -63,7 +63,7 @@ class CostModel:
         that a token is routed to), hidden width h, vocabulary V, q query heads whose keys and values are k and v wide:
 
             forward, per token    2 [ W + h V ]
-            forward, attention    L * 2 q (k + v) s² / 2      (scores and weighted sum; causal, so half of the square)
+            forward, attention    L * 2 q (k + v) s² / 2   (scores, weighted sum; half, as causal)
             backward              twice the forward
 
         `gated_mlp`: MLPs have three matrices, else two. Left out: norms, the optimizer, recomputation by activation

@@ -65,7 +65,8 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
 
         enable_packing(model)
         model = fully_shard(model)
-        ODCGRPOTrainer(model, reward_funcs=reward, args=GRPOConfig(...), train_dataset=prompts).train()
+        trainer = ODCGRPOTrainer(model, reward, args=GRPOConfig(...), train_dataset=prompts)
+        trainer.train()
 
     Pass the sharded model, on every rank, and TRL's other arguments. One step takes world *
     `per_device_train_batch_size` * `gradient_accumulation_steps` completions, assigned to the ranks by length, and its
