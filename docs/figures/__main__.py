@@ -11,15 +11,16 @@ TABLES = HERE.parent / "tables"
 
 
 def names() -> list[str]:
-    """The modules of this folder that are figures."""
-    return sorted(path.stem for path in HERE.glob("*.py") if "def draw(" in path.read_text(encoding="utf-8"))
+    """The modules of this folder that are figures, or tables."""
+    return sorted(path.stem for path in HERE.glob("*.py") if "def data(" in path.read_text(encoding="utf-8"))
 
 
 def main(chosen: list[str]) -> None:
     for name in chosen or names():
         figure = import_module(f"docs.figures.{name}")
         data = figure.data()
-        (HERE / f"{name}.svg").write_text(figure.draw(data), encoding="utf-8")
+        if hasattr(figure, "draw"):
+            (HERE / f"{name}.svg").write_text(figure.draw(data), encoding="utf-8")
         if hasattr(figure, "table"):
             TABLES.mkdir(exist_ok=True)
             (TABLES / f"{name}.md").write_text(figure.table(data), encoding="utf-8")
