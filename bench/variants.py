@@ -22,7 +22,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
 from odc_triton.balance.collate import Pack
@@ -31,6 +30,8 @@ from odc_triton.checkpoint.repeat import repeating
 from odc_triton.comm.layout import find_units
 from odc_triton.engine.api import engine_of, minibatch
 from odc_triton.fsdp2.bridge import use_odc
+from odc_triton.fsdp2.found import replace_comms
+from odc_triton.fsdp2.record import TimedComm
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.sequence.enable import enable_split
 from odc_triton.sharding.shard import fully_shard
@@ -38,9 +39,6 @@ from odc_triton.simulate.job import SPLIT
 
 LEARNING_RATE = 3e-4
 CLIP_NORM = 1.0
-# Renamed in torch 2.13; FSDP2 itself calls the one that exists.
-ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,34 +142,6 @@ class Variant(ABC):
         """A context around each forward."""
         return contextlib.nullcontext()
 
-    def waiting(self, label: str, work: Callable[[], Any]) -> Any:
-        with self.log.span("wait", label=label):
-            return work()
-
-
-class _Timed:
-    def __init__(self, variant: Variant) -> None:
-        self.variant = variant
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _TimedAllGather(_Timed, AllGather):
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
-        return self.variant.waiting(
-            "all-gather",
-            lambda: ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op),
-        )
-
-
-class _TimedReduceScatter(_Timed, ReduceScatter):
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
-        return self.variant.waiting(
-            "reduce-scatter",
-            lambda: REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op),
-        )
-
 
 def shard_by_fsdp2(model: nn.Module, blocks: Sequence[nn.Module], setting: Setting, **options: Any) -> None:
     """Block by block, then the rest."""
@@ -191,10 +161,8 @@ class Fsdp2(Variant):
 
     def shard(self, model: nn.Module) -> nn.Module:
         shard_by_fsdp2(model, self.blocks, self.setting, reshard_after_forward=self.reshard)
-        for module in model.modules() if self.setting.device == "cpu" else ():
-            if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(_TimedAllGather(self))
-                module.set_custom_reduce_scatter(_TimedReduceScatter(self))
+        if self.setting.device == "cpu":
+            replace_comms(model, lambda comm, label: TimedComm(comm, label, self.log))
         return model
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .engine.api import publish as publish
     from .engine.api import register_fsdp_forward_method as register_fsdp_forward_method
     from .fsdp2.bridge import use_odc as use_odc
+    from .fsdp2.record import record_timeline as record_timeline
     from .nn.head import log_probs as log_probs
     from .nn.replace import replace_layers as replace_layers
     from .nn.verification import verify as verify
@@ -60,6 +61,7 @@ _HOME = {
     "fully_shard": "sharding.shard",
     "log_probs": "nn.head",
     "memory_plan": "sharding.footprint",
+    "record_timeline": "fsdp2.record",
     "repeating": "checkpoint.repeat",
     "replace_layers": "nn.replace",
     "split_forward": "sequence.enable",

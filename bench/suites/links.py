@@ -40,11 +40,13 @@ from odc_triton.machine.probe import read_topology
 
 from ..device import Gpu, Rehearsal
 from ..provenance import about, append_line, read_lines
-from ..variants import ALL_GATHER, REDUCE_SCATTER
 from .links_places import ON_CPU, Place, places_of
 from .links_report import size_of, text_of
 
 LINES = "links.jsonl"
+# Renamed in torch 2.13; FSDP2 itself calls the one that exists.
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 SIZES = tuple(4**power << 16 for power in range(7))  # 64 KiB to 256 MiB
 TIMEOUT_S = 120.0
 CALLS = 20  # in a row, so that ranks which start some microseconds apart still share the links

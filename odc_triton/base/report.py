@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import trace
 from .events import Event
 from .files import write_file
 from .trace import UNRECORDED, Segment, Tracks, barriers, headline, longest_s, segments, shares, whole, window_s
@@ -107,6 +108,16 @@ def _draw_track(
 def save_timeline(tracks: Tracks, path: str | Path, *, title: str = TITLE) -> None:
     """Writes `timeline_figure` as a PNG, 2400 pixels wide. Errors as there and in `write_file`."""
     write_file(path, _png(timeline_figure(tracks, title=title)))
+
+
+def save_timelines(tracks: Tracks, folder: Path, *, title: str = TITLE) -> None:
+    """Prints the timelines, and writes trace.json and, with matplotlib, timeline.png into `folder`."""
+    trace.save_trace(tracks, folder / "trace.json")
+    if can_draw():
+        save_timeline(tracks, folder / "timeline.png", title=title)
+    else:
+        print("timeline.png was not drawn: it needs matplotlib; run: pip install 'odc-triton[plot]'")
+    print(trace.timeline_text(tracks))
 
 
 def can_draw() -> bool:

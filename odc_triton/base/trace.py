@@ -108,11 +108,15 @@ def idle_fraction(events: Sequence[Event]) -> float:
     The window has no gaps: if variants ran in turn, minibatch by minibatch, pass the track through `excerpt`
     first, or the other variants' turns count as idle.
     """
+    shares = idle_of_ranks(events)
+    return sum(shares.values()) / len(shares)
+
+
+def idle_of_ranks(events: Sequence[Event]) -> dict[int, float]:
+    """`idle_fraction` by rank: the mean of these is that."""
     start_s, end_s = window_s(events)
-    ranks = segments(events)
-    total_s = (end_s - start_s) * len(ranks)
-    idle_s = sum(s.end_s - s.start_s for rank in ranks.values() for s in rank if s.state in NOT_BUSY)
-    return min(1.0, idle_s / total_s) if total_s else 0.0
+    idle = {n: sum(s.end_s - s.start_s for s in flat if s.state in NOT_BUSY) for n, flat in segments(events).items()}
+    return {rank: min(1.0, idle_s / (end_s - start_s)) if end_s > start_s else 0.0 for rank, idle_s in idle.items()}
 
 
 def barriers(events: Sequence[Event]) -> list[BarrierMark]:

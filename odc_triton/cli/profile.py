@@ -79,6 +79,7 @@ def run_profile(options: ProfileOptions) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
     from ..base.events import Event
+    from ..base.report import save_timelines
     from ..engine.api import engine_of
 
     model, packs = _prepare(options)
@@ -104,7 +105,8 @@ def run_profile(options: ProfileOptions) -> dict[str, Any]:
     record.export_chrome_trace(str(out / f"torch-{engine.rank}.json"))
     messages = engine.exchange("collect the timelines", {"events": [event.as_row() for event in events]})
     if engine.rank == 0:
-        _draw({"ODC": [Event.of_row(row) for theirs in messages for row in theirs["events"]]}, out)
+        rows = [row for theirs in messages for row in theirs["events"]]
+        save_timelines({"ODC": [Event.of_row(row) for row in rows]}, out, title="Where the ranks' time goes")
     engine.exchange("the timelines are drawn", {})
     tokens = sum(pack["input_ids"].numel() for own in packs[1:] for pack in own)
     return {"seconds": seconds, "wall_s": end_s - start_s, "tokens": tokens, "device": engine.heap.device.type}
@@ -206,18 +208,6 @@ def _names_of_our_kernels() -> frozenset[str]:
         importlib.import_module(f"odc_kernels.{each.name}") for each in pkgutil.iter_modules(odc_kernels.__path__)
     ]
     return frozenset(name for module in modules for name in vars(module) if name.endswith("_kernel"))
-
-
-def _draw(tracks: dict[str, list], out: Path) -> None:
-    from ..base.report import save_timeline
-    from ..base.trace import save_trace, timeline_text
-
-    save_trace(tracks, out / "trace.json")
-    try:
-        save_timeline(tracks, out / "timeline.png", title="Where the ranks' time goes")
-    except ImportError:
-        print("timeline.png was not drawn: it needs matplotlib; run: pip install 'odc-triton[plot]'")
-    print(timeline_text(tracks))
 
 
 def report(options: ProfileOptions, of_ranks: list[dict[str, Any]]) -> str:

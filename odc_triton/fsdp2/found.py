@@ -11,7 +11,7 @@ holds all parameters, in the dtypes that modules compute in; what is reduced hol
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -289,6 +289,14 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     for module in modules:
         module.reshard()  # a root stays whole after an evaluation
     return modules
+
+
+def replace_comms(model: nn.Module, new: Callable[[Any, str], Any]) -> None:
+    """Each unit gathers and reduces by `new(old, label)` from now on. Raises TypeError as `fsdp_modules`."""
+    groups = {id(group): group for module in fsdp_modules(model) for group in _groups(module)}
+    for group in groups.values():
+        group._all_gather_comm = new(group._all_gather_comm, "all-gather")
+        group._reduce_scatter_comm = new(group._reduce_scatter_comm, "reduce-scatter")
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh:
