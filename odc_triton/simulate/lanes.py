@@ -73,7 +73,7 @@ class Lanes:
                 work_s, (0.0 if read_s is None else read_s) + (0.0 if add_s is None else add_s)
             )
         end = start + work_s
-        busy_s, moved_s = (work_s * share for share in self.shares)
+        busy_s, moved_s = work_s * self.shares[0], work_s * self.shares[1]
         self.busy = self.busy + busy_s
         self.exposed = self.exposed + moved_s
         self.waited = self.waited + (work_s - busy_s - moved_s)
