@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind: type, *, config: bool =
     groups = {None: parser.add_argument_group(kind.__doc__.strip().splitlines()[0].rstrip("."))}
     group = groups[None]
     if config:
-        group.add_argument("--config", metavar="FILE", help="YAML with these names; options beside it come first")
+        group.add_argument("--config", metavar="FILE", help="YAML file of these options; the command line overrides it")
     for entry in fields(kind):
         text, title = entry.metadata["help"], entry.metadata["group"]
         if title is not None:

@@ -19,18 +19,18 @@ from ..base.options import (
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """All ways to train, side by side on given lengths of sequences."""
+    """FSDP2, DDP and ODC, side by side on given sequence lengths."""
 
-    lengths: str = option(REQUIRED, "file of lengths in tokens, one a line; or JSON lines, `length` or texts")
+    lengths: str = option(REQUIRED, "file of lengths in tokens, one per line; or JSON lines with `length` or texts")
     out: str = option("out/bench", "folder for lengths.json and lengths.md")
     model: str | None = option(None, "a transformers causal LM: local folder or hub id")
     init: str | None = option(None, "config.json of a model with random weights, instead of --model")
     tokenizer: str | None = option(None, "counts the tokens of texts: folder or hub id; by default the model's")
-    token_cap: int | None = option(None, "most tokens in one pack, longer ones are cut; by default the longest's")
+    token_cap: int | None = option(None, "most tokens in one pack; longer samples are cut; by default the longest")
     samples_per_rank: int = option(4, "samples per rank and minibatch")
     minibatches: int = option(4, "minibatches to time in each round, after one to warm up")
-    rounds: int = option(3, "rounds; each takes every way once")
-    variants: str | None = option(None, "only these, by their names in the table, separated by commas; by default all")
+    rounds: int = option(3, "rounds; each runs every variant once")
+    variants: str | None = option(None, "variants to run, by their names in the table and with commas; by default all")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: cuda if there is a GPU for every rank")
     dtype: Literal["fp32", "bf16"] | None = option(None, "dtype of compute; by default bf16 on GPUs, fp32 on the CPU")
     gradient_checkpointing: bool = option(False, "recompute activations in backward")

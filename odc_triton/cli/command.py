@@ -43,21 +43,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser(only: str | None = None) -> argparse.ArgumentParser:
     """The parser of the command with all of its subcommands. `only`: one of them; the others get no options."""
     parser = argparse.ArgumentParser(
-        prog="odc-triton", description="Sharded training by on-demand communication: no barrier per layer."
+        prog="odc-triton", description="Sharded LLM training by on-demand communication: no barrier per layer."
     )
     parser.add_argument("--version", action="version", version=f"odc-triton {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     adds = {
         "demo": _add_demo,
-        "bench": _BENCH,
         "train": _add_train,
         "data": _add_data,
         "export": _EXPORT,
+        "bench": _BENCH,
+        "simulate": _SIMULATE,
         "profile": _PROFILE,
         "tune": _TUNE,
-        "doctor": _add_doctor,
         "topo": _add_topo,
-        "simulate": _SIMULATE,
+        "doctor": _add_doctor,
     }
     for name, add in adds.items():
         if only in adds and only != name:  # its options' module may import much
@@ -107,10 +107,10 @@ def _did_you_mean(
 def _add_demo(commands: argparse._SubParsersAction) -> None:
     demo = commands.add_parser(
         "demo",
-        help="train one small model in four ways side by side, FSDP2's and ours, and draw what the ranks do",
-        description="Trains one small model on this Python's standard library, cut into samples of unequal lengths, in "
-        "four ways side by side (about five minutes on two cores) and writes report.html, timeline.png, trace.json and "
-        "report.json.",
+        help="train a small model by FSDP2 and by ODC, side by side",
+        description="Trains a small model on the text of Python's standard library, as samples of unequal lengths, by "
+        "FSDP2 and ODC in two settings each, side by side. Takes about five minutes on two cores. Writes report.html, "
+        "timeline.png, trace.json and report.json.",
     )
     demo.add_argument("--out", type=Path, default=Path("out/demo"), help="folder to write to (default: out/demo)")
     demo.set_defaults(run=_demo)
@@ -198,9 +198,9 @@ def _tune(ranks: int, wanted: Any) -> int:
 
 
 _BENCH = _Command(
-    help="train in all ways, FSDP2's, DDP's and ours, on your sequence lengths: speed, memory, idle time",
-    description="Trains a model on random tokens of the given lengths by FSDP2 in three settings, DDP, our transport "
-    "with a barrier per layer, and ODC. They take turns over several rounds, one at a time in the GPUs' memory. Prints "
+    help="measure FSDP2, DDP and ODC on your sequence lengths",
+    description="Trains a model on random tokens of the given lengths by FSDP2 in three settings, DDP, ODC with a "
+    "barrier per layer, and ODC. They take turns over several rounds, one at a time in the GPUs' memory. Prints "
     "tokens/s, MFU, memory, idle share and the speed relative to the fastest baseline.",
     options=".bench:BenchOptions",
     run="odc_bench.suites.lengths:main",
@@ -226,12 +226,12 @@ _GRPO = _Command(
     has_config=True,
 )
 _EXPORT = _Command(
-    help="write a checkpoint of a run as a folder that plain transformers loads",
+    help="write a checkpoint as a folder that transformers loads",
     description="Writes a checkpoint's model, config, generation config and tokenizer into a Hugging Face folder. For "
     "a run with --lora-rank it writes the adapters, for PEFT, or the whole model with --merge.",
     options=".export:ExportOptions",
     run=_export,
-    place=("checkpoint", "a step-… folder, or a folder of them or a run's folder, for the newest one"),
+    place=("checkpoint", "a step-… folder; or its parent, or the run's folder: the newest in there"),
 )
 _PROFILE = _Command(
     help="show where the time of a few minibatches goes",
@@ -242,17 +242,17 @@ _PROFILE = _Command(
     has_ranks=True,
 )
 _TUNE = _Command(
-    help="measure implementations of a model's layers on this machine, and keep the fastest",
-    description="Measures backends, strategies and tiles for a model's shapes on this machine's ranks. Writes a table, "
-    "keyed by processor, links, ranks and versions, which the layers of replace_layers then use.",
+    help="find the fastest way to run each layer on this machine",
+    description="Measures backends, strategies and tiles for a model's shapes on this machine's ranks. Writes a table "
+    "for this processor, its links, ranks and versions, which the layers of replace_layers then use.",
     options=".tune:TuneOptions",
     run=_tune,
     has_ranks=True,
 )
 _SIMULATE = _Command(
-    help="predict step times of FSDP2 and ODC for your sequence lengths, without a GPU",
+    help="predict step times for your sequence lengths, without a GPU",
     description="Predicts step time and speed-up of every schedule and balance for given sequence lengths, a model and "
-    "GPUs, and ranks them. Needs no GPU. docs/simulator.md describes the model.",
+    "GPUs, and sorts them by speed. Needs no GPU. docs/simulator.md says how.",
     options="..simulate.predict:SimulateOptions",
     run="..simulate.predict:main",
 )
@@ -271,7 +271,7 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
         "inspect",
         help="show a data file's lengths, truncated and dropped samples, and one sample with its targets marked",
         description="Reads whole data files as training would, prints their form, the lengths of their samples, how "
-        "many would be truncated or dropped, one sample with its targets marked, and each file's part of an epoch. "
+        "many would be truncated or dropped, one sample with its targets marked, and each file's share of an epoch. "
         "Needs no GPU and no model. The exit status is 1 if the data has tokens that --model lacks.",
     )
     inspect.add_argument(
@@ -282,7 +282,7 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
     )
     inspect.add_argument("--tokenizer", help="folder, hub id or tokenizer.json (default: lengths in bytes of UTF-8)")
     inspect.add_argument("--model", help="config.json, folder or hub id of a model: names the token ids that it lacks")
-    inspect.add_argument("--token-cap", type=int, default=4096, help="longest sample, in tokens (default: 4096)")
+    inspect.add_argument("--token-cap", type=int, default=4096, help="most tokens in a sample (default: 4096)")
     inspect.add_argument("--json", action="store_true", help="print everything as JSON")
     inspect.set_defaults(run=_inspect_data)
 
@@ -305,8 +305,8 @@ def _inspect_data(options: argparse.Namespace) -> int:
 def _add_doctor(commands: argparse._SubParsersAction) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="find problems that would keep ranks from training on this machine, and their remedies",
-        description="Checks versions, the GPUs and their links, and lets two ranks share a model. The exit "
+        help="find what would keep ranks from training on this machine",
+        description="Checks versions, the GPUs and their links, and trains a small model on two ranks. The exit "
         "status is 1 if there is a problem.",
     )
     doctor.add_argument("--json", action="store_true", help="print everything that was found as JSON")
@@ -314,7 +314,8 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_topo(commands: argparse._SubParsersAction) -> None:
-    topo = commands.add_parser("topo", help="show the links between GPUs: speed, access, atomics")
+    about = "Shows the links between GPUs: speed, access, atomics."
+    topo = commands.add_parser("topo", help="show the links between GPUs", description=about)
     topo.set_defaults(run=_topo)
 
 

@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """Profile the time of a few minibatches."""
+    """What to profile."""
 
     out: str = option(REQUIRED, "folder for profile.json, timeline.png, trace.json and torch's traces")
     model: str | None = option(None, "a transformers causal LM: local folder or hub id")
     init: str | None = option(None, "config.json of a model with random weights, instead of --model")
-    lengths: str | None = option(None, "file of lengths, one a line or JSON lines; by default all are --token-cap")
+    lengths: str | None = option(None, "file of lengths, one per line, or JSON lines; by default all are --token-cap")
     token_cap: int = option(2048, "most tokens in one pack, which is one microbatch")
     samples_per_rank: int = option(4, "samples per rank and minibatch")
     minibatches: int = option(3, "minibatches to measure, after one to warm up")

@@ -33,7 +33,7 @@ class GrpoOptions(RunOptions):
     iterations: int = option(1, "optimizer steps on each rollout")
     drop_long: bool = option(False, "leave out prompts that don't fit --token-cap together with their completions")
     pass_reward: float = option(
-        1.0, "in evaluation, greedy, a prompt is passed with at least this reward", group="Evaluation"
+        1.0, "least reward that passes a prompt in evaluation, which decodes greedily", group="Evaluation"
     )
 
     reward: tuple[str, ...] = option(
@@ -48,18 +48,18 @@ class GrpoOptions(RunOptions):
     )
 
     max_new_tokens: int = option(512, "most tokens of a completion", group="Rollout")
-    temperature: float = option(1.0, "of sampling")
-    decode_at_once: int = option(64, "most completions that a rank decodes together; fewer even out the ranks")
+    temperature: float = option(1.0, "sampling temperature")
+    decode_at_once: int = option(64, "most completions that a rank decodes together; fewer balance the ranks")
     hold_weights: bool = option(
         False, "on a GPU: keep whole weights during a rollout, instead of gathering for each token"
     )
     engine: Literal["transformers", "vllm-server", "vllm-colocate"] = option(
         "transformers",
-        "the sampler. transformers: the sharded model itself; vllm-server: a running vLLM; vllm-colocate: a vLLM on "
+        "what samples. transformers: the sharded model itself; vllm-server: a running vLLM; vllm-colocate: a vLLM on "
         "the ranks' own GPUs. vLLM gets the weights before each rollout",
     )
     vllm_server: str | None = option(None, "address of a running vLLM server, such as http://127.0.0.1:8000")
-    vllm_memory: float = option(0.3, "with vllm-colocate: the part of a GPU's memory that vLLM takes")
+    vllm_memory: float = option(0.3, "with vllm-colocate: share of a GPU's memory for vLLM")
     importance: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = option(
         "sequence_mask",
         "with vLLM: the ratio of the policy's to vLLM's probability, of each token or of the whole completion, "
@@ -69,15 +69,15 @@ class GrpoOptions(RunOptions):
 
     loss: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = option(
         "dapo",
-        "dapo: mean over all tokens; grpo: over each completion's, then over completions; dr_grpo: over as many tokens "
-        "as there may be; gspo: as grpo, by the ratio of whole completions; cispo: as dapo, with a clipped ratio as "
-        "weight. All are TRL's",
+        "as in TRL. dapo: mean over all tokens; grpo: mean over each completion's tokens, then over completions; "
+        "dr_grpo: sum over tokens, divided by the most there may be; gspo: grpo with whole completions' ratios; cispo: "
+        "dapo weighted by a clipped ratio",
         group="Loss",
     )
-    clip: float = option(0.2, "how far a ratio may fall below 1 before it is clipped")
-    clip_high: float | None = option(None, "how far it may rise above 1: by default --clip; cispo: its largest ratio")
-    kl: float = option(0.0, "weight of the divergence from the model at the start; 0: no reference model")
-    mask_truncated: bool = option(False, "learn nothing from completions that were cut at --max-new-tokens")
+    clip: float = option(0.2, "how far a ratio may be below 1 before it is clipped")
+    clip_high: float | None = option(None, "how far it may be above 1, by default --clip; cispo: the largest ratio")
+    kl: float = option(0.0, "weight of the KL divergence from the initial model; 0: no reference model")
+    mask_truncated: bool = option(False, "ignore completions that were cut at --max-new-tokens")
 
     job: ClassVar[str] = "grpo"
     per_rank: ClassVar[str] = "prompts_per_rank"

@@ -18,7 +18,7 @@ class RunOptions:
 
     data: tuple[str, ...] = option(REQUIRED, "what to train on; repeatable")
     data_weight: tuple[float, ...] = option(
-        (), "how often an epoch takes each sample of each --data, in their order; repeatable; 1 by default"
+        (), "how often an epoch takes each sample of a --data; one for each --data, in order; 1 by default"
     )
     out: str = option(REQUIRED, "folder for metrics, checkpoints, report and the trained model")
     model: str | None = option(None, "a transformers causal LM: local folder or hub id; this or --init is required")
@@ -26,7 +26,7 @@ class RunOptions:
     tokenizer: str | None = option(None, "folder, hub id or tokenizer.json; by default the model's")
 
     steps: int | None = option(None, "optimizer steps", group="Steps")
-    token_cap: int = option(4096, "most tokens in one pack, which is one microbatch; decides on the memory needed")
+    token_cap: int = option(4096, "most tokens in one pack, which is one microbatch; sets the memory needed")
     balance: Literal["mini", "queue", "micro", "global", "local"] = option(
         "mini",
         "how a step's samples are assigned to the ranks. mini: equal work, in as many packs as each rank needs. "
@@ -38,54 +38,54 @@ class RunOptions:
     split_tokens: int = option(0, "tokens per rank that others may read; 0: about 0.4 of the longest sample")
     replicas: int | None = option(None, "copies of the model, each on ranks of one host; by default one per host")
     seed: int = option(0, "seed for the order of the data, dropout and random weights")
-    timeout_minutes: float = option(30.0, "minutes that a live rank may be late; a dead one is named in seconds")
+    timeout_minutes: float = option(30.0, "minutes to wait for a rank that is alive; a dead one is named in seconds")
 
     optimizer: Literal["adamw", "adamw_plain", "adamw_foreach", "adamw_fused", "sgd", "muon"] = option(
         "adamw",
-        "adamw: as torch chooses of the next three, which differ in speed and memory; sgd: without momentum; "
-        "muon: the matrices of blocks, the rest by AdamW",
+        "adamw: torch chooses among the next three, which differ in speed and memory; sgd: without momentum; "
+        "muon: for the blocks' matrices, AdamW for the rest",
         group="Optimizer",
     )
     lr: float = option(1e-5, "peak learning rate; Muon's is scaled to match AdamW's")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = option(
-        "cosine", "of the learning rate, after a linear warm-up; wsd: constant, then a cosine at the end"
+        "cosine", "of the learning rate, after a linear warm-up; wsd: constant, then decay by a cosine"
     )
     warmup_steps: int = option(10, "steps of linear warm-up")
     decay_steps: int = option(0, "steps of wsd's decay; 0: a tenth of all")
-    lr_floor: float = option(0.1, "fraction of the peak that cosine and wsd end at; linear ends at 0")
+    lr_floor: float = option(0.1, "final learning rate of cosine and wsd, as a fraction of the peak; linear ends at 0")
     weight_decay: float = option(0.0, "the optimizer's weight decay")
-    clip_norm: float = option(1.0, "largest norm of the whole gradient; a larger one is scaled down")
-    max_skipped: int = option(10, "steps to skip for a loss or gradient that is not finite; more are an error")
+    clip_norm: float = option(1.0, "largest norm of the gradient, all parameters together; a larger one is scaled down")
+    max_skipped: int = option(10, "steps that may be skipped because loss or gradient is not finite; more are an error")
 
     lora_rank: int = option(
         0, "train low-rank adapters of this rank only (needs peft); 0: the whole model", group="What is computed"
     )
     lora_alpha: float | None = option(None, "adapters are scaled by alpha / rank; by default twice the rank")
-    lora_targets: str = option("all-linear", "layers with adapters: names separated by commas")
+    lora_targets: str = option("all-linear", "layers that get adapters: names separated by commas")
     dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute; masters and sums of gradients are fp32")
-    exact: bool = option(False, "sum gradients exactly: the same bits in every run with the same ranks and packs")
+    exact: bool = option(False, "sum gradients exactly: every run with the same ranks and packs has the same bits")
     gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, more time")
     replace_layers: bool = option(False, "attention, embedding and linear layers read from and add to their owners")
     fused_head: bool = option(False, "never compute whole logits: less memory, a little more time")
 
     eval_data: str | None = option(None, "what to evaluate on, in the same forms as --data", group="Evaluation")
-    eval_every: int = option(0, "steps between evaluations, besides the one at the end; 0: only at the end")
-    eval_samples: int = option(0, "held-out samples to complete, greedily, at each evaluation: into samples.jsonl")
+    eval_every: int = option(0, "steps between evaluations, besides the last one; 0: only the last")
+    eval_samples: int = option(0, "held-out samples to complete greedily at each evaluation, written to samples.jsonl")
 
-    checkpoint_every: int = option(0, "steps between checkpoints; 0: none by steps", group="Checkpoints")
-    checkpoint_minutes: float = option(0.0, "minutes between checkpoints; 0: none by time")
+    checkpoint_every: int = option(0, "steps between checkpoints; 0: off", group="Checkpoints")
+    checkpoint_minutes: float = option(0.0, "minutes between checkpoints; 0: off")
     checkpoint_background: bool | None = option(
         None,
         "train while checkpoints are written; takes host memory for masters and optimizer states; by default on GPUs",
     )
-    keep: int = option(2, "newest checkpoints to keep")
+    keep: int = option(2, "how many of the newest checkpoints to keep")
     resume: str = option("never", "never, auto (continue the run in --out, if there is one), or a checkpoint folder")
 
     report_to: tuple[TrackerName, ...] = option(
         (), "log each step's metrics to a tracker; repeatable", group="Watching the run"
     )
-    run_name: str | None = option(None, "the run's name there; by default that of the folder --out")
-    project: str | None = option(None, "its project in wandb and trackio; by default WANDB_PROJECT, or odc-triton")
+    run_name: str | None = option(None, "the run's name in the tracker; by default that of the folder --out")
+    project: str | None = option(None, "project in wandb and trackio; by default WANDB_PROJECT, or odc-triton")
 
     # These don't affect the result, so a resumed run may change them.
     free: ClassVar[frozenset[str]] = frozenset(

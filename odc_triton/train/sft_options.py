@@ -21,9 +21,9 @@ class SftOptions(RunOptions):
     epochs: float | None = option(None, "passes over the data; 1 if neither this nor --steps is given", group="Steps")
     samples_per_rank: int = option(16, "samples per rank and optimizer step, on average")
     truncate: bool = option(False, "cut samples longer than --token-cap; without it they are an error")
-    drop_long: bool = option(False, "leave samples longer than --token-cap out")
-    eval_fraction: float = option(0.0, "fraction of --data to evaluate on, not to learn", group="Evaluation")
-    eval_sample_tokens: int = option(64, "most tokens of each of --eval-samples")
+    drop_long: bool = option(False, "leave out samples longer than --token-cap")
+    eval_fraction: float = option(0.0, "fraction of --data to hold out for evaluation", group="Evaluation")
+    eval_sample_tokens: int = option(64, "most tokens to generate for each of --eval-samples")
 
     alternatives: ClassVar = (
         *RunOptions.alternatives,

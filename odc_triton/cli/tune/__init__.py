@@ -27,15 +27,15 @@ TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
-    """Measure implementations of a model's layers, and keep the fastest."""
+    """What to tune."""
 
-    tokens: str = option(REQUIRED, "numbers of tokens in a microbatch to measure with, such as 512,4096,16384")
+    tokens: str = option(REQUIRED, "numbers of tokens per microbatch to measure, such as 512,4096,16384")
     model: str | None = option(None, "a transformers causal LM: local folder or hub id; only its shapes count")
     init: str | None = option(None, "config.json of a model, instead of --model")
     dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute")
-    operators: str = option("linear,qkv,embedding,log_probs", "which operators, separated by commas")
+    operators: str = option("linear,qkv,embedding,log_probs", "operators to tune, separated by commas")
     rounds: int = option(7, "measurements of each way, of which the median counts")
-    tiles: int = option(4, "tiles to try for each kernel, the best predicted first; on a GPU only")
+    tiles: int = option(4, "tiles to try for each kernel, best prediction first; on a GPU only")
     backend: Literal["auto", "cpu", "cuda"] = option("auto", "as in fully_shard")
     folder: str | None = option(None, "folder of the tables; by default $ODC_TUNED, or ~/.cache/odc-triton/tuned")
 
