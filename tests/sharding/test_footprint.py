@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -419,25 +418,3 @@ def test_refusals_name_the_value_and_the_remedy(options, message):
     arguments = {"model": bag(((2,), torch.float32, True)), "world": 2, **options}
     with pytest.raises(ValueError, match=message):
         memory_plan(**arguments)
-
-
-def test_the_document_holds_what_the_script_prints():
-    from bench.reports.memory_table import BEGIN, END, table
-
-    document = Path(__file__).parents[2].joinpath("docs/memory.md").read_text(encoding="utf-8")
-    shown = document.split(BEGIN)[1].split(END)[0].strip()
-    assert shown == table(), "run: python -m bench.reports.memory_table --write docs/memory.md"
-
-
-def test_write_replaces_what_is_between_the_marks(tmp_path, monkeypatch):
-    from bench.reports import memory_table
-
-    monkeypatch.setattr(memory_table, "table", lambda: "new")
-    path = tmp_path / "page.md"
-    path.write_text(f"before\n{memory_table.BEGIN}\nold\n{memory_table.END}\nafter\n")
-    memory_table.write(path)
-    memory_table.write(path)
-    assert path.read_text() == f"before\n{memory_table.BEGIN}\n\nnew\n\n{memory_table.END}\nafter\n"
-    path.write_text("nothing")
-    with pytest.raises(ValueError, match="add them where the table belongs"):
-        memory_table.write(path)

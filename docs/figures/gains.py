@@ -1,0 +1,60 @@
+"""Who gains, and who does not: other ways' time over ODC's, on two CPU ranks."""
+
+from __future__ import annotations
+
+from statistics import mean
+
+from .chart import Axis, Row, chart
+from .results import markdown, read
+
+AXIS = Axis((0.8, 1.0, 1.2, 1.4, 1.6), ("faster than ODC", "slower than ODC"))
+COLOURS = {
+    "rank0": "slower than the ODC in the heading; 1.0 = same time",
+    "bad": "faster than it. Lines are 95% intervals",
+}
+# What demo.json compares: a key, whose time, over whose.
+DEMO = (
+    ("speedup_split_vs_fsdp2", "", "ODC + split"),
+    ("speedup_split_vs_fastest", "", "ODC + split"),
+    ("speedup_vs_fsdp2", "FSDP2 + global packing", "ODC + LB-Mini"),
+    ("speedup_vs_fastest", "", "ODC + LB-Mini"),
+)
+OURS = "ODC + LB-Mini"
+
+
+def data() -> dict:
+    """Ratios by what was trained and over whose time, with seconds and idle shares where there are some."""
+    demo, cells = read("demo.json"), read("end_to_end.json")["cells"]
+    found: dict = {}
+    for key, theirs, ours in DEMO:
+        found.setdefault(f"The demo, over {ours}", {})[theirs or demo[key]["name"]] = demo[key]
+    for name, cell in cells.items():
+        heading = f"{name[0].upper()}{name[1:].removesuffix(' / 32')} lengths, over {OURS}"
+        found[heading] = {way: it for way, it in cell["variants"].items() if way != OURS}
+    return {"ratios": found, "demo": demo, "cells": cells}
+
+
+def draw(data: dict) -> str:
+    groups = {}
+    for heading, ways in data["ratios"].items():
+        ordered = sorted(ways.items(), key=lambda item: -item[1]["ratio"])
+        groups[heading] = [_row(way, it["ratio"], it["low"], it["high"]) for way, it in ordered]
+    return chart("Time per minibatch of FSDP2, DDP and a barrier per layer over ODC's", AXIS, groups, COLOURS)
+
+
+def _row(way: str, *interval: float) -> Row:
+    wins = interval[0] < 1
+    return Row(way, {"bad" if wins else "rank0": interval}, f"{interval[0]:.2f}", strong=wins and "ODC" not in way)
+
+
+def table(data: dict) -> str:
+    rows = []
+    for name, seconds in data["demo"]["seconds"].items():
+        timed = seconds[data["demo"]["warm_up_minibatches"] :]
+        rows.append(["demo", name, f"{mean(timed):.2f}", "", "", f"{data['demo']['idle_fraction'][name]:.1%}"])
+    for name, cell in data["cells"].items():
+        for way, it in cell["variants"].items():
+            idle = "not recorded" if "DDP" in way else f"{mean(it['idle_fraction']):.1%}"
+            took = (f"{mean(it['seconds']):.2f}", f"{it['ratio']:.2f}", f"{it['low']:.2f} to {it['high']:.2f}")
+            rows.append([name, way, *took, idle])
+    return markdown(("lengths", "way", "s per minibatch", "time over ODC + LB-Mini's", "95% interval", "idle"), rows)

@@ -1,0 +1,156 @@
+"""Charts of results: the committed ones are those of the files, and a dot is where its number is."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from math import exp, log
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+CHARTS = ("gains", "ranks", "split_gain", "predicted", "memory_per_gpu")
+A_PIXEL = 0.003  # in shares of a value: positions are written with two decimals
+
+
+def figure(name: str) -> ModuleType:
+    return import_module(f"docs.figures.{name}")
+
+
+@cache
+def data_of(name: str) -> Any:
+    return figure(name).data()
+
+
+def results(file: str) -> Any:
+    return json.loads((DOCS.parent / "bench" / "results" / file).read_text())
+
+
+def scale_of(svg: str) -> Callable[[str], float]:
+    """From a position to a value, by what is written below the chart's ends."""
+    written = re.findall(r'<text class="faint small" x="([\d.]+)" y="36" text-anchor="middle">([\d.]+)(%?)<', svg)
+    points = [(float(x), float(text) / (100 if percent else 1)) for x, text, percent in written]
+    (left, low), (right, high) = points[0], points[-1]
+    even = abs((points[1][0] - left) / (right - left) - (points[1][1] - low) / (high - low)) < 1e-3
+    if even:
+        return lambda x: low + (high - low) * (float(x) - left) / (right - left)
+    return lambda x: exp(log(low) + log(high / low) * (float(x) - left) / (right - left))
+
+
+def drawn(svg: str) -> list[tuple[float, ...]]:
+    """Of each row, from the top, what is drawn: its bound, then its dots, each after its interval."""
+    value = scale_of(svg)
+    found = re.findall(
+        r'<rect class="step" x="([\d.]+)"|<polyline class="\w+ thick" points="([\d.]+),[\d.]+ ([\d.]+),'
+        r'|<circle class="\w+" cx="([\d.]+)"',
+        svg,
+    )
+    return [
+        (value(float(bound) + 1.5),) if bound else (value(dot),) if dot else (value(low), value(high))
+        for bound, low, high, dot in found
+    ]
+
+
+def meant(name: str) -> list[tuple[float, ...]]:
+    """What the chart should show, from the files alone."""
+    rows: list[tuple[float, ...]] = []
+    if name == "gains":
+        demo, cells = results("demo.json"), results("end_to_end.json")["cells"]
+        groups = [
+            [demo["speedup_split_vs_fsdp2"], demo["speedup_split_vs_fastest"]],
+            [demo["speedup_vs_fsdp2"], demo["speedup_vs_fastest"]],
+            *([it for way, it in cell["variants"].items() if way != "ODC + LB-Mini"] for cell in cells.values()),
+        ]
+        for group in groups:
+            for it in sorted(group, key=lambda it: -it["ratio"]):
+                rows += [(it["low"], it["high"]), (it["ratio"],)]
+    elif name == "split_gain":
+        for cell in results("split.json")["cpu"]:
+            for it in (cell["over_fastest"], cell["over_ddp"]):
+                rows += [(cell["bound"],), (it["low"], it["high"]), (it["ratio"],)]
+        sleeping = results("split.json")["sleeping"]
+        for cell in sorted(sleeping, key=lambda it: (it["samples_per_rank"], -it["split_over_lb_mini"])):
+            rows += [(cell["bound"],), (cell["split_over_lb_mini"],)]
+    elif name == "ranks":
+        cells: dict = {}
+        for row in results("protocol_scale.json")["rows"]:
+            cells.setdefault((row["samples_per_rank"], row["ranks"], row["lengths"]), {})[row["way"]] = row
+        for cell in sorted(cells.items(), key=lambda it: (*it[0][:2], -it[1]["ODC + LB-Mini"]["speedup"])):
+            ways = cell[1]
+            rows += [(ways["layer barrier + LB-Micro"]["speedup_bound"],)]
+            rows += [(ways[way]["speedup"],) for way in ("layer barrier + global packing", "ODC + LB-Mini")]
+    elif name == "predicted":
+        for samples in (4, 16):
+            for row in results("scaling.json")["rows"]:
+                shares = row[f"efficiency_{samples}_samples_per_gpu"]
+                ways = ("FSDP2 + LB-Micro", "ODC + split", "ODC + LB-Mini")
+                rows += [(shares[way],) for way in ways if way in shares]
+    else:
+        for row in data_of(name)["gpus"]:
+            rows += [(total / 1e9,) for total in (row[-2], row[-1], row[6])]
+    return rows
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_committed_charts_and_tables_are_those_of_the_files(name):
+    module, data, again = figure(name), data_of(name), f"run: python -m docs.figures {name}"
+    assert (DOCS / "figures" / f"{name}.svg").read_text() == module.draw(data), again
+    assert (DOCS / "tables" / f"{name}.md").read_text() == module.table(data), again
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_dots_intervals_and_bounds_are_where_their_numbers_are(name):
+    shown = drawn(figure(name).draw(data_of(name)))
+    assert len(shown) > 20
+    for there, expected in zip(shown, meant(name), strict=True):
+        assert there == pytest.approx(expected, rel=A_PIXEL)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gains", lambda data: data["cells"]["equal"]["variants"]["DDP no_sync + LB-Mini"].update(ratio=0.91)),
+        ("split_gain", lambda data: data["cpu"][0]["over_ddp"].update(ratio=1.5)),
+        ("ranks", lambda data: data[8]["aime", 16]["ODC + LB-Mini"].update(speedup=1.01)),
+        ("predicted", lambda data: data[11]["efficiency_16_samples_per_gpu"].update({"ODC + LB-Mini": 0.5})),
+    ],
+)
+def test_a_value_that_changes_moves_its_dot_only(name, change):
+    data = copy.deepcopy(data_of(name))
+    change(data)
+    before, after = (drawn(figure(name).draw(version)) for version in (data_of(name), data))
+    assert sum(old != new for old, new in zip(before, after, strict=True)) == 1
+
+
+def test_ddp_stands_out_where_it_is_faster():
+    svg = (DOCS / "figures" / "gains.svg").read_text()
+    cells = results("end_to_end.json")["cells"]
+    wins = sum(cell["variants"]["DDP no_sync + LB-Mini"]["ratio"] < 1 for cell in cells.values())
+    assert len(re.findall(r'class="bad".*?><title>DDP', svg)) == wins == svg.count(">DDP no_sync + LB-Mini</text>") - 1
+
+
+def test_cells_of_tables_are_the_files():
+    def lines(name: str) -> list[list[str]]:
+        text = (DOCS / "tables" / f"{name}.md").read_text()
+        return [line.strip("| \n").split(" | ") for line in text.splitlines()[2:]]
+
+    it = results("end_to_end.json")["cells"]["equal"]["variants"]["DDP no_sync + LB-Mini"]
+    (line,) = (line for line in lines("gains") if line[:2] == ["equal", "DDP no_sync + LB-Mini"])
+    assert line[3:5] == [f"{it['ratio']:.2f}", f"{it['low']:.2f} to {it['high']:.2f}"]
+    for cell, line in zip(results("split.json")["sleeping"], lines("split_gain")[3:], strict=True):
+        assert line[2::2][:2] == [f"{cell['split_over_lb_mini']:.2f}", f"{cell['bound']:.2f}"]
+    assert [line[2] for line in lines("predicted")] == [
+        f"{row['efficiency_4_samples_per_gpu']['FSDP2 + LB-Micro']:.0%}" for row in results("scaling.json")["rows"]
+    ]
+    queue = {(line[0].lower(), *map(int, line[1:3])): line[8] for line in lines("ranks")}
+    for row in results("protocol_scale.json")["rows"]:
+        if row["way"] == "ODC + queue":
+            both = f"{row['speedup']:.2f} / {row['speedup_simulated']:.2f}"
+            assert queue[row["lengths"], row["ranks"], row["samples_per_rank"]] == both
