@@ -37,7 +37,7 @@ class PackedDataset(torch.utils.data.Dataset):
         if isinstance(packs, QueuedPacks):
             raise ValueError(
                 "balance 'queue' assigns packs at run time, and a DataLoader would take them all at once: "
-                "iterate over the sampler itself, and over what it yields inside of the minibatch"
+                "iterate over the sampler, and inside each minibatch over what it yields"
             )
         return MinibatchPacks.of((self[pack] for pack in packs), getattr(packs, "split", None))
 

@@ -44,8 +44,8 @@ class StoreCounter:
                 return answer
         raise DeadlineExceeded(
             [],
-            f"the store did not answer within {self._timeout_s:.1f} s which pack of {key!r} comes next: its host "
-            f"(rank 0, or the launcher) is stopped or cannot be reached",
+            f"the store did not say within {self._timeout_s:.1f} s which pack of {key!r} comes next: its host "
+            f"(rank 0, or the launcher) is stopped or unreachable",
         )
 
     def delete_key(self, key: str) -> bool:

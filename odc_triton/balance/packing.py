@@ -70,7 +70,7 @@ def pack(lengths: Sequence[int], *, token_cap: int, cost: CostModel, count: int 
     if not len(packs) <= count <= len(lengths):
         raise ValueError(
             f"count is {count}: {len(lengths)} samples under a token_cap of {token_cap} make "
-            f"from {len(packs)} to {len(lengths)} packs that are not empty"
+            f"from {len(packs)} to {len(lengths)} packs"
         )
     costs = [cost.sequence(length) for length in lengths]
 

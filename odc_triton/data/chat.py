@@ -155,7 +155,7 @@ class ChatTemplate:
         """The text before a turn of the assistant, its header included, and the text up to its end."""
         if turn == 0:
             raise ChatError(
-                index, f"the conversation begins with the assistant; put a message of the user first, or {_REMEDY}"
+                index, f"the conversation begins with the assistant; put a user message first, or {_REMEDY}"
             )
         messages, tools = conversation.messages, conversation.tools
         for some, asks in ((messages[:turn], True), (messages[: turn + 1], False)):
@@ -163,8 +163,8 @@ class ChatTemplate:
             if not whole.startswith(text):
                 raise ChatError(
                     index,
-                    f"the chat template renders message {turn} of the assistant, or what comes before it, "
-                    f"differently within the whole conversation; {_REMEDY}",
+                    f"the chat template renders the assistant's message {turn}, or what precedes it, differently "
+                    f"in the whole conversation; {_REMEDY}",
                 )
             yield text
 

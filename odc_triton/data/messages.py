@@ -62,7 +62,7 @@ def with_system(where: str, fields: dict, messages: list[Message]) -> list[Messa
         return messages
     system = string(where, fields, "system")
     if messages[0]["role"] == "system":
-        raise DataError(f"{where}: has 'system' and a first message of the system; keep one of them")
+        raise DataError(f"{where}: has 'system' and also begins with a system message; keep one of them")
     return [{"role": "system", "content": system}, *messages]
 
 
@@ -92,7 +92,7 @@ def _message(here: str, message: Any) -> Message:
 def _of_sharegpt(here: str, message: Message) -> Message:
     given, value = string(here, message, "from"), string(here, message, "value")
     if given not in _ROLES:
-        raise DataError(f"{here} is from {given!r}; write one of {', '.join(_ROLES)}")
+        raise DataError(f"{here} has the role {given!r}; write one of {', '.join(_ROLES)}")
     others = {name: each for name, each in message.items() if name not in ("from", "value")}
     if given == "function_call":
         return {"role": "assistant", "content": None, "tool_calls": _calls(here, value), **others}

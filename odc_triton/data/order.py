@@ -43,7 +43,7 @@ class Mix:
         taken = tuple(math.floor(weight * size + 0.5) for weight, size in zip(weights, self.sizes, strict=True))
         for weight, size, count in zip(weights, self.sizes, taken, strict=True):
             if not count:
-                raise ValueError(f"weight {weight} of a data set of {size} samples takes none in an epoch: raise it")
+                raise ValueError(f"weight {weight} takes none of a data set's {size} samples in an epoch: raise it")
         object.__setattr__(self, "weights", weights)
         object.__setattr__(self, "taken", taken)
         object.__setattr__(self, "copies", tuple(-(-n // size) for n, size in zip(taken, self.sizes, strict=True)))

@@ -23,7 +23,7 @@ class RefuseCollectives(TorchDispatchMode):
         if func.namespace in _NAMESPACES and func._opname not in _HARMLESS and self._ranks_of(args) != 1:
             raise RuntimeError(
                 f"collective {func._opname} inside a minibatch: ranks may run different numbers of microbatches, so "
-                f"some would never come. Reduce metrics after the minibatch instead."
+                f"some would never call it. Reduce metrics after the minibatch instead."
             )
         return func(*args, **(kwargs or {}))
 

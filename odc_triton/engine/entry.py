@@ -102,7 +102,7 @@ class Trained(Participant):
             if len(set(bits)) > 1:
                 frozen = [rank for rank, bit in enumerate(bits) if bit == "0"]
                 raise RanksDiffer(
-                    f"{shard.name} is frozen on ranks {frozen} only, so its gradient would be the other ranks' part: "
+                    f"{shard.name} is frozen on ranks {frozen} only, so its gradient would lack their part: "
                     f"call requires_grad_() with the same value on all ranks"
                 )
 

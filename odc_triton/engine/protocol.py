@@ -262,7 +262,7 @@ class Protocol(RankState):
                 "Step after the `with minibatch(...)` block."
             )
         if self.is_broken:
-            raise RuntimeError("the ranks have lost each other; this step would use partial gradients")
+            raise RuntimeError("a barrier failed, so gradients are partial: start again from the last checkpoint")
         if self._stepping not in (None, id(optimizer)):  # an optimizer of others, which publishes when all have stepped
             return
         self._step_start_s = time.monotonic()
@@ -317,5 +317,5 @@ class Protocol(RankState):
             if not self.is_open:
                 self.publication.check_not_torn()
             if self.publication.number != published:
-                raise RuntimeError("the parameters were stepped or published during this walk: start a new one")
+                raise RuntimeError("the parameters were stepped or published during this read: read them again")
             yield shard.name, whole

@@ -82,7 +82,7 @@ class BridgedParameter(Shard):
         """Raises RuntimeError for what changed since `use_odc`."""
         if self.sharded.requires_grad != self.trains:
             now = "unfrozen" if self.sharded.requires_grad else "frozen"
-            raise RuntimeError(f"{self.name} was {now} after use_odc: choose what trains before use_odc")
+            raise RuntimeError(f"{self.name} was {now} after use_odc: choose what trains before it")
 
     def clear(self) -> torch.Tensor | None:
         self._has_gradient = False

@@ -169,9 +169,9 @@ def _refuse_leak(call: _Call) -> None:
             leak = leak[:, None] & itself & allowed.diagonal(offset=-1, dim1=-2, dim2=-1)
         seen = bool(leak.any())
     if seen:
-        how = "no causality" if mask is None else "an attention_mask that joins them"
+        how = "without causal attention" if mask is None else "with an attention_mask that joins them"
         raise ValueError(
-            f"{type(call.module).__name__} was given several documents in a row with {how}, so they would see one "
+            f"{type(call.module).__name__} was given several documents in a row {how}, so they would see one "
             f"another. Leave attention_mask out of a pack (it has no padding)."
         )
 
@@ -180,7 +180,7 @@ def _check_pack(call: _Call) -> None:
     """Raises if a pack's call has an argument that would be dropped, or no documents' bounds."""
     name = type(call.module).__name__
     if call.has_pieces and not (call.may_be_pack and call.batch == 1):
-        raise ValueError(f"{name} was given pieces of samples with a mask, a cache or no causality")
+        raise ValueError(f"{name} was given pieces of samples with a mask or a cache, or without causal attention")
     for argument in _UNSUPPORTED_IN_PACKS:
         if call.others.get(argument) is not None:
             raise PackingUnsupported(f"{name} uses `{argument}`, which a pack drops. {REMEDY}")
@@ -253,7 +253,7 @@ def _of_pieces(call: _Call) -> Tensor:
     if split is None:
         raise RuntimeError("this pack holds pieces of samples: call enable_split(model, tokens=…) after fully_shard")
     if call.dropout:
-        raise PackingUnsupported(f"{name} drops attention out, which is not supported in pieces")
+        raise PackingUnsupported(f"{name} has attention dropout, which is not supported for pieces of samples")
     if ends is None:
         raise PackingUnsupported(f"{name} does not pass cu_seq_lens_q to its attention. {REMEDY}")
     bounds, window = _bounds(ends, call.length), call.sliding_window

@@ -44,8 +44,8 @@ def rows_of(batch: Mapping[str, Any]) -> tuple[list[Row], dict[str, Tensor]]:
         width = masks.shape[1] if name != "prompt_ids" else prompt_masks.shape[1]
         if not isinstance(value, Tensor) or len(value) != len(rows) or list(value.shape[1:]) not in ([], [1], [width]):
             raise ValueError(
-                f"the batch has {name}, a {_described(value)}: only text is supported, {len(rows)} rows with a number "
-                f"for a completion or for each of its {masks.shape[1]} tokens"
+                f"the batch has {name}, a {_described(value)}: only text is supported; give {len(rows)} rows with one "
+                f"number for a completion, or one for each of its {masks.shape[1]} tokens"
             )
         value = value.detach().cpu()
         for row, taken, mask, prompt_mask in zip(rows, value, masks, prompt_masks, strict=True):
@@ -55,7 +55,7 @@ def rows_of(batch: Mapping[str, Any]) -> tuple[list[Row], dict[str, Tensor]]:
                 row[name] = taken.expand(len(mask))[mask] if taken.ndim else taken.clone()  # not its column's storage
     for index, row in enumerate(rows):
         if not len(row["prompt_ids"]):
-            raise ValueError(f"row {index} has an empty prompt: its completion's first token has no predictor")
+            raise ValueError(f"row {index} has an empty prompt: nothing predicts its completion's first token")
     return rows, shared
 
 

@@ -165,16 +165,16 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
             raise ValueError(
                 f"GRPOConfig has generation_batch_size {args.generation_batch_size}, and {self._engine.world} ranks "
                 f"with per_device_train_batch_size {args.per_device_train_batch_size} and steps_per_generation "
-                f"{args.steps_per_generation} make {wanted}: it was made before torchrun's variables were there, or on "
-                f"CPUs without use_cpu=True"
+                f"{args.steps_per_generation} make {wanted}: make it where torchrun has set its variables, and on "
+                f"CPUs with use_cpu=True"
             )
 
     def _sharded_reference(self) -> nn.Module:
         source = self.model.config._name_or_path
         if not source:
             raise ValueError(
-                f"beta is {self.args.beta}, and the source of the model is unknown, from which to load the reference "
-                f"model: load it by from_pretrained, or set model.config._name_or_path to a folder or hub id"
+                f"beta is {self.args.beta}, and the reference model is loaded from the model's folder or hub id, which "
+                f"is unknown: load the model by from_pretrained, or set model.config._name_or_path"
             )
         reference = meta_causal_lm(model=source)
         enable_packing(reference)

@@ -76,7 +76,7 @@ def _refuse_router_loss(model: nn.Module) -> None:
     if weight and getattr(config, "output_router_logits", False):
         raise ValueError(
             f"{type(model).__name__} adds a router's auxiliary loss (output_router_logits=True, router_aux_loss_coef="
-            f"{weight}), a product of means over a forward's tokens, which no sum over packs gives: set "
+            f"{weight}), whose means over a forward's tokens are not a sum over packs: set "
             f"model.config.output_router_logits = False, or write a loss of your own without summed_loss"
         )
 
@@ -87,7 +87,7 @@ def refuse_prompt_learning(model: nn.Module) -> None:
         if getattr(config, "is_prompt_learning", False):
             raise ValueError(
                 f"adapter {name!r} is {config.peft_type.value}, whose virtual tokens come before a batch's rows, and a "
-                f"pack is one row of several documents: take one within the layers, such as peft.LoraConfig"
+                f"pack is one row of several documents: use one within the layers, such as peft.LoraConfig"
             )
 
 

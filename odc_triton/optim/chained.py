@@ -35,7 +35,7 @@ class ChainedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "optimizers"):
-            raise NotImplementedError("a group can't be added to ChainedOptimizer: add it to an optimizer before")
+            raise NotImplementedError("a group can't be added to ChainedOptimizer: add it to an optimizer first")
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -80,7 +80,7 @@ class Server:
             return json.loads(content)
         except ValueError:
             raise GenerationFailed(
-                f"the server at {self.address} did not answer {what} with JSON: {_text(content)}: is it vLLM's?"
+                f"the server at {self.address} did not answer {what} with JSON: {_text(content)}: is it vLLM?"
             ) from None
 
     def _exchange(self, method: str, path: str, body: str | None, deadline: float) -> tuple[int, bytes]:

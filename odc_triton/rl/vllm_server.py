@@ -123,7 +123,7 @@ class VllmServer:
         choices = self._part(answer, lambda: list(answer["choices"]))
         if len(choices) != 1:
             raise GenerationFailed(
-                f"the server at {self._server.address} returned {len(choices)} completions instead of 1: is it vLLM's?"
+                f"the server at {self._server.address} returned {len(choices)} completions instead of 1: is it vLLM?"
             )
         (choice,) = choices
         parts = self._part(

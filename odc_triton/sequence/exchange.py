@@ -172,7 +172,7 @@ class SequenceExchange(Participant):
         """The pack's pieces. Raises RuntimeError if they are not in the plan of an open minibatch."""
         if len(bounds) - 1 != len(pieces):
             raise RuntimeError(
-                f"the pack has {len(bounds) - 1} documents and says of {len(pieces)} which piece they are"
+                f"the pack has {len(bounds) - 1} documents, but says for {len(pieces)} which pieces they are"
             )
         spans = [
             Span(piece, first, end)

@@ -114,7 +114,7 @@ def _main(kind: type[Options], run: Callable[[Options], Metrics], name: str) -> 
         given = with_config(kind, vars(parser.parse_args()))
         ranks, world = given.get("ranks"), int(os.environ.get("WORLD_SIZE", 1))
         if ranks not in (None, world):
-            raise ValueError(f"{given['config']} has ranks: {ranks}, and torchrun started {world}: leave it out")
+            raise ValueError(f"{given['config']} has ranks: {ranks}, but torchrun started {world}: leave ranks out")
         options = read_options(kind, given)
     except ValueError as error:
         parser.error(str(error))

@@ -145,7 +145,7 @@ class RunOptions:
                 raise ValueError(f"--data-weight is {weight}; it must be positive and finite")
         if len(self.data) == 1 and weights not in ((), (1.0,)):
             raise ValueError(
-                f"--data-weight is {weights[0]}, and there is one --data: weights are for several; give --steps"
+                f"--data-weight is {weights[0]}, and a single --data needs none: leave it out, or set --steps"
             )
 
     def _require_positive(self, *names: str) -> None:

@@ -111,7 +111,10 @@ def test_messages(fields, messages, learned_from, tools):
         ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "has 'history' next to 'instruction'"),
         ({"conversations": []}, "'conversations' must be a list of at least one message, not an empty list"),
         ({"conversations": "hello"}, "'conversations' must be a list of at least one message, not a string"),
-        ({"conversations": [{"from": "bot", "value": "a"}]}, "'conversations', message 0 is from 'bot'; write one of"),
+        (
+            {"conversations": [{"from": "bot", "value": "a"}]},
+            "'conversations', message 0 has the role 'bot'; write one of",
+        ),
         ({"conversations": [FROM[0], {"from": "gpt"}]}, "message 1 needs .*'from' and 'value'; it has 'from'"),
         ({"conversations": [{"from": "gpt", "value": None}]}, "message 0: 'value' must be a string, not null"),
         ({"conversations": [{"from": "function_call", "value": "add(1)"}]}, "a function_call, whose .*not 'add"),

@@ -69,7 +69,7 @@ def test_half_of_a_set_is_the_other_half_in_the_next_epoch():
 def test_samples_of_a_set_are_taken_evenly(sets, epochs):
     sizes, weights = zip(*sets, strict=True)
     if any(weight * size < 0.5 for size, weight in sets):
-        with pytest.raises(ValueError, match="takes none in an epoch: raise it"):
+        with pytest.raises(ValueError, match="samples in an epoch: raise it"):
             Mix(sizes, weights)
         return
     mix = Mix(sizes, weights)
@@ -90,7 +90,7 @@ def test_samples_of_a_set_are_taken_evenly(sets, epochs):
         ((1.0, 0.0), "weight is 0.0; it must be positive"),
         ((float("nan"), 1.0), "weight is nan"),
         ((1.0, float("inf")), "weight is inf"),
-        ((1.0, 0.04), "weight 0.04 of a data set of 10 samples takes none in an epoch: raise it"),
+        ((1.0, 0.04), "weight 0.04 takes none of a data set's 10 samples in an epoch: raise it"),
     ],
 )
 def test_weights_that_are_refused(weights, message):

@@ -184,7 +184,7 @@ def _stepped_meanwhile(rank: int, world: int) -> None:
     next(walk)
     dist.barrier()
     publish(model)
-    with pytest.raises(RuntimeError, match="start a new one"):
+    with pytest.raises(RuntimeError, match="read them again"):
         next(walk)
 
 

@@ -181,7 +181,7 @@ MISUSED = [
     (_no_sync_in_the_backward, "set_requires_gradient_sync(False) on unit"),
     (
         _then_trained(lambda model: model.head.weight.requires_grad_(False)),
-        "head.weight was frozen after use_odc: choose what trains before use_odc",
+        "head.weight was frozen after use_odc: choose what trains before it",
     ),
     *[
         (partial(_written_inside, write), "RuntimeError: head.weight was written inside a minibatch, while peers")

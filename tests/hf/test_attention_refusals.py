@@ -103,7 +103,7 @@ def test_arguments_that_a_pack_cannot_honour_are_refused(name):
         hf.packed_attention(module, q, q, q, None)
     module.is_causal = False
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
-    with pytest.raises(ValueError, match="with no causality"):
+    with pytest.raises(ValueError, match="without causal attention"):
         hf.packed_attention(module, q, q, q, None, position_ids=positions)
     expected = torch.nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2)
     actual, _ = hf.packed_attention(module, q, q, q, None, position_ids=torch.arange(6)[None])

@@ -218,7 +218,7 @@ REFUSED = [
     ({"use_transformers_continuous_batching": True}, "its attention would replace that of enable_packing"),
     ({"gradient_accumulation_steps": 2}, "steps_per_generation is 1, which gradient_accumulation_steps=2 does not"),
     ({"gradient_accumulation_steps": 2, "loss_type": "bnpo"}, "with loss_type 'bnpo', TRL's mean over batches"),
-    ({"beta": 0.1}, "the source of the model is unknown"),
+    ({"beta": 0.1}, "hub id, which is unknown"),
     ({"token_cap": 0}, "token_cap is 0: give the most tokens"),
 ]
 

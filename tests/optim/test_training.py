@@ -173,5 +173,5 @@ def test_a_rank_that_raises_keeps_nobody_waiting() -> None:
         else:
             assert (first[0], first[2]) == ("RankLost", [1]), first
         assert second[0] == "RuntimeError"
-        assert "the ranks have lost each other" in second[1]
+        assert "a barrier failed, so gradients are partial" in second[1]
         assert seconds < LONG_S / 2

@@ -45,7 +45,7 @@ SFT: list[tuple[dict[str, Any], str]] = [
     ),
     ({"data": ("a", "b"), "data_weight": (1.0, -1.0)}, "--data-weight is -1.0; it must be positive and finite"),
     ({"data": ("a", "b"), "data_weight": (1.0, 0.0)}, "--data-weight is 0.0"),
-    ({"data_weight": (2.0,)}, "--data-weight is 2.0, and there is one --data: weights"),
+    ({"data_weight": (2.0,)}, "--data-weight is 2.0, and a single --data needs none"),
     ({"keep": 0}, "keep is 0"),
     ({"replicas": 0}, "replicas is 0"),
     ({"checkpoint_every": -1}, "--checkpoint-every is -1"),

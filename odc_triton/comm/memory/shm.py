@@ -153,7 +153,7 @@ class ApartHeap(SharedMemoryHeap):
         super().__init__(world=world, size_bytes=world * self._part_bytes, **options)
 
     def whole(self, region: Region) -> torch.Tensor:
-        raise NotImplementedError("the shards are apart: gather them")
+        raise NotImplementedError("the shards are in separate memory: gather them")
 
     def shard(self, region: Region, owner: int) -> torch.Tensor:
         own = region.own_shard(self.world, owner)
