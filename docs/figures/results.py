@@ -16,7 +16,8 @@ def read(file: str) -> Any:
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table for docs/tables; after the first, columns with numbers are at the right."""
+    """A table for docs/tables; after the first, columns with numbers are at the right. Numbers are not broken."""
     numbers = [any(cell.strip("+-")[:1].isdigit() for cell in column) for column in zip(*rows, strict=True)]
     rule = ["---", *("--:" if number else "---" for number in numbers[1:])]
-    return "".join(f"| {' | '.join(line)} |\n" for line in (columns, rule, *rows))
+    whole = [[cell.replace(" ", "\N{NO-BREAK SPACE}") if cell[:1].isdigit() else cell for cell in row] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (columns, rule, *whole))

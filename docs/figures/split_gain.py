@@ -39,10 +39,10 @@ def table(data: dict) -> str:
     rows = []
     for cell in data["cpu"]:
         ratios = [f"{it['ratio']:.2f} ({it['low']:.2f} to {it['high']:.2f})" for it in _both(cell)]
-        rows.append(["2 CPU ranks, LongAlign", f"{cell['samples_per_rank']}", *ratios, f"{cell['bound']:.2f}", ""])
+        rows.append(["two CPU ranks, LongAlign", f"{cell['samples_per_rank']}", *ratios, f"{cell['bound']:.2f}", ""])
     for cell in data["sleeping"]:
         bound = (f"{cell['bound']:.2f}", f"{cell['share_of_bound']:.0%}")
-        name = f"{cell['ranks']} ranks that sleep, {NAMES[cell['lengths']]}"
+        name = f"{NAMES[cell['lengths']]}, {cell['ranks']} that sleep"
         rows.append([name, f"{cell['samples_per_rank']}", f"{cell['split_over_lb_mini']:.2f}", "", *bound])
     return markdown(("", "samples per rank", "over ODC + LB-Mini", "over DDP", "bound", "of the bound"), rows)
 

@@ -138,7 +138,7 @@ def test_ddp_stands_out_where_it_is_faster():
 
 def test_cells_of_tables_are_the_files():
     def lines(name: str) -> list[list[str]]:
-        text = (DOCS / "tables" / f"{name}.md").read_text()
+        text = (DOCS / "tables" / f"{name}.md").read_text().replace("\N{NO-BREAK SPACE}", " ")
         return [line.strip("| \n").split(" | ") for line in text.splitlines()[2:]]
 
     it = results("end_to_end.json")["cells"]["equal"]["variants"]["DDP no_sync + LB-Mini"]
