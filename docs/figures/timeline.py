@@ -51,3 +51,10 @@ def present(*tracks: Rows) -> dict[str, str]:
     """The legend of the states that occur."""
     seen: Iterable[str] = {state for rows in tracks for spans in rows.values() for _, _, state in spans}
     return {state: words for state, words in STATES.items() if state in seen}
+
+
+def bracket(drawing: Drawing, start: float, end: float, y: float, words: str, *, below: bool = False) -> None:
+    """A line from `start` to `end` with `words` in its middle, above what it spans or `below` it."""
+    tick = -5 if below else 5
+    drawing.line([(start + 2, y + tick), (start + 2, y), (end - 2, y), (end - 2, y + tick)], more="bracket")
+    drawing.text((start + end) / 2, y + (17 if below else -6), words, "faint", at="middle", more="small")
