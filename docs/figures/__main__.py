@@ -12,7 +12,7 @@ TABLES = HERE.parent / "tables"
 
 def names() -> list[str]:
     """The modules of this folder that are figures, or tables."""
-    return sorted(path.stem for path in HERE.glob("*.py") if "def data(" in path.read_text(encoding="utf-8"))
+    return sorted(path.stem for path in HERE.glob("[a-z]*.py") if "def data(" in path.read_text(encoding="utf-8"))
 
 
 def main(chosen: list[str]) -> None:

@@ -13,7 +13,7 @@ SHOWN = ("stepping", "published")  # what owners show
 
 
 def data() -> dict:
-    """What each rank read and when; around the last exit and entry, what each owner's rows are: a version, or in a step."""
+    """What each rank read and when; around the last exit and entry, the version of each owner's rows, or "step"."""
     last, reads = RECORDED["killed"]["minibatch"], versions_read()
     # The initial values, version 0, are the first publication.
     shown = [{rank: s for s, rank, _, number in log(name)[::-1] if number - 1 == last} for name in SHOWN]
