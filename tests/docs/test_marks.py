@@ -68,6 +68,7 @@ def test_right(results, text):
         ("0.1<!--a.json idle / all-->", "names no number"),
         ("much<!--a.json split/ratio-->", "names no number"),
         ("1.57<!--see the results-->", "names no number"),
+        ("1.57<!--not measured-->", "names no number"),
         ("1.57 (1.50 to 1.65)", "a.md:1: '1.50 to 1.65' has no mark"),
     ],
 )
