@@ -87,8 +87,8 @@ class record_timeline:
             folder = Path(folder)
             folder.mkdir(parents=True, exist_ok=True)
             write_file(folder / f"{name}{_FILE}", json.dumps([event.as_row() for event in events]).encode())
-            saved = {path.name.removesuffix(_FILE): path.read_text() for path in sorted(folder.glob(f"*{_FILE}"))}
-            tracks = {each: [Event.of_row(row) for row in json.loads(text)] for each, text in saved.items()}
+            saved = {path.name.removesuffix(_FILE): path.read_text() for path in folder.glob(f"*{_FILE}")}
+            tracks = {each: [Event.of_row(row) for row in json.loads(text)] for each, text in sorted(saved.items())}
             save_timelines(tracks, folder)
             print(f"{name}: " + ", ".join(f"rank {rank} idle {share:.1%}" for rank, share in idle.items()), flush=True)
         return idle
