@@ -90,4 +90,4 @@ def pages() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    raise SystemExit("\n".join(line for page, text in pages().items() for line in mistakes(page, text)))
+    raise SystemExit("\n".join(line for page, text in pages().items() for line in mistakes(page, text)) or 0)
