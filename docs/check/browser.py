@@ -86,6 +86,7 @@ def look(page: Page, address: str) -> Seen:
     """Opens the page at `address`, a URL, as wide as its window is."""
     faults = watched(page, urlsplit(address).netloc)
     page.goto(address, wait_until="load")
+    page.locator("details").evaluate_all("all => all.forEach(e => e.open = true)")
     found = page.evaluate(_FOUND)
     for words, script in _FAULTS.items():
         faults += [f"{words}: {each}" for each in page.evaluate(script)[:3]]

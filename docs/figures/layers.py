@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from statistics import median
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
+from .results import markdown, read
+
 WAYS = {
     "unsharded": "plain transformers, unsharded",
     "ODC + LB-Mini": "ODC, own layers",
@@ -17,17 +16,16 @@ WAYS = {
 
 
 def data() -> list[dict]:
-    return [json.loads((RESULTS / name).read_text(encoding="utf-8")) for name in ("layers.json", "layers_second.json")]
+    return [read("layers.json"), read("layers_second.json")]
 
 
 def table(data: list[dict]) -> str:
     first, second = data
-    lines = ["| | s per minibatch | of plain transformers | quartiles of the rounds | in a second run |"]
-    lines.append("| --- | --: | --: | --- | --: |")
+    rows = []
     for way, words in WAYS.items():
-        ratio = first["ratios"][way]
-        spread = f"{ratio['low']:.2f} to {ratio['high']:.2f}"
-        seconds, again = median(first["seconds"][way]), second["ratios"][way]["ratio"]
-        lines.append(f"| {words} | {seconds:.2f} | {ratio['ratio']:.2f} | {spread} | {again:.2f} |")
-    made = "Ratios of medians; quartiles of each round's own ratios"
-    return "\n".join([*lines, "", f"{made}. {first['hardware']}; commit {first['commit'][:7]}.", ""])
+        it, again = first["ratios"][way], second["ratios"][way]["ratio"]
+        quartiles = f"{it['low']:.2f} to {it['high']:.2f}"
+        rows.append([words, f"{median(first['seconds'][way]):.2f}", f"{it['ratio']:.2f}", quartiles, f"{again:.2f}"])
+    columns = ("", "s per minibatch", "of plain transformers", "quartiles of the rounds", "in a second run")
+    made = "Ratios of medians; quartiles of each round's own ratios."
+    return f"{markdown(columns, rows)}\n{made} {first['hardware']}; commit {first['commit'][:7]}.\n"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from statistics import median
 
-FILE = Path(__file__).parents[2] / "bench" / "results" / "muon.json"
-# What the pages call each way, and the bytes that it moves between R ranks, per element.
+from .results import markdown, read
+
+# What the page calls each way, and the bytes that it moves between R ranks, per element.
 WAYS = {
     "one-sided": ("one-sided reads and writes", "4 (R - 1) / R"),
     "all-to-all": ("owner and all-to-all", "4 (R - 1) / R"),
@@ -17,16 +16,16 @@ WAYS = {
 
 
 def data() -> dict:
-    return json.loads(FILE.read_text(encoding="utf-8"))
+    return read("muon.json")
 
 
 def table(data: dict) -> str:
-    head = "| | seconds per step | of ours (95% interval) | MB between ranks | bytes per element, R ranks together |"
-    lines = [head, "| --- | --: | --: | --: | --: |"]
+    rows = []
     for way, (words, moved) in WAYS.items():
         seconds = median(each[way]["seconds"] for each in data["rounds"])
-        ratio, megabytes = data["ratios"][way], data["rounds"][0][way]["bytes"] / 1e6
-        times = f"{ratio['ratio']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
-        lines.append(f"| {words} | {seconds:.3f} | {times} | {megabytes:.1f} | {moved} |")
+        it, megabytes = data["ratios"][way], data["rounds"][0][way]["bytes"] / 1e6
+        interval = f"{it['low']:.2f} to {it['high']:.2f}"
+        rows.append([words, f"{seconds:.3f}", f"{it['ratio']:.2f}", interval, f"{megabytes:.1f}", moved])
+    columns = ("", "seconds per step", "of ours", "95% interval", "MB between ranks", "bytes per element, all R ranks")
     made = f"Medians of {len(data['rounds'])} interleaved rounds. {data['hardware']}; commit {data['commit'][:7]}."
-    return "\n".join([*lines, "", made, ""])
+    return f"{markdown(columns, rows)}\n{made}\n"

@@ -1,25 +1,35 @@
-"""Of docs/work_queue.md the table: LB-Mini and the queue, on equal ranks and with a slow one."""
+"""How much faster the work queue is than LB-Mini, on equal ranks and with a slow one; beside what is possible."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from .chart import Axis, Row, chart
+from .results import NAMES, markdown, read
 
-FILE = Path(__file__).parents[2] / "bench" / "results" / "work_queue.json"
+AXIS = Axis((0.9, 1.0, 1.1, 1.2, 1.3), ("LB-Mini is faster", "the queue is faster"))
+COLOURS = {"rank2": "LB-Mini's time over the queue's", "step": "bound: all ranks busy to the end"}
 
 
 def data() -> dict:
-    return json.loads(FILE.read_text(encoding="utf-8"))
+    return read("work_queue.json")
+
+
+def draw(data: dict) -> str:
+    groups: dict[str, list[Row]] = {}
+    for row in data["rows"]:
+        heading = "8 equal ranks" if row["slower"] == 1 else f"One of 8 ranks is {row['slower']} times slower"
+        label = f"{NAMES[row['lengths']]}, {row['samples_per_rank']} samples"
+        shown = Row(label, {"rank2": [row["ratio"]]}, f"{row['ratio']:.2f}", row["ratio_best"])
+        groups.setdefault(heading, []).append(shown)
+    return chart("The queue is as fast as LB-Mini on equal ranks, faster with a slow one", AXIS, groups, COLOURS)
 
 
 def table(data: dict) -> str:
-    names = ("lengths", "samples per rank", "slow rank", "LB-Mini s", "queue s")
-    lines = [f"| {' | '.join(names)} | queue is faster by | simulated | best possible |"]
-    lines.append("| --- | --: | --- | --: | --: | --: | --: | --: |")
+    rows = []
     for row in data["rows"]:
         slow = "none" if row["slower"] == 1 else f"{row['slower']}x"
-        seconds = " | ".join(f"{sum(row[name]):.2f}" for name in ("mini_s", "queue_s"))
-        ratios = " | ".join(f"{row[name]:.3f}" for name in ("ratio", "ratio_simulated", "ratio_best"))
-        lines.append(f"| {row['lengths']} | {row['samples_per_rank']} | {slow} | {seconds} | {ratios} |")
-    made = f"Best possible: all ranks busy to the end, the longest sample on a fast one. {data['hardware']}; commit "
-    return "\n".join([*lines, "", f"{made}{data['commit'][:7]}.", ""])
+        seconds = [f"{sum(row[name]):.2f}" for name in ("mini_s", "queue_s")]
+        ratios = [f"{row[name]:.3f}" for name in ("ratio", "ratio_simulated", "ratio_best")]
+        rows.append([NAMES[row["lengths"]], f"{row['samples_per_rank']}", slow, *seconds, *ratios])
+    columns = ("lengths", "samples per rank", "slow rank", "LB-Mini s", "queue s")
+    made = f"Bound: the longest sample on a fast rank. {data['hardware']}; commit {data['commit'][:7]}."
+    return f"{markdown((*columns, 'queue is faster by', 'simulated', 'bound'), rows)}\n{made}\n"
