@@ -62,10 +62,13 @@ def encoded(events: Sequence[Event], tenth_s: float) -> list[str]:
     return rows
 
 
+_model, _lengths = cache(Model.find), cache(named_lengths)
+
+
 def cell(name: str, ranks: int, samples: int) -> dict:
     """FSDP2's fastest setting that fits, and ours: what the command prints of them, and their timelines."""
-    lengths, kind = _lengths(name), find_device(GPU)
-    job = make_job(_model(), kind, usual_links(kind, ranks))
+    lengths, kind = _lengths(name, 10_000), find_device(GPU)
+    job = make_job(_model(MODEL), kind, usual_links(kind, ranks))
     how = {"token_cap": max(4096, *lengths), "memory_gb": kind.memory_gb, "timeline_of": samples, "split": True}
     rows = rank_settings(lengths, [samples], job=job, **how)
     printed = {each[2]: each for each in cells(rows)}
@@ -83,16 +86,6 @@ def cell(name: str, ranks: int, samples: int) -> dict:
         for row in shown
     ]
     return {"command": command(name, ranks, samples), "longest": f"{longest_s:.3g}", "ways": ways}
-
-
-@cache
-def _model() -> Model:
-    return Model.find(MODEL)
-
-
-@cache
-def _lengths(name: str) -> list[int]:
-    return named_lengths(name, 10_000)
 
 
 @cache
