@@ -10,6 +10,7 @@ from importlib import import_module
 
 import pytest
 
+from bench import quiet
 from docs.figures import collectives, death, minibatch, recorded, timeline, versions
 from docs.figures.__main__ import TABLES, names
 from odc_triton import balance
@@ -31,6 +32,13 @@ def test_what_is_committed_is_what_it_would_be_now(name: str) -> None:
             f"run: python -m docs.figures {name}"
         )
     assert hasattr(figure, "draw") or hasattr(figure, "table")
+
+
+def test_the_records_say_where_they_are_from() -> None:
+    assert recorded.RECORDED["command"] == "python -m docs.figures.record"
+    assert re.fullmatch("[0-9a-f]{40}", recorded.RECORDED["commit"]), "record again with all changes committed"
+    for each in recorded.RECORDED["trained"]["minibatches"].values():
+        assert each["waited_for_a_core"] < quiet.MOST_WAITING, "the machine was not quiet: record again"
 
 
 @pytest.fixture
@@ -160,7 +168,9 @@ def test_versions_to_scale() -> None:
     lines = [float(line["points"].split(",")[0]) for line in found(svg, "polyline", "barrier")]
     for boxes in owned:  # each owner steps and publishes between the barriers
         assert lines[0] < float(boxes[1]["x"]) < float(boxes[2]["x"]) < lines[1]
-    assert len(_rows(svg, "reads")) == 3
+    for boxes, spans in zip(_rows(svg, "reads"), recorded.versions_read().values(), strict=True):
+        per_s = (float(boxes[1]["x"]) - float(boxes[0]["x"])) / (spans[1][0] - spans[0][0])
+        assert numbers(boxes, "width") == pytest.approx([per_s * (end - start) for start, end, _ in spans], rel=1e-3)
 
 
 def test_versions_change(records: dict) -> None:
