@@ -11,7 +11,7 @@ import pytest
 from odc_triton import DeadlineExceeded, MinibatchFailed, RankLost, __version__
 from odc_triton.base.errors import RolloutFailed, describe, in_a_line
 from odc_triton.base.options import require_ranks
-from odc_triton.cli.command import main
+from odc_triton.cli.command import main, make_parser
 
 
 def test_errors_can_be_pickled() -> None:
@@ -61,6 +61,11 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert stopped.value.code == 0
     assert capsys.readouterr().out == f"odc-triton {__version__}\n"
+
+
+def test_help_has_the_commands_in_the_order_of_use() -> None:
+    (commands,) = (action.choices for action in make_parser()._actions if isinstance(action.choices, dict))
+    assert [*commands] == "demo train data export bench simulate profile tune topo doctor".split()
 
 
 SFT = ["train", "sft", "--data", "x", "--out", "y"]
