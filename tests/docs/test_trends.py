@@ -1,16 +1,13 @@
-"""The simulator's figure and tables are those of the recorded studies, and a curve is where its numbers are."""
+"""The simulator's figure: a curve is where its numbers are."""
 
 from __future__ import annotations
 
 import copy
 import re
-from pathlib import Path
 
 import pytest
 
-from docs.figures import simulated, trends
-
-DOCS = Path(__file__).parents[2] / "docs"
+from docs.figures import trends
 
 
 def curves(svg: str) -> list[list[float]]:
@@ -27,17 +24,9 @@ def curves(svg: str) -> list[list[float]]:
 
 def test_a_curve_is_where_its_numbers_are() -> None:
     data = trends.data()
-    svg = trends.draw(data)
-    assert svg == (DOCS / "figures" / "trends.svg").read_text(encoding="utf-8")
     wanted = [[row[curve] for row in data[panel]] for panel in trends.PANELS for curve in trends.CURVES]
-    for found, values in zip(curves(svg), wanted, strict=True):
+    for found, values in zip(curves(trends.draw(data)), wanted, strict=True):
         assert found == pytest.approx(values, abs=1e-3)  # two decimals of a unit
     changed = copy.deepcopy(data)
     changed["GPUs"][2]["split"] = 1.5
     assert curves(trends.draw(changed))[3][2] == pytest.approx(1.5, abs=1e-3)
-
-
-@pytest.mark.parametrize("made", [simulated, trends])
-def test_tables_are_those_of_the_studies(made: object) -> None:
-    path = DOCS / "tables" / f"{made.__name__.rpartition('.')[2]}.md"
-    assert made.table(made.data()) == path.read_text(encoding="utf-8")
