@@ -13,6 +13,7 @@ from .test_charts import A_PIXEL, drawn, results
 @pytest.mark.parametrize(
     ("name", "change", "old", "new"),
     [
+        ("bridge", lambda data: data["memory"]["ODC + LB-Mini"].update(shared_bytes=9e7), "205 | 81", "205 | 90"),
         ("muon", lambda data: data["ratios"]["all-to-all"].update(low=1.0), "1.28", "1.00"),
         ("layers", lambda data: data[1]["ratios"]["unsharded"].update(ratio=2.0), "1.00 |\n| ODC", "2.00 |\n| ODC"),
         ("work_queue", lambda data: data["rows"][7].update(ratio=1.5), "1.143", "1.500"),
