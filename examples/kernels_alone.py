@@ -52,19 +52,17 @@ def is_close(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
 
 # Read and multiply.
 
-whole = random(0, ROWS, COLUMNS)
+whole, x = random(0, ROWS, COLUMNS), random(10 + rank, TOKENS, COLUMNS)
+out, y = torch.empty_like(whole), x.new_empty(TOKENS, ROWS)
 mine = allocate()
 mine[: len(whole[own])] = whole[own]
 weight = PeerShards.symmetric(mine, rows=ROWS)
 handle = symm_mem.rendezvous(mine, dist.group.WORLD)
 handle.barrier()  # all owners have written: from here on all ranks may read
-
-x = random(10 + rank, TOKENS, COLUMNS)
-out, y = torch.empty_like(whole), x.new_empty(TOKENS, ROWS)
-gather(peers=weight, out=out)
-is_close("gather", out, whole)
 linear(x=x, weight=weight, out=y)
 is_close("linear", y, F.linear(x, whole))
+gather(peers=weight, out=out)
+is_close("gather", out, whole)
 staged = pull(peers=weight, staged=StagedWeight.of(weight))  # copies that overlap with the kernel
 linear_staged(x=x, weight=staged, out=y.fill_(torch.nan))
 check(staged)

@@ -120,6 +120,17 @@ def test_each_script_runs_as_its_first_line_says(example: str) -> None:
     torch.testing.assert_close(_numbers("loss", _run(example, 2)), _plain_fsdp2()[0], rtol=0, atol=3e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["loop.py", "replace_layers.py"])
+def test_the_blocks_of_the_readme_run(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    losses = [_numbers("loss", _run(example, world)) for world in (1, 2)]
+    # Rank 0's first loss is the initial model's, on the same samples in either run.
+    assert losses[0]
+    assert set(losses[0][:1]) <= set(losses[1])
+    assert not example.startswith("loop") or (tmp_path / "out" / "model" / "config.json").exists()
+
+
 # ------------------------------------------------------------------ TRL
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 # Pages whose ranges need no marks yet.
-EXEMPT = ["README", "grpo"]
+EXEMPT = ["grpo"]
 _CODE = re.compile(r"^(`{3,}).*?^\1`*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"<!--(\S.*?)-->", re.DOTALL)
 _NUMBER = r"((?:(?<!\w)[-–−])?(?<![\w.,])\d[\d,]*(?:\.\d+)?)"
