@@ -13,39 +13,38 @@ COLOURS = {
 }
 
 
+OVER = {"rank2": ("over_fastest", "over LB-Mini"), "rank1": ("over_ddp", "over DDP")}
+
+
 def data() -> dict:
-    found = read("split.json")
-    return {"cpu": found["cpu"], "sleeping": found["sleeping"]}
+    return read("split.json")
 
 
 def draw(data: dict) -> str:
-    groups: dict = {"Two CPU ranks, LongAlign": []}
+    groups: dict = {}
     for cell in data["cpu"]:
-        samples = cell["samples_per_rank"]
-        for kind, key, over in (("rank2", "over_fastest", "LB-Mini"), ("rank1", "over_ddp", "DDP")):
-            it = cell[key]
-            label = f"{samples} sample{'s' * (samples > 1)}, over {over}"
-            interval = (it["ratio"], it["low"], it["high"])
-            groups["Two CPU ranks, LongAlign"].append(Row(label, {kind: interval}, f"{it['ratio']:.2f}", cell["bound"]))
+        for kind, (key, over) in OVER.items():
+            it, label = cell[key], f"{_samples(cell)}, {over}"
+            row = Row(label, {kind: (it["ratio"], it["low"], it["high"])}, f"{it['ratio']:.2f}", cell["bound"])
+            groups.setdefault("Two CPU ranks, LongAlign", []).append(row)
     for cell in sorted(data["sleeping"], key=lambda cell: (cell["samples_per_rank"], -cell["split_over_lb_mini"])):
-        samples, ratio = cell["samples_per_rank"], cell["split_over_lb_mini"]
-        heading = f"Ranks that sleep, {samples} sample{'s' * (samples > 1)} per rank"
-        label = f"{NAMES[cell['lengths']]}, {cell['ranks']} ranks"
-        groups.setdefault(heading, []).append(Row(label, {"rank2": [ratio]}, f"{ratio:.2f}", cell["bound"]))
+        label, ratio = f"{NAMES[cell['lengths']]}, {cell['ranks']} ranks", cell["split_over_lb_mini"]
+        row = Row(label, {"rank2": [ratio]}, f"{ratio:.2f}", cell["bound"])
+        groups.setdefault(f"Ranks that sleep, {_samples(cell)} per rank", []).append(row)
     return chart("Speed of split sequences over whole ones, with bounds", AXIS, groups, COLOURS)
+
+
+def _samples(cell: dict) -> str:
+    return f"{cell['samples_per_rank']} sample{'s' * (cell['samples_per_rank'] > 1)}"
 
 
 def table(data: dict) -> str:
     rows = []
     for cell in data["cpu"]:
-        ratios = [f"{it['ratio']:.2f} ({it['low']:.2f} to {it['high']:.2f})" for it in _both(cell)]
+        both = [cell[key] for key, _ in OVER.values()]
+        ratios = [f"{it['ratio']:.2f} ({it['low']:.2f} to {it['high']:.2f})" for it in both]
         rows.append(["two CPU ranks, LongAlign", f"{cell['samples_per_rank']}", *ratios, f"{cell['bound']:.2f}", ""])
     for cell in data["sleeping"]:
-        bound = (f"{cell['bound']:.2f}", f"{cell['share_of_bound']:.0%}")
-        name = f"{NAMES[cell['lengths']]}, {cell['ranks']} that sleep"
-        rows.append([name, f"{cell['samples_per_rank']}", f"{cell['split_over_lb_mini']:.2f}", "", *bound])
+        ratios = [f"{cell['split_over_lb_mini']:.2f}", "", f"{cell['bound']:.2f}", f"{cell['share_of_bound']:.0%}"]
+        rows.append([f"{NAMES[cell['lengths']]}, {cell['ranks']} that sleep", f"{cell['samples_per_rank']}", *ratios])
     return markdown(("", "samples per rank", "over ODC + LB-Mini", "over DDP", "bound", "of the bound"), rows)
-
-
-def _both(cell: dict) -> tuple[dict, dict]:
-    return cell["over_fastest"], cell["over_ddp"]
