@@ -29,6 +29,7 @@ maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 
 highlight_language = "text"
+pygments_style = "default"  # red and green in a diff
 pygments_dark_style = "github-dark"
 
 html_theme = "furo"

@@ -14,7 +14,7 @@ from .timeline import paint, present, rows_of
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 OURS = "ODC + split"
-WIDTH, LEFT, BAR = 640, 58, 26
+WIDTH, LEFT, BAR = 520, 50, 22
 
 
 def data() -> dict:
@@ -47,7 +47,7 @@ def tracks_of(trace: dict) -> dict[str, list[Event]]:
 
 def draw(data: dict) -> str:
     title = "Two ranks over time under FSDP2, which wait at every layer, and under ODC, which end sooner"
-    drawing = Drawing(title, width=WIDTH, height=238)
+    drawing = Drawing(title, width=WIDTH, height=224)
     per_s = (WIDTH - LEFT - 8) / max(way["seconds"] for way in data.values())
     tops = {}
     with drawing.played():

@@ -83,7 +83,7 @@ class Drawing:
         for kind, words in names.items():
             self.rect(x, y - 11, 12, 12, kind, more="key")
             self.text(x + 18, y, words, "faint", more="small")
-            x += step or 18 + 16 + 7.2 * len(words)
+            x += step or 44 + 6.2 * len(words)
 
     def __str__(self) -> str:
         head = (
