@@ -22,8 +22,6 @@ from statistics import mean, median
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-# Pages whose ranges need no marks yet.
-EXEMPT = ["grpo"]
 _CODE = re.compile(r"^(`{3,}).*?^\1`*$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"<!--(\S.*?)-->", re.DOTALL)
 _NUMBER = r"((?:(?<!\w)[-–−])?(?<![\w.,])\d[\d,]*(?:\.\d+)?)"
@@ -79,7 +77,7 @@ def mistakes(page: str, text: str) -> Iterator[str]:
             meant = f"{one * 100 if percent else one:.{len(plain.partition('.')[2])}f}"
             if number and plain != meant:
                 yield f"{where}: {number} should be {meant}"
-    for found in () if Path(page).stem in EXEMPT else _UNMARKED.finditer(text):
+    for found in _UNMARKED.finditer(text):
         yield f"{page}:{text.count(chr(10), 0, found.start()) + 1}: {' '.join(found[0].split())!r} has no mark"
 
 
