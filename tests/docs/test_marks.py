@@ -75,9 +75,3 @@ def test_right(results, text):
 def test_wrong(results, text, said):
     (line,) = results(text)
     assert said in line
-
-
-def test_an_exempt_page_may_have_ranges_without_marks(results, monkeypatch):
-    monkeypatch.setattr(marks, "EXEMPT", ["a"])
-    assert results("1.50 to 1.65") == []
-    assert len(results("1.50<!--a.json split/high-->")) == 1
