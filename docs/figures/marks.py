@@ -1,6 +1,7 @@
 """Checks that measured numbers in the pages equal their files: `python -m docs.figures.marks`.
 
-A measured number has a mark right behind it, a comment with a file of bench/results or docs/figures and a key:
+A measured number has a mark right behind it, a comment with a file of bench/results or docs/figures and a key. A range
+with two decimals must have one, except in code.
 
     1.57<!--demo.json speedup_split_vs_fsdp2/ratio-->              rounded as the text is
     1.57 (1.50 to 1.65)<!--demo.json speedup_split_vs_fsdp2-->     ratio, low, high; or `1.50 to 1.65` alone
@@ -8,8 +9,6 @@ A measured number has a mark right behind it, a comment with a file of bench/res
     10.1<!--exact.json parameters *1e-6--> M                       times a scale
     2.1<!--a.json min(rows/way=DDP&ranks=8/s // rows/way=ODC&ranks=8/s)-->    quotients; rows by number, `*`, values
     8.07<!--not recorded: by commit ee632c6--> GB
-
-A range with two decimals must have a mark, but in code.
 """
 
 from __future__ import annotations
