@@ -49,7 +49,7 @@ class GrpoOptions(RunOptions):
 
     max_new_tokens: int = option(512, "most tokens of a completion", group="Rollout")
     temperature: float = option(1.0, "sampling temperature")
-    decode_at_once: int = option(64, "most completions that a rank decodes together; fewer balance the ranks")
+    decode_at_once: int = option(64, "most completions that a rank decodes together; fewer balance ranks better")
     hold_weights: bool = option(
         False, "on a GPU: keep whole weights during a rollout, instead of gathering for each token"
     )
@@ -70,8 +70,8 @@ class GrpoOptions(RunOptions):
     loss: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = option(
         "dapo",
         "as in TRL. dapo: mean over all tokens; grpo: mean over each completion's tokens, then over completions; "
-        "dr_grpo: sum over tokens, divided by the most there may be; gspo: grpo with whole completions' ratios; cispo: "
-        "dapo weighted by a clipped ratio",
+        "dr_grpo: sum over tokens, divided by the largest possible number; gspo: grpo with whole completions' ratios; "
+        "cispo: dapo weighted by a clipped ratio",
         group="Loss",
     )
     clip: float = option(0.2, "how far a ratio may be below 1 before it is clipped")
