@@ -221,11 +221,12 @@ class Loop:
         events = gather_events(run)
         if self._records is not None:
             trackers, ranks = self._records.trackers, run.engine.world
+            summary = in_words(type(run), read_metrics(self.out / "metrics.jsonl"), ranks=ranks)
             if trackers:  # they take it while the model is written
-                trackers.finish(metrics, in_words(type(run), read_metrics(self.out / "metrics.jsonl"), ranks=ranks))
+                trackers.finish(metrics, summary)
             written = write_report(self.out, type(run), run.options, events, ranks=ranks)
             folder = save_model(run, self.out, self.prepared.tokenizer)
             trackers.close(within_s=min(END_S, run.engine.barrier.timeout_s / 2))  # the others wait below
             written = ", ".join([*written, "metrics.jsonl"])
-            print(f"{run.state.step} steps done; {written} and {folder.name}/ are in {self.out}")
+            print(f"{summary}\n{written} and {folder.name}/ are in {self.out}")
         run.engine.exchange("the trained model is written", {})  # rank 0 has read the others' shards
