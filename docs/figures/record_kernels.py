@@ -81,6 +81,6 @@ def _accesses(kind: str, tensors: Sequence[torch.Tensor]) -> Iterator[list[tuple
 
 
 if __name__ == "__main__":
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
     made = {"command": "python -m docs.figures.record_kernels", "commit": commit.strip(), **record()}
     PATH.write_text(json.dumps(made) + "\n", encoding="utf-8")
