@@ -20,7 +20,8 @@ import numpy as np
 from odc_triton.base.report import TITLE, Curves, save_html, save_timeline, table
 from odc_triton.base.trace import excerpt, idle_fraction, save_trace, timeline_text
 from odc_triton.comm.launch import launch
-from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
+from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_source
+from odc_triton.data.sources import RecordFiles
 from odc_triton.data.tokenizer import TextEncoder
 
 from . import quiet
@@ -68,7 +69,9 @@ def text_of(folder: Path) -> np.ndarray:
     folder.mkdir(parents=True, exist_ok=True)
     records, summary = build_corpus()
     tokenizer = write_text(folder, records, CONFIG)
-    data = tokenize_file(folder / "data.jsonl", TextEncoder.of(tokenizer), DataOptions(max_tokens=TOKEN_CAP))
+    prepared, options = folder / "text.npz", DataOptions(max_tokens=TOKEN_CAP)
+    tokenize_source(RecordFiles([folder / "data.jsonl"]), TextEncoder.of(tokenizer), prepared, options)
+    data = TokenizedDataset.load(prepared)
     print(f"text: {summary.files} files of this Python's standard library, {len(data.tokens):,} tokens")
     return np.array(data.tokens)
 

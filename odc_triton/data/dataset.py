@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryFile
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -31,7 +31,7 @@ import numpy as np
 from .chat import CHARACTERS_PER_TOKEN, Spans
 from .encode import batches, encode_records
 from .records import IGNORED, DataError, Record
-from .sources import RecordFiles, RecordSource
+from .sources import RecordSource
 from .store import column_of, map_arrays, save_arrays
 from .tokenizer import TextEncoder
 
@@ -186,24 +186,6 @@ class TokenizedDataset(Samples):
         except Exception as error:  # readers of zip, npy and JSON raise many kinds
             raise DataError(f"{path} is not a prepared data set ({error}); prepare it again") from error
         return cls(**arrays, summary=summary, path=path)
-
-
-def tokenize_file(
-    path: str | os.PathLike,
-    encoder: TextEncoder,
-    options: DataOptions | None = None,
-    progress: Callable[[int, float], None] | None = None,
-) -> TokenizedDataset:
-    """The samples of a file of JSON lines, in its order, mapped from a file in TMPDIR that is already removed.
-
-    Arguments and errors are those of `tokenize_source`.
-    """
-    with TemporaryDirectory(prefix="odc-triton-data-") as folder:
-        prepared = Path(folder) / "data.npz"
-        tokenize_source(RecordFiles([path]), encoder, prepared, options, progress)
-        data = TokenizedDataset.load(prepared)
-    data.path = None
-    return data
 
 
 def tokenize_source(

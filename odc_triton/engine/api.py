@@ -120,8 +120,3 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not callable(method):
         raise AttributeError(f"{type(module).__name__} has no method {method_name!r}")
     setattr(module, method_name, module._odc_unit.wrap_method(method))
-
-
-def events(model: nn.Module) -> list[Any]:
-    """Events of this rank since the last call: a list of `odc_triton.base.events.Event`, oldest first."""
-    return _protocol_of(model).events.drain()

@@ -30,6 +30,7 @@ from odc_triton.data.lengths import read_lengths
 from odc_triton.data.records import Record
 from tests.support import ranks, slow
 from tests.support.models import SIZES
+from tests.support.tokenized import tokenize_file
 
 CONFIG = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]} | SIZES
 
@@ -85,7 +86,7 @@ def test_wrong_lengths_are_named(tmp_path: Path, text: str, words: str) -> None:
 
 
 def test_texts_are_counted_as_training_counts_them(tmp_path: Path, config: str) -> None:
-    from odc_triton.data.dataset import DataOptions, tokenize_file
+    from odc_triton.data.dataset import DataOptions
     from odc_triton.data.tokenizer import TextEncoder, to_transformers, train_tokenizer
 
     tokenizer = to_transformers(train_tokenizer(["some words to learn pairs from, some words"], vocab_size=300))

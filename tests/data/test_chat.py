@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from odc_triton.data import chat
-from odc_triton.data.dataset import DataOptions, tokenize_file
+from odc_triton.data.dataset import DataOptions
 from odc_triton.data.encode import encode_records
 from odc_triton.data.inspection import never_ends
 from odc_triton.data.records import DataError
@@ -18,6 +18,7 @@ from odc_triton.data.sources import open_source
 from odc_triton.data.tokenizer import TextEncoder
 from tests.support.chats import CHATML, MARKED, MARKED_WORDS, SPACED, THINKING, WRITERS, Pieces, chatml, make_tokenizer
 from tests.support.records import samples_of, tokenized, write_lines
+from tests.support.tokenized import tokenize_file
 
 processors = pytest.importorskip("tokenizers").processors
 

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc_triton.data.dataset import DataOptions, DataSummary, TokenizedDataset, tokenize_file
+from odc_triton.data.dataset import DataOptions, DataSummary, TokenizedDataset
 from odc_triton.data.records import DataError
 from odc_triton.data.tokenizer import TextEncoder
 from tests.support.records import CHARACTERS, RECORDS, samples_of, tokenized, write_lines
+from tests.support.tokenized import tokenize_file
 
 a, b, c, x, y = map(ord, "abcxy")
 

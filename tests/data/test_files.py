@@ -19,7 +19,7 @@ import pyarrow.parquet
 import pytest
 
 from odc_triton.data import json_files
-from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file, tokenize_source
+from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_source
 from odc_triton.data.json_files import LARGEST_LINE_BYTES
 from odc_triton.data.records import DataError
 from odc_triton.data.sources import open_source
@@ -27,6 +27,7 @@ from odc_triton.data.tokenizer import TextEncoder
 from tests.support.chats import make_tokenizer
 from tests.support.deadlines import LONG_S
 from tests.support.records import CHARACTERS, samples_of, write_lines
+from tests.support.tokenized import tokenize_file
 
 TOOLS = [{"name": "add", "p": {"a": 1}}, {"name": "sub", "p": {"b": "x", "c": None}}]
 TEMPLATE = (

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc_triton.cli.command import main
-from odc_triton.data.dataset import DataOptions, tokenize_file
+from odc_triton.data.dataset import DataOptions
 from odc_triton.data.inspection import inspect_data
 from odc_triton.data.records import DataError
 from odc_triton.data.sources import RecordFiles
 from tests.support.chats import CHATML, make_tokenizer
 from tests.support.records import CHARACTERS, RECORDS, write_lines
+from tests.support.tokenized import tokenize_file
 
 CHAT = {"messages": [{"role": "user", "content": "why"}, {"role": "assistant", "content": "yes\x1b[2J"}]}
 

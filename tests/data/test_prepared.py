@@ -12,12 +12,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from odc_triton.data.dataset import DataOptions, TokenizedDataset, split_samples, tokenize_file
+from odc_triton.data.dataset import DataOptions, TokenizedDataset, split_samples
 from odc_triton.data.prepared import prepare_data
 from odc_triton.data.records import DataError
 from odc_triton.data.tokenizer import TextEncoder
 from tests.support.chats import CHATML, MARKED, make_tokenizer
 from tests.support.records import CHARACTERS, ENCODER, NEVER, never, samples_of, write_lines
+from tests.support.tokenized import tokenize_file
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import string
 
 import pytest
 
-from odc_triton.data.dataset import tokenize_file
 from odc_triton.data.tokenizer import (
     COMPLETION,
     END,
@@ -20,6 +19,7 @@ from odc_triton.data.tokenizer import (
 )
 from tests.bench.test_corpus import some_corpus as some_corpus
 from tests.support.records import samples_of, write_lines
+from tests.support.tokenized import tokenize_file
 
 
 @pytest.fixture(scope="module")

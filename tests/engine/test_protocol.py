@@ -24,7 +24,6 @@ from odc_triton import DeadlineExceeded, MinibatchFailed, RankLost, full_paramet
 from odc_triton.comm import barrier as barrier_module
 from odc_triton.comm.barrier import Barrier
 from odc_triton.comm.memory.heap import StatusBoard
-from odc_triton.engine.api import events
 from odc_triton.train.agreement import own_gradients, square_norm
 from tests.support import ranks
 from tests.support.blocks import Blocks, batch, build
@@ -46,13 +45,13 @@ def _no_barrier(rank: int, world: int) -> tuple[int, list[str]]:
     if rank == 1:  # its first layer ends only after rank 0 has done everything
         model.blocks[0].register_forward_hook(lambda *_: _store().wait(["rank 0 is through"], SOON))
     passed = barrier.passed
-    events(model)
+    model._odc_engine.events.drain()
     with minibatch(model):
         for seed in range(1 if rank == 1 else 4):
             model(batch(seed)).sum().backward()
         if rank == 0:
             _store().set("rank 0 is through", "1")
-    return barrier.passed - passed, [event.label for event in events(model) if event.kind == "wait"]
+    return barrier.passed - passed, [event.label for event in model._odc_engine.events.drain() if event.kind == "wait"]
 
 
 def _many(rank: int, world: int) -> list[int]:
@@ -82,7 +81,7 @@ def _lock_wait(rank: int, world: int) -> list:
             output = model(batch(0))
             output.register_hook(lambda _: _store().set("head of rank 0", "1"))
             output.sum().backward()
-    return events(model)
+    return model._odc_engine.events.drain()
 
 
 # ---------------------------------------------------------------------- reading outside of a minibatch

@@ -66,14 +66,13 @@ def _assert_as_plain(results: list[dict[str, Any]], folder: Path, **changes: Any
 def _train_one_sample_a_step(rank: int, world: int, folder: str) -> dict[str, Any]:
     """A rank has one pack or none."""
     from odc_triton.balance import MinibatchSampler
-    from odc_triton.engine.api import events
 
     sampler = MinibatchSampler(LENGTHS, 1, max(LENGTHS), seed=42, rank=rank, world=world)
     sampler.samples_per_minibatch = 1
     trainer = odc_trainer(folder, 1, sampler=sampler)
-    events(trainer.model)
+    trainer.model._odc_engine.events.drain()
     trainer.train()
-    seen = events(trainer.model)
+    seen = trainer.model._odc_engine.events.drain()
     return _summary(trainer, rank) | {
         "barriers": [e.label for e in seen if e.kind == "wait" and "minibatch" in e.label],
         "forwards": sorted({e.minibatch for e in seen if e.kind == "forward"}),

@@ -14,12 +14,13 @@ from unittest import mock
 import torch
 from torch import nn
 
-from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
+from odc_triton.data.dataset import DataOptions, TokenizedDataset
 from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
 from odc_triton.train.sft_options import SftOptions
 from tests.support.deadlines import LONG_S
 from tests.support.sft_case import case, write_case
 from tests.support.table_composes import CAP, FEATURES, Pair
+from tests.support.tokenized import tokenize_file
 
 STEPS, PER_STEP, SAVED = 3, 8, 2  # steps, samples of a step, and the step with a checkpoint in the background
 Weights = dict[str, torch.Tensor]

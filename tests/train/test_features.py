@@ -15,7 +15,7 @@ from torch import nn
 
 from odc_triton.base.events import Event
 from odc_triton.cli.command import main
-from odc_triton.data.dataset import DataOptions, SampleSubset, TokenizedDataset, split_samples, tokenize_file
+from odc_triton.data.dataset import DataOptions, SampleSubset, TokenizedDataset, split_samples
 from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
 from odc_triton.train.outcome import write_report
 from odc_triton.train.sft import train_sft
@@ -23,6 +23,7 @@ from odc_triton.train.sft_options import SftOptions
 from odc_triton.train.sft_run import SftRun
 from tests.support import jobs, ranks
 from tests.support.sft_case import case, write_case
+from tests.support.tokenized import tokenize_file
 
 IDS = torch.arange(3, 12)[None]
 

@@ -11,13 +11,14 @@ import pytest
 
 from odc_triton.base.errors import CheckpointCorrupt
 from odc_triton.checkpoint.folder import Manifest
-from odc_triton.data.dataset import TokenizedDataset, tokenize_file
+from odc_triton.data.dataset import TokenizedDataset
 from odc_triton.data.lengths import read_lengths
 from odc_triton.data.records import DataError
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.run_folder import RunFolder
 from tests.support.deadlines import LONG_S
 from tests.support.records import CHARACTERS, write_lines
+from tests.support.tokenized import tokenize_file
 
 DEEP = "[" * 100_000
 FIFO = None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
+from odc_triton.data.dataset import DataOptions, TokenizedDataset
 from odc_triton.data.tokenizer import TextEncoder, load_tokenizer, to_transformers
 from odc_triton.rl.generation import end_tokens_of
 from odc_triton.train.metrics import read_metrics
@@ -19,6 +19,7 @@ from odc_triton.train.samples import Completions, prompted
 from tests.support import jobs
 from tests.support.chats import CHATML
 from tests.support.sft_case import case, write_case
+from tests.support.tokenized import tokenize_file
 
 COUNT, TOKENS = 3, 8
 

@@ -16,13 +16,14 @@ from torch import nn
 from odc_triton.balance.collate import count_target_tokens, pack_collate
 from odc_triton.base.config_file import read_config, write_config
 from odc_triton.base.options import read_options
-from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
+from odc_triton.data.dataset import DataOptions, TokenizedDataset
 from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
 from odc_triton.train.model import replace
 from odc_triton.train.sft_options import SftOptions
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.sft_case import QWEN2, case, write_case
+from tests.support.tokenized import tokenize_file
 
 STEPS = 5
 
