@@ -18,7 +18,6 @@ from docs.figures import adding, reading, record_kernels, tiles, waves
 from odc_triton.balance import split
 from odc_triton.comm import layout
 
-FIGURES = [reading, adding, tiles, waves]
 interpreted = pytest.mark.skipif(not place.INTERPRETED, reason="kernels are recorded in the interpreter")
 
 
@@ -39,11 +38,6 @@ def _ranks(elements: list[dict[str, str]]) -> list[int]:
 @pytest.fixture(scope="module")
 def recorded() -> dict:
     return record_kernels.record()
-
-
-@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.__name__)
-def test_figures_are_as_committed(figure: object) -> None:
-    assert Path(figure.__file__).with_suffix(".svg").read_text() == figure.draw(figure.data())
 
 
 @interpreted
