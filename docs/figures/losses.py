@@ -34,10 +34,10 @@ def draw(data: dict) -> str:
     drawing.line(points(data["FSDP2"]), "rank1", more="thick wide")
     drawing.line(points(data["ODC"]), "ink")
     drawing.text(0, 16, "loss per token", "faint", more="small")
-    x = points(data["ODC"])[len(data["ODC"]) // 3][0]
+    x = points(data["ODC"])[len(data["ODC"]) // 4][0]
     drawing.line([(x + 40, TOP + 24), (x + 64, TOP + 24)], "rank1", more="thick wide")
     drawing.text(x + 72, TOP + 29, "FSDP2")
     drawing.line([(x + 40, TOP + 48), (x + 64, TOP + 48)], "ink")
-    drawing.text(x + 72, TOP + 53, f"ODC; the last loss is {data['spread']:.0e} of FSDP2's away")
+    drawing.text(x + 72, TOP + 53, f"ODC: {data['spread']:.0e} apart at the end")
     drawing.text(WIDTH - 20, TOP + HIGH + 24, f"{len(data['ODC'])} minibatches", "faint", at="end", more="small")
     return str(drawing)

@@ -1,7 +1,7 @@
 """Checks that measured numbers in the pages equal their files: `python -m docs.figures.marks`.
 
 A measured number has a mark right behind it, a comment with a file of bench/results or docs/figures and a key. A range
-with two decimals must have one, except in code.
+with two decimals must have one, except in code. In a name of a key `*` is any text.
 
     1.57<!--demo.json speedup_split_vs_fsdp2/ratio-->              rounded as the text is
     1.57 (1.50 to 1.65)<!--demo.json speedup_split_vs_fsdp2-->     ratio, low, high; or `1.50 to 1.65` alone
@@ -13,6 +13,7 @@ with two decimals must have one, except in code.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ def at(data: Any, parts: list[str]) -> list[Any]:
     if not parts:
         return data if isinstance(data, list) else [data]
     if isinstance(data, dict):
+        if len(names := fnmatch.filter(data, parts[0])) == 1:
+            return at(data[names[0]], parts[1:])
         n = next(n for n in range(1, len(parts) + 1) if "/".join(parts[:n]) in data)
         return at(data["/".join(parts[:n])], parts[n:])
     if parts[0].isdecimal():

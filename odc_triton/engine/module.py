@@ -173,8 +173,8 @@ class ODCModule:
                 if (probe.dtype, probe.device) != (parameter.dtype, parameter.device):
                     raise RuntimeError(
                         f"{name} is {parameter.dtype} on {parameter.device} and would become {probe.dtype} on "
-                        f"{probe.device}: a sharded parameter can't leave the heap. Convert the model before "
-                        f"fully_shard, or pass mp_policy=MixedPrecisionPolicy(param_dtype=…)."
+                        f"{probe.device}: a sharded parameter can't leave the ranks' shared memory. Convert the model "
+                        f"before fully_shard, or pass mp_policy=MixedPrecisionPolicy(param_dtype=…)."
                     )
         for parameter in self.parameters():
             if id(parameter) not in ours:  # ignored_params
@@ -189,7 +189,9 @@ class ODCModule:
         """No-op: nothing is on the meta device any more, and what `fully_shard` initialised is kept."""
         home = self._odc_engine.heap.device
         if torch.device(device).type != home.type:
-            raise RuntimeError(f"to_empty(device={device!r}): a sharded model can't leave the heap, which is on {home}")
+            raise RuntimeError(
+                f"to_empty(device={device!r}): a sharded model can't leave the ranks' shared memory on {home}"
+            )
         return self
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:

@@ -71,7 +71,7 @@ class record_timeline:
         """Stops; returns each rank's idle share, 0 to 1, without the first `warm_up` optimizer steps. Collective.
 
         Rank 0 prints the shares, and draws timeline.png and trace.json (for ui.perfetto.dev) of all that was saved into
-        `folder`, each under its name.
+        `folder`, each under its name. Other ranks wait for it.
         """
         for handle in self._handles:
             handle.remove()
@@ -91,6 +91,7 @@ class record_timeline:
             tracks = {each: [Event.of_row(row) for row in json.loads(text)] for each, text in sorted(saved.items())}
             save_timelines(tracks, folder)
             print(f"{name}: " + ", ".join(f"rank {rank} idle {share:.1%}" for rank, share in idle.items()), flush=True)
+        dist.barrier()  # a rank that exits at once would abort: gloo's thread may still free the tensors gathered above
         return idle
 
     def _now(self, begins: str = "") -> None:

@@ -56,7 +56,7 @@ def refuse_unshardable(name: str, parameter: nn.Parameter, home: str) -> None:
         )
     if is_traceable_wrapper_subclass(parameter):
         raise ValueError(
-            f"{name} is a {kind}, which is made of other tensors: ranks would read plain values, without its "
+            f"{name} is a {kind}, a tensor subclass: ranks would read its inner tensors, without calling its "
             f"fsdp_pre_all_gather. Leave the conversion (torchao) out, or pass such parameters in ignored_params."
         )
     if parameter.dtype not in SHARDABLE_DTYPES:

@@ -30,9 +30,9 @@ class RunOptions:
     balance: Literal["mini", "queue", "micro", "global", "local"] = option(
         "mini",
         "how a step's samples are assigned to the ranks. mini: equal work, in as many packs as each rank needs. "
-        "queue: the same packs, taken at run time, for ranks that are not equally fast. To compare with FSDP, equally "
-        "many packs on each rank: micro, equally many samples too; global, packs of similar cost; local, one sample "
-        "a pack",
+        "queue: smaller packs, taken at run time, for ranks that are not equally fast. micro, global and local give "
+        "each rank equally many packs, as FSDP needs: micro also equally many samples; global packs of similar cost; "
+        "local one sample per pack",
     )
     split_sequences: bool = option(False, "split the longest samples over ranks: for few long samples per rank")
     split_tokens: int = option(0, "tokens per rank that others may read; 0: about 0.4 of the longest sample")

@@ -38,6 +38,7 @@ def test_every_marked_number_is_in_its_file():
         "needs 1.57 times (1.50 to 1.65)<!--a.json split--> our time",
         "| 1.57 | 1.50 to 1.65<!--a.json split--> |",
         "1.57<!--a.json split/ratio--> (95%\ninterval 1.50 to 1.65)<!--a.json split-->",
+        "1.57<!--a.json sp*t/ratio--> times",
         "21%<!--a.json mean(idle / all)-->, 33<!--a.json idle / all/2-->%",
         "0.20<!--a.json median(idle / all)-->",
         "1,234,567<!--a.json tokens-->, 1.23<!--a.json tokens *1e-6--> M",
@@ -57,6 +58,7 @@ def test_right(results, text):
     [
         ("\n1.56<!--a.json split/ratio-->", "a.md:2: '1.56'<!--a.json split/ratio-->: 1.56 should be 1.57"),
         ("1.566 (1.50 to 1.64)<!--a.json split-->", "1.64 should be 1.65"),
+        ("1.57<!--a.json *s*/ratio--> times", "names no number"),
         ("1.57 (1.51 to 1.65)<!--a.json split-->", "1.51 should be 1.50"),
         ("1.56 (1.50 to 1.65)<!--a.json split-->", "1.56 should be 1.57"),
         ("2.1%<!--a.json off-->", "2.1 should be -2.1"),

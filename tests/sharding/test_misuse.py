@@ -124,7 +124,7 @@ def test_options() -> None:
         "int8": r"ValueError: 0\.weight is Parameter of torch\.int8.*ignored_params",
         "float8": r"ValueError: 0\.weight is Parameter of torch\.float8.*ignored_params",
         "DTensor": "ValueError: 0.weight is a DTensor.*plain model",
-        "tensor of tensors": r"ValueError: 0\.weight is a TwoTensor, which is made of other tensors.*ignored_params",
+        "tensor of tensors": r"ValueError: 0\.weight is a TwoTensor, a tensor subclass.*ignored_params",
         "lazy": "ValueError.*lazy parameter.*run one forward",
         "hook": "ValueError: 0.weight has gradient hooks.*after the minibatch",
         "optimizer in backward": "ValueError: 0.weight has gradient hooks.*after the minibatch",
