@@ -2,7 +2,7 @@
 
 An image from docs/figures becomes inline SVG, so that it follows the page's switch from light to dark. A line that is
 only a link to a page of docs/tables becomes that table, folded; the link's text is what one unfolds. Marks of numbers
-(`<!--demo.json key-->`, docs/figures/marks.py) are taken out.
+(`<!--demo.json:key-->`, docs/figures/marks.py) are taken out.
 """
 
 from __future__ import annotations

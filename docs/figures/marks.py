@@ -3,11 +3,11 @@
 A measured number has a mark right behind it, a comment with a file of bench/results or docs/figures and a key. A range
 with two decimals must have one, except in code. In a name of a key `*` is any text.
 
-    1.57<!--demo.json speedup_split_vs_fsdp2/ratio-->              rounded as the text is
-    1.57 (1.50 to 1.65)<!--demo.json speedup_split_vs_fsdp2-->     ratio, low, high; or `1.50 to 1.65` alone
-    15%<!--end_to_end.json mean(cells/equal/idle_fraction)-->      times 100; mean, median, min, max, sum of a list
-    10.1<!--exact.json parameters *1e-6--> M                       times a scale
-    2.1<!--a.json min(rows/way=DDP&ranks=8/s // rows/way=ODC&ranks=8/s)-->    quotients; rows by number, `*`, values
+    1.57<!--demo.json:speedup_split_vs_fsdp2/ratio-->              rounded as the text is
+    1.57 (1.50 to 1.65)<!--demo.json:speedup_split_vs_fsdp2-->     ratio, low, high; or `1.50 to 1.65` alone
+    15%<!--end_to_end.json:mean(cells/equal/idle_fraction)-->      times 100; mean, median, min, max, sum of a list
+    10.1<!--exact.json:parameters *1e-6--> M                       times a scale
+    2.1<!--a.json:min(rows/way=DDP&ranks=8/s // rows/way=ODC&ranks=8/s)-->    quotients; rows by number, `*`, values
     8.07<!--not recorded: by commit ee632c6--> GB
 """
 
@@ -64,9 +64,9 @@ def mistakes(page: str, text: str) -> Iterator[str]:
     """A line for each number of the page that is not what its mark names, and each range without a mark."""
     text = _CODE.sub(lambda code: re.sub(r"[^\n]", "`", code[0]), text)
     for mark in (mark for mark in _MARK.finditer(text) if not mark[1].startswith("not recorded: ")):
-        file, _, key = " ".join(mark[1].split()).partition(" ")
+        file, _, key = " ".join(mark[1].split()).partition(":")
         before = " ".join(_MARK.sub("", text[: mark.start()]).split())[-60:]
-        where = f"{page}:{text.count(chr(10), 0, mark.start()) + 1}: {before[-24:]!r}<!--{file} {key}-->"
+        where = f"{page}:{text.count(chr(10), 0, mark.start()) + 1}: {before[-24:]!r}<!--{file}:{key}-->"
         percent = before.rstrip("*").endswith("%") or text.startswith("%", mark.end())
         try:
             exact = values(file, key)
