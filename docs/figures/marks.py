@@ -63,7 +63,7 @@ def values(file: str, key: str) -> list[float]:
 def mistakes(page: str, text: str) -> Iterator[str]:
     """A line for each number of the page that is not what its mark names, and each range without a mark."""
     text = _CODE.sub(lambda code: re.sub(r"[^\n]", "`", code[0]), text)
-    for mark in (mark for mark in _MARK.finditer(text) if not mark[1].startswith("not recorded: ")):
+    for mark in (mark for mark in _MARK.finditer(text) if not re.match(r"not\s+recorded: ", mark[1])):
         file, _, key = " ".join(mark[1].split()).partition(":")
         before = " ".join(_MARK.sub("", text[: mark.start()]).split())[-60:]
         where = f"{page}:{text.count(chr(10), 0, mark.start()) + 1}: {before[-24:]!r}<!--{file}:{key}-->"

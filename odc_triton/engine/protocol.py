@@ -140,8 +140,8 @@ class Protocol(RankState):
         """This rank's side of the entry: gradient shards are zero, masters are published."""
         if self._stepping is not None:
             raise RuntimeError(
-                "a minibatch can't begin: an optimizer step has begun and not ended. Don't run it in step(closure); "
-                "and after a step that raised, start again from the last checkpoint"
+                "a minibatch can't begin: an optimizer step has begun and not ended. Open no minibatch in "
+                "step(closure); if a step raised, start again from the last checkpoint"
             )
         if self.phase is Phase.REDUCED and any(shard.has_gradient for shard in self.shards):
             self.warn_once(

@@ -31,8 +31,8 @@ class RunOptions:
         "mini",
         "how a step's samples are assigned to the ranks. mini: equal work, in as many packs as each rank needs. "
         "queue: smaller packs, taken at run time, for ranks that are not equally fast. micro, global and local give "
-        "each rank equally many packs, as FSDP needs: micro also equally many samples; global packs of similar cost; "
-        "local one sample per pack",
+        "each rank equally many packs, as FSDP needs: micro: also equally many samples; global: packs of similar "
+        "cost; local: one sample per pack",
     )
     split_sequences: bool = option(False, "split the longest samples over ranks: for few long samples per rank")
     split_tokens: int = option(0, "tokens per rank that others may read; 0: about 0.4 of the longest sample")
@@ -58,7 +58,7 @@ class RunOptions:
     max_skipped: int = option(10, "steps that may be skipped because loss or gradient is not finite; more are an error")
 
     lora_rank: int = option(
-        0, "train low-rank adapters of this rank only (needs peft); 0: the whole model", group="What is computed"
+        0, "train only low-rank adapters, with this r (needs peft); 0: the whole model", group="What is computed"
     )
     lora_alpha: float | None = option(None, "adapters are scaled by alpha / rank; by default twice the rank")
     lora_targets: str = option("all-linear", "layers that get adapters: names separated by commas")
