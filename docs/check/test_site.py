@@ -99,6 +99,16 @@ def test_figures_follow_the_switch(browser: Browser, site: str, built: Path) -> 
     assert found == [("auto", light), ("dark", dark), ("light", light)]
 
 
+def test_the_first_page_says_how_to_try_it_without_scrolling(browser: Browser, site: str) -> None:
+    page = browser.new_page(viewport={"width": WIDTHS["desktop"], "height": 900})
+    page.goto(f"{site}/index.html")
+    command = page.locator("pre").first
+    assert "odc-triton demo" in command.inner_text()
+    assert command.evaluate("e => e.getBoundingClientRect().bottom") < 900
+    assert page.locator("svg.figure").first.evaluate("e => e.getBoundingClientRect().top") > 0
+    page.close()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_screenshots(width: str, scheme: str, browser: Browser, site: str, screenshots: Path) -> None:
