@@ -73,6 +73,8 @@ class record_timeline:
         Rank 0 prints the shares, and draws timeline.png and trace.json (for ui.perfetto.dev) of all that was saved into
         `folder`, each under its name. Other ranks wait for it.
         """
+        if "/" in name:
+            raise ValueError(f"name is {name!r}; give one without a slash: files of {folder} are named after it")
         for handle in self._handles:
             handle.remove()
         if self._handles:
@@ -81,7 +83,10 @@ class record_timeline:
         dist.all_gather_object(of_ranks, [event.as_row() for event in self._log.drain()])
         events = [Event.of_row(row) for rows in of_ranks for row in rows]
         steps = set.intersection(*({e.minibatch for e in events if e.rank == rank} for rank in range(len(of_ranks))))
-        events = excerpt({name: events}, minibatches=sorted(steps - {-1})[warm_up:])[name]
+        counted = sorted(steps - {-1})
+        if len(counted) <= warm_up:
+            raise ValueError(f"{len(counted)} steps were recorded; train more than warm_up={warm_up} before save")
+        events = excerpt({name: events}, minibatches=counted[warm_up:])[name]
         idle = idle_of_ranks(events)
         if dist.get_rank() == 0:
             folder = Path(folder)

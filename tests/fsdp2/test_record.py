@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -76,6 +77,10 @@ def _recorded(rank: int, world: int, folder: Path) -> dict[int, float]:
             model(torch.randn(3, 4)).square().mean().backward()
         optimizer.step()
     recording.save(folder, "ours")
+    with pytest.raises(ValueError, match="without a slash"):
+        recording.save(folder, "ours/again")
+    with pytest.raises(ValueError, match="0 steps were recorded"):
+        record_timeline(model).save(folder, "nothing")
     return idle
 
 
