@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from pathlib import Path
 
 from odc_triton.base.events import Event
 from odc_triton.base.trace import idle_fraction, window_s
 
+from .results import read
 from .svg import Drawing
 from .timeline import paint, present, rows_of
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
 OURS = "ODC + split"
 WIDTH, LEFT, BAR = 520, 50, 22
 
 
 def data() -> dict:
     """Of both ways: rows of (start, end, state) in seconds, how many steps in how long, and the idle share."""
-    report = json.loads((RESULTS / "demo.json").read_text())
-    tracks = tracks_of(json.loads((RESULTS / "demo_trace.json").read_text()))
+    report = read("demo.json")
+    tracks = tracks_of(read("demo_trace.json"))
     theirs = report["speedup_split_vs_fsdp2"]["name"]
     found = {}
     setting = "without resharding" if "no reshard" in theirs else "with its defaults"

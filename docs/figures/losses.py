@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
+from .results import read
 from .svg import WIDTH, Drawing
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
 OURS = "ODC + split"
 LEFT, TOP, HIGH = 40, 34, 150
 
 
 def data() -> dict:
     """Losses per token of every minibatch, and how far the last ones are apart, relative."""
-    report = json.loads((RESULTS / "demo.json").read_text())
+    report = read("demo.json")
     theirs = report["losses"][report["speedup_split_vs_fsdp2"]["name"]]
     return {"FSDP2": theirs, "ODC": report["losses"][OURS], "spread": report["loss_spread"]}
 

@@ -1,7 +1,7 @@
 """Checks that measured numbers in the pages equal their files: `python -m docs.figures.marks`.
 
-A measured number has a mark right behind it, a comment with a file of bench/results or docs/figures and a key. A range
-with two decimals must have one, except in code. In a name of a key `*` is any text.
+A measured number is followed by a mark: a comment with a file of bench/results or docs/figures, and a key. A range with
+two decimals must have one, except in code. In a name of a key `*` is any text.
 
     1.57<!--demo.json:speedup_split_vs_fsdp2/ratio-->              rounded as the text is
     1.57 (1.50 to 1.65)<!--demo.json:speedup_split_vs_fsdp2-->     ratio, low, high; or `1.50 to 1.65` alone

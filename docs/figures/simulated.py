@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from statistics import mean
 
-FILE = Path(__file__).parents[2] / "bench" / "results" / "simulated.json"
+from .results import markdown, read
 
 
 def data() -> dict:
-    return json.loads(FILE.read_text(encoding="utf-8"))
+    return read("simulated.json")
 
 
 def table(data: dict) -> str:
-    lines = ["| | measured s | predicted s | predicted / measured |", "| --- | --: | --: | --: |"]
+    rows = []
     for name, ratio in data["predicted_over_measured"].items():
-        seconds = " | ".join(f"{mean(data[of][name]):.2f}" for of in ("measured_s", "predicted_s"))
-        lines.append(f"| {name} | {seconds} | {ratio:.3f} |")
+        seconds = (f"{mean(data[of][name]):.2f}" for of in ("measured_s", "predicted_s"))
+        rows.append([name, *seconds, f"{ratio:.3f}"])
     made = f"6 minibatches, 2 ranks, {data['hardware']}; commit {data['commit'][:7]}."
-    return "\n".join([*lines, "", made, ""])
+    return f"{markdown(('', 'measured s', 'predicted s', 'predicted / measured'), rows)}\n{made}\n"

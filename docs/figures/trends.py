@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
+from .results import markdown, read
 from .svg import Drawing
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
 PANELS = {
     "samples per GPU, longalign": "samples per GPU",
     "GPUs": "GPUs",
@@ -25,7 +22,7 @@ LOW, TOP = 1.0, 2.0  # of the scale
 
 def data() -> dict[str, list[dict]]:
     """By panel, of each value the speed-ups."""
-    return json.loads((RESULTS / "simulator_study.json").read_text())["panels"]
+    return read("simulator_study.json")["panels"]
 
 
 def draw(data: dict) -> str:
@@ -53,10 +50,11 @@ def draw(data: dict) -> str:
 
 
 def table(data: dict) -> str:
-    lines = ["| varied | | ODC + LB-Micro | ODC + LB-Mini | ODC + LB-Mini, over the better FSDP2 | split |"]
-    lines.append("| --- |" + " --: |" * 5)
-    for panel, rows in data.items():
-        for row in rows:
+    rows = []
+    for panel, values in data.items():
+        for row in values:
             shown = (row["ODC + LB-Micro"], row["ODC + LB-Mini"], row["best"], row["split"])
-            lines.append(f"| {panel} | {row['value']:,} | {' | '.join(f'{each:.2f}' for each in shown)} |")
-    return "\n".join(lines) + "\n"
+            rows.append([panel, f"{row['value']:,}", *(f"{each:.2f}" for each in shown)])
+    return markdown(
+        ("varied", "", "ODC + LB-Micro", "ODC + LB-Mini", "ODC + LB-Mini, over the better FSDP2", "split"), rows
+    )

@@ -6,7 +6,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
-from xml.etree import ElementTree
+from types import ModuleType
 
 import pytest
 
@@ -17,18 +17,14 @@ import odc_kernels.scatter
 from docs.figures import adding, reading, record_kernels, tiles, waves
 from odc_triton.balance import split
 from odc_triton.comm import layout
+from tests.docs.svg import found, numbers
 
 interpreted = pytest.mark.skipif(not place.INTERPRETED, reason="kernels are recorded in the interpreter")
 
 
-def _found(figure: object, kind: str, tag: str = "rect") -> list[dict[str, str]]:
+def _found(figure: ModuleType, kind: str, tag: str = "rect") -> list[dict]:
     """The elements of a class in the figure as it is drawn now."""
-    root = ElementTree.fromstring(figure.draw(figure.data()))
-    return [each.attrib for each in root if each.tag.endswith(tag) and kind in each.get("class", "").split()]
-
-
-def _sizes(elements: list[dict[str, str]], side: str) -> list[float]:
-    return [float(each[side]) for each in elements]
+    return found(figure.draw(figure.data()), tag, kind)
 
 
 def _ranks(elements: list[dict[str, str]]) -> list[int]:
@@ -48,11 +44,11 @@ def test_kernels_do_what_was_recorded(recorded: dict) -> None:
 
 @pytest.mark.parametrize("figure", [reading, adding], ids=lambda figure: figure.__name__)
 def test_heights_are_the_rows_that_ranks_own(figure: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _sizes(_found(figure, "owned"), "height") == [48, 48, 48, 16]
+    assert numbers(_found(figure, "owned"), "height") == [48, 48, 48, 16]
     # The rows that were accessed are those of the layout.
-    assert sorted(_sizes(_found(figure, "part"), "height")) == [16, 48, 48, 48]
+    assert sorted(numbers(_found(figure, "part"), "height")) == [16, 48, 48, 48]
     monkeypatch.setattr(layout, "rows_per_rank", lambda rows, world: 4)
-    assert _sizes(_found(figure, "owned"), "height") == [64, 64, 32, 0]
+    assert numbers(_found(figure, "owned"), "height") == [64, 64, 32, 0]
 
 
 @interpreted
@@ -84,7 +80,7 @@ def test_a_tile_reads_the_owner_of_its_columns(monkeypatch: pytest.MonkeyPatch) 
         assert all(left <= float(each["x"]) and float(each["x"]) + float(each["width"]) <= right for each in of_rank)
         assert len(of_rank) == 6
     monkeypatch.setattr(layout, "rows_per_rank", lambda rows, world: 40)
-    assert _sizes(_found(tiles, "owned"), "width") == [116, 116, 116, 20]
+    assert numbers(_found(tiles, "owned"), "width") == [116, 116, 116, 20]
 
 
 def test_pieces_are_as_wide_as_they_have_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +88,7 @@ def test_pieces_are_as_wide_as_they_have_tokens(monkeypatch: pytest.MonkeyPatch)
         return [box["tokens"] for column in waves.data()["columns"] for part in column for box in part]
 
     def widths() -> list[float]:
-        return [width + 2 for width in _sizes(_found(waves, "piece"), "width")]
+        return [width + 2 for width in numbers(_found(waves, "piece"), "width")]
 
     assert sum(tokens()) == sum(waves.LENGTHS)
     per_token = sum(widths()) / sum(tokens())
