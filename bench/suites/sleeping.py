@@ -258,9 +258,10 @@ class SleepingModel(nn.Module):
         engine = engine_of(self)
         shapes = [LayerShape(heads=1, key_width=1, value_width=1, dtype="float32")] * len(self.layers)
         token = engine.exchange("enable_split", {"token": uuid.uuid4().hex})[0]["token"]
+        token = f"{token}-{engine.grid.replica}"
         buffers = KVBuffers(engine.heap, shapes, tokens=tokens, token=token, timeout_s=engine.barrier.timeout_s)
         sync, streams = HostSync(buffers, engine), engine.streams.first.another()
-        exchange = SequenceExchange(sync, streams, in_order=False)
+        exchange = SequenceExchange(sync, streams, grid=engine.grid, in_order=False)
         engine.register(exchange)
         engine.streams.also(streams)
         engine.streams.watch(sync)

@@ -17,7 +17,8 @@ class Assigner:
     """A rank's packs, minibatch after minibatch. Every rank computes the whole assignment; nothing is communicated.
 
     `balance` and `token_cap`: see `MinibatchSampler`; `split_tokens`: of each rank, the most tokens that others may
-    read, 0 without splitting; `counter`: of a work queue, by default `store_counter()`, made on first use.
+    read, 0 without splitting; `replicas`: see `assign_split`; `counter`: of a work queue, by default `store_counter()`,
+    made on first use.
     """
 
     rank: int
@@ -26,8 +27,15 @@ class Assigner:
     balance: str
     cost: CostModel
     split_tokens: int = 0
+    replicas: int = 1
     counter: Counter | None = None
     _queues: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.balance == QUEUE and self.split_tokens and self.replicas > 1:
+            raise ValueError(
+                f"balance {QUEUE!r} can't split sequences with {self.replicas} replicas: use 'mini', or split none"
+            )
 
     def own(self, lengths: Sequence[int], names: Sequence[int]) -> MinibatchPacks | QueuedPacks:
         """This rank's packs of samples of `lengths` tokens, called `names`; or the queue that all ranks take from."""
@@ -79,6 +87,7 @@ class Assigner:
             token_cap=self.token_cap,
             tokens=self.split_tokens,
             cost=self.cost,
+            replicas=self.replicas,
             names=names,
             ride=ride,
         )

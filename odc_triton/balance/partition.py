@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 # A group within this fraction of the mean is not refined: far below the error of a cost model.
-_BALANCED = 1e-3
+BALANCED = 1e-3
 # Exchanges evaluated in one step of `refine`; beyond it, only some of the heaviest group's items are tried.
 _EXCHANGES = 4_000_000
 # Groups whose items are tried first where there are many.
@@ -68,7 +68,7 @@ def refine(
     if max(map(len, groups)) < 2:  # exchanging single items makes the heaviest group no lighter
         return [list(members) for members in groups]
     load = np.array([math.fsum(costs[i] for i in members) for members in groups])
-    if load.max() <= load.mean() * (1 + _BALANCED):
+    if load.max() <= load.mean() * (1 + BALANCED):
         return [sorted(members) for members in groups]
     # Each group also has a hole of no cost and no tokens: swapping an item with it moves the item.
     cost = np.concatenate([np.asarray(costs, dtype=np.float64), np.zeros(count)])
@@ -112,7 +112,7 @@ def refine(
     unsettled = np.ones(count, dtype=bool)
     while unsettled.any():
         heavy = int(np.where(unsettled, load, -1.0).argmax())
-        if load[heavy] <= load[unsettled].mean() * (1 + _BALANCED):
+        if load[heavy] <= load[unsettled].mean() * (1 + BALANCED):
             break
         if size[heavy] == 1:  # any group that takes its item ends up no lighter
             unsettled[heavy] = False

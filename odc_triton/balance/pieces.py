@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
@@ -64,8 +64,8 @@ class PlannedPiece:
     """A piece, the rank that computes it, and the place of its keys and values.
 
     `is_read`: a later piece follows, so others read it. `offset`: its first row in the rank's own buffers, in tokens;
-    `joint_offset`: its first row in one buffer for all ranks, in which a sequence's rows are adjacent. Both
-    are 0 if it is not read.
+    `joint_offset`: its first row in one buffer for all ranks of its replica, in which a sequence's rows are adjacent.
+    Both are 0 if it is not read.
     """
 
     piece: Piece
@@ -96,10 +96,11 @@ class SplitPlan:
     """The ranks that compute the pieces of one minibatch; ranks compare it by `digest` at the minibatch's entry.
 
     `sequences`: by sample. `waves`: their number. `tokens`: by rank, how many tokens' keys and values others read.
+    `replicas`: consecutive ranks of equal number that share memory, as all pieces of a sample must; often a host each.
     """
 
-    def __init__(self, sequences: Sequence[SplitSequence], *, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, sequences: Sequence[SplitSequence], *, ranks: int, replicas: int = 1) -> None:
+        self.ranks, self.replicas = ranks, replicas
         self.sequences = {each.sample: each for each in sequences}
         self.waves = 1 + max((each.wave for each in sequences), default=-1)
         self.tokens = [0] * ranks
@@ -118,13 +119,28 @@ class SplitPlan:
     def wave_of(self, piece: Piece) -> int:
         return self.sequences[piece.sample].wave
 
+    def of_replica(self, replica: int) -> SplitPlan | None:
+        """The part of one replica, whose ranks are numbered from 0; None if nothing is split there."""
+        if self.replicas == 1:
+            return self
+        shards = self.ranks // self.replicas
+        own = [
+            replace(each, pieces=tuple(replace(piece, rank=piece.rank % shards) for piece in each.pieces))
+            for each in self.sequences.values()
+            if each.pieces[0].rank // shards == replica
+        ]
+        return SplitPlan(own, ranks=shards) if own else None
+
     @classmethod
-    def of(cls, packs_of_ranks: Sequence[Sequence[Sequence[Entry]]]) -> SplitPlan | None:
+    def of(cls, packs_of_ranks: Sequence[Sequence[Sequence[Entry]]], *, replicas: int = 1) -> SplitPlan | None:
         """The plan of all ranks' packs, by rank; None if they hold no piece.
 
-        Raises ValueError, naming the sample, for pieces that leave a gap, overlap or are alone, for a sample that is
-        both split and whole, and for packs that can't be computed as waves: see [Note: waves].
+        Raises ValueError, naming the sample, for pieces that leave a gap, overlap, are alone or on several replicas,
+        for a sample that is both split and whole, and for packs that can't be computed as waves: see [Note: waves].
         """
+        ranks = len(packs_of_ranks)
+        if replicas < 1 or ranks % replicas:
+            raise ValueError(f"{ranks} ranks can't be split into {replicas} equal replicas")
         places: dict[Piece, tuple[int, int]] = {}  # rank, pack
         whole: set[int] = set()
         for rank, packs in enumerate(packs_of_ranks):
@@ -142,20 +158,27 @@ class SplitPlan:
         by_sample: dict[int, list[Piece]] = {}
         for piece in sorted(places, key=lambda piece: (piece.sample, piece.start)):
             by_sample.setdefault(piece.sample, []).append(piece)
-        sequences, offsets, joint = [], [0] * len(packs_of_ranks), 0
+        sequences, offsets, joint = [], [0] * ranks, [0] * replicas
         for sample, pieces in by_sample.items():
             _check(pieces, sample in whole)
+            where = {places[piece][0] * replicas // ranks for piece in pieces}
+            if len(where) > 1:
+                raise ValueError(
+                    f"sample {sample} has pieces on ranks of replicas {sorted(where)}, which can't read each other's "
+                    f"keys and values: keep all pieces of a sample on one replica"
+                )
+            (replica,) = where
             planned = []
             for piece in pieces:
                 rank, is_read = places[piece][0], piece is not pieces[-1]
-                offset, joint_offset = (offsets[rank], joint) if is_read else (0, 0)
+                offset, joint_offset = (offsets[rank], joint[replica]) if is_read else (0, 0)
                 planned.append(
                     PlannedPiece(piece=piece, rank=rank, is_read=is_read, offset=offset, joint_offset=joint_offset)
                 )
                 offsets[rank] += len(piece) * is_read
-                joint += len(piece) * is_read
+                joint[replica] += len(piece) * is_read
             sequences.append(SplitSequence(sample=sample, wave=waves[places[pieces[0]]], pieces=tuple(planned)))
-        return cls(sequences, ranks=len(packs_of_ranks))
+        return cls(sequences, ranks=ranks, replicas=replicas)
 
 
 def _check(pieces: Sequence[Piece], is_whole_too: bool) -> None:

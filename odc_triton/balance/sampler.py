@@ -48,6 +48,7 @@ class MinibatchSampler:
         `minibatch(split=…)`. An int: of each rank, the most tokens whose keys and values others may read, that
         is `enable_split`'s `tokens`; a minibatch whose samples over the cap need more raises ValueError. True:
         `readable_tokens`, about 0.4 of the longest sample, and enough for any minibatch of these lengths.
+        replicas: with `split` the model's number of replicas: consecutive ranks, which split samples among themselves.
         mix: of several data sets, how often an epoch takes each sample; `lengths` has all their numbers. By default an
         epoch takes each sample once.
 
@@ -69,13 +70,17 @@ class MinibatchSampler:
         drop_last: bool = False,
         counter: Counter | None = None,
         split: bool | int = False,
+        replicas: int = 1,
         mix: Mix | None = None,
     ) -> None:
         self.world = _from_environment("WORLD_SIZE", 1) if world is None else world
         self.rank = _from_environment("RANK", 0) if rank is None else rank
         if self.world < 1:
             raise ValueError(f"world is {self.world}: give the number of ranks, 1 or more")
-        self.lengths = checked_lengths(lengths, token_cap * (self.world if split else 1))
+        if replicas < 1 or self.world % replicas:
+            raise ValueError(f"replicas is {replicas}: give a divisor of the world of {self.world} ranks")
+        self.replicas = replicas
+        self.lengths = checked_lengths(lengths, token_cap * (self.world // replicas if split else 1))
         self.mix = Mix((len(self.lengths),)) if mix is None else mix
         if self.mix.numbers != len(self.lengths):
             raise ValueError(f"mix numbers {self.mix.numbers} samples and there are {len(self.lengths)} lengths")
@@ -103,6 +108,7 @@ class MinibatchSampler:
                 samples=self.samples_per_minibatch,
                 token_cap=token_cap,
                 cost=self.cost,
+                replicas=replicas,
             )
         self.assigner = Assigner(
             rank=self.rank,
@@ -111,6 +117,7 @@ class MinibatchSampler:
             balance=balance,
             cost=self.cost,
             split_tokens=self.split_tokens,
+            replicas=replicas,
             counter=counter,
         )
         self.epoch = 0

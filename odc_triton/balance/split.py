@@ -12,15 +12,17 @@ measured runs such plans gained nothing.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
 
 import numpy as np
 
 from .cost import CostModel
 from .packing import checked_lengths, pack
-from .partition import balanced_partition
+from .partition import BALANCED, balanced_partition, longest_first
 from .pieces import Entry, Piece, SplitPlan
 
 SplitPacks = list[list[Entry]]  # microbatches of one rank
@@ -60,13 +62,13 @@ class SplitAssignment:
         return [wave[rank] for wave in self.waves if wave[rank]]
 
     def named(self, names: Sequence[int]) -> SplitAssignment:
-        """The same with other names of the samples."""
+        """The same with other names of the samples, without a plan."""
 
         def name(each: Entry) -> Entry:
             return replace(each, sample=names[each.sample]) if isinstance(each, Piece) else names[each]
 
         waves = [[[name(each) for each in part] for part in wave] for wave in self.waves]
-        return replace(self, names=names, waves=waves, plan=_plan_of(waves))
+        return replace(self, names=names, waves=waves)
 
 
 def assign_split(
@@ -76,50 +78,93 @@ def assign_split(
     token_cap: int,
     tokens: int,
     cost: CostModel,
+    replicas: int = 1,
     names: Sequence[int] | None = None,
     ride: bool = True,
 ) -> SplitAssignment:
     """Assigns samples of `lengths` tokens to `ranks`, the longest in pieces.
 
     A sample may be longer than `token_cap`, as long as its pieces fit. `tokens`: of each rank, the most tokens whose
-    keys and values others may read. `names`: of the samples in packs and plan, by default their indices.
-    `ride`: if all of a rank's samples fit the cap, they may share the wave's microbatch; not for the work queue, as
-    such samples are fixed. Deterministic: every rank that calls it with the same arguments gets the same result.
+    keys and values others may read. `replicas`: consecutive ranks of equal number, which split samples among
+    themselves. `names`: of the samples in packs and plan, by default their indices. `ride`: if all of a rank's samples
+    fit the cap, they may share the wave's microbatch; not for the work queue, as such samples are fixed. Deterministic:
+    every rank that calls it with the same arguments gets the same result.
 
-    Raises ValueError for `ranks`, `token_cap` or `tokens` out of range, empty lengths, lengths below 1, and for a
-    sample that is over the cap and can't be split, with the remedy.
+    Raises ValueError for `ranks`, `replicas`, `token_cap` or `tokens` out of range, empty lengths, lengths below 1, and
+    for a sample that is over the cap and can't be split, with the remedy.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}: give the number of ranks, 1 or more")
+    if replicas < 1 or ranks % replicas:
+        raise ValueError(f"replicas is {replicas}: give a divisor of the {ranks} ranks")
     if tokens < 0:
         raise ValueError(f"tokens is {tokens}: give the tokens per rank that others may read, 0 or more")
     if token_cap < 1:
         raise ValueError(f"token_cap is {token_cap}: give the most tokens that one microbatch may hold, 1 or more")
-    lengths = checked_lengths(lengths, ranks * token_cap)
-    problem = _Problem(lengths=lengths, ranks=ranks, token_cap=token_cap, tokens=tokens, cost=cost, ride=ride)
-    over = sum(length > token_cap for length in lengths)
-    best = problem.assign(0, []) if over == 0 else None
-    to_beat = math.inf if best is None else best.estimate * (1 - _LEAST_GAIN)
-    if problem.even_share <= to_beat:
-        for count, waves in problem.worth_trying(over):
-            assignment = problem.assign(count, waves)
-            if assignment.estimate <= to_beat:
-                best, to_beat = assignment, assignment.estimate * (1 - 1e-9)  # of equal ones, the fewest split
+    lengths = checked_lengths(lengths, ranks // replicas * token_cap)
     names = range(len(lengths)) if names is None else names
-    if best is None:
-        waves = problem.even_waves(over)
-        if (needed := problem.most_read(waves)) > tokens:
-            longest = problem.order[0]
-            raise ValueError(
-                f"sample {names[longest]} has {lengths[longest]} tokens, over the token_cap of {token_cap}, and others "
-                f"may read {tokens} tokens of each rank, but this minibatch's pieces need {needed}: raise the cap or "
-                f"the tokens to read, or truncate or drop the sample"
-            )
-        best = problem.assign(over, waves)
-    return best.named(names)
+    problem = _Problem(
+        lengths=lengths, names=names, ranks=ranks, token_cap=token_cap, tokens=tokens, cost=cost, ride=ride
+    )
+    best = (problem.best() if replicas == 1 else _over_replicas(problem, replicas)).named(names)
+    return replace(best, plan=SplitPlan.of([*zip(*best.waves, strict=True)], replicas=replicas))  # by rank, then wave
 
 
-def readable_tokens(lengths: Sequence[int], *, ranks: int, samples: int, token_cap: int, cost: CostModel) -> int:
+def _over_replicas(problem: _Problem, replicas: int) -> SplitAssignment:
+    """The better of whole samples over all ranks, and of samples dealt to the replicas by cost and split there."""
+    longest = max(problem.costs[0], problem.even_share)  # no whole assignment takes less
+    if not problem.over and problem.even_share > longest * (1 - _LEAST_GAIN):
+        return problem.assign(0, [])
+    for equal in (0, problem.over):  # a replica with too many samples over the cap can't split them all
+        try:
+            dealt = deal(problem.costs, replicas, equal=equal)
+            groups = [[problem.order[place] for place in sorted(places)] for places in dealt]
+            parts = [problem.part(members, replicas).best().named(members) for members in groups]
+            break
+        except ValueError:
+            if equal == problem.over:
+                raise
+    joined = _joined(problem, parts)
+    if problem.over or joined.estimate <= longest * (1 - _LEAST_GAIN):
+        return joined
+    whole = problem.assign(0, [])
+    return joined if joined.estimate <= whole.estimate * (1 - _LEAST_GAIN) else whole
+
+
+def _joined(problem: _Problem, parts: Sequence[SplitAssignment]) -> SplitAssignment:
+    """The replicas' assignments as one. Their waves of the same number have nothing to do with each other."""
+    nothing: list[list[Entry]] = [[] for _ in parts[0].whole]
+    rows = zip_longest(*(part.waves for part in parts), fillvalue=nothing)
+    return SplitAssignment(
+        lengths=problem.lengths,
+        names=range(len(problem.lengths)),
+        token_cap=problem.token_cap,
+        cost=problem.cost,
+        plan=None,  # made for the best one
+        waves=[[*chain.from_iterable(row)] for row in rows],
+        waves_cost=max(part.waves_cost for part in parts),
+        whole=[[part.names[i] for i in own] for part in parts for own in part.whole],
+        estimate=max(part.estimate for part in parts),
+    )
+
+
+def deal(costs: Sequence[float], groups: int, *, equal: int) -> list[list[int]]:
+    """Deals items of `costs`, which fall, to `groups` of nearly equal sums: the first `equal` in equal numbers."""
+    if not equal:
+        return balanced_partition(costs, groups)
+    dealt = longest_first(costs[:equal], groups, equal_sizes=True)
+    lightest = [(math.fsum(costs[i] for i in own), group) for group, own in enumerate(dealt)]
+    heapq.heapify(lightest)
+    for item in range(equal, len(costs)):
+        load, group = lightest[0]
+        dealt[group].append(item)
+        heapq.heapreplace(lightest, (load + costs[item], group))
+    return dealt
+
+
+def readable_tokens(
+    lengths: Sequence[int], *, ranks: int, samples: int, token_cap: int, cost: CostModel, replicas: int = 1
+) -> int:
     """A good `tokens` for `assign_split` and `enable_split`, for minibatches of `samples`.
 
     0.4 of the longest sample gives nearly all of the gain; on few ranks it is the first part of that sample, cut
@@ -127,7 +172,7 @@ def readable_tokens(lengths: Sequence[int], *, ranks: int, samples: int, token_c
     `lengths`, at any `cost`. A quarter of that part is more than pieces of equal tokens need; without it minibatches
     nearly all over the cap were up to 28% slower.
     """
-    longest = max(lengths)
+    longest, ranks, samples = max(lengths), ranks // replicas, -(-samples // replicas)
     first_part = cost.tokens(cost.sequence(longest) / ranks) + LEAST_TOKENS
     over = sorted((length for length in lengths if length > token_cap), reverse=True)[:samples]
     # A read piece of equal tokens is at most half of the least piece longer than planned: see _nearest_cut.
@@ -144,16 +189,62 @@ class _Problem:
     """The samples of one minibatch, longest first, and the limits."""
 
     def __init__(
-        self, *, lengths: list[int], ranks: int, token_cap: int, tokens: int, cost: CostModel, ride: bool
+        self,
+        *,
+        lengths: list[int],
+        names: Sequence[int],
+        ranks: int,
+        token_cap: int,
+        tokens: int,
+        cost: CostModel,
+        ride: bool,
     ) -> None:
-        self.lengths, self.ranks, self.token_cap, self.tokens = lengths, ranks, token_cap, tokens
+        self.lengths, self.names, self.ranks = lengths, names, ranks
+        self.token_cap, self.tokens = token_cap, tokens
         self.cost, self.ride = cost, ride
         self.least_tokens = _least_tokens(token_cap)
         self.order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         self.costs = [cost.sequence(lengths[i]) for i in self.order]
         self.even_share = math.fsum(self.costs) / ranks
+        self.over = sum(length > token_cap for length in lengths)
 
-    def worth_trying(self, over: int) -> Iterator[tuple[int, Waves]]:
+    def part(self, members: Sequence[int], replicas: int) -> _Problem:
+        """That of one replica, which has these samples."""
+        return _Problem(
+            lengths=[self.lengths[i] for i in members],
+            names=[self.names[i] for i in members],
+            ranks=self.ranks // replicas,
+            token_cap=self.token_cap,
+            tokens=self.tokens,
+            cost=self.cost,
+            ride=self.ride,
+        )
+
+    def best(self) -> SplitAssignment:
+        """Raises ValueError if the samples over the cap can't be split."""
+        over = self.over
+        best = self.assign(0, []) if over == 0 else None
+        to_beat = math.inf if best is None else best.estimate * (1 - _LEAST_GAIN)
+        if self.lengths and self.even_share <= to_beat:
+            for count, waves in self.worth_trying():
+                assignment = self.assign(count, waves)
+                if assignment.estimate <= to_beat:
+                    best, to_beat = assignment, assignment.estimate * (1 - 1e-9)  # of equal ones, the fewest split
+                    if to_beat <= self.even_share * (1 + BALANCED):
+                        break
+        if best is not None:
+            return best
+        waves = self.even_waves(over)
+        if (needed := self.most_read(waves)) > self.tokens:
+            longest = self.order[0]
+            raise ValueError(
+                f"sample {self.names[longest]} has {self.lengths[longest]} tokens, over the token_cap of "
+                f"{self.token_cap}, and others may read {self.tokens} tokens of each rank, but this minibatch's pieces "
+                f"need {needed}: raise the cap or the tokens to read, or truncate or drop the sample"
+            )
+        return self.assign(over, waves)
+
+    def worth_trying(self) -> Iterator[tuple[int, Waves]]:
         """Numbers of sequences to split, fewest first, with their waves: those whose lower bound is near the least.
 
         Lower bounds of the step are a rank's part of the line plus the costliest remaining sample, and an even
@@ -161,7 +252,7 @@ class _Problem:
         """
         part = np.cumsum(self.costs) / self.ranks
         bound = np.maximum(part + np.append(self.costs[1:], 0.0), self.even_share)
-        fewest = max(over, 1)
+        fewest = max(self.over, 1)
         best = fewest + int(np.argmax(bound[fewest - 1 :] <= bound[fewest - 1 :].min() * 1.01))
         found: list[tuple[int, Waves]] = []
         tried = _TRIED if self.ranks <= _MANY else _TRIED // 2
@@ -210,10 +301,8 @@ class _Problem:
             parts = balanced_partition(self.costs[count:], self.ranks)
             whole = [[rest[i] for i in part] for part in parts]
         # All ride with the pieces, or none: a rank with more in the wave's microbatch delays the whole wave.
-        if len(waves) == 1 and self.ride:
-            together = [[*pieces, *own] for pieces, own in zip(waves[0], whole, strict=True)]
-            if max(_tokens(each, self.lengths) for each in together) <= self.token_cap:
-                waves, whole = [together], [[] for _ in range(self.ranks)]
+        if len(waves) == 1 and self.ride and (together := self._riding(count, waves[0], whole)):
+            waves, whole = [together], [[] for _ in range(self.ranks)]
         # A wave lasts as long as its costliest microbatch.
         waves_cost = math.fsum(max(self.cost.microbatch + self._price(each) for each in wave) for wave in waves)
         return SplitAssignment(
@@ -221,12 +310,28 @@ class _Problem:
             names=range(len(self.lengths)),
             token_cap=self.token_cap,
             cost=self.cost,
-            plan=None,  # made for the best one, by `named`
+            plan=None,  # made for the best one
             waves=waves,
             waves_cost=waves_cost,
             whole=whole,
             estimate=waves_cost + max(self._price(own) + self.cost.microbatch * self._count(own) for own in whole),
         )
+
+    def _riding(self, count: int, wave: list[list[Entry]], whole: list[list[int]]) -> list[list[Entry]] | None:
+        """The microbatches of `wave` with the whole samples in them; None if these don't fit.
+
+        Where it fits too, the line is cut so that each rank's part makes up for its whole samples.
+        """
+        shares = [max(self.even_share - self._price(own), 0.0) for own in whole]
+        ways = [wave, _cut(self.order[:count], self.lengths, self.ranks, self.cost, self.least_tokens, shares=shares)]
+        ways = [[[*pieces, *own] for pieces, own in zip(way, whole, strict=True)] for way in ways]
+        fitting = [
+            way
+            for way in ways
+            if max(_tokens(each, self.lengths) for each in way) <= self.token_cap
+            and self.most_read([way]) <= self.tokens
+        ]
+        return min(fitting, key=lambda way: max(map(self._price, way)), default=None)
 
     def _price(self, entries: Sequence[Entry]) -> float:
         return math.fsum(
@@ -263,19 +368,26 @@ class _Problem:
         return waves
 
 
-def _plan_of(waves: Waves) -> SplitPlan | None:
-    return SplitPlan.of([*zip(*waves, strict=True)])  # by rank, then wave
-
-
 def _tokens(entries: Sequence[Entry], lengths: list[int]) -> int:
     return sum(len(each) if isinstance(each, Piece) else lengths[each] for each in entries)
 
 
 def _cut(
-    samples: Sequence[int], lengths: list[int], ranks: int, cost: CostModel, least: int = LEAST_TOKENS
+    samples: Sequence[int],
+    lengths: list[int],
+    ranks: int,
+    cost: CostModel,
+    least: int = LEAST_TOKENS,
+    *,
+    shares: Sequence[float] | None = None,
 ) -> list[list[Entry]]:
-    """By rank, its part of `samples`, which are laid end to end on a line of cost: see [Note: line rule]."""
-    part = math.fsum(cost.sequence(lengths[sample]) for sample in samples) / ranks
+    """By rank, its part of `samples`, which are laid end to end on a line of cost: see [Note: line rule].
+
+    `shares`: the ranks' parts in proportion; by default all are equal.
+    """
+    line = math.fsum(cost.sequence(lengths[sample]) for sample in samples)
+    ends = np.cumsum([1.0] * ranks if shares is None else shares)
+    ends = (ends * (line / ends[-1])).tolist()
     parts: list[list[Entry]] = [[] for _ in range(ranks)]
     rank, begin = 0, 0.0
     for sample in samples:
@@ -283,7 +395,7 @@ def _cut(
         while at < length:
             stop = length
             if rank < ranks - 1:
-                stop = _nearest_cut(cost.tokens((rank + 1) * part - begin), at, length, least)
+                stop = _nearest_cut(cost.tokens(ends[rank] - begin), at, length, least)
             if stop - at == length:
                 parts[rank].append(sample)
             elif stop > at:

@@ -160,6 +160,7 @@ class ODCTrainer(ShardedTrainer):
             cost=CostModel.from_config(self.model.config.get_text_config()),
             drop_last=args.dataloader_drop_last and not whole,
             split=0 if whole else self._split_tokens,
+            replicas=self._engine.grid.replicas,
         )
 
     def _check_sampler(self, sampler: MinibatchSampler) -> None:

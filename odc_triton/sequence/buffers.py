@@ -79,7 +79,6 @@ class KVBuffers:
         regions, size_bytes = buffer_regions(layers, tokens=tokens, world=beside.world, apart=beside.apart)
         self.heap = heap = beside.another(size_bytes=size_bytes, slots=len(layers), token=token, timeout_s=timeout_s)
         self.failed = Status(heap)  # the number of the plan that the rank can't complete
-        self._waits = Status(heap)  # the flag that the rank waits for, 0: none
         ranks = range(self.world)
         flags, data = regions[: len(Flag)], regions[len(Flag) :]
         self._flags = [[heap.shard(each, rank)[0].view(self.world, self.layers) for rank in ranks] for each in flags]
@@ -108,21 +107,6 @@ class KVBuffers:
     def has_come(self, flag: Flag, rank: int, layer: int, epoch: int, *, writer: int) -> bool:
         """True once `writer` has set that flag for `rank`."""
         return int(self.flags(flag, rank)[writer, layer]) >= epoch
-
-    def show_wait(self, flag: Flag, layer: int, epoch: int, *, writer: int) -> None:
-        """Shows peers that this rank waits for `writer`."""
-        number = (epoch * self.layers + layer) * len(Flag) + flag
-        self._waits.show(number * self.world + writer)
-
-    def show_no_wait(self) -> None:
-        self._waits.show(0)
-
-    def blocked_on(self, rank: int) -> int | None:
-        """The rank that `rank` is blocked on, or None if the flag is already set."""
-        number, writer = divmod(self._waits.seen()[rank], self.world)
-        number, flag = divmod(number, len(Flag))
-        epoch, layer = divmod(number, self.layers)
-        return None if self.has_come(Flag(flag), rank, layer, epoch, writer=writer) else writer
 
     def clear_own_gradients(self) -> None:
         """Zeroes this rank's gradient buffers: what a minibatch that failed has left there."""

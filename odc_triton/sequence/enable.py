@@ -28,20 +28,16 @@ def enable_split(model: nn.Module, tokens: int) -> None:
 
     `tokens`: of each rank, the most tokens of one minibatch whose keys and values others may read; their memory is
     allocated now. `MinibatchSampler(split=tokens)` keeps within it, and its `split_tokens` is what to give where it was
-    made with `split=True`. A forward of two tokens finds out which layers attend, and how wide.
+    made with `split=True`. With replicas a sample is split over the ranks of one: `MinibatchSampler(replicas=…)`. A
+    forward of two tokens finds out which layers attend, and how wide.
 
     Raises TypeError for a model that is not sharded, ValueError for `tokens` below 1, NotImplementedError for what
-    can't be split (replicas, compiled blocks, attention that is not `enable_packing`'s or gets no `pieces`,
-    rotary frequencies that depend on the pack), RanksDiffer if arguments differ.
+    can't be split (compiled blocks, attention that is not `enable_packing`'s or gets no `pieces`, rotary frequencies
+    that depend on the pack), RanksDiffer if arguments differ.
     """
     engine = engine_of(model)
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
         raise ValueError(f"tokens is {tokens!r}; give the tokens per rank that others may read, 1 or more")
-    if engine.replicas.count > 1:
-        raise NotImplementedError(
-            f"the model has {engine.replicas.count} replicas, and pieces can't be read across them: give fully_shard a "
-            f"mesh of one dimension"
-        )
     for name, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None:
             raise NotImplementedError(f"{name or 'the model'} is compiled, which splitting does not support yet")
@@ -64,11 +60,11 @@ def enable_split(model: nn.Module, tokens: int) -> None:
                 raise RanksDiffer(
                     f"enable_split: {name} is {value} on rank {engine.rank} and {theirs[name]} on rank {rank}"
                 )
-    token = f"{everyones[0]['token']}-split"
+    token = f"{everyones[0]['token']}-split-{engine.grid.replica}"
     buffers = KVBuffers(engine.heap, shapes, tokens=tokens, token=token, timeout_s=engine.barrier.timeout_s)
     by = KernelSync if engine.transport.adds_by_kernel else HostSync
     sync, streams = by(buffers, engine), engine.streams.first.another()
-    exchange = SequenceExchange(sync, streams, in_order=engine.deterministic, debug=engine.debug)
+    exchange = SequenceExchange(sync, streams, grid=engine.grid, in_order=engine.deterministic, debug=engine.debug)
     engine.register(exchange)
     engine.streams.also(streams)
     engine.streams.watch(sync)
@@ -113,7 +109,7 @@ def split_forward(model: nn.Module, split: SplitPlan | None) -> Iterator[None]:
         yield
         return
     exchange.entered([theirs["split"] for theirs in messages])
-    exchange.begin(split, forward_only=True)
+    exchange.opened(forward_only=True)
     failed = True
     try:
         yield

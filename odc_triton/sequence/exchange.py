@@ -22,6 +22,7 @@ import torch
 
 from ..balance.pieces import Piece, PlannedPiece, SplitPlan
 from ..base.errors import RanksDiffer
+from ..comm.grid import Grid
 from ..engine.participant import Participant
 from ..engine.transport import Streams
 from .buffers import KEYS, VALUES, Flag
@@ -49,18 +50,20 @@ class PieceState(Enum):
 
 
 class SequenceExchange(Participant):
-    """Pieces of sequences in the minibatch protocol. `plan`: of the open minibatch; None while nothing is split.
+    """Pieces of sequences in the minibatch protocol. `plan`: of the open minibatch, this replica's part; None while
+    nothing is split there.
 
     `tokens`: of each rank, the most tokens that others may read.
     """
 
     name = "split"
 
-    def __init__(self, sync: HostSync, streams: Streams, *, in_order: bool, debug: bool = False) -> None:
+    def __init__(self, sync: HostSync, streams: Streams, *, grid: Grid, in_order: bool, debug: bool = False) -> None:
         """`streams`: its own, to copy and to add beside what the engine copies and adds. `in_order`: ranks add to a
         piece in their order, so that its gradients have the same bits in every run. `debug`: asserts
         [Note: forward progress].
         """
+        self._grid = grid
         self.sync, self.streams, self.buffers = sync, streams, sync.buffers
         self.rank, self.world, self.tokens = self.buffers.rank, self.buffers.world, self.buffers.tokens
         self.is_apart, self._in_order, self._debug = self.buffers.heap.apart, in_order, debug
@@ -80,26 +83,33 @@ class SequenceExchange(Participant):
         """Clears what a minibatch that failed has left; returns the plan's digest. Raises ValueError, TypeError for a
         plan that does not fit, RuntimeError while another is open.
         """
-        plan = self._next = given
+        self._next = None
         if self.plan is not None:  # its epochs would be used twice
             raise RuntimeError("this is inside split_forward: leave it before a minibatch, or another split_forward")
         if self._must_clear:
             self.buffers.clear_own_gradients()
             self._must_clear = False
-        if plan is None:
+        if given is None:
             return None
-        if not isinstance(plan, SplitPlan):
-            raise TypeError(f"split is a {type(plan).__name__}; give the packs' plan, packs.split")
-        if plan.ranks != self.world:
-            raise ValueError(f"the plan is of {plan.ranks} ranks; make it for the {self.world} ranks of this model")
-        most = max(plan.tokens)
-        if most > self.buffers.tokens:
+        if not isinstance(given, SplitPlan):
+            raise TypeError(f"split is a {type(given).__name__}; give the packs' plan, packs.split")
+        if given.ranks != self._grid.world:
             raise ValueError(
-                f"the plan lets others read {most} tokens of rank {plan.tokens.index(most)}, and there is room for "
-                f"{self.buffers.tokens}: give enable_split(model, tokens={most}), or the sampler "
-                f"split={self.buffers.tokens}"
+                f"the plan is of {given.ranks} ranks; make it for the {self._grid.world} ranks of this model"
             )
-        return plan.digest
+        if given.replicas != self._grid.replicas:
+            raise ValueError(
+                f"the plan is for replicas={given.replicas}; the model has {self._grid.replicas}: give that number to "
+                f"MinibatchSampler(replicas=…), or to SplitPlan.of"
+            )
+        most = max(given.tokens)
+        if most > self.tokens:
+            raise ValueError(
+                f"the plan lets others read {most} tokens of rank {given.tokens.index(most)}, and there is room for "
+                f"{self.tokens}: give enable_split(model, tokens={most}), or the sampler split={self.tokens}"
+            )
+        self._next = given.of_replica(self._grid.replica)
+        return given.digest
 
     def entered(self, messages: list[str | None]) -> None:
         if len(set(messages)) > 1:
@@ -109,8 +119,8 @@ class SequenceExchange(Participant):
                 f"minibatch() the split of one sampler, with the same lengths, seed, cost and limits"
             )
 
-    def opened(self) -> None:
-        self.begin(self._next)
+    def opened(self, *, forward_only: bool = False) -> None:
+        self.begin(self._next, forward_only=forward_only)
 
     def begin(self, plan: SplitPlan | None, *, forward_only: bool = False) -> None:
         self.plan, self._forward_only = plan, forward_only

@@ -26,11 +26,14 @@ import torch
 from odc_kernels.streams import Device, device_of
 
 from ..base.errors import DeadlineExceeded, PeerFailed
+from ..comm.barrier import Barrier
+from ..comm.memory.heap import Status
 from ..engine.state import RankState
 from .buffers import Flag, KVBuffers
 
 _NAP_S = 20e-6
 _SHORT_S = 0.01  # most waits end within it: the ranks of a wave compute the same layer
+_SHOWN_S = 0.1  # peers see longer ones: to other replicas that takes a message each
 _LOOK_S = 0.02
 _READ_S = 1.0  # for a copy of some hundred bytes
 _JOIN_S = 10.0  # more than a look takes
@@ -47,12 +50,49 @@ class Wait:
     whom: dict[int, str]
 
 
+class ShownWaits:
+    """What each rank of all replicas waits for, so that a peer can find who holds up whom."""
+
+    def __init__(self, buffers: KVBuffers, barrier: Barrier) -> None:
+        self._buffers, self._first, self._world = buffers, buffers.heap.first, barrier.world
+        self._waits = Status(barrier.board)  # the flag that the rank waits for and its writer, 0: none
+        self._shown = 0
+        barrier.blocked_on = self.blocked_on
+
+    def show(self, flag: Flag, layer: int, epoch: int, *, writer: int) -> None:
+        """Shows peers that this rank waits for `writer`."""
+        number = (epoch * self._buffers.layers + layer) * len(Flag) + flag
+        self._show(number * self._world + self._first + writer)
+
+    def show_none(self) -> None:
+        self._show(0)
+
+    def _show(self, number: int) -> None:
+        if number != self._shown:
+            self._shown = number
+            self._waits.show(number)
+
+    def blocked_on(self, rank: int) -> int | None:
+        """The rank that `rank` is blocked on, both as in messages; None if the flag is set, which is seen only of a
+        rank that shares memory with this one.
+        """
+        number, writer = divmod(self._waits.seen()[rank], self._world)
+        number, flag = divmod(number, len(Flag))
+        epoch, layer = divmod(number, self._buffers.layers)
+        near, of_writer = rank - self._first, writer - self._first
+        if epoch == 0:
+            return None
+        if near not in range(self._buffers.world):
+            return writer
+        return None if self._buffers.has_come(Flag(flag), near, layer, epoch, writer=of_writer) else writer
+
+
 class HostSync:
     """By the host. `number`: of the plan that is open."""
 
     def __init__(self, buffers: KVBuffers, state: RankState) -> None:
         self.buffers, self._state, self._barrier = buffers, state, state.barrier
-        self._barrier.blocked_on = buffers.blocked_on
+        self.waits = ShownWaits(buffers, self._barrier)
         self.number = 0
 
     def begin(self) -> None:
@@ -85,9 +125,9 @@ class HostSync:
                 if self._has_come(wait, rank):
                     return
                 time.sleep(_NAP_S)
-            self.buffers.show_wait(wait.flag, wait.layer, wait.epoch, writer=rank)
-            self._barrier.wait_until(purpose, lambda: self._late(wait, rank, purpose))
-            self.buffers.show_no_wait()  # not after an error: peers that look later must find the same cause
+            shown_s = time.monotonic() + _SHOWN_S - _SHORT_S
+            self._barrier.wait_until(purpose, lambda: self._late(wait, rank, purpose, shown_s))
+            self.waits.show_none()  # not after an error: peers that look later must find the same cause
 
     def _has_come(self, wait: Wait, rank: int) -> bool:
         return self.buffers.has_come(wait.flag, self.buffers.rank, wait.layer, wait.epoch, writer=rank)
@@ -97,15 +137,17 @@ class HostSync:
         seen = enumerate(self.buffers.failed.seen(), self.buffers.heap.first)
         return [rank for rank, number in seen if number == self.number]
 
-    def _late(self, wait: Wait, rank: int, purpose: str) -> list[int]:
+    def _late(self, wait: Wait, rank: int, purpose: str, shown_s: float) -> list[int]:
         if self._has_come(wait, rank):
             return []
+        if time.monotonic() >= shown_s:
+            self.waits.show(wait.flag, wait.layer, wait.epoch, writer=rank)
         self._require_none_failed(purpose)
         return [self.buffers.heap.first + rank]
 
     def _require_none_failed(self, purpose: str) -> None:
         if failed := self._failed():
-            self.buffers.show_no_wait()
+            self.waits.show_none()
             names, rank = ", ".join(f"rank {rank}" for rank in failed), self.buffers.heap.first + self.buffers.rank
             raise PeerFailed(failed, f"rank {rank} waited for {purpose}, and {names} failed")
 
@@ -211,7 +253,7 @@ class KernelSync(HostSync):
         self._running.clear()
         self._late_at_stop, self._gone_at_stop = [], []
         self._stop[0] = 0
-        self.buffers.show_no_wait()
+        self.waits.show_none()
         self._is_over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, args=(self._is_over,), name="odc-split", daemon=True)
         self._watcher.start()
@@ -253,28 +295,27 @@ class KernelSync(HostSync):
             while self._running and self._running[0].over():
                 self._running.popleft()
             if not self._running:
-                self.buffers.show_no_wait()
+                self.waits.show_none()
                 continue
-            late = self._shown_late(self._running[0].wait)
             if self._running[0] is not first:
                 since_s, first = time.monotonic(), self._running[0]
+            late = self._late_of(first.wait)
+            if not late:
+                self.waits.show_none()
+            elif time.monotonic() - since_s >= _SHOWN_S:
+                self.waits.show(first.wait.flag, first.wait.layer, first.wait.epoch, writer=late[0])
             is_late = time.monotonic() - since_s > self._barrier.timeout_s
             # A rank that died before setting its flag is fatal; any other failure is reported by that rank.
             gone = [rank for rank in late if not heap.is_alive(rank)]
-            if is_late or self._failed() or (gone and set(gone) & set(self._shown_late(first.wait))):
+            if is_late or self._failed() or (gone and set(gone) & set(self._late_of(first.wait))):
                 self._late_at_stop, self._gone_at_stop = late, gone
                 self._stop[0] = 1
                 return
 
-    def _shown_late(self, wait: Wait) -> list[int]:
-        """The ranks whose flags have not come; shows peers the first of them."""
+    def _late_of(self, wait: Wait) -> list[int]:
+        """The ranks whose flags have not come."""
         flags = self._look.at(wait.flag)
-        late = [rank for rank in wait.whom if int(flags[rank, wait.layer]) < wait.epoch]
-        if late:
-            self.buffers.show_wait(wait.flag, wait.layer, wait.epoch, writer=late[0])
-        else:
-            self.buffers.show_no_wait()
-        return late
+        return [rank for rank in wait.whom if int(flags[rank, wait.layer]) < wait.epoch]
 
     def add(self, layer: int, owner: int, place: torch.Tensor, rows: torch.Tensor, purpose: str) -> None:
         from odc_kernels.scatter import add_block

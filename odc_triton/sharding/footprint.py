@@ -204,8 +204,6 @@ def memory_plan(
     for name, value in (("tokens_per_microbatch", tokens_per_microbatch), ("split_tokens", split_tokens)):
         if value < 0:
             raise ValueError(f"{name} is {value}; give 0 to leave them out")
-    if split_tokens and replicas > 1:
-        raise ValueError(f"split_tokens is {split_tokens} for {replicas} replicas; give 0")
     for name, value in (
         ("replicas", replicas if replicas > 1 else 0),
         ("split_tokens", split_tokens),
@@ -302,7 +300,7 @@ def memory_plan(
         split_bytes=split_bytes,
         muon_bytes=muon_bytes,
         checkpoint_host_bytes=host_bytes if checkpoint_background else 0,
-        job_shared_bytes=job_shared + world * split_bytes,
+        job_shared_bytes=job_shared + world * replicas * split_bytes,
     )
 
 

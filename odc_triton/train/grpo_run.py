@@ -101,24 +101,22 @@ class GrpoRun(Run):
             tokenizer=prepared.tokenizer,
             columns=self.prompts.columns,
         )
-        self.assigner = Assigner(
-            rank=engine.rank,
-            world=engine.world,
-            token_cap=options.token_cap,
-            balance=options.balance,
-            cost=cost,
-            counter=counter,
-        )
-        if options.split_sequences and engine.world > 1:
-            longest = self.prompts.longest + options.max_new_tokens
-            self.assigner.split_tokens = options.split_tokens or readable_tokens(
-                [longest],
-                ranks=engine.world,
-                samples=self.per_step * options.generations,
-                token_cap=options.token_cap,
-                cost=cost,
+        grid, limits = engine.grid, {"token_cap": options.token_cap, "cost": cost, "replicas": engine.grid.replicas}
+        split_tokens = 0
+        if options.split_sequences and grid.shards > 1:
+            longest, samples = self.prompts.longest + options.max_new_tokens, self.per_step * options.generations
+            split_tokens = options.split_tokens or readable_tokens(
+                [longest], ranks=grid.world, samples=samples, **limits
             )
-            enable_split(model, self.assigner.split_tokens)
+            enable_split(model, split_tokens)
+        self.assigner = Assigner(
+            rank=grid.rank,
+            world=grid.world,
+            balance=options.balance,
+            split_tokens=split_tokens,
+            counter=counter,
+            **limits,
+        )
         self.end_tokens = end_tokens_of(model, prepared.tokenizer)
         high = options.clip if options.clip_high is None else options.clip_high
         self.objective = Objective(loss=options.loss, low=options.clip, high=high, kl=options.kl)

@@ -178,10 +178,10 @@ class RunOptions:
             raise ValueError(
                 f"--split-sequences goes with --balance mini or queue; it is {self.balance}: leave one of them out"
             )
-        if self.split_sequences and (self.replicas or 1) > 1:
+        if self.split_sequences and self.balance == "queue" and (self.replicas or 1) > 1:
             raise ValueError(
-                f"--replicas is {self.replicas}, and --split-sequences can't split a sequence over several copies of "
-                f"the model: leave one of them out"
+                f"--replicas is {self.replicas}, and --split-sequences goes with several replicas only by --balance "
+                f"mini; it is queue"
             )
         if self.decay_steps and self.schedule != "wsd":
             raise ValueError(

@@ -87,7 +87,7 @@ def check_before_start(options: SftOptions, ranks: int) -> None:
     """Raises OSError and ValueError for errors that would occur later in the run. Leaves only the folder `out`."""
     sources = [open_source(name) for name in options.data]  # first, as it reports missing files
     tokenizer = load_any_tokenizer(options)
-    encoder, wanted = TextEncoder.of(tokenizer), _wanted(options, ranks)
+    encoder, wanted = TextEncoder.of(tokenizer), _wanted(options, ranks // (options.replicas or 1))
     # So many records of one --data are enough for a step.
     weight, part = min(options.data_weight, default=1.0), 1 - options.eval_fraction
     enough = min(math.ceil((options.samples_per_rank * ranks / weight + 1) / part), _MOST_RECORDS)
@@ -156,7 +156,7 @@ def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared[Samples]:
     tokenizer = load_any_tokenizer(options)
 
     def read(folder: RunFolder) -> dict[str, Any]:
-        paths = _tokenize(options, tokenizer, folder, _wanted(options, world))
+        paths = _tokenize(options, tokenizer, folder, _wanted(options, mesh.size(mesh.ndim - 1)))
         return {"prepared": [contents(path) for path in paths], "paths": [str(path) for path in paths]}
 
     taken, folder = take_folder(options, read, mesh=mesh)
@@ -188,7 +188,7 @@ def _joined(sets: list[TokenizedDataset] | list[SampleSubset], copies: Sequence[
 
 
 def _wanted(options: SftOptions, ranks: int) -> DataOptions:
-    """Options of the samples. A sample's pieces may be on all ranks, each of at most --token-cap tokens."""
+    """Options of the samples, whose pieces may be on all `ranks` of a replica, each of at most --token-cap tokens."""
     longest = options.token_cap * (ranks if options.split_sequences else 1)
     return DataOptions(max_tokens=longest, too_long=options.too_long)
 

@@ -72,7 +72,7 @@ class SftRun(Run):
         self.data, self.evaluation = data, evaluation
         engine = engine_of(model)
         lengths = data.lengths.tolist()
-        splits = options.split_sequences and engine.world > 1
+        splits = options.split_sequences and engine.grid.shards > 1
         self.sampler = MinibatchSampler(
             lengths,
             options.samples_per_rank,
@@ -85,6 +85,7 @@ class SftRun(Run):
             drop_last=True,
             counter=shared_counter(options, engine.world) if options.balance == QUEUE else None,
             split=splits and (options.split_tokens or True),
+            replicas=engine.grid.replicas,
             mix=mix,
         )
         super().__init__(options=options, model=model, identity=identity, epoch_steps=len(self.sampler))
@@ -108,10 +109,13 @@ class SftRun(Run):
 
     def _enable_split(self, longest: int) -> None:
         """Raises ValueError if the longest sample can't be split."""
-        sampler = self.sampler
-        how = {"ranks": sampler.world, "token_cap": sampler.token_cap, "cost": sampler.cost}
-        assign_split([longest], tokens=sampler.split_tokens, **how)
-        enable_split(self.model, sampler.split_tokens)
+        tokens = self.sampler.split_tokens
+        assign_split([longest], ranks=self.engine.grid.shards, tokens=tokens, **self._limits)
+        enable_split(self.model, tokens)
+
+    @property
+    def _limits(self) -> dict[str, Any]:
+        return {"token_cap": self.sampler.token_cap, "cost": self.sampler.cost}
 
     # ------------------------------------------------------------------ a step
 
@@ -196,7 +200,7 @@ class SftRun(Run):
     def mean_loss(self, data: Samples) -> float:
         """Mean loss over all targets of `data`. Each rank evaluates its share; no minibatch, one barrier."""
         lengths, device = data.lengths.tolist(), self.engine.heap.device
-        how = {"ranks": self.engine.world, "token_cap": self.options.token_cap, "cost": self.sampler.cost}
+        grid = self.engine.grid
         fit = [index for index, length in enumerate(lengths) if length <= self.options.token_cap]
         loss_sum, targets = torch.zeros((), dtype=torch.float64, device=device), 0
 
@@ -210,12 +214,22 @@ class SftRun(Run):
         self.model.eval()
         try:
             if fit:
-                mine = assign([lengths[index] for index in fit], balance="mini", **how)[self.engine.rank]
+                mine = assign([lengths[index] for index in fit], ranks=grid.world, balance="mini", **self._limits)[
+                    grid.rank
+                ]
                 add([fit[at] for at in pack] for pack in mine)
-            for index in sorted(set(range(len(lengths))) - set(fit)):  # longer ones, split over all ranks
-                assigned = assign_split([lengths[index]], tokens=self.sampler.split_tokens, names=[index], **how)
+            longer = sorted(set(range(len(lengths))) - set(fit))
+            for at in range(0, len(longer), grid.replicas):  # each replica splits one of them over all its ranks
+                assigned = assign_split(
+                    [lengths[index] for index in longer[at : at + grid.replicas]],
+                    ranks=grid.world,
+                    replicas=grid.replicas,
+                    tokens=self.sampler.split_tokens,
+                    names=longer[at : at + grid.replicas],
+                    **self._limits,
+                )
                 with split_forward(self.model, assigned.plan):
-                    add(assigned.packs(self.engine.rank))
+                    add(assigned.packs(grid.rank))
         finally:
             self.model.train()
         own = {"loss_sum": loss_sum.item(), "targets": targets}

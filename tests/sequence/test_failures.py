@@ -20,9 +20,8 @@ from odc_triton.balance.pieces import Piece as P
 from odc_triton.base.errors import OfRanks
 from odc_triton.comm.memory.heap import PID
 from odc_triton.hf import summed_loss
-from odc_triton.sequence.buffers import KVBuffers
 from odc_triton.sequence.exchange import SequenceExchange
-from odc_triton.sequence.sync import KernelSync
+from odc_triton.sequence.sync import KernelSync, ShownWaits
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.refusals import caught
@@ -172,19 +171,19 @@ def _stops(stop: Stop, rank: int) -> None:
         if rank == stop.victim:
             _ends_in(stop.where, stop.signal, stop.layer)
         return
-    publish, show_wait = SequenceExchange.publish, KVBuffers.show_wait
+    publish, show = SequenceExchange.publish, ShownWaits.show
 
     def publish_late(self: SequenceExchange, *given: Any) -> None:
         if rank != stop.victim:
             time.sleep(0.2)
         publish(self, *given)
 
-    def show_and_stop(self: KVBuffers, *given: Any, **named: Any) -> None:
-        show_wait(self, *given, **named)
+    def show_and_stop(self: ShownWaits, *given: Any, **named: Any) -> None:
+        show(self, *given, **named)
         if rank == stop.victim:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    SequenceExchange.publish, KVBuffers.show_wait = publish_late, show_and_stop
+    SequenceExchange.publish, ShownWaits.show = publish_late, show_and_stop
 
 
 def _beside_one_that_stops(rank: int, world: int, stop: Stop, backend: str) -> tuple[str, list[int]]:

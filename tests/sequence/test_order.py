@@ -51,7 +51,7 @@ class Peers:
 def _exchange(*, apart: bool, in_order: bool = False) -> tuple[SequenceExchange, Peers]:
     peers = Peers(apart=apart)
     streams = DeviceStreams(SimulatedDevice("late")) if apart else Streams()
-    exchange = SequenceExchange(peers, streams, in_order=in_order)
+    exchange = SequenceExchange(peers, streams, grid=None, in_order=in_order)
     exchange.begin(PLAN)
     return exchange, peers
 

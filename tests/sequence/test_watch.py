@@ -29,8 +29,12 @@ FLAGS = torch.zeros(2, 1, dtype=torch.int64)  # of two ranks, one layer
 
 def buffers(device: str = "cpu") -> SimpleNamespace:
     heap = SimpleNamespace(device=torch.device(device), first=0, seen=lambda _: [0, 0], is_alive=lambda _: True)
-    shows = {"show_wait": lambda *_, **__: None, "show_no_wait": lambda: None, "blocked_on": lambda _: None}
-    return SimpleNamespace(heap=heap, rank=0, world=2, layers=1, flags=lambda *_: FLAGS.clone(), **shows)
+    return SimpleNamespace(heap=heap, rank=0, world=2, layers=1, flags=lambda *_: FLAGS.clone())
+
+
+def barrier() -> SimpleNamespace:
+    board = SimpleNamespace(new_slot=lambda: 0, show=lambda *_: None)
+    return SimpleNamespace(timeout_s=0.0, world=2, board=board)
 
 
 def test_a_look_waits_for_its_own_copy_only() -> None:
@@ -79,14 +83,14 @@ def test_the_watch_is_on_its_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_watch_of_a_plan_does_not_stop_the_next() -> None:
     """It is looking while the next plan begins, and finds that its deadline has passed."""
-    looks, ends = threading.Event(), KernelSync(buffers(), SimpleNamespace(barrier=SimpleNamespace(timeout_s=0.0)))
+    looks, ends = threading.Event(), KernelSync(buffers(), SimpleNamespace(barrier=barrier()))
 
     def slow(wait: Wait) -> list[int]:
         looks.set()
         time.sleep(0.3)
         return [1]
 
-    ends._shown_late = slow
+    ends._late_of = slow
     ends.begin()
     first = ends._watcher
     ends._running.append(_Running(Wait(flag=Flag(0), layer=0, epoch=1, whom={1: "keys"})))
@@ -127,7 +131,9 @@ def exchange_of_rank_1(*, layers: int = 1, debug: bool = False) -> tuple[Sequenc
     place.rank, place.world, place.tokens, place.layers, place.heap.apart = 1, 3, 30, layers, False
     place.rows = place.gradient_rows = lambda _layer, _kind, _piece, start, stop: torch.zeros(stop - start, 1, 1)
     sent = {"begin": lambda: None, "signal": lambda *_: None, "wait": lambda _: None, "add": lambda *_: None}
-    exchange = SequenceExchange(SimpleNamespace(buffers=place, **sent), Streams(), in_order=False, debug=debug)
+    exchange = SequenceExchange(
+        SimpleNamespace(buffers=place, **sent), Streams(), grid=None, in_order=False, debug=debug
+    )
     return exchange, SplitPlan.of([[[Piece(0, 0, 8)]], [[MINE]], [[Piece(0, 20, 30)]]])
 
 

@@ -61,7 +61,7 @@ def _unpacked(words: str, short: str, **others: tuple[str, str]) -> Refused:
 _NO_PIECES = {"splits": ("is not told which documents are pieces", "no: its layers don't tell attention of pieces")}
 _CAPPED = {"fused head": ("caps its logits by a tanh", "no: it caps its logits, which needs them")}
 _BIAS = {"fused head": ("it has a bias", "no: its head has a bias")}
-_NEVER = _unpacked("it never called the attention function", "it never calls the attention that it is given")
+_NEVER = _unpacked("it never called the configured attention function", "it never calls the attention that it is given")
 _MIXER = _unpacked("only 1 of its 2 layers called", "not all of its layers are attention")
 _CHUNKS = _unpacked("passes neither position_ids nor cu_seq_lens_q", "its attention is not told where documents begin")
 _STATE = {

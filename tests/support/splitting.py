@@ -17,6 +17,7 @@ from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
 from odc_triton.hf import enable_packing, summed_loss
 from tests.support.families import causal_lm
 from tests.support.parity import REPLACING, TRANSFORMS
+from tests.support.replicas import mesh_of
 
 LENGTHS = (41, 17, 30, 9)
 IGNORED = -100
@@ -37,6 +38,17 @@ DEALS: dict[str, Dealt] = {
     # The last rank has whole samples only; one before it has none.
     "whole": [[[0], [1], [2], [3]]],
     "no pieces": [[[0, 3], [1]], [[2]]],
+    # Replicas of two or three ranks: all have pieces, some in two waves; or one of them has none.
+    "2x2": [[[P(0, 0, 24), 3]], [[P(0, 24, 41)]], [[P(2, 0, 11)], [1]], [[P(2, 11, 30)]]],
+    "3x2": [
+        [[P(0, 0, 20)], [P(3, 4, 9)]],
+        [[P(0, 20, 41)], [P(3, 0, 4)]],
+        [[1]],
+        [],
+        [[P(2, 0, 20)]],
+        [[P(2, 20, 30)]],
+    ],
+    "2x3": [[[P(0, 0, 8), P(0, 30, 41)]], [[P(0, 8, 20), 3]], [[P(0, 20, 30)]], [[P(2, 0, 9)]], [[P(2, 9, 30)]], [[1]]],
     "four": [[[P(2, 0, 10)]], [[P(2, 10, 22), P(0, 0, 13)]], [[P(2, 22, 30), P(0, 13, 41)]], [[1], [3]]],
 }
 
@@ -44,7 +56,8 @@ DEALS: dict[str, Dealt] = {
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """`change`: names in TRANSFORMS, joined by +; `empty_start`: samples begin with tokens not learned;
-    `half`: computes in bf16; `scale`: samples and pieces are this many times as long.
+    `replicas`: of equally many ranks each; `half`: computes in bf16; `scale`: samples and pieces are this many times as
+    long.
     """
 
     family: str = "Qwen2"
@@ -57,6 +70,7 @@ class Setup:
     sizes: tuple[tuple[str, object], ...] = ()
     half: bool = False
     scale: int = 1
+    replicas: int = 1
 
 
 def build(setup: Setup, *, replaced: bool) -> nn.Module:
@@ -87,7 +101,7 @@ def packs_of(setup: Setup, rank: int, step: int = 0, deal: Dealt | None = None) 
         [[_longer(entry, setup.scale) for entry in pack] for pack in packs]
         for packs in (DEALS[setup.deal] if deal is None else deal)
     ]
-    packs = MinibatchPacks.of(deal[rank], SplitPlan.of(deal))
+    packs = MinibatchPacks.of(deal[rank], SplitPlan.of(deal, replicas=setup.replicas))
     return pack_collate(PackedDataset(samples(setup, step)).__getitems__(packs))
 
 
@@ -101,7 +115,10 @@ def sharded(setup: Setup, rank: int, tokens: int = 48) -> nn.Module:
     from odc_triton import enable_split, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if setup.half else None
-    model = fully_shard(build(setup, replaced=True), backend=setup.backend, mp_policy=policy)
+    mesh = None
+    if setup.replicas > 1:
+        mesh = mesh_of((setup.replicas, len(DEALS[setup.deal]) // setup.replicas))
+    model = fully_shard(build(setup, replaced=True), backend=setup.backend, mp_policy=policy, mesh=mesh)
     enable_split(model, tokens=tokens * setup.scale)
     return model
 
