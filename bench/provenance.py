@@ -34,6 +34,12 @@ def save_json(path: Path, data: object) -> None:
     write_file(path, (json.dumps(data, indent=1) + "\n").encode())
 
 
+def save_parts(path: Path, **parts: object) -> None:
+    """Replaces these keys of a result that several programs write."""
+    before = json.loads(path.read_bytes()) if path.exists() else {}
+    save_json(path, {**before, **parts})
+
+
 def refuse_results(folder: Path) -> None:
     """Raises ValueError if a rehearsal would write among the results."""
     if folder.resolve().is_relative_to(RESULTS):

@@ -52,6 +52,8 @@ def make_cells(
     ranks: int,
     *,
     minibatches: int = MINIBATCHES,
+    ways: tuple[Way, ...] = WAYS,
+    hosts: int = 1,
 ) -> list[Cell]:
     """One cell per named lengths and samples per rank, with the paper's costs for a 7 B model."""
     cost = CostModel.paper_7b()
@@ -64,7 +66,8 @@ def make_cells(
                 name=name,
                 samples=count,
                 minibatches=draw(population, samples=count * ranks, minibatches=minibatches, seed=count),
-                ways=WAYS,
+                ways=ways,
+                hosts=hosts,
                 token_cap=NAMED[name].longest,
                 cost=cost,
                 seconds_per_cost=MEAN_SAMPLE_S / mean_cost,

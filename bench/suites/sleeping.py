@@ -6,6 +6,7 @@ lets many ranks run on few cores: it measures waiting, not arithmetic.
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import time
@@ -32,7 +33,7 @@ from odc_triton.sequence.layer import LayerSplit
 from odc_triton.sequence.sync import HostSync
 from odc_triton.sharding.shard import fully_shard
 from odc_triton.simulate import Job, Links, simulate
-from odc_triton.simulate.job import SPLIT, assign_packs
+from odc_triton.simulate.job import SPLIT
 
 from ..harness import in_turn, open_job
 
@@ -61,7 +62,8 @@ class Way:
 class Cell:
     """Minibatches that each of `ways` runs, in turn. `minibatches`: tokens of all ranks' samples.
 
-    `seconds_per_cost`: sleep per unit of `cost`, forward and backward, over all `layers`.
+    `seconds_per_cost`: sleep per unit of `cost`, forward and backward, over all `layers`. `hosts`: of equally many
+    ranks, with a replica of the model on each.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Cell:
     cost: CostModel
     seconds_per_cost: float
     layers: int
+    hosts: int = 1
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """Seconds of one microbatch."""
@@ -80,7 +83,12 @@ class Cell:
     def split_tokens(self, ranks: int) -> int:
         """Of each rank, the most tokens that others read."""
         how = {"ranks": ranks, "samples": self.samples * ranks, "token_cap": self.token_cap, "cost": self.cost}
-        return readable_tokens([self.token_cap], **how)
+        return readable_tokens([self.token_cap], replicas=self.hosts, **how)
+
+    def bound_s(self, index: int, ranks: int) -> float:
+        """Seconds of minibatch `index` in which all ranks compute all the time, or one host its longest sample."""
+        costs = [self.cost.sequence(tokens) for tokens in self.minibatches[index]]
+        return self.seconds_per_cost * max(sum(costs) / ranks, max(costs) * self.hosts / ranks)
 
     def job(self, ranks: int, barrier_s: float) -> Job:
         """The same for the simulator."""
@@ -101,9 +109,9 @@ class Cell:
         barrier_s = empty_s / 2 if way.schedule == "odc" else empty_s
         how = {"schedule": way.schedule, "balance": way.balance, "token_cap": self.token_cap}
         if way.balance == SPLIT:
-            given = {"ranks": ranks, "token_cap": self.token_cap, "cost": self.cost, "balance": SPLIT}
             how["assigned"] = [
-                assign_packs(m, split_tokens=self.split_tokens(ranks), **given) for m in self.minibatches
+                [[_sizes(pack, lengths) for pack in packs] for packs in self.assigned(way, index, ranks)]
+                for index, lengths in enumerate(self.minibatches)
             ]
         return simulate(self.minibatches, job=self.job(ranks, barrier_s), **how).seconds.tolist()
 
@@ -111,11 +119,16 @@ class Cell:
         """Every rank's packs of minibatch `index`; for a queue all packs, as if they were one rank's."""
         given = {"ranks": ranks, "token_cap": self.token_cap, "cost": self.cost}
         if way.balance == SPLIT:
-            split = assign_split(self.minibatches[index], tokens=self.split_tokens(ranks), **given)
+            given |= {"tokens": self.split_tokens(ranks), "replicas": self.hosts}
+            split = assign_split(self.minibatches[index], **given)
             return [split.packs(rank) for rank in range(ranks)]
         if way.balance == QUEUE:
             return [queue_packs(self.minibatches[index], **given)]
         return assign(self.minibatches[index], balance=way.balance, **given)
+
+
+def _sizes(pack: Sequence[Entry], lengths: Sequence[int]) -> list[int | Piece]:
+    return [each if isinstance(each, Piece) else lengths[each] for each in pack]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,13 +329,14 @@ def _costs(model: SleepingModel, x: torch.Tensor, gate: Gate, repeats: int = 20)
 def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
     """What a rank of the job does: all cells, each minibatch by every way in turn, in a rotating order. Collective.
 
-    `name`: as for `Gate`. All cells have the same number of layers.
+    `name`: as for `Gate`. All cells have the same numbers of layers and hosts.
     """
     gate, counter = Gate(name), store_counter()
     torch.manual_seed(0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ["ODC_HOST"] = f"host-{rank * cells[0].hosts // world}"
     model = fully_shard(SleepingModel(cells[0].layers), backend="cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    rank, world = dist.get_rank(), dist.get_world_size()
     x = torch.ones(1, WIDTH, requires_grad=True)  # else torch skips the first layer's backward
     costs = _costs(model, x, gate)
     optimizer.step()
@@ -343,10 +357,10 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
         model.sleeper.owed_s, slept = 0.0, []
         gate.wait()
         start_s = time.monotonic()
-        plan = SplitPlan.of(assigned) if way.balance == SPLIT else None
+        plan = SplitPlan.of(assigned, replicas=cell.hosts) if way.balance == SPLIT else None
         with minibatch(model, tokens=len(lengths) if rank == 0 else 0, split=plan) as mb:
             for members in packs:
-                sizes = [each if isinstance(each, Piece) else lengths[each] for each in members]
+                sizes = _sizes(members, lengths)
                 slept.append(job.pack_seconds(sizes))
                 (model(x, slept[-1], _spans(exchange, sizes)).sum() / mb.tokens).backward()
         end_s = time.monotonic()

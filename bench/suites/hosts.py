@@ -1,0 +1,93 @@
+"""Split sequences on several hosts without the GPUs: real ranks whose layers sleep, a replica on each host.
+
+    python -m bench.suites.hosts [--shapes 2x4 2x8 4x4] [--lengths longalign swe-smith aime] [--out FILE]
+
+As protocol_scale.py. Ranks whose ODC_HOST differs share no memory; samples are dealt over the hosts, and each splits
+its own. Beside it LB-Mini over all ranks, and a barrier before every layer, which stands for HSDP's collectives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from odc_triton.base.report import table
+from odc_triton.simulate.study import NAMED
+
+from ..provenance import about, save_parts
+from .protocol_scale import OURS, make_cells, measure
+from .sleeping import Measured, Way
+
+SPLIT = Way(schedule="odc", balance="split")
+GLOBAL, MICRO = Way(schedule="fsdp", balance="global"), Way(schedule="fsdp", balance="micro")
+WAYS = (SPLIT, OURS, GLOBAL, MICRO)
+SHAPES = ("2x4", "2x8", "4x4")
+SAMPLES = (1, 2, 4)
+MINIBATCHES = 3
+COLUMNS = ("hosts", "lengths", "samples/rank", "of the bound", "even share", "over LB-Mini", "over barriers", "off")
+
+
+def row(results: dict[Way, Measured], hosts: int, ranks: int) -> dict[str, Any]:
+    """`even_share`: the share of the bound's time in which ranks compute. Seconds of all minibatches together."""
+    ours = results[SPLIT]
+    bound_s = sum(ours.cell.bound_s(index, ranks) for index in range(len(ours.seconds)))
+    return {
+        "hosts": hosts,
+        "ranks": ranks,
+        "lengths": ours.cell.name,
+        "samples_per_rank": ours.cell.samples,
+        "share_of_bound": bound_s / ours.total,
+        "even_share": sum(ours.mean_work) / bound_s,
+        "over_lb_mini": results[OURS].total / ours.total,
+        "over_barriers": min(results[way].total for way in (GLOBAL, MICRO)) / ours.total,
+        "stall": ours.stall,
+        "simulation_off": ours.off,
+        "seconds": {way.name: measured.seconds for way, measured in results.items()},
+    }
+
+
+def run(shape: str, lengths: Sequence[str], samples: Sequence[int], minibatches: int) -> list[dict[str, Any]]:
+    hosts, of_host = map(int, shape.split("x"))
+    ranks = hosts * of_host
+    cells = make_cells(lengths, samples, ranks, minibatches=minibatches, ways=WAYS, hosts=hosts)
+    measured, _ = measure(cells, ranks)
+    return [row({each.way: each for each in measured if each.cell is cell}, hosts, ranks) for cell in cells]
+
+
+def cells_of(row: dict[str, Any]) -> list[object]:
+    return [
+        f"{row['hosts']} x {row['ranks'] // row['hosts']}",
+        row["lengths"],
+        row["samples_per_rank"],
+        *(f"{row[key]:.3f}" for key in ("share_of_bound", "even_share")),
+        *(f"{row[key]:.2f}" for key in ("over_lb_mini", "over_barriers")),
+        f"{row['simulation_off']:+.1%}",
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench.suites.hosts", description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="hosts x ranks of each")
+    parser.add_argument("--lengths", nargs="+", choices=sorted(NAMED), default=["longalign", "swe-smith", "aime"])
+    parser.add_argument("--samples", type=int, nargs="+", default=list(SAMPLES), help="per rank")
+    parser.add_argument("--minibatches", type=int, default=MINIBATCHES, help="of each cell")
+    parser.add_argument("--out", type=Path, default=None, help="JSON file, whose other keys stay")
+    options = parser.parse_args(arguments)
+    start_s, load = time.monotonic(), os.getloadavg()
+    rows = []
+    for shape in options.shapes:
+        rows += run(shape, options.lengths, options.samples, options.minibatches)
+        print(f"{shape}: {time.monotonic() - start_s:.0f} s", flush=True)
+    print(table([cells_of(row) for row in rows], COLUMNS))
+    if options.out:
+        took = {"took_s": time.monotonic() - start_s, "load_average_before": load}
+        save_parts(options.out, sleeping=rows, sleeping_about={**took, **about()})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
