@@ -35,15 +35,16 @@ def assign_packs(
     token_cap: int,
     balance: str,
     cost: CostModel,
-    split_tokens: int | None = None,
+    split_tokens: int = 0,
+    replicas: int = 1,
 ) -> list[Packs]:
-    """Each rank's packs, in lengths, not indices. `split_tokens`: of each rank, the most that others read; None: as
-    many as these lengths need. Raises as `assign` and `assign_split`.
+    """Each rank's packs, in lengths, not indices. `split_tokens`: of each rank, the most that others read; 0: as many
+    as these lengths need. `replicas`: each splits its own samples. Raises as `assign` and `assign_split`.
     """
     how = {"ranks": ranks, "token_cap": token_cap, "cost": cost}
     if balance == SPLIT:
-        tokens = split_tokens or readable_tokens(lengths, samples=len(lengths), **how)
-        split = assign_split(lengths, tokens=tokens, **how)
+        tokens = split_tokens or readable_tokens(lengths, samples=len(lengths), replicas=replicas, **how)
+        split = assign_split(lengths, tokens=tokens, replicas=replicas, **how)
         return [
             [[each if isinstance(each, Piece) else lengths[each] for each in pack] for pack in split.packs(rank)]
             for rank in range(ranks)
@@ -74,7 +75,8 @@ class Job:
     of the optimizer step, whose time follows from the model's size.
 
     `checkpointing` and `fused_head` (logits are never computed) change memory only. `hybrid`: each node holds a whole
-    copy in shards, and gradients cross nodes once per minibatch; else all ranks hold one copy together. `prefetch` and
+    copy in shards, and gradients cross nodes once per minibatch; else all ranks hold one copy together.
+    `split_across_hosts`: ranks read pieces of sequences on all nodes, not only on their own (not built). `prefetch` and
     `overlap` as in lanes.py. `slow`: by rank, the slowdown of its compute. `jitter`: standard deviation of
     a log-normal factor of mean 1 on each unit's compute.
 
@@ -87,6 +89,7 @@ class Job:
     layers: int
     model: Model | None = None
     hybrid: bool = True
+    split_across_hosts: bool = False
     checkpointing: bool = True
     fused_head: bool = True
     forward_share: float = 1 / 3
@@ -129,6 +132,11 @@ class Job:
         """GPUs that together hold one copy of the parameters."""
         return self.links.gpus if self.hybrid else self.ranks
 
+    @property
+    def replicas(self) -> int:
+        """Groups of ranks that split sequences among themselves."""
+        return 1 if self.split_across_hosts else self.links.nodes
+
     @cached_property
     def slowness(self) -> np.ndarray:
         return np.array([self.slow.get(rank, 1.0) for rank in range(self.ranks)])
@@ -147,12 +155,13 @@ class Job:
     def kv_seconds(self, pack: Sequence[int | Piece]) -> float:
         """Seconds of these transfers."""
         starts = [each.start for each in pack if isinstance(each, Piece)]
-        if not starts or self.model is None or self.ranks == 1:
+        ranks = self.ranks // self.replicas
+        if not starts or self.model is None or ranks == 1:
             return 0.0
         token_bytes = self.layers * self.model.kv_width * _KV_BYTES
-        # As a tensor over all ranks, whose own part costs nothing; the rank holds none of these tokens.
-        others = self.ranks / (self.ranks - 1)
-        return others * max(self.links.read_s(sum(starts) * token_bytes, hybrid=False))
+        # As a tensor over these ranks, whose own part costs nothing; the rank holds none of these tokens.
+        others = ranks / (ranks - 1)
+        return others * max(self.links.read_s(sum(starts) * token_bytes, hybrid=not self.split_across_hosts))
 
     @cached_property
     def plans(self) -> dict[str, MemoryPlan]:
@@ -160,13 +169,16 @@ class Job:
         how = {"shards": self.shards, "ranks": self.ranks, "checkpointing": self.checkpointing}
         return {each: self.model.memory(each, **how) for each in SCHEDULES} if self.model else {}
 
-    def peak_bytes(self, schedule: str, tokens: int) -> int | None:
-        """A GPU's peak, with the activations of a microbatch of `tokens` tokens; None if a token's are unknown."""
+    def peak_bytes(self, schedule: str, tokens: int, split_tokens: int = 0) -> int | None:
+        """A GPU's peak, with the activations of a microbatch of `tokens` tokens, and with keys and values that others
+        read of `split_tokens`; None if a token's activations are unknown.
+        """
         plan = self.plans.get(schedule)
         if plan is None or plan.activation_bytes_per_token is None:
             return None
         each = plan.activation_bytes_per_token - (self.model.logits_bytes if self.fused_head else 0)
-        return plan.total_bytes + each * tokens
+        kv_bytes = self.layers * self.model.kv_width * (COMPUTE_BYTES + REDUCE_BYTES)
+        return plan.total_bytes + each * tokens + kv_bytes * split_tokens
 
     def tail_s(self, schedule: str) -> float:
         """The optimizer step, and ODC's transfers between nodes: gradients before it, parameters after it."""

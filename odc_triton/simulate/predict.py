@@ -44,7 +44,8 @@ class SimulateOptions:
     topology: str | None = option(None, "snapshot of one node's GPUs and links (JSON)")
     minibatch: str = option("1,2,4,8", "samples per GPU and step; several with commas; too large ones are left out")
     token_cap: int | None = option(None, "most tokens in a microbatch; by default the longest sequence, at least 4096")
-    split_sequences: bool = option(False, "also split long sequences over ranks, as one more setting")
+    split_sequences: bool = option(False, "also split long sequences over each node's GPUs, as one more setting")
+    split_across_hosts: bool = option(False, "--split-sequences over all nodes' GPUs, to compare: not built")
     hybrid: bool = option(True, "with several nodes: shard within each node, replicate over nodes")
     checkpointing: bool = option(True, "recompute activations in backward: less memory, a third more work")
     fused_head: bool = option(True, "never compute whole logits")
@@ -112,6 +113,7 @@ def main(options: SimulateOptions) -> int:
         checkpointing=options.checkpointing,
         fused_head=options.fused_head,
         hybrid=options.hybrid,
+        split_across_hosts=options.split_across_hosts,
         slow={} if options.slow == 1 else {0: options.slow},
         jitter=options.jitter,
     )
@@ -128,7 +130,7 @@ def main(options: SimulateOptions) -> int:
         trials=trials,
         seed=options.seed,
         timeline_of=drawn if options.out else None,
-        split=options.split_sequences,
+        split=options.split_sequences or options.split_across_hosts,
     )
     active = f", {model.active_parameters / 1e9:.1f} B active" if model.active_parameters < model.parameters else ""
     longest, mean = max(lengths), sum(lengths) / len(lengths)

@@ -63,12 +63,13 @@ def simulate(
     seed: int = 0,
     timeline: bool = False,
     assigned: list[list[Packs]] | None = None,
+    split_tokens: int = 0,
 ) -> Outcome:
     """Each of `minibatches` (tokens of every sample of all ranks) is one trial; all ranks enter it together.
 
     Ranks with fewer microbatches than others join FSDP's collectives with empty ones. `timeline`: keep the first
-    trial's events. `seed`: for the jitter. `assigned`: results of `assign_packs` by minibatch, if known. The same
-    arguments give the same outcome.
+    trial's events. `seed`: for the jitter. `assigned`: results of `assign_packs` by minibatch, if known, and
+    `split_tokens` as there, whose memory is counted. The same arguments give the same outcome.
 
     Raises ValueError for an unknown schedule or balance, "queue" under FSDP, no minibatch, and as `assign`.
     """
@@ -91,10 +92,8 @@ def simulate(
         lanes, assigned = _run_queue(minibatches, job, moves, token_cap, noise, recorder)
     else:
         if assigned is None:
-            assigned = [
-                assign_packs(m, ranks=job.ranks, token_cap=token_cap, balance=balance, cost=job.cost)
-                for m in minibatches
-            ]
+            how = {"ranks": job.ranks, "replicas": job.replicas, "token_cap": token_cap, "cost": job.cost}
+            assigned = [assign_packs(m, balance=balance, split_tokens=split_tokens, **how) for m in minibatches]
         lanes = _run(assigned, schedule, job, moves, noise, recorder)
     shape = (len(minibatches), job.ranks)
     over, busy, exposed, waited = (np.broadcast_to(value, shape) for value in lanes)
@@ -118,7 +117,7 @@ def simulate(
         waited_s=waited + (last - over) + entry_s + job.barrier_s,
         tail_s=tail,
         microbatches=[[len(packs) for packs in trial] for trial in assigned],
-        peak_bytes=job.peak_bytes(schedule, tokens),
+        peak_bytes=job.peak_bytes(schedule, tokens, split_tokens),
         events=recorder.events if recorder else [],
     )
 
@@ -136,14 +135,17 @@ def _run(
     for trial, ranks in enumerate(assigned):
         for rank, packs in enumerate(ranks):
             work[: len(packs), trial, rank] = [job.pack_seconds(pack) for pack in packs]
-        # Ranks that compute pieces of one sequence wait for each other in every layer.
-        for index in range(max(map(len, ranks))):
-            wave = [rank for rank, packs in enumerate(ranks) if _has_pieces(packs[index : index + 1])]
-            if wave:
-                moved = np.array([job.kv_seconds(ranks[rank][index]) for rank in wave])
-                own, slowest = work[index, trial, wave], work[index, trial, wave].max()
-                shares[index, :, trial, wave] = np.stack([own - moved, moved], axis=-1) / slowest
-                work[index, trial, wave] = slowest
+        # Ranks that compute pieces of one sequence wait for each other in every layer, those of another replica don't.
+        waves: dict[tuple[int, int], list[int]] = {}
+        for rank, packs in enumerate(ranks):
+            for index, pack in enumerate(packs):
+                if any(isinstance(each, Piece) for each in pack):
+                    waves.setdefault((index, rank * job.replicas // job.ranks), []).append(rank)
+        for (index, _), wave in waves.items():
+            moved = np.array([job.kv_seconds(ranks[rank][index]) for rank in wave])
+            own, slowest = work[index, trial, wave], work[index, trial, wave].max()
+            shares[index, :, trial, wave] = np.stack([own - moved, moved], axis=-1) / slowest
+            work[index, trial, wave] = slowest
     work *= job.slowness
     odc = schedule == "odc"
     lanes = Lanes(
@@ -175,10 +177,6 @@ def _run(
         _backward(lanes, seconds, job, moves, noise, sync, reads=None, adds=1.0, final=True)
     lanes.drain()
     return lanes.compute, lanes.busy, lanes.exposed, lanes.waited
-
-
-def _has_pieces(packs: Packs) -> bool:
-    return any(isinstance(each, Piece) for pack in packs for each in pack)
 
 
 def _run_queue(

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 from ..balance.queue import QUEUE
 from ..balance.split import readable_tokens
@@ -57,11 +58,10 @@ def make_job(
     efficiency: float = 0.5,
     checkpointing: bool = True,
     fused_head: bool = True,
-    hybrid: bool = True,
     slow: Mapping[int, float] | None = None,
-    jitter: float = 0.0,
+    **others: Any,
 ) -> Job:
-    """A job whose compute times are the model's FLOPs over `efficiency` of the GPU's peak."""
+    """A job whose compute times are the model's FLOPs over `efficiency` of the GPU's peak. `others`: as for `Job`."""
     seconds_per_flop = (_RECOMPUTED if checkpointing else 1.0) / (kind.tflops * 1e12 * efficiency)
     return Job(
         links=links,
@@ -69,14 +69,13 @@ def make_job(
         cost=model.cost,
         layers=model.layers,
         model=model,
-        hybrid=hybrid,
         checkpointing=checkpointing,
         fused_head=fused_head,
         forward_share=1 / 4 if checkpointing else 1 / 3,
         barrier_s=1e-3,
         memory_gbs=kind.memory_gbs,
         slow=slow or {},
-        jitter=jitter,
+        **others,
     )
 
 
@@ -103,17 +102,18 @@ def rank_settings(
     timeline_of: int | None = None,
     split: bool = False,
 ) -> list[Row]:
-    """All `SETTINGS`, with `split` also "ODC + LB-Split", at each minibatch size in `sizes`, in samples per rank; those
-    that fit come fastest first.
+    """All `SETTINGS`, with `split` also "ODC + LB-Split", within nodes or as the job says, at each minibatch size in
+    `sizes`, in samples per rank; those that fit come fastest first.
 
     Every setting gets the same `trials` minibatches, drawn from `lengths`. `memory_gb`: of one GPU. `timeline_of`: the
     size at which outcomes keep their events. Raises as `draw` and `assign`.
     """
     rows: list[Row] = []
-    settings = SETTINGS | ({"ODC + LB-Split": ("odc", SPLIT)} if split else {})
+    name = "ODC + LB-Split" + ", across hosts: not built" * job.split_across_hosts
+    settings = SETTINGS | ({name: ("odc", SPLIT)} if split else {})
     for samples in sizes:
         minibatches = draw(lengths, samples=samples * job.ranks, minibatches=trials, seed=seed)
-        how = {"ranks": job.ranks, "token_cap": token_cap, "cost": job.cost}
+        how = {"ranks": job.ranks, "replicas": job.replicas, "token_cap": token_cap, "cost": job.cost}
         tokens = readable_tokens(lengths, samples=samples * job.ranks, **how)
         assigned = {
             balance: [assign_packs(m, balance=balance, split_tokens=tokens, **how) for m in minibatches]
@@ -129,6 +129,7 @@ def rank_settings(
                 seed=seed,
                 timeline=samples == timeline_of,
                 assigned=assigned.get(balance),
+                split_tokens=tokens * (balance == SPLIT),
             )
             for name, (schedule, balance) in settings.items()
         }

@@ -8,8 +8,10 @@ import pytest
 
 from odc_triton.balance.cost import CostModel
 from odc_triton.balance.pieces import Piece
+from odc_triton.balance.split import readable_tokens
 from odc_triton.base.trace import idle_fraction
 from odc_triton.cli.command import main
+from odc_triton.sharding.footprint import memory_plan
 from odc_triton.simulate.hardware import Links, find_device
 from odc_triton.simulate.job import Job, assign_packs
 from odc_triton.simulate.models import Model
@@ -46,6 +48,51 @@ def test_ranks_of_a_wave_are_as_slow_as_the_slowest() -> None:
     assert took.step_s == pytest.approx(1.5 * plain.step_s, rel=0.01)
 
 
+def test_nodes_split_their_own_samples() -> None:
+    job = replace(JOB, links=Links.none(2, nodes=2))
+    for across, ranks in ((False, 2), (True, 4)):
+        own = replace(job, split_across_hosts=across)
+        outcome = simulate([[8000]], job=own, schedule="odc", balance="split", token_cap=CAP)
+        assert outcome.step_s == pytest.approx(COST.sequence(8000) / ranks + 0.5, rel=0.01)
+    outcome = simulate([[8000] * 2], job=job, schedule="odc", balance="split", token_cap=CAP)
+    assert outcome.step_s == pytest.approx(COST.sequence(8000) / 2 + 0.5, rel=0.01)
+    assert outcome.idle_share < 0.02
+
+
+def test_waves_of_different_nodes_do_not_wait_for_each_other() -> None:
+    """The first node's ranks compute 5 and 4 s, the second's 2 and 1 s."""
+    job = replace(JOB, links=Links.none(2, nodes=2), seconds=lambda tokens: sum(tokens) / 1000)
+    assigned = [[[[Piece(s, 0, 1000 * n)]], [[Piece(s, 1000 * n, 2000 * n - 1000)]]] for s, n in ((0, 5), (1, 2))]
+    trial = [*assigned[0], *assigned[1]]
+    outcome = simulate([[9000, 3000]], job=job, schedule="odc", balance="split", token_cap=CAP, assigned=[trial])
+    assert outcome.busy_s[0] == pytest.approx([5, 4, 2, 1])
+    assert outcome.step_s == pytest.approx(5)
+    # The second node is done after 2 s, so its first rank may take 3 s more.
+    trial[2].append([3000])
+    more = simulate([[9000, 3000, 3000]], job=job, schedule="odc", balance="split", token_cap=CAP, assigned=[trial])
+    assert more.step_s == pytest.approx(5)
+
+
+def test_memory_counts_keys_and_values_that_others_read() -> None:
+    model, kind = Model.find("qwen2.5-7b"), find_device("h100")
+    job = make_job(model, kind, usual_links(kind, 8, nodes=2))
+    plans = [memory_plan(model.module, 8, replicas=2, backend="cuda", split_tokens=n) for n in (0, 20_000)]
+    added = job.peak_bytes("odc", 1000, 20_000) - job.peak_bytes("odc", 1000)
+    # The plan counts fp32 without a policy: 8 bytes in place of 2 + 4.
+    assert added == pytest.approx((plans[1].total_bytes - plans[0].total_bytes) * 6 / 8, rel=0.01)
+    lengths = [60_000, *[3000] * 15]
+    rows = rank_settings(lengths, [1], job=job, token_cap=60_000, trials=1, split=True)
+    how = {"ranks": 16, "replicas": 2, "token_cap": 60_000, "cost": model.cost}
+    read = readable_tokens(lengths, samples=16, **how)
+    packs = assign_packs(sorted(lengths), balance="split", split_tokens=read, **how)
+    largest = max(sum(len(e) if isinstance(e, Piece) else e for e in pack) for own in packs for pack in own)
+    assert largest > 60_000 / 8
+    expected = job.peak_bytes("odc", largest, read)
+    peaks = {row.name: row.outcome.peak_bytes for row in rows}
+    assert peaks["ODC + LB-Split"] == pytest.approx(expected, rel=0.005)
+    assert peaks["ODC + LB-Mini"] == job.peak_bytes("odc", 60_000)
+
+
 def test_what_crosses_links_takes_its_time() -> None:
     model, kind = Model.find("qwen2.5-7b"), find_device("a100")
     times = []
@@ -57,6 +104,19 @@ def test_what_crosses_links_takes_its_time() -> None:
         moved = 28 * 4 * 128 * 16 * 30_000  # keys and values: read twice in bf16, added to in fp32
         assert 1 <= times[-1] / (moved / (gbs * 1e9)) < 2.5  # all ranks read at once
     assert times[1] == pytest.approx(100 * times[0], rel=0.05)
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_keys_and_values_stay_in_a_node(hybrid: bool) -> None:
+    model, kind = Model.find("qwen2.5-7b"), find_device("a100")
+    times = {}
+    for nodes, across, nic_gbs in ((1, False, 1), (2, False, 1), (2, True, 1), (2, True, 10)):
+        job = make_job(model, kind, Links.switched(4, 200.0, nodes=nodes, nic_gbs=nic_gbs), hybrid=hybrid)
+        job = replace(job, split_across_hosts=across)
+        times[nodes, across, nic_gbs] = job.kv_seconds([Piece(0, 30_000, 40_000)])
+    alone, within, across, fast = times.values()
+    assert within == alone
+    assert across > 5 * fast > 5 * within
 
 
 def test_waits_in_a_wave_and_transfers_are_not_work() -> None:
@@ -87,4 +147,6 @@ def test_in_the_ranking_and_the_command(capsys: pytest.CaptureFixture) -> None:
     assert main([*command, "--token-cap", "9000"]) == 1  # FSDP2 takes no sample over the cap
     assert "longer than --token-cap 9000" in capsys.readouterr().err
     assert main(command) == 0
-    assert "ODC + LB-Split" in capsys.readouterr().out
+    assert "ODC + LB-Split |" in " ".join(capsys.readouterr().out.split())
+    assert main([*command[:-1], "--gpus", "8", "--nodes", "4", "--split-across-hosts"]) == 0
+    assert "ODC + LB-Split, across hosts: not built is" in capsys.readouterr().out
