@@ -299,12 +299,14 @@ class SequenceExchange(Participant):
         for each in filter(None, self.released[-1] if self.released else ()):
             each.start()
 
-    def _wait_for(self, flag: Flag, layer: int, spans: Sequence[Span], whom: dict[int, str]) -> Callable[[], None]:
+    def _wait_for(
+        self, flag: Flag, layer: int, spans: Sequence[Span], whom: dict[int, str], *, is_own_set: bool = True
+    ) -> Callable[[], None]:
         """A function that waits for other ranks; `whom`: by rank, the purpose."""
         others = {rank: purpose for rank, purpose in whom.items() if rank != self.rank}
         if others:
             self._waited.add((flag, layer, self._epoch(spans)))
-        wait = Wait(flag=flag, layer=layer, epoch=self._epoch(spans), whom=others)
+        wait = Wait(flag=flag, layer=layer, epoch=self._epoch(spans), whom=others, is_own_set=is_own_set)
         return partial(self.sync.wait, wait) if others else lambda: None
 
     def _tells(self, flag: Flag, layer: int, spans: Sequence[Span]) -> None:
@@ -321,7 +323,7 @@ class SequenceExchange(Participant):
         self._tells(Flag.ADDED, layer, spans)
         beside = self._beside(layer, spans, window) if self._in_order else {}
         if before := {rank: purpose for rank, purpose in beside.items() if rank < self.rank}:
-            self.streams.after_adds(self._wait_for(Flag.ADDED, layer, spans, before))
+            self.streams.after_adds(self._wait_for(Flag.ADDED, layer, spans, before, is_own_set=False))
         for at, span in enumerate(spans):
             start, sources = self._reads_from(span.piece, window), self.sources(span.piece, window)
             owners |= {source.rank for source in sources}

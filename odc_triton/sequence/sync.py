@@ -42,27 +42,32 @@ _SPINS_PER_S = 2e6  # more than a GPU makes: the watch ends a wait in time, this
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """For flags of one kind and layer, until they are at least `epoch`. `whom`: by rank, what for."""
+    """For flags of one kind and layer, until they are at least `epoch`. `whom`: by rank, what for; `is_own_set`: this
+    rank sets its own flags of that kind, layer and epoch before.
+    """
 
     flag: Flag
     layer: int
     epoch: int
     whom: dict[int, str]
+    is_own_set: bool = True
 
 
 class ShownWaits:
     """What each rank of all replicas waits for, so that a peer can find who holds up whom."""
 
     def __init__(self, buffers: KVBuffers, barrier: Barrier) -> None:
-        self._buffers, self._first, self._world = buffers, buffers.heap.first, barrier.world
-        self._waits = Status(barrier.board)  # the flag that the rank waits for and its writer, 0: none
+        self._layers, self._first, self._world = buffers.layers, buffers.heap.first, barrier.world
+        self._waits = Status(barrier.board)  # the wait's place among the rank's waits, and whom it is for; 0: none
         self._shown = 0
         barrier.blocked_on = self.blocked_on
 
-    def show(self, flag: Flag, layer: int, epoch: int, *, writer: int) -> None:
+    def show(self, wait: Wait, *, writer: int) -> None:
         """Shows peers that this rank waits for `writer`."""
-        number = (epoch * self._buffers.layers + layer) * len(Flag) + flag
-        self._show(number * self._world + self._first + writer)
+        # Backwards go through the layers in reverse. Ranks set their own flags of a layer between even and odd places.
+        layer = wait.layer if wait.flag is Flag.PUBLISHED else self._layers - 1 - wait.layer
+        place = ((wait.epoch * len(Flag) + wait.flag) * self._layers + layer) * 2 + wait.is_own_set
+        self._show(place * self._world + self._first + writer)
 
     def show_none(self) -> None:
         self._show(0)
@@ -73,18 +78,12 @@ class ShownWaits:
             self._waits.show(number)
 
     def blocked_on(self, rank: int) -> int | None:
-        """The rank that `rank` is blocked on, both as in messages; None if the flag is set, which is seen only of a
-        rank that shares memory with this one.
+        """The rank that `rank` is blocked on, both as in messages. None if it shows no wait, or one that must be over,
+        as the other rank shows a later one: a rank that was stopped can't take back what it shows.
         """
-        number, writer = divmod(self._waits.seen()[rank], self._world)
-        number, flag = divmod(number, len(Flag))
-        epoch, layer = divmod(number, self._buffers.layers)
-        near, of_writer = rank - self._first, writer - self._first
-        if epoch == 0:
-            return None
-        if near not in range(self._buffers.world):
-            return writer
-        return None if self._buffers.has_come(Flag(flag), near, layer, epoch, writer=of_writer) else writer
+        shown = self._waits.seen()
+        place, writer = divmod(shown[rank], self._world)
+        return None if place == 0 or shown[writer] // self._world >= place | 1 else writer
 
 
 class HostSync:
@@ -141,7 +140,7 @@ class HostSync:
         if self._has_come(wait, rank):
             return []
         if time.monotonic() >= shown_s:
-            self.waits.show(wait.flag, wait.layer, wait.epoch, writer=rank)
+            self.waits.show(wait, writer=rank)
         self._require_none_failed(purpose)
         return [self.buffers.heap.first + rank]
 
@@ -303,7 +302,7 @@ class KernelSync(HostSync):
             if not late:
                 self.waits.show_none()
             elif time.monotonic() - since_s >= _SHOWN_S:
-                self.waits.show(first.wait.flag, first.wait.layer, first.wait.epoch, writer=late[0])
+                self.waits.show(first.wait, writer=late[0])
             is_late = time.monotonic() - since_s > self._barrier.timeout_s
             # A rank that died before setting its flag is fatal; any other failure is reported by that rank.
             gone = [rank for rank in late if not heap.is_alive(rank)]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,18 +14,12 @@ import torch
 from odc_triton import MinibatchFailed, enable_split, fully_shard, memory_plan, minibatch
 from odc_triton.balance import count_target_tokens, pack_collate
 from odc_triton.balance.pieces import Piece, SplitPlan
-from odc_triton.balance.pieces import Piece as P
-from odc_triton.base.errors import OfRanks
-from odc_triton.comm.memory.heap import PID
 from odc_triton.hf import summed_loss
-from odc_triton.sequence.exchange import SequenceExchange
-from odc_triton.sequence.sync import KernelSync, ShownWaits
-from tests.support import ranks, slow
-from tests.support.deadlines import LONG_S, SHORT_S
+from tests.support import ranks
+from tests.support.deadlines import LONG_S
 from tests.support.refusals import caught
 from tests.support.splitting import (
     DEALS,
-    Dealt,
     Setup,
     build,
     gradients,
@@ -96,161 +88,6 @@ def test_every_rank_hears_the_cause_alone() -> None:
             assert words in said
             assert said.count("rank ") - said.count("ranks") - said.count("other rank") <= 2, said
             assert "PeerFailed" not in said
-
-
-# ------------------------------------------------------------------ a rank is gone or stands still
-
-
-def _ends_in(where: str, number: int, at_layer: int = 1) -> None:
-    """This rank's process gets that signal when it publishes (in its forward) or adds (in its backward)."""
-    own = getattr(SequenceExchange, where)
-
-    def dies(self: SequenceExchange, layer: int, *rest: Any) -> Any:
-        if layer == at_layer:
-            os.kill(os.getpid(), number)
-        return own(self, layer, *rest)
-
-    setattr(SequenceExchange, where, dies)
-
-
-def _killed_after_the_deadline(rank: int, world: int, setup: Setup) -> tuple[str, list[int]]:
-    """Rank 1 stops; when rank 0 has stopped waiting for it, and before it says why, rank 1 is killed."""
-    model = fully_shard(build(setup, replaced=True), backend="cpu-interpreter", timeout=LONG_S)
-    enable_split(model, tokens=48)
-    heap, check = model._odc_engine.heap, KernelSync.check
-    model._odc_engine.barrier.timeout_s = SHORT_S
-
-    def check_later(self: KernelSync) -> None:
-        if self._late_at_stop and heap.is_alive(1):
-            os.kill(heap.seen(PID)[1], signal.SIGKILL)
-            while heap.is_alive(1):
-                time.sleep(0.01)
-        check(self)
-
-    if rank == 1:
-        _ends_in("add", signal.SIGSTOP)
-    KernelSync.check = check_later
-    with pytest.raises(OfRanks) as caught:
-        step_on(model, setup, rank)
-    return f"{type(caught.value).__name__}: {caught.value}", caught.value.ranks
-
-
-@pytest.mark.slow
-def test_a_rank_killed_after_the_deadline_is_lost() -> None:
-    with ranks.start(_killed_after_the_deadline, 2, Setup(deal="two")) as job:
-        (survivor,) = job.wait_for([0])
-    said, blamed = survivor.value
-    assert (said.split(":")[0], blamed) == ("RankLost", [1]), said
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stop:
-    """`victim` stops in layer `layer` when it is about to `where`."""
-
-    deal: Dealt
-    where: str
-    victim: int
-    layer: int = 1
-    signal: int = signal.SIGSTOP
-
-
-_BESIDE: Dealt = [[[P(0, 0, 24), 3]], [[P(0, 24, 41)]], [[1]]]  # rank 2 is at the exit soon
-_BEHIND: Dealt = [[[P(2, 0, 10)]], [[P(2, 10, 30), P(0, 0, 13)]], [[P(0, 13, 41)]]]  # rank 2 needs rank 1's alone
-STOPS = {
-    "publishing, one at the exit": Stop(deal=_BESIDE, where="publish", victim=0),
-    "adding, one at the exit": Stop(deal=_BESIDE, where="add", victim=1),
-    "publishing, one behind another": Stop(deal=_BEHIND, where="publish", victim=0, layer=0),
-    "adding, one behind another": Stop(deal=_BEHIND, where="add", victim=2),
-    # It waits for rank 0, whose flag comes afterwards.
-    "waiting": Stop(deal=_BESIDE, where="wait", victim=1),
-}
-
-
-def _stops(stop: Stop, rank: int) -> None:
-    if stop.where != "wait":
-        if rank == stop.victim:
-            _ends_in(stop.where, stop.signal, stop.layer)
-        return
-    publish, show = SequenceExchange.publish, ShownWaits.show
-
-    def publish_late(self: SequenceExchange, *given: Any) -> None:
-        if rank != stop.victim:
-            time.sleep(0.2)
-        publish(self, *given)
-
-    def show_and_stop(self: ShownWaits, *given: Any, **named: Any) -> None:
-        show(self, *given, **named)
-        if rank == stop.victim:
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    SequenceExchange.publish, ShownWaits.show = publish_late, show_and_stop
-
-
-def _beside_one_that_stops(rank: int, world: int, stop: Stop, backend: str) -> tuple[str, list[int]]:
-    model = fully_shard(build(SETUP, replaced=True), backend=backend, timeout=LONG_S)
-    enable_split(model, tokens=48)
-    if stop.signal == signal.SIGSTOP:
-        model._odc_engine.barrier.timeout_s = SHORT_S
-    _stops(stop, rank)
-    with pytest.raises(OfRanks) as caught:
-        step_on(model, SETUP, rank, deal=stop.deal)
-    return f"{type(caught.value).__name__}: {caught.value}", caught.value.ranks
-
-
-def _said_by_others(stop: Stop, backend: str) -> list[tuple[str, list[int]]]:
-    """What the others than the victim said, and which ranks they blamed."""
-    with ranks.start(_beside_one_that_stops, 3, stop, backend) as job:
-        outcomes = job.wait_for([rank for rank in range(3) if rank != stop.victim])
-    return [outcome.value for outcome in outcomes]
-
-
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [
-        ("publishing, one at the exit", "cpu"),
-        slow("adding, one at the exit", "cpu"),
-        ("adding, one behind another", "cpu"),
-        slow("publishing, one behind another", "cpu-interpreter"),
-        slow("waiting", "cpu"),
-        ("waiting", "cpu-interpreter"),
-    ],
-)
-def test_all_others_name_the_rank_that_stands_still_alone(name: str, backend: str) -> None:
-    stop = STOPS[name]
-    for said, blamed in _said_by_others(stop, backend):
-        assert said.startswith("DeadlineExceeded: "), said
-        assert blamed == [stop.victim], said
-        assert re.search(rf"(for|of) rank {stop.victim}( at|$)", said), said
-
-
-KILLS = {
-    # One of the others waits for a rank that only waits for the killed one: on kernels its wait goes on until then.
-    "adding, one behind another": (STOPS["adding, one behind another"], "cpu-interpreter", ""),
-    "publishing, one behind another": (STOPS["publishing, one behind another"], "cpu-interpreter", ""),
-    "publishing": (
-        Stop(deal=DEALS["zigzag"], where="publish", victim=1),
-        "cpu",
-        r"keys and values of tokens 8\.\.19 of sample 0 in layer 1",
-    ),
-    "adding": (
-        Stop(deal=DEALS["zigzag"], where="add", victim=1),
-        "cpu-sharded",
-        r"gradients of tokens \d+\.\.\d+ of sample 0 from tokens 8\.\.19 of sample 0 in layer 1",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", KILLS)
-def test_a_killed_rank_is_named(name: str) -> None:
-    stop, backend, awaited = KILLS[name]
-    start_s = time.monotonic()
-    found = _said_by_others(replace(stop, signal=signal.SIGKILL), backend)
-    assert time.monotonic() - start_s < LONG_S / 2
-    for said, blamed in found:
-        assert said.startswith("RankLost: "), said
-        assert f"rank {stop.victim} died" in said, said
-        assert blamed == [stop.victim], said
-    assert any(re.search(awaited, said) for said, _ in found), found
 
 
 # ------------------------------------------------------------------ wrong calls

@@ -282,7 +282,7 @@ WAITS = (
     ),
     Wait(
         "additions to keys' gradients wait for earlier ranks, where sums are exact",
-        "after_adds(self._wait_for(Flag.ADDED, layer, spans, before))",
+        "after_adds(self._wait_for(Flag.ADDED, layer, spans, before, is_own_set=False))",
         _SEQUENCE + "order.py::test_a_flag_follows_the_additions_and_these_follow_earlier_ranks_if_in_order[True]",
     ),
     Wait(
