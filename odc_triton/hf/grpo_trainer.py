@@ -182,7 +182,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         grid = self._engine.grid
         reference = fully_shard(
             reference,
-            mesh=grid.mesh if grid.replicas == 1 else None,
+            mesh=grid.mesh if grid.mesh.ndim == 1 else None,  # two dimensions are all ranks of the job
             mp_policy=self._engine.units[0].policy,
             backend=self._engine.heap.device.type,
             timeout=timedelta(seconds=self._engine.barrier.timeout_s),

@@ -171,6 +171,11 @@ class ODCTrainer(ShardedTrainer):
                 f"sampler is of rank {sampler.rank} of {sampler.world}, the model of rank {self._engine.rank} of "
                 f"{self._engine.world}: give the sampler the model's rank and world"
             )
+        if sampler.split_tokens and sampler.replicas != (replicas := self._engine.grid.replicas):
+            raise ValueError(
+                f"sampler splits samples over replicas={sampler.replicas}, and the model has {replicas}: give "
+                f"MinibatchSampler(…, replicas={replicas})"
+            )
         if len(sampler.lengths) != len(self.train_dataset):
             raise ValueError(
                 f"sampler has {len(sampler.lengths)} lengths and train_dataset {len(self.train_dataset)} samples"

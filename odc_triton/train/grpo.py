@@ -52,6 +52,7 @@ def run_grpo(options: GrpoOptions) -> Metrics:
 
 def check_before_start(options: GrpoOptions, ranks: int) -> None:
     """Raises OSError and ValueError for errors that would occur later in the run. Leaves only the folder `out`."""
+    options.require_replicas(options.replicas or 1, ranks)
     tokenizer = load_any_tokenizer(options)
     enough = math.ceil(options.prompts_per_rank * ranks / min(options.data_weight, default=1.0))
     first = max(min(enough, _MOST_PROMPTS), _PROMPTS)

@@ -46,6 +46,7 @@ def train(options: RunOptions, prepare: Prepare, start: Start, on_metrics: OnMet
     """Runs a job on this rank to its end: prepares, shards, runs the result of `start`. Returns the last metrics."""
     timeout = timedelta(minutes=options.timeout_minutes)
     mesh = default_mesh(timeout, replicas=options.replicas)
+    options.require_replicas(mesh.size(0) if mesh.ndim == 2 else 1, mesh.size())
     prepared = prepare(options, mesh=mesh)
     try:
         run = start(options, partial(_sharded, prepared=prepared, mesh=mesh), prepared)

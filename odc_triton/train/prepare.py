@@ -155,10 +155,6 @@ def check_before_start(options: RunOptions, ranks: int, tokenizer: Any, *, longe
     `longest`: tokens of the longest of the first samples; `largest_token`: of these.
     """
     require_trackers(options.report_to)
-    if ranks % (options.replicas or 1):
-        raise ValueError(
-            f"--replicas is {options.replicas} and --ranks is {ranks}: give a number of replicas that divides the ranks"
-        )
     build_model(options, tokenizer, longest=longest, largest_token=largest_token, rank=1)  # not 0, which prints
     if options.model is not None and Path(options.model).is_dir():
         require_weights(options.model)

@@ -178,14 +178,27 @@ class RunOptions:
             raise ValueError(
                 f"--split-sequences goes with --balance mini or queue; it is {self.balance}: leave one of them out"
             )
-        if self.split_sequences and self.balance == "queue" and (self.replicas or 1) > 1:
-            raise ValueError(
-                f"--replicas is {self.replicas}, and --split-sequences goes with several replicas only by --balance "
-                f"mini; it is queue"
-            )
+        self.require_replicas(self.replicas or 1)
         if self.decay_steps and self.schedule != "wsd":
             raise ValueError(
                 f"--decay-steps is {self.decay_steps} and --schedule is {self.schedule}: give --schedule wsd"
+            )
+
+    def require_replicas(self, replicas: int, ranks: int | None = None) -> None:
+        """Raises ValueError for a number of replicas that does not go with `ranks`, or with other options."""
+        said = f"--replicas is {replicas}" if self.replicas else f"there is a replica on each of {replicas} hosts"
+        if ranks is not None and ranks % replicas:
+            raise ValueError(f"{said} and --ranks is {ranks}: give a number of replicas that divides the ranks")
+        if not self.split_sequences or replicas == 1:
+            return
+        if self.balance == "queue":
+            raise ValueError(
+                f"{said}, and --split-sequences goes with several replicas only by --balance mini; it is queue"
+            )
+        if ranks == replicas:
+            raise ValueError(
+                f"{said}, of one rank each, and --split-sequences splits samples over the ranks of a replica: give it "
+                f"more ranks, or leave --split-sequences out"
             )
 
     @property

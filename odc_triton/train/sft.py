@@ -86,6 +86,7 @@ def _start(options: SftOptions, sharded: Sharded, prepared: Prepared[Samples]) -
 def check_before_start(options: SftOptions, ranks: int) -> None:
     """Raises OSError and ValueError for errors that would occur later in the run. Leaves only the folder `out`."""
     sources = [open_source(name) for name in options.data]  # first, as it reports missing files
+    options.require_replicas(options.replicas or 1, ranks)
     tokenizer = load_any_tokenizer(options)
     encoder, wanted = TextEncoder.of(tokenizer), _wanted(options, ranks // (options.replicas or 1))
     # So many records of one --data are enough for a step.

@@ -61,9 +61,11 @@ GROUPS: dict[str, list[Run]] = {
         ("dapo", {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "beta": 0.1}),
         ("dr_grpo", {"steps_per_generation": 2, "epsilon": 1e-3}),
     ],
+    "replicas": [("dapo", TWICE | {"beta": 0.5, "replicas": 2}), ("grpo", {"beta": 0.5, "replicas": 1})],
     "bf16": [("dapo", TWICE | {"bf16": True, "beta": 0.5})],  # accelerate has one such choice per process
 }
-_OURS = ("fused", "token_cap", "exact")
+_OURS = ("fused", "token_cap", "exact", "replicas")
+WORLDS = {"one rank": 1, "replicas": 4}  # others have two
 
 
 def _each(rank: int, world: int, run: Callable, folder: str, start: str, group: str) -> list[dict[str, Any]]:
@@ -80,7 +82,7 @@ def _each(rank: int, world: int, run: Callable, folder: str, start: str, group: 
 def test_as_trl(tmp_path: Path, group: str) -> None:
     start = _saved(tmp_path)
     (plain,) = ranks.run(_each, 1, case.plain_run, str(tmp_path), start, group)
-    ours = ranks.run(_each, 1 if group == "one rank" else 2, case.odc_run, str(tmp_path), start, group)
+    ours = ranks.run(_each, WORLDS.get(group, 2), case.odc_run, str(tmp_path), start, group)
     for (loss_type, changes), of_trl, *of_ranks in zip(GROUPS[group], plain, *ours, strict=True):
         _assert_as_trl(loss_type, changes, of_ranks, of_trl)
 

@@ -13,19 +13,22 @@ from transformers import TrainingArguments
 from odc_triton import enable_split, full_parameters, fully_shard
 from odc_triton.balance import MinibatchSampler
 from odc_triton.hf import ODCTrainer
-from tests.support import ranks
+from tests.support import ranks, slow
 from tests.support.parity import whole_model_error
+from tests.support.refusals import caught
 from tests.support.splitting import Setup, build, samples, sharded
 
-SETUP = Setup()
+SETUP, REPLICAS = Setup(), Setup(deal="2x2", replicas=2)
 
 
-def _train(rank: int, world: int, folder: str, split: bool) -> tuple[dict[str, torch.Tensor], list[float], int]:
+def _train(
+    rank: int, world: int, folder: str, setup: Setup, split: bool
+) -> tuple[dict[str, torch.Tensor], list[float], int]:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     options = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
     arguments = TrainingArguments(folder, per_device_train_batch_size=1, max_steps=4, learning_rate=1e-3, **options)
-    model = sharded(SETUP, rank)
-    data = [{name: value.tolist() for name, value in each.items()} for each in samples(SETUP)]
+    model = sharded(setup, rank)
+    data = [{name: value.tolist() for name, value in each.items()} for each in samples(setup)]
     trainer = ODCTrainer(model, arguments, train_dataset=data, eval_dataset=data, split=split)
     trainer.train()
     waits = [event for event in model._odc_engine.events.drain() if "in layer" in event.label]
@@ -36,8 +39,9 @@ def _train(rank: int, world: int, folder: str, split: bool) -> tuple[dict[str, t
     return {name: value.clone() for name, value in full_parameters(model)}, losses, pieces
 
 
-def test_as_on_whole_samples(tmp_path: Path) -> None:
-    outcomes = [ranks.run(_train, 2, str(tmp_path), split) for split in (True, False)]
+@pytest.mark.parametrize(("setup", "world"), [(SETUP, 2), slow(REPLICAS, 4)], ids=["one replica", "two replicas"])
+def test_as_on_whole_samples(tmp_path: Path, setup: Setup, world: int) -> None:
+    outcomes = ranks.run_all(world, *((_train, str(tmp_path), setup, split) for split in (True, False)))
     for (weights, losses, pieces), (want, want_losses, none) in zip(*outcomes, strict=True):
         assert (pieces > 0, none) == (True, 0)
         assert losses == pytest.approx(want_losses, rel=1e-5)
@@ -51,3 +55,18 @@ def test_what_is_missing_is_said() -> None:
     enable_split(model, tokens=20)
     with pytest.raises(ValueError, match=r"give MinibatchSampler\(…, split=True\) instead"):
         ODCTrainer(model, split=True, sampler=MinibatchSampler([5], 1, 5))
+
+
+def _other_samplers(rank: int, world: int, folder: str) -> str:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    data = [{name: value.tolist() for name, value in each.items()} for each in samples(SETUP)]
+    sampler = MinibatchSampler([len(each["input_ids"]) for each in data], 1, 41, split=20)
+    arguments = TrainingArguments(folder, max_steps=1, report_to="none")
+    trainer = ODCTrainer(sharded(REPLICAS, rank), arguments, train_dataset=data, sampler=sampler)
+    return caught(trainer.train)
+
+
+@pytest.mark.slow
+def test_a_sampler_of_other_replicas(tmp_path: Path) -> None:
+    for said in ranks.run(_other_samplers, 4, str(tmp_path)):
+        assert "sampler splits samples over replicas=1, and the model has 2: give MinibatchSampler(" in said

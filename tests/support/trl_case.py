@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .models import build
+from .replicas import mesh_of
 
 STEPS = 3
 ROWS = 8  # completions of a step
@@ -187,6 +188,8 @@ def odc_trainer(folder: str, world: int, start: str | None = None, **changes: An
     environment()
     own = {name: changes.pop(name) for name in ("token_cap",) if name in changes}
     how = {name: changes.pop(name) for name in ("fused", "exact", "mp_policy") if name in changes}
+    if replicas := changes.pop("replicas", None):
+        how["mesh"] = mesh_of((replicas, world // replicas))
     both = given(changes) | own
     return Ours(sharded(start, **how), args=arguments(folder, ROWS // world, **changes), **both)
 

@@ -109,6 +109,19 @@ _SFT = [
         "--replicas is 2 and --ranks is 3: give a number of replicas that divides the ranks",
     ),
     (
+        {"--ranks": "2", "--replicas": "3", "--split-sequences": ""},
+        "--replicas is 3 and --ranks is 2: give a number of replicas that divides the ranks",
+    ),
+    (
+        {"--ranks": "2", "--replicas": "2", "--split-sequences": ""},
+        "--replicas is 2, of one rank each, and --split-sequences splits samples over the ranks of a replica: give it "
+        "more ranks, or leave --split-sequences out",
+    ),
+    (
+        {"--data": "long.jsonl", "--token-cap": "300", "--ranks": "4", "--replicas": "2", "--split-sequences": ""},
+        r"long.jsonl, line 1: 3001 tokens, more than the cap of 600; raise --token-cap, or give --trunc",
+    ),
+    (
         {"--resume": "no-weights"},
         "--resume no-weights is no checkpoint of a run: give auto, or a checkpoint: OUT/checkpoints/step-…",
     ),

@@ -1,0 +1,144 @@
+"""`train sft --split-sequences` over replicas: as without splitting on one rank; resumed elsewhere; the same bits."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from odc_triton.base.config_file import write_config
+from odc_triton.data.dataset import DataOptions
+from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
+from odc_triton.train.sft_options import SftOptions
+from tests.support import jobs, ranks
+from tests.support.deadlines import LONG_S
+from tests.support.jobs import ENDED, STOPPED
+from tests.support.leftovers import environment
+from tests.support.sft_case import case, write_case
+from tests.support.tokenized import tokenize_file
+
+CAP, STEPS = 128, 6
+KINDS = {"AdamW": {}, "Muon": {"optimizer": "muon"}, "LoRA": {"lora_rank": 4, "lr": 1e-2}}
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Samples of up to twice the cap; of those to evaluate on, an odd number is over it."""
+    folder = write_case(tmp_path_factory.mktemp("case"), records=60, characters=300)
+    lines = (folder / "data.jsonl").read_text().splitlines(keepends=True)
+    encoder, options = TextEncoder.of(load_tokenizer(folder / "tokenizer.json")), DataOptions(max_tokens=2 * CAP)
+    lengths = tokenize_file(folder / "data.jsonl", encoder, options).lengths.tolist()
+    longer = [line for line, length in zip(lines, lengths, strict=True) if length > CAP]
+    shorter = [line for line, length in zip(lines, lengths, strict=True) if length <= CAP]
+    assert len(longer) > 20
+    (folder / "eval.jsonl").write_text("".join(shorter[:3] + longer[:5]))
+    return folder
+
+
+def options(folder: Path, out: Path, **changes: object) -> SftOptions:
+    wanted = {"out": str(out), "steps": STEPS, "truncate": False, "eval_data": str(folder / "eval.jsonl")}
+    wanted |= {"token_cap": CAP, "split_sequences": True, "eval_every": 3}
+    return case(folder, **wanted | changes)
+
+
+def weights(out: str) -> torch.Tensor:
+    (file,) = Path(out).rglob("*.safetensors")
+    return torch.cat([value.double().flatten() for _, value in sorted(load_file(file).items())])
+
+
+def losses(out: str) -> tuple[list[float], list[float]]:
+    lines = jobs.lines(out)
+    return [line["loss"] for line in lines], [line["eval_loss"] for line in lines if "eval_loss" in line]
+
+
+def test_resumed_on_other_ranks_and_replicas(folder: Path, tmp_path: Path) -> None:
+    """Four ranks in two replicas, then two in one, then six in three; against one rank with room for whole samples."""
+    plain = {"samples_per_rank": 12, "token_cap": 2 * CAP, "split_sequences": False}
+    alone = [options(folder, tmp_path / f"{name}, alone", **how, **plain) for name, how in KINDS.items()]
+    split = [options(folder, tmp_path / name, **how, samples_per_rank=3, resume="auto") for name, how in KINDS.items()]
+    assert jobs.run(1, *alone) == [ENDED] * len(KINDS)
+    places = ((4, 2, 1, STOPPED), (2, 1, 3, STOPPED), (6, 3, None, ENDED))
+    for world, replicas, stop_after, end in places:
+        here = [replace(each, samples_per_rank=12 // world, replicas=replicas) for each in split]
+        assert jobs.run(world, *here, stop_after=stop_after) == [end] * len(KINDS)
+    for name, found, want in zip(KINDS, split, alone, strict=True):
+        # Sums in another order: of fp32; Newton-Schulz in bf16 makes of the last bits 1e-3 of an update.
+        tolerance = 1e-3 if name == "Muon" else 1e-4
+        for got, wanted in zip(losses(found.out), losses(want.out), strict=True):
+            assert got == pytest.approx(wanted, rel=tolerance), name
+        got, wanted = weights(found.out), weights(want.out)
+        assert (got - wanted).norm() <= tolerance * wanted.norm(), name
+
+
+def _on_hosts(rank: int, world: int, wanted: Sequence[SftOptions], hosts: int) -> list[str]:
+    """Each host is a replica; ranks are not equally fast."""
+    from odc_triton.train.sft_run import SftRun
+
+    next_packs = SftRun.next_packs
+
+    def late(self: SftRun) -> object:
+        time.sleep(0.03 * (world - rank))
+        return next_packs(self)
+
+    SftRun.next_packs = late
+    os.environ["ODC_HOST"] = f"host-{rank * hosts // world}"
+    return jobs.train(rank, world, wanted)
+
+
+def test_exact_sums_have_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    """By --replicas, and on two hosts, in another order of arrival."""
+    wanted = options(folder, tmp_path / "one", samples_per_rank=3, exact=True, replicas=2)
+    on_hosts = replace(wanted, out=str(tmp_path / "other"), replicas=None)
+    assert jobs.run(4, wanted) == [ENDED]
+    queue = replace(on_hosts, out=str(tmp_path / "queue"), balance="queue")
+    first, *others = ranks.run(_on_hosts, 4, [on_hosts, queue], 2)
+    assert others == [first] * 3
+    ended, refused = first
+    assert ended == ENDED
+    said = "there is a replica on each of 2 hosts, and --split-sequences goes with several replicas only by --balance"
+    assert said in refused
+    assert losses(wanted.out) == losses(on_hosts.out)
+    assert torch.equal(weights(wanted.out), weights(on_hosts.out))
+    (alone,), _ = ranks.run(_on_hosts, 2, [replace(queue, balance="mini")], 2)
+    assert "there is a replica on each of 2 hosts, of one rank each, and --split-sequences splits" in alone
+
+
+def test_two_torchruns(folder: Path, tmp_path: Path) -> None:
+    """As on two machines, which ODC_HOST tells apart; against one rank."""
+    wanted = options(folder, tmp_path / "out", samples_per_rank=3, steps=2)
+    alone = replace(wanted, out=str(tmp_path / "alone"), samples_per_rank=12, token_cap=2 * CAP, split_sequences=False)
+    write_config(tmp_path / "run.yaml", wanted, comment="the run")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank"]
+    started = [
+        subprocess.Popen(
+            [*command, str(node), "-m", "odc_triton.train.sft", "--config", str(tmp_path / "run.yaml")],
+            env=environment() | {"ODC_HOST": f"host-{node}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    try:
+        printed = [process.communicate(timeout=LONG_S)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], printed
+    assert jobs.run(1, alone) == [ENDED]
+    for got, want in zip(losses(wanted.out), losses(alone.out), strict=True):
+        assert got == pytest.approx(want, rel=1e-4)  # fp32 sums in another order
