@@ -18,11 +18,9 @@ from odc_triton.data.order import Mix
 from odc_triton.train.grpo_options import GrpoOptions
 from odc_triton.train.metrics import read_metrics
 from tests.rewards import vowels
-from tests.support import ranks
+from tests.support import ranks, slow
 from tests.support.grpo_case import Recorded, case, trl_advantages, trl_loss, write_prompts
 from tests.support.sft_case import VOCABULARY
-
-WORLD = 2
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +38,7 @@ def train(rank: int, world: int, jobs: list[GrpoOptions]) -> None:
             grpo.train_grpo(wanted)
 
 
-def plain(wanted: GrpoOptions) -> tuple[list[float], dict[str, torch.Tensor], list[list[int]]]:
+def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch.Tensor], list[list[int]]]:
     """The losses and final weights of the same job on one process: plain torch, SGD, TRL's advantages and loss.
 
     Also the lengths of each step's completions, with their prompts.
@@ -50,11 +48,11 @@ def plain(wanted: GrpoOptions) -> tuple[list[float], dict[str, torch.Tensor], li
     from odc_triton.rl.prompts import completion_seed, read_prompts
 
     tokenizer = read_tokenizer(wanted.tokenizer)
-    prompts = read_prompts(wanted.data[0], tokenizer, most_tokens=wanted.token_cap * WORLD)
+    prompts = read_prompts(wanted.data[0], tokenizer, most_tokens=wanted.token_cap * world)
     model = AutoModelForCausalLM.from_pretrained(wanted.model)
     reference = AutoModelForCausalLM.from_pretrained(wanted.model) if wanted.kl else None
     optimizer = torch.optim.SGD(model.parameters(), lr=wanted.lr)
-    per_step = wanted.prompts_per_rank * WORLD
+    per_step = wanted.prompts_per_rank * world
     ends = (tokenizer.eos_token_id,)
     options = SamplingOptions(temperature=1.0, max_new_tokens=wanted.max_new_tokens, end_tokens=ends)
     passes = (Mix((len(prompts),)).order(each, f"prompts {wanted.seed}") for each in range(wanted.steps))
@@ -111,9 +109,16 @@ CASES = {
     "cispo twice": {"loss": "cispo", "iterations": 2, "clip_high": 1.001},
     "dapo, fused head": {"fused_head": True, "clip_high": 0.28},
 }
+# With this seed both replicas split a sample in the first step.
+LONG = {"token_cap": 256, "split_tokens": 200, "max_new_tokens": 210, "seed": 18, "generations": 2}
+REPLICAS = {
+    "dapo, split over replicas": {"replicas": 2, "split_sequences": True, "prompts_per_rank": 1, **LONG},
+    "dapo, replicas": {"replicas": 2, "prompts_per_rank": 1},
+}
 
 
-def test_steps_are_trls(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("cases", "world"), [(CASES, 2), slow(REPLICAS, 4)], ids=["2 ranks", "2 x 2 ranks"])
+def test_steps_are_trls(folder: Path, tmp_path: Path, cases: dict[str, dict], world: int) -> None:
     """Losses and weights after three steps of SGD, of all cases in one launch."""
     if sys.version_info < (3, 11):
         pytest.skip("TRL needs Python 3.11")
@@ -125,14 +130,15 @@ def test_steps_are_trls(folder: Path, tmp_path: Path) -> None:
         "prompts_per_rank": 2,
         "lr": 1.0,
     }
-    jobs = {name: case(folder, out=str(tmp_path / name), **usual | changes) for name, changes in CASES.items()}
-    ranks.run(train, WORLD, [*jobs.values()])
+    jobs = {name: case(folder, out=str(tmp_path / name), **usual | changes) for name, changes in cases.items()}
+    ranks.run(train, world, [*jobs.values()])
     first = load_file(start / "model.safetensors")
     for name, wanted in jobs.items():
-        losses, weights, lengths = plain(wanted)
+        losses, weights, lengths = plain(wanted, world)
         if wanted.split_sequences:
             cost = CostModel.from_config(AutoConfig.from_pretrained(start))
-            how = {"ranks": WORLD, "token_cap": wanted.token_cap, "tokens": wanted.split_tokens, "cost": cost}
+            how = {"ranks": world, "token_cap": wanted.token_cap, "tokens": wanted.split_tokens, "cost": cost}
+            how["replicas"] = wanted.replicas or 1
             assert any(assign_split(of_step, **how).plan for of_step in lengths), "no sample would be cut"
         found = read_metrics(tmp_path / name / "metrics.jsonl")
         assert [line["loss"] for line in found] == pytest.approx(losses, rel=1e-4, abs=2e-6), name
