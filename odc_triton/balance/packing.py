@@ -11,8 +11,9 @@ from .cost import CostModel
 from .partition import balanced_partition, refine
 
 
-def checked_lengths(lengths: Sequence[int], token_cap: int) -> list[int]:
-    """`lengths` (a list, array or tensor of integers, in tokens) as a list of int, each in 1..`token_cap`.
+def checked_lengths(lengths: Sequence[int], token_cap: int, *, ranks: int = 1) -> list[int]:
+    """`lengths` (a list, array or tensor of integers, in tokens) as a list of int, each in 1..`token_cap` on each of
+    the `ranks` that a sample may be split over.
 
     Raises ValueError for empty lengths, for a cap below 1, and naming index, length and cap otherwise.
     """
@@ -27,9 +28,10 @@ def checked_lengths(lengths: Sequence[int], token_cap: int) -> list[int]:
     for index, length in enumerate(checked):
         if length < 1:
             raise ValueError(f"lengths[{index}] is {length}: drop samples without tokens, every length is 1 or more")
-        if length > token_cap:
+        if length > token_cap * ranks:
+            many = f"{token_cap * ranks} of {ranks} ranks that share memory, each with a " if ranks > 1 else ""
             raise ValueError(
-                f"lengths[{index}] is {length} tokens, over the token_cap of {token_cap}: "
+                f"lengths[{index}] is {length} tokens, over the {many}token_cap of {token_cap}: "
                 "raise the cap, or truncate or drop the sample"
             )
     return checked

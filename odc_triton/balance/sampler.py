@@ -80,7 +80,7 @@ class MinibatchSampler:
         if replicas < 1 or self.world % replicas:
             raise ValueError(f"replicas is {replicas}: give a divisor of the world of {self.world} ranks")
         self.replicas = replicas
-        self.lengths = checked_lengths(lengths, token_cap * (self.world // replicas if split else 1))
+        self.lengths = checked_lengths(lengths, token_cap, ranks=self.world // replicas if split else 1)
         self.mix = Mix((len(self.lengths),)) if mix is None else mix
         if self.mix.numbers != len(self.lengths):
             raise ValueError(f"mix numbers {self.mix.numbers} samples and there are {len(self.lengths)} lengths")

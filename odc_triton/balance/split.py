@@ -93,15 +93,12 @@ def assign_split(
     Raises ValueError for `ranks`, `replicas`, `token_cap` or `tokens` out of range, empty lengths, lengths below 1, and
     for a sample that is over the cap and can't be split, with the remedy.
     """
-    if ranks < 1:
-        raise ValueError(f"ranks is {ranks}: give the number of ranks, 1 or more")
-    if replicas < 1 or ranks % replicas:
-        raise ValueError(f"replicas is {replicas}: give a divisor of the {ranks} ranks")
+    shards = _shards(ranks, replicas)
     if tokens < 0:
         raise ValueError(f"tokens is {tokens}: give the tokens per rank that others may read, 0 or more")
     if token_cap < 1:
         raise ValueError(f"token_cap is {token_cap}: give the most tokens that one microbatch may hold, 1 or more")
-    lengths = checked_lengths(lengths, ranks // replicas * token_cap)
+    lengths = checked_lengths(lengths, token_cap, ranks=shards)
     names = range(len(lengths)) if names is None else names
     problem = _Problem(
         lengths=lengths, names=names, ranks=ranks, token_cap=token_cap, tokens=tokens, cost=cost, ride=ride
@@ -172,12 +169,21 @@ def readable_tokens(
     `lengths`, at any `cost`. A quarter of that part is more than pieces of equal tokens need; without it minibatches
     nearly all over the cap were up to 28% slower.
     """
-    longest, ranks, samples = max(lengths), ranks // replicas, -(-samples // replicas)
+    longest, ranks, samples = max(lengths), _shards(ranks, replicas), -(-samples // replicas)
     first_part = cost.tokens(cost.sequence(longest) / ranks) + LEAST_TOKENS
     over = sorted((length for length in lengths if length > token_cap), reverse=True)[:samples]
     # A read piece of equal tokens is at most half of the least piece longer than planned: see _nearest_cut.
     even = sum(max(math.ceil(length / ranks), math.ceil(1.5 * _least_tokens(token_cap))) for length in over)
     return math.ceil(max(min(longest, max(0.4 * longest, first_part)), 1.25 * even))
+
+
+def _shards(ranks: int, replicas: int) -> int:
+    """The ranks of one replica."""
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}: give the number of ranks, 1 or more")
+    if replicas < 1 or ranks % replicas:
+        raise ValueError(f"replicas is {replicas}: give a divisor of the {ranks} ranks")
+    return ranks // replicas
 
 
 def _least_tokens(token_cap: int) -> int:

@@ -233,7 +233,9 @@ def test_longer_than_the_cap() -> None:
     assert [[tokens_of(pack, [3999]) for pack in even.packs(rank)] for rank in range(2)] == [[2000], [1999]]
     with pytest.raises(ValueError, match=r"sample 0 has 3000 tokens, over the token_cap of 2000, .*pieces need 1500"):
         assign_split([3000, 10], ranks=2, token_cap=2000, tokens=100, cost=COST)
-    with pytest.raises(ValueError, match="over the token_cap of 4000"):
+    with pytest.raises(
+        ValueError, match="over the 4000 of 2 ranks that share memory, each with a token_cap of 2000: raise"
+    ):
         assign_split([4001], ranks=2, token_cap=2000, tokens=4000, cost=COST)
 
 
