@@ -15,7 +15,7 @@ from ..balance import CostModel, MinibatchSampler, QueuedPacks
 from ..balance.collate import Pack, PackedDataset, count_target_tokens, pack_collate, to_device
 from ..balance.pieces import Entry, SplitPlan
 from ..balance.queue import QUEUE
-from ..balance.split import assign_split
+from ..balance.split import assign_split, readable_tokens
 from ..balance.strategies import assign
 from ..checkpoint.repeat import Replayable
 from ..data.dataset import Samples
@@ -90,7 +90,7 @@ class SftRun(Run):
         )
         super().__init__(options=options, model=model, identity=identity, epoch_steps=len(self.sampler))
         if splits:
-            self._enable_split(max(lengths))
+            self._enable_split()
         self._target_counts = data.target_counts
         self._epoch = iter(self.sampler)
         self._completions = (
@@ -107,10 +107,16 @@ class SftRun(Run):
             else None
         )
 
-    def _enable_split(self, longest: int) -> None:
-        """Raises ValueError if the longest sample can't be split."""
-        tokens = self.sampler.split_tokens
-        assign_split([longest], ranks=self.engine.grid.shards, tokens=tokens, **self._limits)
+    def _enable_split(self) -> None:
+        """Raises ValueError if the longest sample, also of those to evaluate on, can't be split."""
+        tokens, shards = self.sampler.split_tokens, self.engine.grid.shards
+        sets = [each.lengths.tolist() for each in (self.data, self.evaluation) if each is not None]
+        longest = max(map(max, sets))
+        if longest > self.options.token_cap and not self.options.split_tokens:
+            tokens = max(tokens, readable_tokens([longest], ranks=shards, samples=1, **self._limits))
+        for lengths in sets:
+            where = lengths.index(max(lengths))
+            assign_split([lengths[where]], names=[where], ranks=shards, tokens=tokens, **self._limits)
         enable_split(self.model, tokens)
 
     @property
@@ -224,7 +230,7 @@ class SftRun(Run):
                     [lengths[index] for index in longer[at : at + grid.replicas]],
                     ranks=grid.world,
                     replicas=grid.replicas,
-                    tokens=self.sampler.split_tokens,
+                    tokens=self.engine.participant("split").tokens,
                     names=longer[at : at + grid.replicas],
                     **self._limits,
                 )

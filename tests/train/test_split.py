@@ -53,9 +53,15 @@ def test_as_without_splitting_and_stopped_in_the_middle(folder: Path, tmp_path: 
 
 
 def test_what_does_not_fit(folder: Path, tmp_path: Path) -> None:
-    changes = ({"token_cap": 40}, {"token_cap": 128, "split_tokens": 5})
+    """Nor do the longest samples to evaluate on, in the room that short ones to learn from need; there is more."""
+    lines = sorted((folder / "data.jsonl").read_text().splitlines(keepends=True), key=len)
+    (tmp_path / "short.jsonl").write_text("".join(lines[:8]))
+    (tmp_path / "long.jsonl").write_text("".join(lines[-3:]))
+    files = {"data": str(tmp_path / "short.jsonl"), "eval_data": str(tmp_path / "long.jsonl"), "eval_fraction": 0.0}
+    changes = ({"token_cap": 40}, {"token_cap": CAP, "split_tokens": 5}, {"token_cap": CAP, "steps": 1, **files})
     wanted = [options(folder, tmp_path / f"{n}", split_sequences=True, **each) for n, each in enumerate(changes)]
-    too_long, too_few = jobs.run(2, *wanted)
+    too_long, too_few, ended = jobs.run(2, *wanted)
+    assert ended == ENDED
     assert re.match("DataError.*more than the cap of 80; raise --token-cap", too_long)
     said = r"ValueError: sample \d+ has .* over the token_cap of 128, and others may read 5 tokens .*pieces need"
     assert re.match(said, too_few)
