@@ -34,7 +34,7 @@ class RunOptions:
         "each rank equally many packs, as FSDP needs: micro: also equally many samples; global: packs of similar "
         "cost; local: one sample per pack",
     )
-    split_sequences: bool = option(False, "split the longest samples over ranks: for few long samples per rank")
+    split_sequences: bool = option(False, "split long samples over a replica's ranks: for few long samples per rank")
     split_tokens: int = option(0, "tokens per rank that others may read; 0: about 0.4 of the longest sample")
     replicas: int | None = option(None, "copies of the model, each on ranks of one host; by default one per host")
     seed: int = option(0, "seed for the order of the data, dropout and random weights")
