@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .cost import CostModel
-from .pieces import MinibatchPacks
+from .pieces import Entry, MinibatchPacks
 from .queue import QUEUE, Counter, OwnCounter, QueuedPacks, queue_packs
+from .relatives import Relatives
+from .shared import assign_shared
 from .split import SplitAssignment, assign_split
 from .strategies import assign_one
 
@@ -37,14 +39,26 @@ class Assigner:
                 f"balance {QUEUE!r} can't split sequences with {self.replicas} replicas: use 'mini', or split none"
             )
 
-    def own(self, lengths: Sequence[int], names: Sequence[int]) -> MinibatchPacks | QueuedPacks:
-        """This rank's packs of samples of `lengths` tokens, called `names`; or the queue that all ranks take from."""
+    def own(
+        self, lengths: Sequence[int], names: Sequence[int], relatives: Relatives | None = None
+    ) -> MinibatchPacks | QueuedPacks:
+        """This rank's packs of samples of `lengths` tokens, called `names`; or the queue that all ranks take from.
+
+        `relatives`: of the samples; in each pack their shared tokens are computed once. With a queue they are ignored,
+        as with split sequences where splitting takes less.
+        """
         if self.balance == QUEUE:
             return self._queued(lengths, names)
         if not lengths:
             return MinibatchPacks()
-        if self.split_tokens:
-            split = self._split(lengths, names)
+        shared = None
+        if relatives is not None and max(lengths) <= self.token_cap:
+            how = {"ranks": self.world, "token_cap": self.token_cap, "cost": self.cost}
+            shared = assign_shared(lengths, relatives, **how)
+        split = self._split(lengths, names) if self.split_tokens else None
+        if shared is not None and (split is None or shared.estimate <= split.estimate):
+            return MinibatchPacks([_named(each, names) for each in pack] for pack in shared.packs[self.rank])
+        if split is not None:
             return MinibatchPacks.of(split.packs(self.rank), split.plan)
         how = {"token_cap": self.token_cap, "balance": self.balance, "cost": self.cost}
         own = assign_one(lengths, rank=self.rank, ranks=self.world, **how)
@@ -91,3 +105,9 @@ class Assigner:
             names=names,
             ride=ride,
         )
+
+
+def _named(entry: Entry, names: Sequence[int]) -> Entry:
+    if isinstance(entry, int):
+        return names[entry]
+    return replace(entry, sample=names[entry.sample], parent=names[entry.parent])

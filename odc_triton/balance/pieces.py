@@ -24,11 +24,16 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens `start` up to, not including, `stop` of a sample. Raises ValueError if it is empty."""
+    """Tokens `start` up to, not including, `stop` of a sample. Raises ValueError if it is empty.
+
+    `parent`: the sample that begins with the same `start` tokens and computes them, in the same pack, if this is a
+    branch of it (relatives.py); None: other pieces of the sample itself have them.
+    """
 
     sample: int
     start: int
     stop: int
+    parent: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:

@@ -27,6 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..balance.pieces import Piece
+from ..sequence.attention import AttentionOfTree, takes
 from .document_attention import AttentionTerms, eager, of_document, one_length, varlen
 
 # Keyword arguments that change attention's result and that a pack does not support.
@@ -84,6 +85,7 @@ class _Call(AttentionTerms):
     cu_seq_lens_q: Tensor | None = None
     max_length_q: int | None = None
     pieces: Sequence[Piece | None] | None = None
+    branches: Sequence[Sequence[tuple[int, int]]] | None = None
     others: dict[str, Any]
 
     @property
@@ -124,7 +126,8 @@ def packed_attention(
     library's SDPA, with all other options: [Note: what is not a pack].
 
     `pieces`: for each document its `Piece` of a sample, None if it is whole. A piece's queries see the
-    keys of the pieces before it, which other ranks publish (sequence/).
+    keys of the pieces before it, which other ranks publish (sequence/). `branches`: for each document the rows of the
+    pack that its queries see besides its own, by position: it branches off others (balance/relatives.py).
 
     Raises PackingUnsupported for a model that can't take packs (no boundaries, an argument that would be
     dropped), ValueError for inputs that are not a pack (documents in a row under a mask that joins them).
@@ -142,12 +145,14 @@ def packed_attention(
 
 
 def _attend(call: _Call) -> Tensor:
-    if not call.has_pieces and not (call.may_be_pack and call.length > 1):
+    if not call.has_pieces and call.branches is None and not (call.may_be_pack and call.length > 1):
         _refuse_leak(call)
         return _by_eager(call) if call.need_eager else _by_library(call)
     _check_pack(call)
     if call.has_pieces:
         return _of_pieces(call)
+    if call.branches is not None:
+        return _of_branches(call)
     ends = _ends(call)
     return _of_rows(call) if ends is None else _of_documents(call, ends)
 
@@ -179,8 +184,8 @@ def _refuse_leak(call: _Call) -> None:
 def _check_pack(call: _Call) -> None:
     """Raises if a pack's call has an argument that would be dropped, or no documents' bounds."""
     name = type(call.module).__name__
-    if call.has_pieces and not (call.may_be_pack and call.batch == 1):
-        raise ValueError(f"{name} was given pieces of samples with a mask or a cache, or without causal attention")
+    if (call.has_pieces or call.branches is not None) and not (call.may_be_pack and call.batch == 1):
+        raise ValueError(f"{name} was given parts of samples with a mask or a cache, or without causal attention")
     for argument in _UNSUPPORTED_IN_PACKS:
         if call.others.get(argument) is not None:
             raise PackingUnsupported(f"{name} uses `{argument}`, which a pack drops. {REMEDY}")
@@ -273,6 +278,25 @@ def _of_pieces(call: _Call) -> Tensor:
         else:
             parts.append(of_document(q, k, v, fetched.get(start), split.is_apart, call))
     return split.release(torch.cat(parts, dim=1), key, value, spans)
+
+
+@torch._disable_dynamo  # packs differ, and each would be compiled anew
+def _of_branches(call: _Call) -> Tensor:
+    """One row of documents, some of which branch off others."""
+    if call.cu_seq_lens_q is None:
+        raise PackingUnsupported(f"{type(call.module).__name__} does not pass cu_seq_lens_q to its attention. {REMEDY}")
+    bounds, qkv = _bounds(call.cu_seq_lens_q, call.length), (call.query, call.key, call.value)
+    if len(call.branches) != len(bounds) - 1:
+        raise ValueError(f"the pack has {len(bounds) - 1} documents and branches for {len(call.branches)}")
+    if takes(*qkv) and call.sliding_window is None and not call.need_eager and call.dropout == 0.0:
+        return AttentionOfTree.apply(*qkv, bounds, call.branches, call.scaling).transpose(1, 2)
+    parts = []
+    for (start, end), rows in zip(pairwise(bounds), call.branches, strict=True):
+        query, key, value = (x[:, :, start:end] for x in qkv)
+        if rows:
+            before = [torch.cat([x[:, :, low:high] for low, high in (*rows, (start, end))], 2) for x in qkv[1:]]
+        parts.append(of_document(query, key, value, tuple(before) if rows else None, True, call))
+    return torch.cat(parts, dim=1)
 
 
 def _bounds(ends: Tensor, length: int) -> list[int]:

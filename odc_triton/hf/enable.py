@@ -93,7 +93,8 @@ def enable_packing(model: nn.Module) -> None:
             ) from error
         enable_packing(probed)
         model.set_attn_implementation(ATTENTION_NAME)
-        innermost(model)._odc_prepared_mask = innermost(probed)._odc_prepared_mask
+        for name in ("_odc_prepared_mask", "_odc_takes_branches"):
+            setattr(innermost(model), name, getattr(innermost(probed), name))
         return
     former = _implementations(model.config)
     training = [module for module in model.modules() if module.training]
@@ -172,6 +173,29 @@ def _probe(model: nn.Module, device: torch.device) -> None:
     with contextlib.suppress(Exception):  # it then makes its own mask
         prepared = model(input_ids=ids, position_ids=positions, use_cache=False, **bounds).logits.float()
         innermost(model)._odc_prepared_mask = bool((packed - prepared).abs().max() <= tolerance * scale)
+    one = torch.arange(first + second, device=device)[None]
+    innermost(model)._odc_takes_branches = _probe_branches(model, ids, logits(ids, one), tolerance)
+
+
+def _probe_branches(model: nn.Module, ids: Tensor, wanted: Tensor, tolerance: float) -> bool:
+    """True if a document that branches off another at token 4 has the logits of the whole one. `ids`: of one document;
+    `wanted`: its logits.
+    """
+    _register(packed_attention, packed_mask)
+    length, start = ids.shape[1], 4
+    ends = torch.tensor([0, length, 2 * length - start], dtype=torch.int32, device=ids.device)
+    bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": length, "max_length_k": length}
+    positions = torch.arange(length, device=ids.device)
+    with contextlib.suppress(Exception):
+        found = model(
+            input_ids=torch.cat([ids, ids[:, start:]], dim=1),
+            position_ids=torch.cat([positions, positions[start:]])[None],
+            branches=((), ((0, start),)),
+            use_cache=False,
+            **bounds,
+        ).logits.float()
+        return bool((found[:, length:] - wanted[:, start:]).abs().max() <= tolerance * wanted.abs().max())
+    return False
 
 
 def innermost(model: nn.Module) -> nn.Module:
@@ -188,6 +212,11 @@ def is_packed(model: nn.Module) -> bool:
 def takes_prepared_mask(model: nn.Module) -> bool:
     """True if a forward on a pack with bounds may get a prepared mask; see [Note: a prepared mask]."""
     return is_packed(model) and getattr(model, "_odc_prepared_mask", False)
+
+
+def takes_branches(model: nn.Module) -> bool:
+    """True if samples of a pack may branch off others in it."""
+    return is_packed(model) and getattr(model, "_odc_takes_branches", False)
 
 
 def _register(attention: Callable, mask: Callable) -> None:

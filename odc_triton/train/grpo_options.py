@@ -31,6 +31,9 @@ class GrpoOptions(RunOptions):
     prompts_per_rank: int = option(4, "prompts per rank and step, on average", group="Steps")
     generations: int = option(8, "completions of each prompt")
     iterations: int = option(1, "optimizer steps on each rollout")
+    share_prefixes: Literal["auto", "off"] = option(
+        "auto", "auto: a microbatch computes a prompt once for all its completions, where that is faster; off: for each"
+    )
     drop_long: bool = option(False, "leave out prompts that don't fit --token-cap together with their completions")
     pass_reward: float = option(
         1.0, "least reward that passes a prompt in evaluation, which decodes greedily", group="Evaluation"
@@ -82,6 +85,7 @@ class GrpoOptions(RunOptions):
     job: ClassVar[str] = "grpo"
     per_rank: ClassVar[str] = "prompts_per_rank"
     free: ClassVar[frozenset[str]] = RunOptions.free | {
+        "share_prefixes",
         "decode_at_once",
         "hold_weights",
         "reward_timeout_s",

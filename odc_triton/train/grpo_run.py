@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from ..balance import CostModel
 from ..balance.assigner import Assigner
 from ..balance.pieces import Entry, SplitPlan
+from ..balance.relatives import find_relatives
 from ..balance.split import readable_tokens
 from ..checkpoint.repeat import Replayable
 from ..engine.api import engine_of, minibatch
+from ..hf.enable import innermost, takes_branches
 from ..rl.generation import CompletionEngine, SamplingOptions, end_tokens_of
 from ..rl.learned import Correction, Learned
 from ..rl.objective import Objective
@@ -117,6 +119,9 @@ class GrpoRun(Run):
             counter=counter,
             **limits,
         )
+        models = [each for each in (model, reference) if each is not None]
+        able = all(takes_branches(innermost(each)) for each in models)
+        self.shares_prefixes = options.share_prefixes == "auto" and able
         self.end_tokens = end_tokens_of(model, prepared.tokenizer)
         high = options.clip if options.clip_high is None else options.clip_high
         self.objective = Objective(loss=options.loss, low=options.clip, high=high, kl=options.kl)
@@ -141,7 +146,8 @@ class GrpoRun(Run):
             keep_all=self.reference is not None,
         )
         update_s, lr, loss = time.monotonic(), self.lr, 0.0
-        own = self.assigner.own(batch.lengths, range(len(batch.samples)))
+        relatives = find_relatives(batch.samples) if self.shares_prefixes else None
+        own = self.assigner.own(batch.lengths, range(len(batch.samples)), relatives)
         packs = Replayable(own)  # later iterations use the packs that were taken from a queue
         for _ in range(options.iterations):
             agreed = self.update(*self._minibatch(batch, packs, own.split))

@@ -29,13 +29,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_prompts(tmp_path_factory.mktemp("grpo"), prompts=7)
 
 
-def train(rank: int, world: int, jobs: list[GrpoOptions]) -> None:
+def train(rank: int, world: int, jobs: list[GrpoOptions]) -> list[int]:
+    """Of each job the branches that this rank computed."""
+    from odc_triton.balance import collate, relatives
     from odc_triton.train import grpo
 
     grpo._engine = lambda *_: Recorded(VOCABULARY)
+    relatives.LEAST_SHARED = 4  # prompts here are short
+    counts, find = [], collate._rows_before
+
+    def counted(*given: object) -> tuple:
+        rows = find(*given)
+        counts[-1] += sum(map(bool, rows))
+        return rows
+
+    collate._rows_before = counted
     with mock.patch("odc_triton.train.outcome.can_draw", return_value=False):
         for wanted in jobs:
+            counts.append(0)
             grpo.train_grpo(wanted)
+    return counts
 
 
 def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch.Tensor], list[list[int]]]:
@@ -108,9 +121,19 @@ CASES = {
     "gspo twice, temperature": {"loss": "gspo", "iterations": 2, "clip": 0.001, "temperature": 0.7},
     "cispo twice": {"loss": "cispo", "iterations": 2, "clip_high": 1.001},
     "dapo, fused head": {"fused_head": True, "clip_high": 0.28},
+    "dapo, nothing shared": {"share_prefixes": "off"},
 }
+# Their packs compute a prompt for each completion.
+UNSHARED = {"dapo of a queue, twice", "dapo, nothing shared", "dapo, split over replicas"}
 # With this seed both replicas split a sample in the first step.
-LONG = {"token_cap": 256, "split_tokens": 200, "max_new_tokens": 210, "seed": 18, "generations": 2}
+LONG = {
+    "token_cap": 256,
+    "split_tokens": 200,
+    "max_new_tokens": 210,
+    "seed": 18,
+    "generations": 2,
+    "share_prefixes": "off",
+}
 REPLICAS = {
     "dapo, split over replicas": {"replicas": 2, "split_sequences": True, "prompts_per_rank": 1, **LONG},
     "dapo, replicas": {"replicas": 2, "prompts_per_rank": 1},
@@ -131,7 +154,8 @@ def test_steps_are_trls(folder: Path, tmp_path: Path, cases: dict[str, dict], wo
         "lr": 1.0,
     }
     jobs = {name: case(folder, out=str(tmp_path / name), **usual | changes) for name, changes in cases.items()}
-    ranks.run(train, world, [*jobs.values()])
+    branches = dict(zip(jobs, map(sum, zip(*ranks.run(train, world, [*jobs.values()]), strict=True)), strict=True))
+    assert {name for name, count in branches.items() if count == 0} == UNSHARED & jobs.keys()
     first = load_file(start / "model.safetensors")
     for name, wanted in jobs.items():
         losses, weights, lengths = plain(wanted, world)

@@ -1,0 +1,137 @@
+"""Samples that share tokens: who branches off whom, and their assignment to ranks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from odc_triton.balance import CostModel, PackedDataset, pack_collate
+from odc_triton.balance.assigner import Assigner
+from odc_triton.balance.pieces import Piece
+from odc_triton.balance.relatives import LEAST_SHARED, find_relatives
+from odc_triton.balance.shared import assign_shared
+from odc_triton.balance.strategies import assign
+
+LEAST = 2
+IGNORED = -100
+
+
+def sample(prompt: list[int], answer: list[int]) -> dict[str, list[int]]:
+    return {"input_ids": prompt + answer, "labels": [IGNORED] * len(prompt) + answer}
+
+
+# Of few different tokens, so that samples meet at every depth.
+_TOKENS = st.lists(st.integers(0, 1), max_size=6)
+_SAMPLES = st.lists(
+    st.tuples(_TOKENS, st.lists(st.integers(0, 1), min_size=1, max_size=6)).map(lambda it: sample(*it)),
+    min_size=1,
+    max_size=12,
+)
+
+
+def common(one: list[int], other: list[int]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def first_own(samples: list[dict], pack: list[int], member: int) -> int:
+    """By its definition: the first token that `member` computes, of `pack`, whose samples come before it."""
+    ids, labels = (samples[member][name] for name in ("input_ids", "labels"))
+    free = next((at for at, label in enumerate(labels) if at and label != IGNORED), len(ids))
+    alike = min(max((common(ids, samples[each]["input_ids"]) for each in pack), default=0), free)
+    return alike - 1 if alike >= LEAST else 0
+
+
+@given(_SAMPLES, st.randoms(use_true_random=False))
+@example([sample([1, 1, 0], [1]), sample([1, 1, 0], [1]), sample([1, 1], [0, 1])], None)
+def test_each_token_is_computed_once_in_a_pack(samples: list[dict], numbers: object) -> None:
+    chosen = list(range(len(samples)))
+    if numbers is not None:
+        numbers.shuffle(chosen)
+        chosen = chosen[: max(len(chosen) // 2, 1)]
+    with mock.patch("odc_triton.balance.relatives.LEAST_SHARED", LEAST):
+        entries = find_relatives(samples).entries(chosen)
+    pieces = [each if isinstance(each, Piece) else Piece(each, 0, len(samples[each]["input_ids"])) for each in entries]
+    assert sorted(each.sample for each in pieces) == sorted(chosen)
+    for at, piece in enumerate(pieces):
+        before = [each.sample for each in pieces[:at]]
+        assert piece.start == first_own(samples, before, piece.sample)
+        assert piece.stop == len(samples[piece.sample]["input_ids"])
+        assert (piece.parent in before) == (piece.start > 0)
+    (pack,) = pack_collate([PackedDataset(samples)[entries]])
+    rows = pack["input_ids"][0].tolist()
+    ends = pack["cu_seq_lens_q"].tolist()
+    for piece, (first, end), earlier in zip(
+        pieces, pairwise(ends), pack.get("branches", [()] * len(pieces)), strict=True
+    ):
+        seen = [token for low, high in earlier for token in rows[low:high]]
+        assert seen + rows[first:end] == samples[piece.sample]["input_ids"]
+        assert all(high <= first for _, high in earlier)
+
+
+@given(_SAMPLES, st.integers(1, 5), st.integers(12, 40), st.sampled_from([0.0, 3.0]))
+@example([sample([1, 1, 0], [1])] * 3, 2, 12, 0.0)
+def test_assigned(samples: list[dict], ranks: int, token_cap: int, microbatch: float) -> None:
+    cost = CostModel(quadratic=0.01, linear=1.0, microbatch=microbatch)
+    lengths = [len(each["input_ids"]) for each in samples]
+    with mock.patch("odc_triton.balance.relatives.LEAST_SHARED", LEAST):
+        relatives = find_relatives(samples)
+        made = assign_shared(lengths, relatives, ranks=ranks, token_cap=token_cap, cost=cost)
+    assert len(made.packs) == ranks
+    members = [each.sample if isinstance(each, Piece) else each for of in made.packs for pack in of for each in pack]
+    assert sorted(members) == list(range(len(samples)))
+
+    def price(pack: list) -> float:
+        bounds = [(each.start, each.stop) if isinstance(each, Piece) else (0, lengths[each]) for each in pack]
+        assert sum(stop - start for start, stop in bounds) <= token_cap
+        return microbatch + sum(0.01 * (stop**2 - start**2) + stop - start for start, stop in bounds)
+
+    real = max(sum(map(price, of_rank)) for of_rank in made.packs)
+    assert made.estimate == pytest.approx(real)
+    dense = assign(lengths, ranks=ranks, token_cap=token_cap, balance="mini", cost=cost)
+    alone = max(sum(cost.pack(lengths[i] for i in pack) for pack in packs) for packs in dense)
+    assert made.estimate <= alone * (1 + 1e-9)
+
+
+def group(prompt: int, answer: int, count: int) -> list[dict]:
+    return [sample([prompt] * prompt, [prompt + 1 + n] * answer) for n in range(count)]
+
+
+def test_a_group_is_cut_where_a_rank_would_wait() -> None:
+    """One group on two ranks: each computes the prompt. Two groups: each rank one. Short prompts: as LB-Mini."""
+    cost = CostModel(quadratic=0.0, linear=1.0)
+    for samples, want in ((group(100, 50, 8), 100 + 4 * 50), (group(100, 50, 8) + group(101, 50, 8), 100 + 8 * 50)):
+        lengths = [len(each["input_ids"]) for each in samples]
+        made = assign_shared(lengths, find_relatives(samples), ranks=2, token_cap=10_000, cost=cost)
+        assert want <= made.estimate <= want + 10, "a branch computes the last shared token too"
+    few = group(LEAST_SHARED - 1, 50, 4)
+    made = assign_shared([len(few[0]["input_ids"])] * 4, find_relatives(few), ranks=2, token_cap=10_000, cost=cost)
+    assert not any(isinstance(each, Piece) for of_rank in made.packs for pack in of_rank for each in pack)
+
+
+def test_tokens_that_are_learned_are_not_shared() -> None:
+    samples = [{"input_ids": [7] * 100}] * 2
+    assert find_relatives(samples).entries([0, 1]) == [0, 1]
+
+
+def test_the_assigner_gives_every_rank_its_part_under_the_users_names() -> None:
+    samples = group(100, 50, 8)
+    lengths = [len(each["input_ids"]) for each in samples]
+    names = range(100, 108)
+    how = {"world": 2, "token_cap": 10_000, "balance": "mini", "cost": CostModel.paper_7b()}
+    both = [Assigner(rank=rank, **how).own(lengths, names, find_relatives(samples)) for rank in range(2)]
+    entries = [each for packs in both for pack in packs for each in pack]
+    assert sorted(each.sample if isinstance(each, Piece) else each for each in entries) == list(names)
+    assert {each.parent for each in entries if isinstance(each, Piece)} <= set(names)
+    assert sum(isinstance(each, Piece) for each in entries) == 6
+    assert both[0].split is None
+
+
+def test_a_branch_without_what_it_branches_off_is_refused() -> None:
+    samples = group(100, 50, 3)
+    for entries in ([Piece(1, 99, 150, 0)], [Piece(1, 99, 150, 0), 0], [0, Piece(2, 99, 150, 1)]):
+        with pytest.raises(ValueError, match=r"branch off sample .*, whose first 99 tokens must come before them"):
+            pack_collate([PackedDataset(samples)[entries]])
