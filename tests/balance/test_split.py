@@ -289,7 +289,7 @@ def test_waves_zigzag_and_riders() -> None:
         (0, 0, False),
         (4, 8, True),
     ]
-    with pytest.raises(ValueError, match=r"Piece\(sample=0, start=4, stop=4\) has no tokens"):
+    with pytest.raises(ValueError, match=r"Piece\(sample=0, start=4, stop=4, parent=None\) has no tokens"):
         Piece(0, 4, 4)
 
 

@@ -126,16 +126,15 @@ CASES = {
 # Their packs compute a prompt for each completion.
 UNSHARED = {"dapo of a queue, twice", "dapo, nothing shared", "dapo, split over replicas"}
 # With this seed both replicas split a sample in the first step.
-LONG = {
-    "token_cap": 256,
-    "split_tokens": 200,
-    "max_new_tokens": 210,
-    "seed": 18,
-    "generations": 2,
-    "share_prefixes": "off",
-}
+LONG = {"token_cap": 256, "split_tokens": 200, "max_new_tokens": 210, "seed": 18, "generations": 2}
 REPLICAS = {
-    "dapo, split over replicas": {"replicas": 2, "split_sequences": True, "prompts_per_rank": 1, **LONG},
+    "dapo, split over replicas": {
+        "replicas": 2,
+        "split_sequences": True,
+        "prompts_per_rank": 1,
+        "share_prefixes": "off",
+        **LONG,
+    },
     "dapo, replicas": {"replicas": 2, "prompts_per_rank": 1},
 }
 
