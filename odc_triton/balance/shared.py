@@ -37,7 +37,7 @@ def assign_shared(
 
     Deterministic: every rank that calls it with the same arguments gets the same result. Raises as `checked_lengths`.
     """
-    problem = _Problem(checked_lengths(lengths, token_cap), relatives, ranks, token_cap, cost)
+    problem = _SharedProblem(checked_lengths(lengths, token_cap), relatives, ranks, token_cap, cost)
     together, alone = problem.together(), problem.alone()
     found = [problem.priced(members) for members in (together, alone)]
     low, high = problem.even_share, min(each.estimate for each in found)
@@ -52,7 +52,7 @@ def assign_shared(
 
 
 @dataclass(frozen=True, slots=True)
-class _Sample:
+class _PricedSample:
     """The cost and the tokens of a sample, whole, and as a branch of the one before it in its family."""
 
     number: int
@@ -60,7 +60,7 @@ class _Sample:
     branch: tuple[float, int]
 
 
-class _Problem:
+class _SharedProblem:
     def __init__(
         self, lengths: Sequence[int], relatives: Relatives, ranks: int, token_cap: int, cost: CostModel
     ) -> None:
@@ -68,7 +68,9 @@ class _Problem:
         self.token_cap, self.cost = token_cap, cost
         self.families = [
             [
-                _Sample(i, (cost.sequence(lengths[i]), lengths[i]), (cost.piece(start, lengths[i]), lengths[i] - start))
+                _PricedSample(
+                    i, (cost.sequence(lengths[i]), lengths[i]), (cost.piece(start, lengths[i]), lengths[i] - start)
+                )
                 for i, start in family
             ]
             for family in relatives.families()
@@ -78,7 +80,7 @@ class _Problem:
 
     def together(self) -> Members:
         """Relatives on one rank, and in one pack as far as the cap allows."""
-        parts: list[list[_Sample]] = []
+        parts: list[list[_PricedSample]] = []
         for family in self.families:
             tokens = math.inf
             for each in family:
