@@ -144,6 +144,7 @@ _SFT = [
 
 _GRPO = [
     ({"--ranks": "2"}, "an epoch has 3 prompts and one step takes 4 on each of 2 ranks: lower --prompts-per-rank"),
+    ({"--ranks": "3", "--replicas": "2"}, "--replicas is 2 and --ranks is 3: give a number of replicas that divides"),
     (
         {"--prompts-per-rank": "1", "--max-new-tokens": "300"},
         r"the longest sample has 30\d tokens and the model takes at most 256",

@@ -27,7 +27,13 @@ from tests.support.sft_case import case, write_case
 from tests.support.tokenized import tokenize_file
 
 CAP, STEPS = 128, 6
-KINDS = {"AdamW": {}, "Muon": {"optimizer": "muon"}, "LoRA": {"lora_rank": 4, "lr": 1e-2}}
+LAYERS = {"gradient_checkpointing": True, "replace_layers": True, "fused_head": True}
+KINDS = {
+    "AdamW": {},
+    "Muon": {"optimizer": "muon"},
+    "LoRA": {"lora_rank": 4, "lr": 1e-2},
+    "layers": {"checkpoint_every": 1, "checkpoint_background": True, **LAYERS},
+}
 pytestmark = pytest.mark.slow
 
 
@@ -97,7 +103,7 @@ def _on_hosts(rank: int, world: int, wanted: Sequence[SftOptions], hosts: int) -
 
 def test_exact_sums_have_the_same_bits(folder: Path, tmp_path: Path) -> None:
     """By --replicas, and on two hosts, in another order of arrival."""
-    wanted = options(folder, tmp_path / "one", samples_per_rank=3, exact=True, replicas=2)
+    wanted = options(folder, tmp_path / "one", samples_per_rank=3, exact=True, replicas=2, **LAYERS)
     on_hosts = replace(wanted, out=str(tmp_path / "other"), replicas=None)
     assert jobs.run(4, wanted) == [ENDED]
     queue = replace(on_hosts, out=str(tmp_path / "queue"), balance="queue")
