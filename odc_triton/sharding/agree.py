@@ -166,13 +166,8 @@ def agree_on_plan(
             f"{first_difference(lines, details[rank]['lines'])}. All ranks must build the same model and options."
         )
     together = messages[grid.first : grid.first + grid.shards]
-    hosts = [theirs["host"] for theirs in together]
-    if len(set(hosts)) > 1:
-        raise RanksDiffer(
-            f"{call}: ranks {grid.first} to {grid.first + grid.shards - 1} must share memory but are on several "
-            f'hosts or in several network namespaces: {hosts}. Give a mesh ("replicate", "shard") whose second '
-            f"dimension stays within a host"
-        )
+    instead = 'Give a mesh ("replicate", "shard") whose second dimension stays within a host'
+    _require_one_host([theirs["host"] for theirs in together], grid.first, instead, call=call)
     return Agreed(
         token=messages[0]["token"],
         devices=[theirs["device"] for theirs in together],
@@ -223,18 +218,21 @@ def default_mesh(timeout: Timeout, backend: str = "auto", *, replicas: int | Non
     a world of one, with `timeout`, a timedelta or seconds. An existing group is used as it is: `init_device_mesh` would
     add another group to gloo's where there are GPUs.
 
-    Raises ValueError if the ranks can't be split into that many, RanksDiffer if they are unevenly spread over hosts.
+    Raises ValueError if the ranks can't be split into that many, RanksDiffer if they are unevenly spread over hosts, or
+    a replica over several.
     """
     timeout = timedelta_of(timeout)
     chosen = backend_of(backend, None)
     start_process_group(chosen, timeout)
+    hosts, world = _hosts(timeout), dist.get_world_size()
     if replicas is None:
-        replicas = _count_hosts(timeout)
-    if replicas == 1:
-        return DeviceMesh.from_group(dist.group.WORLD, chosen.mesh_device)
-    world = dist.get_world_size()
+        replicas = even_hosts(hosts)
     if replicas < 1 or world % replicas:
         raise ValueError(f"{world} ranks can't be split into {replicas} equal replicas: give a divisor of {world}")
+    for first in range(0, world, shards := world // replicas):
+        _require_one_host(hosts[first : first + shards], first, "Give more replicas, by default one for each host")
+    if replicas == 1:
+        return DeviceMesh.from_group(dist.group.WORLD, chosen.mesh_device)
     ranks = torch.arange(world).view(replicas, -1)
     replica, shard = divmod(dist.get_rank(), ranks.shape[1])
     # All ranks create their groups in this order, so they can't deadlock.
@@ -264,14 +262,24 @@ def even_hosts(hosts: Sequence[str]) -> int:
     return len(runs)
 
 
-def _count_hosts(timeout: timedelta) -> int:
+def _require_one_host(hosts: Sequence[str], first: int, instead: str, *, call: str = "default_mesh") -> None:
+    """`hosts`: of consecutive ranks from `first` on, which share memory."""
+    if len(set(hosts)) > 1:
+        raise RanksDiffer(
+            f"{call}: ranks {first} to {first + len(hosts) - 1} must share memory but are on several hosts or in "
+            f"several network namespaces: {hosts}. {instead}"
+        )
+
+
+def _hosts(timeout: timedelta) -> list[str]:
+    """Each rank's host. Collective."""
     ranks = range(dist.get_world_size())
     if len(ranks) == 1:
-        return 1
+        return [host_name()]
     store = distributed_c10d._get_default_store()
     barrier = Barrier.under_prefix(store, "odc/hosts", rank=dist.get_rank(), ranks=ranks, timeout=timeout)
     messages = barrier.exchange("finding each rank's host", {"host": host_name()})
-    return even_hosts([theirs["host"] for theirs in messages])
+    return [theirs["host"] for theirs in messages]
 
 
 def _group(ranks: list[int], timeout: timedelta) -> ProcessGroup:

@@ -65,6 +65,8 @@ def test_replicas_that_were_asked_for() -> None:
 def _trained(rank: int, world: int, hosts: list[str]) -> tuple[list[list[int]], torch.Tensor, str]:
     os.environ["ODC_HOST"] = hosts[rank]
     torch.manual_seed(0)
+    with pytest.raises(RanksDiffer, match=r"ranks 0 to 3 must share memory.*'b', 'b'\]. Give more replicas"):
+        default_mesh(SOON, replicas=1)
     mesh = default_mesh(SOON)
     model = fully_shard(nn.Linear(4, 6), mesh=mesh)
     with minibatch(model):
