@@ -77,8 +77,8 @@ class MinibatchSampler:
         self.rank = _from_environment("RANK", 0) if rank is None else rank
         if self.world < 1:
             raise ValueError(f"world is {self.world}: give the number of ranks, 1 or more")
-        if replicas < 1 or self.world % replicas:
-            raise ValueError(f"replicas is {replicas}: give a divisor of the world of {self.world} ranks")
+        if not isinstance(replicas, int) or replicas < 1 or self.world % replicas:
+            raise ValueError(f"replicas is {replicas!r}: give a divisor of the world of {self.world} ranks")
         self.replicas = replicas
         self.lengths = checked_lengths(lengths, token_cap, ranks=self.world // replicas if split else 1)
         self.mix = Mix((len(self.lengths),)) if mix is None else mix

@@ -184,6 +184,8 @@ def test_rank_and_world_come_from_the_environment(monkeypatch):
         ({"samples_per_rank": 0}, "samples_per_rank is 0"),
         ({"balance": "best"}, "balance is 'best'"),
         ({"world": 0}, "world is 0"),
+        ({"replicas": 2.0}, "replicas is 2.0: give a divisor of the world of 2 ranks"),
+        ({"replicas": 2, "split": True, "balance": "queue"}, "balance 'queue' can't split sequences with 2 replicas"),
         ({"rank": 2}, "rank is 2, outside a world of 2"),
         ({"rank": -1}, "rank is -1, outside a world of 2"),
         ({"samples_per_rank": 26, "drop_last": True}, "50 samples do not fill one minibatch of 52"),
