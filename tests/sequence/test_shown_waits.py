@@ -1,0 +1,145 @@
+"""Ranks follow what others show that they wait for, to the one that stands still: wherever it does, and whatever it
+has shown last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from odc_triton.balance.pieces import Piece, SplitPlan
+from odc_triton.comm.barrier import Barrier
+from odc_triton.comm.memory.heap import STATUS_SLOTS, StatusBoard
+from odc_triton.sequence.buffers import Flag
+from odc_triton.sequence.sync import ShownWaits, Wait
+
+LAYERS, FIRST = 2, 3  # the first rank of the replica that computes pieces
+Signal = tuple[Flag, int, int]  # kind, layer, epoch
+
+
+class Board(StatusBoard):
+    """Of all ranks, in this process. `rank`: whose status `show` sets."""
+
+    def __init__(self, world: int) -> None:
+        self.rank, self.status = 0, [[0] * STATUS_SLOTS for _ in range(world)]
+
+    def show(self, slot: int, value: int) -> None:
+        self.status[self.rank][slot] = value
+
+    def seen(self, slot: int) -> list[int]:
+        return [status[slot] for status in self.status]
+
+    def is_alive(self, rank: int) -> bool:
+        return True
+
+
+def _steps(plan: SplitPlan, rank: int, *, in_order: bool) -> list[Signal | Wait]:
+    """What a rank does in one wave, as in SequenceExchange."""
+    own = [each.piece for each in plan.of_rank(rank)]
+    sources = {each.rank for piece in own for each in plan.sequences[piece.sample].before(piece)} - {rank}
+    readers = {each.rank for piece in own for each in plan.sequences[piece.sample].after(piece)} - {rank}
+    beside = {
+        reader.rank
+        for piece in own
+        for source in plan.sequences[piece.sample].before(piece)
+        for reader in plan.sequences[piece.sample].after(source.piece)
+        if reader.rank < rank
+    }
+
+    def wait(flag: Flag, layer: int, whom: set[int], *, is_own_set: bool = True) -> Wait:
+        return Wait(flag=flag, layer=layer, epoch=1, whom=dict.fromkeys(whom, ""), is_own_set=is_own_set)
+
+    steps: list[Signal | Wait] = []
+    for layer in range(LAYERS):
+        steps += [(Flag.PUBLISHED, layer, 1), wait(Flag.PUBLISHED, layer, sources)]
+    for layer in reversed(range(LAYERS)):
+        steps += [wait(Flag.ADDED, layer, beside, is_own_set=False)] if in_order else []
+        steps += [(Flag.ADDED, layer, 1), wait(Flag.ADDED, layer, readers)]
+    return steps
+
+
+# By sample, the ranks of its pieces in their order.
+DEALS = [
+    [[0, 1]],
+    [[2, 0, 1]],
+    [[0, 1, 2, 3]],
+    [[3, 0, 2, 1]],
+    [[0, 1, 0, 2, 1]],
+    [[0, 1], [1, 0]],
+    [[0, 1, 2], [2, 1, 3], [3, 0]],
+]
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("deal", DEALS, ids=str)
+def test_the_rank_that_stands_still_is_found(deal: list[list[int]], in_order: bool) -> None:
+    """It stops at any place, perhaps while it shows a wait that is over afterwards; others go as far as they can. A
+    rank of another replica, at the exit, blames that rank alone.
+    """
+    world = 1 + max(map(max, deal))
+    dealt: list[list[Piece]] = [[] for _ in range(world)]
+    for sample, owners in enumerate(deal):
+        for at, rank in enumerate(owners):
+            dealt[rank].append(Piece(sample, at, at + 1))
+    plan = SplitPlan.of([[pieces] for pieces in dealt])
+    programs = [_steps(plan, rank, in_order=in_order) for rank in range(world)]
+    for victim, first_or_last in product(range(world), (min, max)):
+        for stops_at, last in enumerate(programs[victim]):
+            for shown in last.whom if isinstance(last, Wait) and last.whom else (None,):
+                found = _root_cause(programs, victim, stops_at, shown, first_or_last)
+                assert found == [FIRST + victim], (victim, last, shown, first_or_last)
+
+
+def _root_cause(
+    programs: list[list[Signal | Wait]],
+    victim: int,
+    stops_at: int,
+    shown: int | None,
+    first_or_last: Callable[[list[int]], int],
+) -> list[int]:
+    """What a rank of another replica finds. `shown`: for whom the victim shows that it waits; `first_or_last`: for
+    which of late ranks others do.
+    """
+    world = len(programs)
+    board, barrier = Board(FIRST + world), Barrier(store=dist.HashStore(), rank=0, world=FIRST + world, timeout_s=1.0)
+    barrier.watch(board)
+    waits = ShownWaits(SimpleNamespace(layers=LAYERS, heap=SimpleNamespace(first=FIRST)), barrier)
+    places, signals = [0] * world, set()
+
+    def late(step: Wait) -> list[int]:
+        return [peer for peer in step.whom if (peer, (step.flag, step.layer, 1)) not in signals]
+
+    def goes_on(rank: int) -> bool:
+        """One step of a rank, if it can."""
+        if places[rank] == len(programs[rank]) or (rank == victim and places[rank] == stops_at):
+            return False
+        step = programs[rank][places[rank]]
+        if not isinstance(step, Wait):
+            signals.add((rank, step))
+        elif late(step):
+            return False
+        places[rank] += 1
+        return True
+
+    def shows(rank: int, step: Wait, writer: int) -> None:
+        board.rank, waits._shown = FIRST + rank, 0
+        waits.show(step, writer=writer)
+
+    while any(goes_on(rank) for rank in range(world)):
+        pass
+    if shown is not None:
+        shows(victim, programs[victim][stops_at], shown)
+    for rank in range(world):
+        if rank != victim and places[rank] < len(programs[rank]):
+            step = programs[rank][places[rank]]
+            shows(rank, step, first_or_last(late(step)))
+    for rank in range(FIRST + world):
+        board.rank = rank
+        arrived = rank < FIRST or places[rank - FIRST] == len(programs[rank - FIRST])
+        barrier._reached.show(1 + arrived)
+    barrier.passed = 1
+    return barrier.root_cause([rank for rank, reached in enumerate(barrier._reached.seen()) if reached == 1])
