@@ -34,10 +34,10 @@ from tests.support.splitting import (
 SETUP = Setup(deal="zigzag")
 
 
-def _right_after(model: torch.nn.Module, rank: int) -> None:
+def right_after(model: torch.nn.Module, setup: Setup, rank: int) -> None:
     """One more minibatch is as if nothing had been."""
     model.zero_grad()
-    _, found = step_on(model, SETUP, rank)
+    _, found = step_on(model, setup, rank)
     for name, want in plain(Setup())[1].items():
         assert (found[name] - want).norm() <= 1e-5 * want.norm() + 1e-7, name
 
@@ -50,14 +50,15 @@ def _constant(model: torch.nn.Module, pack: dict) -> torch.Tensor:
     return summed_loss(model, pack).detach() * torch.ones((), requires_grad=True)
 
 
-def _fails_once(rank: int, world: int, fault: str, backend: str) -> str:
-    model = sharded(replace(SETUP, backend=backend), rank)
-    packs, start_s = packs_of(SETUP, rank), time.monotonic()
+def fails_once(rank: int, world: int, fault: str, setup: Setup, victim: int) -> str:
+    """What was raised when the first pack of `victim` went wrong."""
+    model = sharded(setup, rank)
+    packs, start_s = packs_of(setup, rank), time.monotonic()
     try:
         with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:
             for number, pack in enumerate(packs):
                 loss_of: Callable = summed_loss
-                if rank == 1 and number == 0:
+                if rank == victim and number == 0:
                     if fault == "skipped":
                         continue
                     loss_of = _constant if fault == "constant" else raises_in_forward
@@ -66,7 +67,7 @@ def _fails_once(rank: int, world: int, fault: str, backend: str) -> str:
     except MinibatchFailed as error:
         said = str(error)
     assert time.monotonic() - start_s < LONG_S / 2
-    _right_after(model, rank)
+    right_after(model, setup, rank)
     return said
 
 
@@ -82,12 +83,16 @@ FAULTS = [
 
 
 def test_every_rank_hears_the_cause_alone() -> None:
-    found = ranks.run_all(3, *((_fails_once, fault, backend) for fault, backend, _ in FAULTS))
+    found = ranks.run_all(3, *((fails_once, fault, replace(SETUP, backend=backend), 1) for fault, backend, _ in FAULTS))
     for (*_, words), of_ranks in zip(FAULTS, found, strict=True):
-        for said in of_ranks:
-            assert words in said
-            assert said.count("rank ") - said.count("ranks") - said.count("other rank") <= 2, said
-            assert "PeerFailed" not in said
+        assert_cause_alone(of_ranks, words)
+
+
+def assert_cause_alone(of_ranks: list[str], words: str) -> None:
+    for said in of_ranks:
+        assert words in said
+        assert said.count("rank ") - said.count("ranks") - said.count("other rank") <= 2, said
+        assert "PeerFailed" not in said
 
 
 # ------------------------------------------------------------------ wrong calls

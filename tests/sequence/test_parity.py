@@ -31,10 +31,10 @@ def compare(*setups: Setup) -> None:
         by_world.setdefault(len(DEALS[setup.deal]), []).append(setup)
     for world, alike in by_world.items():
         for setup, outcomes in zip(alike, ranks.run_all(world, *((run, setup) for setup in alike)), strict=True):
-            _compare(setup, outcomes)
+            assert_alike(setup, outcomes)
 
 
-def _compare(setup: Setup, outcomes: list[tuple]) -> None:
+def assert_alike(setup: Setup, outcomes: list[tuple]) -> None:
     # The plain model is the same however samples are dealt.
     want_losses, want, want_weights = plain(replace(setup, deal="two", backend="cpu", replicas=1))
     # fp32: sums in another order. fp64: rounding alone; the loss is computed in fp32.
@@ -47,7 +47,9 @@ def _compare(setup: Setup, outcomes: list[tuple]) -> None:
         for name, gradient in want.items():
             # Biases of keys have a small gradient beside its summands; what is zero but for rounding has no digits.
             floor = 1e-3 * tolerance * largest
-            assert (first[name] - gradient).norm() <= tolerance * gradient.norm() + floor, (setup, name)
+            off = first[name] - gradient
+            assert off.norm() <= tolerance * gradient.norm() + floor, (setup, name)
+            assert off.abs().max() <= tolerance / 2 * gradient.abs().max() + floor, (setup, name)
         if setup.steps > 1:
             assert whole_model_error(weights, want_weights) <= 1e-4
             moved = {name: weight for name, weight in want_weights.items() if name in want}
@@ -67,7 +69,6 @@ def test_as_whole_samples() -> None:
         Setup(change="frozen", backend="cpu-sharded"),
         Setup(family="Qwen3", change="layers", deal="zigzag", backend="cpu-sharded"),
         Setup(family="Mistral", deal="zigzag", backend="cpu-interpreter", change="checkpointing"),
-        Setup(deal="2x2", replicas=2, steps=3),
     )
 
 

@@ -1,0 +1,221 @@
+"""Sequences split within each of several replicas: as plain torch on whole samples, and what goes wrong on one replica
+is known on all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from odc_triton import enable_split, fully_shard, minibatch, repeating, split_forward
+from odc_triton.balance import pack_collate
+from odc_triton.balance.pieces import SplitPlan
+from odc_triton.hf import summed_loss
+from odc_triton.sequence.exchange import SequenceExchange
+from tests.sequence.test_failures import assert_cause_alone, fails_once, right_after
+from tests.sequence.test_parity import FP64, assert_alike, compare
+from tests.support import ranks
+from tests.support.refusals import caught
+from tests.support.replicas import mesh_of
+from tests.support.splitting import (
+    DEALS,
+    Dealt,
+    P,
+    Setup,
+    build,
+    distance,
+    packs_of,
+    plain,
+    run,
+    samples,
+    sharded,
+    step_on,
+)
+
+SETUP = Setup(deal="2x2", replicas=2)
+# Replica 0 has no pieces.
+AWAY: Dealt = [[[0, 1]], [[3]], [[P(2, 0, 10)]], [[P(2, 10, 30)]]]
+OTHER: Dealt = [*DEALS["2x2"][:2], [[P(2, 0, 12)], [1]], [[P(2, 12, 30)]]]  # replica 0 as in DEALS
+# Three additions to what rank 0 has, one of them its own: their order changes bits.
+IN_ORDER: Dealt = [
+    [[P(0, 0, 10), P(0, 20, 30)]],
+    [[P(0, 10, 20), P(0, 30, 41), 3]],
+    [[P(2, 0, 11)], [1]],
+    [[P(2, 11, 30)]],
+]
+
+
+def _exact(rank: int, world: int, late: int, backend: str) -> dict[str, torch.Tensor]:
+    setup = replace(SETUP, backend=backend)
+    model = fully_shard(build(setup, replaced=True), mesh=mesh_of((2, 2)), backend=backend, exact=True)
+    enable_split(model, tokens=48)
+    add = SequenceExchange.add
+
+    def adds_late(self: SequenceExchange, *given: Any) -> None:
+        if rank == late:
+            time.sleep(0.05)
+        add(self, *given)
+
+    SequenceExchange.add = adds_late
+    try:
+        return repeating(lambda: step_on(model, setup, rank, deal=IN_ORDER)[1])
+    finally:
+        SequenceExchange.add = add
+
+
+def _wrong_plans(rank: int, world: int) -> dict[str, str]:
+    model, said = sharded(SETUP, rank), {}
+    plan, other = (SplitPlan.of(deal, replicas=2) for deal in (DEALS["2x2"], OTHER))
+    undivided = SplitPlan.of(DEALS["2x2"])
+
+    def trains(split: SplitPlan) -> None:
+        with minibatch(model, tokens=1, split=split):
+            raise AssertionError("it is open")
+
+    def evaluates(split: SplitPlan) -> None:
+        with torch.no_grad(), split_forward(model, split):
+            raise AssertionError("it is open")
+
+    for name, enter in (("train", trains), ("evaluate", evaluates)):
+        said[f"{name}, for one replica"] = caught(lambda enter=enter: enter(undivided))
+        said[f"{name}, for one replica on rank 2"] = caught(lambda enter=enter: enter(undivided if rank == 2 else plan))
+        said[f"{name}, another on replica 1"] = caught(lambda enter=enter: enter(plan if rank < 2 else other))
+    right_after(model, SETUP, rank)
+    return said
+
+
+def _evaluates(rank: int, world: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """This rank's losses in evaluations, and the gradients of a step with `AWAY`."""
+    model, losses = sharded(SETUP, rank), []
+    for deal in (DEALS["2x2"], AWAY):
+        packs = packs_of(SETUP, rank, deal=deal)
+        with torch.no_grad(), split_forward(model, packs.split):
+            losses.append(sum(summed_loss(model, pack).item() for pack in packs))
+    return losses, step_on(model, SETUP, rank, deal=AWAY)[1]
+
+
+CALLS: dict[str, tuple[Callable | Any, ...]] = {
+    "parity": (run, replace(SETUP, steps=2)),
+    "raised": (fails_once, "raised", SETUP, 2),
+    "wrong plans": (_wrong_plans,),
+    "evaluates": (_evaluates,),
+    **{f"exact, {late} late": (_exact, late, "cpu") for late in (0, 1)},
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    """What each of `CALLS` returned, by rank: on two replicas of two ranks, all in one launch."""
+    return dict(zip(CALLS, ranks.run_all(4, *CALLS.values()), strict=True))
+
+
+def test_as_whole_samples(found: dict[str, list[Any]]) -> None:
+    assert_alike(replace(SETUP, steps=2), found["parity"])
+
+
+def test_all_replicas_hear_the_cause_alone(found: dict[str, list[Any]]) -> None:
+    assert_cause_alone(found["raised"], "rank 2: OutOfMemoryError: no memory for 3 GiB")
+
+
+def test_a_plan_for_other_replicas_is_refused_and_plans_differ_by_any_replica(found: dict[str, list[Any]]) -> None:
+    refusal = (
+        "ValueError: the plan is for replicas=1; the model has 2: give that number to MinibatchSampler(replicas=…)"
+    )
+    for said in found["wrong plans"]:
+        for name in ("train", "evaluate"):
+            assert refusal in said[f"{name}, for one replica"]
+            assert refusal in said[f"{name}, for one replica on rank 2"]
+            assert said[f"{name}, another on replica 1"].startswith("RanksDiffer: the ranks split sequences by 2 diff")
+        assert said["train, for one replica on rank 2"].startswith("MinibatchFailed: ")
+        assert f"(rank 2: {refusal}" in said["train, for one replica on rank 2"]
+
+
+def test_evaluation_and_a_replica_without_pieces(found: dict[str, list[Any]]) -> None:
+    model = build(SETUP, replaced=False)
+    with torch.no_grad():
+        want = sum(summed_loss(model, pack).item() for pack in pack_collate([[each] for each in samples(SETUP)]))
+    for at in range(2):
+        assert sum(losses[at] for losses, _ in found["evaluates"]) == pytest.approx(want, rel=1e-5)
+    for _, got in found["evaluates"]:
+        for name, gradient in plain(Setup())[1].items():
+            assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7, name
+
+
+def test_exact_whoever_is_late(found: dict[str, list[Any]]) -> None:
+    _assert_same_bits(*found["exact, 0 late"], *found["exact, 1 late"])
+
+
+def _assert_same_bits(want: dict[str, torch.Tensor], *others: dict[str, torch.Tensor]) -> None:
+    for got in others:
+        for name, gradient in want.items():
+            assert torch.equal(got[name], gradient), name
+
+
+# ------------------------------------------------------------------ more of the same
+
+
+FAULTS = [
+    ("raised", SETUP, 1, "rank 1: OutOfMemoryError: no memory for 3 GiB"),
+    ("constant", SETUP, 3, "rank 3: RuntimeError: tokens 11..29 of sample 2 had no backward, and other ranks wait"),
+    (
+        "skipped",
+        replace(SETUP, backend="cpu-interpreter"),
+        0,
+        "rank 0: RuntimeError: tokens 0..23 of sample 0 were not",
+    ),
+    ("skipped", replace(SETUP, backend="cpu-sharded"), 3, "rank 3: RuntimeError: tokens 11..29 of sample 2 were not"),
+]
+
+
+@pytest.mark.slow
+def test_all_replicas_hear_every_cause_alone() -> None:
+    calls = [(fails_once, fault, setup, victim) for fault, setup, victim, _ in FAULTS]
+    for (*_, words), of_ranks in zip(FAULTS, ranks.run_all(4, *calls), strict=True):
+        assert_cause_alone(of_ranks, words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["cpu-sharded", "cpu-interpreter"])
+def test_exact_whoever_is_late_on_each_backend(backend: str) -> None:
+    want, *others = ranks.run_all(4, *((_exact, late, backend) for late in (0, 1, 0)))
+    _assert_same_bits(*want, *(found for of_ranks in others for found in of_ranks))
+
+
+REPLICAS = {"2x2": 2, "3x2": 3, "2x3": 2}
+BACKENDS = ("cpu", "cpu-sharded", "cpu-interpreter")
+SLOW = [
+    *(  # each with two backends, and each backend with all
+        Setup(family=family, backend=BACKENDS[(at + other) % 3])
+        for at, family in enumerate(("Qwen2", "Qwen3Moe", "DeepseekV3", "Mistral", "GptOss", "Gemma2"))
+        for other in (0, 1)
+    ),
+    *(Setup(family=family, dtype=FP64) for family in ("Qwen2", "Mistral", "Gemma2")),
+    Setup(family="Qwen2", dtype=FP64, backend="cpu-sharded"),
+    Setup(family="Llama", change="lora"),
+    Setup(family="Llama", change="lora", dtype=FP64, backend="cpu-sharded"),
+    Setup(family="Mistral", change="checkpointing", backend="cpu-sharded", empty_start=True),
+    Setup(family="Qwen3", change="reentrant"),
+    Setup(family="Qwen3", change="layers"),
+    Setup(family="Qwen3", change="layers", backend="cpu-interpreter"),
+    Setup(backend="cpu-sharded", steps=5),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deal", REPLICAS)
+def test_every_family_and_change(deal: str) -> None:
+    compare(*(replace(setup, deal=deal, replicas=REPLICAS[deal]) for setup in SLOW))
+
+
+@pytest.mark.slow
+def test_bf16_is_as_good_as_on_whole_samples() -> None:
+    half = Setup(family="Llama", scale=4, half=True)
+    want = plain(replace(half, half=False))[1]
+    ((_, whole, _),) = ranks.run(run, 1, replace(half, deal="whole"))
+    (_, pieces, _), *_ = ranks.run(run, 4, replace(half, deal="2x2", replicas=2))
+    assert 1e-3 < distance(pieces, want) <= 1.2 * distance(whole, want)
