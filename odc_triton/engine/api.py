@@ -14,13 +14,14 @@ from .module import ODCModule
 from .protocol import Protocol
 
 
-def engine_of(module: nn.Module) -> Engine:
-    """The engine behind a module that `fully_shard` returned."""
+def engine_of(module: nn.Module, call: str = "this call") -> Engine:
+    """The engine behind a module that `fully_shard` returned. `call`: for whom, in messages."""
     if not isinstance(module, ODCModule):
         if getattr(module, "_odc_engine", None) is not None:
             raise TypeError(
-                f"{type(module).__name__} was sharded by torch's fully_shard, and this call needs a model of "
-                f"odc_triton.fully_shard. use_odc makes minibatch, publish and full_parameters work on it"
+                f"{type(module).__name__} was sharded by torch's fully_shard, and {call} needs a model of "
+                f"odc_triton.fully_shard, which takes the same mesh: it is built on that model's own units, not on "
+                f"FSDP2's. use_odc makes minibatch, publish and full_parameters work on it"
             )
         raise TypeError(
             f"{type(module).__name__} is not sharded: call fully_shard(model) first, and give what it returns"

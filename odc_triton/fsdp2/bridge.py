@@ -330,7 +330,7 @@ class NoPieces(Participant):
         if given is not None:
             raise NotImplementedError(
                 "this minibatch splits sequences, and the model is one of torch's fully_shard: shard it by "
-                "odc_triton.fully_shard and call enable_split, or assign whole sequences"
+                "odc_triton.fully_shard, on the same mesh, and call enable_split, or assign whole sequences"
             )
 
 

@@ -35,7 +35,7 @@ def enable_split(model: nn.Module, tokens: int) -> None:
     can't be split (compiled blocks, attention that is not `enable_packing`'s or gets no `pieces`, rotary frequencies
     that depend on the pack), RanksDiffer if arguments differ.
     """
-    engine = engine_of(model)
+    engine = engine_of(model, "enable_split")
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
         raise ValueError(f"tokens is {tokens!r}; give the tokens per rank that others may read, 1 or more")
     for name, module in model.named_modules():
@@ -82,7 +82,7 @@ def split_forward(model: nn.Module, split: SplitPlan | None) -> Iterator[None]:
     Collective: every rank enters, with the same plan, and runs its packs in their order; None where no pack has pieces.
     Raises as `minibatch` does; PeerFailed if another rank raised.
     """
-    engine = engine_of(model)
+    engine = engine_of(model, "split_forward")
     if engine.is_open:
         raise RuntimeError("split_forward inside a minibatch: run these forwards before or after it")
     if torch.is_grad_enabled():

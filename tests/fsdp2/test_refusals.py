@@ -207,7 +207,10 @@ MISUSED = [
         lambda model: minibatch(model, split=object()).__enter__(),
         "this minibatch splits sequences, and the model is one of torch's fully_shard",
     ),
-    (partial(enable_split, tokens=64), "needs a model of odc_triton.fully_shard"),
+    (
+        partial(enable_split, tokens=64),
+        "was sharded by torch's fully_shard, and enable_split needs a model of odc_triton.fully_shard, which takes the",
+    ),
     (use_odc, "ValueError: FSDPBranches trains by on-demand communication already: call use_odc once"),
 ]
 

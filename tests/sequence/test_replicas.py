@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
-from odc_triton import enable_split, fully_shard, minibatch, repeating, split_forward
+from odc_triton import enable_split, fully_shard, memory_plan, minibatch, repeating, split_forward, use_odc
 from odc_triton.balance import pack_collate
 from odc_triton.balance.pieces import SplitPlan
 from odc_triton.hf import summed_loss
@@ -89,6 +90,26 @@ def _wrong_plans(rank: int, world: int) -> dict[str, str]:
     return said
 
 
+def _of_fsdp2(rank: int, world: int) -> list[str]:
+    """What HSDP's model under `use_odc` says to pieces."""
+    mesh, model = mesh_of((2, 2)), build(SETUP, replaced=False)
+    for block in model.model.layers:
+        fsdp2_fully_shard(block, mesh=mesh)
+    model = use_odc(fsdp2_fully_shard(model, mesh=mesh))
+    split = packs_of(SETUP, rank).split
+    calls = (
+        lambda: enable_split(model, tokens=48),
+        lambda: split_forward(model, split).__enter__(),
+        lambda: minibatch(model, split=split).__enter__(),
+    )
+    return [caught(call) for call in calls]
+
+
+def _bytes_of_buffers(rank: int, world: int) -> int:
+    """Of this rank's replica."""
+    return sharded(SETUP, rank, tokens=900)._odc_engine.participant("split").buffers.heap.size_bytes
+
+
 def _evaluates(rank: int, world: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """This rank's losses in evaluations, and the gradients of a step with `AWAY`."""
     model, losses = sharded(SETUP, rank), []
@@ -104,6 +125,8 @@ CALLS: dict[str, tuple[Callable | Any, ...]] = {
     "raised": (fails_once, "raised", SETUP, 2),
     "wrong plans": (_wrong_plans,),
     "evaluates": (_evaluates,),
+    "of FSDP2": (_of_fsdp2,),
+    "bytes": (_bytes_of_buffers,),
     **{f"exact, {late} late": (_exact, late, "cpu") for late in (0, 1)},
 }
 
@@ -144,6 +167,21 @@ def test_evaluation_and_a_replica_without_pieces(found: dict[str, list[Any]]) ->
     for _, got in found["evaluates"]:
         for name, gradient in plain(Setup())[1].items():
             assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7, name
+
+
+def test_models_of_fsdp2_refuse_pieces_by_name(found: dict[str, list[Any]]) -> None:
+    for enabling, evaluating, training in found["of FSDP2"]:
+        for said, name in ((enabling, "enable_split"), (evaluating, "split_forward")):
+            assert f"sharded by torch's fully_shard, and {name} needs a model of odc_triton.fully_shard, which" in said
+        assert "NotImplementedError: this minibatch splits sequences" in training
+
+
+def test_the_plan_of_memory_is_what_is_allocated(found: dict[str, list[Any]]) -> None:
+    model = build(SETUP, replaced=False)
+    planned, without = (memory_plan(model, 2, replicas=2, split_tokens=tokens) for tokens in (900, 0))
+    of_job = planned.job_shared_bytes - without.job_shared_bytes
+    first, _, second, _ = found["bytes"]  # one heap of each replica's ranks
+    assert of_job == 4 * planned.split_bytes == pytest.approx(first + second, rel=0.01)
 
 
 def test_exact_whoever_is_late(found: dict[str, list[Any]]) -> None:
