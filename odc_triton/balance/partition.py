@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -27,21 +28,20 @@ def balanced_partition(costs: Sequence[float], groups: int, *, equal_sizes: bool
     """
     order = sorted(range(len(costs)), key=lambda i: -costs[i])
     costs = [costs[i] for i in order]
-    split = refine(longest_first(costs, groups, equal_sizes=equal_sizes), costs, equal_sizes=equal_sizes)
+    split = refine(longest_first(costs, groups, equal=len(costs) * equal_sizes), costs, equal_sizes=equal_sizes)
     return [sorted(order[i] for i in group) for group in split]
 
 
-def longest_first(costs: Sequence[float], groups: int, *, equal_sizes: bool = False) -> list[list[int]]:
-    """Assigns each item, longest first, to the lightest group (Graham 1969); with `equal_sizes` in rounds of one item
+def longest_first(costs: Sequence[float], groups: int, *, equal: int = 0) -> list[list[int]]:
+    """Assigns each item, longest first, to the lightest group (Graham 1969); the first `equal` in rounds of one item
     per group. Raises as `balanced_partition`.
     """
     _check(costs, groups)
     split: list[list[int]] = [[] for _ in range(groups)]
     lightest = [(0.0, group) for group in range(groups)]
     order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
-    together = groups if equal_sizes else 1
-    for start in range(0, len(order), together):
-        items = order[start : start + together]
+    for start, stop in pairwise([*range(0, equal, groups), *range(equal, len(order) + 1)]):
+        items = order[start:stop]
         for item, (load, group) in zip(items, [heapq.heappop(lightest) for _ in items], strict=True):
             split[group].append(item)
             heapq.heappush(lightest, (load + costs[item], group))

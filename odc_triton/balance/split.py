@@ -4,19 +4,19 @@ With one or two samples a rank the longest sequence determines the step's time i
 every rank the same, and the remaining samples are small.
 
 [Note: line rule] The k longest sequences are laid end to end on a line of cost, which is cut into one part per rank. A
-part may hold the end of one sequence and the beginning of the next. Keys and values of earlier pieces cross links, so
-k should be small, and the longest sequences are laid first or last, whichever lets others read fewer tokens. Of all k
-that are tried the one with the least estimate wins, if it is 5% better than LB-Mini: smaller gains are noise, in
-measured runs such plans gained nothing.
+part may hold the end of one sequence and the beginning of the next. If the whole samples fit the same microbatches, the
+parts make up for them: a rank with many gets a small part, or none. Keys and values of earlier pieces cross links, so
+k should be small, and the longest sequences are laid first or last, whichever lets others read fewer tokens; if those
+are too many, a few sequences are each cut over all ranks. Of all k that are tried the one with the least estimate wins,
+if it is 5% better than LB-Mini: smaller gains are noise, in measured runs such plans gained nothing.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, zip_longest
+from itertools import chain, cycle, zip_longest
 
 import numpy as np
 
@@ -32,13 +32,14 @@ LEAST_TOKENS = 64  # of a piece: fewer cost more to wait for than to compute
 _LEAST_GAIN = 0.05
 _BY_TOKENS = CostModel(quadratic=0.0, linear=1.0)
 _TRIED, _MANY = 4, 64  # numbers of split sequences that are tried in full; half of them for many ranks
+_FANNED = 4  # sequences, at most, each of which may be cut over all ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitAssignment:
     """One minibatch's assignment. `plan`: of its pieces, None if nothing is split. `estimate`: the step's cost.
 
-    `waves`: by wave and rank, a microbatch with pieces, maybe empty; `waves_cost`: of all of them, on each rank.
+    `waves`: by wave and rank, a microbatch of the line, maybe empty; `waves_cost`: of all of them, on each rank.
     `whole`: by rank, the samples outside of waves, as indices into `lengths` and `names`; all else has names.
     """
 
@@ -46,11 +47,11 @@ class SplitAssignment:
     names: Sequence[int]
     token_cap: int
     cost: CostModel
-    plan: SplitPlan | None
     waves: Waves
     waves_cost: float
     whole: list[list[int]]
     estimate: float
+    plan: SplitPlan | None = None
 
     def packs(self, rank: int) -> SplitPacks:
         """The microbatches of `rank`: its waves, then packs of whole samples, costliest first."""
@@ -86,9 +87,9 @@ def assign_split(
 
     A sample may be longer than `token_cap`, as long as its pieces fit. `tokens`: of each rank, the most tokens whose
     keys and values others may read. `replicas`: consecutive ranks of equal number, which split samples among
-    themselves. `names`: of the samples in packs and plan, by default their indices. `ride`: if all of a rank's samples
-    fit the cap, they may share the wave's microbatch; not for the work queue, as such samples are fixed. Deterministic:
-    every rank that calls it with the same arguments gets the same result.
+    themselves. `names`: of the samples in packs and plan, by default their indices. `ride`: whole samples may
+    share the wave's microbatches if all fit; not for the work queue, as such samples are fixed. Deterministic: every
+    rank that calls it with the same arguments gets the same result.
 
     Raises ValueError for `ranks`, `replicas`, `token_cap` or `tokens` out of range, empty lengths, lengths below 1, and
     for a sample that is over the cap and can't be split, with the remedy.
@@ -112,15 +113,10 @@ def _over_replicas(problem: _Problem, replicas: int) -> SplitAssignment:
     longest = max(problem.costs[0], problem.even_share)  # no whole assignment takes less
     if not problem.over and problem.even_share > longest * (1 - _LEAST_GAIN):
         return problem.assign(0, [])
-    for equal in (0, problem.over):  # a replica with too many samples over the cap can't split them all
-        try:
-            dealt = deal(problem.costs, replicas, equal=equal)
-            groups = [[problem.order[place] for place in sorted(places)] for places in dealt]
-            parts = [problem.part(members, replicas).best().named(members) for members in groups]
-            break
-        except ValueError:
-            if equal == problem.over:
-                raise
+    try:
+        parts = _parts(problem, balanced_partition(problem.costs, replicas))
+    except ValueError:  # a replica can't split all of its samples over the cap
+        parts = _parts(problem, longest_first(problem.costs, replicas, equal=problem.over))
     joined = _joined(problem, parts)
     if problem.over or joined.estimate <= longest * (1 - _LEAST_GAIN):
         return joined
@@ -128,35 +124,25 @@ def _over_replicas(problem: _Problem, replicas: int) -> SplitAssignment:
     return joined if joined.estimate <= whole.estimate * (1 - _LEAST_GAIN) else whole
 
 
+def _parts(problem: _Problem, dealt: list[list[int]]) -> list[SplitAssignment]:
+    """Each replica's best assignment of its samples, given by their places in `problem.order`."""
+    groups = [[problem.order[place] for place in sorted(places)] for places in dealt]
+    return [problem.part(members, len(groups)).best().named(members) for members in groups]
+
+
 def _joined(problem: _Problem, parts: Sequence[SplitAssignment]) -> SplitAssignment:
     """The replicas' assignments as one. Their waves of the same number have nothing to do with each other."""
     nothing: list[list[Entry]] = [[] for _ in parts[0].whole]
     rows = zip_longest(*(part.waves for part in parts), fillvalue=nothing)
-    return SplitAssignment(
+    return replace(
+        parts[0],
         lengths=problem.lengths,
         names=range(len(problem.lengths)),
-        token_cap=problem.token_cap,
-        cost=problem.cost,
-        plan=None,  # made for the best one
         waves=[[*chain.from_iterable(row)] for row in rows],
         waves_cost=max(part.waves_cost for part in parts),
         whole=[[part.names[i] for i in own] for part in parts for own in part.whole],
         estimate=max(part.estimate for part in parts),
     )
-
-
-def deal(costs: Sequence[float], groups: int, *, equal: int) -> list[list[int]]:
-    """Deals items of `costs`, which fall, to `groups` of nearly equal sums: the first `equal` in equal numbers."""
-    if not equal:
-        return balanced_partition(costs, groups)
-    dealt = longest_first(costs[:equal], groups, equal_sizes=True)
-    lightest = [(math.fsum(costs[i] for i in own), group) for group, own in enumerate(dealt)]
-    heapq.heapify(lightest)
-    for item in range(equal, len(costs)):
-        load, group = lightest[0]
-        dealt[group].append(item)
-        heapq.heapreplace(lightest, (load + costs[item], group))
-    return dealt
 
 
 def readable_tokens(
@@ -191,40 +177,31 @@ def _least_tokens(token_cap: int) -> int:
     return max(1, min(LEAST_TOKENS, token_cap // 2))
 
 
+@dataclass(kw_only=True)
 class _Problem:
-    """The samples of one minibatch, longest first, and the limits."""
+    """The samples of one minibatch, and the limits. `order`: longest first, as `costs`."""
 
-    def __init__(
-        self,
-        *,
-        lengths: list[int],
-        names: Sequence[int],
-        ranks: int,
-        token_cap: int,
-        tokens: int,
-        cost: CostModel,
-        ride: bool,
-    ) -> None:
-        self.lengths, self.names, self.ranks = lengths, names, ranks
-        self.token_cap, self.tokens = token_cap, tokens
-        self.cost, self.ride = cost, ride
-        self.least_tokens = _least_tokens(token_cap)
-        self.order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        self.costs = [cost.sequence(lengths[i]) for i in self.order]
-        self.even_share = math.fsum(self.costs) / ranks
-        self.over = sum(length > token_cap for length in lengths)
+    lengths: list[int]
+    names: Sequence[int]
+    ranks: int
+    token_cap: int
+    tokens: int
+    cost: CostModel
+    ride: bool
+
+    def __post_init__(self) -> None:
+        self.least_tokens = _least_tokens(self.token_cap)
+        self.order = sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i])
+        self.costs = [self.cost.sequence(self.lengths[i]) for i in self.order]
+        self.even_share = math.fsum(self.costs) / self.ranks
+        self.over = sum(length > self.token_cap for length in self.lengths)
+        self.even = [1.0] * self.ranks
+        self.may_ride = self.ride and sum(self.lengths) <= self.ranks * self.token_cap
 
     def part(self, members: Sequence[int], replicas: int) -> _Problem:
         """That of one replica, which has these samples."""
-        return _Problem(
-            lengths=[self.lengths[i] for i in members],
-            names=[self.names[i] for i in members],
-            ranks=self.ranks // replicas,
-            token_cap=self.token_cap,
-            tokens=self.tokens,
-            cost=self.cost,
-            ride=self.ride,
-        )
+        lengths, names = ([each[i] for i in members] for each in (self.lengths, self.names))
+        return replace(self, lengths=lengths, names=names, ranks=self.ranks // replicas)
 
     def best(self) -> SplitAssignment:
         """Raises ValueError if the samples over the cap can't be split."""
@@ -253,51 +230,65 @@ class _Problem:
     def worth_trying(self) -> Iterator[tuple[int, Waves]]:
         """Numbers of sequences to split, fewest first, with their waves: those whose lower bound is near the least.
 
-        Lower bounds of the step are a rank's part of the line plus the costliest remaining sample, and an even
-        share. Pieces that exceed the limits end it.
+        Lower bounds of the step are an even part of the line plus the costliest remaining sample, and an even share.
+        Pieces that exceed the limits end it. Last comes the fewest that is enough for a line that makes up for the
+        others: none of them costs more than an even share.
         """
-        part = np.cumsum(self.costs) / self.ranks
-        bound = np.maximum(part + np.append(self.costs[1:], 0.0), self.even_share)
+        rest = np.append(self.costs[1:], 0.0)
+        bound = np.maximum(np.cumsum(self.costs) / self.ranks + rest, self.even_share)
         fewest = max(self.over, 1)
         best = fewest + int(np.argmax(bound[fewest - 1 :] <= bound[fewest - 1 :].min() * 1.01))
         found: list[tuple[int, Waves]] = []
         tried = _TRIED if self.ranks <= _MANY else _TRIED // 2
         low, high = fewest, min(best + tried // 2, len(bound))
-        while low <= high:  # from `best` down to those that fit
+        while low <= high and len(found) < tried:  # from `best` down to those that fit
             count = high
-            waves = self._lay(self.order[:count])
-            high = count - 1 if waves is not None else min(count - 1, max(low, count - count // 8))
-            if waves is not None:
+            high = count - 1
+            if waves := self._lay(self.order[:count]):
                 found.append((count, waves))
-            if len(found) == tried:
-                break
+            else:
+                high = min(high, max(low, count - count // 8))
         yield from reversed(found)
+        if self.may_ride and self.ranks <= _MANY:
+            count = max(fewest, 1 + int(np.argmax(rest <= self.even_share)))
+            if count not in dict(found) and (waves := self._lay(self.order[:count])):
+                yield count, waves
 
     def _lay(self, samples: list[int]) -> Waves | None:
-        """Waves of the samples, laid longest first or last on the line, whichever lets others read fewer tokens; None
-        if they exceed the limits.
+        """Waves of the samples, laid longest first or last on the line, whichever lets others read fewer tokens, or
+        fanned out; None if they exceed the limits.
         """
         found = [waves for order in (samples, samples[::-1])[: len(samples)] if (waves := self._waves(order))]
-        best = min(found, key=self.most_read, default=None)
-        return None if best is None or self.most_read(best) > self.tokens else best
+        waves = min(found, key=self.most_read, default=None)
+        if waves and self.most_read(waves) <= self.tokens:
+            return waves
+        return [fan] if len(samples) <= _FANNED and self._fit(fan := self._fan(samples, self.even)) else None
+
+    def _line(self, samples: list[int], shares: Sequence[float]) -> list[list[Entry]]:
+        return _cut(samples, self.lengths, shares, self.cost, self.least_tokens)
+
+    def _fan(self, samples: list[int], shares: Sequence[float]) -> list[list[Entry]]:
+        """A wave of a few samples, each cut over all ranks, from the first and from the last in turn, as the beginning
+        of a sample has many tokens.
+        """
+        cuts = [self._line([each], shares[::way])[::way] for each, way in zip(samples, cycle((1, -1)), strict=False)]
+        return [[*chain.from_iterable(parts)] for parts in zip(*cuts, strict=True)]
+
+    def _fit(self, wave: list[list[Entry]]) -> bool:
+        most = max(_tokens(part, self.lengths) for part in wave)
+        return most <= self.token_cap and self.most_read([wave]) <= self.tokens
 
     def most_read(self, waves: Waves) -> int:
         """The most tokens that others read of one rank."""
-        return max(
-            sum(
-                len(each)
-                for wave in waves
-                for each in wave[rank]
-                if isinstance(each, Piece) and each.stop < self.lengths[each.sample]
-            )
-            for rank in range(self.ranks)
-        )
+
+        def read(each: Entry) -> int:
+            return len(each) if isinstance(each, Piece) and each.stop < self.lengths[each.sample] else 0
+
+        return max(sum(map(read, chain.from_iterable(parts))) for parts in zip(*waves, strict=True))
 
     def even_waves(self, count: int) -> Waves:
         """The `count` longest samples, one a wave, in parts of equal tokens, which always fit the cap."""
-        return [
-            _cut([sample], self.lengths, self.ranks, _BY_TOKENS, self.least_tokens) for sample in self.order[:count]
-        ]
+        return [_cut([sample], self.lengths, self.even, _BY_TOKENS, self.least_tokens) for sample in self.order[:count]]
 
     def assign(self, count: int, waves: Waves) -> SplitAssignment:
         """The assignment that splits the `count` longest, as in `waves`."""
@@ -307,7 +298,7 @@ class _Problem:
             parts = balanced_partition(self.costs[count:], self.ranks)
             whole = [[rest[i] for i in part] for part in parts]
         # All ride with the pieces, or none: a rank with more in the wave's microbatch delays the whole wave.
-        if len(waves) == 1 and self.ride and (together := self._riding(count, waves[0], whole)):
+        if len(waves) == 1 and self.may_ride and (together := self._riding(count, waves[0], whole)):
             waves, whole = [together], [[] for _ in range(self.ranks)]
         # A wave lasts as long as its costliest microbatch.
         waves_cost = math.fsum(max(self.cost.microbatch + self._price(each) for each in wave) for wave in waves)
@@ -316,7 +307,6 @@ class _Problem:
             names=range(len(self.lengths)),
             token_cap=self.token_cap,
             cost=self.cost,
-            plan=None,  # made for the best one
             waves=waves,
             waves_cost=waves_cost,
             whole=whole,
@@ -326,18 +316,16 @@ class _Problem:
     def _riding(self, count: int, wave: list[list[Entry]], whole: list[list[int]]) -> list[list[Entry]] | None:
         """The microbatches of `wave` with the whole samples in them; None if these don't fit.
 
-        Where it fits too, the line is cut so that each rank's part makes up for its whole samples.
+        Where it fits too, the line is cut so that each rank's part makes up for its whole samples. The more even its
+        parts, the fewer tokens may others have to read.
         """
-        shares = [max(self.even_share - self._price(own), 0.0) for own in whole]
-        ways = [wave, _cut(self.order[:count], self.lengths, self.ranks, self.cost, self.least_tokens, shares=shares)]
-        ways = [[[*pieces, *own] for pieces, own in zip(way, whole, strict=True)] for way in ways]
-        fitting = [
-            way
-            for way in ways
-            if max(_tokens(each, self.lengths) for each in way) <= self.token_cap
-            and self.most_read([way]) <= self.tokens
-        ]
-        return min(fitting, key=lambda way: max(map(self._price, way)), default=None)
+        missing = [max(self.even_share - self._price(own), 0.0) for own in whole]
+        level = math.fsum(missing) / self.ranks
+        shares = ([each + more * level for each in missing] for more in (0.0, 0.5, 2.0))
+        how = (self._line, self._fan) if 1 < count <= _FANNED else (self._line,)
+        cuts = (cut(self.order[:count], each) for each in shares for cut in how)
+        ways = ([[*pieces, *own] for pieces, own in zip(cut, whole, strict=True)] for cut in chain(cuts, [wave]))
+        return next(filter(self._fit, ways), None)
 
     def _price(self, entries: Sequence[Entry]) -> float:
         return math.fsum(
@@ -361,7 +349,7 @@ class _Problem:
             taken, wave = len(samples), None
             while taken and wave is None:
                 for cost in (self.cost, _BY_TOKENS)[: 2 if taken == 1 else 1]:
-                    parts = _cut(samples[:taken], self.lengths, self.ranks, cost, self.least_tokens)
+                    parts = _cut(samples[:taken], self.lengths, self.even, cost, self.least_tokens)
                     most = max(_tokens(part, self.lengths) for part in parts)
                     if wave is None and most <= self.token_cap:
                         wave = parts
@@ -379,20 +367,11 @@ def _tokens(entries: Sequence[Entry], lengths: list[int]) -> int:
 
 
 def _cut(
-    samples: Sequence[int],
-    lengths: list[int],
-    ranks: int,
-    cost: CostModel,
-    least: int = LEAST_TOKENS,
-    *,
-    shares: Sequence[float] | None = None,
+    samples: Sequence[int], lengths: list[int], shares: Sequence[float], cost: CostModel, least: int = LEAST_TOKENS
 ) -> list[list[Entry]]:
-    """By rank, its part of `samples`, which are laid end to end on a line of cost: see [Note: line rule].
-
-    `shares`: the ranks' parts in proportion; by default all are equal.
-    """
-    line = math.fsum(cost.sequence(lengths[sample]) for sample in samples)
-    ends = np.cumsum([1.0] * ranks if shares is None else shares)
+    """By rank, its part of `samples`, which are laid end to end on a line of cost and cut in proportion to `shares`."""
+    ranks, line = len(shares), math.fsum(cost.sequence(lengths[sample]) for sample in samples)
+    ends = np.cumsum(shares)
     ends = (ends * (line / ends[-1])).tolist()
     parts: list[list[Entry]] = [[] for _ in range(ranks)]
     rank, begin = 0, 0.0

@@ -203,7 +203,7 @@ def test_with_a_queue_every_token_once_in_any_order_of_taking(given: dict, chanc
 def test_parts_of_a_line_are_even(lengths: list[int], ranks: int) -> None:
     parts = [
         math.fsum(price(each, lengths, COST) for each in part)
-        for part in _cut(range(len(lengths)), lengths, ranks, COST)
+        for part in _cut(range(len(lengths)), lengths, [1.0] * ranks, COST)
     ]
     level = math.fsum(parts) / ranks
     assert level == pytest.approx(math.fsum(map(COST.sequence, lengths)) / ranks)
