@@ -56,11 +56,13 @@ def test_each_token_is_computed_once_in_a_pack(samples: list[dict], numbers: obj
         entries = find_relatives(samples).entries(chosen)
     pieces = [each if isinstance(each, Piece) else Piece(each, 0, len(samples[each]["input_ids"])) for each in entries]
     assert sorted(each.sample for each in pieces) == sorted(chosen)
+    starts = {each.sample: each.start for each in pieces}
     for at, piece in enumerate(pieces):
         before = [each.sample for each in pieces[:at]]
         assert piece.start == first_own(samples, before, piece.sample)
         assert piece.stop == len(samples[piece.sample]["input_ids"])
         assert (piece.parent in before) == (piece.start > 0)
+        assert piece.parent is None or starts[piece.parent] < piece.start, "that one does not compute the last of them"
     (pack,) = pack_collate([PackedDataset(samples)[entries]])
     rows = pack["input_ids"][0].tolist()
     ends = pack["cu_seq_lens_q"].tolist()
