@@ -13,8 +13,9 @@ POPULATION = 20_000
 LEAST_TOKENS = 2  # of a sample: one to predict, and one to predict it from
 
 
-def cut(text: np.ndarray, lengths: Sequence[int]) -> TokenizedDataset:
-    """Samples of so many tokens, the first from the beginning of `text` [tokens]; all of their tokens are learned.
+def cut(text: np.ndarray, lengths: Sequence[int], *, spans: np.ndarray | None = None) -> TokenizedDataset:
+    """Samples of so many tokens, the first from the beginning of `text` [tokens]. `spans` [spans, 2]: of the tokens
+    that are learned; by default all of them are.
 
     Raises ValueError for a text that is too short.
     """
@@ -23,8 +24,9 @@ def cut(text: np.ndarray, lengths: Sequence[int]) -> TokenizedDataset:
     if total > len(text):
         raise ValueError(f"the samples have {total} tokens, the text {len(text)}: give a longer text or fewer samples")
     count = len(lengths)
-    summary = DataSummary(records=count, samples=count, tokens=total, target_tokens=total - count)
-    spans = np.stack([offsets[:-1], offsets[1:]], axis=1)
+    targets = total - count if spans is None else int(np.diff(spans).sum())
+    summary = DataSummary(records=count, samples=count, tokens=total, target_tokens=targets)
+    spans = np.stack([offsets[:-1], offsets[1:]], axis=1) if spans is None else spans
     return TokenizedDataset(text[:total].astype(np.int32), offsets, spans, summary)
 
 

@@ -21,6 +21,8 @@ from torch import nn
 from odc_triton.balance import CostModel, assign
 from odc_triton.balance.collate import PackedDataset, count_target_tokens, pack_collate, to_device
 from odc_triton.balance.pieces import MinibatchPacks
+from odc_triton.balance.relatives import find_relatives
+from odc_triton.balance.shared import assign_shared
 from odc_triton.balance.split import assign_split, readable_tokens
 from odc_triton.base.events import Event
 from odc_triton.comm.local_store import rendezvous_url
@@ -151,6 +153,9 @@ def deal(work: Work, data: Any, samples: list[int], balance: str, cost: CostMode
     if balance == SPLIT:
         split = assign_split(lengths, tokens=split_tokens(work, dist.get_world_size()), names=samples, **how)
         dealt = [MinibatchPacks.of(split.packs(rank), split.plan) for rank in range(dist.get_world_size())]
+    elif balance == "shared":
+        relatives = find_relatives([data[index] for index in samples])
+        dealt = [MinibatchPacks(packs) for packs in assign_shared(lengths, relatives, **how).packs]
     else:
         dealt = [
             MinibatchPacks([samples[member] for member in pack] for pack in packs)

@@ -171,6 +171,11 @@ class Fsdp2Micro(Fsdp2):
     balance = "micro"
 
 
+class Fsdp2Local(Fsdp2):
+    name = "FSDP2, one sample a pack"
+    balance = "local"
+
+
 class Fsdp2NoReshard(Fsdp2):
     """FSDP2's fastest setting for gradient accumulation: gather in the first microbatch, reduce in the last.
 
@@ -291,6 +296,18 @@ class OdcSplit(Odc):
         model = super().shard(model)
         enable_split(model, tokens=self.split_tokens)
         return model
+
+
+class OdcShared(Odc):
+    """The same; tokens that samples of a pack share are computed once."""
+
+    name = "ODC + shared prefixes"
+    balance = "shared"
+
+
+class OdcLocal(Odc):
+    name = "ODC, one sample a pack"
+    balance = "local"
 
 
 class OdcExact(Odc):
