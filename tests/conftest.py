@@ -14,6 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from bench.suites.hosts_net import NO_NAMESPACES
+
 pytest.register_assert_rewrite("tests.support")
 from tests.support import place as place  # noqa: E402
 from tests.support import simulated as simulated  # noqa: E402
@@ -49,3 +51,9 @@ def _no_process_group_stays() -> Iterator[None]:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    if left_out := sum(NO_NAMESPACES in str(report.longrepr) for report in skipped):
+        terminalreporter.write_line(f"{NO_NAMESPACES}: {left_out} tests in network namespaces were left out")

@@ -1,7 +1,10 @@
-"""Jobs of a small model on pieces of samples, for split_faults.py: plans, samples, one minibatch, its ranks."""
+"""Jobs of a small model on pieces of samples, for split_faults.py and host_faults.py: plans, samples, one minibatch,
+its ranks.
+"""
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import random
@@ -26,11 +29,15 @@ from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
 from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
 from odc_triton.comm.launch import die_with_parent, end_process
 from odc_triton.comm.local_store import NAME, StoreServer, rendezvous_url
+from odc_triton.engine.api import engine_of
 from odc_triton.hf import enable_packing, summed_loss
+
+from .hosts_net import INTERFACE, Hosts
 
 BACKENDS = ("cpu", "cpu-sharded", "cpu-interpreter")
 LAYERS = 3
 VOCABULARY = 97
+_PORT = 29500  # on a host of the job's own
 TOKENS = 400  # of each rank, more than any plan here lets others read
 RIDER_TOKENS = 29  # of a whole sample beside pieces, in a job with a fault: no piece is as long
 
@@ -60,13 +67,21 @@ class Deal:
         return made
 
 
-def deal_evenly(numbers: random.Random, ranks: int) -> Deal:
-    """Two waves, in which each rank has two pieces and a whole sample; some have whole samples after them.
+def deal_evenly(numbers: random.Random, ranks: int, replicas: int = 1) -> Deal:
+    """Two waves of each replica, in which each rank has two pieces and a whole sample; some have whole samples after
+    them.
 
     A wave is one sample that goes up and down the ranks, so that each waits for all others and they for it; or a ring
     of samples over two ranks each, so that each waits for one and another waits for it.
     """
-    deal = Deal(ranks)
+    deal, shards = Deal(ranks), ranks // replicas
+    for first in range(0, ranks, shards):
+        _deal_evenly(deal, deal.packs[first : first + shards], numbers)
+    return deal
+
+
+def _deal_evenly(deal: Deal, packs_of: Dealt, numbers: random.Random) -> None:
+    ranks = len(packs_of)
     for _ in range(2):
         lengths = [numbers.randint(4, 20) for _ in range(2 * ranks)]
         if numbers.random() < 0.5:
@@ -75,12 +90,11 @@ def deal_evenly(numbers: random.Random, ranks: int) -> Deal:
         else:
             rows = [deal.pieces(lengths[2 * rank : 2 * rank + 2]) for rank in range(ranks)]
             pairs = [[rows[rank][0], rows[rank - 1][1]] for rank in range(ranks)]
-        for packs, pair in zip(deal.packs, pairs, strict=True):
+        for packs, pair in zip(packs_of, pairs, strict=True):
             packs.append([*pair, deal.whole(RIDER_TOKENS)])
-    for packs in deal.packs:
+    for packs in packs_of:
         if numbers.random() < 0.5:
             packs.append([deal.whole(numbers.randint(2, 30))])
-    return deal
 
 
 def deal_at_random(numbers: random.Random, ranks: int) -> Deal:
@@ -143,15 +157,18 @@ def checkpoint_layers(model: nn.Module, wanted: bool) -> None:
             module.gradient_checkpointing = wanted
 
 
-def sharded(backend: str, timeout_s: float) -> nn.Module:
-    model = fully_shard(build(), backend=backend, timeout=timedelta(seconds=timeout_s))
+def sharded(backend: str, timeout_s: float, replicas: int = 1) -> nn.Module:
+    mesh, ranks = None, dist.get_world_size()
+    if replicas > 1:
+        mesh = dist.init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(build(), mesh=mesh, backend=backend, timeout=timedelta(seconds=timeout_s))
     enable_split(model, tokens=TOKENS)
     return model
 
 
 def compute(model: nn.Module, deal: Deal, rank: int, seed: int) -> None:
     """One minibatch."""
-    mine = MinibatchPacks.of(deal.packs[rank], SplitPlan.of(deal.packs))
+    mine = MinibatchPacks.of(deal.packs[rank], SplitPlan.of(deal.packs, replicas=engine_of(model).grid.replicas))
     packs = pack_collate(PackedDataset(samples(deal, seed)).__getitems__(mine))
     with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:
         for pack in packs:
@@ -172,12 +189,21 @@ def compute_whole(model: nn.Module, deal: Deal, seed: int) -> dict[str, torch.Te
 
 
 def _rank(
-    connection: Connection, function: Callable[..., None], rank: int, ranks: int, store: str, folder: str, args: tuple
+    connection: Connection,
+    function: Callable[..., None],
+    rank: int,
+    ranks: int,
+    environment: dict[str, str],
+    hosts: Hosts | None,
+    folder: str,
+    args: tuple,
 ) -> None:
     die_with_parent()
     os.setsid()  # what it leaves running could be found
-    os.environ.update({NAME: store, "TMPDIR": folder, "TRITON_INTERPRET": "1"})
+    os.environ.update(environment | {"TMPDIR": folder, "TRITON_INTERPRET": "1"})
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)})
+    if hosts is not None:
+        hosts.enter(rank * len(hosts.addresses) // ranks)
     tempfile.tempdir = folder
     torch.set_num_threads(1)
     try:
@@ -193,22 +219,35 @@ class Job:
     """`function(rank, ranks, say, *args)` on `ranks` processes, forked from a server that has imported transformers;
     what a rank gives to `say` comes out of `messages`. To be used in a `with` block, after which `leftovers` looks for
     what has stayed.
+
+    `hosts`: equally many ranks on each. Their store is on the first one, `in_rank_0` or beside it, as torchrun has it.
     """
 
-    def __init__(self, function: Callable[..., None], ranks: int, *args: Any) -> None:
+    def __init__(
+        self, function: Callable[..., None], ranks: int, *args: Any, hosts: Hosts | None = None, in_rank_0: bool = False
+    ) -> None:
         self._function, self._ranks, self._args = function, ranks, args
+        self._hosts, self._in_rank_0 = hosts, in_rank_0
 
     def __enter__(self) -> Job:
         self._shared = set(os.listdir("/dev/shm"))
         self._folder = tempfile.TemporaryDirectory()
         self._name = f"odc-store-{uuid.uuid4().hex}"
-        self._store = StoreServer(self._name)
+        environment = {NAME: self._name}
+        if self._hosts is None:
+            self._store = StoreServer(self._name)
+        else:
+            environment = {"MASTER_ADDR": self._hosts.addresses[0], "MASTER_PORT": str(_PORT)}
+            environment |= {"GLOO_SOCKET_IFNAME": INTERFACE, "TORCHELASTIC_USE_AGENT_STORE": str(not self._in_rank_0)}
+            if not self._in_rank_0:
+                server = functools.partial(dist.TCPStore, self._hosts.addresses[0], _PORT, None, True)
+                self._store = self._hosts.call(0, functools.partial(server, wait_for_workers=False))
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["transformers.models.qwen2.modeling_qwen2", __name__])
         self.processes, self._connections = [], []
         for rank in range(self._ranks):
             receiver, sender = context.Pipe(duplex=False)
-            given = (sender, self._function, rank, self._ranks, self._name, self._folder.name, self._args)
+            given = (sender, self._function, rank, self._ranks, environment, self._hosts, self._folder.name, self._args)
             self.processes.append(context.Process(target=_rank, args=given))
             self.processes[-1].start()
             sender.close()
@@ -231,7 +270,9 @@ class Job:
         for process in self.processes:
             process.kill()
             process.join()
-        self._store.close()
+        if self._hosts is None:
+            self._store.close()
+        self._store = None
         self._kept = os.listdir(self._folder.name)
         self._folder.cleanup()
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -28,6 +30,15 @@ _FIRST_WARNING_S = 60.0
 _ABORTED = "(gave up)"
 _PROBE = 0x0DC  # the tag of messages that try a connection
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 100e-6, 5e-3
+_RECENT = 0.75  # of the deadline: a rank that stands still has not waited since
+_BLAMES = 2  # of a rank that has given up: more than this is the rank that it blames
+
+
+def host_of(store: dist.Store) -> tuple[str | None, int]:
+    """Host and port of a TCPStore; of others (None, 0)."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else (None, 0)
 
 
 def _is_connected(peer: int) -> bool:
@@ -56,7 +67,9 @@ class Barrier:
     def __init__(self, *, store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
         self.rank, self.world, self.timeout_s = rank, world, timeout_s
         self.passed = 0
-        self._store = store
+        self._store, self._has_deadlines = store, host_of(store)[0] is None
+        self._answer: Future | None = None  # the store's
+        self._blamed: list[int] = []
         self.board: StatusBoard | None = None  # None until `watch`
         self.is_connected: Callable[[int], bool] = lambda peer: True  # finds dead ranks until then
         self.blocked_on: Callable[[int], int | None] | None = None  # the rank that a rank waits for between barriers
@@ -65,12 +78,13 @@ class Barrier:
         """From now on ranks see each other's status, which separates dead ranks from late ones."""
         self.board = board
         self._reached = Status(board)  # how many barriers the rank has reached
-        self._broken = Status(board)  # 1 once the rank has given up on its peers
+        self._broken = Status(board)  # not 0 once the rank has given up on its peers
         self._minibatch = Status(board)
+        self._waits = Status(board)  # changes while the rank waits
 
     def show(self, *, minibatch: int, broken: bool) -> None:
         """Shows peers where this rank is."""
-        self._broken.show(broken)
+        self._broken.show((_BLAMES + self._blamed[0] if self._blamed else 1) if broken else 0)
         self._minibatch.show(minibatch)
 
     def _key(self, number: int, rank: int) -> str:
@@ -78,6 +92,8 @@ class Barrier:
 
     def post(self, purpose: str, message: dict[str, Any]) -> None:
         """Leaves this rank's message for the next exchange. Does not wait."""
+        if self._answer is not None and not self._answer.done():  # the store would wait for its last answer
+            return
         self._store.set(self._key(self.passed, self.rank), json.dumps({"purpose": purpose, **message}))
         if self.board is not None:
             self._reached.show(self.passed + 1)
@@ -115,10 +131,7 @@ class Barrier:
         try:
             self.post(purpose, message)
             self.wait_until(purpose, lambda: self._missing(number, keys))
-            messages = [json.loads(text) for text in self._store.multi_get(keys)]
-            # A rank that has set its key for this exchange has left the last one, whose keys are no longer read.
-            if number > 0:
-                self._store.delete_key(self._key(number - 1, self.rank))
+            messages = [json.loads(text) for text in self._ask(purpose, lambda: self._read(number, keys))]
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             self.lost(purpose, list(range(self.world)), error)
         self.passed += 1
@@ -134,6 +147,31 @@ class Barrier:
                 )
         return messages
 
+    def _read(self, number: int, keys: list[str]) -> list[bytes]:
+        texts = self._store.multi_get(keys)
+        # A rank that has set its key for this exchange has left the last one, whose keys are no longer read.
+        if number > 0:
+            self._store.delete_key(self._key(number - 1, self.rank))
+        return texts
+
+    def _ask(self, purpose: str, question: Callable[[], list[bytes]]) -> list[bytes]:
+        """The store's answer. A TCPStore's client waits for ever if rank 0's host, which has it, is stopped or cut off:
+        a thread does that.
+        """
+        if self._has_deadlines or self.board is None:
+            return question()
+        answer = self._answer = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(question())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="odc-store", daemon=True).start()
+        self.wait_until(f"{purpose}: the store on its host", lambda: [] if answer.done() else [0])
+        return answer.result()
+
     def _missing(self, number: int, keys: list[str]) -> list[int]:
         """The ranks that have not reached exchange `number`: by their status, if there is one, as a store whose host
         is stopped does not answer, and asking it has no deadline."""
@@ -148,12 +186,20 @@ class Barrier:
         start_s = time.monotonic()
         warn_at_s = min(_FIRST_WARNING_S, self.timeout_s / 2)
         check_at_s = _CHECK_S
+        waits: list[int] = []
+        last_s: dict[int, float] = {}  # when others were seen waiting
         while ranks := missing():
             waited_s = time.monotonic() - start_s
             if waited_s > min(check_at_s, self.timeout_s):
                 check_at_s = waited_s + _CHECK_S
                 self.require_alive(ranks, purpose, missing)
                 ranks = self.root_cause(ranks)
+                if self.board is not None:
+                    before, waits = waits, self._waits.seen()
+                    self._waits.show(waits[self.rank] + 1)
+                    last_s |= {rank: waited_s for rank, was in enumerate(before) if waits[rank] != was}
+                    since_s = waited_s - _RECENT * self.timeout_s
+                    ranks = [rank for rank in ranks if last_s.get(rank, -math.inf) < since_s] or ranks
                 words = self._words(purpose, ranks, waited_s)
                 if waited_s > self.timeout_s:
                     self.late(purpose, DeadlineExceeded(ranks, f"{words}: the deadline has passed"))
@@ -174,19 +220,33 @@ class Barrier:
                 if given_up and missing():
                     everyone = list(range(self.world))
                     self.require_alive(everyone, purpose, lambda: everyone)  # a rank that died is to blame
-                    raise RankLost(
-                        given_up,
-                        f"rank {self.rank} was waiting for '{purpose}': ranks {given_up} have given up. Start again "
-                        f"from the last checkpoint.",
-                    )
+                    self._gave_up(purpose, given_up, None)
             return ranks
 
         self.wait_until(purpose, missing_and_willing)
+
+    def _gave_up(self, purpose: str, ranks: list[int], cause: Exception | None) -> NoReturn:
+        """Raises RankLost for the ranks because of which `ranks` have given up."""
+        self._blamed = self._causes(ranks)
+        why = "" if self._blamed == ranks else f" because of ranks {self._blamed}"
+        raise RankLost(
+            self._blamed,
+            f"rank {self.rank} was waiting for '{purpose}': ranks {ranks} have given up{why}. Start again from the "
+            f"last checkpoint.",
+        ) from cause
+
+    def _causes(self, ranks: list[int]) -> list[int]:
+        """`ranks`, and in place of those that have given up because of another rank that one."""
+        broken = self._broken.seen()
+        found = {broken[rank] - _BLAMES if broken[rank] >= _BLAMES else rank for rank in ranks}
+        return sorted(found - {self.rank}) or ranks
 
     def root_cause(self, ranks: list[int]) -> list[int]:
         """Follows wait-for edges from `ranks` to the root cause: a rank that waits for none, or in a cycle, is its own
         root.
         """
+        if self.board is not None:
+            ranks = self._causes(ranks)
         if self.blocked_on is None:
             return ranks
         reached = self._reached.seen()
@@ -210,6 +270,7 @@ class Barrier:
             excused = [any(status) for status in zip(self.board.seen(LEFT), self._broken.seen(), strict=True)]
             ranks = [rank for rank in range(self.world) if rank in ranks or not excused[rank]]
         self.require_alive(ranks, purpose, lambda: ranks)
+        self._blamed = list(error.ranks)
         raise error
 
     def _is_alive(self, rank: int) -> bool:
@@ -242,7 +303,9 @@ class Barrier:
         # A rank that gave up because another ended is not to blame.
         none = [0] * self.world
         broken, left = (none, none) if self.board is None else (self._broken.seen(), self.board.seen(LEFT))
-        ranks = [rank for rank in gone if not broken[rank]] or gone
+        ranks = self._blamed = [rank for rank in gone if not broken[rank]] or gone
+        if ranks and all(broken[rank] for rank in ranks) and self._causes(ranks) != ranks:
+            self._gave_up(purpose, ranks, cause)
         words = ", ".join(f"rank {rank} {'left the training loop' if left[rank] else 'died'}" for rank in ranks)
         raise RankLost(
             ranks,

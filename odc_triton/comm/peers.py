@@ -15,18 +15,18 @@ import threading
 import time
 import weakref
 from multiprocessing.util import Finalize
-from typing import Any
 
 import torch.distributed as dist
 
 from ..base.errors import DeadlineExceeded
-from .barrier import Barrier
+from .barrier import Barrier, host_of
 from .memory.heap import LEFT, STATUS_SLOTS, StatusBoard, SymmetricHeap
 from .memory.rendezvous import greetings
 
 _STATUS = struct.Struct("<iq")  # slot, value
 _GREETING = struct.Struct("<32si")  # the job's secret, rank
-_KEEPALIVE_IDLE_S, _KEEPALIVE_EVERY_S, _KEEPALIVE_COUNT = 5, 2, 3
+_KEEPALIVE_IDLE_S, _KEEPALIVE_EVERY_S, _KEEPALIVE_COUNT = 3, 1, 4
+_UNREACHABLE_MS = 1000 * (_KEEPALIVE_IDLE_S + _KEEPALIVE_EVERY_S * _KEEPALIVE_COUNT)
 
 
 def address_towards(store: dist.Store) -> str | None:
@@ -34,7 +34,7 @@ def address_towards(store: dist.Store) -> str | None:
 
     None if that is the loopback interface: the store is on this host.
     """
-    host, port = _host_of(store)
+    host, port = host_of(store)
     if host is None:
         return None
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -44,18 +44,14 @@ def address_towards(store: dist.Store) -> str | None:
     return None if mine.startswith("127.") or mine == "::1" else mine
 
 
-def _host_of(store: Any) -> tuple[str | None, int]:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return (store.host, store.port) if isinstance(store, dist.TCPStore) else (None, 0)
-
-
 def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_EVERY_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_COUNT)
+    # While something is not acknowledged there are no keep-alives, and TCP alone would try for a quarter of an hour.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREACHABLE_MS)
     connection.setblocking(False)
 
 
@@ -121,7 +117,7 @@ class PeerStatus(StatusBoard):
             places = barrier.exchange("connecting replicas: ports", message)
             for rank in self._far:
                 if rank < self._rank:
-                    host = places[rank]["address"] or (_host_of(store)[0] if mine is not None else "127.0.0.1")
+                    host = places[rank]["address"] or (host_of(store)[0] if mine is not None else "127.0.0.1")
                     self._connections[rank] = self._call(rank, host, places[rank]["port"], token, deadline_s)
             self._answer({rank for rank in self._far if rank > self._rank}, listener, token, deadline_s)
 

@@ -1,4 +1,4 @@
-"""Four ranks, two in each of two network namespaces with a cable between: as close to two hosts as one machine gets.
+"""Four ranks, two on each of two hosts: network namespaces, as close to hosts as one machine gets.
 
 `unshare -rn python -m tests.support.two_hosts FOLDER` starts them and waits; each writes what it saw to FOLDER/RANK.pt.
 """
@@ -13,60 +13,24 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from bench.suites.hosts_net import INTERFACE, Hosts
 from tests.support.deadlines import LONG_S
 
-PORT = "29500"  # in a separate namespace
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
 STEPS = 3
 
 
-def why_not() -> str | None:
-    """Why such namespaces are impossible here; None if they are possible."""
-    try:
-        done = subprocess.run(
-            ["unshare", "-rn", "ip", "link", "add", "odc0", "type", "veth", "peer", "name", "odc1"],
-            capture_output=True,
-            text=True,
-            timeout=LONG_S,
-        )
-    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return None if done.returncode == 0 else f"no network namespaces: {done.stderr.strip()}"
-
-
 def start(folder: str) -> int:
-    """Connects the namespaces, starts the ranks, and returns how many of them failed; the last one kills itself."""
-    other = subprocess.Popen(["unshare", "-n", "sleep", "3000"])
-    try:
-        inside = ["nsenter", "-t", str(other.pid), "-n"]
-        here = os.readlink("/proc/self/ns/net")
-        while os.readlink(f"/proc/{other.pid}/ns/net") == here:
-            time.sleep(0.01)
-        subprocess.run(
-            ["ip", "link", "add", "odc0", "type", "veth", "peer", "name", "odc1", "netns", str(other.pid)], check=True
-        )
-        for prefix, device, address in (([], "odc0", ADDRESSES[0]), (inside, "odc1", ADDRESSES[1])):
-            subprocess.run([*prefix, "ip", "link", "set", "lo", "up"], check=True)
-            subprocess.run([*prefix, "ip", "addr", "add", f"{address}/24", "dev", device], check=True)
-            subprocess.run([*prefix, "ip", "link", "set", device, "up"], check=True)
-        started = []
-        for rank in range(4):
-            places = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT}
-            places["GLOO_SOCKET_IFNAME"] = f"odc{rank // 2}"
-            command = [
-                *(inside if rank > 1 else []),
-                sys.executable,
-                "-m",
-                "tests.support.two_hosts",
-                folder,
-                "as a rank",
-            ]
-            started.append(subprocess.Popen(command, env=os.environ | places))
-        codes = [process.wait(timeout=LONG_S) for process in started]
-        return sum(code != 0 for code in codes[:3])
-    finally:
-        other.kill()
-        other.wait()
+    """Starts the ranks and returns how many of them failed; the last one kills itself."""
+    hosts = Hosts(2)
+    places = {"WORLD_SIZE": "4", "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": "29500"}
+    started = []
+    for rank in range(4):
+        command = hosts.on(rank // 2, sys.executable, "-m", "tests.support.two_hosts", folder, "as a rank")
+        environment = os.environ | places | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": INTERFACE}
+        started.append(subprocess.Popen(command, env=environment))
+    codes = [process.wait(timeout=LONG_S) for process in started]
+    hosts.close()
+    return sum(code != 0 for code in codes[:3])
 
 
 def _heaps() -> set[str]:

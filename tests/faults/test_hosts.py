@@ -1,0 +1,97 @@
+"""Ranks on several hosts: one that stands still with the store in it, a host that is cut off."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.suites.hosts_net import NO_NAMESPACES
+from odc_triton import OdcError, fully_shard
+from tests.support import namespaces, ranks
+from tests.support.deadlines import LONG_S, SHORT_S
+from tests.support.leftovers import environment, is_stopped
+from tests.support.models import build
+from tests.support.replicas import mesh_of
+
+ROOT = Path(__file__).parents[2]
+
+
+# ---------------------------------------------------------------------- processes on one host
+
+
+def _beside_a_stopped_store(rank: int, world: int) -> tuple[str, list[int]]:
+    """Rank 0 arrives and stops before the other one has read what it left in its store."""
+    barrier = fully_shard(build("conv"), mesh=mesh_of((2, 1)), timeout=LONG_S)._odc_engine.barrier
+    pid = barrier.exchange("pids", {"pid": os.getpid()})[0]["pid"]
+    barrier.timeout_s, read = SHORT_S, barrier._read
+
+    def read_late(*given: object) -> list[bytes]:
+        if rank == 0:
+            os.kill(pid, signal.SIGSTOP)
+        while not is_stopped(pid):
+            time.sleep(0.01)
+        return read(*given)
+
+    barrier._read = read_late
+    with pytest.raises(OdcError) as caught:
+        barrier.exchange("leave", {})
+    barrier.abort("the store must not be asked again")
+    return f"{type(caught.value).__name__}: {caught.value}", caught.value.ranks
+
+
+def test_a_store_that_is_stopped_is_not_waited_for_without_a_deadline() -> None:
+    with ranks.start(_beside_a_stopped_store, 2, store_in_rank_0=True) as job:
+        (outcome,) = job.wait_for([1])
+    said, blamed = outcome.value
+    assert blamed == [0]
+    assert said.startswith("DeadlineExceeded: rank 1 has waited ")
+    assert "for rank 0 at 'leave: the store on its host'" in said
+
+
+# ---------------------------------------------------------------------- network namespaces
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kill", "stop", "cut"])
+def test_a_fault_on_one_of_several_hosts_is_named_on_all(kind: str, tmp_path: Path) -> None:
+    """One in each place, as `bench.suites.host_faults` has more of them."""
+    namespaces.require()
+    out = tmp_path / "found.json"
+    command = [sys.executable, "-m", "bench.suites.host_faults", "--faults=5", "--kinds", kind, f"--out={out}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=2 * LONG_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())["faults"]
+    assert (found["tried"], found["named_in_time"], found["wrong"]) == (5, 5, 0)
+    assert [row["place"] for row in found["rows"]] == ["forward", "backward", "exit", "sum", "exchange"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({NO_NAMESPACES: "1"}, f"{NO_NAMESPACES}: 1 tests in network namespaces were left out"),
+        ({"PATH": "/nowhere"}, f"{NO_NAMESPACES}=1 leaves out the tests that need network namespaces"),
+    ],
+)
+def test_where_the_kernel_forbids_namespaces(changes: dict[str, str], said: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/engine/test_hybrid.py::test_two_hosts",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment() | changes, capture_output=True, text=True, timeout=LONG_S
+    )
+    assert said in done.stdout, done.stdout + done.stderr
+    assert done.returncode == (0 if NO_NAMESPACES in changes else 1)
