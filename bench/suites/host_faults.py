@@ -4,8 +4,8 @@
 
 Two or three network namespaces with TCP between them, a replica in each. A random rank meets its fault in a wave's
 forward or backward, at the exit, in the sum of gradients over the replicas or in the exchange after a step. All others
-must name it, or a rank of the host that was cut off, and on that host a rank of the others: within 10 s, or 10 s after
-the deadline if it was stopped. Gradients must be those of one process until then, all must end, and nothing may stay.
+must name it, or a rank of the host that was cut off, and on that host a rank of the others: within 10 s, or two deadlines
+of 4 s if it was stopped. Gradients must be those of one process until then, all must end, and nothing may stay.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Fault:
 
     @property
     def limit_s(self) -> float:
-        return WITHIN_S + DEADLINE_S * (self.kind == "stop")
+        return 2 * DEADLINE_S if self.kind == "stop" else WITHIN_S
 
     @property
     def witnesses(self) -> list[int]:

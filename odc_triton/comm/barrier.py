@@ -195,6 +195,9 @@ class Barrier:
                 self.require_alive(ranks, purpose, missing)
                 ranks = self.root_cause(ranks)
                 if self.board is not None:
+                    broken = self._broken.seen()
+                    if given_up := [rank for rank, value in enumerate(broken) if value - _BLAMES in ranks]:
+                        self._gave_up(purpose, given_up)
                     before, waits = waits, self._waits.seen()
                     self._waits.show(waits[self.rank] + 1)
                     last_s |= {rank: waited_s for rank, was in enumerate(before) if waits[rank] != was}
@@ -220,25 +223,25 @@ class Barrier:
                 if given_up and missing():
                     everyone = list(range(self.world))
                     self.require_alive(everyone, purpose, lambda: everyone)  # a rank that died is to blame
-                    self._gave_up(purpose, given_up, None)
+                    self._gave_up(purpose, given_up)
             return ranks
 
         self.wait_until(purpose, missing_and_willing)
 
-    def _gave_up(self, purpose: str, ranks: list[int], cause: Exception | None) -> NoReturn:
-        """Raises RankLost for the ranks because of which `ranks` have given up."""
-        self._blamed = self._causes(ranks)
-        why = "" if self._blamed == ranks else f" because of ranks {self._blamed}"
-        raise RankLost(
-            self._blamed,
-            f"rank {self.rank} was waiting for '{purpose}': ranks {ranks} have given up{why}. Start again from the "
-            f"last checkpoint.",
-        ) from cause
+    def _gave_up(self, purpose: str, ranks: list[int], cause: Exception | None = None) -> NoReturn:
+        """Raises DeadlineExceeded for those because of whom `ranks` have given up, RankLost if these are not known."""
+        causes = self._causes(ranks)
+        words = f"rank {self.rank} was waiting for '{purpose}': ranks {ranks} have given up"
+        if causes != ranks:
+            names = ", ".join(f"rank {rank}" for rank in causes)
+            self.late(purpose, DeadlineExceeded(causes, f"{words} because of {names}"))
+        raise RankLost(ranks, f"{words}. Start again from the last checkpoint.") from cause
 
     def _causes(self, ranks: list[int]) -> list[int]:
         """`ranks`, and in place of those that have given up because of another rank that one."""
         broken = self._broken.seen()
-        found = {broken[rank] - _BLAMES if broken[rank] >= _BLAMES else rank for rank in ranks}
+        blamed = {rank: broken[rank] - _BLAMES for rank in ranks if broken[rank] >= _BLAMES}
+        found = {rank if broken[blamed.get(rank, rank)] else blamed.get(rank, rank) for rank in ranks}
         return sorted(found - {self.rank}) or ranks
 
     def root_cause(self, ranks: list[int]) -> list[int]:
