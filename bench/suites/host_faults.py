@@ -4,8 +4,8 @@
 
 Two or three network namespaces with TCP between them, a replica in each. A random rank meets its fault in a wave's
 forward or backward, at the exit, in the sum of gradients over the replicas or in the exchange after a step. All others
-must name it, or a rank of the host that was cut off, and on that host a rank of the others: within 10 s, or two deadlines
-of 4 s if it was stopped. Gradients must be those of one process until then, all must end, and nothing may stay.
+must name it, or a rank of the host that was cut off, and on that host a rank of the others: within 10 s, or two
+deadlines of 4 s if it was stopped. Gradients must be those of one process until then, all must end, nothing may stay.
 """
 
 from __future__ import annotations

@@ -231,10 +231,11 @@ class Barrier:
     def _gave_up(self, purpose: str, ranks: list[int], cause: Exception | None = None) -> NoReturn:
         """Raises DeadlineExceeded for those because of whom `ranks` have given up, RankLost if these are not known."""
         causes = self._causes(ranks)
-        words = f"rank {self.rank} was waiting for '{purpose}': ranks {ranks} have given up"
         if causes != ranks:
             names = ", ".join(f"rank {rank}" for rank in causes)
-            self.late(purpose, DeadlineExceeded(causes, f"{words} because of {names}"))
+            words = f"rank {self.rank} was waiting for {names} at '{purpose}'{self._where(causes)}"
+            self.late(purpose, DeadlineExceeded(causes, f"{words}: ranks {ranks} have given up because of that"))
+        words = f"rank {self.rank} was waiting for '{purpose}': ranks {ranks} have given up"
         raise RankLost(ranks, f"{words}. Start again from the last checkpoint.") from cause
 
     def _causes(self, ranks: list[int]) -> list[int]:
