@@ -34,19 +34,16 @@ def losses(out: str) -> list[float]:
 
 
 def test_as_without_splitting_and_stopped_in_the_middle(folder: Path, tmp_path: Path) -> None:
-    """Samples have up to twice the cap. Stopped on two ranks, goes on on four, also in two replicas; against one rank
-    with room for whole samples.
+    """Samples have up to twice the cap. Stopped on two ranks, goes on on four, by LB-Mini in two replicas; against one
+    rank with room for whole samples.
     """
     alone = options(folder, tmp_path / "whole", samples_per_rank=4)
     assert jobs.run(1, alone) == [ENDED]
     how = {"token_cap": CAP, "split_sequences": True, "resume": "auto"}
-    split = [
-        options(folder, tmp_path / f"{n}", balance=each, **how) for n, each in enumerate(("queue", "mini", "mini"))
-    ]
-    assert jobs.run(2, *split, stop_after=STOP) == [STOPPED] * 3
-    more = [replace(each, samples_per_rank=1) for each in split]
-    more[2] = replace(more[2], replicas=2)
-    assert jobs.run(4, *more) == [ENDED] * 3
+    split = [options(folder, tmp_path / balance, balance=balance, **how) for balance in ("mini", "queue")]
+    assert jobs.run(2, *split, stop_after=STOP) == [STOPPED] * 2
+    mini, queue = (replace(each, samples_per_rank=1) for each in split)
+    assert jobs.run(4, replace(mini, replicas=2), queue) == [ENDED] * 2
     for each in split:
         # fp32 sums in another order, through four steps of AdamW.
         torch.testing.assert_close(losses(each.out), losses(alone.out), rtol=1e-4, atol=0)
