@@ -231,12 +231,16 @@ class _Problem:
         """Numbers of sequences to split, fewest first, with their waves: those whose lower bound is near the least.
 
         Lower bounds of the step are an even part of the line plus the costliest remaining sample, and an even share.
-        Pieces that exceed the limits end it. Last comes the fewest that is enough for a line that makes up for the
-        others: none of them costs more than an even share.
+        Pieces that exceed the limits end it. First comes the fewest that is enough for a line that makes up for the
+        others: none of them costs more than an even share. It is nearly always even, and has the fewest tokens to read.
         """
         rest = np.append(self.costs[1:], 0.0)
         bound = np.maximum(np.cumsum(self.costs) / self.ranks + rest, self.even_share)
         fewest = max(self.over, 1)
+        if self.may_ride:
+            count = max(fewest, 1 + int(np.argmax(rest <= self.even_share)))
+            if waves := self._lay(self.order[:count]):
+                yield count, waves
         best = fewest + int(np.argmax(bound[fewest - 1 :] <= bound[fewest - 1 :].min() * 1.01))
         found: list[tuple[int, Waves]] = []
         tried = _TRIED if self.ranks <= _MANY else _TRIED // 2
@@ -249,10 +253,6 @@ class _Problem:
             else:
                 high = min(high, max(low, count - count // 8))
         yield from reversed(found)
-        if self.may_ride and self.ranks <= _MANY:
-            count = max(fewest, 1 + int(np.argmax(rest <= self.even_share)))
-            if count not in dict(found) and (waves := self._lay(self.order[:count])):
-                yield count, waves
 
     def _lay(self, samples: list[int]) -> Waves | None:
         """Waves of the samples, laid longest first or last on the line, whichever lets others read fewer tokens, or

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import re
 from collections import Counter, defaultdict
 
@@ -247,6 +248,18 @@ def test_each_replica_splits_its_own_longest() -> None:
     with pytest.raises(ValueError, match=r"has pieces on ranks of replicas \[0, 1\]"):
         SplitPlan.of([deal.packs(rank) for rank in range(8)], replicas=4)
     assert assign_split(lengths, tokens=32768, replicas=8, **options).plan is None, "one rank each can split nothing"
+
+
+def test_few_samples_are_split_to_make_all_replicas_even() -> None:
+    """Of samples like LongAlign's, whose longest are four times the mean."""
+    chance = random.Random(0)
+    for _ in range(4):
+        lengths = [min(65_536, round(chance.lognormvariate(9.33, 0.76))) for _ in range(256)]
+        how = {"ranks": 128, "replicas": 16, "token_cap": 65_536, "cost": COST}
+        dealt = assign_split(lengths, tokens=readable_tokens([65_536], samples=256, **how), **how)
+        even = math.fsum(map(COST.sequence, lengths)) / 128
+        assert even <= dealt.estimate <= 1.005 * even
+        assert len(dealt.plan.sequences) <= 3 * 16
 
 
 def test_a_sample_over_what_a_replica_holds_is_refused() -> None:
