@@ -110,17 +110,19 @@ def assign_split(
 
 def _over_replicas(problem: _Problem, replicas: int) -> SplitAssignment:
     """The better of whole samples over all ranks, and of samples dealt to the replicas by cost and split there."""
-    longest = max(problem.costs[0], problem.even_share)  # no whole assignment takes less
-    if not problem.over and problem.even_share > longest * (1 - _LEAST_GAIN):
-        return problem.assign(0, [])
+    least, whole = max(problem.costs[0], problem.even_share), None  # `least`: of whole samples
+    if not problem.over and problem.even_share > least * (1 - _LEAST_GAIN):
+        whole = problem.assign(0, [])
+        if problem.even_share > whole.estimate * (1 - _LEAST_GAIN):
+            return whole
     try:
         parts = _parts(problem, balanced_partition(problem.costs, replicas))
     except ValueError:  # a replica can't split all of its samples over the cap
         parts = _parts(problem, longest_first(problem.costs, replicas, equal=problem.over))
     joined = _joined(problem, parts)
-    if problem.over or joined.estimate <= longest * (1 - _LEAST_GAIN):
+    if problem.over or joined.estimate <= least * (1 - _LEAST_GAIN):
         return joined
-    whole = problem.assign(0, [])
+    whole = whole or problem.assign(0, [])
     return joined if joined.estimate <= whole.estimate * (1 - _LEAST_GAIN) else whole
 
 
@@ -302,6 +304,7 @@ class _Problem:
             waves, whole = [together], [[] for _ in range(self.ranks)]
         # A wave lasts as long as its costliest microbatch.
         waves_cost = math.fsum(max(self.cost.microbatch + self._price(each) for each in wave) for wave in waves)
+        few = [-(-_tokens(own, self.lengths) // self.token_cap) for own in whole]  # the fewest that could hold them
         return SplitAssignment(
             lengths=self.lengths,
             names=range(len(self.lengths)),
@@ -310,7 +313,8 @@ class _Problem:
             waves=waves,
             waves_cost=waves_cost,
             whole=whole,
-            estimate=waves_cost + max(self._price(own) + self.cost.microbatch * self._count(own) for own in whole),
+            estimate=waves_cost
+            + max(self.cost.microbatch * count + self._price(own) for count, own in zip(few, whole, strict=True)),
         )
 
     def _riding(self, count: int, wave: list[list[Entry]], whole: list[list[int]]) -> list[list[Entry]] | None:
@@ -334,10 +338,6 @@ class _Problem:
             else self.cost.sequence(self.lengths[each])
             for each in entries
         )
-
-    def _count(self, samples: list[int]) -> int:
-        """The fewest packs that could hold them."""
-        return -(-_tokens(samples, self.lengths) // self.token_cap)
 
     def _waves(self, samples: list[int]) -> Waves | None:
         """By wave and rank, the parts of `samples`; None if the parts of one alone do not fit the cap.

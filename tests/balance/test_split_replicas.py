@@ -165,11 +165,14 @@ SPLIT_BY_ONE_OF_TWO = {
     "token_cap": 70_000,
     "cost": COST,
 }
+# Dealt to two replicas, then to their ranks, they take longer than dealt to four ranks.
+BETTER_WHOLE = SPLIT_BY_ONE_OF_TWO | {"lengths": [671, 614, 555, 267, 244, 129], "token_cap": 1000}
 
 
 @settings(max_examples=100, deadline=None)
 @given(minibatches(), st.sampled_from([0, 0.25, 1, 10]))
 @example(SPLIT_BY_ONE_OF_TWO, 1)
+@example(BETTER_WHOLE, 0)
 def test_every_token_once_on_one_replica_at_the_estimated_cost(given: dict, caps: float) -> None:
     given["tokens"] = int(caps * given["token_cap"])
     lengths, shards = given["lengths"], given["ranks"] // given["replicas"]
@@ -207,6 +210,23 @@ def test_readable_tokens_are_enough_for_any_minibatch_of_replicas(given: dict, c
     tokens = readable_tokens(data, samples=samples, **given)
     lengths = chance.sample(data, chance.randint(1, min(samples, len(data))))
     check(given | {"tokens": tokens, "lengths": lengths}, assign_split(lengths, tokens=tokens, **given))
+
+
+def test_samples_of_less_than_an_even_share_are_split_if_whole_ones_are_uneven() -> None:
+    """Of five equal samples one of four ranks has two; of two replicas one has three for its two ranks."""
+    deal = assign_split([1000] * 5, ranks=4, replicas=2, token_cap=2000, tokens=2000, cost=COST)
+    assert deal.estimate == pytest.approx(1.5 * COST.sequence(1000), rel=0.01)
+
+
+def test_a_replica_with_too_many_samples_over_the_cap_gives_some_away() -> None:
+    """By cost alone one replica has the longest sample, and the other all the rest."""
+    lengths, given = [8000, *[1001] * 39], {"ranks": 16, "replicas": 2, "token_cap": 1000}
+    given["cost"] = CostModel(quadratic=1.0, linear=0.0)
+    tokens = readable_tokens(lengths, samples=40, **given)
+    deal = assign_split(lengths, tokens=tokens, **given)
+    check(given | {"tokens": tokens, "lengths": lengths}, deal)
+    homes = [{each.rank // 8 for each in split.pieces} for split in deal.plan.sequences.values()]
+    assert homes.count({0}) == homes.count({1}) == 20
 
 
 def share_of_bound(name: str, samples: int, *, ranks: int, replicas: int = 1, seed: int) -> float:
