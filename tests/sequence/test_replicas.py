@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
 from odc_triton import enable_split, fully_shard, memory_plan, minibatch, repeating, split_forward, use_odc
 from odc_triton.balance import pack_collate
-from odc_triton.balance.pieces import SplitPlan
+from odc_triton.balance.pieces import PlannedPiece, SplitPlan
 from odc_triton.hf import summed_loss
 from odc_triton.sequence.exchange import SequenceExchange
 from tests.sequence.test_failures import assert_cause_alone, fails_once, right_after
@@ -110,14 +110,23 @@ def _bytes_of_buffers(rank: int, world: int) -> int:
     return sharded(SETUP, rank, tokens=900)._odc_engine.participant("split").buffers.heap.size_bytes
 
 
-def _evaluates(rank: int, world: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """This rank's losses in evaluations, and the gradients of a step with `AWAY`."""
+def _evaluates(rank: int, world: int) -> tuple[str, list[float], dict[str, torch.Tensor]]:
+    """What an evaluation said that failed on rank 2; this rank's losses in others; gradients of a step with `AWAY`."""
     model, losses = sharded(SETUP, rank), []
+
+    def fails() -> None:
+        with torch.no_grad(), split_forward(model, (packs := packs_of(SETUP, rank)).split):
+            for pack in packs:
+                if rank == 2:
+                    raise ValueError("no luck")
+                summed_loss(model, pack)
+
+    said = caught(fails)
     for deal in (DEALS["2x2"], AWAY):
         packs = packs_of(SETUP, rank, deal=deal)
         with torch.no_grad(), split_forward(model, packs.split):
             losses.append(sum(summed_loss(model, pack).item() for pack in packs))
-    return losses, step_on(model, SETUP, rank, deal=AWAY)[1]
+    return said, losses, step_on(model, SETUP, rank, deal=AWAY)[1]
 
 
 CALLS: dict[str, tuple[Callable | Any, ...]] = {
@@ -135,6 +144,18 @@ CALLS: dict[str, tuple[Callable | Any, ...]] = {
 def found() -> dict[str, list[Any]]:
     """What each of `CALLS` returned, by rank: on two replicas of two ranks, all in one launch."""
     return dict(zip(CALLS, ranks.run_all(4, *CALLS.values()), strict=True))
+
+
+@pytest.mark.parametrize(("deal", "replicas"), [(DEALS["2x2"], 2), (DEALS["3x2"], 3), (DEALS["2x3"], 2), (AWAY, 2)])
+def test_a_replicas_part_is_as_its_own_plan(deal: Dealt, replicas: int) -> None:
+    plan, shards = SplitPlan.of(deal, replicas=replicas), len(deal) // replicas
+    for replica in range(replicas):
+        part, alone = plan.of_replica(replica), SplitPlan.of(deal[replica * shards :][:shards])
+        assert _in_waves(part) == _in_waves(alone)
+
+
+def _in_waves(plan: SplitPlan | None) -> list[tuple[PlannedPiece, ...]]:
+    return [] if plan is None else [each.pieces for each in sorted(plan.sequences.values(), key=lambda each: each.wave)]
 
 
 def test_as_whole_samples(found: dict[str, list[Any]]) -> None:
@@ -163,8 +184,12 @@ def test_evaluation_and_a_replica_without_pieces(found: dict[str, list[Any]]) ->
     with torch.no_grad():
         want = sum(summed_loss(model, pack).item() for pack in pack_collate([[each] for each in samples(SETUP)]))
     for at in range(2):
-        assert sum(losses[at] for losses, _ in found["evaluates"]) == pytest.approx(want, rel=1e-5)
-    for _, got in found["evaluates"]:
+        assert sum(losses[at] for _, losses, _ in found["evaluates"]) == pytest.approx(want, rel=1e-5)
+    *without, failed, waited = (said for said, _, _ in found["evaluates"])
+    assert (without, failed) == (["nothing was raised"] * 2, "ValueError: no luck")
+    awaited = "rank 3 waited for keys and values of tokens 0..10 of sample 2 in layer 0"
+    assert waited == f"PeerFailed: {awaited}, and rank 2 failed"
+    for *_, got in found["evaluates"]:
         for name, gradient in plain(Setup())[1].items():
             assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7, name
 
