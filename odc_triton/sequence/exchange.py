@@ -324,12 +324,13 @@ class SequenceExchange(Participant):
         beside = self._beside(layer, spans, window) if self._in_order else {}
         if before := {rank: purpose for rank, purpose in beside.items() if rank < self.rank}:
             self.streams.after_adds(self._wait_for(Flag.ADDED, layer, spans, before, is_own_set=False))
+        shown = Wait(flag=Flag.ADDED, layer=layer, epoch=self._epoch(spans), whom={}, is_own_set=False)
         for at, span in enumerate(spans):
             start, sources = self._reads_from(span.piece, window), self.sources(span.piece, window)
             owners |= {source.rank for source in sources}
             for kind in (KEYS, VALUES):
                 if (rows := gradients[2 * at + kind]) is not None:
-                    self.streams.add(rows, partial(self._add, layer, kind, sources, start))
+                    self.streams.add(rows, partial(self._add, shown, kind, sources, start))
         whom = {*owners, *(rank for rank in beside if rank > self.rank)} - {self.rank}
         self.streams.after_adds(partial(self.sync.signal, Flag.ADDED, whom, layer, self._epoch(spans)))
 
@@ -342,12 +343,12 @@ class SequenceExchange(Participant):
         found.pop(self.rank, None)
         return found
 
-    def _add(self, layer: int, kind: int, sources: list[PlannedPiece], start: int, rows: torch.Tensor) -> None:
+    def _add(self, shown: Wait, kind: int, sources: list[PlannedPiece], start: int, rows: torch.Tensor) -> None:
         for source in sources:
             low, high = max(start, source.piece.start), source.piece.stop
-            place = self.buffers.gradient_rows(layer, kind, source, low, high)
-            purpose = f"gradients of {source.piece} in layer {layer}"
-            self.sync.add(layer, source.rank, place, rows[low - start : high - start], purpose)
+            place = self.buffers.gradient_rows(shown.layer, kind, source, low, high)
+            purpose = f"gradients of {source.piece} in layer {shown.layer}"
+            self.sync.add(shown, source.rank, place, rows[low - start : high - start], purpose)
 
     def collect(
         self, layer: int, spans: list[Span], window: int | None, gradients: Sequence[torch.Tensor | None]

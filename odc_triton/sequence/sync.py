@@ -150,16 +150,22 @@ class HostSync:
             names, rank = ", ".join(f"rank {rank}" for rank in failed), self.buffers.heap.first + self.buffers.rank
             raise PeerFailed(failed, f"rank {rank} waited for {purpose}, and {names} failed")
 
-    def add(self, layer: int, owner: int, place: torch.Tensor, rows: torch.Tensor, purpose: str) -> None:
-        """Adds `rows` to `place`, which is in `owner`'s buffers, while others may add too."""
-        heap, start_s = self.buffers.heap, time.monotonic()
+    def add(self, shown: Wait, owner: int, place: torch.Tensor, rows: torch.Tensor, purpose: str) -> None:
+        """Adds `rows` to `place`, which is in `owner`'s buffers, while others may add too. `shown`: to peers, while
+        another rank holds the lock.
+        """
+        heap, start_s, layer = self.buffers.heap, time.monotonic(), shown.layer
         while not heap.try_lock(layer, owner):
-            if time.monotonic() - start_s > self._barrier.timeout_s:
-                holder = heap.lock_holder(layer, owner)
+            waited_s, holder = time.monotonic() - start_s, heap.lock_holder(layer, owner)
+            if waited_s > _SHOWN_S and holder is not None:
+                self.waits.show(shown, writer=holder)
+            if waited_s > self._barrier.timeout_s:
                 ranks = [] if holder is None else [heap.first + holder]
-                late = DeadlineExceeded(ranks, f"rank {heap.first + heap.rank} could not add the {purpose}")
-                self._barrier.late(purpose, late)
+                by = f"rank {ranks[0]}" if ranks else "another process"
+                words = f"rank {heap.first + heap.rank} could not add the {purpose}, whose lock is held by {by}"
+                self._barrier.late(purpose, DeadlineExceeded(ranks, words))
             time.sleep(_NAP_S)
+        self.waits.show_none()
         try:
             place.add_(rows)
         finally:
@@ -316,7 +322,7 @@ class KernelSync(HostSync):
         flags = self._look.at(wait.flag)
         return [rank for rank in wait.whom if int(flags[rank, wait.layer]) < wait.epoch]
 
-    def add(self, layer: int, owner: int, place: torch.Tensor, rows: torch.Tensor, purpose: str) -> None:
+    def add(self, shown: Wait, owner: int, place: torch.Tensor, rows: torch.Tensor, purpose: str) -> None:
         from odc_kernels.scatter import add_block
 
         add_block(target=place, source=rows)

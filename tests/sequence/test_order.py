@@ -11,6 +11,7 @@ from odc_triton.balance.pieces import Piece, SplitPlan
 from odc_triton.engine.transport import DeviceStreams, Streams
 from odc_triton.sequence.exchange import SequenceExchange, Span
 from odc_triton.sequence.fetched import Fetched
+from odc_triton.sequence.sync import Wait
 from tests.support.simulated import SimulatedDevice
 
 TOKENS = 40
@@ -44,7 +45,7 @@ class Peers:
     def signal(self, flag: SimpleNamespace, *_: object) -> None:
         self.done.append(f"signal {flag.name}")
 
-    def add(self, _layer: int, owner: int, *_: object) -> None:
+    def add(self, _shown: Wait, owner: int, *_: object) -> None:
         self.done.append(f"add to {owner}")
 
 

@@ -19,6 +19,7 @@ import torch
 from odc_triton import enable_split, fully_shard, repeating
 from odc_triton.base.errors import OfRanks
 from odc_triton.comm.memory.heap import PID
+from odc_triton.comm.memory.shm import SharedMemoryHeap
 from odc_triton.sequence.buffers import Flag
 from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.sequence.sync import KernelSync, ShownWaits, Wait
@@ -71,13 +72,28 @@ STOPS = {
     "adding, waves on both replicas": Stop(deal=DEALS["2x2"], where="add", victim=1, replicas=2),
     "publishing, a replica at the exit": Stop(deal=_AWAY, where="publish", victim=2, replicas=2),
     "waiting, a replica at the exit": Stop(deal=_AWAY, where="wait", victim=3, replicas=2),
+    # Rank 5 waits for the lock that rank 4 holds, and rank 3 for rank 5.
+    "adding under the lock": Stop(deal=_THREE, where="lock", victim=4, replicas=2),
     # Rank 5 waits for rank 4 before it adds, and rank 3 for both: all for a flag of the same layer.
     "adding in order": Stop(deal=_THREE, where="add", victim=4, replicas=2, exact=True),
     "waiting to add in order": Stop(deal=_THREE, where="wait", victim=5, flag=Flag.ADDED, replicas=2, exact=True),
 }
 
 
-def _stops(stop: Stop, rank: int, victim: psutil.Process) -> None:
+def _stops(stop: Stop, rank: int, victim: psutil.Process, heap: SharedMemoryHeap) -> None:
+    if stop.where == "lock":
+        try_lock = heap.try_lock
+
+        def stops_with_it(*given: Any) -> bool:
+            while rank != stop.victim and not _is_stopped(victim):
+                time.sleep(0.01)
+            took = try_lock(*given)
+            if rank == stop.victim:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return took
+
+        heap.try_lock = stops_with_it
+        return
     if stop.where != "wait":
         if rank == stop.victim:
             _ends_in(stop.where, stop.signal, stop.layer)
@@ -130,7 +146,7 @@ def _beside_one_that_stops(rank: int, world: int, stop: Stop, backend: str) -> t
     victim = psutil.Process(pids[stop.victim]["pid"])
     if stop.signal == signal.SIGSTOP:
         Thread(target=_end_the_deadline, args=(model, stop, rank, victim), daemon=True).start()
-    _stops(stop, rank, victim)
+    _stops(stop, rank, victim, model._odc_engine.participant("split").buffers.heap)
     with pytest.raises(OfRanks) as caught:
         repeating(lambda: step_on(model, setup, rank, deal=stop.deal))
     return f"{type(caught.value).__name__}: {caught.value}", caught.value.ranks
@@ -160,6 +176,7 @@ def _said_by_others(stop: Stop, backend: str) -> list[tuple[str, list[int]]]:
         slow("publishing, a replica at the exit", "cpu-interpreter"),
         ("waiting, a replica at the exit", "cpu"),
         slow("waiting, a replica at the exit", "cpu-interpreter"),
+        slow("adding under the lock", "cpu"),
         slow("adding in order", "cpu"),
         slow("adding in order", "cpu-interpreter"),
         slow("waiting to add in order", "cpu"),
@@ -171,7 +188,7 @@ def test_all_others_name_the_rank_that_stands_still_alone(name: str, backend: st
     for said, blamed in _said_by_others(stop, backend):
         assert said.startswith("DeadlineExceeded: "), said
         assert blamed == [stop.victim], said
-        assert re.search(rf"(for|of) rank {stop.victim}( at|$)", said), said
+        assert re.search(rf"(for|of|by) rank {stop.victim}( at|$)", said), said
 
 
 KILLS = {
