@@ -87,11 +87,14 @@ def meant(name: str) -> list[tuple[float, ...]]:
             rows += [(ways["layer barrier + LB-Micro"]["speedup_bound"],)]
             rows += [(ways[way]["speedup"],) for way in ("layer barrier + global packing", "ODC + LB-Mini")]
     else:
-        for samples in (4, 16):
-            for row in results("scaling.json")["rows"]:
-                shares = row[f"efficiency_{samples}_samples_per_gpu"]
-                ways = ("FSDP2 + LB-Micro", "ODC + split", "ODC + LB-Mini")
-                rows += [(shares[way],) for way in ways if way in shares]
+        cells = {
+            (row["samples_per_gpu"], (row["gpus"], row["gpus_per_host"])): row
+            for row in results("scaling.json")["rows"]
+            if row["model"] == "7 B"
+        }
+        for samples in (1, 2, 4):
+            for where in ((8, 8), (64, 8), (1024, 8), (1024, 4), (1024, 2)):
+                rows += [(cells[samples, where][way],) for way in ("fsdp2", "odc", "split")]
     return rows
 
 
@@ -116,7 +119,7 @@ def test_memorys_dots_are_where_the_tables_numbers_are():
         ("gains", lambda data: data["cells"]["equal"]["variants"]["DDP no_sync + LB-Mini"].update(ratio=0.91)),
         ("split_gain", lambda data: data["cpu"][0]["over_ddp"].update(ratio=1.5)),
         ("ranks", lambda data: data[8]["aime", 16]["ODC + LB-Mini"].update(speedup=1.01)),
-        ("predicted", lambda data: data[11]["efficiency_16_samples_per_gpu"].update({"ODC + LB-Mini": 0.5})),
+        ("predicted", lambda data: next(row for row in data if row["model"] == "7 B").update(odc=0.5)),
     ],
 )
 def test_a_value_that_changes_moves_its_dot_only(name, change):
@@ -143,9 +146,10 @@ def test_cells_of_tables_are_the_files():
     assert line[3:5] == [f"{it['ratio']:.2f}", f"{it['low']:.2f} to {it['high']:.2f}"]
     for cell, line in zip(results("split.json")["sleeping"], lines("split_gain")[3:], strict=True):
         assert line[2::2][:2] == [f"{cell['split_over_lb_mini']:.2f}", f"{cell['bound']:.2f}"]
-    assert [line[2] for line in lines("predicted")] == [
-        f"{row['efficiency_4_samples_per_gpu']['FSDP2 + LB-Micro']:.0%}" for row in results("scaling.json")["rows"]
-    ]
+    for row, line in zip(results("scaling.json")["rows"], lines("predicted"), strict=True):
+        for way, cell in zip(("fsdp2", "odc", "split"), line[4:7], strict=True):
+            gb, share = row["gb"][way], f"{row[way]:.0%}"
+            assert cell == (share if gb <= 80 else f"{share}, H200" if gb <= 141 else "does not fit")
     queue = {(line[0].lower(), *map(int, line[1:3])): line[8] for line in lines("ranks")}
     for row in results("protocol_scale.json")["rows"]:
         if row["way"] == "ODC + queue":
