@@ -8,6 +8,7 @@ all-reduce, of twice the bytes, and can't be waited for without blocking.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -142,6 +143,8 @@ class Replicas:
             self._barrier.wait_for(purpose, lambda: [] if work.is_completed() else others)
             work.wait()
         except OdcError:
+            # When the process ends, the group's destructor would wait for a collective that may never end.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
             raise
         except RuntimeError as error:  # a connection of the process group broke
             self._barrier.lost(purpose, others, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -53,6 +54,45 @@ def test_a_store_that_is_stopped_is_not_waited_for_without_a_deadline() -> None:
     assert blamed == [0]
     assert said.startswith("DeadlineExceeded: rank 1 has waited ")
     assert "for rank 0 at 'leave: the store on its host'" in said
+
+
+_SCRIPT = """
+import os, signal, sys
+from datetime import timedelta
+import torch
+from odc_triton import fully_shard, minibatch
+
+model = fully_shard(torch.nn.Linear(4, 4), timeout=timedelta(seconds=float(sys.argv[1])))
+engine = model._odc_engine
+engine.barrier.timeout_s = float(sys.argv[2])
+if engine.rank == 1:
+    engine.replicas.sum = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+with minibatch(model, tokens=1):
+    model(torch.ones(2, 4)).sum().backward()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_ends_though_a_collective_does_not() -> None:
+    """As scripts end that don't destroy the process group; it has a long deadline of its own."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    places = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-c", _SCRIPT, str(2 * LONG_S), str(SHORT_S)]
+    started = []
+    for rank in range(2):
+        here = environment() | places | {"RANK": str(rank), "LOCAL_RANK": str(rank), "ODC_HOST": f"host-{rank}"}
+        started.append(subprocess.Popen(command, env=here, stderr=subprocess.PIPE, text=True))
+    try:
+        _, said = started[0].communicate(timeout=LONG_S)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert started[0].returncode == 1, said
+    assert "rank 0 has waited" in said
+    assert "for rank 1 at 'the sum over replicas'" in said
 
 
 # ---------------------------------------------------------------------- network namespaces
