@@ -88,8 +88,8 @@ def test_a_script_ends_though_a_collective_does_not() -> None:
         _, said = started[0].communicate(timeout=LONG_S)
     finally:
         for process in started:
-            process.kill()
-            process.wait()
+            with process:  # closes its pipe
+                process.kill()
     assert started[0].returncode == 1, said
     assert "rank 0 has waited" in said
     assert "for rank 1 at 'the sum over replicas'" in said
