@@ -30,6 +30,7 @@ from odc_triton.base.report import table
 from odc_triton.engine.api import engine_of
 from odc_triton.hf import attention
 from odc_triton.sequence.buffers import Flag
+from odc_triton.sequence.sync import Wait
 
 from ..provenance import about, save_json
 from .split_jobs import (
@@ -128,13 +129,13 @@ class _Trap:
         if here:
             self.strike()
 
-    def on_add(self, layer: int, owner: int, *rest: Any) -> None:
-        if self.third == 0 and self.is_at("adding", layer):
+    def on_add(self, shown: Wait, owner: int, *rest: Any) -> None:
+        if self.third == 0 and self.is_at("adding", shown.layer):
             heap = self.exchange.buffers.heap
-            while not self.exchange.is_apart and not heap.try_lock(layer, owner):
+            while not self.exchange.is_apart and not heap.try_lock(shown.layer, owner):
                 time.sleep(1e-5)
             self.strike()
-        self.add(layer, owner, *rest)
+        self.add(shown, owner, *rest)
 
     def on_wait(self, wait: Any) -> None:
         if self.is_at("waiting in a forward" if wait.flag is Flag.PUBLISHED else "waiting in a backward", wait.layer):
