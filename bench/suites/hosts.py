@@ -27,11 +27,12 @@ GLOBAL = Way(schedule="fsdp", balance="global")
 WAYS = (SPLIT, OURS, GLOBAL)
 SHAPES = ("2x4", "2x8", "4x4")
 SAMPLES = (1, 2, 4)
-MINIBATCHES = 3
+MINIBATCHES = 2
+MEAN_SAMPLE_S = 1.5  # sleep of a sample of mean cost: a layer's forward sleeps 125 ms, its backward 250 ms
 COLUMNS = ("hosts", "lengths", "samples/rank", "of the bound", "even share", "over LB-Mini", "over barriers", "off")
 
 
-def row(results: dict[Way, Measured], hosts: int, ranks: int) -> dict[str, Any]:
+def row(results: dict[Way, Measured], hosts: int, ranks: int, mean_s: float) -> dict[str, Any]:
     """`even_share`: the share of the bound's time in which ranks compute. Seconds of all minibatches together."""
     ours = results[SPLIT]
     bound_s = sum(ours.cell.bound_s(index, ranks) for index in range(len(ours.seconds)))
@@ -40,6 +41,7 @@ def row(results: dict[Way, Measured], hosts: int, ranks: int) -> dict[str, Any]:
         "ranks": ranks,
         "lengths": ours.cell.name,
         "samples_per_rank": ours.cell.samples,
+        "mean_sample_s": mean_s,
         "share_of_bound": bound_s / ours.total,
         "even_share": sum(ours.mean_work) / bound_s,
         "over_lb_mini": results[OURS].total / ours.total,
@@ -50,12 +52,14 @@ def row(results: dict[Way, Measured], hosts: int, ranks: int) -> dict[str, Any]:
     }
 
 
-def run(shape: str, lengths: Sequence[str], samples: Sequence[int], minibatches: int) -> list[dict[str, Any]]:
+def run(
+    shape: str, lengths: Sequence[str], samples: Sequence[int], minibatches: int, mean_s: float
+) -> list[dict[str, Any]]:
     hosts, of_host = map(int, shape.split("x"))
     ranks = hosts * of_host
-    cells = make_cells(lengths, samples, ranks, minibatches=minibatches, ways=WAYS, hosts=hosts)
+    cells = make_cells(lengths, samples, ranks, minibatches=minibatches, ways=WAYS, hosts=hosts, mean_s=mean_s)
     measured, _ = measure(cells, ranks)
-    return [row({each.way: each for each in measured if each.cell is cell}, hosts, ranks) for cell in cells]
+    return [row({each.way: each for each in measured if each.cell is cell}, hosts, ranks, mean_s) for cell in cells]
 
 
 def cells_of(row: dict[str, Any]) -> list[object]:
@@ -75,12 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lengths", nargs="+", choices=sorted(NAMED), default=["longalign", "swe-smith", "aime"])
     parser.add_argument("--samples", type=int, nargs="+", default=list(SAMPLES), help="per rank")
     parser.add_argument("--minibatches", type=int, default=MINIBATCHES, help="of each cell")
+    parser.add_argument("--mean-sample-s", type=float, default=MEAN_SAMPLE_S, help="sleep of a sample of mean cost")
     parser.add_argument("--out", type=Path, default=None, help="JSON file, whose other keys stay")
     options = parser.parse_args(arguments)
     start_s, load = time.monotonic(), os.getloadavg()
     rows = []
     for shape in options.shapes:
-        rows += run(shape, options.lengths, options.samples, options.minibatches)
+        rows += run(shape, options.lengths, options.samples, options.minibatches, options.mean_sample_s)
         print(f"{shape}: {time.monotonic() - start_s:.0f} s", flush=True)
     print(table([cells_of(row) for row in rows], COLUMNS))
     if options.out:

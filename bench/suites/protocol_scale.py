@@ -54,6 +54,7 @@ def make_cells(
     minibatches: int = MINIBATCHES,
     ways: tuple[Way, ...] = WAYS,
     hosts: int = 1,
+    mean_s: float = MEAN_SAMPLE_S,
 ) -> list[Cell]:
     """One cell per named lengths and samples per rank, with the paper's costs for a 7 B model."""
     cost = CostModel.paper_7b()
@@ -70,7 +71,7 @@ def make_cells(
                 hosts=hosts,
                 token_cap=NAMED[name].longest,
                 cost=cost,
-                seconds_per_cost=MEAN_SAMPLE_S / mean_cost,
+                seconds_per_cost=mean_s / mean_cost,
                 layers=LAYERS,
             )
             for count in samples
