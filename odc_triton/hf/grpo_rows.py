@@ -16,10 +16,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..balance import CostModel, assign_one
+from ..balance.pieces import Entry, Piece
+from ..balance.relatives import find_relatives
+from ..balance.shared import assign_shared
+from ..data.records import IGNORED
 
 _PROMPT, _COMPLETION = ("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")
 # Values of padding, 0 for all others. TRL sums the logarithms of this one over padding too.
 _PADDING = {"importance_sampling_ratio": 1.0}
+_LEAST_GAIN = 0.05  # of the estimated time, for which packs may have more tokens than the longest row
 
 Row = dict[str, Tensor]
 """`prompt_ids` [p] and `completion_ids` [c], without padding; others [c], or a scalar for the whole completion."""
@@ -89,15 +94,56 @@ class AssignedRows:
         return sum(map(counted, self.packs))
 
 
-def assign_rows(rows: Sequence[Row], *, rank: int, ranks: int, token_cap: int | None, cost: CostModel) -> AssignedRows:
+def assign_rows(
+    rows: Sequence[Row], *, rank: int, ranks: int, token_cap: int | None, cost: CostModel, share: int = 0
+) -> AssignedRows:
     """Assigns all ranks' `rows`, in the same order on each, by LB-Mini: a rank may get any number of rows and packs.
 
-    `token_cap`: the most tokens of a pack, by default those of the longest row. Raises ValueError for a longer row.
+    `token_cap`: the most tokens of a pack, by default those of the longest row. `share`: if not 0, a pack computes
+    prompts that its rows share once, and they are assigned by `share_packs`. Raises ValueError for a longer row.
     """
     lengths = [row_tokens(row) for row in rows]
-    cap = max(lengths) if token_cap is None else token_cap
-    packs = assign_one(lengths, rank=rank, ranks=ranks, token_cap=cap, balance="mini", cost=cost)
-    return AssignedRows(packs=[[rows[index] for index in pack] for pack in packs], all_rows=len(rows))
+    packs: Sequence[Sequence[Entry]]
+    if share:
+        samples = [_sample(row) for row in rows]
+        packs = share_packs(samples, ranks=ranks, token_cap=token_cap, cost=cost, most_rows=share)[rank]
+    else:
+        cap = max(lengths) if token_cap is None else token_cap
+        packs = assign_one(lengths, rank=rank, ranks=ranks, token_cap=cap, balance="mini", cost=cost)
+    return AssignedRows(packs=[[rows[number_of(each)] for each in pack] for pack in packs], all_rows=len(rows))
+
+
+def share_packs(
+    samples: Sequence[Mapping[str, Any]], *, ranks: int, token_cap: int | None, cost: CostModel, most_rows: int
+) -> list[list[list[Entry]]]:
+    """Of each rank, packs in which samples branch off others. `samples`: as `find_relatives` takes them.
+
+    `token_cap`: by default the longest sample's tokens. They leave no room to share, so where that is estimated to be
+    faster a pack may hold all samples of a prompt, but no more tokens than `most_rows` rows of TRL's padded batch.
+    """
+    lengths, relatives = [len(each["input_ids"]) for each in samples], find_relatives(samples)
+    longest = max(lengths)
+    how = {"ranks": ranks, "cost": cost}
+    found = assign_shared(lengths, relatives, token_cap=token_cap or longest, **how)
+    if token_cap is None:
+        most = max(sum(lengths[i] - start for i, start in family) for family in relatives.families())
+        larger = assign_shared(lengths, relatives, token_cap=max(longest, min(most, most_rows * longest)), **how)
+        if larger.estimate < (1 - _LEAST_GAIN) * found.estimate:
+            found = larger
+    return found.packs
+
+
+def number_of(entry: Entry) -> int:
+    """The number of an entry's sample."""
+    return entry.sample if isinstance(entry, Piece) else entry
+
+
+def _sample(row: Row) -> dict[str, Tensor]:
+    """A row's tokens, as many as `row_tokens`, and those that are predicted."""
+    ids = torch.cat([row["prompt_ids"], row["completion_ids"]])[: row_tokens(row)]
+    labels = ids.clone()
+    labels[: len(row["prompt_ids"])] = IGNORED
+    return {"input_ids": ids, "labels": labels}
 
 
 def row_tokens(row: Row) -> int:

@@ -2,7 +2,7 @@
 
 TRL's preparation stays: it samples completions, scores them, computes advantages and old and reference
 log-probabilities, with its own collectives, outside of minibatches. Then all ranks' completions are assigned to ranks
-and packs by their lengths, and TRL's own loss runs on one pack after another.
+and packs by their lengths and the tokens that they share, and TRL's own loss runs on one pack after another.
 
 [Note: normalisers] `minibatch` sums gradients over ranks, and TRL's loss is a mean of some kind. For a pack with n
 of the N rows of all ranks, and t of their T counted tokens:
@@ -26,23 +26,25 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..balance import CostModel
-from ..balance.collate import pack_collate, to_device
+from ..balance.collate import PackedDataset, pack_collate, to_device
 from ..balance.packing import best_fit_decreasing
+from ..balance.pieces import Entry
+from ..balance.relatives import find_relatives
 from ..checkpoint import load_pretrained_shards, meta_causal_lm
 from ..data.records import IGNORED
 from ..engine.api import full_parameters, minibatch
 from ..nn.head import log_probs
 from ..sharding.shard import fully_shard
-from .enable import enable_packing, is_packed
+from .enable import enable_packing, innermost, is_packed, takes_branches
 from .grpo_metrics import Alone, PackMetrics, merged
-from .grpo_rows import AssignedRows, Row, assign_rows, batch_of, counted, rows_of
+from .grpo_rows import AssignedRows, Row, assign_rows, batch_of, counted, number_of, rows_of, share_packs
 from .loss import predictions
 from .neftune import embedding_noise
 from .sharded_trainer import ShardedTrainer
@@ -78,7 +80,11 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
     With vLLM, weights are sent whole. With `beta`, a reference model is loaded from the folder or hub id that the model
     came from, and sharded. Checkpoints are as ODCTrainer's.
 
-    token_cap: the most tokens of a pack; by default those of the minibatch's longest completion with its prompt.
+    token_cap: the most tokens of a pack; by default those of the minibatch's longest completion with its prompt, or,
+    where a pack computes a prompt once for its completions, those of a whole group, if this is faster and they are no
+    more than those of `per_device_train_batch_size` padded rows.
+    share_prefixes: "auto": a pack computes what its completions' prompts share once, where the model can; not with
+    `neftune_noise_alpha`, whose noise each completion has of its own. "off": for each completion.
     trainer: other arguments of GRPOTrainer.
 
     Raises ValueError or TypeError for a model that is not sharded and packed and for unsupported arguments,
@@ -102,6 +108,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         args: GRPOConfig | None = None,
         *,
         token_cap: int | None = None,
+        share_prefixes: Literal["auto", "off"] = "auto",
         **trainer: Any,
     ) -> None:
         if not trl.__version__.startswith(_TRL):
@@ -110,6 +117,8 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
             raise TypeError(f"args is a {type(args).__name__}; give a trl.GRPOConfig")
         if token_cap is not None and token_cap < 1:
             raise ValueError(f"token_cap is {token_cap}: give the most tokens that a pack may hold, 1 or more")
+        if share_prefixes not in ("auto", "off"):
+            raise ValueError(f"share_prefixes is {share_prefixes!r}: give 'auto' or 'off'")
         self._token_cap = token_cap
         beta, args.beta = args.beta, 0.0  # see [Note: the reference]
         try:
@@ -117,6 +126,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         finally:
             args.beta = beta
         self._check_batch()
+        self._share_prefixes = share_prefixes == "auto" and self._noise_alpha is None
         self.beta = beta
         if beta:
             with torch.random.fork_rng(devices=[]):  # TRL has seeded for its own shuffles by now
@@ -235,14 +245,11 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         scored[:, :first] = False
         rows = scored.any(1).nonzero().flatten()
         labels = ids.masked_fill(~scored, IGNORED)
-        lengths = masks[rows].sum(1).tolist()
-        # In a minibatch the rows are one pack already.
-        cap = sum(lengths) if isinstance(self.accelerator, Alone) else max([*lengths, self._token_cap or 0])
+        samples = [{"input_ids": ids[row][masks[row]], "labels": labels[row][masks[row]]} for row in rows]
         logps, entropies = torch.zeros(2, len(ids), logits_to_keep, device=input_ids.device)
-        for pack in best_fit_decreasing(lengths, token_cap=cap) if lengths else []:
-            taken = rows[pack]
-            samples = [{"input_ids": ids[row][masks[row]], "labels": labels[row][masks[row]]} for row in taken]
-            packed = to_device(pack_collate([samples])[0], input_ids.device)
+        for pack in self._packs(samples, share=self._share_rows(model)) if samples else []:
+            taken = rows[[number_of(entry) for entry in pack]]
+            packed = to_device(pack_collate([PackedDataset(samples)[pack]])[0], input_ids.device)
             with embedding_noise(model, self._noise_alpha, packed):
                 logits, targets = predictions(model, packed)
             found = log_probs(logits.float() / self.temperature, targets)
@@ -251,6 +258,26 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
             logps = logps.index_put(where, found.logp)
             entropies = entropies.index_put(where, found.entropy.detach())
         return logps, entropies if compute_entropy else None, None
+
+    def _packs(self, samples: list[dict[str, Tensor]], *, share: int) -> list[list[Entry]]:
+        """Packs of this rank's `samples`; `share`: see `_share_rows`."""
+        if isinstance(self.accelerator, Alone):  # in a minibatch they are one pack already
+            every = list(range(len(samples)))
+            return [find_relatives(samples).entries(every) if share else every]
+        longest = max(len(each["input_ids"]) for each in samples)
+        cap = self._token_cap and max(longest, self._token_cap)
+        if share:
+            return share_packs(samples, ranks=1, token_cap=cap, cost=self._cost, most_rows=share)[0]
+        return best_fit_decreasing([len(each["input_ids"]) for each in samples], token_cap=cap or longest)
+
+    def _share_rows(self, model: nn.Module) -> int:
+        """The rows that TRL would compute at once, if the model computes shared prompts once; 0 if not."""
+        shares = self._share_prefixes and takes_branches(innermost(model))
+        return self.args.per_device_train_batch_size // self._accumulated if shares else 0
+
+    @property
+    def _cost(self) -> CostModel:
+        return CostModel.from_config(self.model.config.get_text_config())
 
     # ------------------------------------------------------------------ a step
 
@@ -268,10 +295,10 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         return loss
 
     def _assign(self, rows: list[Row]) -> AssignedRows:
-        """Assigns all ranks' rows by length. Collective: ranks exchange their rows."""
-        cost = CostModel.from_config(self.model.config.get_text_config())
+        """Assigns all ranks' rows by their tokens. Collective: ranks exchange their rows."""
         ranks = {"rank": self._engine.rank, "ranks": self._engine.world}
-        return assign_rows(gather_object(rows), **ranks, token_cap=self._token_cap, cost=cost)
+        how = {"token_cap": self._token_cap, "cost": self._cost, "share": self._share_rows(self.model)}
+        return assign_rows(gather_object(rows), **ranks, **how)
 
     def _minibatch(
         self, model: nn.Module, assigned: AssignedRows, shared: Mapping[str, Tensor]

@@ -88,6 +88,31 @@ def test_dealing() -> None:
         assign_rows(rows, rank=0, ranks=2, token_cap=10, cost=cost)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "completion", "token_cap", "share", "want"),
+    [
+        (64, 16, None, 8, [4, 1]),  # a whole group has 64 + 16 + 3 * 17 tokens
+        (64, 16, None, 0, [1] * 5),
+        (64, 16, None, 1, [1] * 5),  # TRL would compute one row at a time
+        (31, 16, None, 8, [1] * 5),  # nothing is shared
+        (40, 4000, None, 8, [1] * 5),  # too little is gained
+        (64, 16, 98, 8, [3, 2]),
+    ],
+)
+def test_packs_of_a_group(prompt: int, completion: int, token_cap: int | None, share: int, want: list[int]) -> None:
+    rows = [
+        {"prompt_ids": torch.arange(prompt), "completion_ids": torch.full((completion,), 1000 + i)} for i in range(4)
+    ]
+    rows.append({"prompt_ids": torch.arange(prompt), "completion_ids": torch.ones(0, dtype=torch.int64)})  # masked
+    how = {"token_cap": token_cap, "cost": CostModel(quadratic=0, linear=1), "share": share}
+    assigned = assign_rows(rows, rank=0, ranks=1, **how)
+    assert sorted(map(len, assigned.packs), reverse=True) == want
+    assert assigned.tokens == 4 * completion
+    if share:
+        with pytest.raises(ValueError, match="over the token_cap of 10"):
+            assign_rows(rows, rank=0, ranks=1, **how | {"token_cap": 10})
+
+
 def test_metrics_merge_as_if_there_were_one_pack() -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.rand(6, generator=generator)

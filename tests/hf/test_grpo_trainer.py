@@ -20,6 +20,8 @@ from tests.support.trl_case import ROWS, STEPS, assert_alike
 # At the second update of the same completions ratios are not 1; so near to 1 some are clipped.
 TWICE = {"num_iterations": 2, "epsilon": 0.1}
 VLLM = {"use_vllm": True, "vllm_importance_sampling_clip_max": 1.01}
+# All prompts begin with 40 tokens, and those of a group are the same 81 or more.
+SHARED = {"before": 40}
 LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "sapo", "vespo")
 
 
@@ -37,6 +39,7 @@ Run = tuple[str, dict[str, Any]]  # a loss, and what the arguments have besides
 GROUPS: dict[str, list[Run]] = {
     "usual": [
         ("dapo", TWICE | {"beta": 0.5}),
+        ("dapo", TWICE | SHARED | {"beta": 0.5}),
         ("grpo", {"mask_truncated_completions": True, "eval_strategy": "steps", "eval_steps": 2, "fused": True}),
     ],
     "losses": [
@@ -52,6 +55,16 @@ GROUPS: dict[str, list[Run]] = {
         ("vespo", TWICE | {"scale_rewards": "none", "eval_strategy": "steps", "eval_steps": 1}),
         *((loss_type, TWICE | {"gradient_accumulation_steps": 2}) for loss_type in ("dapo", "grpo", "dr_grpo")),
     ],
+    "shared prefixes": [
+        *((loss_type, TWICE | SHARED) for loss_type in ("grpo", "bnpo", "luspo")),
+        ("grpo", TWICE | SHARED | {"importance_sampling_level": "sequence", "gradient_checkpointing": False}),
+        ("dr_grpo", SHARED | {"mask_truncated_completions": True, "eval_strategy": "steps", "eval_steps": 1}),
+        ("dapo", TWICE | SHARED | {"fused": True, "token_cap": 180, "gradient_accumulation_steps": 2}),
+        ("dapo", TWICE | SHARED | {"exact": True}),
+        ("bnpo", TWICE | SHARED | {"rollout": True, "off_policy_mask_threshold": 1e-3}),
+        ("vespo", TWICE | SHARED | VLLM | {"vllm_importance_sampling_mode": "token_truncate"}),
+        ("cispo", TWICE | SHARED | {"epsilon_high": 1.01, "share_prefixes": "off"}),
+    ],
     "other samplers": [
         ("vespo", TWICE | VLLM | {"vllm_importance_sampling_mode": "token_truncate"}),
         ("grpo", VLLM | {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_mode": "colocate"}),
@@ -64,7 +77,7 @@ GROUPS: dict[str, list[Run]] = {
     "replicas": [("dapo", TWICE | {"beta": 0.5, "replicas": 2}), ("grpo", {"beta": 0.5, "replicas": 1})],
     "bf16": [("dapo", TWICE | {"bf16": True, "beta": 0.5})],  # accelerate has one such choice per process
 }
-_OURS = ("fused", "token_cap", "exact", "replicas")
+_OURS = ("share_prefixes", "fused", "token_cap", "exact", "replicas")
 WORLDS = {"one rank": 1, "replicas": 4}  # others have two
 
 
@@ -97,13 +110,25 @@ def _assert_as_trl(loss_type: str, changes: dict[str, Any], results: list[dict],
         assert all("kl" in entry for entry in plain["logs"][:STEPS])
         for name, weight in build("qwen2").named_parameters():  # the reference stays as it was
             assert torch.equal(results[-1]["reference"][name], weight), name
+    if "before" in changes:
+        _assert_shared(results, outside="beta" in changes, off="share_prefixes" in changes)
     assert all(sum(rows) == ROWS * batches for rows in zip(*(result["rows"] for result in results), strict=True))
     if "mask_truncated_completions" in changes or "exact" in changes:
         return  # a pack may have nothing to compute, or be computed once more
-    if len(results) == 2 and batches == 1:  # else rows would not be assigned by their lengths; of 16 each may get 8
+    # Else rows would not be assigned by their lengths; of 16 each may get 8, of two groups one.
+    if len(results) == 2 and batches == 1 and "before" not in changes:
         assert any(mine != others for mine, others in zip(*(result["rows"] for result in results), strict=True))
     for result in results:
         assert result["forwards"] == sum(result["packs"])
+
+
+def _assert_shared(results: list[dict], *, outside: bool, off: bool) -> None:
+    """Prompts were computed once in a pack, in minibatches and for old and reference log-probabilities."""
+    tokens = [sum(of_step) for of_step in zip(*(result["tokens"] for result in results), strict=True)]
+    computed = sum(result["computed"] for result in results)
+    assert computed == sum(tokens) if off else computed < 0.6 * sum(tokens)
+    if outside:  # before the first and the third step
+        assert sum(result["computed_outside"] for result in results) < 0.6 * 2 * (tokens[0] + tokens[2])
 
 
 # ------------------------------------------------------------------ outside of minibatches
@@ -222,6 +247,7 @@ REFUSED = [
     ({"gradient_accumulation_steps": 2, "loss_type": "bnpo"}, "with loss_type 'bnpo', TRL's mean over batches"),
     ({"beta": 0.1}, "hub id, which is unknown"),
     ({"token_cap": 0}, "token_cap is 0: give the most tokens"),
+    ({"share_prefixes": "on"}, "share_prefixes is 'on': give 'auto' or 'off'"),
 ]
 
 
@@ -236,7 +262,7 @@ def _refusals(rank: int, world: int, folder: str) -> None:
     case.environment()
     given, model = case.given(), case.sharded()
     for changes, words in REFUSED:
-        own = {name: changes.pop(name) for name in ("token_cap",) if name in changes}
+        own = {name: changes.pop(name) for name in ("token_cap", "share_prefixes") if name in changes}
         args = case.arguments(folder)  # TrainingArguments itself wants a GPU for bf16
         for name, value in changes.items():
             setattr(args, name, value)
@@ -255,6 +281,10 @@ def _refusals(rank: int, world: int, folder: str) -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             ODCGRPOTrainer(wrong, **options, **given)
+    for able, noise, shared_rows in ((True, None, 8), (False, None, 0), (True, 0.1, 0)):
+        model._odc_takes_branches = able
+        trainer = ODCGRPOTrainer(model, args=case.arguments(folder, neftune_noise_alpha=noise), **given)
+        assert trainer._share_rows(model) == shared_rows
     model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.001
     with pytest.raises(ValueError, match=r"router_aux_loss_coef 0\.001, and is a mean"):
         ODCGRPOTrainer(model, args=args, **given)

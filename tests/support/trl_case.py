@@ -123,7 +123,11 @@ def given(changes: dict[str, Any] | None = None) -> dict[str, Any]:
     """What both trainers are given besides model and arguments; takes out of `changes` what is not for these."""
     from datasets import Dataset
 
-    prompts = [" ".join(f"w{3 + (7 * row + i) % 90}" for i in range(1 + 3 * row % 8)) for row in range(12)]
+    before = changes.pop("before", 0) if changes else 0  # tokens that all prompts begin with
+    alike = [f"w{3 + i % 90}" for i in range(before)]
+    prompts = [
+        " ".join(alike + [f"w{3 + (7 * row + i) % 90}" for i in range(before + 1 + 3 * row % 8)]) for row in range(12)
+    ]
     return {
         "reward_funcs": [reward],
         "train_dataset": Dataset.from_dict({"prompt": prompts}),
@@ -186,7 +190,7 @@ def odc_trainer(folder: str, world: int, start: str | None = None, **changes: An
         pass
 
     environment()
-    own = {name: changes.pop(name) for name in ("token_cap",) if name in changes}
+    own = {name: changes.pop(name) for name in ("token_cap", "share_prefixes") if name in changes}
     how = {name: changes.pop(name) for name in ("fused", "exact", "mp_policy") if name in changes}
     if replicas := changes.pop("replicas", None):
         how["mesh"] = mesh_of((replicas, world // replicas))
@@ -198,15 +202,19 @@ def odc_run(
     rank: int, world: int, folder: str, start: str | None, changes: dict[str, Any], resume: str | None = None
 ) -> dict[str, Any]:
     from odc_triton.engine.api import engine_of
+    from odc_triton.hf.grpo_rows import row_tokens
     from odc_triton.nn.operand import is_sharded
 
     receive_for_vllm()
     trainer = odc_trainer(folder, world, start, **changes)
     assigned, assign = [], trainer._assign
     trainer._assign = lambda rows: assigned.append(assign(rows)) or assigned[-1]
-    forwards: list[bool] = []  # for each, whether it was in a minibatch
+    forwards: dict[bool, list[int]] = {True: [], False: []}  # in minibatches, and outside: the tokens of each
     engine = engine_of(trainer.model)
-    trainer.model.register_forward_pre_hook(lambda *_: forwards.append(engine.is_open))
+    for model in filter(None, (trainer.model, trainer.ref_model)):
+        model.register_forward_pre_hook(
+            lambda _, args, given: forwards[engine.is_open].append(given["input_ids"].numel()), with_kwargs=True
+        )
     trainer.train(resume_from_checkpoint=resume)
     if trainer.ref_model is not None:
         assert is_sharded(trainer.ref_model)
@@ -217,7 +225,10 @@ def odc_run(
         "reference": trainer.ref_model and _whole(trainer.ref_model),
         "rows": [sum(map(len, each.packs)) for each in assigned],
         "packs": [len(each.packs) for each in assigned],
-        "forwards": sum(forwards),
+        "forwards": len(forwards[True]),
+        "tokens": [sum(row_tokens(row) for pack in each.packs for row in pack) for each in assigned],
+        "computed": sum(forwards[True]),
+        "computed_outside": sum(forwards[False]),
     }
 
 
