@@ -14,9 +14,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
+from odc_triton.balance.collate import count_target_tokens, pack_collate
 from odc_triton.base.report import TITLE, Curves, save_html, save_timeline, table
 from odc_triton.base.trace import excerpt, idle_fraction, save_trace, timeline_text
 from odc_triton.comm.launch import launch
@@ -32,13 +36,15 @@ from .harness import (
     bootstrap_ratio,
     compare,
     disturbed,
-    overhead,
+    gather,
+    in_turn,
+    open_job,
     peak_memory,
     single_thread_environment,
 )
 from .provenance import about, save_json
 from .stdlib_corpus import build_corpus, write_text
-from .variants import Fsdp2, Fsdp2NoReshard, Odc, OdcSplit, Variant
+from .variants import Fsdp2, Fsdp2NoReshard, Odc, OdcSplit, Unsharded, Variant
 
 RANKS = 2
 VARIANTS: tuple[type[Variant], ...] = (Fsdp2, Fsdp2NoReshard, Odc, OdcSplit)
@@ -88,6 +94,42 @@ def prepare(folder: Path) -> Work:
         f"{statistics.mean(lengths):.0f} on average"
     )
     return Work(dataset=str(folder / "data.npz"), config=CONFIG, minibatches=minibatches, token_cap=TOKEN_CAP)
+
+
+def balanced(kinds: Sequence[type[Variant]], work: Work, lengths: list[int], repeats: int) -> dict[str, list[float]]:
+    """Seconds of a balanced minibatch of equal packs, without the optimizer step, by variant. Collective.
+
+    `lengths`: tokens of each document in a pack; each rank has two packs. Each run takes as long as its slowest rank.
+    Variants take turns, in a rotating order.
+    """
+    open_job()
+    generator = torch.Generator().manual_seed(work.seed)
+    documents = [torch.randint(4, work.config["vocab_size"], (length,), generator=generator) for length in lengths]
+    packs = pack_collate([[{"input_ids": document} for document in documents]]) * 2
+    total = count_target_tokens(packs) * dist.get_world_size()
+    variants = [kind(work.build) for kind in kinds]
+    seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    for repeat in range(repeats + 1):
+        for variant in in_turn(variants, repeat):
+            dist.barrier()
+            start_s = time.monotonic()
+            variant.gradients(packs, total)
+            took_s = max(gather(time.monotonic() - start_s))
+            variant.optimizer.zero_grad()  # else plain torch's gradients get in malloc's way in ODC's turn
+            if repeat:  # the first round warms up
+                seconds[variant.name].append(took_s)
+    dist.destroy_process_group()
+    return seconds
+
+
+def overhead(work: Work, lengths: list[int], repeats: int) -> dict[str, Any]:
+    """ODC's time over plain torch's on a balanced minibatch, medians compared. Collective."""
+    seconds = balanced((Odc, Unsharded), work, lengths, repeats)
+    return {
+        "fraction": statistics.median(seconds[Odc.name]) / statistics.median(seconds[Unsharded.name]) - 1,
+        "unsharded_s": seconds[Unsharded.name],
+        "odc_s": seconds[Odc.name],
+    }
 
 
 def make_report(results: list[Measured], memory: dict, slowdown: dict, work: Work, parameters: int) -> dict:

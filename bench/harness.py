@@ -17,20 +17,20 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from odc_triton.balance import CostModel, assign
 from odc_triton.balance.collate import PackedDataset, count_target_tokens, pack_collate, to_device
 from odc_triton.balance.pieces import MinibatchPacks
 from odc_triton.balance.relatives import find_relatives
-from odc_triton.balance.shared import assign_shared
 from odc_triton.balance.split import assign_split, readable_tokens
 from odc_triton.base.events import Event
 from odc_triton.comm.local_store import rendezvous_url
 from odc_triton.data.dataset import TokenizedDataset
 from odc_triton.simulate.job import SPLIT
 
-from . import quiet
-from .variants import Odc, Pack, Setting, Unsharded, Variant
+from . import quiet, trees
+from .variants import Pack, Setting, Variant
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class Measured:
     """One variant's minibatches, in order. Times in seconds, from all ranks' start to the last rank's end.
 
     `waited_s`: by minibatch and rank, for a core. `repeats`: how often the minibatch was measured anew, the same for
-    all variants. Losses are of the first time, all else of the time that counts.
+    all variants. Losses are of the first time, all else of the time that counts. `apart`: see `gradients_apart`.
     """
 
     name: str
@@ -79,6 +79,7 @@ class Measured:
     waited_s: list[list[float]] = field(default_factory=list)
     repeats: list[int] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    apart: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +130,13 @@ def in_turn(items: Sequence[T], round_: int) -> list[T]:
     return [*items[first:], *items[:first]]
 
 
-def split_tokens(work: Work, ranks: int) -> int:
+def split_tokens(work: Work, ranks: int, balance: str = SPLIT) -> int:
     """Of each rank, the most tokens of one minibatch that others may read: what a `MinibatchSampler` would take."""
-    lengths = work.data().lengths
+    data = work.data()
+    lengths = data.lengths
+    if balance in trees.WAYS:
+        of_minibatches = [find_relatives([data[index] for index in samples]) for samples in work.minibatches]
+        return max(map(trees.shared_tokens, of_minibatches))
     return readable_tokens(
         [int(lengths[index]) for samples in work.minibatches for index in samples],
         ranks=ranks,
@@ -143,19 +148,22 @@ def split_tokens(work: Work, ranks: int) -> int:
 
 def build(kind: type[Variant], work: Work, setting: Setting | None = None) -> Variant:
     """The variant, ready for the minibatches of `work`. Collective."""
-    return kind(work.build, setting, split_tokens=split_tokens(work, dist.get_world_size()))
+    return kind(work.build, setting, split_tokens=split_tokens(work, dist.get_world_size(), kind.balance))
 
 
-def deal(work: Work, data: Any, samples: list[int], balance: str, cost: CostModel) -> list[MinibatchPacks]:
-    """Every rank's collated packs of one minibatch."""
+def deal(
+    work: Work, data: Any, samples: list[int], balance: str, cost: CostModel, *, ranks: int | None = None
+) -> list[MinibatchPacks]:
+    """Every rank's collated packs of one minibatch. `ranks`: by default this job's."""
+    ranks = ranks or dist.get_world_size()
     lengths = [int(data.lengths[index]) for index in samples]
-    how = {"ranks": dist.get_world_size(), "token_cap": work.token_cap, "cost": cost}
+    how = {"ranks": ranks, "token_cap": work.token_cap, "cost": cost}
     if balance == SPLIT:
-        split = assign_split(lengths, tokens=split_tokens(work, dist.get_world_size()), names=samples, **how)
-        dealt = [MinibatchPacks.of(split.packs(rank), split.plan) for rank in range(dist.get_world_size())]
-    elif balance == "shared":
-        relatives = find_relatives([data[index] for index in samples])
-        dealt = [MinibatchPacks(packs) for packs in assign_shared(lengths, relatives, **how).packs]
+        split = assign_split(lengths, tokens=split_tokens(work, ranks), names=samples, **how)
+        dealt = [MinibatchPacks.of(split.packs(rank), split.plan) for rank in range(ranks)]
+    elif balance in trees.WAYS:
+        data = [data[index] for index in samples]
+        dealt = trees.assign_trees(balance, lengths, find_relatives(data), **how)
     else:
         dealt = [
             MinibatchPacks([samples[member] for member in pack] for pack in packs)
@@ -197,8 +205,36 @@ def timed(variant: Variant, own: Sequence[Pack], total: int, number: int) -> Min
     )
 
 
-def compare(kinds: Sequence[type[Variant]], work: Work, progress: bool = False, warm_up: int = 0) -> list[Measured]:
+def gradients_apart(variants: Sequence[Variant], works: Sequence[Work], data: Any, cost: CostModel) -> list[float]:
+    """By variant, how far its gradients of the last minibatch are from the first one's: of the worst parameter, the
+    largest difference over its largest gradient. Collective.
+    """
+    apart, wanted = [], {}
+    for variant, work in zip(variants, works, strict=True):
+        dealt = deal(work, data, work.minibatches[-1], variant.balance, cost)
+        variant.gradients(dealt[dist.get_rank()], sum(count_target_tokens(packs) for packs in dealt))
+        found = {}
+        for name, value in variant.model.named_parameters():
+            whole = value.grad.full_tensor() if isinstance(value.grad, DTensor) else value.grad
+            found[name.removeprefix("module.")] = whole.clone()
+        wanted = wanted or found
+        apart.append(max(float((found[name] - of).abs().max() / of.abs().max()) for name, of in wanted.items()))
+        variant.optimizer.zero_grad()
+    return apart
+
+
+def compare(
+    kinds: Sequence[type[Variant]],
+    work: Work,
+    progress: bool = False,
+    warm_up: int = 0,
+    caps: Sequence[int] | None = None,
+    most_apart: float | None = None,
+) -> list[Measured]:
     """Trains every variant on all of `work`, interleaved minibatch by minibatch in a rotating order. Collective.
+
+    `caps`: each variant's token cap, by default that of `work`. `most_apart`: raises ValueError before anything is
+    timed if `gradients_apart` of a variant are more.
 
     At the end, when others may have left the machine, a minibatch that was disturbed in any variant's turn is measured
     anew by all of them, a few times at most; the least disturbed time counts, whatever it took. See [Note: what counts
@@ -206,15 +242,19 @@ def compare(kinds: Sequence[type[Variant]], work: Work, progress: bool = False, 
     """
     rank, _ = open_job()
     data, cost, count = work.data(), work.cost(), len(work.minibatches)
-    variants = [build(kind, work) for kind in kinds]
+    works = [replace(work, token_cap=cap) for cap in caps or [work.token_cap] * len(kinds)]
+    variants = [build(*each) for each in zip(kinds, works, strict=True)]
+    apart = [0.0] * len(kinds) if most_apart is None else gradients_apart(variants, works, data, cost)
+    if most_apart is not None and max(apart) > most_apart:
+        raise ValueError(f"gradients are up to {apart} apart, of {[kind.name for kind in kinds]}: at most {most_apart}")
     for variant in variants:
         variant.events()  # those of building it
 
     def turns(index: int, repeat: int = 0) -> list[tuple[Minibatch, list[Event]]]:
         """One minibatch by all variants: by variant what it took, and this rank's events."""
         ran = {}
-        for variant in in_turn(variants, index + repeat):
-            ran[variant] = took = train_minibatch(variant, work, data, cost, index, index)
+        for variant, of in in_turn(list(zip(variants, works, strict=True)), index + repeat):
+            ran[variant] = took = train_minibatch(variant, of, data, cost, index, index)
             if rank == 0 and progress:
                 marks = ", anew" * (repeat > 0) + ", disturbed" * took.is_disturbed
                 print(f"  minibatch {index + 1}/{count}  {variant.name}: {took.seconds:.2f} s{marks}", flush=True)
@@ -245,6 +285,7 @@ def compare(kinds: Sequence[type[Variant]], work: Work, progress: bool = False, 
                 microbatches=[took.microbatches for took, _ in of],
                 waited_s=[took.waited_s for took, _ in of],
                 repeats=repeats,
+                apart=apart[place],
                 events=[event for events in gather([e for _, own in of for e in own]) for event in events],
             )
         )
@@ -262,42 +303,6 @@ def disturbed(results: Sequence[Measured], warm_up: int = 0) -> dict[str, int | 
     return {
         "measured_anew": sum(results[0].repeats[index] > 0 for index in indices),
         "left": left if is_known else None,
-    }
-
-
-def balanced(kinds: Sequence[type[Variant]], work: Work, lengths: list[int], repeats: int) -> dict[str, list[float]]:
-    """Seconds of a balanced minibatch of equal packs, without the optimizer step, by variant. Collective.
-
-    `lengths`: tokens of each document in a pack; each rank has two packs. Each run takes as long as its slowest rank.
-    Variants take turns, in a rotating order.
-    """
-    open_job()
-    generator = torch.Generator().manual_seed(work.seed)
-    documents = [torch.randint(4, work.config["vocab_size"], (length,), generator=generator) for length in lengths]
-    packs = pack_collate([[{"input_ids": document} for document in documents]]) * 2
-    total = count_target_tokens(packs) * dist.get_world_size()
-    variants = [kind(work.build) for kind in kinds]
-    seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
-    for repeat in range(repeats + 1):
-        for variant in in_turn(variants, repeat):
-            dist.barrier()
-            start_s = time.monotonic()
-            variant.gradients(packs, total)
-            took_s = max(gather(time.monotonic() - start_s))
-            variant.optimizer.zero_grad()  # else plain torch's gradients get in malloc's way in ODC's turn
-            if repeat:  # the first round warms up
-                seconds[variant.name].append(took_s)
-    dist.destroy_process_group()
-    return seconds
-
-
-def overhead(work: Work, lengths: list[int], repeats: int) -> dict[str, Any]:
-    """ODC's time over plain torch's on a balanced minibatch, medians compared. Collective."""
-    seconds = balanced((Odc, Unsharded), work, lengths, repeats)
-    return {
-        "fraction": statistics.median(seconds[Odc.name]) / statistics.median(seconds[Unsharded.name]) - 1,
-        "unsharded_s": seconds[Unsharded.name],
-        "odc_s": seconds[Odc.name],
     }
 
 
@@ -372,6 +377,14 @@ def bootstrap_ratio(slow: Sequence[float], fast: Sequence[float], *, draws: int 
         ratios.append(sum(slow[i] for i in picks) / sum(fast[i] for i in picks))
     ratios.sort()
     return {"ratio": sum(slow) / sum(fast), "low": ratios[int(0.025 * draws)], "high": ratios[int(0.975 * draws)]}
+
+
+def median_ratio(slow: Sequence[float], fast: Sequence[float], *, draws: int = 10_000) -> dict[str, float]:
+    """The median of `slow` over `fast` by interleaved minibatch, with a 95% interval."""
+    generator = random.Random(0)
+    ratios = [one / other for one, other in zip(slow, fast, strict=True)]
+    medians = sorted(statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return {"ratio": statistics.median(ratios), "low": medians[int(0.025 * draws)], "high": medians[int(0.975 * draws)]}
 
 
 def single_thread_environment() -> None:

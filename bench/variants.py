@@ -24,10 +24,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from odc_triton.balance.collate import Pack
+from odc_triton.balance.collate import Pack, pack_collate
 from odc_triton.base.events import Event, EventLog
 from odc_triton.checkpoint.repeat import repeating
 from odc_triton.comm.layout import find_units
+from odc_triton.data.records import IGNORED
 from odc_triton.engine.api import engine_of, minibatch
 from odc_triton.fsdp2.bridge import use_odc
 from odc_triton.fsdp2.found import replace_comms
@@ -36,6 +37,8 @@ from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.sequence.enable import enable_split
 from odc_triton.sharding.shard import fully_shard
 from odc_triton.simulate.job import SPLIT
+
+from .trees import REPEATED, SHARED, TREES
 
 LEARNING_RATE = 3e-4
 CLIP_NORM = 1.0
@@ -171,11 +174,6 @@ class Fsdp2Micro(Fsdp2):
     balance = "micro"
 
 
-class Fsdp2Local(Fsdp2):
-    name = "FSDP2, one sample a pack"
-    balance = "local"
-
-
 class Fsdp2NoReshard(Fsdp2):
     """FSDP2's fastest setting for gradient accumulation: gather in the first microbatch, reduce in the last.
 
@@ -190,6 +188,19 @@ class Fsdp2NoReshard(Fsdp2):
         self.model.set_requires_gradient_sync(last)
         self.model.set_reshard_after_backward(last)
         self.model.set_is_last_backward(last)
+
+
+class Fsdp2Trees(Fsdp2NoReshard):
+    """The same, where a pack computes a prompt once for all of its completions, as PrefixGrouper does: a group is on
+    one rank, and a rank without one takes part in the collectives with a pack of two tokens.
+    """
+
+    name = "FSDP2 no reshard + a tree per rank"
+    balance = TREES
+
+    def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
+        nothing = pack_collate([[{"input_ids": [0, 0], "labels": [IGNORED, IGNORED]}]])
+        return super().gradients(packs or nothing, total_tokens)
 
 
 class Fsdp2SymmetricMemory(Fsdp2Micro):
@@ -298,16 +309,25 @@ class OdcSplit(Odc):
         return model
 
 
-class OdcShared(Odc):
-    """The same; tokens that samples of a pack share are computed once."""
+class OdcTrees(Odc):
+    """Samples that share a prefix are on one rank; each pack computes it once."""
+
+    name = "ODC + a tree per rank"
+    balance = TREES
+
+
+class OdcRepeated(Odc):
+    """They may be on several ranks, each of which computes the prefix."""
+
+    name = "ODC + repeated prefixes"
+    balance = REPEATED
+
+
+class OdcShared(OdcSplit):
+    """They may read a prefix from the ranks that compute it, where that promises to gain."""
 
     name = "ODC + shared prefixes"
-    balance = "shared"
-
-
-class OdcLocal(Odc):
-    name = "ODC, one sample a pack"
-    balance = "local"
+    balance = SHARED
 
 
 class OdcExact(Odc):

@@ -3,7 +3,6 @@
     exact     exact sums over plain ones
     bridge    a model of torch's fully_shard under use_odc, beside FSDP2 and our own engine
     split     the longest samples in pieces, beside LB-Mini, FSDP2 in two settings and DDP
-    prefixes  completions that share a prompt, which each pack computes once, beside whole samples
     lengths   all baselines over ODC + LB-Mini, on three distributions of lengths: who gains and who does not
 
 2 ranks, minibatch by minibatch in turn, with the optimizer step. Models, lengths and minibatches were fixed before
@@ -46,15 +45,12 @@ from ..variants import (
     Bridged,
     Ddp,
     Fsdp2,
-    Fsdp2Local,
     Fsdp2Micro,
     Fsdp2NoReshard,
     LayerBarrier,
     Odc,
     OdcExact,
-    OdcLocal,
     OdcMicro,
-    OdcShared,
     OdcSplit,
     Variant,
 )
@@ -97,24 +93,6 @@ def few_samples(folder: Path, minibatches: int) -> Works:
     """The more samples, the longer a minibatch, the fewer of them."""
     counts = {1: minibatches, 2: max(minibatches // 3, 1), 4: max(minibatches // 5, 1)}
     return {f"{samples} per rank": long_samples(folder, samples, count) for samples, count in counts.items()}
-
-
-def groups(folder: Path, minibatches: int) -> Works:
-    """Prompts with 8 completions each, which alone are learned."""
-    works = {}
-    for prompt, completion, count in ((1024, 256, 1), (2048, 256, 1), (64, 512, 1), (1024, 256, 3)):
-        numbers, tokens, spans = np.random.default_rng(prompt + count), [], []
-        for _ in range((WARM_UP + max(minibatches // count, 1)) * count):
-            shared = numbers.integers(0, LONG_CONFIG["vocab_size"], prompt)
-            for _ in range(8):
-                spans.append(((prompt + completion) * len(tokens) + prompt, (prompt + completion) * (len(tokens) + 1)))
-                tokens.append(np.concatenate([shared, numbers.integers(0, LONG_CONFIG["vocab_size"], completion)]))
-        path = folder / f"groups_{prompt}_{completion}_{count}.npz"
-        cut(np.concatenate(tokens), [prompt + completion] * len(tokens), spans=np.array(spans)).save(path)
-        drawn = np.arange(len(tokens)).reshape(-1, 8 * count).tolist()
-        how = {"config": LONG_CONFIG, "minibatches": drawn, "token_cap": 8192}
-        works[f"{count} x 8 of {prompt} + {completion}"] = Work(dataset=str(path), **how)
-    return works
 
 
 DISTRIBUTIONS: dict[str, Callable[[random.Random], int]] = {
@@ -168,9 +146,6 @@ STUDIES = {
     ),
     "split": Study(
         **beside(OdcSplit, Odc, Fsdp2, Fsdp2NoReshard, Ddp), works=few_samples, minibatches=60, memory=False
-    ),
-    "prefixes": Study(
-        **beside(OdcShared, Odc, OdcLocal, Fsdp2, Fsdp2Local, Ddp), works=groups, minibatches=6, memory=False
     ),
     "lengths": Study(
         **beside(Odc, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp, LayerBarrier, OdcMicro),

@@ -1,0 +1,51 @@
+"""Samples that share prefixes, dealt to ranks in three ways, which are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from odc_triton.balance import CostModel
+from odc_triton.balance.partition import balanced_partition
+from odc_triton.balance.pieces import MinibatchPacks
+from odc_triton.balance.relatives import Relatives
+from odc_triton.balance.shared import assign_shared
+
+TREES, REPEATED, SHARED = "trees", "repeated", "shared"
+WAYS = (TREES, REPEATED, SHARED)  # relatives on one rank; the best that reads nothing of other ranks; the best
+
+
+def shared_tokens(relatives: Relatives) -> int:
+    """How many tokens others may read, if one rank computed everything that is shared."""
+    return sum(max(start for _, start in family) for family in relatives.families())
+
+
+def assign_trees(
+    way: str, lengths: Sequence[int], relatives: Relatives, *, ranks: int, token_cap: int, cost: CostModel
+) -> list[MinibatchPacks]:
+    """Every rank's packs of samples of `lengths` tokens, with the plan of what ranks read of each other, if they do."""
+    how = {"ranks": ranks, "token_cap": token_cap, "cost": cost}
+    if way == TREES:
+        return _tree_per_rank(lengths, relatives, **how)
+    made = assign_shared(lengths, relatives, **how)
+    return [MinibatchPacks.of(packs, getattr(made, "plan", None)) for packs in made.packs]
+
+
+def _tree_per_rank(
+    lengths: Sequence[int], relatives: Relatives, *, ranks: int, token_cap: int, cost: CostModel
+) -> list[MinibatchPacks]:
+    """A family is one pack, or, if that exceeds the cap, as few as hold it, which repeat what they share."""
+    packs, costs = [], []
+    for family in relatives.families():
+        room = 0
+        for sample, start in family:
+            if lengths[sample] - start > room:
+                packs.append([])
+                costs.append(cost.microbatch)
+                room, start = token_cap, 0
+            room -= lengths[sample] - start
+            packs[-1].append(sample)
+            costs[-1] += cost.piece(start, lengths[sample])
+    return [
+        MinibatchPacks(relatives.entries(packs[at]) for at in sorted(own, key=lambda at: -costs[at]))
+        for own in balanced_partition(costs, ranks)
+    ]

@@ -1,0 +1,120 @@
+"""What the measurements of shared prefixes train, count and compare."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from bench.harness import Measured, Work, compare, median_ratio
+from bench.suites import prefixes
+from bench.suites.prefixes import GROUP, Trees
+from bench.trees import TREES, assign_trees, shared_tokens
+from bench.variants import Ddp, Fsdp2Trees, Odc, OdcRepeated, OdcShared, OdcTrees
+from odc_triton.balance import CostModel
+from odc_triton.balance.relatives import find_relatives
+from tests.support import ranks
+
+CONFIG = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+KINDS = (Odc, Ddp, Fsdp2Trees, OdcTrees, OdcRepeated, OdcShared)
+
+
+def small(of: Trees, folder: Path) -> Work:
+    return replace(of.work(folder), config=CONFIG)
+
+
+@pytest.fixture(autouse=True)
+def vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "LONG_CONFIG", CONFIG)
+
+
+def test_trees_of_groups_and_of_turns(tmp_path: Path) -> None:
+    for of, samples in (
+        (Trees(prompt=40, completion=8, trees=3, rounds=2), GROUP),
+        (Trees(prompt=64, completion=192, trees=2, rounds=1, are_turns=True), prefixes.TURNS),
+    ):
+        work = small(of, tmp_path)
+        data = work.data()
+        assert [len(drawn) for drawn in work.minibatches] == [2, *[of.trees * samples] * of.rounds]
+        relatives = find_relatives([data[index] for index in work.minibatches[-1]])
+        families = relatives.families()
+        assert [len(family) for family in families] == [samples] * of.trees
+        tokens = [
+            relatives.lengths[family[0][0]] + sum(relatives.lengths[i] - at for i, at in family[1:])
+            for family in families
+        ]
+        assert max(tokens) <= of.tokens() <= max(tokens) + samples, "one tree fits a pack"
+        assert shared_tokens(relatives) == of.trees * (sorted(of.starts())[-2] - 1), "the longest is shared by none"
+        for index, start in zip(work.minibatches[-1], of.starts() * of.trees, strict=True):
+            labels = data[index]["labels"]
+            assert (labels[:start] == -100).all()
+            assert (labels[start:] >= 0).all()
+            assert len(labels) == start + of.completion
+
+
+def test_flops_by_hand(tmp_path: Path) -> None:
+    of = Trees(prompt=40, completion=8, trees=1, rounds=1)
+    work = small(of, tmp_path)
+    cost, head = work.cost(), 6 * 32 * 97
+    unlearned = head * (40 - 1 + 1)  # of a sample: its prompt but the last token, and its own last token
+    whole = cost.sequence(48) - unlearned
+    assert prefixes.flops((Odc, 48), work) == pytest.approx(4 * whole)
+    branch = cost.piece(39, 48) - head  # its last token predicts nothing
+    assert prefixes.flops((OdcTrees, of.tokens()), work) == pytest.approx(whole + 7 * branch)
+    assert prefixes.flops((OdcRepeated, of.tokens()), work) == pytest.approx(whole + 3 * branch)
+
+
+def test_a_tree_over_the_cap_is_as_few_packs_as_hold_it(tmp_path: Path) -> None:
+    of = Trees(prompt=40, completion=8, trees=2, rounds=1)
+    data = of.work(tmp_path).data()
+    relatives = find_relatives([data[index] for index in range(2 * GROUP)])
+    cost = CostModel(quadratic=0.0, linear=1.0)
+    dealt = assign_trees(TREES, relatives.lengths, relatives, ranks=2, token_cap=48 + 2 * 9, cost=cost)
+    packs = [pack for own in dealt for pack in own]
+    assert sorted(sum(isinstance(each, int) for each in pack) for pack in packs) == [1] * 6
+    assert sorted(len(pack) for pack in packs) == [2, 2, 3, 3, 3, 3]
+    assert sorted(getattr(each, "sample", each) for pack in packs for each in pack) == list(range(2 * GROUP))
+
+
+class Drops(OdcRepeated):
+    """Rank 1 leaves out a pack."""
+
+    def gradients(self, packs: list, total_tokens: int) -> float:
+        return super().gradients(packs[dist.get_rank() :], total_tokens)
+
+
+def compared(rank: int, world: int, kinds: tuple, work: Work, caps: tuple[int, ...]) -> list[Measured]:
+    return compare(kinds, work, caps=caps, most_apart=prefixes.MOST_APART)
+
+
+def test_all_ways_have_the_same_gradient(tmp_path: Path) -> None:
+    of = Trees(prompt=40, completion=8, trees=1, rounds=1)
+    work = small(of, tmp_path)
+    caps = (48, 48, *[of.tokens()] * 4)
+    results = ranks.run(compared, 2, KINDS, work, caps)[0]
+    assert [result.microbatches[1] for result in results] == [[4, 4], [4, 4], [1, 0], [1, 0], [1, 1], [1, 1]]
+    assert 0 < max(result.apart for result in results) <= prefixes.MOST_APART
+    losses = [result.losses[1] for result in results]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
+    with pytest.raises(Exception, match="gradients are up to"):
+        ranks.run(compared, 2, (Odc, Drops), work, (48, of.tokens()))
+
+
+def test_the_interval_of_a_median() -> None:
+    fast = [1.0, 2.0, 1.5, 1.2, 3.0]
+    exact = median_ratio([2 * each for each in fast], fast)
+    assert exact == pytest.approx({"ratio": 2.0, "low": 2.0, "high": 2.0})
+    noisy = median_ratio([1.0, 4.0, 1.5, 6.0, 9.0], fast)
+    assert noisy["ratio"] == pytest.approx(2.0)
+    assert noisy["low"] == pytest.approx(1.0)
+    assert noisy["high"] == pytest.approx(5.0)
