@@ -13,6 +13,9 @@ flags           microseconds of a round trip between two processes on this GPU: 
                 memory operations, which hold no multiprocessor and yield the GPU to the process that is waited for
 gather          microseconds of 56 copies of 1 MB by the host's clock, until enqueued, and by the device's: one by one,
                 and in one call of cudaMemcpyBatchAsync, without and with its preference for copy engines
+tree            microseconds, by both clocks, of attention of a prompt of 4,096 tokens and its 8 completions of 512, 32
+                heads and 8 of keys, 128 wide, forward and backward: in parts, with the prompt's keys copied for each
+                completion, and of 8 whole samples
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ import time
 from collections.abc import Callable
 from ctypes import c_uint, c_uint64, c_void_p
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,6 +47,8 @@ from odc_triton.comm.launch import launch
 from odc_triton.comm.layout import Region
 from odc_triton.comm.local_store import rendezvous_url
 from odc_triton.comm.memory import CudaHeap
+from odc_triton.hf.document_attention import AttentionTerms, of_document, varlen
+from odc_triton.sequence.flash import FlashAttentionOfTree
 
 from ..device import Gpu, Rehearsal
 from ..provenance import append_line
@@ -50,6 +57,7 @@ SPINS = 20_000_000  # seconds
 ROUNDS = 100
 PIECES, PIECE_BYTES = 56, 1 << 20  # a layer of Llama-3-8B from 8 owners has as many
 _PLACES = [number * PIECE_BYTES for number in range(PIECES)]
+PROMPT, COMPLETION, COMPLETIONS = 4096, 512, 8
 
 
 @triton.jit
@@ -171,6 +179,38 @@ def gather(gpu: Gpu) -> dict[str, Any]:
     return found
 
 
+def tree(gpu: Gpu) -> dict[str, Any]:
+    bounds = [0, *(PROMPT + number * COMPLETION for number in range(COMPLETIONS + 1))]
+    parts = [SimpleNamespace(start=start, end=end, source=0, low=start, high=end) for start, end in pairwise(bounds)]
+    parts.append(SimpleNamespace(start=PROMPT, end=bounds[-1], source=0, low=0, high=PROMPT))
+    sample, terms = PROMPT + COMPLETION, AttentionTerms()
+    ends = torch.arange(0, COMPLETIONS * sample + 1, sample, dtype=torch.int32, device=gpu.type)
+
+    def drawn(rows: int) -> list[torch.Tensor]:
+        made = [torch.randn(1, rows, heads, 128, device=gpu.type).bfloat16().transpose(1, 2) for heads in (32, 8, 8)]
+        return [each.requires_grad_() for each in made]
+
+    def with_copies(query: torch.Tensor, *of_keys: torch.Tensor) -> torch.Tensor:
+        found = []
+        for start, end in pairwise(bounds):
+            q, k, v = (x[:, :, start:end] for x in (query, *of_keys))
+            before = tuple(x[:, :, :PROMPT] for x in of_keys) if start else None
+            found.append(of_document(q, k, v, before, False, terms))
+        return torch.cat(found, 1)
+
+    def whole(*qkv: torch.Tensor) -> torch.Tensor:
+        return varlen(*(x[0].transpose(0, 1) for x in qkv), ends, sample, terms)
+
+    def both_ways(attention: Callable[..., torch.Tensor], qkv: list[torch.Tensor]) -> None:
+        out = attention(*qkv)
+        torch.autograd.grad(out, qkv, torch.ones_like(out))
+
+    of_tree, of_samples = drawn(bounds[-1]), drawn(COMPLETIONS * sample)
+    ways = {"in_parts": lambda *qkv: FlashAttentionOfTree.apply(*qkv, parts, None), "with_copies": with_copies}
+    found = {name: _both_clocks(gpu, partial(both_ways, way, of_tree)) for name, way in ways.items()}
+    return found | {"whole_samples": _both_clocks(gpu, partial(both_ways, whole, of_samples))}
+
+
 def _both_clocks(gpu: Gpu, run: Callable[[], None]) -> dict[str, float]:
     run()
     host, device = [], []
@@ -192,6 +232,7 @@ ON_A_GPU: dict[str, Callable[[Gpu], dict[str, Any]]] = {
     "flags by kernels": flags_by_kernels,
     "flags by stream": flags_by_stream,
     "gather": gather,
+    "tree": tree,
 }
 ON_THE_HOST = ("machine", "gather")
 
