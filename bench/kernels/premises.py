@@ -47,7 +47,7 @@ from odc_triton.comm.launch import launch
 from odc_triton.comm.layout import Region
 from odc_triton.comm.local_store import rendezvous_url
 from odc_triton.comm.memory import CudaHeap
-from odc_triton.hf.document_attention import AttentionTerms, of_document, varlen
+from odc_triton.hf.document_attention import AttentionTerms, varlen
 from odc_triton.sequence.flash import FlashAttentionOfTree
 
 from ..device import Gpu, Rehearsal
@@ -184,31 +184,31 @@ def tree(gpu: Gpu) -> dict[str, Any]:
     parts = [SimpleNamespace(start=start, end=end, source=0, low=start, high=end) for start, end in pairwise(bounds)]
     parts.append(SimpleNamespace(start=PROMPT, end=bounds[-1], source=0, low=0, high=PROMPT))
     sample, terms = PROMPT + COMPLETION, AttentionTerms()
-    ends = torch.arange(0, COMPLETIONS * sample + 1, sample, dtype=torch.int32, device=gpu.type)
+    of_rows = torch.tensor(bounds, dtype=torch.int32, device=gpu.type)
+    of_samples = torch.arange(0, COMPLETIONS * sample + 1, sample, dtype=torch.int32, device=gpu.type)
+    of_copies = torch.cat([of_samples[:1], PROMPT + of_samples])
 
     def drawn(rows: int) -> list[torch.Tensor]:
-        made = [torch.randn(1, rows, heads, 128, device=gpu.type).bfloat16().transpose(1, 2) for heads in (32, 8, 8)]
+        made = [torch.randn(rows, heads, 128, device=gpu.type).bfloat16() for heads in (32, 8, 8)]
         return [each.requires_grad_() for each in made]
 
-    def with_copies(query: torch.Tensor, *of_keys: torch.Tensor) -> torch.Tensor:
-        found = []
-        for start, end in pairwise(bounds):
-            q, k, v = (x[:, :, start:end] for x in (query, *of_keys))
-            before = tuple(x[:, :, :PROMPT] for x in of_keys) if start else None
-            found.append(of_document(q, k, v, before, False, terms))
-        return torch.cat(found, 1)
+    def in_parts(*qkv: torch.Tensor) -> torch.Tensor:
+        return FlashAttentionOfTree.apply(*(x.transpose(0, 1)[None] for x in qkv), parts, None)
 
-    def whole(*qkv: torch.Tensor) -> torch.Tensor:
-        return varlen(*(x[0].transpose(0, 1) for x in qkv), ends, sample, terms)
+    def with_copies(query: torch.Tensor, *of_keys: torch.Tensor) -> torch.Tensor:
+        prompt, *completions = pairwise(bounds)
+        rows = [prompt, *(each for completion in completions for each in (prompt, completion))]
+        copied = [torch.cat([x[start:end] for start, end in rows]) for x in of_keys]
+        return varlen(query, *copied, of_rows, PROMPT, terms, ends_of_keys=of_copies, longest_keys=sample)
 
     def both_ways(attention: Callable[..., torch.Tensor], qkv: list[torch.Tensor]) -> None:
         out = attention(*qkv)
         torch.autograd.grad(out, qkv, torch.ones_like(out))
 
-    of_tree, of_samples = drawn(bounds[-1]), drawn(COMPLETIONS * sample)
-    ways = {"in_parts": lambda *qkv: FlashAttentionOfTree.apply(*qkv, parts, None), "with_copies": with_copies}
-    found = {name: _both_clocks(gpu, partial(both_ways, way, of_tree)) for name, way in ways.items()}
-    return found | {"whole_samples": _both_clocks(gpu, partial(both_ways, whole, of_samples))}
+    qkv, repeated = drawn(bounds[-1]), drawn(COMPLETIONS * sample)
+    found = {way.__name__: _both_clocks(gpu, partial(both_ways, way, qkv)) for way in (in_parts, with_copies)}
+    whole = partial(varlen, cu_seq_lens=of_samples, longest=sample, terms=terms)
+    return found | {"whole_samples": _both_clocks(gpu, partial(both_ways, whole, repeated))}
 
 
 def _both_clocks(gpu: Gpu, run: Callable[[], None]) -> dict[str, float]:
