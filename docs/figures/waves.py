@@ -21,8 +21,8 @@ def data() -> dict:
     def box(entry: Piece | int) -> dict:
         if not isinstance(entry, Piece):
             return {"sample": entry, "tokens": LENGTHS[entry], "reads": []}
-        before = made.plan.sequences[entry.sample].before(entry)
-        return {"sample": entry.sample, "tokens": len(entry), "reads": [each.rank for each in before]}
+        reads = [each.holder.rank for each in made.plan.reads(entry)]
+        return {"sample": entry.sample, "tokens": len(entry), "reads": reads}
 
     columns = [[[box(entry) for entry in part] for part in wave] for wave in made.waves]
     rest = [[box(entry) for pack in made.packs(rank)[waves:] for entry in pack] for rank in range(RANKS)]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from .cost import CostModel
-from .pieces import Entry, MinibatchPacks
+from .pieces import MinibatchPacks, named
 from .queue import QUEUE, Counter, OwnCounter, QueuedPacks, queue_packs
 from .relatives import Relatives
 from .shared import assign_shared
@@ -57,7 +57,7 @@ class Assigner:
             shared = assign_shared(lengths, relatives, **how)
         split = self._split(lengths, names) if self.split_tokens else None
         if shared is not None and (split is None or shared.estimate <= split.estimate):
-            return MinibatchPacks([_named(each, names) for each in pack] for pack in shared.packs[self.rank])
+            return MinibatchPacks([named(each, names) for each in pack] for pack in shared.packs[self.rank])
         if split is not None:
             return MinibatchPacks.of(split.packs(self.rank), split.plan)
         how = {"token_cap": self.token_cap, "balance": self.balance, "cost": self.cost}
@@ -105,9 +105,3 @@ class Assigner:
             names=names,
             ride=ride,
         )
-
-
-def _named(entry: Entry, names: Sequence[int]) -> Entry:
-    if isinstance(entry, int):
-        return names[entry]
-    return replace(entry, sample=names[entry.sample], parent=names[entry.parent])

@@ -27,13 +27,10 @@ class PackedDataset(torch.utils.data.Dataset):
         return len(self.dataset)
 
     def __getitem__(self, pack: Sequence[int | Piece]) -> list[Any]:
-        if any(isinstance(entry, Piece) and entry.parent is not None for entry in pack):
-            return [self._with_piece(entry) for entry in pack]
-        return [self._with_piece(entry) if isinstance(entry, Piece) else self.dataset[entry] for entry in pack]
-
-    def _with_piece(self, entry: int | Piece) -> dict[str, Any]:
-        sample = self.dataset[entry if isinstance(entry, int) else entry.sample]
-        return {**sample, "piece": Piece(entry, 0, len(sample["input_ids"])) if isinstance(entry, int) else entry}
+        return [
+            {**self.dataset[entry.sample], "piece": entry} if isinstance(entry, Piece) else self.dataset[entry]
+            for entry in pack
+        ]
 
     def __getitems__(self, packs: Sequence[Sequence[int | Piece]]) -> MinibatchPacks:
         """Called by a DataLoader for a minibatch. Raises ValueError for a work queue."""
@@ -75,9 +72,8 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
     `to_device` moves a pack.
 
     A pack with pieces has instead of `labels` `shift_labels`, `[1, T]`, where position t has the label of the token
-    after it; positions count from the piece's first token; `pieces` is a `Piece` or None for each document. The
-    list's `split` is the minibatch's plan for `minibatch(split=…)`; None without pieces. A pack with branches has
-    `branches` instead of `pieces`: for each document the rows that it attends to besides its own.
+    after it; positions count in the sample; `pieces` is a `Piece` or None for each document. The list's `split` is the
+    minibatch's plan for `minibatch(split=…)`; None if no piece reads another pack's.
 
     Raises ValueError for an empty pack, a sample without tokens, ids that are not 1-D integers, labels of another
     length, and a piece beyond its sample, naming pack and sample.
@@ -141,9 +137,6 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
     lengths = [len(ids) for ids in input_ids]
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     shifted = torch.cat(labels)
-    branches = None
-    if any(each is not None and each.parent is not None for each in pieces):
-        branches = _rows_before(pieces, ends.tolist(), f"pack {index}")
     pack = {
         "input_ids": torch.cat(input_ids)[None],
         "position_ids": torch.cat(position_ids)[None],
@@ -153,32 +146,9 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
         "max_length_k": max(lengths),
         "target_positions": (shifted != IGNORED).nonzero().flatten(),
     }
-    if branches is not None:
-        return PackOfPieces(pack, shift_labels=shifted[None], branches=branches)
     if any(pieces):
         return PackOfPieces(pack, shift_labels=shifted[None], pieces=tuple(pieces))
     return pack | {"labels": torch.cat([torch.tensor([IGNORED]), shifted[:-1]])[None]}
-
-
-def _rows_before(pieces: Sequence[Piece], ends: Sequence[int], where: str) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """By document, the rows of the pack [first, end) that it attends to besides its own, in the order of positions."""
-    at = {piece.sample: place for place, piece in enumerate(pieces)}
-    found: list[tuple[tuple[int, int], ...]] = []
-    for place, piece in enumerate(pieces):
-        rows: list[tuple[int, int]] = []
-        start, parent = piece.start, piece.parent
-        while start:
-            if parent is None or at.get(parent, place) >= place or pieces[at[parent]].stop < start:
-                raise ValueError(
-                    f"{where}: {piece} branch off sample {piece.parent}, whose first {piece.start} tokens must come "
-                    f"before them in the same pack"
-                )
-            of = pieces[at[parent]]
-            if of.start < start:
-                rows.append((ends[at[parent]], ends[at[parent]] + start - of.start))
-            start, parent = min(start, of.start), of.parent
-        found.append(tuple(reversed(rows)))
-    return tuple(found)
 
 
 def _ids(values: Any, name: str) -> torch.Tensor:

@@ -1,33 +1,37 @@
-"""Sequences split over ranks: pieces, and the plan of one minibatch, the same on all ranks.
+"""Samples in pieces over ranks: split sequences, branches, and the plan of one minibatch, the same on all ranks.
 
-A later piece of a sequence reads the keys and values of the earlier pieces from the ranks that hold them, and adds
-gradients into them (sequence/). So the ranks of a sequence compute at the same time, layer by layer: a *wave*.
+A piece reads the keys and values of the tokens before it from the ranks that compute them, and adds gradients into them
+(sequence/). They are earlier pieces of its sample, or of a sample that begins with the same tokens, which it *branches
+off* (relatives.py): a split sequence is a tree without branches. So the ranks of a tree compute at the same time, layer
+by layer: a *wave*.
 
 [Note: waves] Three rules exclude deadlocks:
-1. A rank's pieces of one wave are in one microbatch; a sequence's pieces are in one wave.
-2. Every rank runs its waves in ascending order. Whole samples may come at any place between them.
+1. A rank's pieces of one wave are in one microbatch; a tree's pieces are in one wave.
+2. Every rank runs its waves in ascending order. Packs that read nothing of other ranks may come at any place between.
 3. A layer's attention publishes all of the microbatch's own pieces, then waits for others'. Its backward adds to all
    others', then waits for the additions to its own.
-Take the first wave that is not done. Each of its ranks has done its earlier waves, and whole samples never wait, so
+Take the first wave that is not done. Each of its ranks has done its earlier waves, and other packs never wait, so
 each rank reaches it. Within it, waits follow the order publish(l) < attend(l) < publish(l + 1), then
 add(l) < collect(l) < add(l - 1), where attend(l) needs only others' publish(l) and collect(l) only others' add(l).
+How deep the tree is does not matter: a branch of a branch reads rows of layer l, which wait for nobody's layer l.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Tokens `start` up to, not including, `stop` of a sample. Raises ValueError if it is empty.
 
-    `parent`: the sample that begins with the same `start` tokens and computes them, in the same pack, if this is a
-    branch of it (relatives.py); None: other pieces of the sample itself have them.
+    `parent`: of the first piece of a branch, the sample that it branches off: that begins with the same `start` tokens
+    and computes token `start` - 1. None: the piece before this one is of the same sample.
     """
 
     sample: int
@@ -49,6 +53,14 @@ class Piece:
 Entry = int | Piece  # of a pack: a whole sample, or a piece of one
 
 
+def named(entry: Entry, names: Sequence[int]) -> Entry:
+    """The same with `names` of the samples instead of their numbers."""
+    if isinstance(entry, int):
+        return names[entry]
+    parent = None if entry.parent is None else names[entry.parent]
+    return replace(entry, sample=names[entry.sample], parent=parent)
+
+
 class MinibatchPacks(list):
     """One rank's packs of a minibatch. `split`: the plan of all ranks' pieces, None if no rank has one.
 
@@ -64,84 +76,123 @@ class MinibatchPacks(list):
         return made
 
 
+class Read(NamedTuple):
+    """Tokens `low` up to, not including, `high`, which `holder` computes: a Piece, in a plan a PlannedPiece."""
+
+    holder: Any
+    low: int
+    high: int
+
+
+def reads_of(pieces: Iterable[Piece]) -> dict[Piece, tuple[Read, ...]]:
+    """For each piece the tokens before it: which of the pieces computes them, in the order of tokens.
+
+    Raises ValueError, naming the sample, for pieces that leave a gap or overlap, and for a branch off a sample that is
+    not among them.
+    """
+    by_sample: dict[int, list[Piece]] = {}
+    for piece in sorted(pieces, key=lambda piece: (piece.sample, piece.start)):
+        by_sample.setdefault(piece.sample, []).append(piece)
+    reads: dict[Piece, tuple[Read, ...]] = {}
+    # What a sample branches off begins before it.
+    for sample, own in sorted(by_sample.items(), key=lambda it: it[1][0].start):
+        first = own[0]
+        end, before, reads[first] = first.start, None, ()
+        if first.parent is None:
+            end = 0
+        else:
+            before = next((each for each in by_sample.get(first.parent, ()) if each.start < end <= each.stop), None)
+            if before is None:
+                raise ValueError(
+                    f"{first} branch off sample {first.parent}, and no piece here computes its token {end - 1}: give "
+                    f"all pieces of sample {first.parent}, as Piece({first.parent}, 0, …) if it is whole"
+                )
+        for piece in own:
+            if piece.start != end or (piece.parent is not None and piece is not first):
+                fault = "leave out" if piece.start > end else "hold twice"
+                low, high = sorted((piece.start, end))
+                raise ValueError(f"the pieces of sample {sample} {fault} its tokens {low}..{max(high - 1, low)}")
+            if before is not None:
+                reads[piece] = (*reads[before], Read(before, before.start, piece.start))
+            end, before = piece.stop, piece
+    return reads
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPiece:
-    """A piece, the rank that computes it, and the place of its keys and values.
+    """A piece, the rank and the wave that compute it, and the place of its keys and values.
 
-    `is_read`: a later piece follows, so others read it. `offset`: its first row in the rank's own buffers, in tokens;
-    `joint_offset`: its first row in one buffer for all ranks of its replica, in which a sequence's rows are adjacent.
-    Both are 0 if it is not read.
+    `read`: how many of its tokens, from the first, other ranks read. `offset`: the first row in the rank's own buffers,
+    in tokens; `joint_offset`: in one buffer for all ranks of its replica, in which a sample's rows are adjacent.
     """
 
     piece: Piece
     rank: int
-    is_read: bool
+    wave: int
+    read: int
     offset: int
     joint_offset: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitSequence:
-    """All pieces of one sample, in order, and the wave that computes them."""
-
-    sample: int
-    wave: int
-    pieces: tuple[PlannedPiece, ...]
-
-    def before(self, piece: Piece) -> tuple[PlannedPiece, ...]:
-        """The pieces that `piece` reads."""
-        return tuple(each for each in self.pieces if each.piece.start < piece.start)
-
-    def after(self, piece: Piece) -> tuple[PlannedPiece, ...]:
-        """The pieces that read `piece`."""
-        return tuple(each for each in self.pieces if each.piece.start > piece.start)
 
 
 class SplitPlan:
     """The ranks that compute the pieces of one minibatch; ranks compare it by `digest` at the minibatch's entry.
 
-    `sequences`: by sample. `waves`: their number. `tokens`: by rank, how many tokens' keys and values others read.
-    `replicas`: consecutive ranks of equal number that share memory, as all pieces of a sample must; often a host each.
+    `pieces`: by sample and token. `waves`: their number. `tokens`: by rank, how many tokens' keys and values others
+    read. `replicas`: consecutive ranks of equal number that share memory, as all pieces of a tree must; often a host
+    each. `contents`: a hash of the tokens that samples share, as `digest` covers them.
     """
 
-    def __init__(self, sequences: Sequence[SplitSequence], *, ranks: int, replicas: int = 1) -> None:
-        self.ranks, self.replicas = ranks, replicas
-        self.sequences = {each.sample: each for each in sequences}
-        self.waves = 1 + max((each.wave for each in sequences), default=-1)
+    def __init__(self, pieces: Iterable[PlannedPiece], *, ranks: int, replicas: int = 1, contents: str = "") -> None:
+        self.pieces, self.ranks, self.replicas, self.contents = tuple(pieces), ranks, replicas, contents
+        self.waves = 1 + max((each.wave for each in self.pieces), default=-1)
+        self.lengths = {each.piece.sample: each.piece.stop for each in self.pieces}  # by sample: of its last piece
         self.tokens = [0] * ranks
-        for each in self.pieces():
-            self.tokens[each.rank] += len(each.piece) * each.is_read
-        self.digest = hashlib.sha256(repr([*self.sequences.values()]).encode()).hexdigest()[:16]
-
-    def pieces(self) -> Iterator[PlannedPiece]:
-        for sequence in self.sequences.values():
-            yield from sequence.pieces
+        for each in self.pieces:
+            self.tokens[each.rank] += each.read
+        self.digest = hashlib.sha256(f"{self.pieces} {contents}".encode()).hexdigest()[:16]
+        self._by_piece = {each.piece: each for each in self.pieces}
+        self._reads = {
+            piece: tuple(Read(self._by_piece[read.holder], read.low, read.high) for read in reads)
+            for piece, reads in reads_of(self._by_piece).items()
+        }
+        self._readers: dict[Piece, list[PlannedPiece]] = {piece: [] for piece in self._by_piece}
+        for piece, reads in self._reads.items():
+            for read in reads:
+                self._readers[read.holder.piece].append(self._by_piece[piece])
 
     def of_rank(self, rank: int) -> list[PlannedPiece]:
         """The pieces that `rank` computes."""
-        return [each for each in self.pieces() if each.rank == rank]
+        return [each for each in self.pieces if each.rank == rank]
 
-    def wave_of(self, piece: Piece) -> int:
-        return self.sequences[piece.sample].wave
+    def find(self, piece: Piece) -> PlannedPiece | None:
+        """None if it is not in the plan, as no other rank has a part in it."""
+        return self._by_piece.get(piece)
+
+    def reads(self, piece: Piece) -> tuple[Read, ...]:
+        """All tokens before `piece`, in order, also those that its own rank computes."""
+        return self._reads[piece]
+
+    def readers(self, piece: Piece) -> list[PlannedPiece]:
+        """The pieces that read `piece`."""
+        return self._readers[piece]
 
     def of_replica(self, replica: int) -> SplitPlan | None:
         """The part of one replica, whose ranks are numbered from 0; None if nothing is split there."""
         if self.replicas == 1:
             return self
         shards = self.ranks // self.replicas
-        own = [
-            replace(each, pieces=tuple(replace(piece, rank=piece.rank % shards) for piece in each.pieces))
-            for each in self.sequences.values()
-            if each.pieces[0].rank // shards == replica
-        ]
-        return SplitPlan(own, ranks=shards) if own else None
+        own = [replace(each, rank=each.rank % shards) for each in self.pieces if each.rank // shards == replica]
+        return SplitPlan(own, ranks=shards, contents=self.contents) if own else None
 
     @classmethod
-    def of(cls, packs_of_ranks: Sequence[Sequence[Sequence[Entry]]], *, replicas: int = 1) -> SplitPlan | None:
-        """The plan of all ranks' packs, by rank; None if they hold no piece.
+    def of(
+        cls, packs_of_ranks: Sequence[Sequence[Sequence[Entry]]], *, replicas: int = 1, contents: str = ""
+    ) -> SplitPlan | None:
+        """The plan of all ranks' packs, by rank; None if no piece reads another pack's.
 
         Raises ValueError, naming the sample, for pieces that leave a gap, overlap, are alone or on several replicas,
-        for a sample that is both split and whole, and for packs that can't be computed as waves: see [Note: waves].
+        for a sample that is both split and whole, for a branch off one that is not in pieces, and for packs that can't
+        be computed as waves: see [Note: waves].
         """
         ranks = len(packs_of_ranks)
         if replicas < 1 or ranks % replicas:
@@ -157,71 +208,82 @@ class SplitPlan:
                         raise ValueError(f"{entry} are in two packs")
                     else:
                         places[entry] = rank, number
-        if not places:
-            return None
-        waves = _waves(places)
-        by_sample: dict[int, list[Piece]] = {}
-        for piece in sorted(places, key=lambda piece: (piece.sample, piece.start)):
-            by_sample.setdefault(piece.sample, []).append(piece)
-        sequences, offsets, joint = [], [0] * ranks, [0] * replicas
-        for sample, pieces in by_sample.items():
-            _check(pieces, sample in whole)
-            where = {places[piece][0] * replicas // ranks for piece in pieces}
+        for piece in places:
+            if piece.sample in whole:
+                raise ValueError(f"sample {piece.sample} is in the packs both whole and in pieces: give one of them")
+        reads = reads_of(places)
+        trees = _trees(places, reads)
+        for tree in trees:
+            if len(tree) == 1:
+                raise ValueError(f"{tree[0]} are its only piece: give the sample whole, or its other pieces")
+            where = {places[piece][0] * replicas // ranks for piece in tree}
             if len(where) > 1:
                 raise ValueError(
-                    f"sample {sample} has pieces on ranks of replicas {sorted(where)}, which can't read each other's "
-                    f"keys and values: keep all pieces of a sample on one replica"
+                    f"sample {tree[0].sample} has pieces on ranks of replicas {sorted(where)}, which can't read each "
+                    f"other's keys and values: keep a sample, and all that branch off it, on one replica"
                 )
-            (replica,) = where
-            planned = []
-            for piece in pieces:
-                rank, is_read = places[piece][0], piece is not pieces[-1]
-                offset, joint_offset = (offsets[rank], joint[replica]) if is_read else (0, 0)
-                planned.append(
-                    PlannedPiece(piece=piece, rank=rank, is_read=is_read, offset=offset, joint_offset=joint_offset)
-                )
-                offsets[rank] += len(piece) * is_read
-                joint[replica] += len(piece) * is_read
-            sequences.append(SplitSequence(sample=sample, wave=waves[places[pieces[0]]], pieces=tuple(planned)))
-        return cls(sequences, ranks=ranks, replicas=replicas)
+        apart = [tree for tree in trees if len({places[piece] for piece in tree}) > 1]
+        if not apart:
+            return None
+        waves = _waves(places, apart)
+        read = dict.fromkeys(chain.from_iterable(apart), 0)
+        for piece in read:
+            for holder, low, high in reads[piece]:
+                if places[holder][0] != places[piece][0]:
+                    read[holder] = max(read[holder], high - low)
+        planned, offsets, joint = [], [0] * ranks, [0] * replicas
+        for piece in sorted(read, key=lambda piece: (piece.sample, piece.start)):
+            rank, count = places[piece][0], read[piece]
+            replica = rank * replicas // ranks
+            place = {"offset": offsets[rank], "joint_offset": joint[replica]}
+            planned.append(PlannedPiece(piece=piece, rank=rank, wave=waves[places[piece]], read=count, **place))
+            offsets[rank] += count
+            joint[replica] += count
+        return cls(planned, ranks=ranks, replicas=replicas, contents=contents)
 
 
-def _check(pieces: Sequence[Piece], is_whole_too: bool) -> None:
-    sample = pieces[0].sample
-    if is_whole_too:
-        raise ValueError(f"sample {sample} is in the packs both whole and in pieces: give one of them")
-    if len(pieces) == 1:
-        raise ValueError(f"{pieces[0]} are its only piece: give the sample whole, or its other pieces")
-    end = 0
+class _Groups(dict):
+    """Disjoint groups of keys: by key one on the way to its group's leader."""
+
+    def leader(self, key: Any) -> Any:
+        while self.setdefault(key, key) != key:
+            self[key] = key = self[self[key]]
+        return key
+
+    def join(self, one: Any, other: Any) -> None:
+        self[self.leader(one)] = self.leader(other)
+
+
+def _trees(pieces: Iterable[Piece], reads: Mapping[Piece, Sequence[Read]]) -> list[list[Piece]]:
+    """The pieces in groups that read one another."""
+    groups = _Groups()
     for piece in pieces:
-        if piece.start != end:
-            fault = "leave out" if piece.start > end else "hold twice"
-            first, last = sorted((piece.start, end))
-            raise ValueError(f"the pieces of sample {sample} {fault} its tokens {first}..{last - 1}")
-        end = piece.stop
+        if reads[piece]:
+            groups.join(piece, reads[piece][-1].holder)
+    trees: dict[Piece, list[Piece]] = {}
+    for piece in pieces:
+        trees.setdefault(groups.leader(piece), []).append(piece)
+    return list(trees.values())
 
 
-def _waves(places: dict[Piece, tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """The wave of every (rank, pack) with pieces. Packs that share a sequence are one wave."""
-    leaders = {place: place for place in places.values()}
+def _waves(places: Mapping[Piece, tuple[int, int]], trees: Sequence[Sequence[Piece]]) -> dict[tuple[int, int], int]:
+    """The wave of every (rank, pack) with pieces of `trees`. Packs that share a tree are one wave."""
+    groups = _Groups()
+    for tree in trees:
+        for piece in tree:
+            groups.join(places[piece], places[tree[0]])
 
-    def leader(place: tuple[int, int]) -> tuple[int, int]:
-        while leaders[place] != place:
-            leaders[place] = place = leaders[leaders[place]]
-        return place
+    def samples(waves: Iterable[tuple[int, int]]) -> list[int]:
+        return sorted({piece.sample for tree in trees for piece in tree if groups.leader(places[piece]) in waves})
 
-    first: dict[int, tuple[int, int]] = {}
-    for piece, place in places.items():
-        leaders[leader(place)] = leader(first.setdefault(piece.sample, place))
-    before: dict[tuple[int, int], set[tuple[int, int]]] = {leader(place): set() for place in leaders}
+    before: dict[tuple[int, int], set[tuple[int, int]]] = {groups.leader(place): set() for place in list(groups)}
     last: dict[int, tuple[int, int]] = {}  # by rank
-    for rank, pack in sorted(leaders):
-        wave = leader((rank, pack))
+    for rank, pack in sorted(groups):
+        wave = groups.leader((rank, pack))
         if last.get(rank) == wave:
-            samples = sorted({piece.sample for piece, place in places.items() if leader(place) == wave})
             raise ValueError(
-                f"rank {rank} has pieces of samples {samples}, which are computed together, in two packs: put all of "
-                f"them into one pack"
+                f"rank {rank} has pieces of samples {samples([wave])}, which are computed together, in two packs: put "
+                f"all of them into one pack"
             )
         if rank in last:
             before[wave].add(last[rank])
@@ -229,10 +291,8 @@ def _waves(places: dict[Piece, tuple[int, int]]) -> dict[tuple[int, int], int]:
     try:
         numbers = {wave: number for number, wave in enumerate(TopologicalSorter(before).static_order())}
     except CycleError as error:
-        circle = error.args[1]
-        samples = sorted({piece.sample for piece, place in places.items() if leader(place) in circle})
         raise ValueError(
-            f"ranks compute samples {samples} in different orders and would wait for each other: order their packs "
-            f"alike on every rank"
+            f"ranks compute samples {samples(error.args[1])} in different orders and would wait for each other: order "
+            f"their packs alike on every rank"
         ) from None
-    return {place: numbers[leader(place)] for place in leaders}
+    return {place: numbers[groups.leader(place)] for place in list(groups)}

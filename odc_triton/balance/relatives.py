@@ -7,6 +7,7 @@ that is shared, as that predicts its first own token. So every target has a row 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ LEAST_SHARED = 32  # tokens: computing fewer again takes no longer than reading 
 class Relatives:
     """Of samples by number. `lengths`: their tokens; `order`: the samples in the order of their tokens; `place`: of
     each in it; `shared`: by place, the tokens that a sample shares with the one before it; `free`: by sample, the
-    tokens before its first target.
+    tokens before its first target; `contents`: by sample, a hash of all that it shares with others.
     """
 
     lengths: list[int]
@@ -31,12 +32,13 @@ class Relatives:
     place: list[int]
     shared: np.ndarray
     free: list[int]
+    contents: list[str]
 
     def entries(self, samples: Sequence[int]) -> list[Entry]:
         """These samples in one pack: whole, or as branches of others of them, which come before their branches."""
-        entries: list[Entry] = []
-        starts: dict[int, tuple[int, int | None]] = {}  # by sample, its first own token, and the sample it branches off
+        pieces: list[Piece] = []
         before = None
+        starts: dict[int, tuple[int, int | None]] = {}  # by sample, its first own token, and the sample it branches off
         for place in sorted(self.place[sample] for sample in samples):
             sample = self.order[place]
             start = 0 if before is None else self._start(before, place)
@@ -44,8 +46,9 @@ class Relatives:
             while start and starts[parent][0] >= start:  # then what that one branches off has all of these tokens
                 parent = starts[parent][1]
             starts[sample], before = (start, parent), place
-            entries.append(sample if parent is None else Piece(sample, start, self.lengths[sample], parent))
-        return entries
+            pieces.append(Piece(sample, start, self.lengths[sample], parent))
+        parents = {each.parent for each in pieces}
+        return [each if each.parent is not None or each.sample in parents else each.sample for each in pieces]
 
     def families(self) -> list[list[tuple[int, int]]]:
         """(sample, its first own token after the one before it), in runs of which only the first is 0."""
@@ -84,4 +87,8 @@ def find_relatives(samples: Sequence[Mapping[str, Any]]) -> Relatives:
             common = min(len(one), len(other))
             differ = np.flatnonzero(one[:common] != other[:common])
             shared[at] = differ[0] if len(differ) else common
-    return Relatives(lengths=[len(each) for each in ids], order=order, place=place, shared=shared, free=free)
+    contents = []
+    for each, at in zip(ids, place, strict=True):
+        most = max(shared[at : at + 2])
+        contents.append(hashlib.sha256(each[:most].tobytes()).hexdigest()[:16])
+    return Relatives([len(each) for each in ids], order, place, shared, free, contents)

@@ -23,7 +23,7 @@ import numpy as np
 from .cost import CostModel
 from .packing import checked_lengths, pack
 from .partition import BALANCED, balanced_partition, longest_first
-from .pieces import Entry, Piece, SplitPlan
+from .pieces import Entry, Piece, SplitPlan, named
 
 SplitPacks = list[list[Entry]]  # microbatches of one rank
 Waves = list[list[list[Entry]]]  # by wave and rank
@@ -64,11 +64,7 @@ class SplitAssignment:
 
     def named(self, names: Sequence[int]) -> SplitAssignment:
         """The same with other names of the samples, without a plan."""
-
-        def name(each: Entry) -> Entry:
-            return replace(each, sample=names[each.sample]) if isinstance(each, Piece) else names[each]
-
-        waves = [[[name(each) for each in part] for part in wave] for wave in self.waves]
+        waves = [[[named(each, names) for each in part] for part in wave] for wave in self.waves]
         return replace(self, names=names, waves=waves)
 
 

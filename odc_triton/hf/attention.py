@@ -27,7 +27,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..balance.pieces import Piece
-from ..sequence.attention import AttentionOfTree, takes
+from ..sequence.attention import AttentionOfTree, SeenRows, parts_of, takes
+from ..sequence.tree import rows_before
 from .document_attention import AttentionTerms, eager, of_document, one_length, varlen
 
 # Keyword arguments that change attention's result and that a pack does not support.
@@ -85,7 +86,6 @@ class _Call(AttentionTerms):
     cu_seq_lens_q: Tensor | None = None
     max_length_q: int | None = None
     pieces: Sequence[Piece | None] | None = None
-    branches: Sequence[Sequence[tuple[int, int]]] | None = None
     others: dict[str, Any]
 
     @property
@@ -125,9 +125,8 @@ def packed_attention(
     `scaling` and `dropout` are honoured. Calls that are not of a pack (a cache, a mask, `is_causal=False`) go to the
     library's SDPA, with all other options: [Note: what is not a pack].
 
-    `pieces`: for each document its `Piece` of a sample, None if it is whole. A piece's queries see the
-    keys of the pieces before it, which other ranks publish (sequence/). `branches`: for each document the rows of the
-    pack that its queries see besides its own, by position: it branches off others (balance/relatives.py).
+    `pieces`: for each document its `Piece` of a sample, None if it is whole. A piece's queries see the keys of all
+    tokens before it, which other pieces of this pack compute, or those of other ranks, which publish them (sequence/).
 
     Raises PackingUnsupported for a model that can't take packs (no boundaries, an argument that would be
     dropped), ValueError for inputs that are not a pack (documents in a row under a mask that joins them).
@@ -145,14 +144,12 @@ def packed_attention(
 
 
 def _attend(call: _Call) -> Tensor:
-    if not call.has_pieces and call.branches is None and not (call.may_be_pack and call.length > 1):
+    if not call.has_pieces and not (call.may_be_pack and call.length > 1):
         _refuse_leak(call)
         return _by_eager(call) if call.need_eager else _by_library(call)
     _check_pack(call)
     if call.has_pieces:
         return _of_pieces(call)
-    if call.branches is not None:
-        return _of_branches(call)
     ends = _ends(call)
     return _of_rows(call) if ends is None else _of_documents(call, ends)
 
@@ -184,7 +181,7 @@ def _refuse_leak(call: _Call) -> None:
 def _check_pack(call: _Call) -> None:
     """Raises if a pack's call has an argument that would be dropped, or no documents' bounds."""
     name = type(call.module).__name__
-    if (call.has_pieces or call.branches is not None) and not (call.may_be_pack and call.batch == 1):
+    if call.has_pieces and not (call.may_be_pack and call.batch == 1):
         raise ValueError(f"{name} was given parts of samples with a mask or a cache, or without causal attention")
     for argument in _UNSUPPORTED_IN_PACKS:
         if call.others.get(argument) is not None:
@@ -251,51 +248,56 @@ def _by_kernel(call: _Call, ends: Tensor, longest: int | None) -> Tensor:
 
 @torch._disable_dynamo  # its exchange with other ranks must run in every forward, not once during tracing
 def _of_pieces(call: _Call) -> Tensor:
-    """One row of documents, some of them pieces of samples, in order. Whole documents between two pieces, and
-    pieces with no keys before them, run in one call of the variable-length kernel.
-    """
+    """One row of documents, some of them pieces of samples, which see other rows of the pack or of other ranks."""
     name, split, ends = type(call.module).__name__, getattr(call.module, "_odc_split", None), call.cu_seq_lens_q
-    if split is None:
-        raise RuntimeError("this pack holds pieces of samples: call enable_split(model, tokens=…) after fully_shard")
     if call.dropout:
         raise PackingUnsupported(f"{name} has attention dropout, which is not supported for pieces of samples")
     if ends is None:
         raise PackingUnsupported(f"{name} does not pass cu_seq_lens_q to its attention. {REMEDY}")
     bounds, window = _bounds(ends, call.length), call.sliding_window
-    spans = split.exchange.spans(bounds, call.pieces)
-    key, value = split.publish(call.key, call.value, spans, window)
-    fetched = dict(zip((span.first for span in spans), split.fetch(key, value, spans, window), strict=True))
-    joins, parts = call.fit_kernel(call.query, value), []
-    for _, run in groupby(range(len(call.pieces)), lambda at: -1 if joins and fetched.get(bounds[at]) is None else at):
+    query, key, value = call.query, call.key, call.value
+    if len(bounds) - 1 != len(call.pieces):
+        raise ValueError(f"the pack has {len(bounds) - 1} documents and pieces for {len(call.pieces)}")
+    plan = None if split is None else split.exchange.plan
+    spans = split.exchange.spans(bounds, call.pieces) if plan else []
+    runs = split.exchange.runs(spans, window) if spans else []
+    try:
+        seen = rows_before(bounds, call.pieces, plan=plan, runs=runs, window=window)
+    except ValueError as error:
+        give = "minibatch(model, tokens=…, split=packs.split), or to evaluate split_forward(model, packs.split)"
+        how = "call enable_split(model, tokens=…) after fully_shard" if split is None else f"give the plan, {give}"
+        raise RuntimeError(f"{error}. If other packs have them, {how}") from None
+    fetched: tuple[Tensor, ...] = ()
+    if spans:
+        key, value = split.publish(key, value, spans, window)
+        fetched = split.fetch(key, value, spans, runs, window) if runs else ()
+    if takes(query, key, value) and window is None and not call.need_eager:
+        out = AttentionOfTree.apply(query, key, value, parts_of(bounds, seen), call.scaling, *fetched).transpose(1, 2)
+    else:
+        out = _joined(call, query, (key, value, *fetched), bounds, seen)
+    return split.release(out, key) if runs else out
+
+
+def _joined(
+    call: _Call, query: Tensor, sources: Sequence[Tensor], bounds: Sequence[int], seen: Sequence[Sequence[SeenRows]]
+) -> Tensor:
+    """Document by document, its keys and values joined with those that it sees before them. Those that see none run in
+    one call of the variable-length kernel.
+    """
+    parts, fits = [], call.fit_kernel(query, sources[1])
+    for _, run in groupby(range(len(seen)), lambda at: -1 if fits and not seen[at] else at):
         first, *others = run
         past = first + len(others) + 1
         start, end = bounds[first], bounds[past]
-        q, k, v = (x[:, :, start:end] for x in (call.query, key, value))
+        rows = (*seen[first], SeenRows(0, start, end))
+        q = query[:, :, start:end]
+        k, v = (torch.cat([sources[2 * at + kind][:, :, low:high] for at, low, high in rows], 2) for kind in (0, 1))
         if others:
             longest = max(end - start for start, end in pairwise(bounds[first : past + 1]))
             q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-            parts.append(varlen(q, k, v, ends[first : past + 1] - start, longest, call)[None])
+            parts.append(varlen(q, k, v, call.cu_seq_lens_q[first : past + 1] - start, longest, call)[None])
         else:
-            parts.append(of_document(q, k, v, fetched.get(start), split.is_apart, call))
-    return split.release(torch.cat(parts, dim=1), key, value, spans)
-
-
-@torch._disable_dynamo  # packs differ, and each would be compiled anew
-def _of_branches(call: _Call) -> Tensor:
-    """One row of documents, some of which branch off others."""
-    if call.cu_seq_lens_q is None:
-        raise PackingUnsupported(f"{type(call.module).__name__} does not pass cu_seq_lens_q to its attention. {REMEDY}")
-    bounds, qkv = _bounds(call.cu_seq_lens_q, call.length), (call.query, call.key, call.value)
-    if len(call.branches) != len(bounds) - 1:
-        raise ValueError(f"the pack has {len(bounds) - 1} documents and branches for {len(call.branches)}")
-    if takes(*qkv) and call.sliding_window is None and not call.need_eager and call.dropout == 0.0:
-        return AttentionOfTree.apply(*qkv, bounds, call.branches, call.scaling).transpose(1, 2)
-    parts = []
-    for (start, end), rows in zip(pairwise(bounds), call.branches, strict=True):
-        query, key, value = (x[:, :, start:end] for x in qkv)
-        if rows:
-            before = [torch.cat([x[:, :, low:high] for low, high in (*rows, (start, end))], 2) for x in qkv[1:]]
-        parts.append(of_document(query, key, value, tuple(before) if rows else None, True, call))
+            parts.append(of_document(q, k, v, call))
     return torch.cat(parts, dim=1)
 
 

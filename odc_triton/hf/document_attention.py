@@ -9,9 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..sequence.attention import AttentionInTwoParts, takes
-from ..sequence.layer import Pair
-
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTerms:
@@ -40,16 +37,8 @@ class AttentionTerms:
         )
 
 
-def of_document(
-    query: Tensor, key: Tensor, value: Tensor, fetched: Pair | None, is_whole: bool, terms: AttentionTerms
-) -> Tensor:
-    """[1, T, H, D]. `fetched`: the keys and values before a piece; if `is_whole`, followed by its own."""
-    if fetched is not None and not is_whole:
-        if takes(query, key, value) and terms.sliding_window is None and not terms.need_eager:
-            return AttentionInTwoParts.apply(query, *fetched, key, value, terms.scaling).transpose(1, 2)
-        fetched = torch.cat([fetched[0], key], 2), torch.cat([fetched[1], value], 2)
-    if fetched is not None:
-        key, value = fetched
+def of_document(query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms) -> Tensor:
+    """[1, T, H, D] of one document, whose queries are the last of their keys."""
     if not terms.fit_kernel(query, value):
         return one_length(query, key, value, terms).transpose(1, 2)
     queries, keys = query.shape[2], key.shape[2]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from ..balance.pieces import Piece
 from .attention import PREPARED_MASK, REMEDY, PackingUnsupported, packed_attention, packed_mask
 
 ATTENTION_NAME = "odc_packed"
@@ -190,7 +191,7 @@ def _probe_branches(model: nn.Module, ids: Tensor, wanted: Tensor, tolerance: fl
         found = model(
             input_ids=torch.cat([ids, ids[:, start:]], dim=1),
             position_ids=torch.cat([positions, positions[start:]])[None],
-            branches=((), ((0, start),)),
+            pieces=(Piece(0, 0, length), Piece(1, start, length, parent=0)),
             use_cache=False,
             **bounds,
         ).logits.float()

@@ -31,13 +31,14 @@ def model_inputs(pack: Mapping[str, Any], model: nn.Module | None = None) -> dic
             "this pack holds pieces of samples, and the model's attention would take them for whole samples: call "
             "odc_triton.hf.enable_packing(model) before fully_shard, and enable_split(model, tokens=…) after it"
         )
-    if model is not None and "branches" in pack and not takes_branches(innermost(model)):
+    branch = next((each for each in pack.get("pieces", ()) if each is not None and each.parent is not None), None)
+    if model is not None and branch is not None and not takes_branches(innermost(model)):
         raise RuntimeError(
-            f"this pack holds branches of samples, and {type(innermost(model)).__name__} does not pass them to "
-            f"odc_triton's packed attention, or enable_packing(model) was not called: train on whole samples"
+            f"in this pack {branch} branch off sample {branch.parent}, and {type(innermost(model)).__name__} does not "
+            f"pass pieces to odc_triton's packed attention: train it on whole samples"
         )
     bounds = _BOUNDS if model is None or _takes_bounds(model) else ()
-    names = ("input_ids", "position_ids", "pieces", "branches", *bounds)
+    names = ("input_ids", "position_ids", "pieces", *bounds)
     inputs = {name: pack[name] for name in names if name in pack} | {"use_cache": False}
     if model is not None and all(name in inputs for name in _BOUNDS) and takes_prepared_mask(innermost(model)):
         inputs["attention_mask"] = inputs["input_ids"].new_empty(PREPARED_MASK, dtype=torch.bool)

@@ -27,8 +27,9 @@ def embedding_noise(
         return
     bounds = pack["cu_seq_lens_q"]
     tokens = lengths = bounds.diff()
-    if split is not None and "pieces" in pack:
-        whole = [piece and split.sequences[piece.sample].pieces[-1].piece.stop for piece in pack["pieces"]]
+    if "pieces" in pack:
+        of_pieces = {} if split is None else split.lengths
+        whole = [piece and of_pieces.get(piece.sample, piece.stop) for piece in pack["pieces"]]
         lengths = torch.tensor([each or 0 for each in whole], device=tokens.device)
         lengths = torch.where(lengths > 0, lengths, tokens)
 

@@ -1,4 +1,4 @@
-"""Attention of a piece over the keys before it and its own, without a mask and without joining them in memory.
+"""Attention of documents that see rows before their own, without a mask and without joining them in memory.
 
     a = softmax over the keys before, all visible;  b = causal softmax over the own keys
     lse = log(exp(lse_a) + exp(lse_b)),  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
@@ -10,8 +10,8 @@ those of one attention over all keys (FlashAttention, arXiv 2205.14135, Algorith
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby, pairwise
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,46 +19,54 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class AttentionInTwoParts(torch.autograd.Function):
-    """query [1, H, T, D]; keys and values before it [1, Hkv, P, D], and its own [1, Hkv, T, D]; on a CPU.
+class SeenRows(NamedTuple):
+    """Rows `low` up to, not including, `high` of a source: 0 is the pack itself, n the n-th that is given besides."""
 
-    Saved: what goes in, `out` and `lse`. Keys before it are views of shared memory where ranks share one: no copy.
+    source: int
+    low: int
+    high: int
+
+
+class AttentionPart(NamedTuple):
+    """The queries of rows `start` up to, not including, `end` attend to the rows `low` up to `high` of `source`.
+
+    To their own causally, to others all of them. `source`: see `SeenRows`.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        keys_before: torch.Tensor,
-        values_before: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scale: float | None,
-    ) -> torch.Tensor:
-        out_a, lse_a = _forward(query, keys_before, values_before, 0.0, False, scale=scale)
-        out_b, lse_b = _forward(query, keys, values, 0.0, True, scale=scale)
-        lse = torch.logaddexp(lse_a, lse_b)
-        out = out_a * (lse_a - lse).exp()[..., None] + out_b * (lse_b - lse).exp()[..., None]
-        out = out.to(query.dtype)
-        ctx.save_for_backward(query, keys_before, values_before, keys, values, out, lse)
-        ctx.scale = scale
-        return out
+    start: int
+    end: int
+    source: int
+    low: int
+    high: int
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, keys_before, values_before, keys, values, out, lse = ctx.saved_tensors
-        common = (out, lse, 0.0)
-        before = _backward(gradient, query, keys_before, values_before, *common, False, scale=ctx.scale)
-        own = _backward(gradient, query, keys, values, *common, True, scale=ctx.scale)
-        return before[0] + own[0], before[1], before[2], own[1], own[2], None
+    @property
+    def is_own(self) -> bool:
+        return self.source == 0 and self.low == self.start
+
+
+def parts_of(bounds: Sequence[int], seen: Sequence[Sequence[SeenRows]]) -> list[AttentionPart]:
+    """The parts of a pack's attention: those of the documents on their own rows, then, with `seen`, for each document
+    the rows that it sees before its own, the others. Documents side by side that see the same rows share a part, so
+    that these rows' gradient is computed once.
+    """
+    parts = [AttentionPart(start, end, 0, start, end) for start, end in pairwise(bounds)]
+    last: dict[SeenRows, int] = {}
+    for (start, end), rows in zip(pairwise(bounds), seen, strict=True):
+        for each in rows:
+            at = last.get(each)
+            if at is not None and parts[at].end == start:
+                parts[at] = parts[at]._replace(end=end)
+            else:
+                last[each] = len(parts)
+                parts.append(AttentionPart(start, end, *each))
+    return parts
 
 
 class AttentionOfTree(torch.autograd.Function):
-    """query [1, H, T, D], keys and values [1, Hkv, T, D] of a pack of documents at `bounds`, on a CPU.
+    """query [1, H, T, D], keys and values [1, Hkv, T, D] of a pack, on a CPU. `before`: two for each further source,
+    keys and values [1, Hkv, P, D]; views of shared memory where ranks share one, so nothing is copied.
 
-    `branches`: for each document the rows [first, end) that its queries see besides its own. Documents side by side
-    that see the same rows are one call on them, so these rows' gradient is computed once. Saved: what goes in, `out`
-    and `lse`.
+    Saved: what goes in, `out` and `lse`.
     """
 
     @staticmethod
@@ -67,46 +75,45 @@ class AttentionOfTree(torch.autograd.Function):
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        bounds: Sequence[int],
-        branches: Sequence[Sequence[tuple[int, int]]],
+        parts: Sequence[AttentionPart],
         scale: float | None,
+        *before: torch.Tensor,
     ) -> torch.Tensor:
-        parts = [(start, end, start, end, True) for start, end in pairwise(bounds)]
-        for rows in dict.fromkeys(rows for of_document in branches for rows in of_document):
-            for sees, run in groupby(range(len(branches)), lambda at, rows=rows: rows in branches[at]):
-                if sees:
-                    members = list(run)
-                    parts.append((bounds[members[0]], bounds[members[-1] + 1], *rows, False))
+        sources = (keys, values, *before)
         out, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
         if query.dtype == torch.float64:
             lse = lse.double()
-        for start, end, low, high, is_own in parts:
-            of_part = (query[:, :, start:end], keys[:, :, low:high], values[:, :, low:high])
-            more, theirs = _forward(*of_part, 0.0, is_own, scale=scale)
-            if not is_own:
-                before, mine = lse[:, :, start:end], out[:, :, start:end]
-                joined = torch.logaddexp(before, theirs)
-                more = mine * (before - joined).exp()[..., None] + more * (theirs - joined).exp()[..., None]
+        for part in parts:
+            rows = (sources[2 * part.source + kind][:, :, part.low : part.high] for kind in (0, 1))
+            more, theirs = _forward(query[:, :, part.start : part.end], *rows, 0.0, part.is_own, scale=scale)
+            mine, weights = out[:, :, part.start : part.end], lse[:, :, part.start : part.end]
+            if not part.is_own:
+                joined = torch.logaddexp(weights, theirs)
+                more = mine * (weights - joined).exp()[..., None] + more * (theirs - joined).exp()[..., None]
                 theirs = joined
-            out[:, :, start:end], lse[:, :, start:end] = more, theirs
-        ctx.save_for_backward(query, keys, values, out, lse)
+            mine.copy_(more)
+            weights.copy_(theirs)
+        ctx.save_for_backward(query, *sources, out, lse)
         ctx.parts, ctx.scale = parts, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, keys, values, out, lse = ctx.saved_tensors
-        found = [torch.zeros_like(each) for each in (query, keys, values)]
-        for start, end, low, high, is_own in ctx.parts:
-            own, theirs = (..., slice(start, end), slice(None)), (..., slice(low, high), slice(None))
-            given = (gradient[own], query[own], keys[theirs], values[theirs], out[own], lse[..., start:end])
-            of_part = _backward(*given, 0.0, is_own, scale=ctx.scale)
-            for whole, rows, each in zip(found, (own, theirs, theirs), of_part, strict=True):
-                whole[rows] += each
-        return *found, None, None, None
+        query, *sources, out, lse = ctx.saved_tensors
+        found = [torch.zeros_like(each) for each in (query, *sources)]
+        for part in ctx.parts:
+            own = (..., slice(part.start, part.end), slice(None))
+            theirs = (..., slice(part.low, part.high), slice(None))
+            rows = [sources[2 * part.source + kind][theirs] for kind in (0, 1)]
+            given = (gradient[own], query[own], *rows, out[own], lse[..., part.start : part.end])
+            of_part = _backward(*given, 0.0, part.is_own, scale=ctx.scale)
+            places = (found[0][own], *(found[1 + 2 * part.source + kind][theirs] for kind in (0, 1)))
+            for place, each in zip(places, of_part, strict=True):
+                place += each
+        return *found[:3], None, None, *found[3:]
 
 
 def takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """True if the classes above can compute it. Not under autocast, which knows SDPA and not its parts."""
+    """True if the class above can compute it. Not under autocast, which knows SDPA and not its parts."""
     alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
     return query.device.type == "cpu" and alike and not torch.is_autocast_enabled("cpu")

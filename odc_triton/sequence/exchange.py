@@ -1,11 +1,11 @@
-"""Split sequences of a minibatch on one rank: attention publishes, reads, adds and collects.
+"""Pieces of samples in a minibatch, on one rank: attention publishes, reads, adds and collects.
 
 Per layer, for the pieces of one microbatch (see [Note: waves] in balance/pieces.py):
 
 forward     publish  writes keys and values of the own pieces that others read, and says so
-            fetch    waits for the earlier pieces' and reads them
+            fetch    waits for those before them on other ranks, and reads them
 backward    fetch    adds the gradients of what was read to the ranks that hold it, and says so
-            publish  waits for the later pieces' additions and takes them
+            publish  waits for the additions of other ranks' pieces, and takes them
 
 Publish passes keys and values through and fetch takes them as its anchor, so autograd runs fetch's backward first:
 everything is added to others before this rank waits for what they add.
@@ -13,14 +13,14 @@ everything is added to others before this rank waits for what they add.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
 import torch
 
-from ..balance.pieces import Piece, PlannedPiece, SplitPlan
+from ..balance.pieces import Piece, PlannedPiece, Read, SplitPlan
 from ..base.errors import RanksDiffer
 from ..comm.grid import Grid
 from ..engine.participant import Participant
@@ -37,6 +37,15 @@ class Span:
     piece: Piece
     first: int
     end: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRows:
+    """Tokens `low` up to, not including, `high` of one sample, in one or several pieces, all on other ranks."""
+
+    holders: tuple[PlannedPiece, ...]
+    low: int
+    high: int
 
 
 class PieceState(Enum):
@@ -73,7 +82,7 @@ class SequenceExchange(Participant):
         self._own: list[PlannedPiece] = []
         self._epochs = 0  # used up by former plans: one per wave
         self._states: dict[Piece, list[PieceState]] = {}  # of own pieces, by layer
-        self.released: list[list[Fetched | None]] = []  # of each layer whose backward must fetch again
+        self.released: list[list[Fetched]] = []  # of each layer whose backward must fetch again
         self._must_clear = False
         self._forward_only = False
 
@@ -143,7 +152,7 @@ class SequenceExchange(Participant):
 
     def _missing_before(self, wave: int) -> str | None:
         for planned in self._own:
-            if self.plan.wave_of(planned.piece) >= wave:
+            if planned.wave >= wave:
                 continue
             states = self._states[planned.piece]
             if PieceState.PENDING in states:
@@ -176,10 +185,10 @@ class SequenceExchange(Participant):
 
     def _epoch(self, spans: Sequence[Span]) -> int:
         """Of the pieces of one microbatch, which are of one wave."""
-        return self._epochs + self.plan.wave_of(spans[0].piece) + 1
+        return self._epochs + self._planned(spans[0].piece).wave + 1
 
     def spans(self, bounds: Sequence[int], pieces: Sequence[Piece | None]) -> list[Span]:
-        """The pack's pieces. Raises RuntimeError if they are not in the plan of an open minibatch."""
+        """The pack's pieces that are in the plan. Raises RuntimeError for pieces that need others and are not."""
         if len(bounds) - 1 != len(pieces):
             raise RuntimeError(
                 f"the pack has {len(bounds) - 1} documents, but says for {len(pieces)} which pieces they are"
@@ -187,47 +196,60 @@ class SequenceExchange(Participant):
         spans = [
             Span(piece, first, end)
             for piece, first, end in zip(pieces, bounds[:-1], bounds[1:], strict=True)
-            if piece is not None
+            if piece is not None and self.plan is not None and self.plan.find(piece) is not None
         ]
         for span in spans:
-            if self.plan is None:
-                raise RuntimeError(
-                    f"the pack holds {span.piece}, and there is no plan: give it, minibatch(model, tokens=…, "
-                    f"split=packs.split), or to evaluate split_forward(model, packs.split)"
-                )
             self._planned(span.piece)
         return spans
 
     def _check_order(self, spans: list[Span]) -> None:
         """Rules 1 and 2 of [Note: waves]."""
-        wave, here = self.plan.wave_of(spans[0].piece), {span.piece for span in spans}
+        wave, here = self._planned(spans[0].piece).wave, {span.piece for span in spans}
         if (missing := self._missing_before(wave)) is not None:
             raise RuntimeError(missing)
         for planned in self._own:
-            if (self.plan.wave_of(planned.piece) == wave) != (planned.piece in here):
+            if (planned.wave == wave) != (planned.piece in here):
                 raise RuntimeError(
                     f"{planned.piece} and {spans[0].piece} are not in the packs that the plan has them in"
                 )
 
     def _planned(self, piece: Piece) -> PlannedPiece:
-        for planned in self._own:
-            if planned.piece == piece:
-                return planned
-        raise RuntimeError(
-            f"{piece} are not this rank's in the minibatch's plan: give minibatch() the split of the packs that it runs"
-        )
+        planned = self.plan.find(piece)
+        if planned is None or planned.rank != self.rank:
+            raise RuntimeError(
+                f"{piece} are not this rank's in the minibatch's plan: give minibatch() the split of the packs that it "
+                f"runs"
+            )
+        return planned
 
-    def _reads_from(self, piece: Piece, window: int | None) -> int:
-        """The first token that a piece reads."""
-        return 0 if window is None else max(0, piece.start - window + 1)
-
-    def sources(self, piece: Piece, window: int | None) -> list[PlannedPiece]:
-        start = self._reads_from(piece, window)
-        return [each for each in self.plan.sequences[piece.sample].before(piece) if each.piece.stop > start]
+    def reads(self, piece: Piece, window: int | None) -> list[Read]:
+        """What a piece reads. `window`: the tokens that a query sees, itself included."""
+        return within(window, piece, self.plan.reads(piece))
 
     def readers(self, piece: Piece, window: int | None) -> list[PlannedPiece]:
-        after = self.plan.sequences[piece.sample].after(piece)
-        return [each for each in after if piece.stop > self._reads_from(each.piece, window)]
+        """The pieces of other ranks that read `piece`."""
+        others = [each for each in self.plan.readers(piece) if each.rank != self.rank]
+        if window is None:
+            return others
+        return [each for each in others if any(read.holder.piece == piece for read in self.reads(each.piece, window))]
+
+    def runs(self, spans: Iterable[Span], window: int | None) -> list[RemoteRows]:
+        """All that these pieces read of other ranks."""
+        rows: dict[PlannedPiece, tuple[int, int]] = {}
+        for span in spans:
+            for holder, low, high in self.reads(span.piece, window):
+                if holder.rank != self.rank:
+                    first, end = rows.get(holder, (low, high))
+                    rows[holder] = min(first, low), max(end, high)
+        runs: list[RemoteRows] = []
+        for holder in sorted(rows, key=lambda each: (each.piece.sample, each.piece.start)):
+            low, high = rows[holder]
+            before = runs[-1] if runs else None
+            if before and before.holders[0].piece.sample == holder.piece.sample and before.high == low:
+                runs[-1] = RemoteRows((*before.holders, holder), before.low, high)
+            else:
+                runs.append(RemoteRows((holder,), low, high))
+        return runs
 
     def start(self, layer: int, spans: list[Span], *, trains: bool) -> None:
         """The forward of these pieces in that layer; `trains`: their keys or values need gradients.
@@ -263,51 +285,52 @@ class SequenceExchange(Participant):
         whom: set[int] = set()
         for span in spans:
             planned = self._planned(span.piece)
-            if planned.is_read:
-                for kind, each in enumerate(rows):
-                    place = self.buffers.rows(layer, kind, planned, span.piece.start, span.piece.stop)
-                    place.copy_(each[span.first : span.end])
+            for kind, each in enumerate(rows):
+                place = self.buffers.rows(layer, kind, planned, span.piece.start, span.piece.start + planned.read)
+                place.copy_(each[span.first : span.first + planned.read])
             whom |= {reader.rank for reader in self.readers(span.piece, window)}
         self._tells(Flag.PUBLISHED, layer, spans)
-        self.sync.signal(Flag.PUBLISHED, whom - {self.rank}, layer, self._epoch(spans))
+        self.sync.signal(Flag.PUBLISHED, whom, layer, self._epoch(spans))
 
-    def read(self, layer: int, span: Span, window: int | None, own: Rows) -> Rows | Fetched | None:
-        """Keys and values [tokens, heads, D] before the piece, as views, where buffers are joined; else what copies
-        them before `own`, the piece's rows. None for a first piece.
+    def read(self, layer: int, spans: list[Span], run: RemoteRows, dtypes: Sequence[torch.dtype]) -> Rows | Fetched:
+        """Keys and values [tokens, heads, D] of `run`, which `spans` read, as views where buffers are joined, else as
+        copies, which have begun.
         """
-        sources = self.sources(span.piece, window)
-        if not sources:
-            return None
-        whom = {each.rank: f"keys and values of {each.piece} in layer {layer}" for each in reversed(sources)}
-        wait = self._wait_for(Flag.PUBLISHED, layer, [span], whom)
-        start, stop = self._reads_from(span.piece, window), span.piece.start
+        whom = {each.rank: f"keys and values of {each.piece} in layer {layer}" for each in reversed(run.holders)}
+        wait = self._wait_for(Flag.PUBLISHED, layer, spans, whom)
         self.streams.go_on()
         if not self.is_apart:
             wait()
-            return tuple(self.buffers.rows(layer, kind, sources[0], start, stop) for kind in (KEYS, VALUES))
-        bounds = [(each, max(start, each.piece.start), each.piece.stop) for each in sources]
-        before = [tuple(self.buffers.rows(layer, kind, *each) for kind in (KEYS, VALUES)) for each in bounds]
-        fetched = Fetched(before, own, self.streams)
+            return tuple(self.buffers.rows(layer, kind, run.holders[0], run.low, run.high) for kind in (KEYS, VALUES))
+        held = [
+            tuple(self.buffers.rows(layer, kind, each, *self._bounds(run, each)) for kind in (KEYS, VALUES))
+            for each in run.holders
+        ]
+        fetched = Fetched(held, dtypes, self.streams)
         fetched.start(wait)
-        fetched.finish(own)
+        fetched.finish()
         return fetched
 
-    def fetch_ahead(self, done: list[Fetched | None]) -> None:
+    def _bounds(self, run: RemoteRows, holder: PlannedPiece) -> tuple[int, int]:
+        """The tokens of `run` that `holder` computes."""
+        return max(run.low, holder.piece.start), min(run.high, holder.piece.stop)
+
+    def fetch_ahead(self, done: list[Fetched]) -> None:
         """Starts copying what the backward needs next, after that of `done`'s layer: that of the layer before."""
         while self.released and self.released.pop() is not done:
             pass
-        for each in filter(None, self.released[-1] if self.released else ()):
+        for each in self.released[-1] if self.released else ():
             each.start()
 
     def _wait_for(
         self, flag: Flag, layer: int, spans: Sequence[Span], whom: dict[int, str], *, is_own_set: bool = True
     ) -> Callable[[], None]:
         """A function that waits for other ranks; `whom`: by rank, the purpose."""
-        others = {rank: purpose for rank, purpose in whom.items() if rank != self.rank}
-        if others:
-            self._waited.add((flag, layer, self._epoch(spans)))
-        wait = Wait(flag=flag, layer=layer, epoch=self._epoch(spans), whom=others, is_own_set=is_own_set)
-        return partial(self.sync.wait, wait) if others else lambda: None
+        epoch = self._epoch(spans)
+        if whom:
+            self._waited.add((flag, layer, epoch))
+        wait = Wait(flag=flag, layer=layer, epoch=epoch, whom=whom, is_own_set=is_own_set)
+        return partial(self.sync.wait, wait) if whom else lambda: None
 
     def _tells(self, flag: Flag, layer: int, spans: Sequence[Span]) -> None:
         if self._debug and (flag, layer, self._epoch(spans)) in self._waited:
@@ -316,44 +339,51 @@ class SequenceExchange(Participant):
                 f"so ranks may wait in a circle: see [Note: forward progress]"
             )
 
-    def add(self, layer: int, spans: list[Span], window: int | None, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Adds gradients of what was read. `gradients`: two for each span, [tokens, heads, D], contiguous, or None."""
+    def add(
+        self,
+        layer: int,
+        spans: list[Span],
+        runs: Sequence[RemoteRows],
+        window: int | None,
+        gradients: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Adds gradients of what was read. `gradients`: two for each run, [tokens, heads, D], contiguous, or None."""
         self._require_first(layer, spans)
-        owners: set[int] = set()
         self._tells(Flag.ADDED, layer, spans)
-        beside = self._beside(layer, spans, window) if self._in_order else {}
+        beside = self._beside(layer, runs, window) if self._in_order else {}
         if before := {rank: purpose for rank, purpose in beside.items() if rank < self.rank}:
             self.streams.after_adds(self._wait_for(Flag.ADDED, layer, spans, before, is_own_set=False))
         shown = Wait(flag=Flag.ADDED, layer=layer, epoch=self._epoch(spans), whom={}, is_own_set=False)
-        for at, span in enumerate(spans):
-            start, sources = self._reads_from(span.piece, window), self.sources(span.piece, window)
-            owners |= {source.rank for source in sources}
+        for at, run in enumerate(runs):
             for kind in (KEYS, VALUES):
                 if (rows := gradients[2 * at + kind]) is not None:
-                    self.streams.add(rows, partial(self._add, shown, kind, sources, start))
-        whom = {*owners, *(rank for rank in beside if rank > self.rank)} - {self.rank}
+                    self.streams.add(rows, partial(self._add, shown, kind, run))
+        owners = {holder.rank for run in runs for holder in run.holders}
+        whom = owners | {rank for rank in beside if rank > self.rank}
         self.streams.after_adds(partial(self.sync.signal, Flag.ADDED, whom, layer, self._epoch(spans)))
 
-    def _beside(self, layer: int, spans: list[Span], window: int | None) -> dict[int, str]:
-        """The other ranks that add to what these pieces read, and what they do."""
+    def _beside(self, layer: int, runs: Sequence[RemoteRows], window: int | None) -> dict[int, str]:
+        """The other ranks that add to what this one reads, and what they do."""
         found: dict[int, str] = {}
-        for source in (source for span in spans for source in self.sources(span.piece, window)):
-            for reader in self.readers(source.piece, window):
-                found[reader.rank] = f"gradients of {source.piece} from {reader.piece} in layer {layer}"
-        found.pop(self.rank, None)
+        for holder in (holder for run in runs for holder in run.holders):
+            for reader in self.plan.readers(holder.piece):
+                if reader.rank not in (self.rank, holder.rank) and any(
+                    read.holder is holder for read in self.reads(reader.piece, window)
+                ):
+                    found[reader.rank] = f"gradients of {holder.piece} from {reader.piece} in layer {layer}"
         return found
 
-    def _add(self, shown: Wait, kind: int, sources: list[PlannedPiece], start: int, rows: torch.Tensor) -> None:
-        for source in sources:
-            low, high = max(start, source.piece.start), source.piece.stop
-            place = self.buffers.gradient_rows(shown.layer, kind, source, low, high)
-            purpose = f"gradients of {source.piece} in layer {shown.layer}"
-            self.sync.add(shown, source.rank, place, rows[low - start : high - start], purpose)
+    def _add(self, shown: Wait, kind: int, run: RemoteRows, rows: torch.Tensor) -> None:
+        for holder in run.holders:
+            low, high = self._bounds(run, holder)
+            place = self.buffers.gradient_rows(shown.layer, kind, holder, low, high)
+            purpose = f"gradients of {holder.piece} in layer {shown.layer}"
+            self.sync.add(shown, holder.rank, place, rows[low - run.low : high - run.low], purpose)
 
     def collect(
         self, layer: int, spans: list[Span], window: int | None, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """The gradients of the pack's keys and values, [T, heads, D] or None, with what later pieces have added."""
+        """The gradients of the pack's keys and values, [T, heads, D] or None, with what others have added."""
         self._require_first(layer, spans)
         readers_of = [self.readers(span.piece, window) for span in spans]
         if any(readers_of):
@@ -369,9 +399,16 @@ class SequenceExchange(Participant):
             self._wait_for(Flag.ADDED, layer, spans, whom)()
             planned = self._planned(span.piece)
             for kind, whole in enumerate(gradients):
-                place = self.buffers.gradient_rows(layer, kind, planned, span.piece.start, span.piece.stop)
+                stop = span.piece.start + planned.read
+                place = self.buffers.gradient_rows(layer, kind, planned, span.piece.start, stop)
                 if whole is not None:
-                    own = whole[span.first : span.end]
+                    own = whole[span.first : span.first + planned.read]
                     own.copy_(own.to(place.dtype) + place)
                 place.zero_()
         return list(gradients)
+
+
+def within(window: int | None, piece: Piece, reads: Iterable[Read]) -> list[Read]:
+    """What a piece reads of `reads` where a query sees `window` tokens, itself included."""
+    first = 0 if window is None else max(0, piece.start - window + 1)
+    return [Read(each.holder, max(each.low, first), each.high) for each in reads if each.high > first]

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..balance.pieces import Piece
 from ..engine.passes import in_backward_pass
-from .exchange import SequenceExchange, Span
+from .exchange import RemoteRows, SequenceExchange, Span
 from .fetched import Fetched
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, [1, heads, tokens, D]
@@ -26,11 +26,10 @@ class AttentionHook:
 
 
 class LayerSplit(AttentionHook):
-    """The calls of a layer's attention. `is_apart`: `fetch` gives all keys of a piece; else only those before it."""
+    """The calls of a layer's attention."""
 
     def __init__(self, exchange: SequenceExchange, layer: int) -> None:
         self.exchange, self.layer = exchange, layer
-        self.is_apart = exchange.is_apart
         self.fetched: list[Fetched | None] = []  # in the forward that runs now
         self.is_recomputed = False  # the backward that runs now has fetched already
 
@@ -43,28 +42,25 @@ class LayerSplit(AttentionHook):
         return _Publish.apply(self, spans, window, keys, values)
 
     def fetch(
-        self, keys: torch.Tensor, values: torch.Tensor, spans: list[Span], window: int | None
-    ) -> list[Pair | None]:
-        """For each span the keys and values before it, followed by its own where memory is apart; None for a first
-        piece.
-        """
+        self, keys: torch.Tensor, values: torch.Tensor, spans: list[Span], runs: list[RemoteRows], window: int | None
+    ) -> tuple[torch.Tensor, ...]:
+        """For each run of rows on other ranks, which the spans read, their keys and values."""
         self.fetched = []
-        found = _Fetch.apply(self, spans, window, keys, values)
-        return [None if found[at] is None else (found[at], found[at + 1]) for at in range(0, len(found), 2)]
+        return _Fetch.apply(self, spans, runs, window, keys, values)
 
-    def release(self, out: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: list[Span]) -> torch.Tensor:
+    def release(self, out: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Frees what was fetched until the backward, after the attention. Passes its output `out` through."""
         fetched, self.fetched = self.fetched, []
-        if not any(fetched):
+        if not fetched:
             return out
         self.is_recomputed = in_backward_pass()  # then its backward follows at once
         if not self.is_recomputed:
-            for each in filter(None, fetched):
+            for each in fetched:
                 each.free()
         if torch.is_grad_enabled() and out.requires_grad:
             if not self.is_recomputed:
                 self.exchange.released.append(fetched)
-            out = _Release.apply(self, spans, fetched, out, keys, values)
+            out = _Release.apply(self, fetched, out, keys)
         return out
 
 
@@ -97,42 +93,34 @@ class _Publish(torch.autograd.Function):
 class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, side: LayerSplit, spans: list[Span], window: int | None, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        ctx.side, ctx.spans, ctx.window = side, spans, window
+        ctx: Any,
+        side: LayerSplit,
+        spans: list[Span],
+        runs: list[RemoteRows],
+        window: int | None,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.side, ctx.spans, ctx.runs, ctx.window = side, spans, runs, window
         ctx.set_materialize_grads(False)
-        out: list[torch.Tensor | None] = []
-        for span in spans:
-            own = tuple(by_token(each)[span.first : span.end] for each in (keys, values))
-            found = side.exchange.read(side.layer, span, window, own)
-            side.fetched.append(found if isinstance(found, Fetched) else None)
-            if found is None:
-                out += [None, None]
-            elif isinstance(found, Fetched):
-                out += map(by_head, found.whole)
-            else:  # autocast may compute in another dtype than the buffers'
-                out += [by_head(each).to(mine.dtype) for each, mine in zip(found, own, strict=True)]
-        ctx.fetched, ctx.shapes = side.fetched, (keys.shape, values.shape)
+        dtypes = keys.dtype, values.dtype  # autocast may compute in another than the buffers'
+        out: list[torch.Tensor] = []
+        for run in runs:
+            found = side.exchange.read(side.layer, spans, run, dtypes)
+            if isinstance(found, Fetched):
+                side.fetched.append(found)
+                found = found.rows
+            out += [by_head(each).to(dtype) for each, dtype in zip(found, dtypes, strict=True)]
+        ctx.fetched = side.fetched
         return tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         rows = [None if each is None else by_token(each).contiguous() for each in gradients]
-        own: list[torch.Tensor | None] = [None, None]
-        for at, (span, fetched) in enumerate(zip(ctx.spans, ctx.fetched, strict=True)):
-            if fetched is None:
-                continue
-            fetched.free()
-            for kind in (0, 1):
-                if (whole := rows[2 * at + kind]) is None:
-                    continue
-                if own[kind] is None:
-                    own[kind] = whole.new_zeros(ctx.shapes[kind])
-                before = len(whole) - len(span.piece)
-                by_token(own[kind])[span.first : span.end] = whole[before:]
-                rows[2 * at + kind] = whole[:before]
-        ctx.side.exchange.add(ctx.side.layer, ctx.spans, ctx.window, rows)
-        return None, None, None, *own
+        for each in ctx.fetched:
+            each.free()
+        ctx.side.exchange.add(ctx.side.layer, ctx.spans, ctx.runs, ctx.window, rows)
+        return (None,) * 6
 
 
 class _Release(torch.autograd.Function):
@@ -140,27 +128,18 @@ class _Release(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        side: LayerSplit,
-        spans: list[Span],
-        fetched: list[Fetched | None],
-        out: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        ctx: Any, side: LayerSplit, fetched: list[Fetched], out: torch.Tensor, keys: torch.Tensor
     ) -> torch.Tensor:
-        ctx.side, ctx.spans, ctx.fetched = side, spans, fetched
-        ctx.save_for_backward(keys, values)
+        ctx.side, ctx.fetched = side, fetched
+        ctx.save_for_backward(keys)
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows = [
-            by_token(each) for each in ctx.saved_tensors
-        ]  # a checkpoint computes the layer again now, at the latest
+        _ = ctx.saved_tensors  # a checkpoint computes the layer again now, at the latest
         if not ctx.side.is_recomputed:
-            for span, each in zip(ctx.spans, ctx.fetched, strict=True):
-                if each is not None:
-                    each.finish(tuple(whole[span.first : span.end] for whole in rows))
+            for each in ctx.fetched:
+                each.finish()
             ctx.side.exchange.fetch_ahead(ctx.fetched)
         ctx.side.is_recomputed = False
-        return None, None, None, gradient, None, None
+        return None, None, gradient, None

@@ -15,6 +15,7 @@ from odc_triton.balance.pieces import Piece
 from odc_triton.balance.relatives import LEAST_SHARED, find_relatives
 from odc_triton.balance.shared import assign_shared
 from odc_triton.balance.strategies import assign
+from odc_triton.sequence.tree import rows_before
 
 LEAST = 2
 IGNORED = -100
@@ -66,12 +67,11 @@ def test_each_token_is_computed_once_in_a_pack(samples: list[dict], numbers: obj
     (pack,) = pack_collate([PackedDataset(samples)[entries]])
     rows = pack["input_ids"][0].tolist()
     ends = pack["cu_seq_lens_q"].tolist()
-    for piece, (first, end), earlier in zip(
-        pieces, pairwise(ends), pack.get("branches", [()] * len(pieces)), strict=True
-    ):
-        seen = [token for low, high in earlier for token in rows[low:high]]
+    before = rows_before(ends, pack.get("pieces", [None] * len(pieces)), plan=None, runs=[], window=None)
+    for piece, (first, end), earlier in zip(pieces, pairwise(ends), before, strict=True):
+        seen = [token for _, low, high in earlier for token in rows[low:high]]
         assert seen + rows[first:end] == samples[piece.sample]["input_ids"]
-        assert all(high <= first for _, high in earlier)
+        assert all(high <= first for _, _, high in earlier)
 
 
 @given(_SAMPLES, st.integers(1, 5), st.integers(12, 40), st.sampled_from([0.0, 3.0]))
@@ -127,13 +127,15 @@ def test_the_assigner_gives_every_rank_its_part_under_the_users_names() -> None:
     both = [Assigner(rank=rank, **how).own(lengths, names, find_relatives(samples)) for rank in range(2)]
     entries = [each for packs in both for pack in packs for each in pack]
     assert sorted(each.sample if isinstance(each, Piece) else each for each in entries) == list(names)
-    assert {each.parent for each in entries if isinstance(each, Piece)} <= set(names)
-    assert sum(isinstance(each, Piece) for each in entries) == 6
+    assert {each.parent for each in entries if isinstance(each, Piece)} - {None} <= set(names)
+    assert sum(isinstance(each, Piece) and each.parent is not None for each in entries) == 6
     assert both[0].split is None
 
 
 def test_a_branch_without_what_it_branches_off_is_refused() -> None:
     samples = group(100, 50, 3)
-    for entries in ([Piece(1, 99, 150, 0)], [Piece(1, 99, 150, 0), 0], [0, Piece(2, 99, 150, 1)]):
-        with pytest.raises(ValueError, match=r"branch off sample .*, whose first 99 tokens must come before them"):
-            pack_collate([PackedDataset(samples)[entries]])
+    for entries in ([Piece(1, 99, 150, 0)], [Piece(1, 99, 150, 0), 0], [Piece(0, 0, 150), Piece(2, 99, 150, 1)]):
+        (pack,) = pack_collate([PackedDataset(samples)[entries]])
+        ends = pack["cu_seq_lens_q"].tolist()
+        with pytest.raises(ValueError, match=r"branch off sample \d, and no piece here computes its token 98"):
+            rows_before(ends, pack["pieces"], plan=None, runs=[], window=None)

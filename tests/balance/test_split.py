@@ -7,6 +7,7 @@ import math
 import pickle
 import random
 import re
+from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, MinibatchSampler, PackedDataset, assign, count_target_tokens, pack_collate
-from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
+from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, PlannedPiece, SplitPlan
 from odc_triton.balance.queue import OwnCounter
 from odc_triton.balance.split import _cut, assign_split, readable_tokens
 
@@ -109,14 +110,16 @@ def check(given: dict, dealt: list[list[list[Entry]]], planned: SplitPlan | None
     assert (plan is None) == (planned is None)
     if plan is not None:
         # Waves that share no rank may be numbered either way.
-        assert {sample: each.pieces for sample, each in plan.sequences.items()} == {
-            sample: each.pieces for sample, each in planned.sequences.items()
-        }
+        assert [replace(each, wave=0) for each in plan.pieces] == [replace(each, wave=0) for each in planned.pieces]
         assert plan.tokens == read
         wait_graph(dealt).prepare()
-        for sequence in plan.sequences.values():  # rows that others read do not overlap
-            offsets = [(each.joint_offset, each.joint_offset + len(each.piece)) for each in sequence.pieces[:-1]]
+        for sample in plan.lengths:  # rows that others read do not overlap
+            offsets = [(each.joint_offset, each.joint_offset + each.read) for each in of_sample(plan, sample)]
             assert all(a[1] == b[0] for a, b in itertools.pairwise(offsets))
+
+
+def of_sample(plan: SplitPlan, sample: int) -> list[PlannedPiece]:
+    return [each for each in plan.pieces if each.piece.sample == sample]
 
 
 @settings(max_examples=500, deadline=None)
@@ -213,22 +216,22 @@ def test_parts_of_a_line_are_even(lengths: list[int], ranks: int) -> None:
 
 def test_with_one_long_sample_all_ranks_cost_the_same() -> None:
     deal = assign_split([65536], ranks=4, token_cap=65536, tokens=32768, cost=COST)
-    (sequence,) = deal.plan.sequences.values()
-    assert [each.rank for each in sequence.pieces] == [0, 1, 2, 3]
-    costs = [price(each.piece, [65536], COST) for each in sequence.pieces]
+    pieces = deal.plan.pieces
+    assert [each.rank for each in pieces] == [0, 1, 2, 3]
+    costs = [price(each.piece, [65536], COST) for each in pieces]
     assert max(costs) / min(costs) < 1.01
     assert deal.estimate == pytest.approx(COST.sequence(65536) / 4, rel=0.01)
     with_launches = CostModel(quadratic=COST.quadratic, linear=COST.linear, microbatch=3.0)
     dear = assign_split([65536], ranks=4, token_cap=65536, tokens=32768, cost=with_launches)
     assert dear.estimate == pytest.approx(COST.sequence(65536) / 4 + 3.0, rel=0.01)
-    lengths = [len(each.piece) for each in sequence.pieces]
+    lengths = [len(each.piece) for each in pieces]
     assert lengths == sorted(lengths, reverse=True), "later tokens attend to more"
 
 
 def test_longer_than_the_cap() -> None:
     deal = assign_split([3000, 10], ranks=2, token_cap=2000, tokens=1990, cost=COST)
     assert max(tokens_of(pack, [3000, 10]) for rank in range(2) for pack in deal.packs(rank)) <= 2000
-    assert deal.plan.sequences.keys() == {0}
+    assert deal.plan.lengths == {0: 3000}
     even = assign_split([3999], ranks=2, token_cap=2000, tokens=3000, cost=COST)
     assert [[tokens_of(pack, [3999]) for pack in even.packs(rank)] for rank in range(2)] == [[2000], [1999]]
     with pytest.raises(ValueError, match=r"sample 0 has 3000 tokens, over the token_cap of 2000, .*pieces need 1500"):
@@ -281,13 +284,13 @@ def test_a_swapped_order_is_a_circle_of_waits() -> None:
 def test_waves_zigzag_and_riders() -> None:
     plan = SplitPlan.of([[[P(0, 0, 4), P(0, 8, 12), 5], [P(1, 0, 2)]], [[7], [P(0, 4, 8)], [P(1, 2, 9)]]])
     assert plan.waves == 2
-    assert {sample: each.wave for sample, each in plan.sequences.items()} == {0: 0, 1: 1}
+    assert {each.piece.sample: each.wave for each in plan.pieces} == {0: 0, 1: 1}
     assert plan.tokens == [6, 4]
     own = plan.of_rank(0)
-    assert [(each.offset, each.joint_offset, each.is_read) for each in own] == [
-        (0, 0, True),
-        (0, 0, False),
-        (4, 8, True),
+    assert [(each.offset, each.joint_offset, each.read) for each in own] == [
+        (0, 0, 4),
+        (4, 8, 0),
+        (4, 8, 2),
     ]
     with pytest.raises(ValueError, match=r"Piece\(sample=0, start=4, stop=4, parent=None\) has no tokens"):
         Piece(0, 4, 4)
@@ -346,7 +349,7 @@ def test_small_samples_share_a_pack_by_what_waves_cost_too() -> None:
     """Together they are little beside a rank's wave; each alone would be one more microbatch."""
     counter = OwnCounter()
     (queued,) = MinibatchSampler([4000, *[10] * 8], 5, 4096, "queue", rank=0, world=2, counter=counter, split=True)
-    assert queued.split.sequences.keys() == {0}
+    assert queued.split.lengths.keys() == {0}
     assert len(queued.packs) == 1
 
 

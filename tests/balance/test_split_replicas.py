@@ -123,17 +123,17 @@ def check_buffers(plan: SplitPlan) -> None:
             continue
         assert (part.ranks, part.replicas) == (shards, 1)
         assert part.tokens == plan.tokens[replica * shards : (replica + 1) * shards]
-        found += [(replica * shards + each.rank, each.piece, part.wave_of(each.piece)) for each in part.pieces()]
+        found += [(replica * shards + each.rank, each.piece, each.wave) for each in part.pieces]
         rows, own = [], defaultdict(list)
-        for each in (each for each in part.pieces() if each.is_read):
-            rows.append((each.joint_offset, each.joint_offset + len(each.piece)))
-            own[each.rank].append((each.offset, each.offset + len(each.piece)))
+        for each in (each for each in part.pieces if each.read):
+            rows.append((each.joint_offset, each.joint_offset + each.read))
+            own[each.rank].append((each.offset, each.offset + each.read))
         for spans in (rows, *own.values()):
             spans.sort()
             assert spans[0][0] == 0
             assert all(a[1] == b[0] for a, b in itertools.pairwise(spans)), "no row is shared, and none is lost"
     assert len(found) == len(set(found))
-    assert set(found) == {(each.rank, each.piece, plan.wave_of(each.piece)) for each in plan.pieces()}
+    assert set(found) == {(each.rank, each.piece, each.wave) for each in plan.pieces}
 
 
 @st.composite
@@ -225,8 +225,8 @@ def test_a_replica_with_too_many_samples_over_the_cap_gives_some_away() -> None:
     tokens = readable_tokens(lengths, samples=40, **given)
     deal = assign_split(lengths, tokens=tokens, **given)
     check(given | {"tokens": tokens, "lengths": lengths}, deal)
-    homes = [{each.rank // 8 for each in split.pieces} for split in deal.plan.sequences.values()]
-    assert homes.count({0}) == homes.count({1}) == 20
+    homes = {(each.piece.sample, each.rank // 8) for each in deal.plan.pieces}
+    assert sorted(home for _, home in homes) == [0] * 20 + [1] * 20
 
 
 def share_of_bound(name: str, samples: int, *, ranks: int, replicas: int = 1, seed: int) -> float:
@@ -262,8 +262,8 @@ def test_replicas_come_near_an_even_share(replicas: int, name: str, samples: int
 def test_each_replica_splits_its_own_longest() -> None:
     lengths, options = [65536, 64000, 300, 200], {"token_cap": 70_000, "cost": COST, "ranks": 8}
     deal = assign_split(lengths, tokens=32768, replicas=2, **options)
-    homes = {sample: {each.rank // 4 for each in split.pieces} for sample, split in deal.plan.sequences.items()}
-    assert sorted(map(list, homes.values())) == [[0], [1]]
+    homes = {(each.piece.sample, each.rank // 4) for each in deal.plan.pieces}
+    assert sorted(home for _, home in homes) == [0, 1]
     assert deal.estimate == pytest.approx(COST.sequence(65536) / 4, rel=0.02)
     with pytest.raises(ValueError, match=r"has pieces on ranks of replicas \[0, 1\]"):
         SplitPlan.of([deal.packs(rank) for rank in range(8)], replicas=4)
@@ -279,7 +279,7 @@ def test_few_samples_are_split_to_make_all_replicas_even() -> None:
         dealt = assign_split(lengths, tokens=readable_tokens([65_536], samples=256, **how), **how)
         even = math.fsum(map(COST.sequence, lengths)) / 128
         assert even <= dealt.estimate <= 1.005 * even
-        assert len(dealt.plan.sequences) <= 3 * 16
+        assert len(dealt.plan.lengths) <= 3 * 16
 
 
 def test_a_sample_over_what_a_replica_holds_is_refused() -> None:

@@ -104,7 +104,7 @@ def test_pieces_are_as_wide_as_they_have_tokens(monkeypatch: pytest.MonkeyPatch)
 def test_a_piece_has_an_arrow_for_each_piece_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     assign = partial(split.assign_split, ranks=waves.RANKS, token_cap=waves.CAP, tokens=sum(waves.LENGTHS))
     plan = assign(waves.LENGTHS, cost=waves.CostModel.paper_7b()).plan
-    read = [each.rank for at in plan.pieces() for each in plan.sequences[at.piece.sample].before(at.piece)]
+    read = [each.holder.rank for at in plan.pieces for each in plan.reads(at.piece)]
     arrows = _ranks(_found(waves, "arrow", "polyline"))
     assert sorted(arrows) == sorted(read)
     assert (plan.waves, len(arrows)) == (2, 10)

@@ -114,5 +114,5 @@ def test_a_model_that_drops_the_argument_is_refused() -> None:
     enable_packing(model)
     samples = CASES["a group"]
     (pack,) = pack_collate([PackedDataset(samples)[find_relatives(samples).entries(range(3))]])
-    with pytest.raises(RuntimeError, match="StableLmForCausalLM does not pass them to"):
+    with pytest.raises(RuntimeError, match="StableLmForCausalLM does not pass pieces to"):
         predictions(model, pack)

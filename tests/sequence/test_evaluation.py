@@ -64,7 +64,7 @@ def test_losses_of_whole_samples_and_wrong_calls() -> None:
         assert said["plans differ"].startswith("RanksDiffer: the ranks split sequences by 2 different plans")
         assert said["with gradients"].startswith("RuntimeError: split_forward is for forwards without gradients")
         assert "split_forward inside a minibatch" in said["in a minibatch"]
-        assert "and there is no plan: give it" in said["without it"]
+        assert "If other packs have them, give the plan" in said["without it"]
     assert one["a plan of others on rank 0"].startswith("ValueError: the plan is of 3 ranks")
     assert other["a plan of others on rank 0"].startswith(
         "PeerFailed: rank 0 can't enter split_forward: ValueError: the"

@@ -133,11 +133,11 @@ def _wrong_calls(rank: int, world: int) -> dict[str, str]:
 
 WRONG = {
     "no room": "RuntimeError: this minibatch was given a split: call enable_split(model, tokens=…) after fully_shard",
-    "pieces, not enabled": "this pack holds pieces of samples: call enable_split(model, tokens=…) after fully_shard",
+    "pieces, not enabled": "If other packs have them, call enable_split(model, tokens=…) after fully_shard",
     "tokens": "ValueError: tokens is 0; give the tokens per rank that others may read, 1 or more",
     "ranks differ": "RanksDiffer: enable_split: tokens is ",
     "twice": "ValueError: enable_split was called on this model before",
-    "pieces, no plan": "and there is no plan: give it, minibatch(model, tokens=…, split=packs.split)",
+    "pieces, no plan": "If other packs have them, give the plan, minibatch(model, tokens=…, split=packs.split)",
     "another's pieces": "are not this rank's in the minibatch's plan",
     "no plan but a list": "TypeError: split is a list; give the packs' plan, packs.split",
     "for three ranks": "the plan is of 3 ranks; make it for the 2 ranks of this model",

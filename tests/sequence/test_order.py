@@ -9,7 +9,7 @@ import torch
 
 from odc_triton.balance.pieces import Piece, SplitPlan
 from odc_triton.engine.transport import DeviceStreams, Streams
-from odc_triton.sequence.exchange import SequenceExchange, Span
+from odc_triton.sequence.exchange import RemoteRows, SequenceExchange, Span
 from odc_triton.sequence.fetched import Fetched
 from odc_triton.sequence.sync import Wait
 from tests.support.simulated import SimulatedDevice
@@ -64,16 +64,19 @@ def _two(value: float, tokens: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("apart", [False, True])
 def test_keys_and_values_are_read_after_their_flags_have_come(apart: bool) -> None:
     exchange, peers = _exchange(apart=apart)
-    found = exchange.read(0, SPAN, None, _two(2.0))
-    for each in found.whole if isinstance(found, Fetched) else found:
-        assert each.flatten().tolist() == [1.0] * 20 + [2.0] * 10 * apart
+    (run,) = exchange.runs([SPAN], None)
+    assert run == RemoteRows(PLAN.pieces[:2], 0, 20)
+    found = exchange.read(0, [SPAN], run, [torch.float64] * 2)
+    for each in found.rows if isinstance(found, Fetched) else found:
+        assert each.flatten().tolist() == [1.0] * 20
+        assert each.dtype == (torch.float64 if apart else torch.float32)
     assert peers.done == ["wait PUBLISHED"]
 
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_a_flag_follows_the_additions_and_these_follow_earlier_ranks_if_in_order(in_order: bool) -> None:
     exchange, peers = _exchange(apart=True, in_order=in_order)
-    exchange.add(0, [SPAN], None, _two(3.0, tokens=20))
+    exchange.add(0, [SPAN], exchange.runs([SPAN], None), None, _two(3.0, tokens=20))
     exchange.streams.drain(1.0, "a test")
     adds = [f"add to {owner}" for owner in (0, 1) * 2]
     assert sorted(peers.done[in_order:-1]) == sorted(adds)

@@ -154,8 +154,11 @@ def test_a_replicas_part_is_as_its_own_plan(deal: Dealt, replicas: int) -> None:
         assert _in_waves(part) == _in_waves(alone)
 
 
-def _in_waves(plan: SplitPlan | None) -> list[tuple[PlannedPiece, ...]]:
-    return [] if plan is None else [each.pieces for each in sorted(plan.sequences.values(), key=lambda each: each.wave)]
+def _in_waves(plan: SplitPlan | None) -> list[PlannedPiece]:
+    """Those of a replica have the numbers that they have among all."""
+    pieces = [] if plan is None else plan.pieces
+    numbers = sorted({each.wave for each in pieces})
+    return [replace(each, wave=numbers.index(each.wave)) for each in pieces]
 
 
 def test_as_whole_samples(found: dict[str, list[Any]]) -> None:

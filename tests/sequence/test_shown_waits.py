@@ -40,13 +40,13 @@ class Board(StatusBoard):
 def _steps(plan: SplitPlan, rank: int, *, in_order: bool) -> list[Signal | Wait]:
     """What a rank does in one wave, as in SequenceExchange."""
     own = [each.piece for each in plan.of_rank(rank)]
-    sources = {each.rank for piece in own for each in plan.sequences[piece.sample].before(piece)} - {rank}
-    readers = {each.rank for piece in own for each in plan.sequences[piece.sample].after(piece)} - {rank}
+    sources = {read.holder.rank for piece in own for read in plan.reads(piece)} - {rank}
+    readers = {each.rank for piece in own for each in plan.readers(piece)} - {rank}
     beside = {
         reader.rank
         for piece in own
-        for source in plan.sequences[piece.sample].before(piece)
-        for reader in plan.sequences[piece.sample].after(source.piece)
+        for read in plan.reads(piece)
+        for reader in plan.readers(read.holder.piece)
         if reader.rank < rank
     }
 

@@ -18,7 +18,7 @@ from odc_triton.balance.pieces import Piece, SplitPlan
 from odc_triton.engine.transport import DeviceStreams, Streams
 from odc_triton.sequence import sync
 from odc_triton.sequence.buffers import Flag
-from odc_triton.sequence.exchange import SequenceExchange, Span
+from odc_triton.sequence.exchange import RemoteRows, SequenceExchange, Span
 from odc_triton.sequence.sync import KernelSync, Wait, _Look, _Running
 from tests.support.deadlines import LONG_S
 from tests.support.simulated import SimulatedDevice, SimulatedEvent
@@ -153,11 +153,11 @@ def test_checkpointed_layers_without_gradients_need_no_backward() -> None:
 @pytest.mark.parametrize("debug", [True, False])
 def test_a_wait_before_what_peers_wait_for_is_found_in_debug(debug: bool) -> None:
     (exchange, plan), spans = exchange_of_rank_1(debug=debug), [Span(MINE, 0, 12)]
-    before = (torch.zeros(8, 1, 1), torch.zeros(8, 1, 1))
+    before, run = (torch.zeros(8, 1, 1), torch.zeros(8, 1, 1)), RemoteRows((plan.pieces[0],), 0, 8)
     right = [
         partial(exchange.publish, 0, spans, None, ROWS),
-        partial(exchange.read, 0, spans[0], None, ROWS),
-        partial(exchange.add, 0, spans, None, before),
+        partial(exchange.read, 0, spans, run, [torch.float32] * 2),
+        partial(exchange.add, 0, spans, [run], None, before),
         partial(exchange.collect, 0, spans, None, ROWS),
     ]
     for order, fails in (([0, 1, 2, 3], None), ([1, 0, 2, 3], "PUBLISHED"), ([0, 1, 3, 2], "ADDED")):

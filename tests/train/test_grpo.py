@@ -36,14 +36,14 @@ def train(rank: int, world: int, jobs: list[GrpoOptions]) -> list[int]:
 
     grpo._engine = lambda *_: Recorded(VOCABULARY)
     relatives.LEAST_SHARED = 4  # prompts here are short
-    counts, find = [], collate._rows_before
+    counts, make = [], collate._collate
 
-    def counted(*given: object) -> tuple:
-        rows = find(*given)
-        counts[-1] += sum(map(bool, rows))
-        return rows
+    def counted(*given: object) -> dict:
+        pack = make(*given)
+        counts[-1] += sum(each is not None and each.parent is not None for each in pack.get("pieces", ()))
+        return pack
 
-    collate._rows_before = counted
+    collate._collate = counted
     with mock.patch("odc_triton.train.outcome.can_draw", return_value=False):
         for wanted in jobs:
             counts.append(0)
