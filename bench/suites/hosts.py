@@ -19,8 +19,9 @@ from odc_triton.base.report import table
 from odc_triton.simulate.study import NAMED
 
 from ..provenance import about, save_parts
+from .cells import Way
 from .protocol_scale import OURS, make_cells, measure
-from .sleeping import Measured, Way
+from .sleeping import Measured
 
 SPLIT = Way(schedule="odc", balance="split")
 GLOBAL = Way(schedule="fsdp", balance="global")

@@ -24,7 +24,8 @@ from odc_triton.simulate import draw, named_lengths
 from odc_triton.simulate.study import NAMED
 
 from ..provenance import about, save_json
-from .sleeping import FORWARD_SHARE, Cell, Costs, Measured, Way, main_of_rank, together
+from .cells import FORWARD_SHARE, Cell, Way
+from .sleeping import Costs, Measured, main_of_rank, together
 
 # Fixed before anything was measured.
 _BALANCES = {"fsdp": ("local", "micro", "global"), "odc": ("local", "micro", "mini", "queue", "split")}

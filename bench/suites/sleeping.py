@@ -20,11 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc_triton.balance import CostModel, assign
 from odc_triton.balance.counter import store_counter
-from odc_triton.balance.pieces import Entry, Piece, SplitPlan
-from odc_triton.balance.queue import QUEUE, QueuedPacks, queue_packs
-from odc_triton.balance.split import assign_split, readable_tokens
+from odc_triton.balance.pieces import Piece, SplitPlan
+from odc_triton.balance.queue import QUEUE, QueuedPacks
 from odc_triton.base.events import total_s
 from odc_triton.engine.api import engine_of, minibatch
 from odc_triton.sequence.buffers import KVBuffers, LayerShape
@@ -32,103 +30,16 @@ from odc_triton.sequence.exchange import SequenceExchange, Span
 from odc_triton.sequence.layer import LayerSplit
 from odc_triton.sequence.sync import HostSync
 from odc_triton.sharding.shard import fully_shard
-from odc_triton.simulate import Job, Links, simulate
 from odc_triton.simulate.job import SPLIT
 
+from .. import trees
 from ..harness import in_turn, open_job
+from .cells import FORWARD_SHARE, Cell, Way, sizes_of
 
 WIDTH = 8
-FORWARD_SHARE = 1 / 3
 OUTSIDE_ATTENTION = 0.5  # of a layer's time: half of it before attention, half after it
 _LONGEST_WAIT_S = 300.0
 _IN_A_WAVE = ("keys and values of", "gradients of")  # what a rank says that it waits for there
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """`schedule`: "fsdp", a barrier before every layer, or "odc". `balance`: how samples are assigned."""
-
-    schedule: str
-    balance: str
-
-    @property
-    def name(self) -> str:
-        how = {"local": "LocalSort", "micro": "LB-Micro", "global": "global packing", "mini": "LB-Mini"}
-        how |= {QUEUE: "queue", SPLIT: "split"}
-        return f"{'layer barrier' if self.schedule == 'fsdp' else 'ODC'} + {how[self.balance]}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """Minibatches that each of `ways` runs, in turn. `minibatches`: tokens of all ranks' samples.
-
-    `seconds_per_cost`: sleep per unit of `cost`, forward and backward, over all `layers`. `hosts`: of equally many
-    ranks, with a replica of the model on each.
-    """
-
-    name: str
-    samples: int  # per rank
-    minibatches: list[list[int]]
-    ways: tuple[Way, ...]
-    token_cap: int
-    cost: CostModel
-    seconds_per_cost: float
-    layers: int
-    hosts: int = 1
-
-    def seconds(self, lengths: Sequence[int]) -> float:
-        """Seconds of one microbatch."""
-        return self.seconds_per_cost * self.cost.pack(lengths)
-
-    def split_tokens(self, ranks: int) -> int:
-        """Of each rank, the most tokens that others read."""
-        how = {"ranks": ranks, "samples": self.samples * ranks, "token_cap": self.token_cap, "cost": self.cost}
-        return readable_tokens([self.token_cap], replicas=self.hosts, **how)
-
-    def bound_s(self, index: int, ranks: int) -> float:
-        """Seconds of minibatch `index` in which all ranks compute all the time, or one host its longest sample."""
-        costs = [self.cost.sequence(tokens) for tokens in self.minibatches[index]]
-        return self.seconds_per_cost * max(sum(costs) / ranks, max(costs) * self.hosts / ranks)
-
-    def job(self, ranks: int, barrier_s: float) -> Job:
-        """The same for the simulator."""
-        return Job(
-            links=Links.none(ranks),
-            seconds=self.seconds,
-            cost=self.cost,
-            layers=self.layers,
-            forward_share=FORWARD_SHARE,
-            prefetch=False,
-            overlap=False,
-            barrier_s=barrier_s,
-        )
-
-    def simulated_s(self, way: Way, ranks: int, empty_s: float = 0.0) -> list[float]:
-        """Simulated seconds of each minibatch. `empty_s`: measured seconds of one without microbatches."""
-        # The simulator's FSDP synchronises once, at the end; here both enter and leave the engine's minibatch.
-        barrier_s = empty_s / 2 if way.schedule == "odc" else empty_s
-        how = {"schedule": way.schedule, "balance": way.balance, "token_cap": self.token_cap}
-        if way.balance == SPLIT:
-            how["assigned"] = [
-                [[_sizes(pack, lengths) for pack in packs] for packs in self.assigned(way, index, ranks)]
-                for index, lengths in enumerate(self.minibatches)
-            ]
-        return simulate(self.minibatches, job=self.job(ranks, barrier_s), **how).seconds.tolist()
-
-    def assigned(self, way: Way, index: int, ranks: int) -> list[list[list[Entry]]]:
-        """Every rank's packs of minibatch `index`; for a queue all packs, as if they were one rank's."""
-        given = {"ranks": ranks, "token_cap": self.token_cap, "cost": self.cost}
-        if way.balance == SPLIT:
-            given |= {"tokens": self.split_tokens(ranks), "replicas": self.hosts}
-            split = assign_split(self.minibatches[index], **given)
-            return [split.packs(rank) for rank in range(ranks)]
-        if way.balance == QUEUE:
-            return [queue_packs(self.minibatches[index], **given)]
-        return assign(self.minibatches[index], balance=way.balance, **given)
-
-
-def _sizes(pack: Sequence[Entry], lengths: Sequence[int]) -> list[int | Piece]:
-    return [each if isinstance(each, Piece) else lengths[each] for each in pack]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,7 +251,8 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
     x = torch.ones(1, WIDTH, requires_grad=True)  # else torch skips the first layer's backward
     costs = _costs(model, x, gate)
     optimizer.step()
-    split = [cell.split_tokens(world) for cell in cells if any(way.balance == SPLIT for way in cell.ways)]
+    reads = (SPLIT, trees.SHARED)
+    split = [cell.split_tokens(world) for cell in cells if any(way.balance in reads for way in cell.ways)]
     exchange = model.enable_split(max(split)) if split else None
     ran: list[Ran] = []
 
@@ -357,12 +269,14 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
         model.sleeper.owed_s, slept = 0.0, []
         gate.wait()
         start_s = time.monotonic()
-        plan = SplitPlan.of(assigned, replicas=cell.hosts) if way.balance == SPLIT else None
+        plan = getattr(packs, "split", None)
+        if way.balance == SPLIT:
+            plan = SplitPlan.of(assigned, replicas=cell.hosts)
         with minibatch(model, tokens=len(lengths) if rank == 0 else 0, split=plan) as mb:
             for members in packs:
-                sizes = _sizes(members, lengths)
+                sizes = sizes_of(members, lengths)
                 slept.append(job.pack_seconds(sizes))
-                (model(x, slept[-1], _spans(exchange, sizes)).sum() / mb.tokens).backward()
+                (model(x, slept[-1], _spans(plan and exchange, sizes)).sum() / mb.tokens).backward()
         end_s = time.monotonic()
         optimizer.step()
         waits = [each for each in engine_of(model).events.drain() if each.label.startswith(_IN_A_WAVE)]
@@ -380,7 +294,7 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
 def _spans(exchange: SequenceExchange | None, sizes: Sequence[int | Piece]) -> list[Span]:
     """The pieces of a pack of such documents."""
     pieces = [each if isinstance(each, Piece) else None for each in sizes]
-    if not any(pieces):
+    if exchange is None or not any(pieces):
         return []
     ends = accumulate(len(each) if isinstance(each, Piece) else each for each in sizes)
     return exchange.spans([0, *ends], pieces)
@@ -441,8 +355,8 @@ def together(cells: Sequence[Cell], of_ranks: Sequence[Sequence[Ran]], empty_s: 
                     cell=cell,
                     way=way,
                     seconds=seconds,
-                    simulated=cell.simulated_s(way, len(of_ranks), empty_s),
-                    mean_work=[sum(map(cell.seconds, ([n] for n in m))) / len(of_ranks) for m in cell.minibatches],
+                    simulated=[] if cell.relatives else cell.simulated_s(way, len(of_ranks), empty_s),
+                    mean_work=[cell.even_share_s(index, len(of_ranks)) for index in range(len(seconds))],
                     largest_work=[max(r.slept_s for r in m) for m in minibatches],
                     microbatches=[[r.packs for r in m] for m in minibatches],
                     stall=sum(r.stalled_s for m in minibatches for r in m) / (len(of_ranks) * sum(seconds)),

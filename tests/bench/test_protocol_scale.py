@@ -8,8 +8,9 @@ from itertools import pairwise
 import pytest
 
 from bench.suites import protocol_scale
+from bench.suites.cells import Cell, Way
 from bench.suites.protocol_scale import BASELINE, OURS, WAYS, in_words, rows_of
-from bench.suites.sleeping import Cell, Costs, Ran, Way, run_cells, together
+from bench.suites.sleeping import Costs, Ran, run_cells, together
 from odc_triton.balance import CostModel
 from tests.support import ranks
 
