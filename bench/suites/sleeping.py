@@ -150,7 +150,8 @@ class SleepingLayer(nn.Module):
         y = self._sleep(self.linear(x), OUTSIDE_ATTENTION / 2)
         keys = (y[:, :1] * torch.zeros(1, self.spans[-1].end)).view(1, 1, -1, 1)
         keys, values = self.side.publish(keys, keys, self.spans, None)
-        read = [each for pair in self.side.fetch(keys, values, self.spans, None) if pair is not None for each in pair]
+        runs = self.side.exchange.runs(self.spans, None)
+        read = self.side.fetch(keys, values, self.spans, runs, None) if runs else ()
         y = self._sleep(y + sum(each.sum() for each in (keys, values, *read)), 1 - OUTSIDE_ATTENTION)
         return self._sleep(y, OUTSIDE_ATTENTION / 2)
 
@@ -276,7 +277,7 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
             for members in packs:
                 sizes = sizes_of(members, lengths)
                 slept.append(job.pack_seconds(sizes))
-                (model(x, slept[-1], _spans(plan and exchange, sizes)).sum() / mb.tokens).backward()
+                (model(x, slept[-1], _spans(exchange, sizes)).sum() / mb.tokens).backward()
         end_s = time.monotonic()
         optimizer.step()
         waits = [each for each in engine_of(model).events.drain() if each.label.startswith(_IN_A_WAVE)]
@@ -292,7 +293,7 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
 
 
 def _spans(exchange: SequenceExchange | None, sizes: Sequence[int | Piece]) -> list[Span]:
-    """The pieces of a pack of such documents."""
+    """The pieces of a pack of such documents in which other ranks have a part."""
     pieces = [each if isinstance(each, Piece) else None for each in sizes]
     if exchange is None or not any(pieces):
         return []
