@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .cost import CostModel
-from .pieces import MinibatchPacks, named
+from .pieces import MinibatchPacks
 from .queue import QUEUE, Counter, OwnCounter, QueuedPacks, queue_packs
 from .relatives import Relatives
 from .shared import assign_shared
@@ -19,8 +19,9 @@ class Assigner:
     """A rank's packs, minibatch after minibatch. Every rank computes the whole assignment; nothing is communicated.
 
     `balance` and `token_cap`: see `MinibatchSampler`; `split_tokens`: of each rank, the most tokens that others may
-    read, 0 without splitting; `replicas`: see `assign_split`; `counter`: of a work queue, by default `store_counter()`,
-    made on first use.
+    read, 0 without splitting; `shared_tokens`: the same for samples that share tokens, by default `split_tokens`;
+    `whole`: see `assign_shared`; `replicas`: see `assign_split`; `counter`: of a work queue, by default
+    `store_counter()`, made on first use.
     """
 
     rank: int
@@ -29,6 +30,8 @@ class Assigner:
     balance: str
     cost: CostModel
     split_tokens: int = 0
+    shared_tokens: int | None = None
+    whole: bool = False
     replicas: int = 1
     counter: Counter | None = None
     _queues: int = field(default=0, init=False)
@@ -53,11 +56,20 @@ class Assigner:
             return MinibatchPacks()
         shared = None
         if relatives is not None and max(lengths) <= self.token_cap:
-            how = {"ranks": self.world, "token_cap": self.token_cap, "cost": self.cost}
-            shared = assign_shared(lengths, relatives, **how)
+            shared = assign_shared(
+                lengths,
+                relatives,
+                ranks=self.world,
+                token_cap=self.token_cap,
+                cost=self.cost,
+                tokens=self.split_tokens if self.shared_tokens is None else self.shared_tokens,
+                replicas=self.replicas,
+                names=names,
+                whole=self.whole,
+            )
         split = self._split(lengths, names) if self.split_tokens else None
         if shared is not None and (split is None or shared.estimate <= split.estimate):
-            return MinibatchPacks([named(each, names) for each in pack] for pack in shared.packs[self.rank])
+            return MinibatchPacks.of(shared.packs[self.rank], shared.plan)
         if split is not None:
             return MinibatchPacks.of(split.packs(self.rank), split.plan)
         how = {"token_cap": self.token_cap, "balance": self.balance, "cost": self.cost}

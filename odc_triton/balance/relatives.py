@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from ..data.records import IGNORED
-from .pieces import Entry, Piece
+from .line import BY_TOKENS, Strip, cut_line
+from .pieces import Entry
 
 LEAST_SHARED = 32  # tokens: computing fewer again takes no longer than reading them
 
@@ -36,28 +37,32 @@ class Relatives:
 
     def entries(self, samples: Sequence[int]) -> list[Entry]:
         """These samples in one pack: whole, or as branches of others of them, which come before their branches."""
-        pieces: list[Piece] = []
+        (part,) = cut_line(self.strips(samples), [1.0], BY_TOKENS)
+        return part
+
+    def strips(self, samples: Sequence[int]) -> list[Strip]:
+        """Of these samples in the order of tokens, those that are not another's before it. `uncut` is the first that
+        predicts a target.
+        """
+        strips: dict[int, Strip] = {}
         before = None
-        starts: dict[int, tuple[int, int | None]] = {}  # by sample, its first own token, and the sample it branches off
         for place in sorted(self.place[sample] for sample in samples):
             sample = self.order[place]
             start = 0 if before is None else self._start(before, place)
             parent = self.order[before] if start else None
-            while start and starts[parent][0] >= start:  # then what that one branches off has all of these tokens
-                parent = starts[parent][1]
-            starts[sample], before = (start, parent), place
-            pieces.append(Piece(sample, start, self.lengths[sample], parent))
-        parents = {each.parent for each in pieces}
-        return [each if each.parent is not None or each.sample in parents else each.sample for each in pieces]
+            while start and strips[parent].start >= start:  # then what that one branches off has all of these tokens
+                parent = strips[parent].parent
+            uncut = max(self.free[sample] - 1, 0)
+            strips[sample], before = Strip(sample, start, self.lengths[sample], parent, uncut), place
+        return [*strips.values()]
 
-    def families(self) -> list[list[tuple[int, int]]]:
-        """(sample, its first own token after the one before it), in runs of which only the first is 0."""
-        found: list[list[tuple[int, int]]] = []
-        for place, sample in enumerate(self.order):
-            start = self._start(place - 1, place) if place else 0
-            if start == 0:
+    def families(self) -> list[list[Strip]]:
+        """All samples, in runs of which only the first starts at 0."""
+        found: list[list[Strip]] = []
+        for strip in self.strips(self.order):
+            if strip.start == 0:
                 found.append([])
-            found[-1].append((sample, start))
+            found[-1].append(strip)
         return found
 
     def _start(self, before: int, place: int) -> int:

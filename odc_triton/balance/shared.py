@@ -1,108 +1,205 @@
 """Samples that share tokens, assigned to ranks: in each pack the tokens that several share are computed once.
 
-Three ways are tried, and the one with the least estimate wins: all relatives on one rank; samples in the order of their
+Four ways are tried, and the one with the least estimate wins: all relatives on one rank; samples in the order of their
 tokens laid end to end and cut into one part per rank, of which only those at a cut repeat what their part shares with
-the one before; and LB-Mini, which knows no relatives, but has whichever are in one pack share.
+the one before; LB-Mini, which knows no relatives, but has whichever are in one pack share; and trees over ranks.
+
+[Note: trees over ranks] Families are laid end to end on a line of cost, each tree depth first, and the line is cut into
+one part per rank (line.py), which reads the others' keys and values instead of repeating their tokens. The costliest
+families are laid so, all or a half, a quarter, …, and the others assigned by the other ways, in the same microbatches
+if all fit. Reading has a price that no estimate knows: it must be 5% better than the others.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from .cost import CostModel
+from .line import LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price
 from .packing import best_fit_decreasing, checked_lengths, pack
 from .partition import balanced_partition
-from .pieces import Entry, Piece
+from .pieces import Entry, SplitPlan, named
 from .relatives import Relatives
 
 _HALVINGS = 12  # of the range in which the least load of the fullest rank is searched
+_LEAST_GAIN = 0.05
 
 Members = list[list[list[int]]]  # by rank and pack, the samples
 
 
 @dataclass(frozen=True, slots=True)
 class SharedAssignment:
-    """`packs`: of each rank, costliest first. `estimate`: the step's cost."""
+    """`packs`: of each rank, its waves, then others, costliest first. `estimate`: the step's cost, raised by the gain
+    that trees over ranks must have. `plan`: of these, None without.
+    """
 
     packs: list[list[list[Entry]]]
     estimate: float
+    plan: SplitPlan | None = None
 
 
 def assign_shared(
-    lengths: Sequence[int], relatives: Relatives, *, ranks: int, token_cap: int, cost: CostModel
+    lengths: Sequence[int],
+    relatives: Relatives,
+    *,
+    ranks: int,
+    token_cap: int,
+    cost: CostModel,
+    tokens: int = 0,
+    replicas: int = 1,
+    names: Sequence[int] | None = None,
+    whole: bool = False,
 ) -> SharedAssignment:
     """Assigns samples of `lengths` tokens to `ranks`.
 
+    `tokens`: of each rank, the most tokens whose keys and values others may read; 0: no tree lies on several ranks.
+    `replicas`: consecutive ranks of equal number that share memory, as all ranks of a tree must. `names`: of the
+    samples in packs and plan, by default their indices. `whole`: no completion is cut, for losses of whole ones.
     Deterministic: every rank that calls it with the same arguments gets the same result. Raises as `checked_lengths`.
     """
-    problem = _SharedProblem(checked_lengths(lengths, token_cap), relatives, ranks, token_cap, cost)
-    together, alone = problem.together(), problem.alone()
-    found = [problem.priced(members) for members in (together, alone)]
-    low, high = problem.even_share, min(each.estimate for each in found)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        if (members := problem.filled(middle)) is None:
-            low = middle
-        else:
-            found.append(problem.priced(members))
-            high = min(middle, found[-1].estimate)
-    return min(found, key=lambda each: each.estimate)
+    lengths = checked_lengths(lengths, token_cap)
+    problem = _SharedProblem(
+        lengths,
+        relatives,
+        relatives.families(),
+        ranks=ranks,
+        token_cap=token_cap,
+        cost=cost,
+        tokens=tokens,
+        whole=whole,
+    )
+    found = problem.best() if replicas == 1 else _over_replicas(problem, replicas)
+    names = range(len(lengths)) if names is None else names
+    packs = [[[named(each, names) for each in entries] for entries in of_rank] for of_rank in found.packs]
+    contents = hashlib.sha256("".join(relatives.contents).encode()).hexdigest()
+    return replace(found, packs=packs, plan=SplitPlan.of(packs, replicas=replicas, contents=contents))
 
 
-@dataclass(frozen=True, slots=True)
-class _PricedSample:
-    """The cost and the tokens of a sample, whole, and as a branch of the one before it in its family."""
+def _over_replicas(problem: _SharedProblem, replicas: int) -> SharedAssignment:
+    """The better of no trees over ranks, and of families dealt to the replicas by cost."""
+    dealt = balanced_partition(problem.costs, replicas)
+    shards = problem.ranks // replicas
+    parts = [problem.part([problem.families[at] for at in places], shards).best() for places in dealt]
+    joined = SharedAssignment([*chain.from_iterable(each.packs for each in parts)], max(e.estimate for e in parts))
+    return min(problem.apart(), joined, key=lambda each: each.estimate)
 
-    number: int
-    whole: tuple[float, int]
-    branch: tuple[float, int]
 
-
+@dataclass(kw_only=True)
 class _SharedProblem:
-    def __init__(
-        self, lengths: Sequence[int], relatives: Relatives, ranks: int, token_cap: int, cost: CostModel
-    ) -> None:
-        self.lengths, self.relatives, self.ranks = lengths, relatives, ranks
-        self.token_cap, self.cost = token_cap, cost
-        self.families = [
-            [
-                _PricedSample(
-                    i, (cost.sequence(lengths[i]), lengths[i]), (cost.piece(start, lengths[i]), lengths[i] - start)
+    """Families of a minibatch's samples, and the limits."""
+
+    lengths: Sequence[int] = field(kw_only=False)
+    relatives: Relatives = field(kw_only=False)
+    families: list[list[Strip]] = field(kw_only=False)
+    ranks: int
+    token_cap: int
+    cost: CostModel
+    tokens: int
+    whole: bool
+
+    def __post_init__(self) -> None:
+        self.costs = [math.fsum(map(self._branch, family)) for family in self.families]  # the first starts at 0
+        self.even_share = math.fsum(self.costs) / self.ranks
+
+    def part(self, families: list[list[Strip]], ranks: int) -> _SharedProblem:
+        return replace(self, families=families, ranks=ranks)
+
+    def best(self) -> SharedAssignment:
+        best = self.apart()
+        if self.tokens and self.ranks > 1 and self.even_share < best.estimate * (1 - _LEAST_GAIN):
+            best = min([best, *self.over_ranks()], key=lambda each: each.estimate)
+        return best
+
+    def apart(self) -> SharedAssignment:
+        """The best whose ranks read nothing of each other."""
+        if not self.families:
+            return SharedAssignment([[] for _ in range(self.ranks)], 0.0)
+        found = [self.priced(members) for members in (self.together(), self.alone())]
+        low, high = self.even_share, min(each.estimate for each in found)
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            if (members := self.filled(middle)) is None:
+                low = middle
+            else:
+                found.append(self.priced(members))
+                high = min(middle, found[-1].estimate)
+        return min(found, key=lambda each: each.estimate)
+
+    def over_ranks(self) -> Iterator[SharedAssignment]:
+        """See [Note: trees over ranks]."""
+        order = sorted(range(len(self.families)), key=lambda at: -self.costs[at])
+        count = len(order)
+        limits = {"ranks": self.ranks, "token_cap": self.token_cap, "cost": self.cost}
+        while count:
+            line, others = ([self.families[at] for at in places] for places in (order[:count], order[count:]))
+            if not self.whole:
+                line = [[strip._replace(uncut=None) for strip in family] for family in line]
+            rest = self.part(others, self.ranks).apart()
+            waves = lay_waves(line, self.lengths, least=LEAST_TOKENS, **limits)
+            if waves is not None and self._fit(waves):
+                packs = [
+                    [*filter(None, parts), *own]
+                    for parts, own in zip(zip(*waves, strict=True), rest.packs, strict=True)
+                ]
+                estimate = math.fsum(max(map(self._price, wave)) for wave in waves) + rest.estimate
+                yield SharedAssignment(packs, estimate / (1 - _LEAST_GAIN))
+            if others and (wave := self._riding(line, rest.packs)):
+                yield SharedAssignment(
+                    [[part] if part else [] for part in wave], max(map(self._price, wave)) / (1 - _LEAST_GAIN)
                 )
-                for i, start in family
-            ]
-            for family in relatives.families()
-        ]
-        self.costs = [math.fsum(each.branch[0] for each in family) for family in self.families]  # the first has start 0
-        self.even_share = math.fsum(self.costs) / ranks
+            count //= 2
+
+    def _riding(self, line: list[list[Strip]], rest: list[list[list[Entry]]]) -> list[list[Entry]] | None:
+        """One microbatch for each rank: its pack of `rest`, and a part of `line` that makes up for it; None if these
+        don't fit.
+        """
+        if max(map(len, rest)) > 1:
+            return None
+        own = [[*chain.from_iterable(packs)] for packs in rest]
+        shares = [max(self.even_share - price(each, self.lengths, self.cost), 0.0) for each in own]
+        if not any(shares):
+            return None
+        parts = cut_line([*chain.from_iterable(line)], shares, self.cost)
+        wave = [[*part, *each] for part, each in zip(parts, own, strict=True)]
+        return wave if self._fit([wave]) else None
+
+    def _fit(self, waves: list[list[list[Entry]]]) -> bool:
+        if max(count_tokens(part, self.lengths) for wave in waves for part in wave) > self.token_cap:
+            return False
+        plan = SplitPlan.of([*zip(*waves, strict=True)])
+        return plan is None or max(plan.tokens) <= self.tokens
 
     def together(self) -> Members:
         """Relatives on one rank, and in one pack as far as the cap allows."""
-        parts: list[list[_PricedSample]] = []
+        parts: list[list[Strip]] = []
         for family in self.families:
             tokens = math.inf
             for each in family:
-                if tokens + each.branch[1] > self.token_cap:
+                own = each.stop - each.start
+                if tokens + own > self.token_cap:
                     parts.append([])
-                    tokens = each.whole[1] - each.branch[1]
+                    tokens = each.start
                 parts[-1].append(each)
-                tokens += each.branch[1]
-        costs = [part[0].whole[0] + math.fsum(each.branch[0] for each in part[1:]) for part in parts]
-        tokens = [part[0].whole[1] + sum(each.branch[1] for each in part[1:]) for part in parts]
+                tokens += own
+        costs = [self._whole(part[0]) + math.fsum(map(self._branch, part[1:])) for part in parts]
+        tokens = [part[0].stop + sum(each.stop - each.start for each in part[1:]) for part in parts]
         members = []
         for own in balanced_partition(costs, self.ranks):
             packs = best_fit_decreasing([tokens[at] for at in own], token_cap=self.token_cap) if own else []
-            members.append([[each.number for at in places for each in parts[own[at]]] for places in packs])
+            members.append([[each.sample for at in places for each in parts[own[at]]] for places in packs])
         return members
 
     def alone(self) -> Members:
         """As LB-Mini."""
-        members = []
-        for own in balanced_partition([self.cost.sequence(tokens) for tokens in self.lengths], self.ranks):
-            packs = pack([self.lengths[i] for i in own], token_cap=self.token_cap, cost=self.cost) if own else []
-            members.append([[own[at] for at in places] for places in packs])
+        strips, members = [*chain.from_iterable(self.families)], []
+        for places in balanced_partition([*map(self._whole, strips)], self.ranks):
+            own = [strips[at] for at in places]
+            packs = pack([each.stop for each in own], token_cap=self.token_cap, cost=self.cost) if own else []
+            members.append([[own[at].sample for at in places] for places in packs])
         return members
 
     def filled(self, most: float) -> Members | None:
@@ -112,19 +209,19 @@ class _SharedProblem:
         for family in sorted(range(len(self.families)), key=lambda at: -self.costs[at]):
             shares = False
             for each in self.families[family]:
-                price, count = each.branch if shares else each.whole
+                cost, count = (self._branch(each), each.stop - each.start) if shares else (self._whole(each), each.stop)
                 if tokens + count > self.token_cap:
-                    price, count = each.whole[0] + self.cost.microbatch, math.inf
-                if load + price > most * (1 + 1e-9):
+                    cost, count = self._whole(each) + self.cost.microbatch, math.inf
+                if load + cost > most * (1 + 1e-9):
                     members.append([])
-                    load, price, count = 0.0, each.whole[0] + self.cost.microbatch, math.inf
-                    if len(members) > self.ranks or price > most * (1 + 1e-9):
+                    load, cost, count = 0.0, self._whole(each) + self.cost.microbatch, math.inf
+                    if len(members) > self.ranks or cost > most * (1 + 1e-9):
                         return None
                 if count == math.inf:
                     members[-1].append([])
-                    tokens, count = 0, each.whole[1]
-                members[-1][-1].append(each.number)
-                load, tokens, shares = load + price, tokens + count, True
+                    tokens, count = 0, each.stop
+                members[-1][-1].append(each.sample)
+                load, tokens, shares = load + cost, tokens + count, True
         return members + [[] for _ in range(self.ranks - len(members))]
 
     def priced(self, members: Members) -> SharedAssignment:
@@ -133,9 +230,16 @@ class _SharedProblem:
             priced = [(self._price(entries), entries) for entries in map(self.relatives.entries, packs)]
             priced.sort(key=lambda it: -it[0])
             packs_of_ranks.append([entries for _, entries in priced])
-            estimate = max(estimate, math.fsum(price + self.cost.microbatch for price, _ in priced))
+            estimate = max(estimate, math.fsum(cost for cost, _ in priced))
         return SharedAssignment(packs_of_ranks, estimate)
 
     def _price(self, entries: Sequence[Entry]) -> float:
-        parts = [each if isinstance(each, Piece) else Piece(each, 0, self.lengths[each]) for each in entries]
-        return math.fsum(self.cost.piece(each.start, each.stop) for each in parts)
+        """Of a microbatch."""
+        return price(entries, self.lengths, self.cost) + self.cost.microbatch * bool(entries)
+
+    def _whole(self, strip: Strip) -> float:
+        return self.cost.sequence(strip.stop)
+
+    def _branch(self, strip: Strip) -> float:
+        """Its cost where what it branches off is in the same pack."""
+        return self.cost.piece(strip.start, strip.stop)

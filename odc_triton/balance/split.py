@@ -21,6 +21,7 @@ from itertools import chain, cycle, zip_longest
 import numpy as np
 
 from .cost import CostModel
+from .line import BY_TOKENS, LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price
 from .packing import checked_lengths, pack
 from .partition import BALANCED, balanced_partition, longest_first
 from .pieces import Entry, Piece, SplitPlan, named
@@ -28,9 +29,7 @@ from .pieces import Entry, Piece, SplitPlan, named
 SplitPacks = list[list[Entry]]  # microbatches of one rank
 Waves = list[list[list[Entry]]]  # by wave and rank
 
-LEAST_TOKENS = 64  # of a piece: fewer cost more to wait for than to compute
 _LEAST_GAIN = 0.05
-_BY_TOKENS = CostModel(quadratic=0.0, linear=1.0)
 _TRIED, _MANY = 4, 64  # numbers of split sequences that are tried in full; half of them for many ranks
 _FANNED = 4  # sequences, at most, each of which may be cut over all ranks
 
@@ -262,8 +261,14 @@ class _Problem:
             return waves
         return [fan] if len(samples) <= _FANNED and self._fit(fan := self._fan(samples, self.even)) else None
 
-    def _line(self, samples: list[int], shares: Sequence[float]) -> list[list[Entry]]:
-        return _cut(samples, self.lengths, shares, self.cost, self.least_tokens)
+    def _line(
+        self, samples: Sequence[int], shares: Sequence[float], cost: CostModel | None = None
+    ) -> list[list[Entry]]:
+        strips = [Strip(sample, 0, self.lengths[sample]) for sample in samples]
+        return cut_line(strips, shares, cost or self.cost, self.least_tokens)
+
+    def _price(self, entries: Sequence[Entry]) -> float:
+        return price(entries, self.lengths, self.cost)
 
     def _fan(self, samples: list[int], shares: Sequence[float]) -> list[list[Entry]]:
         """A wave of a few samples, each cut over all ranks, from the first and from the last in turn, as the beginning
@@ -273,7 +278,7 @@ class _Problem:
         return [[*chain.from_iterable(parts)] for parts in zip(*cuts, strict=True)]
 
     def _fit(self, wave: list[list[Entry]]) -> bool:
-        most = max(_tokens(part, self.lengths) for part in wave)
+        most = max(count_tokens(part, self.lengths) for part in wave)
         return most <= self.token_cap and self.most_read([wave]) <= self.tokens
 
     def most_read(self, waves: Waves) -> int:
@@ -286,7 +291,7 @@ class _Problem:
 
     def even_waves(self, count: int) -> Waves:
         """The `count` longest samples, one a wave, in parts of equal tokens, which always fit the cap."""
-        return [_cut([sample], self.lengths, self.even, _BY_TOKENS, self.least_tokens) for sample in self.order[:count]]
+        return [self._line([sample], self.even, BY_TOKENS) for sample in self.order[:count]]
 
     def assign(self, count: int, waves: Waves) -> SplitAssignment:
         """The assignment that splits the `count` longest, as in `waves`."""
@@ -300,7 +305,7 @@ class _Problem:
             waves, whole = [together], [[] for _ in range(self.ranks)]
         # A wave lasts as long as its costliest microbatch.
         waves_cost = math.fsum(max(self.cost.microbatch + self._price(each) for each in wave) for wave in waves)
-        few = [-(-_tokens(own, self.lengths) // self.token_cap) for own in whole]  # the fewest that could hold them
+        few = [-(-count_tokens(own, self.lengths) // self.token_cap) for own in whole]
         return SplitAssignment(
             lengths=self.lengths,
             names=range(len(self.lengths)),
@@ -327,70 +332,7 @@ class _Problem:
         ways = ([[*pieces, *own] for pieces, own in zip(cut, whole, strict=True)] for cut in chain(cuts, [wave]))
         return next(filter(self._fit, ways), None)
 
-    def _price(self, entries: Sequence[Entry]) -> float:
-        return math.fsum(
-            self.cost.piece(each.start, each.stop)
-            if isinstance(each, Piece)
-            else self.cost.sequence(self.lengths[each])
-            for each in entries
-        )
-
     def _waves(self, samples: list[int]) -> Waves | None:
-        """By wave and rank, the parts of `samples`; None if the parts of one alone do not fit the cap.
-
-        A wave takes as many sequences as the cap allows. One that fits only in parts of equal tokens gets them.
-        """
-        waves: Waves = []
-        while samples:
-            taken, wave = len(samples), None
-            while taken and wave is None:
-                for cost in (self.cost, _BY_TOKENS)[: 2 if taken == 1 else 1]:
-                    parts = _cut(samples[:taken], self.lengths, self.even, cost, self.least_tokens)
-                    most = max(_tokens(part, self.lengths) for part in parts)
-                    if wave is None and most <= self.token_cap:
-                        wave = parts
-                # A part has about as many tokens of each sequence, so this is near the most that fit.
-                taken = taken if wave is not None else min(taken - 1, max(1, taken * self.token_cap // most))
-            if wave is None:
-                return None
-            waves.append(wave)
-            samples = samples[taken:]
-        return waves
-
-
-def _tokens(entries: Sequence[Entry], lengths: list[int]) -> int:
-    return sum(len(each) if isinstance(each, Piece) else lengths[each] for each in entries)
-
-
-def _cut(
-    samples: Sequence[int], lengths: list[int], shares: Sequence[float], cost: CostModel, least: int = LEAST_TOKENS
-) -> list[list[Entry]]:
-    """By rank, its part of `samples`, which are laid end to end on a line of cost and cut in proportion to `shares`."""
-    ranks, line = len(shares), math.fsum(cost.sequence(lengths[sample]) for sample in samples)
-    ends = np.cumsum(shares)
-    ends = (ends * (line / ends[-1])).tolist()
-    parts: list[list[Entry]] = [[] for _ in range(ranks)]
-    rank, begin = 0, 0.0
-    for sample in samples:
-        length, at = lengths[sample], 0
-        while at < length:
-            stop = length
-            if rank < ranks - 1:
-                stop = _nearest_cut(cost.tokens(ends[rank] - begin), at, length, least)
-            if stop - at == length:
-                parts[rank].append(sample)
-            elif stop > at:
-                parts[rank].append(Piece(sample, at, stop))
-            if stop < length:
-                rank += 1
-            at = stop
-        begin += cost.sequence(length)
-    return parts
-
-
-def _nearest_cut(place: float, at: int, length: int, least: int) -> int:
-    """The cut nearest to `place` that leaves no piece under `least` tokens, neither from `at` to the cut nor after."""
-    cuts = [at, length]
-    if length - at >= 2 * least:
-        cuts.append(min(max(round(place), at + least), length - least))
-    return min(cuts, key=lambda cut: (abs(cut - place), cut))
+        """By wave and rank, the parts of `samples`; None if the parts of one alone do not fit the cap."""
+        limits = {"ranks": self.ranks, "token_cap": self.token_cap, "cost": self.cost, "least": self.least_tokens}
+        return lay_waves([[Strip(sample, 0, self.lengths[sample])] for sample in samples], self.lengths, **limits)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..balance import CostModel
 from ..balance.assigner import Assigner
 from ..balance.pieces import Entry, SplitPlan
+from ..balance.queue import QUEUE
 from ..balance.relatives import find_relatives
 from ..balance.split import readable_tokens
 from ..checkpoint.repeat import Replayable
@@ -104,24 +105,35 @@ class GrpoRun(Run):
             columns=self.prompts.columns,
         )
         grid, limits = engine.grid, {"token_cap": options.token_cap, "cost": cost, "replicas": engine.grid.replicas}
-        split_tokens = 0
+        models = [each for each in (model, reference) if each is not None]
+        able = all(takes_branches(innermost(each)) for each in models)
+        self.shares_prefixes = options.share_prefixes == "auto" and able
+        split_tokens = shared_tokens = 0
         if options.split_sequences and grid.shards > 1:
             longest, samples = self.prompts.longest + options.max_new_tokens, self.per_step * options.generations
             split_tokens = options.split_tokens or readable_tokens(
                 [longest], ranks=grid.world, samples=samples, **limits
             )
-            enable_split(model, split_tokens)
+        if self.shares_prefixes and reference is None and options.balance != QUEUE and grid.shards > 1:
+            shared_tokens = options.split_tokens or max(split_tokens, self.prompts.longest)
+        if split_tokens or shared_tokens:
+            try:
+                enable_split(model, max(split_tokens, shared_tokens))
+            except NotImplementedError:  # of a compiled model, or of one with other attention
+                if split_tokens:
+                    raise
+                shared_tokens = 0
+        by_sequence = options.engine != "transformers" and options.importance.startswith("sequence")
         self.assigner = Assigner(
             rank=grid.rank,
             world=grid.world,
             balance=options.balance,
             split_tokens=split_tokens,
+            shared_tokens=shared_tokens,
+            whole=options.loss == "gspo" or by_sequence,
             counter=counter,
             **limits,
         )
-        models = [each for each in (model, reference) if each is not None]
-        able = all(takes_branches(innermost(each)) for each in models)
-        self.shares_prefixes = options.share_prefixes == "auto" and able
         self.end_tokens = end_tokens_of(model, prepared.tokenizer)
         high = options.clip if options.clip_high is None else options.clip_high
         self.objective = Objective(loss=options.loss, low=options.clip, high=high, kl=options.kl)

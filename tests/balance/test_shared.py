@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, PackedDataset, pack_collate
 from odc_triton.balance.assigner import Assigner
-from odc_triton.balance.pieces import Piece
+from odc_triton.balance.pieces import Piece, reads_of
 from odc_triton.balance.relatives import LEAST_SHARED, find_relatives
 from odc_triton.balance.shared import assign_shared
 from odc_triton.balance.strategies import assign
@@ -96,6 +96,86 @@ def test_assigned(samples: list[dict], ranks: int, token_cap: int, microbatch: f
     dense = assign(lengths, ranks=ranks, token_cap=token_cap, balance="mini", cost=cost)
     alone = max(sum(cost.pack(lengths[i] for i in pack) for pack in packs) for packs in dense)
     assert made.estimate <= alone * (1 + 1e-9)
+
+
+@given(_SAMPLES, st.integers(2, 5), st.integers(12, 40), st.sampled_from([0.0, 3.0]), st.integers(1, 40), st.booleans())
+def test_assigned_over_ranks(
+    samples: list[dict], ranks: int, token_cap: int, microbatch: float, tokens: int, whole: bool
+) -> None:
+    """Every token of every sample is computed once in each tree that has it, within the limits; no way is better."""
+    cost = CostModel(quadratic=0.01, linear=1.0, microbatch=microbatch)
+    lengths = [len(each["input_ids"]) for each in samples]
+    how = {"ranks": ranks, "token_cap": token_cap, "cost": cost}
+    with (
+        mock.patch("odc_triton.balance.relatives.LEAST_SHARED", LEAST),
+        mock.patch("odc_triton.balance.shared.LEAST_TOKENS", 2),
+    ):
+        relatives = find_relatives(samples)
+        apart = assign_shared(lengths, relatives, **how)
+        made = assign_shared(lengths, relatives, **how, tokens=tokens, whole=whole)
+    assert made.estimate <= apart.estimate * (1 + 1e-9)
+    entries = [each for of_rank in made.packs for pack in of_rank for each in pack]
+    pieces = [each for each in entries if isinstance(each, Piece)]
+    reads = reads_of(pieces)
+    ids = {each: samples[each.sample]["input_ids"] for each in pieces}
+    for piece, before in reads.items():
+        assert [read.high for read in before[-1:]] == [piece.start] * (piece.start > 0)
+        assert [ids[read.holder][at] for read in before for at in range(read.low, read.high)] == ids[piece][
+            : piece.start
+        ]
+    own = {each: (0, lengths[each]) for each in entries if isinstance(each, int)}
+    for piece in sorted(pieces, key=lambda each: each.start):
+        first, end = own.get(piece.sample, (piece.start, piece.start))
+        assert end == piece.start
+        own[piece.sample] = first, piece.stop
+    assert sorted(own) == list(range(len(samples)))
+    assert all(end == lengths[each] for each, (_, end) in own.items())
+    for of_rank in made.packs:
+        for pack in of_rank:
+            assert sum(len(each) if isinstance(each, Piece) else lengths[each] for each in pack) <= token_cap
+    if made.plan is not None:
+        assert max(made.plan.tokens) <= tokens
+        assert {each.piece for each in made.plan.pieces} <= {*pieces}
+    if whole:
+        free = relatives.free
+        for piece in pieces:
+            assert piece.stop == lengths[piece.sample] or piece.stop <= max(free[piece.sample] - 1, 0)
+
+
+def test_a_group_is_cut_over_ranks() -> None:
+    """Neither rank computes the prompt again, and each takes half."""
+    cost, samples = CostModel(quadratic=0.0, linear=1.0), group(1000, 250, 8)
+    how = {"ranks": 2, "token_cap": 10_000, "cost": cost}
+    lengths, relatives = [1250] * 8, find_relatives(samples)
+    made = assign_shared(lengths, relatives, **how, tokens=1000)
+    assert made.estimate == pytest.approx((1000 + 8 * 250) / 2 / 0.95, rel=0.01)
+    assert made.plan.tokens == [999, 0]
+    for tokens in (0, 998):  # too few
+        assert assign_shared(lengths, relatives, **how, tokens=tokens).plan is None
+    whole = assign_shared(lengths, relatives, **how, tokens=1000, whole=True)
+    assert all(len(each) in (1250, 251) for pack in whole.packs for each in pack[0])
+    for replicas, count in ((2, 2), (4, 0)):  # of four ranks
+        made = assign_shared(
+            lengths * 2,
+            find_relatives(samples + group(1001, 249, 8)),
+            **how | {"ranks": 4},
+            tokens=1100,
+            replicas=replicas,
+        )
+        homes = (
+            [
+                {each.rank * replicas // 4 for each in made.plan.pieces if each.piece.sample // 8 == family}
+                for family in range(2)
+            ]
+            if made.plan
+            else []
+        )
+        assert sorted(map(list, homes)) == [[0], [1]][:count]
+    other = find_relatives([*samples[:-1], sample([1] + [1000] * 999, [7] * 250)])
+    assert (
+        assign_shared(lengths, other, **how, tokens=1000).plan.contents
+        != assign_shared(lengths, relatives, **how, tokens=1000).plan.contents
+    )
 
 
 def group(prompt: int, answer: int, count: int) -> list[dict]:

@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, MinibatchSampler, PackedDataset, assign, count_target_tokens, pack_collate
+from odc_triton.balance.line import Strip, cut_line
 from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, PlannedPiece, SplitPlan
 from odc_triton.balance.queue import OwnCounter
-from odc_triton.balance.split import _cut, assign_split, readable_tokens
+from odc_triton.balance.split import assign_split, readable_tokens
 
 COST = CostModel.paper_7b()
 COSTS = [COST, CostModel(quadratic=1.0, linear=0.0), CostModel(quadratic=0.0, linear=1.0)]
@@ -206,7 +207,7 @@ def test_with_a_queue_every_token_once_in_any_order_of_taking(given: dict, chanc
 def test_parts_of_a_line_are_even(lengths: list[int], ranks: int) -> None:
     parts = [
         math.fsum(price(each, lengths, COST) for each in part)
-        for part in _cut(range(len(lengths)), lengths, [1.0] * ranks, COST)
+        for part in cut_line([Strip(i, 0, length) for i, length in enumerate(lengths)], [1.0] * ranks, COST)
     ]
     level = math.fsum(parts) / ranks
     assert level == pytest.approx(math.fsum(map(COST.sequence, lengths)) / ranks)

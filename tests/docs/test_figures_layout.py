@@ -15,7 +15,7 @@ from tests.support import place  # isort: skip
 import odc_kernels.gather
 import odc_kernels.scatter
 from docs.figures import adding, reading, record_kernels, tiles, waves
-from odc_triton.balance import split
+from odc_triton.balance import line, split
 from odc_triton.comm import layout
 from tests.docs.svg import found, numbers
 
@@ -94,8 +94,8 @@ def test_pieces_are_as_wide_as_they_have_tokens(monkeypatch: pytest.MonkeyPatch)
     per_token = sum(widths()) / sum(tokens())
     before = tokens()
     assert widths() == pytest.approx([each * per_token for each in before], abs=0.01)
-    cut = split._nearest_cut
-    monkeypatch.setattr(split, "_nearest_cut", lambda at, *rest: cut(at - 900, *rest))
+    cut = line._nearest_cut
+    monkeypatch.setattr(line, "_nearest_cut", lambda at, *rest: cut(at - 900, *rest))
     assert tokens() != before
     per_token = sum(widths()) / sum(tokens())
     assert widths() == pytest.approx([each * per_token for each in tokens()], abs=0.01)
