@@ -21,7 +21,7 @@ from itertools import chain
 from .cost import CostModel
 from .line import LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price
 from .packing import best_fit_decreasing, checked_lengths, pack
-from .partition import balanced_partition
+from .partition import BALANCED, balanced_partition
 from .pieces import Entry, SplitPlan, named
 from .relatives import Relatives
 
@@ -130,35 +130,36 @@ class _SharedProblem:
         return min(found, key=lambda each: each.estimate)
 
     def over_ranks(self) -> Iterator[SharedAssignment]:
-        """See [Note: trees over ranks]."""
+        """See [Note: trees over ranks]. Completions are cut too, unless others would have to read too many tokens."""
         order = sorted(range(len(self.families)), key=lambda at: -self.costs[at])
-        count = len(order)
-        limits = {"ranks": self.ranks, "token_cap": self.token_cap, "cost": self.cost}
-        while count:
+        count, least = len(order), math.inf
+        while count and least > self.even_share * (1 + BALANCED):
             line, others = ([self.families[at] for at in places] for places in (order[:count], order[count:]))
-            if not self.whole:
-                line = [[strip._replace(uncut=None) for strip in family] for family in line]
             rest = self.part(others, self.ranks).apart()
-            waves = lay_waves(line, self.lengths, least=LEAST_TOKENS, **limits)
-            if waves is not None and self._fit(waves):
-                packs = [
-                    [*filter(None, parts), *own]
-                    for parts, own in zip(zip(*waves, strict=True), rest.packs, strict=True)
-                ]
-                estimate = math.fsum(max(map(self._price, wave)) for wave in waves) + rest.estimate
-                yield SharedAssignment(packs, estimate / (1 - _LEAST_GAIN))
-            if others and (wave := self._riding(line, rest.packs)):
-                yield SharedAssignment(
-                    [[part] if part else [] for part in wave], max(map(self._price, wave)) / (1 - _LEAST_GAIN)
-                )
+            freely = [[strip._replace(uncut=None) for strip in family] for family in line]
+            for trees in (line,) if self.whole else (freely, line):
+                if found := [*self._laid(trees, rest)]:
+                    least = min(each.estimate for each in found)
+                    # They must be better by the least gain.
+                    yield from (replace(each, estimate=each.estimate / (1 - _LEAST_GAIN)) for each in found)
+                    break
             count //= 2
+
+    def _laid(self, line: list[list[Strip]], rest: SharedAssignment) -> Iterator[SharedAssignment]:
+        """`line` over ranks: in waves before the packs of `rest`, and in one microbatch with them, if they fit."""
+        limits = {"ranks": self.ranks, "token_cap": self.token_cap, "cost": self.cost, "least": LEAST_TOKENS}
+        waves = lay_waves(line, self.lengths, **limits)
+        if waves is not None and self._fit(waves):
+            by_rank = zip(zip(*waves, strict=True), rest.packs, strict=True)
+            packs = [[*filter(None, parts), *own] for parts, own in by_rank]
+            yield SharedAssignment(packs, math.fsum(max(map(self._price, wave)) for wave in waves) + rest.estimate)
+        if 0 < max(map(len, rest.packs)) <= 1 and (wave := self._riding(line, rest.packs)):
+            yield SharedAssignment([[part] if part else [] for part in wave], max(map(self._price, wave)))
 
     def _riding(self, line: list[list[Strip]], rest: list[list[list[Entry]]]) -> list[list[Entry]] | None:
         """One microbatch for each rank: its pack of `rest`, and a part of `line` that makes up for it; None if these
         don't fit.
         """
-        if max(map(len, rest)) > 1:
-            return None
         own = [[*chain.from_iterable(packs)] for packs in rest]
         shares = [max(self.even_share - price(each, self.lengths, self.cost), 0.0) for each in own]
         if not any(shares):

@@ -115,7 +115,9 @@ class GrpoRun(Run):
                 [longest], ranks=grid.world, samples=samples, **limits
             )
         if self.shares_prefixes and reference is None and options.balance != QUEUE and grid.shards > 1:
-            shared_tokens = options.split_tokens or max(split_tokens, self.prompts.longest)
+            prompt = self.prompts.longest  # and part of a completion, where that is cut too
+            most = max(split_tokens, prompt + min(options.max_new_tokens, prompt // 2))
+            shared_tokens = options.split_tokens or most
         if split_tokens or shared_tokens:
             try:
                 enable_split(model, max(split_tokens, shared_tokens))
