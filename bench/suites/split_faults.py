@@ -1,11 +1,13 @@
 """Split sequences while ranks are killed, and for a long time at random speeds.
 
-    python -m bench.suites.split_faults [--kills 20] [--soak-minutes 30] [--seed 0] [--backend cpu] [--out FILE]
+    python -m bench.suites.split_faults [--kills 20] [--soak-minutes 30] [--seed 0] [--trees] [--backend cpu] [--out F]
 
 kills   a rank is killed at each of five places, at random ranks, layers and minibatches. All others must name it
         within 10 s, and nothing may stay.
 soak    random plans, with random sleeps before ranks publish, fetch, add and collect. No wait may reach the deadline,
         and gradients must be those of the model on whole samples.
+
+With --trees other samples branch off those in pieces.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ Say = Callable[..., None]
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """Of rank `victim` in `layer` of a wave of a minibatch; `moment`, from 0 to 1: when there."""
+    """Of rank `victim` in `layer` of a wave of a minibatch; `moment`, from 0 to 1: when there. `trees`: in its plan."""
 
     place: str
     victim: int
@@ -73,9 +75,10 @@ class Kill:
     layer: int
     moment: float
     seed: int
+    trees: bool
 
     @classmethod
-    def at_random(cls, numbers: random.Random, place: str) -> Kill:
+    def at_random(cls, numbers: random.Random, place: str, *, trees: bool) -> Kill:
         return cls(
             place=place,
             victim=numbers.randrange(RANKS),
@@ -84,6 +87,7 @@ class Kill:
             layer=numbers.randrange(LAYERS),
             moment=numbers.random(),
             seed=numbers.randrange(2**31),
+            trees=trees,
         )
 
 
@@ -158,7 +162,7 @@ def computes_until_killed(rank: int, ranks: int, say: Say, kill: Kill, backend: 
     for number in range(kill.minibatch + 2):
         trap.minibatch, trap.wave = number, -1
         try:
-            compute(model, deal_evenly(numbers, ranks), rank, number)
+            compute(model, deal_evenly(numbers, ranks, trees=kill.trees), rank, number)
         except OfRanks as error:
             say("named", time.monotonic(), error.ranks, f"{type(error).__name__}: {error}")
             return
@@ -187,13 +191,15 @@ def run_kill(kill: Kill, backend: str) -> tuple[float, list[str]]:
     return last_s - struck_s, wrong
 
 
-def run_kills(places: Sequence[str], kills: int, numbers: random.Random, backend: str) -> list[dict]:
+def run_kills(
+    places: Sequence[str], kills: int, numbers: random.Random, backend: str, *, trees: bool = False
+) -> list[dict]:
     """A row for each place; prints what goes wrong."""
     rows = []
     for place in places:
         times_s, bad = [], 0
         for _ in range(kills):
-            kill = Kill.at_random(numbers, place)
+            kill = Kill.at_random(numbers, place, trees=trees)
             took_s, wrong = run_kill(kill, backend)
             times_s.append(took_s)
             if wrong:
@@ -247,7 +253,7 @@ def _difference(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -
     return max(each.item() for each in differences)
 
 
-def soaks(rank: int, ranks: int, say: Say, seed: int, seconds: float, backend: str) -> None:
+def soaks(rank: int, ranks: int, say: Say, seed: int, seconds: float, backend: str, trees: bool) -> None:
     """A rank of the soak. Rank 0 says how far it is every 30 s, and at the end."""
     model, plain = sharded(backend, DEADLINE_S), build()
     engine, end_s, next_s, number = engine_of(model), time.monotonic() + seconds, 30.0, 0
@@ -257,7 +263,7 @@ def soaks(rank: int, ranks: int, say: Say, seed: int, seconds: float, backend: s
     is_last = False
     while not is_last:
         numbers = random.Random(f"{seed} {ranks} {number}")
-        deal = deal_at_random(numbers, ranks)
+        deal = deal_at_random(numbers, ranks, trees=trees)
         checkpoint_layers(model, numbers.random() < 0.5)
         if is_checked := number % CHECK_EVERY == 0:
             plain.load_state_dict(dict(full_parameters(model)), strict=False)
@@ -279,12 +285,12 @@ def soaks(rank: int, ranks: int, say: Say, seed: int, seconds: float, backend: s
             say("soak", counts | {"longest_wait_s": longest_s, "largest_difference": largest * RELATIVE})
 
 
-def run_soak(seconds: float, seed: int, backend: str) -> list[dict]:
+def run_soak(seconds: float, seed: int, backend: str, *, trees: bool = False) -> list[dict]:
     """For equal times on each number of ranks: what each job did, and its `errors`."""
     results = []
     for ranks in SOAK_RANKS:
         result, errors = {"ranks": ranks, "minibatches": 0}, []
-        with Job(soaks, ranks, seed, seconds / len(SOAK_RANKS), backend) as job:
+        with Job(soaks, ranks, seed, seconds / len(SOAK_RANKS), backend, trees) as job:
             for rank, (kind, *said) in job.messages(2 * DEADLINE_S):
                 if kind == "soak":
                     result = said[0]
@@ -308,17 +314,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--soak-minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", choices=BACKENDS, default="cpu")
+    parser.add_argument("--trees", action="store_true", help="samples that branch off others")
     parser.add_argument("--out", type=Path, default=None, help="JSON file")
     options = parser.parse_args(arguments)
-    rows, soak = [], []
+    rows, soak, trees = [], [], {"trees": options.trees}
     if options.kills:
-        rows = run_kills(options.places, options.kills, random.Random(options.seed), options.backend)
+        rows = run_kills(options.places, options.kills, random.Random(options.seed), options.backend, **trees)
         print(table([cells_of(row) for row in rows], COLUMNS))
     if options.soak_minutes:
-        soak = run_soak(60 * options.soak_minutes, options.seed, options.backend)
+        soak = run_soak(60 * options.soak_minutes, options.seed, options.backend, **trees)
     if options.out:
         given = {"backend": options.backend, "seed": options.seed, "soak_minutes": options.soak_minutes}
-        save_json(options.out, {"kills": rows, "soak": soak, **given, **about()})
+        save_json(options.out, {"kills": rows, "soak": soak, **given, **trees, **about()})
     return int(any(row["wrong"] for row in rows) or any(result["errors"] for result in soak))
 
 

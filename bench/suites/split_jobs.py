@@ -29,6 +29,7 @@ from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
 from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
 from odc_triton.comm.launch import die_with_parent, end_process
 from odc_triton.comm.local_store import NAME, StoreServer, rendezvous_url
+from odc_triton.data.records import IGNORED
 from odc_triton.engine.api import engine_of
 from odc_triton.hf import enable_packing, summed_loss
 
@@ -48,11 +49,14 @@ Dealt = list[list[list[Entry]]]
 
 
 class Deal:
-    """What ranks compute in one minibatch. `packs`: by rank; `lengths`: tokens by sample."""
+    """What ranks compute in one minibatch. `packs`: by rank; `lengths`: tokens by sample; `shared`: by sample that
+    branches off another, that one and the tokens that they share.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.packs: Dealt = [[] for _ in range(ranks)]
         self.lengths: list[int] = []
+        self.shared: dict[int, tuple[int, int]] = {}
 
     def whole(self, length: int) -> int:
         self.lengths.append(length)
@@ -66,25 +70,45 @@ class Deal:
             start += length
         return made
 
+    def branch(self, parent: int, tokens: int, lengths: list[int]) -> list[Piece]:
+        """A new sample in pieces, which shares `tokens` with `parent` and computes the last of them."""
+        while parent in self.shared and self.shared[parent][1] >= tokens:  # it does not compute the one before
+            parent = self.shared[parent][0]
+        sample, start, made = self.whole(tokens - 1 + sum(lengths)), tokens - 1, []
+        self.shared[sample] = parent, tokens
+        for length in lengths:
+            made.append(Piece(sample, start, start + length, None if made else parent))
+            start += length
+        return made
 
-def deal_evenly(numbers: random.Random, ranks: int, replicas: int = 1) -> Deal:
+
+def deal_evenly(numbers: random.Random, ranks: int, replicas: int = 1, *, trees: bool = False) -> Deal:
     """Two waves of each replica, in which each rank has two pieces and a whole sample; some have whole samples after
     them.
 
     A wave is one sample that goes up and down the ranks, so that each waits for all others and they for it; or a ring
-    of samples over two ranks each, so that each waits for one and another waits for it.
+    of samples over two ranks each, so that each waits for one and another waits for it. With `trees` a wave is one
+    sample over all ranks with a branch on each, or a ring of samples, each with its branch on the next rank.
     """
     deal, shards = Deal(ranks), ranks // replicas
     for first in range(0, ranks, shards):
-        _deal_evenly(deal, deal.packs[first : first + shards], numbers)
+        _deal_evenly(deal, deal.packs[first : first + shards], numbers, trees)
     return deal
 
 
-def _deal_evenly(deal: Deal, packs_of: Dealt, numbers: random.Random) -> None:
+def _deal_evenly(deal: Deal, packs_of: Dealt, numbers: random.Random, trees: bool) -> None:
     ranks = len(packs_of)
     for _ in range(2):
         lengths = [numbers.randint(4, 20) for _ in range(2 * ranks)]
-        if numbers.random() < 0.5:
+        is_one = numbers.random() < 0.5
+        if trees:
+            each = [lengths[:ranks]] if is_one else [[length] for length in lengths[:ranks]]
+            roots = [piece for of_sample in map(deal.pieces, each) for piece in of_sample]
+            pairs = [[root] for root in roots]
+            for rank, length in enumerate(lengths[ranks:]):
+                root = roots[-1 if is_one else rank - 1]
+                pairs[rank] += deal.branch(root.sample, root.stop, [length])
+        elif is_one:
             pieces = deal.pieces(lengths)
             pairs = [[pieces[rank], pieces[-1 - rank]] for rank in range(ranks)]
         else:
@@ -97,9 +121,10 @@ def _deal_evenly(deal: Deal, packs_of: Dealt, numbers: random.Random) -> None:
             packs.append([deal.whole(numbers.randint(2, 30))])
 
 
-def deal_at_random(numbers: random.Random, ranks: int) -> Deal:
+def deal_at_random(numbers: random.Random, ranks: int, *, trees: bool = False) -> Deal:
     """Up to three waves of some of the ranks, each of one or two samples in pieces that go up and down the ranks or to
-    any of them; whole samples beside pieces, and packs of whole samples between waves.
+    any of them; whole samples beside pieces, and packs of whole samples between waves. With `trees` others branch off
+    these samples, and off each other, anywhere, in pieces too.
     """
     deal = Deal(ranks)
     for _ in range(numbers.randint(1, 3)):
@@ -110,10 +135,18 @@ def deal_at_random(numbers: random.Random, ranks: int) -> Deal:
             order = [*group, *reversed(group)] if numbers.random() < 0.5 else numbers.choices(group, k=len(pieces))
             for piece, rank in zip(pieces, order, strict=False):
                 wave.setdefault(rank, []).append(piece)
+            relatives = [pieces[0].sample]
+            for _ in range(numbers.randint(1, 5) if trees else 0):
+                parent = numbers.choice(relatives)
+                lengths = [numbers.randint(2, 20) for _ in range(numbers.choice([1, 1, 2]))]
+                for piece in deal.branch(parent, numbers.randint(2, deal.lengths[parent]), lengths):
+                    wave.setdefault(numbers.choice(group), []).append(piece)
+                relatives.append(len(deal.lengths) - 1)
         for rank, pack in wave.items():
+            if not trees:  # a branch comes after what it branches off
+                numbers.shuffle(pack)
             if numbers.random() < 0.4:
-                pack.append(deal.whole(numbers.randint(2, 30)))
-            numbers.shuffle(pack)
+                pack.insert(numbers.randint(0, len(pack)), deal.whole(numbers.randint(2, 30)))
             deal.packs[rank].append(pack)
         for packs in deal.packs:
             if numbers.random() < 0.3:
@@ -122,9 +155,14 @@ def deal_at_random(numbers: random.Random, ranks: int) -> Deal:
 
 
 def samples(deal: Deal, seed: int) -> list[dict[str, torch.Tensor]]:
+    """A branch does not learn what it shares."""
     generator = torch.Generator().manual_seed(seed)
-    ids = (torch.randint(3, VOCABULARY, (length,), generator=generator) for length in deal.lengths)
-    return [{"input_ids": each, "labels": each} for each in ids]
+    ids = [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in deal.lengths]
+    labels = [each.clone() for each in ids]
+    for sample, (parent, tokens) in deal.shared.items():
+        ids[sample][:tokens] = ids[parent][:tokens]
+        labels[sample][:tokens] = IGNORED
+    return [{"input_ids": each, "labels": learned} for each, learned in zip(ids, labels, strict=True)]
 
 
 def build() -> nn.Module:

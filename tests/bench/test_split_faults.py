@@ -14,12 +14,15 @@ from odc_triton.balance.pieces import SplitPlan
 
 
 @pytest.mark.slow
-def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("more", [[], ["--trees"]], ids=["chains", "trees"])
+def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]) -> None:
     monkeypatch.setattr(split_faults, "SOAK_RANKS", (3,))
     places = ["waiting in a backward", "adding"]
     out = tmp_path / "found.json"
-    assert split_faults.main(["--kills=1", f"--soak-minutes={1 / 30}", f"--out={out}", "--places", *places]) == 0
+    how = ["--kills=1", f"--soak-minutes={1 / 30}", f"--out={out}", *more]
+    assert split_faults.main([*how, "--places", *places]) == 0
     found = json.loads(out.read_text())
+    assert found["trees"] == bool(more)
     assert [(row["place"], row["kills"], row["wrong"]) for row in found["kills"]] == [(place, 1, 0) for place in places]
     assert all(0 < row["named_within_s"]["largest"] < 10 for row in found["kills"])
     (soak,) = found["soak"]
@@ -28,10 +31,11 @@ def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < soak["largest_difference"] < split_faults.RELATIVE
 
 
-def test_random_deals_can_be_computed() -> None:
+@pytest.mark.parametrize("trees", [False, True])
+def test_random_deals_can_be_computed(trees: bool) -> None:
     waves = set()
     for seed in range(200):
-        deal = deal_at_random(random.Random(seed), 4)
+        deal = deal_at_random(random.Random(seed), 4, trees=trees)
         plan = SplitPlan.of(deal.packs)
         waves.add(plan.waves if plan is not None else 0)
         assert plan is None or max(plan.tokens) <= 400

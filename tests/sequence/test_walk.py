@@ -1,0 +1,181 @@
+"""All interleavings of small plans: under the rules of [Note: waves] no state in which every rank waits, and one as
+soon as any of them is dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from odc_triton.balance.pieces import Entry, Piece, SplitPlan
+from tests.support.relatives import reads
+
+RANKS, LAYERS = 3, 2
+Pieces = tuple[Piece, ...]
+Deal = list[list[list[Entry]]]
+Steps = list[list[list[tuple[int, int]]]]  # by rank and step, the (rank, step) that must be done before
+
+
+def tree(*branches: tuple[int, int]) -> Pieces:
+    """Sample 0, then samples 1, 2, … that branch off (sample, token)."""
+    return (Piece(0, 0, 9), *(Piece(n, start, 9, of) for n, (of, start) in enumerate(branches, 1)))
+
+
+TREES: dict[str, Pieces] = {
+    "a group": tree(*[(0, 4)] * 5),
+    "three levels": tree((0, 4), (1, 6), (0, 4), (3, 6), (3, 6)),
+    "turns": tree((0, 3), (1, 4), (2, 5), (3, 6), (4, 7)),
+    "a prefix in two pieces": (Piece(0, 0, 3), Piece(0, 3, 9), *tree((0, 2), (0, 4), (0, 4), (0, 6))[1:]),
+    "a branch in two pieces": (
+        Piece(0, 0, 9),
+        Piece(1, 4, 6, 0),
+        Piece(1, 6, 9),
+        *tree((0, 4), (1, 5), (1, 6), (1, 8))[2:],
+    ),
+}
+
+
+def steps_of(deal: Deal, *, in_order: bool = False, waits_first: bool = False, collects_first: bool = False) -> Steps:
+    """What ranks do in the packs with pieces, layer by layer: publish, attend; then, from the last layer on, add,
+    collect.
+
+    `in_order`: a rank adds after lower ones that add to the same pieces (exact sums). The others drop rule 3.
+    """
+    forward = ("attend", "publish") if waits_first else ("publish", "attend")
+    backward = ("collect", "add") if collects_first else ("add", "collect")
+    calls = [*itertools.product(range(LAYERS), forward), *itertools.product(reversed(range(LAYERS)), backward)]
+    packs = [[pack for pack in packs if isinstance(pack[0], Piece)] for packs in deal]
+    pieces = [piece for of_rank in packs for pack in of_rank for piece in pack]
+    sources = {piece: reads(pieces, piece) for piece in pieces}
+    readers = {piece: [each for each in pieces if piece in sources[each]] for piece in pieces}
+    place = {
+        (piece, *call): (rank, number * len(calls) + at)
+        for rank, of_rank in enumerate(packs)
+        for number, pack in enumerate(of_rank)
+        for piece in pack
+        for at, call in enumerate(calls)
+    }
+
+    def awaited(rank: int, pack: Pieces, layer: int, kind: str) -> Iterator[tuple[int, int]]:
+        for piece in pack:
+            others = {
+                "publish": [],
+                "attend": [(each, "publish") for each in sources[piece]],
+                "add": [(each, "add") for source in sources[piece] for each in readers[source] if in_order],
+                "collect": [(each, "add") for each in readers[piece]],
+            }
+            for each, awaits in others[kind]:
+                if (of := place[each, layer, awaits])[0] < rank or (kind != "add" and of[0] != rank):
+                    yield of
+
+    return [
+        [sorted(set(awaited(rank, pack, *call))) for pack in of_rank for call in calls]
+        for rank, of_rank in enumerate(packs)
+    ]
+
+
+def stuck(steps: Steps) -> tuple[int, ...] | None:
+    """The steps that each rank has done in a state from which none can go on, although not all have ended."""
+    ends, start = tuple(map(len, steps)), (0,) * len(steps)
+    seen, todo = {start}, [start]
+    while todo:
+        state = todo.pop()
+        found = False
+        for rank, done in enumerate(state):
+            if done < ends[rank] and all(state[of] > at for of, at in steps[rank][done]):
+                found = True
+                if (after := (*state[:rank], done + 1, *state[rank + 1 :])) not in seen:
+                    seen.add(after)
+                    todo.append(after)
+        if not found and state != ends:
+            return state
+    return None
+
+
+def waves_of(tree: Pieces) -> list[Deal]:
+    """The tree over the ranks in every way that makes others wait for others, one of each: [rank][0] is a pack."""
+    found: dict[object, Deal] = {}
+    for ranks in itertools.product(range(RANKS), repeat=len(tree)):
+        rank_of = dict(zip(tree, ranks, strict=True))
+        waits = frozenset((rank_of[piece], rank_of[of]) for piece in tree for of in reads(tree, piece))
+        deal = [[[each for each in tree if rank_of[each] == rank]] for rank in range(RANKS)]
+        found.setdefault(frozenset((rank, of) for rank, of in waits if rank != of), deal)
+    return [deal for waits, deal in found.items() if waits]
+
+
+def after(first: Deal, second: Deal) -> Deal:
+    """Two trees as two waves, and whole samples before, between and after them."""
+
+    def renamed(pack: list[Piece]) -> list[Piece]:
+        parents = [None if each.parent is None else 10 + each.parent for each in pack]
+        return [replace(each, sample=10 + each.sample, parent=of) for each, of in zip(pack, parents, strict=True)]
+
+    deal = [
+        [[20 + rank], one, [30 + rank], renamed(other), [40 + rank]]
+        for rank, ((one,), (other,)) in enumerate(zip(first, second, strict=True))
+    ]
+    return [[pack for pack in packs if pack] for packs in deal]
+
+
+def in_two_packs(deal: Deal) -> Iterator[Deal]:
+    """Without rule 1: a rank's pieces of its first wave in two microbatches, either piece first."""
+    for rank, packs in enumerate(deal):
+        pack = packs[1] if len(packs) > 2 else ()
+        for at in range(len(pack)) if len(pack) > 1 else ():
+            two = [[pack[at]], [*pack[:at], *pack[at + 1 :]]]
+            yield [[*packs[:1], *two, *packs[2:]] if of == rank else other for of, other in enumerate(deal)]
+
+
+def in_another_order(deal: Deal) -> Iterator[Deal]:
+    """Without rule 2: a rank's two waves in the other order, where another rank has both too."""
+    both = [rank for rank, packs in enumerate(deal) if len(packs) == 5]
+    for rank in both if len(both) > 1 else ():
+        yield [packs[::-1] if of == rank else packs for of, packs in enumerate(deal)]
+
+
+WAVES = {name: waves_of(tree) for name, tree in TREES.items()}
+PAIRS = [*zip(WAVES.values(), [*WAVES.values()][1:] + [*WAVES.values()][:1], strict=True)]  # a tree's and the next's
+DEALS = [after(wave, second[at % len(second)]) for first, second in PAIRS for at, wave in enumerate(first)]
+
+
+def test_no_plan_can_stop() -> None:
+    for at, deal in enumerate(DEALS):
+        plan = SplitPlan.of(deal)
+        pieces = [each for packs in deal for pack in packs for each in pack if isinstance(each, Piece)]
+        for piece in pieces:
+            assert {each.holder.piece: (each.low, each.high) for each in plan.reads(piece)} == reads(pieces, piece)
+        assert plan.waves == 2
+        # Every plan in one of two ways. Waits in the order of ranks are more than without.
+        assert stuck(steps_of(deal, in_order=at % 2 == 0)) is None, deal
+
+
+@pytest.mark.parametrize("rule", ["waits_first", "collects_first"])
+def test_without_rule_3_a_plan_stops(rule: str) -> None:
+    states = [state for deal in DEALS[::8] if (state := stuck(steps_of(deal, **{rule: True})))]
+    assert len(states) > 1
+
+
+@pytest.mark.parametrize(
+    ("without", "words"),
+    [
+        (in_two_packs, r"rank \d has pieces of samples .* which are computed together, in two packs: put all of them"),
+        (in_another_order, r"ranks compute samples .* in different orders and would wait for each other"),
+    ],
+)
+def test_without_rules_1_and_2_a_plan_stops_and_is_refused(without: Callable, words: str) -> None:
+    stopped = 0
+    for deal in itertools.chain.from_iterable(map(without, DEALS[::6])):
+        with pytest.raises(ValueError, match=words):
+            SplitPlan.of(deal)
+        stopped += stuck(steps_of(deal)) is not None
+    assert stopped > 1
+
+
+@pytest.mark.slow
+def test_no_two_waves_can_stop() -> None:
+    for first, second in PAIRS:
+        for one, other in itertools.product(first, second):
+            assert stuck(steps_of(after(one, other), in_order=True)) is None

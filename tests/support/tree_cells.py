@@ -1,0 +1,239 @@
+"""One minibatch of trees over three ranks, and of the same samples, whole, by plain torch and transformers on one
+process: the loss, log-probabilities, and gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from odc_triton import enable_split, fully_shard, minibatch, split_forward
+from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
+from odc_triton.balance.collate import Pack
+from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
+from odc_triton.data.records import IGNORED
+from odc_triton.hf import enable_packing
+from odc_triton.hf.loss import predictions
+from odc_triton.nn.head import TokenLogProbs
+from odc_triton.rl import learned
+from odc_triton.rl.learned import Learned
+from odc_triton.rl.objective import Denominators, Objective
+from tests.sequence.test_branches import in_own_dtype
+from tests.support.families import causal_lm
+from tests.support.parity import TRANSFORMS
+from tests.support.relatives import Sample, dealt
+from tests.support.splitting import gradients
+
+WORLD, ROOM = 3, 128
+LOSSES = ("sft", "grpo", "dapo", "gspo", "cispo", "kl")
+CHANGES = ("none", "checkpointing", "autocast", "lora")
+MODELS = ("Qwen2", "Qwen3", "Llama", "Mistral", "Gemma2", "GptOss")
+CLIP, LARGEST_RATIO, KL = 0.2, 1.2, 0.3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """`family`: of models; `change`: of CHANGES."""
+
+    shape: str = "a group"
+    deal: str = "here and there"
+    family: str = "Qwen2"
+    change: str = "none"
+    loss: str = "sft"
+    dtype: torch.dtype = torch.float64
+    backend: str = "cpu"
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, astuple(self)))
+
+
+@dataclass(kw_only=True)
+class Found:
+    """`logps`: by sample, of its learned tokens; one rank's are parts, (first token, values)."""
+
+    loss: float
+    targets: int
+    logps: dict[int, Any]
+    gradients: dict[str, Tensor]
+
+
+def build(cell: Cell, *, seed: int = 0, plain: bool = False) -> nn.Module:
+    """Weights are large enough that attention is far from uniform. `plain`: with transformers' own attention."""
+    torch.manual_seed(seed)
+    attention = "sdpa" if plain and cell.family not in ("Gemma2", "GptOss") else "eager"  # they have no SDPA
+    model = in_own_dtype(causal_lm(cell.family, attention=attention, spread=0.1).to(cell.dtype))
+    if cell.change != "autocast":
+        model = TRANSFORMS[cell.change](model)
+    if not plain:
+        enable_packing(model)
+    return model
+
+
+def own_log_probs(logits: Tensor, targets: Tensor) -> TokenLogProbs:
+    """As `log_probs`, which computes them in fp32 whatever the logits are."""
+    every = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+    return TokenLogProbs(logp=every.gather(-1, targets[:, None])[:, 0], entropy=-(every.exp() * every).sum(-1))
+
+
+@functools.cache
+def completions(cell: Cell) -> tuple[list[Sample], list[float], list[Tensor]]:
+    """The samples; of each its advantage and the log-probabilities before: near those of 97 equally likely tokens."""
+    samples, _ = dealt(cell.shape, cell.deal)
+    generator = torch.Generator().manual_seed(5)
+    noise = [torch.randn(len(each.ids) - each.learned, generator=generator, dtype=cell.dtype) for each in samples]
+    advantage = [(-1) ** at * (0.5 + 0.25 * at) for at in range(len(samples))]
+    return samples, advantage, [0.5 * each - math.log(97) for each in noise]
+
+
+# ------------------------------------------------------------------ plain torch
+
+
+def dense(cell: Cell) -> Found:
+    """By whole samples, one after another."""
+    torch.set_num_threads(1)
+    samples, advantage, old = completions(cell)
+    model = build(cell, plain=True)
+    reference = build(cell, seed=1, plain=True) if cell.loss == "kl" else None
+    targets = sum(len(each) for each in old)
+    total, logps = 0.0, {}
+    for at, sample in enumerate(samples):
+        logp = _plain_log_probs(model, cell, sample)
+        if cell.loss == "sft":
+            loss = -logp.sum() / targets
+        else:
+            behind = None
+            if reference is not None:
+                with torch.no_grad():
+                    behind = _plain_log_probs(reference, cell, sample)
+            terms = _plain_terms(cell.loss, logp, old[at].to(logp.dtype), advantage[at], behind)
+            loss = terms.mean() / len(samples) if cell.loss in ("grpo", "gspo") else terms.sum() / targets
+        loss.backward()
+        total += loss.item()
+        logps[at] = logp.detach()
+    return Found(loss=total, targets=targets, logps=logps, gradients=gradients(model))
+
+
+def _plain_log_probs(model: nn.Module, cell: Cell, sample: Sample) -> Tensor:
+    ids = torch.tensor(sample.ids)
+    with torch.autocast("cpu", torch.bfloat16, enabled=cell.change == "autocast"):
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, sample.learned - 1 : -1]
+    return own_log_probs(logits, ids[sample.learned :]).logp
+
+
+def _plain_terms(loss: str, logp: Tensor, old: Tensor, advantage: float, behind: Tensor | None) -> Tensor:
+    """Of a completion's tokens, as in TRL."""
+    ratio = (logp - old).exp()
+    if loss == "gspo":
+        ratio = (logp - old).mean().exp().expand(len(logp))
+    if loss == "cispo":
+        return -ratio.clamp(max=LARGEST_RATIO).detach() * advantage * logp
+    terms = -torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+    if behind is not None:
+        terms = terms + KL * ((behind - logp).exp() - (behind - logp) - 1)
+    return terms
+
+
+# ------------------------------------------------------------------ on ranks
+
+
+class _LogProbs:
+    """In place of `learned._log_probs`: in the model's dtype. `known`: by pack, those of a reference; `found`: the
+    model's.
+    """
+
+    def __init__(self, cell: Cell, model: nn.Module) -> None:
+        self.cell, self.model = cell, model
+        self.known: list[Tensor] = []
+        self.found: list[Tensor] = []
+
+    def __call__(self, model: nn.Module, pack: Pack, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        if model is not self.model:
+            return self.known[len(self.found) - 1], torch.zeros(())
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.cell.change == "autocast"):
+            logits, targets = predictions(model, pack)
+        made = own_log_probs(logits, targets)
+        self.found.append(made.logp.detach())
+        return made.logp, made.entropy
+
+
+def on_ranks(rank: int, world: int, cell: Cell) -> Found:
+    """This rank's part of the loss and of the log-probabilities; the targets and, from rank 0, gradients of all."""
+    samples, advantage, old = completions(cell)
+    _, deal = dealt(cell.shape, cell.deal)
+    rows = [
+        {"input_ids": list(each.ids), "labels": [IGNORED] * each.learned + list(each.ids[each.learned :])}
+        for each in samples
+    ]
+    entries = MinibatchPacks.of(deal[rank], SplitPlan.of(deal))
+    packs = pack_collate(PackedDataset(rows).__getitems__(entries))
+    kind = "dapo" if cell.loss in ("sft", "kl") else cell.loss
+    divisors = Denominators(tokens=sum(map(len, old)), rows=len(rows), most_tokens=0)
+    batch = Learned(
+        samples=rows,
+        advantage=advantage,
+        weight=[divisors.weight(kind, len(each)) for each in old],
+        sampled=[[0.0] * len(each) for each in old],
+        tokens=divisors.tokens,
+    )
+    for entry in itertools.chain.from_iterable(entries):
+        batch.old[entry] = old[_sample(entry)][batch._predicted(entry)]
+    model, reference = sharded(cell), None
+    log_probs = learned._log_probs = _LogProbs(cell, model)
+    if cell.loss == "kl":
+        reference = sharded(cell, seed=1)
+        of_reference = _LogProbs(cell, reference)
+        with torch.no_grad(), split_forward(reference, packs.split):
+            log_probs.known = [of_reference(reference, pack)[0] for pack in packs]
+    objective = Objective(
+        loss=kind,
+        low=CLIP,
+        high=LARGEST_RATIO if kind == "cispo" else CLIP,
+        kl=KL if cell.loss == "kl" else 0.0,
+    )
+    how = {"reference": reference, "objective": objective, "temperature": 1.0, "correction": None}
+    total = 0.0
+    with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:
+        for pack, of_pack in zip(packs, entries, strict=True):
+            if cell.loss == "sft":
+                loss = -log_probs(model, pack)[0].sum() / mb.tokens
+            else:
+                loss, _ = batch.loss(of_pack, model=model, device=torch.device("cpu"), **how)
+            loss.backward()
+            total += loss.item()
+        targets = mb.tokens
+    logps: dict[int, list[tuple[int, Tensor]]] = {}
+    for of_pack, found in zip(entries, log_probs.found, strict=True):
+        parts = [batch._predicted(entry) for entry in of_pack]
+        for entry, part, values in zip(of_pack, parts, found.split([p.stop - p.start for p in parts]), strict=True):
+            logps.setdefault(_sample(entry), []).append((part.start, values))
+    found = gradients(model)
+    return Found(loss=total, targets=targets, logps=logps, gradients=found if rank == 0 else {})
+
+
+def _sample(entry: Entry) -> int:
+    return entry.sample if isinstance(entry, Piece) else entry
+
+
+def sharded(cell: Cell, seed: int = 0) -> nn.Module:
+    model = fully_shard(build(cell, seed=seed), backend=cell.backend)
+    enable_split(model, tokens=ROOM)
+    return model
+
+
+def joined(of_ranks: list[Found]) -> Found:
+    """What all ranks found."""
+    parts: dict[int, list[tuple[int, Tensor]]] = {}
+    for each in of_ranks:
+        for sample, some in each.logps.items():
+            parts.setdefault(sample, []).extend(some)
+    logps = {
+        sample: torch.cat([values for _, values in sorted(some, key=lambda part: (part[0], len(part[1])))])
+        for sample, some in parts.items()
+    }
+    return replace(of_ranks[0], loss=sum(each.loss for each in of_ranks), logps=logps)
