@@ -30,7 +30,6 @@ from ctypes import c_uint, c_uint64, c_void_p
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,6 +47,7 @@ from odc_triton.comm.layout import Region
 from odc_triton.comm.local_store import rendezvous_url
 from odc_triton.comm.memory import CudaHeap
 from odc_triton.hf.document_attention import AttentionTerms, varlen
+from odc_triton.sequence.attention import SeenRows, parts_of
 from odc_triton.sequence.flash import FlashAttentionOfTree
 
 from ..device import Gpu, Rehearsal
@@ -181,8 +181,7 @@ def gather(gpu: Gpu) -> dict[str, Any]:
 
 def tree(gpu: Gpu) -> dict[str, Any]:
     bounds = [0, *(PROMPT + number * COMPLETION for number in range(COMPLETIONS + 1))]
-    parts = [SimpleNamespace(start=start, end=end, source=0, low=start, high=end) for start, end in pairwise(bounds)]
-    parts.append(SimpleNamespace(start=PROMPT, end=bounds[-1], source=0, low=0, high=PROMPT))
+    parts = parts_of(bounds, [[], *([SeenRows(0, 0, PROMPT)] for _ in range(COMPLETIONS))])
     sample, terms = PROMPT + COMPLETION, AttentionTerms()
     of_rows = torch.tensor(bounds, dtype=torch.int32, device=gpu.type)
     of_samples = torch.arange(0, COMPLETIONS * sample + 1, sample, dtype=torch.int32, device=gpu.type)

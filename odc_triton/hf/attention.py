@@ -28,6 +28,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..balance.pieces import Piece
 from ..sequence.attention import AttentionOfTree, SeenRows, parts_of, takes
+from ..sequence.flash import FlashAttentionOfTree
 from ..sequence.tree import rows_before
 from .document_attention import AttentionTerms, eager, of_document, one_length, varlen
 
@@ -271,8 +272,10 @@ def _of_pieces(call: _Call) -> Tensor:
     if spans:
         key, value = split.publish(key, value, spans, window)
         fetched = split.fetch(key, value, spans, runs, window) if runs else ()
-    if takes(query, key, value) and window is None and not call.need_eager:
-        out = AttentionOfTree.apply(query, key, value, parts_of(bounds, seen), call.scaling, *fetched).transpose(1, 2)
+    by_flash = call.fit_kernel(query, value)
+    if window is None and not call.need_eager and (by_flash or takes(query, key, value)):
+        attention = FlashAttentionOfTree if by_flash else AttentionOfTree
+        out = attention.apply(query, key, value, parts_of(bounds, seen), call.scaling, *fetched).transpose(1, 2)
     else:
         out = _joined(call, query, (key, value, *fetched), bounds, seen)
     return split.release(out, key) if runs else out

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from .attention import AttentionPart
+
 # Private, but since torch 2.11 they differ in optional arguments only, and nothing public takes a log-sum-exp.
 _forward = torch.ops.aten._flash_attention_forward
 _backward = torch.ops.aten._flash_attention_backward
@@ -44,21 +46,21 @@ class KernelCall:
     def keys(self) -> slice:
         return slice(self.ends[0][1], self.ends[-1][1])
 
-    def fits(self, part: Any) -> bool:
+    def fits(self, part: AttentionPart) -> bool:
         queries, keys = self.ends[-1]
         return self.source == part.source and queries <= part.start and keys <= part.low
 
-    def add(self, part: Any) -> None:
+    def add(self, part: AttentionPart) -> None:
         for end in ((part.start, self.ends[-1][1]), (part.start, part.low), (part.end, part.high)):
             if end != self.ends[-1]:
                 self.ends.append(end)
 
 
-def calls_of(parts: Sequence[Any]) -> list[KernelCall]:
+def calls_of(parts: Sequence[AttentionPart]) -> list[KernelCall]:
     """The documents' own parts, which cover all rows in order, in the first call; then the others', by source."""
     calls = [KernelCall(source=0, is_causal=True, ends=[(0, 0)])]
     for part in sorted(parts, key=lambda part: (part.source, part.start, part.low)):
-        if part.source == 0 and part.low == part.start:
+        if part.is_own:
             call = calls[0]
         elif (call := next((each for each in calls[1:] if each.fits(part)), None)) is None:
             calls.append(call := KernelCall(part.source, is_causal=False, ends=[(part.start, part.low)]))
@@ -80,7 +82,7 @@ class FlashAttentionOfTree(torch.autograd.Function):
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        parts: Sequence[Any],
+        parts: Sequence[AttentionPart],
         scale: float | None,
         *before: torch.Tensor,
     ) -> torch.Tensor:

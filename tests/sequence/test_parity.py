@@ -13,8 +13,10 @@ from odc_triton import minibatch
 from odc_triton.comm.barrier import Barrier
 from odc_triton.hf import summed_loss
 from odc_triton.hf.document_attention import AttentionTerms
+from odc_triton.sequence import flash
 from odc_triton.sequence.sync import HostSync, Wait
 from tests.support import ranks
+from tests.support.flash import Flash
 from tests.support.parity import relative, whole_model_error
 from tests.support.splitting import DEALS, Setup, distance, packs_of, plain, run, sharded
 from tests.support.varlen import Varlen
@@ -89,6 +91,25 @@ def test_whole_documents_beside_a_piece_are_one_call_of_the_kernel() -> None:
         for name, gradient in want.items():
             assert (found[name] - gradient).norm() <= 1e-12 * gradient.norm() + 1e-15 * largest, name
     assert [calls for _, calls in outcomes] == [[], [40, 30] * 2]
+
+
+def _by_flash(rank: int, world: int, setup: Setup) -> tuple[dict[str, torch.Tensor], int]:
+    """The first step's gradients, and the calls of FlashAttention's operators."""
+    varlen.varlen_attn, kernel = Varlen(), Flash()
+    AttentionTerms.fit_kernel = lambda *_: True
+    flash._forward, flash._backward = kernel.forward, kernel.backward
+    _, found, _ = run(rank, world, setup)
+    return found, len(kernel.calls)
+
+
+def test_by_flash_attention_what_was_fetched_is_freed_and_filled_again() -> None:
+    setup = Setup(deal="zigzag", backend="cpu-sharded", dtype=FP64)
+    _, want, _ = plain(replace(setup, deal="two", backend="cpu"))
+    largest = max(gradient.norm() for gradient in want.values())
+    for found, calls in ranks.run(_by_flash, len(DEALS["zigzag"]), setup):
+        for name, gradient in want.items():
+            assert (found[name] - gradient).norm() <= 1e-12 * gradient.norm() + 1e-15 * largest, name
+        assert calls > 0
 
 
 BACKENDS = ("cpu", "cpu-sharded", "cpu-interpreter")

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from odc_triton.sequence.attention import AttentionPart, SeenRows, parts_of
+
 HEADS, KV_HEADS = 4, 2
-
-
-class Seen(NamedTuple):
-    """Rows start..end see rows low..high of `source`, as attention takes it."""
-
-    start: int
-    end: int
-    source: int
-    low: int
-    high: int
 
 
 @dataclass(frozen=True)
@@ -37,16 +28,8 @@ class Tree:
         return [sum(rows for rows, _ in self.documents[:at]) for at in range(len(self.documents) + 1)]
 
     @property
-    def parts(self) -> list[Seen]:
-        """One for neighbours that see the same rows."""
-        bounds, parts = self.bounds, []
-        for rows in dict.fromkeys(rows for _, sees in self.documents for rows in sees):
-            for sees, run in groupby(range(len(self.documents)), lambda at, rows=rows: rows in self.documents[at][1]):
-                if sees:
-                    first, *others = run
-                    parts.append(Seen(bounds[first], bounds[first + len(others) + 1], *rows))
-        own = [Seen(start, end, 0, start, end) for start, end in pairwise(bounds)]
-        return own + parts
+    def parts(self) -> list[AttentionPart]:
+        return parts_of(self.bounds, [[SeenRows(*rows) for rows in sees] for _, sees in self.documents])
 
 
 A, B = (0, 0, 6), (0, 6, 9)
