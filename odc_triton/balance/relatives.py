@@ -8,17 +8,20 @@ that is shared, as that predicts its first own token. So every target has a row 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from ..data.records import IGNORED
+from .cost import CostModel
 from .line import BY_TOKENS, Strip, cut_line
 from .pieces import Entry
 
 LEAST_SHARED = 32  # tokens: computing fewer again takes no longer than reading them
+_COMPARED = 1 << 24  # tokens that are held at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,35 +68,120 @@ class Relatives:
             found[-1].append(strip)
         return found
 
+    def among(self, samples: Sequence[int]) -> Relatives:
+        """Of these different samples only, numbered by their index in `samples`."""
+        order = sorted(range(len(samples)), key=lambda at: self.place[samples[at]])
+        places = [self.place[samples[at]] for at in order]
+        shared = np.zeros(len(order), dtype=np.int64)
+        if len(order) > 1:
+            after = [each + 1 for each in places]
+            shared[1:] = np.minimum.reduceat(self.shared[: after[-1]], after[:-1])
+        place = [0] * len(order)
+        for at, sample in enumerate(order):
+            place[sample] = at
+        lengths, free, contents = ([of[at] for at in samples] for of in (self.lengths, self.free, self.contents))
+        return Relatives(lengths, order, place, shared, free, contents)
+
+    def family_numbers(self, *, most: int, common: int) -> list[int]:
+        """By sample, the number of its family, for an order of samples in which families stay together.
+
+        What `common` samples or more share makes no family, as some of them meet anyway; what they share beyond it
+        does. A family of more than `most` samples is cut, in the order of tokens, into several of about equal size.
+        """
+        starts = np.minimum(self.shared, np.asarray(self.free)[self.order])
+        numbers, count = [0] * len(self.order), 0
+        runs = [(0, len(self.order), 0)]  # of places, and the tokens that all of them share
+        while runs:
+            begin, stop, known = runs.pop()
+            cuts = begin + 1 + np.flatnonzero(starts[begin + 1 : stop] < known + LEAST_SHARED)
+            for first, end in pairwise([begin, *cuts.tolist(), stop]):
+                size = end - first
+                if size > 1 and size >= common:
+                    runs.append((first, end, int(starts[first + 1 : end].min())))
+                    continue
+                parts = -(-size // most)
+                for at in range(size):
+                    numbers[self.order[first + at]] = count + at * parts // size
+                count += parts
+        return numbers
+
+    def savings(self, cost: CostModel, *, token_cap: int) -> tuple[int, float]:
+        """The tokens that need not be computed if all relatives meet in a pack, and their share of the cost of all.
+
+        Samples are cut off at `token_cap`.
+        """
+        tokens, saved = 0, 0.0
+        for strip in self.strips(self.order):
+            start = min(strip.start, token_cap)
+            tokens, saved = tokens + start, saved + cost.sequence(start)
+        return tokens, saved / sum(cost.sequence(min(length, token_cap)) for length in self.lengths)
+
+    def digest(self) -> str:
+        """The same for the same relatives."""
+        found = [self.lengths, self.order, self.shared.tolist(), self.free, self.contents]
+        return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+
     def _start(self, before: int, place: int) -> int:
         """The first own token of the sample at `place` where that at `before` is in the same pack; 0: it is whole."""
         alike = min(int(self.shared[before + 1 : place + 1].min()), self.free[self.order[place]])
         return alike - 1 if alike >= LEAST_SHARED else 0
 
 
-def find_relatives(samples: Sequence[Mapping[str, Any]]) -> Relatives:
+def find_relatives(samples: Sequence[Mapping[str, Any]], progress: Callable[[int], None] | None = None) -> Relatives:
     """Compares the samples' tokens. `samples`: as `pack_collate` takes them, with `input_ids` and maybe `labels`.
 
-    Only tokens that are not learned are shared: a sample without labels shares none.
+    Only tokens that are not learned are shared: a sample without labels shares none. Samples are read one by one, those
+    that begin alike more than once; `progress` is called with the number read so far.
     """
-    ids = [np.asarray(each["input_ids"], dtype=np.int32) for each in samples]
-    free = []
-    for each in samples:
-        labels = each.get("labels")
-        learned = [] if labels is None else np.flatnonzero(np.asarray(labels)[1:] != IGNORED)
-        free.append(0 if labels is None else int(learned[0]) + 1 if len(learned) else len(labels))
-    order = sorted(range(len(ids)), key=lambda i: ids[i].astype(">i4").tobytes())
-    place = [0] * len(ids)
-    shared = np.zeros(len(ids), dtype=np.int64)
+    count = len(samples)
+    lengths, free, order, place = [0] * count, [0] * count, list(range(count)), [0] * count
+    shared = np.zeros(count, dtype=np.int64)
+    read = 0
+
+    def tokens_from(sample: int, start: int, most: int) -> bytes:
+        nonlocal read
+        each = samples[sample]
+        if start == 0:
+            lengths[sample], free[sample] = len(each["input_ids"]), _before_targets(each.get("labels"))
+        if progress is not None:
+            progress(read := read + 1)
+        return np.asarray(each["input_ids"][start : start + most], dtype=">i4").tobytes()
+
+    todo = [(0, count, 0)] if count else []  # of places whose samples share so many tokens
+    while todo:
+        first, end, start = todo.pop()
+        most = max(LEAST_SHARED, _COMPARED // (end - first))
+        keys = {sample: tokens_from(sample, start, most) for sample in order[first:end]}
+        order[first:end] = sorted(order[first:end], key=keys.__getitem__)
+        begin = first  # of samples with equal keys
+        for at in range(first + 1, end + 1):
+            one, other = keys[order[at - 1]], keys[order[at]] if at < end else None
+            if one == other and len(one) == 4 * most:
+                continue
+            if at - begin > 1:
+                todo.append((begin, at, start + most))
+            begin = at
+            if other is not None:
+                shared[at] = start + _common(one, other)
     for at, sample in enumerate(order):
         place[sample] = at
-        if at:
-            one, other = ids[order[at - 1]], ids[sample]
-            common = min(len(one), len(other))
-            differ = np.flatnonzero(one[:common] != other[:common])
-            shared[at] = differ[0] if len(differ) else common
-    contents = []
-    for each, at in zip(ids, place, strict=True):
-        most = max(shared[at : at + 2])
-        contents.append(hashlib.sha256(each[:most].tobytes()).hexdigest()[:16])
-    return Relatives([len(each) for each in ids], order, place, shared, free, contents)
+    contents = [""] * count
+    for sample, at in enumerate(place):
+        most = int(shared[at : at + 2].max())
+        if most >= LEAST_SHARED:
+            contents[sample] = hashlib.sha256(tokens_from(sample, 0, most)).hexdigest()[:16]
+    return Relatives(lengths, order, place, shared, free, contents)
+
+
+def _before_targets(labels: Any) -> int:
+    if labels is None:
+        return 0
+    learned = np.asarray(labels)[1:] != IGNORED
+    return int(learned.argmax()) + 1 if learned.any() else len(labels)
+
+
+def _common(one: bytes, other: bytes) -> int:
+    """The tokens of 4 bytes with which both begin."""
+    least = min(len(one), len(other)) // 4
+    differ = np.frombuffer(one, np.int32, least) != np.frombuffer(other, np.int32, least)
+    return int(differ.argmax()) if differ.any() else least

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..data.order import Mix
+from ..data.order import Mix, in_families
 from .assigner import Assigner
 from .cost import CostModel
 from .packing import checked_lengths
 from .queue import QUEUE, Counter, QueuedPacks
+from .relatives import Relatives
 from .split import readable_tokens
 from .strategies import BALANCES, Packs
+
+_MEET = 4  # relatives in an average minibatch: as many need not be kept together
 
 
 class MinibatchSampler:
@@ -51,9 +55,13 @@ class MinibatchSampler:
         replicas: with `split` the model's number of replicas: consecutive ranks, which split samples among themselves.
         mix: of several data sets, how often an epoch takes each sample; `lengths` has all their numbers. By default an
         epoch takes each sample once.
+        relatives: `find_relatives` of the data set (balance "mini"): what samples share is computed once in each pack
+        that has several of them, so packs may hold a `Piece` with a `parent`. Another order of samples than without:
+        families are shuffled, not samples, so relatives are learned in the same step. A family larger than a minibatch
+        goes over several; what so many samples share that several meet in any minibatch does not make them a family.
 
-    Raises ValueError for any value out of range, and, unless `balance` is "mini" or "queue", for a last
-    minibatch that the ranks cannot share equally.
+    Raises ValueError for any value out of range, for relatives of other samples, and, unless `balance` is "mini" or
+    "queue", for a last minibatch that the ranks cannot share equally.
     """
 
     def __init__(
@@ -72,6 +80,7 @@ class MinibatchSampler:
         split: bool | int = False,
         replicas: int = 1,
         mix: Mix | None = None,
+        relatives: Relatives | None = None,
     ) -> None:
         self.world = _from_environment("WORLD_SIZE", 1) if world is None else world
         self.rank = _from_environment("RANK", 0) if rank is None else rank
@@ -90,6 +99,14 @@ class MinibatchSampler:
             raise ValueError(f"samples_per_rank is {samples_per_rank!r}: give a whole number, 1 or more")
         if balance not in (*BALANCES, QUEUE):
             raise ValueError(f"balance is {balance!r}: choose one of {', '.join((*BALANCES, QUEUE))}")
+        if relatives is not None and balance != "mini":
+            raise ValueError(f"relatives are given with balance {balance!r}: prefixes are shared with balance 'mini'")
+        if relatives is not None and relatives.lengths != self.lengths:
+            raise ValueError(
+                f"relatives are of {len(relatives.lengths)} samples, and the {len(self.lengths)} lengths are others: "
+                "give find_relatives of the same data set"
+            )
+        self.relatives = relatives
         self.samples_per_minibatch = self.world * samples_per_rank
         self.token_cap = token_cap
         self.balance = balance
@@ -120,6 +137,11 @@ class MinibatchSampler:
             replicas=replicas,
             counter=counter,
         )
+        if relatives is not None:
+            minibatches = len(self.lengths) / self.samples_per_minibatch
+            common = math.ceil(min(_MEET * minibatches, len(self.lengths)))
+            self._family = relatives.family_numbers(most=self.samples_per_minibatch, common=common)
+            self._digest = relatives.digest()
         self.epoch = 0
         self.minibatch = 0
         if len(self) == 0:
@@ -146,7 +168,8 @@ class MinibatchSampler:
             # Before the yield: a state saved after training on this minibatch counts it as done.
             self.epoch, self.minibatch = divmod(epoch * len(self) + index + 1, len(self))
             samples = self._samples(order, index)
-            yield self.assigner.own([self.lengths[i] for i in samples], samples)
+            relatives = None if self.relatives is None else self.relatives.among(samples)
+            yield self.assigner.own([self.lengths[i] for i in samples], samples, relatives)
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the start of `epoch`; no effect if it is the current one."""
@@ -172,15 +195,23 @@ class MinibatchSampler:
         }
         if len(self.mix.sizes) > 1 or len(self.mix) != len(self.lengths):
             state |= {"sets": list(self.mix.sizes), "taken": list(self.mix.taken)}
+        if self.relatives is not None:
+            state["relatives"] = self._digest
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores position and seed. The world may have changed, but not world * samples_per_rank.
 
-        Raises ValueError for missing or unknown keys, other samples or another minibatch size, and a position
-        outside the epoch; the position is then unchanged.
+        Raises ValueError for missing or unknown keys, other samples, other relatives or another minibatch size, and a
+        position outside the epoch; the position is then unchanged.
         """
         own = self.state_dict()
+        if state.get("relatives") != own.get("relatives"):
+            saved, here = ("without" if each.get("relatives") is None else "with" for each in (state, own))
+            raise ValueError(
+                f"the state was saved {saved} relatives, this sampler is {here}{' other' * (saved == here)} relatives, "
+                "so its position would mean other samples: resume with the same data set and relatives"
+            )
         if state.keys() != own.keys():
             raise ValueError(f"state has keys {sorted(state)}: give what state_dict() returned, {sorted(own)}")
         for key in (name for name in own if name not in ("epoch", "minibatch", "seed")):
@@ -197,7 +228,11 @@ class MinibatchSampler:
         self.epoch, self.minibatch, self.seed = state["epoch"], state["minibatch"], state["seed"]
 
     def _order(self, epoch: int) -> list[int]:
-        return self.mix.order(epoch, str(self.seed))
+        order = self.mix.order(epoch, str(self.seed))
+        if self.relatives is None:
+            return order
+        most = self.samples_per_minibatch
+        return in_families(order, self._family, most=most, seed=f"{self.seed} {epoch} families")
 
     def _samples(self, order: list[int], minibatch: int) -> list[int]:
         start = minibatch * self.samples_per_minibatch

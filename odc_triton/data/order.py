@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+
+_LOOKED_AHEAD = 64  # families, for one that fits
 
 
 def shuffled(count: int, seed: str) -> list[int]:
@@ -12,6 +17,26 @@ def shuffled(count: int, seed: str) -> list[int]:
     generator = random.Random(seed)  # only its `random` is stable across versions; `shuffle` is not
     keys = [generator.random() for _ in range(count)]
     return sorted(range(count), key=keys.__getitem__)
+
+
+def in_families(order: Sequence[int], family: Sequence[int], *, most: int, seed: str) -> list[int]:
+    """`order`, with samples of equal `family` next to each other, and the families shuffled by `seed`.
+
+    Every `most` samples are a minibatch. A family that does not fit into the rest of one waits if a later one does.
+    """
+    members: dict[int, list[int]] = {}
+    for sample in order:
+        members.setdefault(family[sample], []).append(sample)
+    families = [*members.values()]
+    waiting = deque(families[at] for at in shuffled(len(families), seed))
+    found: list[int] = []
+    while waiting:
+        room = most - len(found) % most
+        fitting = (at for at, each in enumerate(islice(waiting, _LOOKED_AHEAD)) if len(each) <= room)
+        at = next(fitting, 0)
+        found += waiting[at]
+        del waiting[at]
+    return found
 
 
 @dataclass(frozen=True)

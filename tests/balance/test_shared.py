@@ -27,7 +27,7 @@ def sample(prompt: list[int], answer: list[int]) -> dict[str, list[int]]:
 
 # Of few different tokens, so that samples meet at every depth.
 _TOKENS = st.lists(st.integers(0, 1), max_size=6)
-_SAMPLES = st.lists(
+SAMPLES = st.lists(
     st.tuples(_TOKENS, st.lists(st.integers(0, 1), min_size=1, max_size=6)).map(lambda it: sample(*it)),
     min_size=1,
     max_size=12,
@@ -46,7 +46,7 @@ def first_own(samples: list[dict], pack: list[int], member: int) -> int:
     return alike - 1 if alike >= LEAST else 0
 
 
-@given(_SAMPLES, st.randoms(use_true_random=False))
+@given(SAMPLES, st.randoms(use_true_random=False))
 @example([sample([1, 1, 0], [1]), sample([1, 1, 0], [1]), sample([1, 1], [0, 1])], None)
 def test_each_token_is_computed_once_in_a_pack(samples: list[dict], numbers: object) -> None:
     chosen = list(range(len(samples)))
@@ -74,7 +74,7 @@ def test_each_token_is_computed_once_in_a_pack(samples: list[dict], numbers: obj
         assert all(high <= first for _, _, high in earlier)
 
 
-@given(_SAMPLES, st.integers(1, 5), st.integers(12, 40), st.sampled_from([0.0, 3.0]))
+@given(SAMPLES, st.integers(1, 5), st.integers(12, 40), st.sampled_from([0.0, 3.0]))
 @example([sample([1, 1, 0], [1])] * 3, 2, 12, 0.0)
 def test_assigned(samples: list[dict], ranks: int, token_cap: int, microbatch: float) -> None:
     cost = CostModel(quadratic=0.01, linear=1.0, microbatch=microbatch)
@@ -98,7 +98,7 @@ def test_assigned(samples: list[dict], ranks: int, token_cap: int, microbatch: f
     assert made.estimate <= alone * (1 + 1e-9)
 
 
-@given(_SAMPLES, st.integers(2, 5), st.integers(12, 40), st.sampled_from([0.0, 3.0]), st.integers(1, 40), st.booleans())
+@given(SAMPLES, st.integers(2, 5), st.integers(12, 40), st.sampled_from([0.0, 3.0]), st.integers(1, 40), st.booleans())
 def test_assigned_over_ranks(
     samples: list[dict], ranks: int, token_cap: int, microbatch: float, tokens: int, whole: bool
 ) -> None:
