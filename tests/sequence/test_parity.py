@@ -70,6 +70,10 @@ def test_as_whole_samples() -> None:
         Setup(family="Llama", change="lora", deal="zigzag"),
         Setup(change="frozen", backend="cpu-sharded"),
         Setup(family="Qwen3", change="layers", deal="zigzag", backend="cpu-sharded"),
+        Setup(deal="tree", prefix=8, steps=3),
+        Setup(deal="cut tree", prefix=8, backend="cpu-sharded"),
+        Setup(family="Mistral", deal="cut tree", prefix=8, change="checkpointing"),
+        Setup(family="GptOss", deal="tree", prefix=8, backend="cpu-sharded"),
         Setup(family="Mistral", deal="zigzag", backend="cpu-interpreter", change="checkpointing"),
     )
 

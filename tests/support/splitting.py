@@ -49,15 +49,22 @@ DEALS: dict[str, Dealt] = {
         [[P(2, 20, 30)]],
     ],
     "2x3": [[[P(0, 0, 8), P(0, 30, 41)]], [[P(0, 8, 20), 3]], [[P(0, 20, 30)]], [[P(2, 0, 9)]], [[P(2, 9, 30)]], [[1]]],
+    # Samples that begin with the same 8 tokens: those of one on another rank; cut over two, with branches on three.
+    "tree": [[[P(0, 0, 41), P(1, 7, 17, 0)]], [[P(2, 7, 30, 0), P(3, 7, 9, 0)]]],
+    "cut tree": [
+        [[P(0, 0, 5), P(1, 7, 17, 0)]],
+        [[P(0, 5, 41), P(2, 7, 20, 0)]],
+        [[P(2, 20, 30), P(3, 7, 9, 0)]],
+    ],
     "four": [[[P(2, 0, 10)]], [[P(2, 10, 22), P(0, 0, 13)]], [[P(2, 22, 30), P(0, 13, 41)]], [[1], [3]]],
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """`change`: names in TRANSFORMS, joined by +; `empty_start`: samples begin with tokens not learned;
-    `replicas`: of equally many ranks each; `half`: computes in bf16; `scale`: samples and pieces are this many times as
-    long.
+    """`change`: names in TRANSFORMS, joined by +; `empty_start`: samples begin with tokens not learned; `prefix`: so
+    many with which all begin; `replicas`: of equally many ranks each; `half`: computes in bf16; `scale`: samples and
+    pieces are this many times as long.
     """
 
     family: str = "Qwen2"
@@ -67,6 +74,7 @@ class Setup:
     change: str = "none"
     steps: int = 1
     empty_start: bool = False
+    prefix: int = 0
     sizes: tuple[tuple[str, object], ...] = ()
     half: bool = False
     scale: int = 1
@@ -92,6 +100,8 @@ def samples(setup: Setup, step: int = 0) -> list[dict[str, torch.Tensor]]:
         labels = ids.clone()
         if setup.empty_start:
             labels[: 3 * length // 4] = IGNORED
+        same = setup.prefix * setup.scale
+        ids[:same], labels[:same] = torch.arange(3, 3 + same), IGNORED
         made.append({"input_ids": ids, "labels": labels})
     return made
 
@@ -108,7 +118,7 @@ def packs_of(setup: Setup, rank: int, step: int = 0, deal: Dealt | None = None) 
 def _longer(entry: Entry, scale: int) -> Entry:
     if not isinstance(entry, Piece):
         return entry
-    return Piece(entry.sample, entry.start * scale, entry.stop * scale)
+    return Piece(entry.sample, entry.start * scale, entry.stop * scale, entry.parent)
 
 
 def sharded(setup: Setup, rank: int, tokens: int = 48) -> nn.Module:
