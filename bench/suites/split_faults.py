@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,7 +39,6 @@ from ..provenance import about, save_json
 from .split_jobs import (
     BACKENDS,
     LAYERS,
-    RIDER_TOKENS,
     Job,
     build,
     checkpoint_layers,
@@ -50,7 +50,7 @@ from .split_jobs import (
     sharded,
 )
 
-PLACES = ("waiting in a forward", "waiting in a backward", "publishing", "adding", "computing a rider")
+PLACES = ("waiting in a forward", "waiting in a backward", "publishing", "adding", "attending")
 WITHIN_S = 10.0
 RANKS, SOAK_RANKS = 3, (3, 4)
 DEADLINE_S = 60.0
@@ -102,11 +102,11 @@ class _Trap:
         self.minibatch, self.wave, self.layer = 0, -1, 0
         self.third = int(kill.moment * 3)
         self.publish, self.signal = self.exchange.publish, self.sync.signal
-        self.add, self.wait, self.document = self.sync.add, self.sync.wait, attention.of_document
+        self.add, self.wait, self.attend = self.sync.add, self.sync.wait, attention.AttentionOfTree.apply
         self.exchange.publish = self.on_publish
         if self.is_victim:
             self.sync.signal, self.sync.add, self.sync.wait = self.on_signal, self.on_add, self.on_wait
-            attention.of_document = self.on_document
+            attention.AttentionOfTree = SimpleNamespace(apply=self.on_attention)
         else:
             self.sync.signal = self.late_signal
 
@@ -146,9 +146,9 @@ class _Trap:
             threading.Timer(0.04 * self.kill.moment, self.strike).start()
         self.wait(wait)
 
-    def on_document(self, query: torch.Tensor, *rest: Any) -> torch.Tensor:
-        out = self.document(query, *rest)
-        if query.shape[2] == RIDER_TOKENS and self.is_at("computing a rider", self.layer):
+    def on_attention(self, *given: Any) -> torch.Tensor:
+        out = self.attend(*given)
+        if self.is_at("attending", self.layer):
             if self.kill.moment < 0.5:
                 self.strike()
             out.register_hook(self.strike)

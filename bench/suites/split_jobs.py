@@ -40,7 +40,7 @@ LAYERS = 3
 VOCABULARY = 97
 _PORT = 29500  # on a host of the job's own
 TOKENS = 400  # of each rank, more than any plan here lets others read
-RIDER_TOKENS = 29  # of a whole sample beside pieces, in a job with a fault: no piece is as long
+RIDER_TOKENS = 29  # of a whole sample beside pieces, in a job with a fault
 
 Dealt = list[list[list[Entry]]]
 

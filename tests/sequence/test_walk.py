@@ -5,12 +5,19 @@ soon as any of them is dropped.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from odc_triton.balance.pieces import Entry, Piece, SplitPlan
+from odc_triton.balance.pieces import Entry, Piece, PlannedPiece, SplitPlan
+from odc_triton.engine.transport import Streams
+from odc_triton.sequence.buffers import Flag
+from odc_triton.sequence.exchange import SequenceExchange
+from odc_triton.sequence.layer import LayerSplit
+from odc_triton.sequence.sync import Wait
 from tests.support.relatives import reads
 
 RANKS, LAYERS = 3, 2
@@ -59,17 +66,23 @@ def steps_of(deal: Deal, *, in_order: bool = False, waits_first: bool = False, c
         for at, call in enumerate(calls)
     }
 
+    rank_of = {piece: rank for (piece, _, _), (rank, _) in place.items()}
+
     def awaited(rank: int, pack: Pieces, layer: int, kind: str) -> Iterator[tuple[int, int]]:
         for piece in pack:
+            added = [(source, each) for source in sources[piece] for each in readers[source] if in_order]
             others = {
                 "publish": [],
                 "attend": [(each, "publish") for each in sources[piece]],
-                "add": [(each, "add") for source in sources[piece] for each in readers[source] if in_order],
+                # What is on the source's own rank is added to it by autograd.
+                "add": [
+                    (each, "add")
+                    for source, each in added
+                    if rank_of[source] not in (rank, rank_of[each]) and rank_of[each] < rank
+                ],
                 "collect": [(each, "add") for each in readers[piece]],
             }
-            for each, awaits in others[kind]:
-                if (of := place[each, layer, awaits])[0] < rank or (kind != "add" and of[0] != rank):
-                    yield of
+            yield from (place[each, layer, awaits] for each, awaits in others[kind] if rank_of[each] != rank)
 
     return [
         [sorted(set(awaited(rank, pack, *call))) for pack in of_rank for call in calls]
@@ -93,6 +106,68 @@ def stuck(steps: Steps) -> tuple[int, ...] | None:
         if not found and state != ends:
             return state
     return None
+
+
+class Recorded:
+    """In place of a rank's sync, and of its buffers. `calls`: whether it sets flags or waits for them, (flag, layer,
+    epoch), and the ranks.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.buffers, self.rank, self.world = self, rank, RANKS
+        self.layers, self.tokens, self.heap = LAYERS, 99, SimpleNamespace(apart=False)
+        self.calls: list[tuple[bool, tuple[Flag, int, int], list[int]]] = []
+
+    def begin(self) -> None:
+        pass
+
+    def rows(self, layer: int, kind: int, piece: PlannedPiece, start: int, stop: int) -> torch.Tensor:
+        return torch.zeros(stop - start, 1, 1)
+
+    gradient_rows = rows
+
+    def signal(self, flag: Flag, ranks: Iterable[int], layer: int, epoch: int) -> None:
+        self.calls.append((True, (flag, layer, epoch), list(ranks)))
+
+    def wait(self, wait: Wait) -> None:
+        self.calls.append((False, (wait.flag, wait.layer, wait.epoch), list(wait.whom)))
+
+    def add(self, *_: object) -> None:
+        pass
+
+
+def steps_of_code(deal: Deal, *, in_order: bool) -> Steps:
+    """As `steps_of`, of what the exchange and autograd do: each wait, and each flag that is set."""
+    plan, of_ranks = SplitPlan.of(deal), [Recorded(rank) for rank in range(RANKS)]
+    for recorded, packs in zip(of_ranks, deal, strict=True):
+        exchange = SequenceExchange(recorded, Streams(), grid=None, in_order=in_order)
+        exchange.begin(plan)
+        for pieces in (pack for pack in packs if isinstance(pack[0], Piece)):
+            bounds = [0, *itertools.accumulate(map(len, pieces))]
+            spans = exchange.spans(bounds, pieces)
+            rows = torch.zeros(1, 1, bounds[-1], 1, requires_grad=True)
+            for layer in range(LAYERS):
+                side, runs = LayerSplit(exchange, layer), exchange.runs(spans, None)
+                keys, values = side.publish(rows, 2 * rows, spans, None)
+                fetched = side.fetch(keys, values, spans, runs, None)
+                rows = keys + values + sum(each.sum() for each in fetched)
+            rows.sum().backward()
+        exchange.leave()
+    calls = [[(key, [*group]) for key, group in itertools.groupby(each.calls, lambda it: it[:2])] for each in of_ranks]
+    sets = {
+        (rank, flag, other): step
+        for rank, of_rank in enumerate(calls)
+        for step, ((is_set, flag), group) in enumerate(of_rank)
+        for other in itertools.chain.from_iterable(others for _, _, others in group)
+        if is_set
+    }
+    return [
+        [
+            sorted({(of, sets[of, flag, rank]) for _, _, others in group for of in others if not is_set})
+            for (is_set, flag), group in of_rank
+        ]
+        for rank, of_rank in enumerate(calls)
+    ]
 
 
 def waves_of(tree: Pieces) -> list[Deal]:
@@ -150,6 +225,18 @@ def test_no_plan_can_stop() -> None:
         assert plan.waves == 2
         # Every plan in one of two ways. Waits in the order of ranks are more than without.
         assert stuck(steps_of(deal, in_order=at % 2 == 0)) is None, deal
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_waits_of_the_code(in_order: bool) -> None:
+    """They are no other than the walk has, and end."""
+    for deal in DEALS[::8]:
+        found, want = (make(deal, in_order=in_order) for make in (steps_of_code, steps_of))
+        assert stuck(found) is None
+        for mine, theirs in zip(found, want, strict=True):
+            assert [{rank for rank, _ in step} for step in mine if step] == [
+                {rank for rank, _ in step} for step in theirs if step
+            ], deal
 
 
 @pytest.mark.parametrize("rule", ["waits_first", "collects_first"])
