@@ -28,6 +28,7 @@ from ..engine.transport import Streams
 from .buffers import KEYS, VALUES, Flag
 from .fetched import Fetched, Rows
 from .sync import HostSync, Wait
+from .tree import RemoteRows, runs_of, within
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +38,6 @@ class Span:
     piece: Piece
     first: int
     end: int
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteRows:
-    """Tokens `low` up to, not including, `high` of one sample, in one or several pieces, all on other ranks."""
-
-    holders: tuple[PlannedPiece, ...]
-    low: int
-    high: int
 
 
 class PieceState(Enum):
@@ -125,7 +117,7 @@ class SequenceExchange(Participant):
             by_rank = ", ".join(f"{digest or 'none'} on rank {rank}" for rank, digest in enumerate(messages))
             raise RanksDiffer(
                 f"the ranks split sequences by {len(set(messages))} different plans ({by_rank}): give all ranks' "
-                f"minibatch() the split of one sampler, with the same lengths, seed, cost and limits"
+                f"minibatch() the split of one sampler, with the same data, seed, cost and limits"
             )
 
     def opened(self, *, forward_only: bool = False) -> None:
@@ -235,21 +227,7 @@ class SequenceExchange(Participant):
 
     def runs(self, spans: Iterable[Span], window: int | None) -> list[RemoteRows]:
         """All that these pieces read of other ranks."""
-        rows: dict[PlannedPiece, tuple[int, int]] = {}
-        for span in spans:
-            for holder, low, high in self.reads(span.piece, window):
-                if holder.rank != self.rank:
-                    first, end = rows.get(holder, (low, high))
-                    rows[holder] = min(first, low), max(end, high)
-        runs: list[RemoteRows] = []
-        for holder in sorted(rows, key=lambda each: (each.piece.sample, each.piece.start)):
-            low, high = rows[holder]
-            before = runs[-1] if runs else None
-            if before and before.holders[0].piece.sample == holder.piece.sample and before.high == low:
-                runs[-1] = RemoteRows((*before.holders, holder), before.low, high)
-            else:
-                runs.append(RemoteRows((holder,), low, high))
-        return runs
+        return runs_of((read for span in spans for read in self.reads(span.piece, window)), self.rank)
 
     def start(self, layer: int, spans: list[Span], *, trains: bool) -> None:
         """The forward of these pieces in that layer; `trains`: their keys or values need gradients.
@@ -406,9 +384,3 @@ class SequenceExchange(Participant):
                     own.copy_(own.to(place.dtype) + place)
                 place.zero_()
         return list(gradients)
-
-
-def within(window: int | None, piece: Piece, reads: Iterable[Read]) -> list[Read]:
-    """What a piece reads of `reads` where a query sees `window` tokens, itself included."""
-    first = 0 if window is None else max(0, piece.start - window + 1)
-    return [Read(each.holder, max(each.low, first), each.high) for each in reads if each.high > first]

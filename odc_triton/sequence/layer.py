@@ -10,8 +10,9 @@ from torch import nn
 
 from ..balance.pieces import Piece
 from ..engine.passes import in_backward_pass
-from .exchange import RemoteRows, SequenceExchange, Span
+from .exchange import SequenceExchange, Span
 from .fetched import Fetched
+from .tree import RemoteRows
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, [1, heads, tokens, D]
 

@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from ..balance.pieces import Piece, SplitPlan, reads_of
+from ..balance.pieces import Piece, PlannedPiece, Read, SplitPlan, reads_of
 from .attention import SeenRows
-from .exchange import RemoteRows, within
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRows:
+    """Tokens `low` up to, not including, `high` of one sample, in one or several pieces, all on other ranks."""
+
+    holders: tuple[PlannedPiece, ...]
+    low: int
+    high: int
+
+
+def runs_of(reads: Iterable[Read], rank: int) -> list[RemoteRows]:
+    """What the `reads` of one microbatch need of other ranks than `rank`: each row once."""
+    rows: dict[PlannedPiece, tuple[int, int]] = {}
+    for holder, low, high in reads:
+        if holder.rank != rank:
+            first, end = rows.get(holder, (low, high))
+            rows[holder] = min(first, low), max(end, high)
+    runs: list[RemoteRows] = []
+    for holder in sorted(rows, key=lambda each: (each.piece.sample, each.piece.start)):
+        low, high = rows[holder]
+        before = runs[-1] if runs else None
+        if before and before.holders[0].piece.sample == holder.piece.sample and before.high == low:
+            runs[-1] = RemoteRows((*before.holders, holder), before.low, high)
+        else:
+            runs.append(RemoteRows((holder,), low, high))
+    return runs
+
+
+def within(window: int | None, piece: Piece, reads: Iterable[Read]) -> list[Read]:
+    """What a piece reads of `reads` where a query sees `window` tokens, itself included."""
+    first = 0 if window is None else max(0, piece.start - window + 1)
+    return [Read(each.holder, max(each.low, first), each.high) for each in reads if each.high > first]
 
 
 def rows_before(

@@ -9,9 +9,10 @@ import torch
 
 from odc_triton.balance.pieces import Piece, SplitPlan
 from odc_triton.engine.transport import DeviceStreams, Streams
-from odc_triton.sequence.exchange import RemoteRows, SequenceExchange, Span
+from odc_triton.sequence.exchange import SequenceExchange, Span
 from odc_triton.sequence.fetched import Fetched
 from odc_triton.sequence.sync import Wait
+from odc_triton.sequence.tree import RemoteRows
 from tests.support.simulated import SimulatedDevice
 
 TOKENS = 40

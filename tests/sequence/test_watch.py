@@ -18,8 +18,9 @@ from odc_triton.balance.pieces import Piece, SplitPlan
 from odc_triton.engine.transport import DeviceStreams, Streams
 from odc_triton.sequence import sync
 from odc_triton.sequence.buffers import Flag
-from odc_triton.sequence.exchange import RemoteRows, SequenceExchange, Span
+from odc_triton.sequence.exchange import SequenceExchange, Span
 from odc_triton.sequence.sync import KernelSync, Wait, _Look, _Running
+from odc_triton.sequence.tree import RemoteRows
 from tests.support.deadlines import LONG_S
 from tests.support.simulated import SimulatedDevice, SimulatedEvent
 from tests.support.splitting import Setup, sharded
