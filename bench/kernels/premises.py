@@ -192,7 +192,7 @@ def tree(gpu: Gpu) -> dict[str, Any]:
         return [each.requires_grad_() for each in made]
 
     def in_parts(*qkv: torch.Tensor) -> torch.Tensor:
-        return FlashAttentionOfTree.apply(*(x.transpose(0, 1)[None] for x in qkv), parts, None)
+        return FlashAttentionOfTree.apply(*(x.transpose(0, 1)[None] for x in qkv), parts, None, None)
 
     def with_copies(query: torch.Tensor, *of_keys: torch.Tensor) -> torch.Tensor:
         prompt, *completions = pairwise(bounds)

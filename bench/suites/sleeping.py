@@ -152,6 +152,7 @@ class SleepingLayer(nn.Module):
         keys, values = self.side.publish(keys, keys, self.spans, None)
         runs = self.side.exchange.runs(self.spans, None)
         read = self.side.fetch(keys, values, self.spans, runs, None) if runs else ()
+        self.side.ready()
         y = self._sleep(y + sum(each.sum() for each in (keys, values, *read)), 1 - OUTSIDE_ATTENTION)
         return self._sleep(y, OUTSIDE_ATTENTION / 2)
 

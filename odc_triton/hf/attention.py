@@ -272,10 +272,15 @@ def _of_pieces(call: _Call) -> Tensor:
     if spans:
         key, value = split.publish(key, value, spans, window)
         fetched = split.fetch(key, value, spans, runs, window) if runs else ()
-    by_flash = call.fit_kernel(query, value)
-    if window is None and not call.need_eager and (by_flash or takes(query, key, value)):
-        attention = FlashAttentionOfTree if by_flash else AttentionOfTree
-        out = attention.apply(query, key, value, parts_of(bounds, seen), call.scaling, *fetched).transpose(1, 2)
+    plain = window is None and not call.need_eager
+    by_flash = plain and call.fit_kernel(query, value)
+    if runs and not by_flash:
+        split.ready()
+    if by_flash:
+        parts, ready = parts_of(bounds, seen), split.ready if runs else None
+        out = FlashAttentionOfTree.apply(query, key, value, parts, call.scaling, ready, *fetched).transpose(1, 2)
+    elif plain and takes(query, key, value):
+        out = AttentionOfTree.apply(query, key, value, parts_of(bounds, seen), call.scaling, *fetched).transpose(1, 2)
     else:
         out = _joined(call, query, (key, value, *fetched), bounds, seen)
     return split.release(out, key) if runs else out

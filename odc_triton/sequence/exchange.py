@@ -286,7 +286,6 @@ class SequenceExchange(Participant):
         ]
         fetched = Fetched(held, dtypes, self.streams)
         fetched.start(wait)
-        fetched.finish()
         return fetched
 
     def _bounds(self, run: RemoteRows, holder: PlannedPiece) -> tuple[int, int]:

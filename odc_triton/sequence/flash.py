@@ -14,7 +14,7 @@ sequence, or past the longest length that is given, is never written. So the len
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -72,8 +72,8 @@ class FlashAttentionOfTree(torch.autograd.Function):
     """query [1, H, T, D], keys and values [1, Hkv, T, D] of a pack, on CUDA, in bf16 or fp16, to [1, H, T, D].
 
     `parts`: rows start..end see rows low..high of `source`: 0 is the pack, n the n-th pair of `before`, keys and values
-    [1, Hkv, P, D]. Every row is in one own part, which is causal; the others are not. Parts are joined, and their
-    gradients added, in fp32. Saved: what goes in, `out` and `lse`.
+    [1, Hkv, P, D], to be read after `ready()`. Every row is in one own part, which is causal; the others are not. Parts
+    are joined, and their gradients added, in fp32. Saved: what goes in, `out` and `lse`.
     """
 
     @staticmethod
@@ -84,15 +84,18 @@ class FlashAttentionOfTree(torch.autograd.Function):
         values: torch.Tensor,
         parts: Sequence[AttentionPart],
         scale: float | None,
+        ready: Callable[[], None] | None,
         *before: torch.Tensor,
     ) -> torch.Tensor:
         ctx.calls, ctx.scale = calls_of(parts), scale
         ctx.sequences = _sequences(ctx.calls, query.device)
         q, *sources = (_rows_first(each) for each in (query, keys, values, *before))
         for call, sequences in zip(ctx.calls, ctx.sequences, strict=True):
+            if call.source and ready is not None:  # the copies proceed beside the pack's own parts
+                ready()
             k, v = (each[call.keys] for each in sources[2 * call.source :][:2])
-            options = (0.0, call.is_causal, False)  # dropout, causal, debug
-            more, theirs, *state, _ = _forward(q[call.queries], k, v, *sequences, *options, scale=scale)
+            options = (*sequences, 0.0, call.is_causal, False)  # dropout, causal, debug
+            more, theirs, *state, _ = _forward(q[call.queries], k, v, *options, scale=scale)
             if call.is_causal:
                 out, lse, ctx.state = more.to(torch.promote_types(q.dtype, torch.float32)), theirs, state
                 continue
@@ -122,7 +125,7 @@ class FlashAttentionOfTree(torch.autograd.Function):
             for at, of, each in zip(where, rows, of_call, strict=True):
                 found[at][of] += each
         query, keys, values, *before = (_heads_first(each.to(out.dtype)) for each in found)
-        return query, keys, values, None, None, *before
+        return query, keys, values, None, None, None, *before
 
 
 def _rows_first(x: torch.Tensor) -> torch.Tensor:
@@ -141,8 +144,7 @@ def _sequences(calls: list[KernelCall], device: torch.device) -> list[tuple[torc
     """
     ends = [[end - side[0] for end in side] for call in calls for side in zip(*call.ends, strict=True)]
     longest = [max((end - start for start, end in pairwise(side)), default=0) for side in ends]
-    flat = [end for side in ends for end in side]
-    on_host = torch.tensor(flat, dtype=torch.int32, pin_memory=device.type == "cuda")
+    on_host = torch.tensor([end for side in ends for end in side], dtype=torch.int32, pin_memory=device.type == "cuda")
     on_device = on_host.to(device, non_blocking=True).split([len(side) for side in ends])
     pairs = [slice(at, at + 2) for at in range(0, len(ends), 2)]
     return [(*on_device[pair], *(max(each, 2) for each in longest[pair])) for pair in pairs]

@@ -45,9 +45,14 @@ class LayerSplit(AttentionHook):
     def fetch(
         self, keys: torch.Tensor, values: torch.Tensor, spans: list[Span], runs: list[RemoteRows], window: int | None
     ) -> tuple[torch.Tensor, ...]:
-        """For each run of rows on other ranks, which the spans read, their keys and values."""
+        """For each run of rows on other ranks, which the spans read, their keys and values. See `ready`."""
         self.fetched = []
         return _Fetch.apply(self, spans, runs, window, keys, values)
+
+    def ready(self) -> None:
+        """From here on the current stream finds what was fetched."""
+        for each in self.fetched:
+            each.finish()
 
     def release(self, out: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Frees what was fetched until the backward, after the attention. Passes its output `out` through."""

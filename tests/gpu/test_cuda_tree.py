@@ -21,7 +21,9 @@ def test_as_with_a_mask(tree: Tree, dtype: torch.dtype, width: int) -> None:
     want = with_gradients({name: each.float() for name, each in given.items()}, lambda *qkv: dense(tree, None, *qkv))
     poison = torch.full((1 << 26,), torch.nan, device="cuda")  # what the kernel doesn't write shall show
     del poison
-    found = with_gradients(given, lambda q, k, v, *more: FlashAttentionOfTree.apply(q, k, v, tree.parts, None, *more))
+    found = with_gradients(
+        given, lambda q, k, v, *more: FlashAttentionOfTree.apply(q, k, v, tree.parts, None, None, *more)
+    )
     for name, each in want.items():
         # bf16 has 8 bits, and sums of some hundred products of it are rounded once in each part.
         assert (found[name].float() - each).norm() <= 2e-2 * each.norm(), name
@@ -35,7 +37,7 @@ def test_the_host_does_not_wait() -> None:
     for mode in ("default", "error"):  # the kernels are loaded in the first round
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            out = FlashAttentionOfTree.apply(query, keys, values, CASES["fetched"].parts, None, *before)
+            out = FlashAttentionOfTree.apply(query, keys, values, CASES["fetched"].parts, None, None, *before)
             torch.autograd.grad(out, (query, keys, values, *before), seed)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -30,7 +30,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> F
 def test_as_with_a_mask(tree: Tree, kernel: Flash, scale: float | None) -> None:
     given = tensors_of(tree, torch.float64)
     want = with_gradients(given, lambda *qkv: dense(tree, scale, *qkv))
-    found = with_gradients(given, lambda q, k, v, *more: FlashAttentionOfTree.apply(q, k, v, tree.parts, scale, *more))
+    found = with_gradients(
+        given, lambda q, k, v, *more: FlashAttentionOfTree.apply(q, k, v, tree.parts, scale, None, *more)
+    )
     for name, each in want.items():
         assert (found[name] - each).abs().max() <= 1e-12 * each.abs().max() + 1e-14, name
 
@@ -44,7 +46,7 @@ def test_no_key_is_copied(name: str, calls: int, rows_first: bool, kernel: Flash
     """A call of the kernel has views of what was given, however it is laid out; there is one per depth and source."""
     given = tensors_of(CASES[name], torch.float64).values()
     query, keys, values, *before = (each if rows_first else each.contiguous() for each in given)
-    out = FlashAttentionOfTree.apply(query.requires_grad_(), keys, values, CASES[name].parts, None, *before)
+    out = FlashAttentionOfTree.apply(query.requires_grad_(), keys, values, CASES[name].parts, None, None, *before)
     out.backward(torch.ones_like(query))
     assert len(kernel.calls) == 2 * calls
     for at, all_of in enumerate(((keys, *before[::2]), (values, *before[1::2]))):
@@ -63,9 +65,20 @@ def test_gradients_are_added_in_fp32(kernel: Flash, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(flash, "_backward", gradients)
     query, keys, values = tensors_of(CASES["two levels"], torch.bfloat16).values()
-    out = FlashAttentionOfTree.apply(query.requires_grad_(), keys, values, CASES["two levels"].parts, None)
+    out = FlashAttentionOfTree.apply(query.requires_grad_(), keys, values, CASES["two levels"].parts, None, None)
     (found,) = torch.autograd.grad(out, query, torch.ones_like(out))
     assert found[0, 0, :, 0].tolist() == [1.0] * 9 + [1 + 2**-7] * 6 + [1.0] * 3
+
+
+def test_it_asks_for_what_is_fetched_after_the_parts_of_the_pack(kernel: Flash) -> None:
+    query, keys, values, *before = tensors_of(CASES["fetched"], torch.float64).values()
+    asked: list[int] = []
+
+    def ready() -> None:
+        asked.append(len(kernel.calls))
+
+    FlashAttentionOfTree.apply(query, keys, values, CASES["fetched"].parts, None, ready, *before)
+    assert asked == [2, 3]
 
 
 def test_fetched_parts_come_last_and_queries_without_keys_between() -> None:
@@ -80,7 +93,7 @@ def test_torch_takes_the_calls(tree: Tree) -> None:
     """Torch's own operators, whose arguments and shapes need no GPU."""
     leaves = [each.requires_grad_() for each in tensors_of(tree, torch.bfloat16, "meta").values()]
     query, keys, values, *before = leaves
-    out = FlashAttentionOfTree.apply(query, keys, values, tree.parts, None, *before)
+    out = FlashAttentionOfTree.apply(query, keys, values, tree.parts, None, None, *before)
     assert (out.shape, out.dtype) == (query.shape, query.dtype)
     assert out.grad_fn.saved_tensors[-1].dtype == torch.float32
     for each, like in zip(torch.autograd.grad(out, leaves, torch.empty_like(out)), leaves, strict=True):

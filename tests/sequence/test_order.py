@@ -68,6 +68,8 @@ def test_keys_and_values_are_read_after_their_flags_have_come(apart: bool) -> No
     (run,) = exchange.runs([SPAN], None)
     assert run == RemoteRows(PLAN.pieces[:2], 0, 20)
     found = exchange.read(0, [SPAN], run, [torch.float64] * 2)
+    if isinstance(found, Fetched):
+        found.finish()
     for each in found.rows if isinstance(found, Fetched) else found:
         assert each.flatten().tolist() == [1.0] * 20
         assert each.dtype == (torch.float64 if apart else torch.float32)
