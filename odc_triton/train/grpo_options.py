@@ -32,7 +32,7 @@ class GrpoOptions(RunOptions):
     generations: int = option(8, "completions of each prompt")
     iterations: int = option(1, "optimizer steps on each rollout")
     share_prefixes: Literal["auto", "off"] = option(
-        "auto", "auto: a microbatch computes a prompt once for all its completions, where that is faster; off: for each"
+        "auto", "auto: compute a prompt once for its completions, on one rank or for several; off: for each of them"
     )
     drop_long: bool = option(False, "leave out prompts that don't fit --token-cap together with their completions")
     pass_reward: float = option(

@@ -115,9 +115,14 @@ class GrpoRun(Run):
                 [longest], ranks=grid.world, samples=samples, **limits
             )
         if self.shares_prefixes and reference is None and options.balance != QUEUE and grid.shards > 1:
-            prompt = self.prompts.longest  # and part of a completion, where that is cut too
-            most = max(split_tokens, prompt + min(options.max_new_tokens, prompt // 2))
-            shared_tokens = options.split_tokens or most
+            prompt = self.prompts.longest
+            # Of three or more prompts a rank whole trees are as even, unless microbatches are too small for them.
+            if (
+                options.prompts_per_rank < 3
+                or prompt + options.generations * options.max_new_tokens > options.token_cap
+            ):
+                most = prompt + min(options.max_new_tokens, prompt // 2)  # part of a completion, where that is cut too
+                shared_tokens = options.split_tokens or max(split_tokens, most)
         if split_tokens or shared_tokens:
             try:
                 enable_split(model, max(split_tokens, shared_tokens))
