@@ -115,14 +115,7 @@ class GrpoRun(Run):
                 [longest], ranks=grid.world, samples=samples, **limits
             )
         if self.shares_prefixes and reference is None and options.balance != QUEUE and grid.shards > 1:
-            prompt = self.prompts.longest
-            # Of three or more prompts a rank whole trees are as even, unless microbatches are too small for them.
-            if (
-                options.prompts_per_rank < 3
-                or prompt + options.generations * options.max_new_tokens > options.token_cap
-            ):
-                most = prompt + min(options.max_new_tokens, prompt // 2)  # part of a completion, where that is cut too
-                shared_tokens = options.split_tokens or max(split_tokens, most)
+            shared_tokens = max(split_tokens, _tokens_of_trees(options, self.prompts.longest))
         if split_tokens or shared_tokens:
             try:
                 enable_split(model, max(split_tokens, shared_tokens))
@@ -320,3 +313,13 @@ class GrpoRun(Run):
     def close(self) -> None:
         self.sampler.completions.close()
         self.sampler.rewards.close()
+
+
+def _tokens_of_trees(options: GrpoOptions, prompt: int) -> int:
+    """Of a rank, the most tokens that others read where a prompt's completions lie on several ranks; 0: on one.
+
+    `prompt`: the longest. Of three or more a rank whole trees are as even, unless one does not fit a microbatch.
+    """
+    if options.prompts_per_rank > 2 and prompt + options.generations * options.max_new_tokens <= options.token_cap:
+        return 0
+    return prompt + min(options.max_new_tokens, prompt // 2)  # and a part of a completion, which is cut too
