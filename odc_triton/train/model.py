@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ..balance import CostModel
 from ..checkpoint import meta_causal_lm, with_adapter
 from ..hf import PackingUnsupported, enable_packing
+from ..hf.enable import innermost, takes_branches
 from .run_options import RunOptions
 
 
@@ -19,7 +20,8 @@ def build_model(
 ) -> tuple[nn.Module, CostModel]:
     """The model before `fully_shard`, without weights, and the cost of its samples.
 
-    `longest`: tokens of the longest sample. Raises ValueError for samples that the model can't take.
+    `longest`: tokens of the longest sample. Raises ValueError for samples that the model can't take, and
+    PackingUnsupported.
     """
     torch.manual_seed(options.seed)
     model = meta_causal_lm(model=options.model, init=options.init)
@@ -30,6 +32,11 @@ def build_model(
         enable_packing(model)
     except PackingUnsupported as error:
         raise PackingUnsupported(f"{options.model or options.init}: {error}") from error
+    if options.needs_branches and not takes_branches(innermost(model)):
+        raise PackingUnsupported(
+            f"--share-prefixes: {type(model).__name__} does not pass on to its attention what samples of a pack share: "
+            f"leave it out"
+        )
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if options.lora_rank:

@@ -202,6 +202,11 @@ class RunOptions:
             )
 
     @property
+    def needs_branches(self) -> bool:
+        """True if a model must be refused whose samples can't branch off others."""
+        return False
+
+    @property
     def evaluates(self) -> bool:
         return self.eval_data is not None
 

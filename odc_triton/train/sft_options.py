@@ -20,6 +20,11 @@ class SftOptions(RunOptions):
     steps: int | None = option(None, "optimizer steps; instead of --epochs", group="Steps")
     epochs: float | None = option(None, "passes over the data; 1 if neither this nor --steps is given", group="Steps")
     samples_per_rank: int = option(16, "samples per rank and optimizer step, on average")
+    share_prefixes: bool = option(
+        False,
+        "compute once in a microbatch what its samples begin with alike and don't learn, such as a document or the "
+        "turns before; samples that share stay together, which is another order of the data",
+    )
     truncate: bool = option(False, "cut samples longer than --token-cap; without it they are an error")
     drop_long: bool = option(False, "leave out samples longer than --token-cap")
     eval_fraction: float = option(0.0, "fraction of --data to hold out for evaluation", group="Evaluation")
@@ -40,12 +45,18 @@ class SftOptions(RunOptions):
             raise ValueError(f"--eval-fraction is {self.eval_fraction}; it must be at least 0 and less than 1")
 
     def _check_contradictions(self) -> None:
+        if self.share_prefixes and self.balance != "mini":
+            raise ValueError(f"--share-prefixes goes with --balance mini; it is {self.balance}: leave one of them out")
         if self.eval_samples and self.eval_sample_tokens >= self.token_cap:
             raise ValueError(
                 f"--eval-sample-tokens is {self.eval_sample_tokens} and --token-cap is {self.token_cap}: no prompt "
                 f"fits; give fewer --eval-sample-tokens"
             )
         super()._check_contradictions()
+
+    @property
+    def needs_branches(self) -> bool:
+        return self.share_prefixes
 
     @property
     def evaluates(self) -> bool:

@@ -15,6 +15,7 @@ from ..balance import CostModel, MinibatchSampler, QueuedPacks
 from ..balance.collate import Pack, PackedDataset, count_target_tokens, pack_collate, to_device
 from ..balance.pieces import Entry, SplitPlan
 from ..balance.queue import QUEUE
+from ..balance.relatives import Relatives, find_relatives
 from ..balance.split import assign_split, readable_tokens
 from ..balance.strategies import assign
 from ..checkpoint.repeat import Replayable
@@ -27,6 +28,8 @@ from .metrics import Metrics
 from .run import Picture, Run, shared_counter
 from .samples import Completions
 from .sft_options import SftOptions
+
+_REPORT_S = 10.0
 
 
 class SftRun(Run):
@@ -87,6 +90,7 @@ class SftRun(Run):
             split=splits and (options.split_tokens or True),
             replicas=engine.grid.replicas,
             mix=mix,
+            relatives=self._relatives(options, cost, engine.rank) if options.share_prefixes else None,
         )
         super().__init__(options=options, model=model, identity=identity, epoch_steps=len(self.sampler))
         if splits:
@@ -106,6 +110,23 @@ class SftRun(Run):
             if options.eval_samples
             else None
         )
+
+    def _relatives(self, options: SftOptions, cost: CostModel | None, rank: int) -> Relatives:
+        """Who shares how much. Rank 0 prints progress and result."""
+        count, reported_s = len(self.data), time.monotonic()
+
+        def progress(read: int) -> None:
+            nonlocal reported_s
+            if rank == 0 and time.monotonic() - reported_s >= _REPORT_S:
+                reported_s = time.monotonic()
+                print(f"--share-prefixes: {read} samples read of {count}, those that begin alike again", flush=True)
+
+        relatives = find_relatives(self.data, progress)
+        if rank == 0:
+            tokens, part = relatives.savings(cost or CostModel.paper_7b(), token_cap=options.token_cap)
+            total = sum(relatives.lengths)
+            print(f"--share-prefixes saves {tokens} of {total} tokens, {part:.0%} of the time, at most", flush=True)
+        return relatives
 
     def _enable_split(self) -> None:
         """Raises ValueError if the longest sample, also of those to evaluate on, can't be split."""
