@@ -108,13 +108,12 @@ class Relatives:
     def savings(self, cost: CostModel, *, token_cap: int) -> tuple[int, float]:
         """The tokens that need not be computed if all relatives meet in a pack, and their share of the cost of all.
 
-        Samples are cut off at `token_cap`.
+        Samples are cut off at `token_cap`, and left out if nothing to learn is left.
         """
-        tokens, saved = 0, 0.0
-        for strip in self.strips(self.order):
-            start = min(strip.start, token_cap)
-            tokens, saved = tokens + start, saved + cost.sequence(start)
-        return tokens, saved / sum(cost.sequence(min(length, token_cap)) for length in self.lengths)
+        kept = [each for each in self.strips(self.order) if self.free[each.sample] < min(each.stop, token_cap)]
+        costs = [cost.sequence(min(each.stop, token_cap)) for each in kept]
+        saved = [cost.sequence(each.start) for each in kept]
+        return sum(each.start for each in kept), sum(saved) / (sum(costs) or 1)
 
     def digest(self) -> str:
         """The same for the same relatives."""

@@ -271,8 +271,9 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
         "inspect",
         help="show a data file's lengths, truncated and dropped samples, and one sample with its targets marked",
         description="Reads whole data files as training would, prints their form, the lengths of their samples, how "
-        "many would be truncated or dropped, one sample with its targets marked, and each file's share of an epoch. "
-        "Needs no GPU and no model. The exit status is 1 if the data has tokens that --model lacks.",
+        "many would be truncated or dropped, what train sft --share-prefixes would save, one sample with its targets "
+        "marked, and each file's share of an epoch. Needs no GPU and no model. The exit status is 1 if the data has "
+        "tokens that --model lacks.",
     )
     inspect.add_argument(
         "files", nargs="+", metavar="FILE", help="a file (JSON lines, JSON, Parquet, CSV, Arrow), a folder or a hub id"
@@ -288,8 +289,14 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
 
 
 def _inspect_data(options: argparse.Namespace) -> int:
+    from ..balance.cost import CostModel
+    from ..balance.relatives import find_relatives
     from ..data.inspection import main as inspect
+    from ..data.tokenizer import read_config
 
+    cost = CostModel.paper_7b()
+    if options.model is not None:
+        cost = CostModel.from_config(read_config(options.model).get_text_config())
     text, fits = inspect(
         options.files,
         weights=options.data_weight,
@@ -297,6 +304,7 @@ def _inspect_data(options: argparse.Namespace) -> int:
         model=options.model,
         token_cap=options.token_cap,
         as_json=options.json,
+        savings=lambda data, token_cap: find_relatives(data).savings(cost, token_cap=token_cap),
     )
     print(text)
     return 0 if fits else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -26,6 +26,9 @@ _INSPECTED = 16  # records, for the warning
 _PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 100)
 _BAR = 40  # characters
 _SHOWN = 240  # characters of one part of the example, at most
+
+# (tokens that sharing prefixes saves, their share of the time) of samples cut off at a cap; balance/relatives.py has it
+Savings = Callable[[TokenizedDataset, int], tuple[int, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +52,25 @@ class Inspection:
     largest_token: int
     vocabulary: int | None  # token ids that the model has
     tokens_outside: int | None  # tokens that it lacks
+    shared_tokens: int | None  # within the cap, that begin a sample as others; most that --share-prefixes saves
+    shared_time: float | None  # their share of the time by the cost model
     warning: str | None  # for a training run on these data
     example: list[tuple[bool, str]]  # one sample of middle length: (is learned, its text), in turn
 
 
 def inspect_data(
-    source: RecordSource, encoder: TextEncoder, *, token_cap: int, vocabulary: int | None = None, unit: str = "tokens"
+    source: RecordSource,
+    encoder: TextEncoder,
+    *,
+    token_cap: int,
+    vocabulary: int | None = None,
+    unit: str = "tokens",
+    savings: Savings | None = None,
 ) -> Inspection:
-    """Statistics of `source`. Memory does not grow with it. Raises as `tokenize_source` does."""
+    """Statistics of `source`. Raises as `tokenize_source` does.
+
+    Memory does not grow with it, but for a few bytes per sample. `savings`: of its samples; None: not counted.
+    """
     DataOptions(max_tokens=token_cap)  # raises if the cap is too small
     forms = Counter(record.form for record in source)
     with TemporaryDirectory(prefix="odc-triton-inspect-") as folder:
@@ -65,6 +79,7 @@ def inspect_data(
         data = TokenizedDataset.load(path)
     lengths = data.lengths
     over = lengths > token_cap
+    shared_tokens, shared_time = (None, None) if savings is None else savings(data, token_cap)
     return Inspection(
         data=source.name,
         unit=unit,
@@ -84,6 +99,8 @@ def inspect_data(
         vocabulary=vocabulary,
         tokens_outside=None if vocabulary is None else _count_from(data.tokens, vocabulary),
         example=_example(data, encoder),
+        shared_tokens=shared_tokens,
+        shared_time=shared_time,
         warning=_warning(source, encoder) if unit == "tokens" else None,
     )
 
@@ -123,18 +140,17 @@ def main(
     model: str | None,
     token_cap: int,
     as_json: bool,
+    savings: Savings | None = None,
 ) -> tuple[str, bool]:
     """(the command's output, True if the model has all tokens). With several names also each one's share of an epoch
-    by `weights`."""
+    by `weights`. `savings`: see `inspect_data`."""
     if token_cap < 2:
         raise ValueError(f"--token-cap is {token_cap}; give at least 2: one token to predict and one before it")
     encoder = _bytes() if tokenizer is None else TextEncoder.of(read_tokenizer(tokenizer))
     vocabulary = None if model is None else read_config(model).get_text_config().vocab_size
     unit = "bytes" if tokenizer is None else "tokens"
-    all_found = [
-        inspect_data(open_source(name), encoder, token_cap=token_cap, vocabulary=vocabulary, unit=unit)
-        for name in names
-    ]
+    how = {"token_cap": token_cap, "vocabulary": vocabulary, "unit": unit, "savings": savings}
+    all_found = [inspect_data(open_source(name), encoder, **how) for name in names]
     fits = not any(found.tokens_outside for found in all_found)
     if len(names) == 1 and not weights:
         (found,) = all_found
@@ -200,6 +216,8 @@ def describe(found: Inspection) -> str:
         bar = "#" * (-(-count * _BAR // most))
         lines.append(f"  {shortest:>9,} to {longest:>9,}  {count:>9,}  {bar:<{_BAR}}{mark}".rstrip())
     lines += ["", _over(found)]
+    if found.shared_tokens is not None:
+        lines.append(_shared(found))
     if found.tokens_outside:
         lines.append(
             f"{found.tokens_outside:,} tokens are outside the model's vocabulary of {found.vocabulary:,} (the "
@@ -270,6 +288,16 @@ def _over(found: Inspection) -> str:
         f"{found.too_long:,} samples ({found.too_long / found.samples:.1%}) are longer than the cap of "
         f"{found.token_cap:,} {found.unit}: truncating cuts off {found.tokens_over_cap:,} {found.unit} and leaves "
         f"{found.too_long_nothing_left:,} of them with nothing to learn; dropping removes all of them"
+    )
+
+
+def _shared(found: Inspection) -> str:
+    if not found.shared_tokens:
+        return "no two samples begin with enough of the same tokens that are not learned for --share-prefixes"
+    share = found.shared_tokens / (found.tokens - found.tokens_over_cap)
+    return (
+        f"{found.shared_tokens:,} {found.unit} ({share:.1%}) are not learned and begin another sample "
+        f"too: train sft --share-prefixes saves these at most, {found.shared_time:.1%} of the time"
     )
 
 

@@ -182,5 +182,6 @@ def test_savings() -> None:
     samples = group(100, 50, 3)
     tokens, part = find_relatives(samples).savings(cost, token_cap=1000)
     assert (tokens, part) == (2 * 99, pytest.approx(2 * cost.sequence(99) / (3 * cost.sequence(150))))
-    tokens, part = find_relatives(samples).savings(cost, token_cap=60)
-    assert (tokens, part) == (2 * 60, pytest.approx(2 / 3))
+    tokens, part = find_relatives(samples).savings(cost, token_cap=101)
+    assert (tokens, part) == (2 * 99, pytest.approx(2 * cost.sequence(99) / (3 * cost.sequence(101))))
+    assert find_relatives(samples).savings(cost, token_cap=100) == (0, 0)

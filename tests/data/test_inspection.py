@@ -101,6 +101,28 @@ def test_several_files_and_their_weights(folder, capsys):
         assert re.search(rf"{numbers}  of .*{re.escape(part['data'])}, weight {part['weight']:g}$", line)
 
 
+def test_what_shared_prefixes_save(folder, capsys):
+    """By the model's cost, else by the paper's; of samples cut off at the cap."""
+    asked = [{"prompt": "w" * 200, "completion": letter * 50} for letter in "abc"]
+    write_lines(folder / "asked.jsonl", *asked, {"prompt": "v" * 31, "completion": "a"})
+    config = json.loads((folder / "model" / "config.json").read_text())
+    linear = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2, "intermediate_size": 10**6}
+    (folder / "wide.json").write_text(json.dumps(config | linear))
+    command = ["data", "inspect", str(folder / "asked.jsonl"), "--model", str(folder / "wide.json")]
+    for cap, shared, total in ((500, 2 * 199, 3 * 251 + 33), (220, 2 * 199, 3 * 220 + 33)):
+        assert main([*command, "--token-cap", str(cap), "--json"]) == 0
+        (found,) = [json.loads(capsys.readouterr().out)]
+        assert found["shared_tokens"] == shared
+        assert found["shared_time"] == pytest.approx(shared / total, rel=0.01)  # nearly all is work per token
+        assert main([*command, "--token-cap", str(cap)]) == 0
+        line = rf"{shared} bytes \({shared / total:.1%}\) are not learned and begin another sample too: .*% of the time"
+        assert re.search(line, capsys.readouterr().out)
+    assert main(command[:3]) == 0
+    assert "saves these at most" in capsys.readouterr().out
+    assert main([*command, "--token-cap", "150"]) == 0  # which leaves nothing to learn but the last one's
+    assert "no two samples begin with enough of the same tokens" in capsys.readouterr().out
+
+
 def test_json_and_bytes(folder, capsys):
     assert main(["data", "inspect", str(folder / "data$1.jsonl"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
