@@ -269,6 +269,12 @@ SWAPPED = [[[P(0, 0, 5)], [P(1, 0, 3)]], [[P(1, 3, 4)], [P(0, 5, 6)]]]
         ([[[P(0, 0, 5)]], [[P(0, 0, 5)]]], "tokens 0..4 of sample 0 are in two packs"),
         ([[[P(0, 0, 5)]], [[1]]], "tokens 0..4 of sample 0 are its only piece"),
         ([[[P(0, 0, 5)]], [[P(0, 5, 7), 0]]], "sample 0 is in the packs both whole and in pieces"),
+        ([[[P(2, 4, 6, 1)]], [[P(1, 3, 7, 0)]]], "tokens 3..6 of sample 1 branch off sample 0, and no piece here"),
+        ([[[0]], [[P(1, 3, 7, 0)]]], "give all pieces of sample 0, as Piece(0, 0, …) if it is whole"),
+        ([[[P(0, 0, 2)]], [[P(1, 3, 7, 0)]]], "tokens 3..6 of sample 1 branch off sample 0, and no piece here"),
+        ([[[P(0, 0, 2), P(0, 3, 9)]], [[P(1, 5, 7, 0)]]], "the pieces of sample 0 leave out its tokens 2..2"),
+        ([[[P(0, 0, 9)], [P(1, 5, 7, 0)]], [[P(2, 5, 9, 0)]]], "rank 0 has pieces of samples [0, 1, 2], which are"),
+        ([[[P(0, 0, 5), P(1, 3, 7, 0)]], [[2], [P(3, 4, 9)]]], "the pieces of sample 3 leave out its tokens 0..3"),
     ],
 )
 def test_wrong_plans(dealt: list, words: str) -> None:

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from odc_triton import MinibatchFailed, enable_split, fully_shard, memory_plan, minibatch
-from odc_triton.balance import count_target_tokens, pack_collate
-from odc_triton.balance.pieces import Piece, SplitPlan
+from odc_triton.balance import CostModel, PackedDataset, count_target_tokens, pack_collate
+from odc_triton.balance.pieces import MinibatchPacks, Piece, SplitPlan
+from odc_triton.balance.relatives import find_relatives
+from odc_triton.balance.shared import assign_shared
 from odc_triton.hf import summed_loss
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
@@ -38,7 +40,7 @@ def right_after(model: torch.nn.Module, setup: Setup, rank: int) -> None:
     """One more minibatch is as if nothing had been."""
     model.zero_grad()
     _, found = step_on(model, setup, rank)
-    for name, want in plain(Setup())[1].items():
+    for name, want in plain(Setup(prefix=setup.prefix))[1].items():
         assert (found[name] - want).norm() <= 1e-5 * want.norm() + 1e-7, name
 
 
@@ -50,10 +52,17 @@ def _constant(model: torch.nn.Module, pack: dict) -> torch.Tensor:
     return summed_loss(model, pack).detach() * torch.ones((), requires_grad=True)
 
 
+def _without_last(setup: Setup, rank: int) -> MinibatchPacks:
+    """The packs of a rank without the last document of the first, with the plan of all."""
+    (first, *others), plan = DEALS[setup.deal][rank], SplitPlan.of(DEALS[setup.deal])
+    entries = MinibatchPacks.of([first[:-1], *others], plan)
+    return pack_collate(PackedDataset(samples(setup)).__getitems__(entries))
+
+
 def fails_once(rank: int, world: int, fault: str, setup: Setup, victim: int) -> str:
     """What was raised when the first pack of `victim` went wrong."""
-    model = sharded(setup, rank)
-    packs, start_s = packs_of(setup, rank), time.monotonic()
+    model, start_s = sharded(setup, rank), time.monotonic()
+    packs = _without_last(setup, rank) if (fault, rank) == ("left out", victim) else packs_of(setup, rank)
     try:
         with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:
             for number, pack in enumerate(packs):
@@ -61,8 +70,11 @@ def fails_once(rank: int, world: int, fault: str, setup: Setup, victim: int) -> 
                 if rank == victim and number == 0:
                     if fault == "skipped":
                         continue
-                    loss_of = _constant if fault == "constant" else raises_in_forward
-                (loss_of(model, pack) / mb.tokens).backward()
+                    loss_of = {"constant": _constant, "raised": raises_in_forward}.get(fault, summed_loss)
+                loss = loss_of(model, pack) / mb.tokens
+                loss.backward(retain_graph=fault == "twice")
+                if (fault, rank, number) == ("twice", victim, 0):
+                    loss.backward()
         said = "nothing"
     except MinibatchFailed as error:
         said = str(error)
@@ -71,19 +83,32 @@ def fails_once(rank: int, world: int, fault: str, setup: Setup, victim: int) -> 
     return said
 
 
+TREE, WAVES = Setup(deal="cut tree", prefix=8), Setup(deal="tree waves", prefix=8)
 FAULTS = [
-    ("raised", "cpu", "rank 1: OutOfMemoryError: no memory for 3 GiB"),
-    ("constant", "cpu", "rank 1: RuntimeError: tokens 8..19 of sample 0 had no backward, and other ranks wait for it"),
+    ("raised", SETUP, "rank 1: OutOfMemoryError: no memory for 3 GiB"),
+    ("constant", SETUP, "rank 1: RuntimeError: tokens 8..19 of sample 0 had no backward, and other ranks wait for it"),
     (
         "skipped",
-        "cpu-interpreter",
+        replace(SETUP, backend="cpu-interpreter"),
         "rank 1: RuntimeError: tokens 8..19 of sample 0 were not computed, and other ranks need them",
     ),
+    ("constant", TREE, "rank 1: RuntimeError: tokens 5..40 of sample 0 had no backward, and other ranks wait for it"),
+    (
+        "left out",
+        TREE,
+        "rank 1: RuntimeError: tokens 7..19 of sample 2 and tokens 5..40 of sample 0 are not in the packs that",
+    ),
+    (
+        "twice",
+        TREE,
+        "rank 1: RuntimeError: tokens 5..40 of sample 0 had a backward already, and other ranks have taken",
+    ),
+    ("skipped", WAVES, "rank 1: RuntimeError: tokens 5..40 of sample 0 were not computed, and other ranks need them"),
 ]
 
 
 def test_every_rank_hears_the_cause_alone() -> None:
-    found = ranks.run_all(3, *((fails_once, fault, replace(SETUP, backend=backend), 1) for fault, backend, _ in FAULTS))
+    found = ranks.run_all(3, *((fails_once, fault, setup, 1) for fault, setup, _ in FAULTS))
     for (*_, words), of_ranks in zip(FAULTS, found, strict=True):
         assert_cause_alone(of_ranks, words)
 
@@ -152,6 +177,35 @@ def test_wrong_calls_are_told() -> None:
         assert said.keys() == WRONG.keys()
         for name, words in WRONG.items():
             assert words in said[name], f"{name}: {said[name]}"
+
+
+def _with_other_tokens(rank: int, world: int) -> list[str]:
+    """What a minibatch of a prompt's six completions says, if rank 1 has another token in it, or in a completion."""
+    model, said = sharded(Setup(), rank, tokens=99), []
+    for place in (20, 65):
+        prompt, answers = [4, 5] * 30, [[10 + n] * 9 for n in range(6)]
+        rows = [prompt + answer for answer in answers]
+        for row in rows if rank else ():
+            row[place] = 9
+        own = [{"input_ids": row, "labels": [-100] * 60 + row[60:]} for row in rows]
+        how = {"ranks": world, "token_cap": 400, "cost": CostModel(quadratic=0.0, linear=1.0), "tokens": 99}
+        made = assign_shared([69] * 6, find_relatives(own), **how)
+        assert sum(made.plan.tokens) > 0, "the prompt is computed once"
+        packs = pack_collate(PackedDataset(own).__getitems__(MinibatchPacks.of(made.packs[rank], made.plan)))
+
+        def step(packs: MinibatchPacks = packs) -> None:
+            with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:
+                for pack in packs:
+                    (summed_loss(model, pack) / mb.tokens).backward()
+
+        said.append(caught(step))
+    return said
+
+
+def test_tokens_that_are_shared_must_be_the_same_on_all_ranks() -> None:
+    for in_prompt, in_completion in ranks.run(_with_other_tokens, 2):
+        assert in_prompt.startswith("RanksDiffer: the ranks split sequences by 2 different plans")
+        assert in_completion == "nothing was raised"
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own

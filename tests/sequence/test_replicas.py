@@ -20,6 +20,7 @@ from odc_triton.hf import summed_loss
 from odc_triton.sequence.exchange import SequenceExchange
 from tests.sequence.test_failures import assert_cause_alone, fails_once, right_after
 from tests.sequence.test_parity import FP64, assert_alike, compare
+from tests.sequence.test_trees import assert_alike as assert_as_dense
 from tests.support import ranks
 from tests.support.refusals import caught
 from tests.support.replicas import mesh_of
@@ -37,6 +38,7 @@ from tests.support.splitting import (
     sharded,
     step_on,
 )
+from tests.support.tree_cells import Cell, dense, joined, on_ranks
 
 SETUP = Setup(deal="2x2", replicas=2)
 # Replica 0 has no pieces.
@@ -129,9 +131,11 @@ def _evaluates(rank: int, world: int) -> tuple[str, list[float], dict[str, torch
     return said, losses, step_on(model, SETUP, rank, deal=AWAY)[1]
 
 
+TREES = Cell(shape="three levels", deal="on two replicas", replicas=2)
 CALLS: dict[str, tuple[Callable | Any, ...]] = {
     "parity": (run, replace(SETUP, steps=2)),
     "raised": (fails_once, "raised", SETUP, 2),
+    "trees": (on_ranks, TREES),
     "wrong plans": (_wrong_plans,),
     "evaluates": (_evaluates,),
     "of FSDP2": (_of_fsdp2,),
@@ -163,6 +167,14 @@ def _in_waves(plan: SplitPlan | None) -> list[PlannedPiece]:
 
 def test_as_whole_samples(found: dict[str, list[Any]]) -> None:
     assert_alike(replace(SETUP, steps=2), found["parity"])
+
+
+def test_trees_as_whole_samples_each_on_one_replica(found: dict[str, list[Any]]) -> None:
+    assert_as_dense(TREES, joined(found["trees"]), dense(TREES))
+    astray = [[[P(0, 0, 9)]], [[P(1, 5, 9, 0)]], [[P(2, 6, 9, 1)]], []]
+    words = r"sample \d has pieces on ranks of replicas \[0, 1\].*: keep a sample, and all that branch off it, on one"
+    with pytest.raises(ValueError, match=words):
+        SplitPlan.of(astray, replicas=2)
 
 
 def test_all_replicas_hear_the_cause_alone(found: dict[str, list[Any]]) -> None:

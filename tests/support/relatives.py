@@ -185,6 +185,14 @@ def _mixed(one: Grown, other: Grown, whole: list[int]) -> Deal:
     return [[[whole[0], root]], [others[half:], whole[1:2]], [[*others[:half], *whole[2:]]]]
 
 
+def _on_replicas(one: Grown, other: Grown, whole: list[int]) -> Deal:
+    """Of four ranks, a tree on each two."""
+    first, second = one.cut(0)
+    root, *others = other.entries
+    return [[[first]], [[second, *one.entries[1:]]], [others, whole], [[root]]]
+
+
+ON_REPLICAS = {"on two replicas": _on_replicas}
 DEALS: dict[str, Callable[[Grown, Grown, list[int]], Deal]] = {
     "one pack": _one_pack,
     "here and there": _here_and_there,
@@ -201,7 +209,7 @@ def dealt(shape: str, deal: str) -> tuple[list[Sample], Deal]:
     first, second, alone = family(shape, 1), family(shape, 2), family("nothing shared", 3)
     samples = first + second + alone
     two = Grown(first, 0), Grown(second, len(first))
-    packs = DEALS[deal](*two, list(range(len(first + second), len(samples))))
+    packs = (DEALS | ON_REPLICAS)[deal](*two, list(range(len(first + second), len(samples))))
     used = sorted({each.sample if isinstance(each, Piece) else each for of in packs for pack in of for each in pack})
     number = {sample: at for at, sample in enumerate(used)}
 

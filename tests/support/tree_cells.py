@@ -11,6 +11,7 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from odc_triton import enable_split, fully_shard, minibatch, split_forward
@@ -28,6 +29,7 @@ from tests.sequence.test_branches import in_own_dtype
 from tests.support.families import causal_lm
 from tests.support.parity import TRANSFORMS
 from tests.support.relatives import Sample, dealt
+from tests.support.replicas import mesh_of
 from tests.support.splitting import gradients
 
 WORLD, ROOM = 3, 128
@@ -48,6 +50,7 @@ class Cell:
     loss: str = "sft"
     dtype: torch.dtype = torch.float64
     backend: str = "cpu"
+    replicas: int = 1
 
     def __str__(self) -> str:
         return ", ".join(map(str, astuple(self)))
@@ -170,7 +173,7 @@ def on_ranks(rank: int, world: int, cell: Cell) -> Found:
         {"input_ids": list(each.ids), "labels": [IGNORED] * each.learned + list(each.ids[each.learned :])}
         for each in samples
     ]
-    entries = MinibatchPacks.of(deal[rank], SplitPlan.of(deal))
+    entries = MinibatchPacks.of(deal[rank], SplitPlan.of(deal, replicas=cell.replicas))
     packs = pack_collate(PackedDataset(rows).__getitems__(entries))
     kind = "dapo" if cell.loss in ("sft", "kl") else cell.loss
     divisors = Denominators(tokens=sum(map(len, old)), rows=len(rows), most_tokens=0)
@@ -221,7 +224,8 @@ def _sample(entry: Entry) -> int:
 
 
 def sharded(cell: Cell, seed: int = 0) -> nn.Module:
-    model = fully_shard(build(cell, seed=seed), backend=cell.backend)
+    mesh = mesh_of((cell.replicas, dist.get_world_size() // cell.replicas)) if cell.replicas > 1 else None
+    model = fully_shard(build(cell, seed=seed), backend=cell.backend, mesh=mesh)
     enable_split(model, tokens=ROOM)
     return model
 
