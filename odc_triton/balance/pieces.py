@@ -62,7 +62,7 @@ def named(entry: Entry, names: Sequence[int]) -> Entry:
 
 
 class MinibatchPacks(list):
-    """One rank's packs of a minibatch. `split`: the plan of all ranks' pieces, None if no rank has one.
+    """One rank's packs of a minibatch. `split`: the plan of all ranks' pieces, None if none reads another pack's.
 
     It survives a DataLoader's workers, pickling and pinning, also on a rank without packs.
     """
