@@ -26,11 +26,12 @@ from odc_triton.hf import ODCGRPOTrainer, enable_packing
 from tests.support import trl_case
 
 from .. import quiet
-from ..harness import bootstrap_ratio, gather, in_turn, open_job, single_thread_environment
+from ..demo import RANKS
+from ..harness import gather, in_turn, median_ratio, open_job, single_thread_environment
 from ..provenance import about, options_of, save_parts
 from ..reports.versus import LONG_CONFIG
+from .prefixes import GROUP
 
-RANKS, GENERATIONS = 2, 8
 CASES = ((1024, 256, 2), (1024, 256, 1), (64, 512, 1))  # prompt, completion, groups
 ARMS: dict[str, dict[str, Any]] = {
     "shared": {},
@@ -55,12 +56,12 @@ def _batch(prompt: int, completion: int, groups: int, seed: int) -> dict[str, to
     """This rank's rows of a minibatch, as TRL has them."""
     rank, world = open_job()
     generator = torch.Generator().manual_seed(seed)
-    rows = groups * GENERATIONS
+    rows = groups * GROUP
     prompts = torch.randint(3, LONG_CONFIG["vocab_size"], (groups, prompt), generator=generator)
     completions = torch.randint(3, LONG_CONFIG["vocab_size"], (rows, completion), generator=generator)
     own = slice(rank * rows // world, (rank + 1) * rows // world)
     batch = {
-        "prompt_ids": prompts.repeat_interleave(GENERATIONS, dim=0)[own],
+        "prompt_ids": prompts.repeat_interleave(GROUP, dim=0)[own],
         "completion_ids": completions[own],
         "advantages": torch.randn(rows, generator=generator)[own],
         "num_items_in_batch": torch.tensor(rows * completion),
@@ -79,6 +80,22 @@ def _timed(run: Callable[[], object]) -> tuple[float, bool]:
     return seconds, quiet.is_disturbed(seconds, [each for _, _, each in spans])
 
 
+def _turn(trainer: ODCGRPOTrainer, optimizer: torch.optim.Optimizer, batch: dict) -> list[tuple[float, bool]]:
+    """An update, and the log-probabilities after it. Collective."""
+    ids, mask = (torch.cat([batch[f"prompt_{of}"], batch[f"completion_{of}"]], 1) for of in ("ids", "mask"))
+
+    def update() -> None:
+        trainer.training_step(trainer.model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    @torch.no_grad()
+    def log_probs() -> None:
+        trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, batch["completion_ids"].shape[1])
+
+    return [_timed(run) for run in (update, log_probs)]
+
+
 def measure(prompt: int, completion: int, groups: int, updates: int) -> tuple[Seconds, Seconds, int]:
     """By arm the seconds of updates and of old log-probabilities, and how many of all were disturbed. Collective."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -90,8 +107,8 @@ def measure(prompt: int, completion: int, groups: int, updates: int) -> tuple[Se
     enable_packing(model)
     model = fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-    own = groups * GENERATIONS // world
-    how = {"num_generations": GENERATIONS, "max_completion_length": completion, "gradient_checkpointing": False}
+    own = groups * GROUP // world
+    how = {"num_generations": GROUP, "max_completion_length": completion, "gradient_checkpointing": False}
     update_s, log_probs_s, disturbed = {name: [] for name in ARMS}, {name: [] for name in ARMS}, 0
     with tempfile.TemporaryDirectory() as folder:
         trainers = {
@@ -100,22 +117,10 @@ def measure(prompt: int, completion: int, groups: int, updates: int) -> tuple[Se
         }
         for number in range(1 + updates):
             batch = _batch(prompt, completion, groups, seed=number)
-            ids, mask = (torch.cat([batch[f"prompt_{of}"], batch[f"completion_{of}"]], 1) for of in ("ids", "mask"))
-            for name in in_turn(list(trainers), number):
-                trainer = trainers[name]
-
-                def log_probs(trainer: ODCGRPOTrainer = trainer) -> None:
-                    with torch.no_grad():
-                        trainer._get_per_token_logps_and_entropies(model, ids, mask, completion)  # noqa: B023
-
-                def update(trainer: ODCGRPOTrainer = trainer) -> None:
-                    trainer.training_step(model, batch)  # noqa: B023
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-                for run, found in ((log_probs, log_probs_s), (update, update_s)):
-                    seconds, was_disturbed = _timed(run)
-                    if number:  # the first round warms up
+            for name in in_turn(list(ARMS), number):
+                turns = _turn(trainers[name], optimizer, batch)
+                if number:  # the first round warms up
+                    for (seconds, was_disturbed), found in zip(turns, (update_s, log_probs_s), strict=True):
                         found[name].append(seconds)
                         disturbed += was_disturbed
     torch.distributed.destroy_process_group()
@@ -124,8 +129,8 @@ def measure(prompt: int, completion: int, groups: int, updates: int) -> tuple[Se
 
 def _faster(seconds: Seconds) -> dict[str, float]:
     """The faster dense packs over shared ones."""
-    best = min((each for name, each in seconds.items() if name != "shared"), key=sum)
-    return bootstrap_ratio(best, seconds["shared"])
+    best = min((each for name, each in seconds.items() if name != "shared"), key=statistics.median)
+    return median_ratio(best, seconds["shared"])
 
 
 def _spread(seconds: Seconds) -> dict[str, dict[str, float]]:
@@ -140,23 +145,24 @@ def main() -> int:
     rows, start_s = [], time.monotonic()
     for prompt, completion, groups in CASES:
         update_s, log_probs_s, disturbed = launch(measure, prompt, completion, groups, options.updates, ranks=RANKS)[0]
-        row = {"prompt": prompt, "completion": completion, "groups": groups, "generations": GENERATIONS}
+        row = {"prompt": prompt, "completion": completion, "groups": groups}
         row |= {"over_dense": _faster(update_s), "update_s": _spread(update_s)}
         row |= {"log_probs_over_dense": _faster(log_probs_s), "log_probs_s": _spread(log_probs_s)}
         rows.append(
             row | {"updates": options.updates, "disturbed": disturbed, "timed": 2 * len(ARMS) * options.updates}
         )
+    took_s = time.monotonic() - start_s
     if options.out is not None:
         command = f"python -m bench.suites.prefixes_trainer --updates {options.updates}"
-        save_parts(options.out, trainer=rows, trainer_about={"command": command, **about()})
+        save_parts(options.out, trainer=rows, trainer_about={"command": command, "took_s": took_s, **about()})
     shown = []
     for row in rows:
         ratios = [f"{row[key]['ratio']:.2f} ({row[key]['low']:.2f} to {row[key]['high']:.2f})" for key in _RATIOS]
         medians = ", ".join(f"{name} {each['median']:.2f}" for name, each in row["update_s"].items())
-        name = f"{row['groups']} x {GENERATIONS} of {row['prompt']} + {row['completion']}"
+        name = f"{row['groups']} x {GROUP} of {row['prompt']} + {row['completion']}"
         shown.append([name, *ratios, medians, f"{row['disturbed']} of {row['timed']}"])
     print(table(shown, ("", "update over dense", "log-probabilities", "median s of an update", "disturbed")))
-    print(f"{time.monotonic() - start_s:.0f} s")
+    print(f"{took_s:.0f} s")
     return 0
 
 

@@ -24,7 +24,7 @@ from ..data.records import IGNORED
 _PROMPT, _COMPLETION = ("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")
 # Values of padding, 0 for all others. TRL sums the logarithms of this one over padding too.
 _PADDING = {"importance_sampling_ratio": 1.0}
-_LEAST_GAIN = 0.05  # of the estimated time, for which packs may have more tokens than the longest row
+_LEAST_GAIN = 0.2  # of the estimated time, for which packs may have more tokens than the longest row
 
 Row = dict[str, Tensor]
 """`prompt_ids` [p] and `completion_ids` [c], without padding; others [c], or a scalar for the whole completion."""
@@ -118,8 +118,8 @@ def share_packs(
 ) -> list[list[list[Entry]]]:
     """Of each rank, packs in which samples branch off others. `samples`: as `find_relatives` takes them.
 
-    `token_cap`: by default the longest sample's tokens. They leave no room to share, so where that is estimated to be
-    faster a pack may hold all samples of a prompt, but no more tokens than `most_rows` rows of TRL's padded batch.
+    `token_cap`: by default the longest sample's tokens. They leave no room to share, so if that saves a fifth of the
+    estimate a pack may hold all samples of a prompt, but no more tokens than `most_rows` rows of TRL's padded batch.
     """
     lengths, relatives = [len(each["input_ids"]) for each in samples], find_relatives(samples)
     longest = max(lengths)

@@ -81,8 +81,8 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
     came from, and sharded. Checkpoints are as ODCTrainer's.
 
     token_cap: the most tokens of a pack; by default those of the minibatch's longest completion with its prompt, or,
-    where a pack computes a prompt once for its completions, those of a whole group, if this is faster and they are no
-    more than those of `per_device_train_batch_size` padded rows.
+    where a pack computes a prompt once for its completions, those of a whole group, if this is much faster and they
+    are no more than those of `per_device_train_batch_size` padded rows.
     share_prefixes: "auto": a pack computes what its completions' prompts share once, where the model can; not with
     `neftune_noise_alpha`, whose noise each completion has of its own. "off": for each completion.
     trainer: other arguments of GRPOTrainer.
