@@ -126,7 +126,7 @@ def share_packs(
     how = {"ranks": ranks, "cost": cost}
     found = assign_shared(lengths, relatives, token_cap=token_cap or longest, **how)
     if token_cap is None:
-        most = max(sum(lengths[i] - start for i, start in family) for family in relatives.families())
+        most = max(sum(strip.stop - strip.start for strip in family) for family in relatives.families())
         larger = assign_shared(lengths, relatives, token_cap=max(longest, min(most, most_rows * longest)), **how)
         if larger.estimate < (1 - _LEAST_GAIN) * found.estimate:
             found = larger
