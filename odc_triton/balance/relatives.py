@@ -21,6 +21,7 @@ from .line import BY_TOKENS, Strip, cut_line
 from .pieces import Entry
 
 LEAST_SHARED = 32  # tokens: computing fewer again takes no longer than reading them
+_MEET = 4  # relatives in an average minibatch: as many need not be kept together
 _COMPARED = 1 << 24  # tokens that are held at a time
 
 
@@ -82,15 +83,18 @@ class Relatives:
         lengths, free, contents = ([of[at] for at in samples] for of in (self.lengths, self.free, self.contents))
         return Relatives(lengths, order, place, shared, free, contents)
 
-    def family_numbers(self, *, most: int, common: int) -> list[int]:
+    def family_numbers(self, *, most: int, common: float | None = None) -> list[int]:
         """By sample, the number of its family, for an order of samples in which families stay together.
 
-        What `common` samples or more share makes no family, as some of them meet anyway; what they share beyond it
-        does. A family of more than `most` samples is cut, in the order of tokens, into several of about equal size.
+        A family of more than `most` samples, a minibatch, is cut, in the order of tokens, into several of about equal
+        size. What `common` samples or more share makes no family, only what they share beyond it: by default so many
+        that an average minibatch has 4 of them.
         """
+        count = len(self.order)
+        common = min(_MEET * count / most, count) if common is None else common
         starts = np.minimum(self.shared, np.asarray(self.free)[self.order])
-        numbers, count = [0] * len(self.order), 0
-        runs = [(0, len(self.order), 0)]  # of places, and the tokens that all of them share
+        numbers, families = [0] * count, 0
+        runs = [(0, count, 0)]  # of places, and the tokens that all of them share
         while runs:
             begin, stop, known = runs.pop()
             cuts = begin + 1 + np.flatnonzero(starts[begin + 1 : stop] < known + LEAST_SHARED)
@@ -101,8 +105,8 @@ class Relatives:
                     continue
                 parts = -(-size // most)
                 for at in range(size):
-                    numbers[self.order[first + at]] = count + at * parts // size
-                count += parts
+                    numbers[self.order[first + at]] = families + at * parts // size
+                families += parts
         return numbers
 
     def savings(self, cost: CostModel, *, token_cap: int) -> tuple[int, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,8 +14,6 @@ from .queue import QUEUE, Counter, QueuedPacks
 from .relatives import Relatives
 from .split import readable_tokens
 from .strategies import BALANCES, Packs
-
-_MEET = 4  # relatives in an average minibatch: as many need not be kept together
 
 
 class MinibatchSampler:
@@ -138,9 +135,7 @@ class MinibatchSampler:
             counter=counter,
         )
         if relatives is not None:
-            minibatches = len(self.lengths) / self.samples_per_minibatch
-            common = math.ceil(min(_MEET * minibatches, len(self.lengths)))
-            self._family = relatives.family_numbers(most=self.samples_per_minibatch, common=common)
+            self._family = relatives.family_numbers(most=self.samples_per_minibatch)
             self._digest = relatives.digest()
         self.epoch = 0
         self.minibatch = 0

@@ -7,10 +7,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..balance.relatives import Relatives, find_relatives
 from ..base.files import read_json_object, write_file
 from ..base.options import REQUIRED, flag, option, require_at_least
 from ..base.report import save_timeline, table
 from ..base.trace import save_trace
+from ..data.dataset import TokenizedDataset
 from ..machine.probe import read_topology
 from ..machine.topology import Topology
 from .hardware import GpuKind, Links, find_device
@@ -21,6 +23,7 @@ from .study import (
     NAMED,
     Row,
     cells,
+    grouped,
     lengths_of_file,
     make_job,
     named_lengths,
@@ -46,6 +49,11 @@ class SimulateOptions:
     token_cap: int | None = option(None, "most tokens in a microbatch; by default the longest sequence, at least 4096")
     split_sequences: bool = option(False, "also split long sequences over each node's GPUs, as one more setting")
     split_across_hosts: bool = option(False, "--split-sequences over all nodes' GPUs, to compare: not built")
+    share_prefixes: bool = option(
+        False, "also compute once what samples share, as one more setting: of a prepared .npz, or with --group"
+    )
+    group: int | None = option(None, "with --share-prefixes: so many of --lengths are completions of one prompt")
+    prompt_tokens: int | None = option(None, "with --group: tokens of each prompt, before the completions")
     hybrid: bool = option(True, "with several nodes: shard within each node, replicate over nodes")
     checkpointing: bool = option(True, "recompute activations in backward: less memory, a third more work")
     fused_head: bool = option(True, "never compute whole logits")
@@ -59,7 +67,9 @@ class SimulateOptions:
     out: str | None = option(None, "folder to write table.md, simulate.json, timeline.png and trace.json to")
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "gpus", "nodes", "trials", "token_cap")
+        require_at_least(self, 1, "gpus", "nodes", "trials", "token_cap", "group", "prompt_tokens")
+        if (self.group is None) != (self.prompt_tokens is None) or (self.group and not self.share_prefixes):
+            raise ValueError("--group, --prompt-tokens and --share-prefixes: give all three, or --share-prefixes alone")
         if self.gpus % self.nodes:
             raise ValueError(f"{self.gpus} gpus don't divide by {self.nodes} nodes: give a multiple of {self.nodes}")
         for name in ("efficiency", "link_efficiency"):
@@ -95,7 +105,7 @@ _DRAWN = 10_000  # lengths of a named distribution
 
 def main(options: SimulateOptions) -> int:
     """Prints the ranking, writes it to `options.out`; returns the exit status. Raises ValueError and OSError."""
-    lengths, whence = _lengths(options)
+    lengths, whence, relatives = _lengths(options)
     model = Model.find(options.model)
     kind, links, machine = _machine(options)
     cap = options.token_cap or max(_USUAL_CAP, *lengths)
@@ -131,6 +141,7 @@ def main(options: SimulateOptions) -> int:
         seed=options.seed,
         timeline_of=drawn if options.out else None,
         split=options.split_sequences or options.split_across_hosts,
+        relatives=relatives,
     )
     active = f", {model.active_parameters / 1e9:.1f} B active" if model.active_parameters < model.parameters else ""
     longest, mean = max(lengths), sum(lengths) / len(lengths)
@@ -148,14 +159,28 @@ def main(options: SimulateOptions) -> int:
     return 0
 
 
-def _lengths(options: SimulateOptions) -> tuple[list[int], str]:
+def _lengths(options: SimulateOptions) -> tuple[list[int], str, Relatives | None]:
+    """Of the samples, where they are from, and what they share, if that is wanted."""
     if options.lengths in NAMED:
         named = NAMED[options.lengths]
         count = max(_DRAWN, options.gpus * max(options.minibatches))
-        return named_lengths(options.lengths, count, seed=options.seed), f"like {options.lengths} ({named.source})"
-    if not Path(options.lengths).exists():
+        lengths = named_lengths(options.lengths, count, seed=options.seed)
+        whence = f"like {options.lengths} ({named.source})"
+    elif not Path(options.lengths).exists():
         raise ValueError(f"--lengths {options.lengths!r} is neither a file nor one of {', '.join(NAMED)}")
-    return lengths_of_file(options.lengths)
+    else:
+        lengths, whence = lengths_of_file(options.lengths)
+    if options.group is not None:
+        lengths, relatives = grouped(lengths, prompt=options.prompt_tokens, group=options.group)
+        return lengths, f"{whence}, after prompts of {options.prompt_tokens:,}, each {options.group} times", relatives
+    if not options.share_prefixes:
+        return lengths, whence, None
+    if Path(options.lengths).suffix != ".npz":
+        raise ValueError(
+            f"--share-prefixes: --lengths {options.lengths} has no tokens to compare: give the .npz of prepared data, "
+            f"which train sft writes into OUT/data, or --group and --prompt-tokens"
+        )
+    return lengths, whence, find_relatives(TokenizedDataset.load(options.lengths))
 
 
 def _machine(options: SimulateOptions) -> tuple[GpuKind, Links, str]:

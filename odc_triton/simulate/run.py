@@ -12,7 +12,19 @@ import numpy as np
 
 from ..balance.pieces import Piece
 from ..balance.queue import QUEUE
-from .job import ALL_BALANCES, COMPUTE_BYTES, REDUCE_BYTES, SCHEDULES, SPLIT, Job, Packs, assign_packs, queue_packs
+from .job import (
+    ALL_BALANCES,
+    COMPUTE_BYTES,
+    REDUCE_BYTES,
+    SCHEDULES,
+    SHARED,
+    SPLIT,
+    Job,
+    Packs,
+    SharedPack,
+    assign_packs,
+    queue_packs,
+)
 from .lanes import Clock, EventRecorder, Lanes, Outcome, last_rank
 
 
@@ -77,7 +89,7 @@ def simulate(
         raise ValueError(f"schedule is {schedule!r}: choose one of {', '.join(SCHEDULES)}")
     if balance not in ALL_BALANCES:
         raise ValueError(f"balance is {balance!r}: choose one of {', '.join(ALL_BALANCES)}")
-    if balance in (QUEUE, SPLIT) and schedule != "odc":
+    if balance in (QUEUE, SPLIT, SHARED) and schedule != "odc":
         raise ValueError(
             f"balance {balance!r} under schedule {schedule!r}: FSDP's ranks need the same number of microbatches; use "
             f"'odc'"
@@ -136,16 +148,18 @@ def _run(
         for rank, packs in enumerate(ranks):
             work[: len(packs), trial, rank] = [job.pack_seconds(pack) for pack in packs]
         # Ranks that compute pieces of one sequence wait for each other in every layer, those of another replica don't.
-        waves: dict[tuple[int, int], list[int]] = {}
+        waves: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for rank, packs in enumerate(ranks):
             for index, pack in enumerate(packs):
-                if any(isinstance(each, Piece) for each in pack):
-                    waves.setdefault((index, rank * job.replicas // job.ranks), []).append(rank)
-        for (index, _), wave in waves.items():
-            moved = np.array([job.kv_seconds(ranks[rank][index]) for rank in wave])
-            own, slowest = work[index, trial, wave], work[index, trial, wave].max()
-            shares[index, :, trial, wave] = np.stack([own - moved, moved], axis=-1) / slowest
-            work[index, trial, wave] = slowest
+                wave = pack.wave if isinstance(pack, SharedPack) else index
+                if wave is not None and any(isinstance(each, Piece) for each in pack):
+                    waves.setdefault((wave, rank * job.replicas // job.ranks), []).append((index, rank))
+        for places in waves.values():
+            moved = np.array([job.kv_seconds(ranks[rank][index]) for index, rank in places])
+            at, of = map(list, zip(*places, strict=True))
+            own, slowest = work[at, trial, of], work[at, trial, of].max()
+            shares[at, :, trial, of] = np.stack([own - moved, moved], axis=-1) / slowest
+            work[at, trial, of] = slowest
     work *= job.slowness
     odc = schedule == "odc"
     lanes = Lanes(
