@@ -115,9 +115,9 @@ def warm_up(folder: Path, seed: int) -> dict[str, float]:
 
 
 def phases(out: Path) -> dict[str, float]:
-    """Median seconds of the phases of a run's steps."""
-    lines = read_metrics(out / "metrics.jsonl")
-    return {name: statistics.median(line[name] for line in lines) for name in ("rollout_s", "scoring_s", "update_s")}
+    """Median seconds of a run's steps and of their phases."""
+    lines, names = read_metrics(out / "metrics.jsonl"), ("rollout_s", "scoring_s", "update_s", "seconds")
+    return {name: statistics.median(line[name] for line in lines) for name in names}
 
 
 def one_seed(folder: Path, seed: int) -> dict[str, Any]:

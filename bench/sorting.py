@@ -81,14 +81,15 @@ def write_task(folder: Path, *, seed: int, taught: int, prompts: int, held_out: 
             pairs = [{"prompt": number, "answer": in_order(number)} for number in of_kind]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    _tokenizer().save(str(folder / "tokenizer.json"))
+    write_tokenizer(folder)
 
 
-def _tokenizer():
+def write_tokenizer(folder: Path) -> None:
+    """Writes tokenizer.json, whose tokens are digits."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({str(digit): digit for digit in range(10)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([END, PROMPT, COMPLETION])
-    return tokenizer
+    tokenizer.save(str(folder / "tokenizer.json"))

@@ -15,8 +15,8 @@ WAYS = (TREES, REPEATED, SHARED)  # relatives on one rank; the best that reads n
 
 
 def shared_tokens(relatives: Relatives) -> int:
-    """How many tokens others may read, if one rank computed everything that is shared."""
-    return sum(max(start for _, start in family) for family in relatives.families())
+    """Of each rank, the most tokens that others may read: all that are shared, and as many of what branches off."""
+    return 2 * sum(max(strip.start for strip in family) for family in relatives.families())
 
 
 def assign_trees(
@@ -26,8 +26,8 @@ def assign_trees(
     how = {"ranks": ranks, "token_cap": token_cap, "cost": cost}
     if way == TREES:
         return _tree_per_rank(lengths, relatives, **how)
-    made = assign_shared(lengths, relatives, **how)
-    return [MinibatchPacks.of(packs, getattr(made, "plan", None)) for packs in made.packs]
+    made = assign_shared(lengths, relatives, tokens=shared_tokens(relatives) if way == SHARED else 0, **how)
+    return [MinibatchPacks.of(packs, made.plan) for packs in made.packs]
 
 
 def _tree_per_rank(
@@ -37,7 +37,7 @@ def _tree_per_rank(
     packs, costs = [], []
     for family in relatives.families():
         room = 0
-        for sample, start in family:
+        for sample, start, *_ in family:
             if lengths[sample] - start > room:
                 packs.append([])
                 costs.append(cost.microbatch)

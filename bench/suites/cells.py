@@ -65,10 +65,9 @@ class Cell:
 
     def even_share_s(self, index: int, ranks: int) -> float:
         """Seconds of minibatch `index` if each rank computes an equal part, and what is shared once."""
-        lengths = self.minibatches[index]
-        starts = [0] * len(lengths)
-        for sample, start in chain.from_iterable(self.relatives[index].families() if self.relatives else ()):
-            starts[sample] = start
+        lengths, starts = self.minibatches[index], [0] * len(self.minibatches[index])
+        for strip in chain.from_iterable(self.relatives[index].families() if self.relatives else ()):
+            starts[strip.sample] = strip.start
         return self.seconds_per_cost * sum(map(self.cost.piece, starts, lengths)) / ranks
 
     def bound_s(self, index: int, ranks: int) -> float:

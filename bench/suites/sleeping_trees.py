@@ -1,6 +1,6 @@
 """Shared prefixes at 8 and 16 ranks without the GPUs: real ranks whose layers sleep, and wait for each other's pieces.
 
-    python -m bench.suites.sleeping_trees OUT.json [--ranks 8 16] [--minibatches 4]
+    python -m bench.suites.sleeping_trees OUT.json [--ranks 8 16] [--minibatches 3]
 
 Agentic lengths: prompts of 8K to 32K tokens, completions of 1K to 8K, most of them short, 8 of a prompt. A tree over
 ranks beside a tree per rank, prefixes repeated on several, and an even share. As in sleeping.py nothing else is slow.
@@ -33,7 +33,7 @@ GROUP = 8
 PROMPT, COMPLETION = (8_000, 32_000), (1_000, 8_000)
 AMPLE = 131_072  # more than any tree
 SHAPES = ((0.5, AMPLE), (1, AMPLE), (4, AMPLE), (4, 40_000))  # trees per rank, token cap
-EVEN_SHARE_S = 1.5  # of a minibatch, of one tree a rank or fewer
+EVEN_SHARE_S = 2.0  # of a minibatch, of one tree a rank or fewer
 WAYS = {way: Way(schedule="odc", balance=way) for way in trees.WAYS}
 COLUMNS = ("ranks", "trees/rank", "cap", "over a tree per rank", "over repeated", "of the even share", "waits")
 
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="JSON file, whose other keys stay")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16])
-    parser.add_argument("--minibatches", type=int, default=4, help="of one tree a rank or fewer")
+    parser.add_argument("--minibatches", type=int, default=3, help="of one tree a rank or fewer")
     options = parser.parse_args(arguments)
     start_s, rows = time.monotonic(), []
     for ranks in options.ranks:

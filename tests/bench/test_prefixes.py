@@ -49,12 +49,9 @@ def test_trees_of_groups_and_of_turns(tmp_path: Path) -> None:
         relatives = find_relatives([data[index] for index in work.minibatches[-1]])
         families = relatives.families()
         assert [len(family) for family in families] == [samples] * of.trees
-        tokens = [
-            relatives.lengths[family[0][0]] + sum(relatives.lengths[i] - at for i, at in family[1:])
-            for family in families
-        ]
+        tokens = [sum(each.stop - each.start for each in family) for family in families]
         assert max(tokens) <= of.tokens() <= max(tokens) + samples, "one tree fits a pack"
-        assert shared_tokens(relatives) == of.trees * (sorted(of.starts())[-2] - 1), "the longest is shared by none"
+        assert shared_tokens(relatives) == 2 * of.trees * (sorted(of.starts())[-2] - 1), "the longest is shared by none"
         for index, start in zip(work.minibatches[-1], of.starts() * of.trees, strict=True):
             labels = data[index]["labels"]
             assert (labels[:start] == -100).all()
