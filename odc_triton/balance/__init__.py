@@ -17,6 +17,7 @@ _HOME = {
     "balanced_partition": "partition",
     "best_fit_decreasing": "packing",
     "count_target_tokens": "collate",
+    "find_relatives": "relatives",
     "pack": "packing",
     "pack_collate": "collate",
     "queue_packs": "queue",
