@@ -7,7 +7,7 @@ kills   a rank is killed at each of five places, at random ranks, layers and min
 soak    random plans, with random sleeps before ranks publish, fetch, add and collect. No wait may reach the deadline,
         and gradients must be those of the model on whole samples.
 
-With --trees other samples branch off those in pieces.
+With --trees other samples branch off those in pieces; some of the soak's plans are the planner's own.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from .split_jobs import (
     checkpoint_layers,
     compute,
     compute_whole,
+    deal_as_planned,
     deal_at_random,
     deal_evenly,
     die,
@@ -263,7 +264,8 @@ def soaks(rank: int, ranks: int, say: Say, seed: int, seconds: float, backend: s
     is_last = False
     while not is_last:
         numbers = random.Random(f"{seed} {ranks} {number}")
-        deal = deal_at_random(numbers, ranks, trees=trees)
+        is_planned = trees and numbers.random() < 0.3
+        deal = deal_as_planned(numbers, ranks) if is_planned else deal_at_random(numbers, ranks, trees=trees)
         checkpoint_layers(model, numbers.random() < 0.5)
         if is_checked := number % CHECK_EVERY == 0:
             plain.load_state_dict(dict(full_parameters(model)), strict=False)

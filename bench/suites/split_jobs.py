@@ -25,8 +25,10 @@ from torch import nn
 
 import tests.support.simulated  # noqa: F401  two of BACKENDS
 from odc_triton import enable_split, fully_shard, minibatch
-from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
+from odc_triton.balance import CostModel, PackedDataset, count_target_tokens, pack_collate
 from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
+from odc_triton.balance.relatives import find_relatives
+from odc_triton.balance.shared import assign_shared
 from odc_triton.comm.launch import die_with_parent, end_process
 from odc_triton.comm.local_store import NAME, StoreServer, rendezvous_url
 from odc_triton.data.records import IGNORED
@@ -50,13 +52,15 @@ Dealt = list[list[list[Entry]]]
 
 class Deal:
     """What ranks compute in one minibatch. `packs`: by rank; `lengths`: tokens by sample; `shared`: by sample that
-    branches off another, that one and the tokens that they share.
+    branches off another, that one and the tokens that they share; `learned`: the first token that a sample learns, where
+    it learns not all that it computes.
     """
 
     def __init__(self, ranks: int) -> None:
         self.packs: Dealt = [[] for _ in range(ranks)]
         self.lengths: list[int] = []
         self.shared: dict[int, tuple[int, int]] = {}
+        self.learned: dict[int, int] = {}
 
     def whole(self, length: int) -> int:
         self.lengths.append(length)
@@ -154,6 +158,21 @@ def deal_at_random(numbers: random.Random, ranks: int, *, trees: bool = False) -
     return deal
 
 
+def deal_as_planned(numbers: random.Random, ranks: int) -> Deal:
+    """Families of samples, and some alone, as `assign_shared` assigns them; it cuts most of them over ranks."""
+    deal = Deal(ranks)
+    for _ in range(numbers.randint(1, 3)):
+        root, prompt = deal.whole(numbers.randint(120, 200)), numbers.randint(70, 120)
+        deal.learned[root] = prompt
+        for _ in range(numbers.randint(1, 6)):
+            deal.branch(root, prompt + numbers.choice([0, 0, numbers.randint(-30, 0)]), [numbers.randint(10, 60)])
+    for _ in range(numbers.randint(0, 3)):
+        deal.whole(numbers.randint(2, 60))
+    how = {"ranks": ranks, "cost": CostModel(quadratic=0.001, linear=1.0), "token_cap": numbers.choice([300, 900])}
+    deal.packs = assign_shared(deal.lengths, find_relatives(samples(deal, 0)), tokens=TOKENS, **how).packs
+    return deal
+
+
 def samples(deal: Deal, seed: int) -> list[dict[str, torch.Tensor]]:
     """A branch does not learn what it shares."""
     generator = torch.Generator().manual_seed(seed)
@@ -162,6 +181,8 @@ def samples(deal: Deal, seed: int) -> list[dict[str, torch.Tensor]]:
     for sample, (parent, tokens) in deal.shared.items():
         ids[sample][:tokens] = ids[parent][:tokens]
         labels[sample][:tokens] = IGNORED
+    for sample, first in deal.learned.items():
+        labels[sample][:first] = IGNORED
     return [{"input_ids": each, "labels": learned} for each, learned in zip(ids, labels, strict=True)]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.suites import split_faults
-from bench.suites.split_jobs import deal_at_random
+from bench.suites.split_jobs import TOKENS, deal_as_planned, deal_at_random
 from odc_triton.balance.pieces import SplitPlan
 
 
@@ -40,3 +40,10 @@ def test_random_deals_can_be_computed(trees: bool) -> None:
         waves.add(plan.waves if plan is not None else 0)
         assert plan is None or max(plan.tokens) <= 400
     assert waves >= {1, 2, 3}
+
+
+def test_planned_deals_have_trees_over_ranks() -> None:
+    plans = [SplitPlan.of(deal_as_planned(random.Random(seed), 4).packs) for seed in range(20)]
+    assert max(max(plan.tokens) for plan in plans if plan) <= TOKENS
+    over = [plan for plan in plans if plan and any(each.piece.parent is not None for each in plan.pieces)]
+    assert len(over) > 10
