@@ -52,8 +52,8 @@ Dealt = list[list[list[Entry]]]
 
 class Deal:
     """What ranks compute in one minibatch. `packs`: by rank; `lengths`: tokens by sample; `shared`: by sample that
-    branches off another, that one and the tokens that they share; `learned`: the first token that a sample learns, where
-    it learns not all that it computes.
+    branches off another, that one and the tokens that they share; `learned`: by sample, the first token that it learns,
+    if not all that it computes.
     """
 
     def __init__(self, ranks: int) -> None:
