@@ -81,7 +81,7 @@ class Trees:
                 )
                 learned.append((at + start, at + start + self.completion))
                 at += start + self.completion
-        path = folder / f"{self.prompt}_{self.completion}_{self.trees}.npz"
+        path = folder / f"{self.prompt}_{self.completion}_{self.trees}_{self.rounds}.npz"
         cut(np.concatenate(texts), [*map(len, texts)], spans=np.array(learned)).save(path)
         drawn = np.arange(len(texts)).reshape(WARM_UP + self.rounds, -1).tolist()
         drawn[0] = drawn[0][:RANKS]

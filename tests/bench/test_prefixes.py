@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from bench.harness import Measured, Work, compare, median_ratio
+from bench.harness import Measured, Work, compare, deal, median_ratio
 from bench.suites import prefixes
 from bench.suites.prefixes import GROUP, Trees
-from bench.trees import TREES, assign_trees, shared_tokens
+from bench.trees import SHARED, TREES, assign_trees, shared_tokens
 from bench.variants import Ddp, Fsdp2Trees, Odc, OdcRepeated, OdcShared, OdcTrees
 from odc_triton.balance import CostModel
 from odc_triton.balance.relatives import find_relatives
@@ -44,6 +44,7 @@ def test_trees_of_groups_and_of_turns(tmp_path: Path) -> None:
         (Trees(prompt=64, completion=192, trees=2, rounds=1, are_turns=True), prefixes.TURNS),
     ):
         work = small(of, tmp_path)
+        small(replace(of, rounds=0), tmp_path)  # other samples beside them, as a sweep's
         data = work.data()
         assert [len(drawn) for drawn in work.minibatches] == [2, *[of.trees * samples] * of.rounds]
         relatives = find_relatives([data[index] for index in work.minibatches[-1]])
@@ -95,16 +96,18 @@ def compared(rank: int, world: int, kinds: tuple, work: Work, caps: tuple[int, .
 
 
 def test_all_ways_have_the_same_gradient(tmp_path: Path) -> None:
-    of = Trees(prompt=40, completion=8, trees=1, rounds=1)
+    of = Trees(prompt=200, completion=16, trees=1, rounds=1)
     work = small(of, tmp_path)
-    caps = (48, 48, *[of.tokens()] * 4)
+    caps = (216, 216, *[of.tokens()] * 4)
+    dealt = deal(work, work.data(), work.minibatches[-1], SHARED, work.cost(), ranks=2)
+    assert dealt[0].split is not None, "a rank reads the prompt of another"
     results = ranks.run(compared, 2, KINDS, work, caps)[0]
     assert [result.microbatches[1] for result in results] == [[4, 4], [4, 4], [1, 0], [1, 0], [1, 1], [1, 1]]
     assert 0 < max(result.apart for result in results) <= prefixes.MOST_APART
     losses = [result.losses[1] for result in results]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
     with pytest.raises(Exception, match="gradients are up to"):
-        ranks.run(compared, 2, (Odc, Drops), work, (48, of.tokens()))
+        ranks.run(compared, 2, (Odc, Drops), work, (216, of.tokens()))
 
 
 def test_the_interval_of_a_median() -> None:
