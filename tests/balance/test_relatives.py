@@ -7,7 +7,7 @@ from itertools import groupby
 from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -22,6 +22,7 @@ def fields(of: Relatives) -> list:
     return [of.lengths, of.order, of.place, of.shared.tolist(), of.free]
 
 
+@settings(deadline=None)
 @given(SAMPLES, st.integers(1, 40), st.data())
 def test_found_and_among(samples: list[dict], at_once: int, data: st.DataObject) -> None:
     """However many tokens are held at a time, the order is that of whole samples, and that of a part the part's."""
@@ -73,6 +74,7 @@ def test_families() -> None:
     assert families_of([sample(system, [1])] * 5, most=3, common=5) == [[each] for each in range(5)]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=30), st.integers(1, 8))
 def test_an_order_in_families(family: list[int], most: int) -> None:
     order = [at for at in range(len(family)) if at % 5]

@@ -6,7 +6,7 @@ from itertools import pairwise
 from unittest import mock
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, PackedDataset, pack_collate
@@ -46,6 +46,7 @@ def first_own(samples: list[dict], pack: list[int], member: int) -> int:
     return alike - 1 if alike >= LEAST else 0
 
 
+@settings(deadline=None)
 @given(SAMPLES, st.randoms(use_true_random=False))
 @example([sample([1, 1, 0], [1]), sample([1, 1, 0], [1]), sample([1, 1], [0, 1])], None)
 def test_each_token_is_computed_once_in_a_pack(samples: list[dict], numbers: object) -> None:
@@ -74,6 +75,7 @@ def test_each_token_is_computed_once_in_a_pack(samples: list[dict], numbers: obj
         assert all(high <= first for _, _, high in earlier)
 
 
+@settings(deadline=None)
 @given(SAMPLES, st.integers(1, 5), st.integers(12, 40), st.sampled_from([0.0, 3.0]))
 @example([sample([1, 1, 0], [1])] * 3, 2, 12, 0.0)
 def test_assigned(samples: list[dict], ranks: int, token_cap: int, microbatch: float) -> None:
@@ -98,6 +100,7 @@ def test_assigned(samples: list[dict], ranks: int, token_cap: int, microbatch: f
     assert made.estimate <= alone * (1 + 1e-9)
 
 
+@settings(deadline=None)
 @given(SAMPLES, st.integers(2, 5), st.integers(12, 40), st.sampled_from([0.0, 3.0]), st.integers(1, 40), st.booleans())
 def test_assigned_over_ranks(
     samples: list[dict], ranks: int, token_cap: int, microbatch: float, tokens: int, whole: bool

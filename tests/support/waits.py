@@ -272,7 +272,7 @@ WAITS = (
         "attention waits for the copies of keys and values",
         "self._streams.wait(self._copies)",
         _SEQUENCE + "order.py::test_keys_and_values_are_read_after_their_flags_have_come[True]",
-        before="for (_, place)",
+        after="self.start()",
     ),
     Wait(
         "keys and values in joined memory are read after their flags have come",
