@@ -21,7 +21,9 @@ RANK, SPAN = 2, Span(Piece(0, 20, 30), 0, 10)  # it reads what ranks 0 and 1 hav
 
 
 class Peers:
-    """Their keys and their additions come when this rank waits for the flags: ones. `done`: what this rank did."""
+    """Their keys and their additions come when this rank waits for the flags: ones. `done`: what this rank did;
+    `published`: the rows when it last set a flag.
+    """
 
     def __init__(self, *, apart: bool) -> None:
         self.rows = {name: torch.zeros(2, TOKENS, 1, 1) for name in ("PUBLISHED", "ADDED")}
@@ -45,6 +47,7 @@ class Peers:
 
     def signal(self, flag: SimpleNamespace, *_: object) -> None:
         self.done.append(f"signal {flag.name}")
+        self.published = self.rows["PUBLISHED"].clone()
 
     def add(self, _shown: Wait, owner: int, *_: object) -> None:
         self.done.append(f"add to {owner}")
@@ -60,6 +63,15 @@ def _exchange(*, apart: bool, in_order: bool = False) -> tuple[SequenceExchange,
 
 def _two(value: float, tokens: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.full((tokens, 1, 1), value), torch.full((tokens, 1, 1), value)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_rows_are_there_before_their_flag(apart: bool) -> None:
+    exchange, peers = _exchange(apart=apart)
+    exchange.publish(0, [SPAN], None, _two(2.0))
+    exchange.streams.drain(1.0, "a test")
+    assert peers.done == ["signal PUBLISHED"]
+    assert peers.published[:, SPAN.piece.start : SPAN.piece.stop].flatten().tolist() == [2.0] * 20
 
 
 @pytest.mark.parametrize("apart", [False, True])
