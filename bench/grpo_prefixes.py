@@ -35,7 +35,7 @@ from .sorting import CONFIG, UP, write_tokenizer
 
 SHOTS, DIGITS = 16, 6  # examples of a prompt, and digits of a number and of its answer
 SFT_STEPS = 80
-OPTIONS = {"steps": 20, "prompts_per_rank": 4, "max_new_tokens": 10, "lr": 2e-4}
+OPTIONS = {"steps": 30, "prompts_per_rank": 4, "max_new_tokens": 10, "lr": 2e-4}
 RECORDED_STEPS = 5
 SHARES = ("off", "auto")
 
