@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .cost import CostModel
 from .pieces import MinibatchPacks
@@ -61,7 +61,7 @@ class Assigner:
                 relatives,
                 ranks=self.world,
                 token_cap=self.token_cap,
-                cost=self.cost,
+                cost=replace(self.cost, head=0.0) if self.split_tokens else self.cost,  # as `assign_split` counts
                 tokens=self.split_tokens if self.shared_tokens is None else self.shared_tokens,
                 replicas=self.replicas,
                 names=names,

@@ -13,38 +13,60 @@ from .decoder import Decoder
 class CostModel:
     """Cost of a sequence of s tokens = quadratic s² + linear s, in arbitrary units.
 
-    Attention is the quadratic part, all work per token the linear part. `microbatch` is the cost of a microbatch
-    besides its documents (launches, small layers). It does not depend on the documents, so it counts in `pack`
-    and never decides between two assignments with equally many packs.
+    Attention is the quadratic part, all work per token the linear part. `head` is the part of that which tokens
+    without a target don't cost, where it is known which these are (shared prefixes). `microbatch` is the cost of a
+    microbatch besides its documents (launches, small layers). It does not depend on the documents, so it counts in
+    `pack` and never decides between two assignments with equally many packs.
 
-    Raises ValueError for a coefficient that is negative or not finite, and if the cost does not grow with s.
+    Raises ValueError for a coefficient that is negative or not finite, if the cost does not grow with s, and for a head
+    of the linear part or more.
     """
 
     quadratic: float
     linear: float
     microbatch: float = 0.0
+    head: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("quadratic", "linear", "microbatch"):
+        for name in ("quadratic", "linear", "microbatch", "head"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"CostModel.{name} is {value}: give a finite coefficient of 0 or more")
         if self.quadratic == 0 and self.linear == 0:
             raise ValueError("CostModel: quadratic and linear are both 0, so a sequence costs nothing; give one")
+        if self.head >= self.linear > 0 or self.head > self.linear:
+            raise ValueError(
+                f"CostModel.head is {self.head}, of linear {self.linear}: give less, as it is a part of it"
+            )
 
     def sequence(self, tokens: int) -> float:
         """Cost of one document of `tokens` tokens."""
         return (self.quadratic * tokens + self.linear) * tokens
 
-    def piece(self, start: int, stop: int) -> float:
-        """Cost of a document's tokens `start` to `stop`, which attend to all of its tokens before them."""
-        return (self.quadratic * (start + stop) + self.linear) * (stop - start)
+    def piece(self, start: int, stop: int, learned: int = 0) -> float:
+        """Cost of a document's tokens `start` to `stop`, which attend to all of its tokens before them.
+
+        Those before `learned` predict no target.
+        """
+        without = max(min(stop, learned) - start, 0)
+        return (self.quadratic * (start + stop) + self.linear) * (stop - start) - self.head * without
 
     def tokens(self, cost: float) -> float:
         """The tokens of a document of that cost; 0 for one below 0."""
+        return self.reach(0, cost)
+
+    def reach(self, start: int, cost: float, learned: int = 0) -> float:
+        """The token up to which a document's tokens from `start` cost `cost`: where `piece` is inverted."""
+        linear = self.linear
+        if start < learned:
+            if cost < (before := self.piece(start, learned, learned)):
+                linear -= self.head
+            else:
+                start, cost = learned, cost - before
+        cost += (self.quadratic * start + linear) * start
         if cost <= 0:
             return 0.0
-        return 2 * cost / (self.linear + math.sqrt(self.linear**2 + 4 * self.quadratic * cost))
+        return 2 * cost / (linear + math.sqrt(linear**2 + 4 * self.quadratic * cost))
 
     def pack(self, lengths: Iterable[int]) -> float:
         """Cost of one microbatch of documents: the sum of theirs, as attention keeps them apart."""
@@ -74,5 +96,7 @@ class CostModel:
         decoder = Decoder.of(config, gated_mlp=gated_mlp)
         widths = decoder.key_width + decoder.value_width
         return cls(
-            quadratic=3 * decoder.layers * decoder.heads * widths, linear=3 * 2 * (decoder.active + decoder.table)
+            quadratic=3 * decoder.layers * decoder.heads * widths,
+            linear=3 * 2 * (decoder.active + decoder.table),
+            head=3 * 2 * decoder.table,
         )

@@ -19,33 +19,41 @@ BY_TOKENS = CostModel(quadratic=0.0, linear=1.0)
 class Strip(NamedTuple):
     """Tokens `start` up to, not including, `stop` of a sample; it branches off `parent` at `start`, if that is not 0.
 
-    `uncut`: from this token on they stay in one piece.
+    `learned`: the first that predicts a target.
     """
 
     sample: int
     start: int
     stop: int
     parent: int | None = None
-    uncut: int | None = None
+    learned: int = 0
 
 
 def cut_line(
-    strips: Sequence[Strip], shares: Sequence[float], cost: CostModel, least: int = LEAST_TOKENS
+    strips: Sequence[Strip],
+    shares: Sequence[float],
+    cost: CostModel,
+    least: int = LEAST_TOKENS,
+    *,
+    whole: bool = False,
 ) -> list[list[Entry]]:
-    """By rank, its part of the line, cut in proportion to `shares`, in pieces of `least` tokens or more."""
-    ranks, line = len(shares), math.fsum(cost.piece(each.start, each.stop) for each in strips)
+    """By rank, its part of the line, cut in proportion to `shares`, in pieces of `least` tokens or more.
+
+    `whole`: what is learned of a sample stays in one.
+    """
+    ranks, line = len(shares), math.fsum(cost.piece(each.start, each.stop, each.learned) for each in strips)
     parents = {each.parent for each in strips}
     ends = np.cumsum(shares)
     ends = (ends * (line / ends[-1])).tolist()
     parts: list[list[Entry]] = [[] for _ in range(ranks)]
     rank, begin = 0, 0.0
-    for sample, start, stop, parent, uncut in strips:
-        before, at = cost.sequence(start), start
+    for sample, start, stop, parent, learned in strips:
+        at = start
         while at < stop:
             end = stop
             if rank < ranks - 1:
-                place = cost.tokens(ends[rank] - begin + before)
-                end = _nearest_cut(place, at, stop, least, stop if uncut is None else uncut)
+                place = cost.reach(start, ends[rank] - begin, learned)
+                end = _nearest_cut(place, at, stop, least, learned if whole else stop)
             if (at, end) == (0, stop) and sample not in parents:
                 parts[rank].append(sample)
             elif end > at:
@@ -53,7 +61,7 @@ def cut_line(
             if end < stop:
                 rank += 1
             at = end
-        begin += cost.piece(start, stop)
+        begin += cost.piece(start, stop, learned)
     return parts
 
 
@@ -66,7 +74,14 @@ def _nearest_cut(place: float, at: int, stop: int, least: int, uncut: int) -> in
 
 
 def lay_waves(
-    trees: Sequence[Sequence[Strip]], lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel, least: int
+    trees: Sequence[Sequence[Strip]],
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    token_cap: int,
+    cost: CostModel,
+    least: int,
+    whole: bool = False,
 ) -> list[list[list[Entry]]] | None:
     """By wave and rank, the parts of `trees`, of which a wave takes as many as the cap allows. One that fits only in
     parts of equal tokens gets them; None if one alone does not fit.
@@ -76,7 +91,7 @@ def lay_waves(
         taken, wave = len(trees), None
         while taken and wave is None:
             for by in (cost, BY_TOKENS)[: 2 if taken == 1 else 1]:
-                parts = cut_line([*chain.from_iterable(trees[:taken])], [1.0] * ranks, by, least)
+                parts = cut_line([*chain.from_iterable(trees[:taken])], [1.0] * ranks, by, least, whole=whole)
                 most = max(count_tokens(part, lengths) for part in parts)
                 if wave is None and most <= token_cap:
                     wave = parts
@@ -93,9 +108,15 @@ def count_tokens(entries: Sequence[Entry], lengths: Sequence[int]) -> int:
     return sum(len(each) if isinstance(each, Piece) else lengths[each] for each in entries)
 
 
-def price(entries: Sequence[Entry], lengths: Sequence[int], cost: CostModel) -> float:
-    """The cost of entries in one microbatch, besides that of a microbatch."""
-    return math.fsum(
-        cost.piece(each.start, each.stop) if isinstance(each, Piece) else cost.sequence(lengths[each])
-        for each in entries
-    )
+def price(
+    entries: Sequence[Entry], lengths: Sequence[int], cost: CostModel, learned: Sequence[int] | None = None
+) -> float:
+    """The cost of entries in one microbatch, besides that of a microbatch. `learned`: by sample, as of a `Strip`."""
+
+    def of(each: Entry) -> float:
+        sample, start, stop = (
+            (each.sample, each.start, each.stop) if isinstance(each, Piece) else (each, 0, lengths[each])
+        )
+        return cost.piece(start, stop, learned[sample] if learned else 0)
+
+    return math.fsum(map(of, entries))

@@ -45,8 +45,8 @@ class Relatives:
         return part
 
     def strips(self, samples: Sequence[int]) -> list[Strip]:
-        """Of these samples in the order of tokens, those that are not another's before it. `uncut` is the first that
-        predicts a target.
+        """Of these samples in the order of tokens, those that are not another's before it. `learned` is at
+        most the first that predicts a target.
         """
         strips: dict[int, Strip] = {}
         before = None
@@ -56,8 +56,8 @@ class Relatives:
             parent = self.order[before] if start else None
             while start and strips[parent].start >= start:  # then what that one branches off has all of these tokens
                 parent = strips[parent].parent
-            uncut = max(self.free[sample] - 1, 0)
-            strips[sample], before = Strip(sample, start, self.lengths[sample], parent, uncut), place
+            learned = max(self.free[sample] - 1, 0)
+            strips[sample], before = Strip(sample, start, self.lengths[sample], parent, learned), place
         return [*strips.values()]
 
     def families(self) -> list[list[Strip]]:

@@ -102,6 +102,7 @@ class _SharedProblem:
     whole: bool
 
     def __post_init__(self) -> None:
+        self.learned = [max(free - 1, 0) for free in self.relatives.free]
         self.costs = [math.fsum(map(self._branch, family)) for family in self.families]  # the first starts at 0
         self.even_share = math.fsum(self.costs) / self.ranks
 
@@ -136,35 +137,34 @@ class _SharedProblem:
         while count and least > self.even_share * (1 + BALANCED):
             line, others = ([self.families[at] for at in places] for places in (order[:count], order[count:]))
             rest = self.part(others, self.ranks).apart()
-            freely = [[strip._replace(uncut=None) for strip in family] for family in line]
-            for trees in (line,) if self.whole else (freely, line):
-                if found := [*self._laid(trees, rest)]:
+            for whole in (True,) if self.whole else (False, True):
+                if found := [*self._laid(line, rest, whole)]:
                     least = min(each.estimate for each in found)
                     # They must be better by the least gain.
                     yield from (replace(each, estimate=each.estimate / (1 - _LEAST_GAIN)) for each in found)
                     break
             count //= 2
 
-    def _laid(self, line: list[list[Strip]], rest: SharedAssignment) -> Iterator[SharedAssignment]:
+    def _laid(self, line: list[list[Strip]], rest: SharedAssignment, whole: bool) -> Iterator[SharedAssignment]:
         """`line` over ranks: in waves before the packs of `rest`, and in one microbatch with them, if they fit."""
         limits = {"ranks": self.ranks, "token_cap": self.token_cap, "cost": self.cost, "least": LEAST_TOKENS}
-        waves = lay_waves(line, self.lengths, **limits)
+        waves = lay_waves(line, self.lengths, **limits, whole=whole)
         if waves is not None and self._fit(waves):
             by_rank = zip(zip(*waves, strict=True), rest.packs, strict=True)
             packs = [[*filter(None, parts), *own] for parts, own in by_rank]
             yield SharedAssignment(packs, math.fsum(max(map(self._price, wave)) for wave in waves) + rest.estimate)
-        if 0 < max(map(len, rest.packs)) <= 1 and (wave := self._riding(line, rest.packs)):
+        if 0 < max(map(len, rest.packs)) <= 1 and (wave := self._riding(line, rest.packs, whole)):
             yield SharedAssignment([[part] if part else [] for part in wave], max(map(self._price, wave)))
 
-    def _riding(self, line: list[list[Strip]], rest: list[list[list[Entry]]]) -> list[list[Entry]] | None:
+    def _riding(self, line: list[list[Strip]], rest: list[list[list[Entry]]], whole: bool) -> list[list[Entry]] | None:
         """One microbatch for each rank: its pack of `rest`, and a part of `line` that makes up for it; None if these
         don't fit.
         """
         own = [[*chain.from_iterable(packs)] for packs in rest]
-        shares = [max(self.even_share - price(each, self.lengths, self.cost), 0.0) for each in own]
+        shares = [max(self.even_share - price(each, self.lengths, self.cost, self.learned), 0.0) for each in own]
         if not any(shares):
             return None
-        parts = cut_line([*chain.from_iterable(line)], shares, self.cost)
+        parts = cut_line([*chain.from_iterable(line)], shares, self.cost, whole=whole)
         wave = [[*part, *each] for part, each in zip(parts, own, strict=True)]
         return wave if self._fit([wave]) else None
 
@@ -236,11 +236,11 @@ class _SharedProblem:
 
     def _price(self, entries: Sequence[Entry]) -> float:
         """Of a microbatch."""
-        return price(entries, self.lengths, self.cost) + self.cost.microbatch * bool(entries)
+        return price(entries, self.lengths, self.cost, self.learned) + self.cost.microbatch * bool(entries)
 
     def _whole(self, strip: Strip) -> float:
-        return self.cost.sequence(strip.stop)
+        return self.cost.piece(0, strip.stop, strip.learned)
 
     def _branch(self, strip: Strip) -> float:
         """Its cost where what it branches off is in the same pack."""
-        return self.cost.piece(strip.start, strip.stop)
+        return self.cost.piece(strip.start, strip.stop, strip.learned)

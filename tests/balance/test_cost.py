@@ -15,6 +15,17 @@ def test_a_pack_costs_the_sum_of_its_documents_and_not_the_square_of_its_tokens(
     assert cost.pack([10, 4]) == 5 + (200 + 30) + (32 + 12)
 
 
+@pytest.mark.parametrize("quadratic", [0.0, 0.02])
+def test_tokens_without_a_target_cost_no_head_and_reach_inverts_piece(quadratic: float) -> None:
+    cost = CostModel(quadratic=quadratic, linear=3.0, head=2.0)
+    assert cost.piece(4, 10, 7) == pytest.approx(quadratic * (100 - 16) + 3 * 6 - 2 * 3)
+    for start, learned in ((0, 0), (0, 30), (20, 30), (40, 30)):
+        for stop in (start, start + 5, start + 25):
+            assert cost.reach(start, cost.piece(start, stop, learned), learned) == pytest.approx(stop)
+    with pytest.raises(ValueError, match=r"CostModel.head is 3.0, of linear 3.0"):
+        CostModel(quadratic=0.0, linear=3.0, head=3.0)
+
+
 def test_the_papers_model_at_32000_tokens():
     assert CostModel.paper_7b().sequence(32000) == pytest.approx(4.348 + 8.768)
 

@@ -153,6 +153,11 @@ def test_a_group_is_cut_over_ranks() -> None:
     made = assign_shared(lengths, relatives, **how, tokens=1000)
     assert made.estimate == pytest.approx((1000 + 8 * 250) / 2 / 0.95, rel=0.01)
     assert made.plan.tokens == [999, 0]
+    headless = assign_shared(
+        lengths, relatives, **how | {"cost": CostModel(quadratic=0.0, linear=1.0, head=0.5)}, tokens=1200
+    )
+    learned = [sum(min(len(each), each.stop - 999) for each in pack) for (pack,) in headless.packs]
+    assert learned[0] + 999 / 2 == pytest.approx(learned[1], rel=0.01), "a prompt has no head"
     for tokens in (0, 998):  # too few
         assert assign_shared(lengths, relatives, **how, tokens=tokens).plan is None
     whole = assign_shared(lengths, relatives, **how, tokens=1000, whole=True)
