@@ -121,6 +121,7 @@ def gather(value: object) -> list:
     """Every rank's value. Collective."""
     values: list = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
+    dist.barrier()  # else gloo's thread may release tensors of this, which needs the GIL, while the group ends
     return values
 
 
