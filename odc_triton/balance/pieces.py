@@ -105,7 +105,8 @@ def reads_of(pieces: Iterable[Piece]) -> dict[Piece, tuple[Read, ...]]:
             if before is None:
                 raise ValueError(
                     f"{first} branch off sample {first.parent}, and no piece here computes its token {end - 1}: give "
-                    f"all pieces of sample {first.parent}, as Piece({first.parent}, 0, …) if it is whole"
+                    f"all pieces of sample {first.parent}, as Piece({first.parent}, 0, …) if it is whole, or as parent "
+                    f"the sample that computes that token"
                 )
         for piece in own:
             if piece.start != end or (piece.parent is not None and piece is not first):
