@@ -76,7 +76,7 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
     minibatch's plan for `minibatch(split=…)`; None if no piece reads another pack's.
 
     Raises ValueError for an empty pack, a sample without tokens, ids that are not 1-D integers, labels of another
-    length, and a piece beyond its sample, naming pack and sample.
+    length, a piece beyond its sample, and a branch off a sample of the pack with other tokens, naming pack and sample.
     """
     return MinibatchPacks.of((_collate(pack, at) for at, pack in enumerate(packs)), getattr(packs, "split", None))
 
@@ -112,6 +112,7 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
     if not pack:
         raise ValueError(f"pack {index} has no samples: leave it out of the list")
     input_ids, position_ids, labels, pieces = [], [], [], []
+    texts: dict[int, torch.Tensor] = {}  # of samples in pieces, whole
     for place, sample in enumerate(pack):
         where = f"pack {index}, sample {place}"
         if "input_ids" not in sample:
@@ -131,9 +132,18 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
             start, stop = piece.start, piece.stop
             if stop > len(ids):
                 raise ValueError(f"{where}: {piece} are beyond its {len(ids)} tokens")
+            texts[piece.sample] = ids
         input_ids.append(ids[start:stop])
         position_ids.append(torch.arange(start, stop))
         labels.append(torch.cat([targets[1:], torch.tensor([IGNORED])])[start:stop])  # of the next token
+    for piece in pieces:
+        if piece is not None and piece.parent in texts:
+            text, other = (texts[each][: piece.start] for each in (piece.sample, piece.parent))
+            if not torch.equal(text, other):
+                raise ValueError(
+                    f"pack {index}: sample {piece.sample} has other tokens than sample {piece.parent}, which it "
+                    f"branches off at {piece.start}: give find_relatives of these samples"
+                )
     lengths = [len(ids) for ids in input_ids]
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     shifted = torch.cat(labels)

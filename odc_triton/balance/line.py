@@ -104,6 +104,17 @@ def lay_waves(
     return waves
 
 
+def shards_of(ranks: int, replicas: int, tokens: int = 0) -> int:
+    """The ranks of one replica. `tokens`: that others may read. Raises ValueError if one of them is out of range."""
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}: give the number of ranks, 1 or more")
+    if replicas < 1 or ranks % replicas:
+        raise ValueError(f"replicas is {replicas}: give a divisor of the {ranks} ranks")
+    if tokens < 0:
+        raise ValueError(f"tokens is {tokens}: give the tokens per rank that others may read, 0 or more")
+    return ranks // replicas
+
+
 def count_tokens(entries: Sequence[Entry], lengths: Sequence[int]) -> int:
     return sum(len(each) if isinstance(each, Piece) else lengths[each] for each in entries)
 

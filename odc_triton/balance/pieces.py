@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens `start` up to, not including, `stop` of a sample. Raises ValueError if it is empty.
+    """Tokens `start` up to, not including, `stop` of a sample. Raises ValueError if it is empty, or no branch.
 
     `parent`: of the first piece of a branch, the sample that it branches off: that begins with the same `start` tokens
     and computes token `start` - 1. None: the piece before this one is of the same sample.
@@ -42,6 +42,8 @@ class Piece:
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
             raise ValueError(f"{self!r} has no tokens: give 0 <= start < stop")
+        if self.parent is not None and (self.start == 0 or self.parent == self.sample):
+            raise ValueError(f"{self!r} branches off nothing: give another sample as parent, and a start above 0")
 
     def __len__(self) -> int:
         return self.stop - self.start

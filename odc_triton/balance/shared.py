@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from .cost import CostModel
-from .line import LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price
+from .line import LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price, shards_of
 from .packing import best_fit_decreasing, checked_lengths, pack
 from .partition import BALANCED, balanced_partition
 from .pieces import Entry, SplitPlan, named
@@ -59,9 +59,15 @@ def assign_shared(
     `tokens`: of each rank, the most tokens whose keys and values others may read; 0: no tree lies on several ranks.
     `replicas`: consecutive ranks of equal number that share memory, as all ranks of a tree must. `names`: of the
     samples in packs and plan, by default their indices. `whole`: no completion is cut, for losses of whole ones.
-    Deterministic: every rank that calls it with the same arguments gets the same result. Raises as `checked_lengths`.
+    Deterministic: every rank that calls it with the same arguments gets the same result. Raises as `checked_lengths`,
+    and ValueError for ranks, tokens, replicas or relatives that don't fit.
     """
+    shards = shards_of(ranks, replicas, tokens)
     lengths = checked_lengths(lengths, token_cap)
+    if relatives.lengths != lengths:
+        raise ValueError(
+            f"relatives are of other samples than the {len(lengths)} lengths: give find_relatives of these"
+        )
     problem = _SharedProblem(
         lengths,
         relatives,
@@ -72,17 +78,16 @@ def assign_shared(
         tokens=tokens,
         whole=whole,
     )
-    found = problem.best() if replicas == 1 else _over_replicas(problem, replicas)
+    found = problem.best() if replicas == 1 else _over_replicas(problem, replicas, shards)
     names = range(len(lengths)) if names is None else names
     packs = [[[named(each, names) for each in entries] for entries in of_rank] for of_rank in found.packs]
     contents = hashlib.sha256("".join(relatives.contents).encode()).hexdigest()
     return replace(found, packs=packs, plan=SplitPlan.of(packs, replicas=replicas, contents=contents))
 
 
-def _over_replicas(problem: _SharedProblem, replicas: int) -> SharedAssignment:
+def _over_replicas(problem: _SharedProblem, replicas: int, shards: int) -> SharedAssignment:
     """The better of no trees over ranks, and of families dealt to the replicas by cost."""
     dealt = balanced_partition(problem.costs, replicas)
-    shards = problem.ranks // replicas
     parts = [problem.part([problem.families[at] for at in places], shards).best() for places in dealt]
     joined = SharedAssignment([*chain.from_iterable(each.packs for each in parts)], max(e.estimate for e in parts))
     return min(problem.apart(), joined, key=lambda each: each.estimate)

@@ -21,7 +21,7 @@ from itertools import chain, cycle, zip_longest
 import numpy as np
 
 from .cost import CostModel
-from .line import BY_TOKENS, LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price
+from .line import BY_TOKENS, LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price, shards_of
 from .packing import checked_lengths, pack
 from .partition import BALANCED, balanced_partition, longest_first
 from .pieces import Entry, Piece, SplitPlan, named
@@ -89,9 +89,7 @@ def assign_split(
     Raises ValueError for `ranks`, `replicas`, `token_cap` or `tokens` out of range, empty lengths, lengths below 1, and
     for a sample that is over the cap and can't be split, with the remedy.
     """
-    shards = _shards(ranks, replicas)
-    if tokens < 0:
-        raise ValueError(f"tokens is {tokens}: give the tokens per rank that others may read, 0 or more")
+    shards = shards_of(ranks, replicas, tokens)
     if token_cap < 1:
         raise ValueError(f"token_cap is {token_cap}: give the most tokens that one microbatch may hold, 1 or more")
     lengths = checked_lengths(lengths, token_cap, ranks=shards)
@@ -152,21 +150,12 @@ def readable_tokens(
     `lengths`, at any `cost`. A quarter of that part is more than pieces of equal tokens need; without it minibatches
     nearly all over the cap were up to 28% slower.
     """
-    longest, ranks, samples = max(lengths), _shards(ranks, replicas), -(-samples // replicas)
+    longest, ranks, samples = max(lengths), shards_of(ranks, replicas), -(-samples // replicas)
     first_part = cost.tokens(cost.sequence(longest) / ranks) + LEAST_TOKENS
     over = sorted((length for length in lengths if length > token_cap), reverse=True)[:samples]
     # A read piece of equal tokens is at most half of the least piece longer than planned: see _nearest_cut.
     even = sum(max(math.ceil(length / ranks), math.ceil(1.5 * _least_tokens(token_cap))) for length in over)
     return math.ceil(max(min(longest, max(0.4 * longest, first_part)), 1.25 * even))
-
-
-def _shards(ranks: int, replicas: int) -> int:
-    """The ranks of one replica."""
-    if ranks < 1:
-        raise ValueError(f"ranks is {ranks}: give the number of ranks, 1 or more")
-    if replicas < 1 or ranks % replicas:
-        raise ValueError(f"replicas is {replicas}: give a divisor of the {ranks} ranks")
-    return ranks // replicas
 
 
 def _least_tokens(token_cap: int) -> int:

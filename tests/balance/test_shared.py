@@ -227,3 +227,24 @@ def test_a_branch_without_what_it_branches_off_is_refused() -> None:
         ends = pack["cu_seq_lens_q"].tolist()
         with pytest.raises(ValueError, match=r"branch off sample \d, and no piece here computes its token 98"):
             rows_before(ends, pack["pieces"], plan=None, runs=[], window=None)
+
+
+def test_wrong_relatives_and_limits_are_refused() -> None:
+    samples = group(100, 50, 3)
+    relatives, how = find_relatives(samples), {"ranks": 2, "token_cap": 1000, "cost": CostModel.paper_7b()}
+    for changes, words in (
+        ({"tokens": -1}, "tokens is -1: give the tokens per rank"),
+        ({"replicas": 3}, "replicas is 3: give a divisor of the 2 ranks"),
+        ({"ranks": 0}, "ranks is 0: give the number of ranks"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            assign_shared([150] * 3, relatives, **how | changes)
+    with pytest.raises(ValueError, match="relatives are of other samples than the 3 lengths"):
+        assign_shared([150, 150, 149], relatives, **how)
+    with pytest.raises(ValueError, match="branches off nothing: give another sample as parent"):
+        Piece(1, 0, 50, 0)
+    other = [samples[0], sample([7] * 100, [8] * 50), samples[2]]
+    with pytest.raises(
+        ValueError, match="pack 0: sample 1 has other tokens than sample 0, which it branches off at 99"
+    ):
+        pack_collate([PackedDataset(other)[relatives.entries(range(3))]])
