@@ -132,7 +132,7 @@ SLOW = [
         for family in FAMILIES[:5]
         for deal, backend in (("two", "cpu"), ("zigzag", "cpu-sharded"))
     ),
-    *(Setup(deal=deal, backend="cpu-sharded") for deal in DEALS),
+    *(Setup(deal=deal, backend="cpu-sharded", prefix=8 * ("tree" in deal)) for deal in DEALS),
     *(
         Setup(family=family, deal="zigzag", backend="cpu-sharded", change=change)
         for family in FAMILIES[5:]

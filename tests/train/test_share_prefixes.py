@@ -102,7 +102,7 @@ def test_losses_and_weights_are_those_of_whole_samples(
         ]
     for (_, shares), of_rank in zip(wanted, zip(*ranks.run(train, world, wanted), strict=True), strict=True):
         assert {ended for ended, _, _ in of_rank} == {jobs.ENDED}
-        assert (sum(count for _, count, _ in of_rank) > 2 * STEPS) == shares
+        assert (sum(count for _, count, _ in of_rank) >= STEPS) == shares
     for name, changes in cases.items():
         tolerance = 2e-2 if changes.get("dtype") == "bf16" else 2e-5
         found, want = (jobs.lines(tmp_path / f"{name} {shares}") for shares in (True, False))
