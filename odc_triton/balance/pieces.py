@@ -55,6 +55,11 @@ class Piece:
 Entry = int | Piece  # of a pack: a whole sample, or a piece of one
 
 
+def number_of(entry: Entry) -> int:
+    """The number of an entry's sample."""
+    return entry.sample if isinstance(entry, Piece) else entry
+
+
 def named(entry: Entry, names: Sequence[int]) -> Entry:
     """The same with `names` of the samples instead of their numbers."""
     if isinstance(entry, int):

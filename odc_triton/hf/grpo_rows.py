@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..balance import CostModel, assign_one
-from ..balance.pieces import Entry, Piece
+from ..balance.pieces import Entry, number_of
 from ..balance.relatives import find_relatives
 from ..balance.shared import assign_shared
 from ..data.records import IGNORED
@@ -131,11 +131,6 @@ def share_packs(
         if larger.estimate < (1 - _LEAST_GAIN) * found.estimate:
             found = larger
     return found.packs
-
-
-def number_of(entry: Entry) -> int:
-    """The number of an entry's sample."""
-    return entry.sample if isinstance(entry, Piece) else entry
 
 
 def _sample(row: Row) -> dict[str, Tensor]:

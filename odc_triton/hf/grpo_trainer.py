@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 from ..balance import CostModel
 from ..balance.collate import PackedDataset, pack_collate, to_device
 from ..balance.packing import best_fit_decreasing
-from ..balance.pieces import Entry
+from ..balance.pieces import Entry, number_of
 from ..balance.relatives import find_relatives
 from ..checkpoint import load_pretrained_shards, meta_causal_lm
 from ..data.records import IGNORED
@@ -44,7 +44,7 @@ from ..nn.head import log_probs
 from ..sharding.shard import fully_shard
 from .enable import enable_packing, innermost, is_packed, takes_branches
 from .grpo_metrics import Alone, PackMetrics, merged
-from .grpo_rows import AssignedRows, Row, assign_rows, batch_of, counted, number_of, rows_of, share_packs
+from .grpo_rows import AssignedRows, Row, assign_rows, batch_of, counted, rows_of, share_packs
 from .loss import predictions
 from .neftune import embedding_noise
 from .sharded_trainer import ShardedTrainer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..balance.collate import Pack, PackedDataset, pack_collate, to_device
-from ..balance.pieces import Entry, Piece
+from ..balance.pieces import Entry, number_of
 from ..data.records import IGNORED
 from ..hf.loss import predictions
 from ..nn.head import log_probs
@@ -86,7 +86,7 @@ class Learned:
         logp, entropy = _log_probs(model, pack, temperature)
         with torch.no_grad():
             behind = None if reference is None else _log_probs(reference, pack, temperature)[0]
-        samples = [entry.sample if isinstance(entry, Piece) else entry for entry in entries]
+        samples = [*map(number_of, entries)]
         parts = [self._predicted(entry) for entry in entries]
         counts = [part.stop - part.start for part in parts]
         for entry, values in zip(entries, logp.detach().split(counts), strict=True):
