@@ -28,7 +28,14 @@ FLOORS = (
 # Neither torch nor triton: folders, and modules of others.
 PURE = ("base", "machine", "balance", "simulate", "comm.layout", "nn.choice", "sharding.peaks")
 HEAVY = {"torch", "triton", "transformers", "odc_kernels"}
-NEEDS_TORCH = ("simulate.models", "balance.collate", "balance.counter", "machine.cuda_devices", "machine.probe")
+NEEDS_TORCH = (
+    "simulate.models",
+    "balance.collate",
+    "balance.counter",
+    "balance.pictures",
+    "machine.cuda_devices",
+    "machine.probe",
+)
 
 
 @cache

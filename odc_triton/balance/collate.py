@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..data.records import IGNORED
+from .pictures import Pictures, join
 from .pieces import MinibatchPacks, Piece
 from .queue import QueuedPacks
 
@@ -61,7 +62,9 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
     """Per pack of samples one model input, its documents end to end. No packs give an empty list.
 
     A sample has `input_ids` and, optionally, `labels` aligned with them (-100: not learned), as lists or 1-D
-    tensors of one length; without labels every token is learned. Other keys are left out.
+    tensors of one length; without labels every token is learned. With pictures it has what its model's processor makes
+    of them for one text, without the dimension of the batch: `pixel_values`, `image_grid_thw`, `pixel_attention_mask`,
+    and `mm_token_type_ids` or `token_type_ids`, 1 for a picture's tokens. Other keys are left out.
 
     Returns a list of dicts, T the pack's tokens. int64 tensors `[1, T]`: `input_ids`; `position_ids`, from
     0 in each document; `labels`, aligned with `input_ids` as transformers has it (the model shifts them), with
@@ -71,12 +74,17 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
     int64, the positions whose next label is learned. Computing these on the GPU would need a synchronisation.
     `to_device` moves a pack.
 
+    A pack with pictures has their fields, joined along dim 0, and, int64 `[1, T]`, `mm_token_type_ids`; `image_blocks`,
+    for each run of a picture's tokens (its document's first row, its first row, the row after it); and if they have
+    grids `mrope_position_ids`, int64 `[3, 1, T]`. Of a sample in pieces only one has all of its pictures.
+
     A pack with pieces has instead of `labels` `shift_labels`, `[1, T]`, where position t has the label of the token
     after it; positions count in the sample; `pieces` is a `Piece` or None for each document. The list's `split` is the
     minibatch's plan for `minibatch(split=…)`; None if no piece reads another pack's.
 
     Raises ValueError for an empty pack, a sample without tokens, ids that are not 1-D integers, labels of another
-    length, a piece beyond its sample, and a branch off a sample of the pack with other tokens, naming pack and sample.
+    length, a piece beyond its sample, a branch off a sample of the pack with other tokens, videos, and pictures that
+    don't fit their tokens, one another or a piece, naming pack and sample.
     """
     return MinibatchPacks.of((_collate(pack, at) for at, pack in enumerate(packs)), getattr(packs, "split", None))
 
@@ -111,7 +119,7 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
         )
     if not pack:
         raise ValueError(f"pack {index} has no samples: leave it out of the list")
-    input_ids, position_ids, labels, pieces = [], [], [], []
+    input_ids, position_ids, labels, pieces, documents = [], [], [], [], []
     texts: dict[int, torch.Tensor] = {}  # of samples in pieces, whole
     for place, sample in enumerate(pack):
         where = f"pack {index}, sample {place}"
@@ -126,13 +134,14 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
                 f"{where}: {len(targets)} labels for {len(ids)} input_ids; give one label per token, "
                 f"{IGNORED} where nothing is learned, not shifted"
             )
-        start, stop = 0, len(ids)
+        start, stop, pictures = 0, len(ids), Pictures.of(sample, len(ids), where)
         pieces.append(piece := sample.get("piece"))
         if piece is not None:
             start, stop = piece.start, piece.stop
             if stop > len(ids):
                 raise ValueError(f"{where}: {piece} are beyond its {len(ids)} tokens")
             texts[piece.sample] = ids
+        documents.append((pictures, start, stop))
         input_ids.append(ids[start:stop])
         position_ids.append(torch.arange(start, stop))
         labels.append(torch.cat([targets[1:], torch.tensor([IGNORED])])[start:stop])  # of the next token
@@ -145,7 +154,8 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
                     f"branches off at {piece.start}: give find_relatives of these samples"
                 )
     lengths = [len(ids) for ids in input_ids]
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    bounds = [0, *accumulate(lengths)]
+    ends = torch.tensor(bounds, dtype=torch.int32)
     shifted = torch.cat(labels)
     pack = {
         "input_ids": torch.cat(input_ids)[None],
@@ -155,6 +165,7 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
         "max_length_q": max(lengths),
         "max_length_k": max(lengths),
         "target_positions": (shifted != IGNORED).nonzero().flatten(),
+        **join(documents, bounds, f"pack {index}"),
     }
     if any(pieces):
         return PackOfPieces(pack, shift_labels=shifted[None], pieces=tuple(pieces))

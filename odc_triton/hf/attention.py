@@ -87,6 +87,7 @@ class _Call(AttentionTerms):
     cu_seq_lens_q: Tensor | None = None
     max_length_q: int | None = None
     pieces: Sequence[Piece | None] | None = None
+    image_blocks: Sequence[tuple[int, int, int]] = ()
     others: dict[str, Any]
 
     @property
@@ -129,6 +130,8 @@ def packed_attention(
     `pieces`: for each document its `Piece` of a sample, None if it is whole. A piece's queries see the keys of all
     tokens before it, which other pieces of this pack compute, or those of other ranks, which publish them (sequence/).
 
+    `image_blocks`: as of `pack_collate`, in one row. Each of a block's queries also sees those after it in the block.
+
     Raises PackingUnsupported for a model that can't take packs (no boundaries, an argument that would be
     dropped), ValueError for inputs that are not a pack (documents in a row under a mask that joins them).
     """
@@ -146,13 +149,17 @@ def packed_attention(
 
 def _attend(call: _Call) -> Tensor:
     if not call.has_pieces and not (call.may_be_pack and call.length > 1):
+        if call.image_blocks:
+            raise ValueError(f"{type(call.module).__name__} was given image_blocks, which are of a pack, with a mask")
         _refuse_leak(call)
         return _by_eager(call) if call.need_eager else _by_library(call)
     _check_pack(call)
     if call.has_pieces:
-        return _of_pieces(call)
-    ends = _ends(call)
-    return _of_rows(call) if ends is None else _of_documents(call, ends)
+        out = _of_pieces(call)
+    else:
+        ends = _ends(call)
+        out = _of_rows(call) if ends is None else _of_documents(call, ends)
+    return _with_blocks(call, out) if call.image_blocks else out
 
 
 def _refuse_leak(call: _Call) -> None:
@@ -192,6 +199,16 @@ def _check_pack(call: _Call) -> None:
             f"{name} passes neither position_ids nor cu_seq_lens_q to its attention, so documents can't be kept apart. "
             f"{REMEDY}"
         )
+
+
+def _with_blocks(call: _Call, out: Tensor) -> Tensor:
+    """`out`, [1, T, H, D], with other rows of the pictures' tokens: they see their whole picture."""
+    parts, done = [], 0
+    for first, start, stop in call.image_blocks:
+        keys, values = (each[:, :, first:stop] for each in (call.key, call.value))
+        parts += [out[:, done:start], of_document(call.query[:, :, start:stop], keys, values, call, causal=False)]
+        done = stop
+    return torch.cat([*parts, out[:, done:]], dim=1)
 
 
 def _by_library(call: _Call) -> Tensor:

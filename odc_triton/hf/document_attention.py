@@ -37,26 +37,30 @@ class AttentionTerms:
         )
 
 
-def of_document(query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms) -> Tensor:
-    """[1, T, H, D] of one document, whose queries are the last of their keys."""
+def of_document(query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms, *, causal: bool = True) -> Tensor:
+    """[1, T, H, D] of one document, whose queries are the last of their keys. Without `causal` each sees all of them,
+    but for a window those before it.
+    """
     if not terms.fit_kernel(query, value):
-        return one_length(query, key, value, terms).transpose(1, 2)
+        return one_length(query, key, value, terms, causal=causal).transpose(1, 2)
     queries, keys = query.shape[2], key.shape[2]
     # Made on the device, without a synchronisation.
     ends = [torch.arange(0, n + 1, n, dtype=torch.int32, device=query.device) for n in (queries, keys)]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return varlen(q, k, v, ends[0], queries, terms, ends_of_keys=ends[1], longest_keys=keys)[None]
+    return varlen(q, k, v, ends[0], queries, terms, ends_of_keys=ends[1], longest_keys=keys, causal=causal)[None]
 
 
-def one_length(query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms) -> Tensor:
-    """Causal attention of B documents, [B, H, L, D], whose queries are the last of their keys. The largest mask made
-    is [L, keys].
+def one_length(query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms, *, causal: bool = True) -> Tensor:
+    """Attention of B documents, [B, H, L, D], whose queries are the last of their keys. The largest mask made is
+    [L, keys]. `causal`: as in `of_document`.
     """
     length, keys = query.shape[2], key.shape[2]
     windowed = terms.sliding_window is not None and terms.sliding_window < keys
     mask = None
-    if windowed or terms.need_eager or length < keys:
-        mask = query.new_ones(length, keys, dtype=torch.bool).tril(keys - length)
+    if windowed or (causal and (terms.need_eager or length < keys)):
+        mask = query.new_ones(length, keys, dtype=torch.bool)
+        if causal:
+            mask = mask.tril(keys - length)
         if windowed:
             mask = mask.triu(keys - length + 1 - terms.sliding_window)
     if terms.need_eager:
@@ -67,7 +71,7 @@ def one_length(query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms)
         value,
         attn_mask=mask,
         dropout_p=terms.dropout,
-        is_causal=mask is None,
+        is_causal=causal and mask is None,
         scale=terms.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -105,11 +109,12 @@ def varlen(
     *,
     ends_of_keys: Tensor | None = None,
     longest_keys: int = 0,
+    causal: bool = True,
 ) -> Tensor:
     """Documents laid end to end, [tokens, heads, D], by the variable-length kernel.
 
     `ends_of_keys`, `longest_keys`: if documents have more keys than queries; the queries are then the last of their
-    keys, as the kernel's causal mask is aligned to the lower right.
+    keys, as the kernel's masks are aligned to the lower right.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -125,5 +130,5 @@ def varlen(
     # The kernel counts the tokens before a query's own; (-1, 0) is plain causal.
     window = terms.sliding_window
     before = -1 if window is None or window >= longest_keys else window - 1
-    options = {"scale": terms.scaling, "window_size": (before, 0)} | gqa
+    options = {"scale": terms.scaling, "window_size": (before, 0 if causal else -1)} | gqa
     return varlen_attn(query, key, value, ends, ends_of_keys, longest, longest_keys, **options)

@@ -22,6 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..balance.pieces import Piece
 from .attention import PREPARED_MASK, REMEDY, PackingUnsupported, packed_attention, packed_mask
+from .images import text_positions
 
 ATTENTION_NAME = "odc_packed"
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
@@ -93,7 +94,7 @@ def enable_packing(model: nn.Module) -> None:
                 f"({error!r}): correct its config, or load its weights first."
             ) from error
         enable_packing(probed)
-        model.set_attn_implementation(ATTENTION_NAME)
+        model.set_attn_implementation(_packed(model.config))
         for name in ("_odc_prepared_mask", "_odc_takes_branches"):
             setattr(innermost(model), name, getattr(innermost(probed), name))
         return
@@ -145,8 +146,9 @@ def _probe(model: nn.Module, device: torch.device) -> None:
     other[:, :first] = (ids[:, :first] + 1) % vocabulary
     positions = torch.cat([torch.arange(first), torch.arange(second)])[None].to(device)
 
-    def logits(ids: Tensor, positions: Tensor) -> Tensor:
-        return model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+    def logits(ids: Tensor, positions: Tensor, **bounds: Any) -> Tensor:
+        positions = text_positions(innermost(model), positions)
+        return model(input_ids=ids, position_ids=positions, use_cache=False, **bounds).logits.float()
 
     # 16-bit arithmetic differs between a pack and a document alone, and may route tokens to other experts.
     full_precision = next(model.parameters()).dtype in (torch.float32, torch.float64)
@@ -156,7 +158,7 @@ def _probe(model: nn.Module, device: torch.device) -> None:
 
     seen = _Seen(document=torch.tensor([0] * first + [1] * second, device=device))
     _register(seen.attention, seen.mask)
-    model.set_attn_implementation(ATTENTION_NAME)
+    model.set_attn_implementation(_packed(model.config))
     packed, changed = logits(ids, positions), logits(other, positions)
     complaint = seen.complaint(model.config.get_text_config().num_hidden_layers)
     scale = packed.abs().max()
@@ -172,7 +174,7 @@ def _probe(model: nn.Module, device: torch.device) -> None:
     bounds["attention_mask"] = torch.empty(PREPARED_MASK, dtype=torch.bool, device=device)
     innermost(model)._odc_prepared_mask = False
     with contextlib.suppress(Exception):  # it then makes its own mask
-        prepared = model(input_ids=ids, position_ids=positions, use_cache=False, **bounds).logits.float()
+        prepared = logits(ids, positions, **bounds)
         innermost(model)._odc_prepared_mask = bool((packed - prepared).abs().max() <= tolerance * scale)
     one = torch.arange(first + second, device=device)[None]
     innermost(model)._odc_takes_branches = _probe_branches(model, ids, logits(ids, one), tolerance)
@@ -190,7 +192,7 @@ def _probe_branches(model: nn.Module, ids: Tensor, wanted: Tensor, tolerance: fl
     with contextlib.suppress(Exception):
         found = model(
             input_ids=torch.cat([ids, ids[:, start:]], dim=1),
-            position_ids=torch.cat([positions, positions[start:]])[None],
+            position_ids=text_positions(innermost(model), torch.cat([positions, positions[start:]])[None]),
             pieces=(Piece(0, 0, length), Piece(1, start, length, parent=0)),
             use_cache=False,
             **bounds,
@@ -234,6 +236,15 @@ def _implementations(config: Any) -> str | dict[str, Any]:
     return {"": config._attn_implementation} | {key: _implementations(part) for key, part in parts.items()}
 
 
+def _packed(config: Any) -> str | dict[str, Any]:
+    """Our attention for the text, as `set_attn_implementation` takes it; a vision tower keeps its own."""
+    given, text = _implementations(config), config.get_text_config()
+    if isinstance(given, str):
+        return ATTENTION_NAME
+    ours = {key: ATTENTION_NAME for key in given if key and getattr(config, key) is text}
+    return given | {"": ATTENTION_NAME} | ours
+
+
 _HEAD_WIDTHS = ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size")
 _VOCABULARY = 64
 
@@ -241,14 +252,20 @@ _VOCABULARY = 64
 def stand_in(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
     """A small model, in eval mode, for a transformers model that has no weights yet. The random state is kept.
 
-    It has each kind of layer of `config.layer_types` (at least two layers) and a vocabulary of 64. If the config has
+    It has each kind of layer of `config.layer_types` (at least two layers), a vocabulary of 64, and one layer of any
+    other part, such as a vision tower. If the config has
     plain heads it has few of them, as wide and grouped as the model's; if such a model can't be made, layers of full
     width. Raises the errors of the model's class if neither can be made.
     """
     error: Exception | None = None
     for narrow in (True, False):
         config = copy.deepcopy(model.config)
-        for part in {id(each): each for each in (config, config.get_text_config())}.values():
+        text = config.get_text_config()
+        for other in (getattr(config, name, None) for name in config.sub_configs):
+            for name in ("num_hidden_layers", "depth") if other is not None and other is not text else ():
+                if isinstance(getattr(other, name, None), int):
+                    setattr(other, name, 1)
+        for part in {id(each): each for each in (config, text)}.values():
             _shorten(part)
             if narrow:
                 _narrow(part)

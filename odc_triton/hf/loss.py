@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..data.records import IGNORED
 from .attention import PREPARED_MASK
 from .enable import innermost, is_packed, takes_branches, takes_prepared_mask
+from .images import picture_inputs
 
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -20,11 +21,12 @@ _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 def model_inputs(pack: Mapping[str, Any], model: nn.Module | None = None) -> dict[str, Any]:
     """The inputs of a training forward of `pack`.
 
-    Its ids, positions and pieces; its cumulative lengths if it has them (`cu_seq_lens_q`, `max_length_q`, ...,
-    transformers' names) and `model`, if given, takes them; and no cache, which would hold every layer's keys and
-    values unused. With `model`, after `enable_packing`: see [Note: a prepared mask].
+    Its ids, positions and pieces; its pictures, as `model` takes them; its cumulative lengths if it has them
+    (`cu_seq_lens_q`, `max_length_q`, ..., transformers' names) and `model`, if given, takes them; and no cache, which
+    would hold every layer's keys and values unused. With `model`, after `enable_packing`: see [Note: a prepared mask].
 
-    Raises RuntimeError for pieces of samples on a `model` with another attention, which would ignore them.
+    Raises RuntimeError for pieces of samples on a `model` with another attention, which would ignore them, and
+    ValueError for pictures on a model of a family that is not supported.
     """
     if model is not None and "pieces" in pack and not is_packed(innermost(model)):
         raise RuntimeError(
@@ -40,6 +42,8 @@ def model_inputs(pack: Mapping[str, Any], model: nn.Module | None = None) -> dic
     bounds = _BOUNDS if model is None or _takes_bounds(model) else ()
     names = ("input_ids", "position_ids", "pieces", *bounds)
     inputs = {name: pack[name] for name in names if name in pack} | {"use_cache": False}
+    if model is not None:
+        inputs |= picture_inputs(innermost(model), pack, packed=is_packed(innermost(model)))
     if model is not None and all(name in inputs for name in _BOUNDS) and takes_prepared_mask(innermost(model)):
         inputs["attention_mask"] = inputs["input_ids"].new_empty(PREPARED_MASK, dtype=torch.bool)
     return inputs

@@ -152,8 +152,8 @@ def _layers(model: nn.Module) -> list[tuple[nn.Module, LayerShape]]:
     modules = [each for each in model.modules() if isinstance(getattr(each, "layer_idx", None), int)]
     device = next(model.parameters()).device
     inputs: dict[str, Any] = {
-        "input_ids": torch.zeros(1, 2, dtype=torch.long, device=device),
-        "position_ids": torch.arange(2, device=device)[None],
+        "input_ids": torch.zeros(1, 1, dtype=torch.long, device=device),  # one token can't be two documents
+        "position_ids": torch.zeros(1, 1, dtype=torch.long, device=device),
         "pieces": [None],
         "use_cache": False,
     }

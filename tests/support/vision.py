@@ -1,0 +1,221 @@
+"""Small models of families that see pictures, and samples for them, as their processors would make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCABULARY = 64
+PICTURE = 60  # the token that stands for a part of a picture
+_PATCH = 4  # pixels
+_SIDE = 16  # pixels of a picture of fixed size
+
+_TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_TOKENS = {"image_token_id": PICTURE, "video_token_id": 61, "vision_start_token_id": 58, "vision_end_token_id": 59}
+_ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+
+
+def _qwen2_vl() -> nn.Module:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": _PATCH}
+    config = Qwen2VLConfig(text_config=_TEXT | {"rope_parameters": _ROPE}, vision_config=vision, **_TOKENS)
+    return Qwen2VLForConditionalGeneration(config)
+
+
+def _qwen2_5_vl() -> nn.Module:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": _PATCH,
+        "window_size": 4 * _PATCH,
+        "fullatt_block_indexes": [1],
+    }
+    config = Qwen2_5_VLConfig(text_config=_TEXT | {"rope_parameters": _ROPE}, vision_config=vision, **_TOKENS)
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _qwen3_vl() -> nn.Module:
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": _PATCH,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0],
+    }
+    text = _TEXT | {"rope_parameters": _ROPE | {"mrope_interleaved": True}, "head_dim": 8}
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **_TOKENS))
+
+
+_SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": _SIDE,
+    "patch_size": _PATCH,
+}
+
+
+def _gemma3() -> nn.Module:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = _TEXT | {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+    config = Gemma3Config(text_config=text, vision_config=_SIGLIP, mm_tokens_per_image=4, image_token_index=PICTURE)
+    return Gemma3ForConditionalGeneration(config)
+
+
+def _idefics3() -> nn.Module:
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, LlamaConfig
+
+    text = LlamaConfig(**_TEXT)
+    config = Idefics3Config(
+        text_config=text, vision_config=_SIGLIP, image_token_id=PICTURE, scale_factor=2, pad_token_id=0
+    )
+    return Idefics3ForConditionalGeneration(config)
+
+
+def _smolvlm() -> nn.Module:
+    from transformers import LlamaConfig, SmolVLMConfig, SmolVLMForConditionalGeneration
+
+    text = LlamaConfig(**_TEXT)
+    config = SmolVLMConfig(
+        text_config=text, vision_config=_SIGLIP, image_token_id=PICTURE, scale_factor=2, pad_token_id=0
+    )
+    return SmolVLMForConditionalGeneration(config)
+
+
+def _llava() -> nn.Module:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    config = LlavaConfig(
+        text_config=LlamaConfig(**_TEXT),
+        vision_config=CLIPVisionConfig(**_SIGLIP, projection_dim=32),
+        image_token_index=PICTURE,
+        vision_feature_layer=-1,
+        image_seq_length=16,
+    )
+    return LlavaForConditionalGeneration(config)
+
+
+def _grids(pictures: int, generator: torch.Generator) -> dict[str, Any]:
+    """As Qwen2-VL's processor: patches of pictures of different sizes, merged by 2 x 2."""
+    sides = 2 * torch.randint(1, 4, (pictures, 2), generator=generator)
+    grid = torch.cat([torch.ones(pictures, 1, dtype=torch.long), sides], dim=1)
+    values = torch.randn(int(grid.prod(1).sum()), 3 * 2 * _PATCH**2, generator=generator)
+    return {"pixel_values": values, "image_grid_thw": grid, "tokens": (grid.prod(1) // 4).tolist()}
+
+
+def _fixed(tokens: int, *, masks: bool = False) -> Callable[[int, torch.Generator], dict[str, Any]]:
+    def make(pictures: int, generator: torch.Generator) -> dict[str, Any]:
+        found = {
+            "pixel_values": torch.randn(pictures, 3, _SIDE, _SIDE, generator=generator),
+            "tokens": [tokens] * pictures,
+        }
+        if masks:
+            found["pixel_attention_mask"] = torch.ones(pictures, _SIDE, _SIDE, dtype=torch.long)
+        return found
+
+    return make
+
+
+def _norm(module: nn.Module, x: Tensor) -> Tensor:
+    return module._norm(x) * (1 + module.weight)
+
+
+@dataclass(frozen=True)
+class Family:
+    """`make`: a random model. `pictures`: the fields of so many pictures, and `tokens`, of each those in the text."""
+
+    make: Callable[[], nn.Module]
+    pictures: Callable[[int, torch.Generator], dict[str, Any]]
+
+    def model(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+        torch.manual_seed(seed)
+        model = self.make().to(dtype)
+        with torch.no_grad():
+            for each in model.parameters():
+                each += 0.1 * torch.randn_like(each) * (each == 0).all()  # a projector may begin with zeros
+        if dtype is torch.float64:
+            for each in model.modules():
+                if type(each).__name__ == "Gemma3RMSNorm":  # which sums in fp32, so packs would round otherwise
+                    each.forward = partial(_norm, each)
+        return model
+
+    def sample(self, text: int, pictures: int, seed: int, *, at: int = 3) -> dict[str, Any]:
+        """`text` tokens of text, the pictures after the first `at` of them, two tokens apart; the text after them is
+        learned.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(VOCABULARY - 8, (text,), generator=generator).tolist()
+        if not pictures:
+            return {"input_ids": ids, "labels": [-100] * at + ids[at:]}
+        fields = self.pictures(pictures, generator)
+        tokens, head = fields.pop("tokens"), ids[:at]
+        for number, count in enumerate(tokens):
+            head += [58 - number % 2] * 2 + [PICTURE] * count
+        learned = ids[at:]
+        types = [int(each == PICTURE) for each in head] + [0] * len(learned)
+        labels = [-100] * len(head) + learned
+        return {"input_ids": head + learned, "labels": labels, "mm_token_type_ids": types, **fields}
+
+    def samples(self, sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[dict[str, Any]]:
+        """By sample, (tokens of text, pictures)."""
+        return [self.sample(text, count, seed * 100 + at) for at, (text, count) in enumerate(sizes)]
+
+
+FAMILIES = {
+    "qwen2_vl": Family(_qwen2_vl, _grids),
+    "qwen2_5_vl": Family(_qwen2_5_vl, _grids),
+    "qwen3_vl": Family(_qwen3_vl, _grids),
+    "gemma3": Family(_gemma3, _fixed(4)),
+    "idefics3": Family(_idefics3, _fixed(4, masks=True)),
+    "smolvlm": Family(_smolvlm, _fixed(4, masks=True)),
+    "llava": Family(_llava, _fixed(16)),
+}
+
+
+def alone(model: nn.Module, sample: dict[str, Any]) -> Tensor:
+    """Logits [T, V] of plain transformers for one sample, with the inputs that its processor gives."""
+    ids = torch.tensor(sample["input_ids"])[None]
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    types = torch.tensor(sample["mm_token_type_ids"])[None] if "mm_token_type_ids" in sample else None
+    kind = model.config.model_type
+    for name in ("pixel_values", "image_grid_thw", "pixel_attention_mask"):
+        if name in sample:
+            inputs[name] = sample[name]
+            if kind in ("idefics3", "smolvlm"):
+                inputs[name] = sample[name][None]
+            if name == "pixel_values":
+                inputs[name] = inputs[name].to(next(model.parameters()).dtype)
+    if types is not None and kind.startswith("qwen"):
+        inputs["mm_token_type_ids"] = types
+    elif types is not None and kind == "gemma3":
+        inputs["token_type_ids"] = types
+    return model(**inputs, use_cache=False).logits[0]
