@@ -14,7 +14,7 @@ from odc_triton.balance import count_target_tokens, pack_collate
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.hf.loss import model_inputs
 from tests.support import ranks
-from tests.support.families import with_lora
+from tests.support.parity import TRANSFORMS
 from tests.support.splitting import gradients
 from tests.support.vision import FAMILIES, alone
 
@@ -46,19 +46,14 @@ def test_one_document_needs_no_packing(family: str) -> None:
 CHANGES = {
     "none": lambda model: model,
     "frozen tower": lambda model: _freeze(model),
-    "LoRA": lambda model: with_lora(model),
-    "checkpointing": lambda model: _checkpoint(model),
+    "LoRA": TRANSFORMS["lora"],
+    "checkpointing": TRANSFORMS["checkpointing"],
 }
 
 
 def _freeze(model: nn.Module) -> nn.Module:
     for name, parameter in model.named_parameters():
         parameter.requires_grad = not any(part in name for part in ("visual.", "vision_tower.", "vision_model."))
-    return model
-
-
-def _checkpoint(model: nn.Module) -> nn.Module:
-    model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
@@ -106,3 +101,16 @@ def check(family: str, change: str, world: int, dtype: torch.dtype, backend: str
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_ranks_with_and_without_pictures_train_together(family: str) -> None:
     check(family, "none", 2, torch.float64, "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_family_with_frozen_trained_and_adapted_towers(family: str, change: str) -> None:
+    for world, dtype, backend in (
+        (1, torch.float64, "cpu"),
+        (3, torch.float64, "cpu"),
+        (2, torch.float32, "cpu"),
+        (3, torch.float32, "cpu-sharded"),
+    ):
+        check(family, change, world, dtype, backend)

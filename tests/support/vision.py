@@ -146,7 +146,10 @@ def _fixed(tokens: int, *, masks: bool = False) -> Callable[[int, torch.Generato
 
 
 def _norm(module: nn.Module, x: Tensor) -> Tensor:
-    return module._norm(x) * (1 + module.weight)
+    """Of transformers, but in the dtype of `x`: in fp32 a pack's sums would round otherwise than its documents'."""
+    if type(module).__name__ == "Gemma3RMSNorm":
+        return module._norm(x) * (1 + module.weight)
+    return module.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ class Family:
                 each += 0.1 * torch.randn_like(each) * (each == 0).all()  # a projector may begin with zeros
         if dtype is torch.float64:
             for each in model.modules():
-                if type(each).__name__ == "Gemma3RMSNorm":  # which sums in fp32, so packs would round otherwise
+                if type(each).__name__.endswith("RMSNorm"):
                     each.forward = partial(_norm, each)
         return model
 

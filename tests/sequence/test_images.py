@@ -1,0 +1,101 @@
+"""Samples with pictures in pieces over ranks, and samples that share pictures: as one process trains them whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from odc_triton import enable_split, fully_shard, minibatch
+from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
+from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
+from odc_triton.hf import enable_packing
+from odc_triton.hf.loss import model_inputs
+from tests.support import ranks
+from tests.support.splitting import gradients
+from tests.support.vision import FAMILIES, alone
+
+SAMPLES = [(30, 2), (25, 2), (12, 1), (20, 0)]  # (tokens of text, pictures)
+
+
+def samples(family: str) -> list[dict[str, Any]]:
+    """The second begins as the first, with the same pictures."""
+    made = FAMILIES[family].samples(SAMPLES)
+    floor = floor_of(made[0])
+    made[1] = dict(made[0])
+    for name in ("input_ids", "labels"):
+        kept = made[0][name][: floor + 4]
+        made[1][name] = kept + [(each + 1) % 50 for each in made[0]["input_ids"][floor + 4 : -5]]
+    made[1]["mm_token_type_ids"] = made[0]["mm_token_type_ids"][:-5]
+    for each in made[:2]:
+        each["labels"] = [-100] * (floor + 4) + each["labels"][floor + 4 :]  # what is shared is not learned
+    return made
+
+
+def floor_of(sample: dict[str, Any]) -> int:
+    return len(sample["mm_token_type_ids"]) - sample["mm_token_type_ids"][::-1].index(1)
+
+
+def deals(family: str) -> dict[str, list[list[list[Entry]]]]:
+    made = samples(family)
+    floor, ends = floor_of(made[0]), [len(each["input_ids"]) for each in made]
+    branch = Piece(1, floor + 3, ends[1], parent=0)
+    return {
+        "cut": [[[Piece(0, 0, floor), 3], [1]], [[2, Piece(0, floor, ends[0])]]],
+        "cut later": [[[2, Piece(0, 0, floor + 9)]], [[Piece(0, floor + 9, ends[0])], [1, 3]]],
+        "shared in a pack": [[[2, Piece(0, 0, ends[0]), branch]], [[3]]],
+        "shared over ranks": [[[2, Piece(0, 0, floor + 5)]], [[Piece(0, floor + 5, ends[0]), branch, 3]]],
+    }
+
+
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="sum")
+
+
+def _train(rank: int, world: int, family: str, deal: str, backend: str) -> dict[str, Tensor]:
+    model = FAMILIES[family].model(dtype=torch.float64)
+    enable_packing(model)
+    model = fully_shard(model.train(), backend=backend)
+    enable_split(model, tokens=64)
+    dealt = deals(family)[deal]
+    packs = MinibatchPacks.of(dealt[rank], SplitPlan.of(dealt))
+    packs = pack_collate(PackedDataset(samples(family)).__getitems__(packs))
+    with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:
+        for pack in packs:
+            logits = model(**model_inputs(pack, model)).logits[0]
+            labels = (
+                pack["shift_labels"][0] if "shift_labels" in pack else F.pad(pack["labels"][0, 1:], (0, 1), value=-100)
+            )
+            (_loss(logits, labels) / mb.tokens).backward()
+    return gradients(model)
+
+
+def check(family: str, deal: str, backend: str = "cpu") -> None:
+    model = FAMILIES[family].model(dtype=torch.float64).train()
+    made = samples(family)
+    targets = count_target_tokens(pack_collate([[each] for each in made]))
+    for sample in made:
+        (_loss(alone(model, sample)[:-1], torch.tensor(sample["labels"])[1:]) / targets).backward()
+    wanted = gradients(model)
+    scale = max(float(each.abs().max()) for each in wanted.values())
+    for found in ranks.run(_train, 2, family, deal, backend):
+        assert found.keys() == wanted.keys()
+        off = {name: float((found[name] - each).abs().max()) / scale for name, each in wanted.items()}
+        assert max(off.values()) <= 1e-10, sorted(off.items(), key=lambda item: -item[1])[:5]
+
+
+@pytest.mark.parametrize("deal", ["cut", "shared over ranks"])
+def test_a_sample_is_cut_behind_its_pictures(deal: str) -> None:
+    for family in ("qwen2_5_vl", "gemma3"):
+        check(family, deal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["cpu", "cpu-sharded"])
+@pytest.mark.parametrize("deal", ["cut", "cut later", "shared in a pack", "shared over ranks"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_in_pieces(family: str, deal: str, backend: str) -> None:
+    check(family, deal, backend)
