@@ -30,7 +30,8 @@ test-matrix:
 
 # What models and features do, as tests show it: docs/models.md, docs/composes.md.
 tables: venv
-	$(BIN)/python -m pytest -q tests/tables/test_models.py tests/tables/test_composes.py --write-tables docs
+	$(BIN)/python -m pytest -q tests/tables/test_models.py tests/tables/test_composes.py \
+		tests/hf/test_images.py tests/sequence/test_images.py --write-tables docs
 
 # Machine code of every kernel for every architecture, by three tritons that are supported; needs no GPU.
 OTHER_TRITONS := out/triton-3.6.0 out/triton-3.9.0

@@ -16,6 +16,7 @@ from odc_triton.hf import enable_packing
 from odc_triton.hf.loss import model_inputs
 from tests.support import ranks
 from tests.support.splitting import gradients
+from tests.support.table_models import with_pictures
 from tests.support.vision import FAMILIES, alone
 
 SAMPLES = [(30, 2), (25, 2), (12, 1), (20, 0)]  # (tokens of text, pictures)
@@ -96,6 +97,6 @@ def test_a_sample_is_cut_behind_its_pictures(deal: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "cpu-sharded"])
 @pytest.mark.parametrize("deal", ["cut", "cut later", "shared in a pack", "shared over ranks"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(each, marks=with_pictures(each, ["splits"])) for each in FAMILIES])
 def test_every_family_in_pieces(family: str, deal: str, backend: str) -> None:
     check(family, deal, backend)

@@ -154,8 +154,11 @@ def _norm(module: nn.Module, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """`make`: a random model. `pictures`: the fields of so many pictures, and `tokens`, of each those in the text."""
+    """`title`: in docs/models.md. `make`: a random model. `pictures`: the fields of so many pictures, and `tokens`, of
+    each those in the text.
+    """
 
+    title: str
     make: Callable[[], nn.Module]
     pictures: Callable[[int, torch.Generator], dict[str, Any]]
 
@@ -194,13 +197,13 @@ class Family:
 
 
 FAMILIES = {
-    "qwen2_vl": Family(_qwen2_vl, _grids),
-    "qwen2_5_vl": Family(_qwen2_5_vl, _grids),
-    "qwen3_vl": Family(_qwen3_vl, _grids),
-    "gemma3": Family(_gemma3, _fixed(4)),
-    "idefics3": Family(_idefics3, _fixed(4, masks=True)),
-    "smolvlm": Family(_smolvlm, _fixed(4, masks=True)),
-    "llava": Family(_llava, _fixed(16)),
+    "qwen2_vl": Family("Qwen2-VL", _qwen2_vl, _grids),
+    "qwen2_5_vl": Family("Qwen2.5-VL", _qwen2_5_vl, _grids),
+    "qwen3_vl": Family("Qwen3-VL", _qwen3_vl, _grids),
+    "gemma3": Family("Gemma3", _gemma3, _fixed(4)),
+    "idefics3": Family("Idefics3", _idefics3, _fixed(4, masks=True)),
+    "smolvlm": Family("SmolVLM", _smolvlm, _fixed(4, masks=True)),
+    "llava": Family("LLaVA", _llava, _fixed(16)),
 }
 
 
