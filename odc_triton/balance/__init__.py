@@ -12,6 +12,7 @@ _HOME = {
     "MinibatchSampler": "sampler",
     "PackedDataset": "collate",
     "QueuedPacks": "queue",
+    "TowerCost": "tower",
     "assign": "strategies",
     "assign_one": "strategies",
     "balanced_partition": "partition",
@@ -24,5 +25,6 @@ _HOME = {
     "refine": "partition",
     "store_counter": "counter",
     "to_device": "collate",
+    "values_of": "tower",
 }
 __getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)

@@ -21,7 +21,7 @@ class Assigner:
     `balance` and `token_cap`: see `MinibatchSampler`; `split_tokens`: of each rank, the most tokens that others may
     read, 0 without splitting; `shared_tokens`: the same for samples that share tokens, by default `split_tokens`;
     `whole`: see `assign_shared`; `replicas`: see `assign_split`; `counter`: of a work queue, by default
-    `store_counter()`, made on first use.
+    `store_counter()`, made on first use; `extra`: by name of a sample, what it costs besides its tokens.
     """
 
     rank: int
@@ -34,6 +34,7 @@ class Assigner:
     whole: bool = False
     replicas: int = 1
     counter: Counter | None = None
+    extra: Sequence[float] | None = None
     _queues: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -72,7 +73,7 @@ class Assigner:
             return MinibatchPacks.of(shared.packs[self.rank], shared.plan)
         if split is not None:
             return MinibatchPacks.of(split.packs(self.rank), split.plan)
-        how = {"token_cap": self.token_cap, "balance": self.balance, "cost": self.cost}
+        how = {"token_cap": self.token_cap, "balance": self.balance, "cost": self.cost, "extra": self._extra(names)}
         own = assign_one(lengths, rank=self.rank, ranks=self.world, **how)
         return MinibatchPacks([names[i] for i in members] for members in own)
 
@@ -92,6 +93,7 @@ class Assigner:
             token_cap=self.token_cap,
             cost=self.cost,
             preload=split.waves_cost if split else 0.0,
+            extra=self._extra([names[i] for i in whole]),
         )
         # Not by epoch and minibatch: those come again after load_state_dict, and a failed one leaves its key.
         key = f"minibatch/{self._queues}"
@@ -105,6 +107,9 @@ class Assigner:
             waves=split and [split.waves_of(rank) for rank in range(self.world)],
             split=split and split.plan,
         )
+
+    def _extra(self, names: Sequence[int]) -> list[float] | None:
+        return None if self.extra is None else [self.extra[name] for name in names]
 
     def _split(self, lengths: Sequence[int], names: Sequence[int], *, ride: bool = True) -> SplitAssignment:
         return assign_split(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .decoder import Decoder
@@ -42,6 +42,20 @@ class CostModel:
     def sequence(self, tokens: int) -> float:
         """Cost of one document of `tokens` tokens."""
         return (self.quadratic * tokens + self.linear) * tokens
+
+    def samples(self, lengths: Sequence[int], extra: Sequence[float] | None = None) -> list[float]:
+        """Cost of each sample of `lengths` tokens. `extra`: of each, what it costs besides its tokens (`TowerCost`).
+
+        Raises ValueError for extra costs of another number, or one that is negative or not finite.
+        """
+        if extra is None:
+            return [self.sequence(length) for length in lengths]
+        if len(extra) != len(lengths):
+            raise ValueError(f"extra has {len(extra)} costs for {len(lengths)} samples: give one for each")
+        for index, each in enumerate(extra):
+            if not (math.isfinite(each) and each >= 0):
+                raise ValueError(f"extra[{index}] is {each}: give a finite cost of 0 or more")
+        return [self.sequence(length) + each for length, each in zip(lengths, extra, strict=True)]
 
     def piece(self, start: int, stop: int, learned: int = 0) -> float:
         """Cost of a document's tokens `start` to `stop`, which attend to all of its tokens before them.

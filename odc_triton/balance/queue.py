@@ -57,7 +57,13 @@ class OwnCounter:
 
 
 def queue_packs(
-    lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel | None = None, preload: float = 0.0
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    token_cap: int,
+    cost: CostModel | None = None,
+    preload: float = 0.0,
+    extra: Sequence[float] | None = None,
 ) -> Packs:
     """Indices of `lengths` (tokens) in packs of at most `token_cap` tokens, in the order in which to take them.
 
@@ -65,16 +71,18 @@ def queue_packs(
     the others are packs of one, as the last packs decide how evenly the ranks end. `cost` defaults to
     `CostModel.paper_7b()`; it affects the balance, never the result. Deterministic: every rank that calls it with the
     same arguments gets the same packs. `preload`: the cost of each rank's work before it takes a pack, which counts in
-    the rank's part.
+    the rank's part. `extra`: of each sample, what it costs besides its tokens.
 
-    Raises ValueError for `ranks` or `token_cap` below 1, empty lengths, lengths below 1 or over the cap.
+    Raises ValueError for `ranks` or `token_cap` below 1, empty lengths, lengths below 1 or over the cap, and as
+    `CostModel.samples`.
     """
     lengths = checked_lengths(lengths, token_cap)
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}: give the number of ranks, 1 or more")
     cost = cost or CostModel.paper_7b()
-    packs = _packed(lengths, ranks, token_cap, cost, preload)
-    costs = [cost.pack(lengths[i] for i in members) for members in packs]
+    prices = cost.samples(lengths, extra)
+    packs = _packed(lengths, prices, ranks, token_cap, preload)
+    costs = [cost.microbatch + math.fsum(prices[i] for i in members) for members in packs]
     # See [Note: order of the queue].
     starts: list[tuple[float, float, int]] = []
     for of_rank in balanced_partition(costs, ranks):
@@ -85,12 +93,11 @@ def queue_packs(
     return [packs[place] for _, _, place in sorted(starts)]
 
 
-def _packed(lengths: list[int], ranks: int, token_cap: int, cost: CostModel, preload: float) -> Packs:
-    prices = [cost.sequence(length) for length in lengths]
+def _packed(lengths: list[int], prices: list[float], ranks: int, token_cap: int, preload: float) -> Packs:
     most = (math.fsum(prices) / ranks + preload) / _PACKS_PER_RANK
     packs: Packs = []
     spent, tokens = math.inf, 0
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    for index in sorted(range(len(lengths)), key=lambda i: -prices[i]):
         if spent + prices[index] > most or tokens + lengths[index] > token_cap:
             packs.append([])
             spent, tokens = 0.0, 0

@@ -41,6 +41,8 @@ class MinibatchSampler:
         seed: of the shuffle; the same on every rank.
         rank, world: default to the environment's RANK and WORLD_SIZE, then to 0 and 1.
         cost: defaults to `CostModel.paper_7b()`; better is `CostModel.from_config(model.config)`.
+        extra: of each sample, what it costs besides its tokens, in the units of `cost`: of a model with pictures
+        `TowerCost.sample`.
         drop_last: leave out an epoch's last minibatch if it is not full.
         counter: shared by the ranks of a queue, for this sampler alone; by default `store_counter()`, made when the
         first minibatch is yielded.
@@ -78,6 +80,7 @@ class MinibatchSampler:
         replicas: int = 1,
         mix: Mix | None = None,
         relatives: Relatives | None = None,
+        extra: Sequence[float] | None = None,
     ) -> None:
         self.world = _from_environment("WORLD_SIZE", 1) if world is None else world
         self.rank = _from_environment("RANK", 0) if rank is None else rank
@@ -109,6 +112,7 @@ class MinibatchSampler:
         self.balance = balance
         self.seed = seed
         self.cost = cost or CostModel.paper_7b()
+        self.cost.samples(self.lengths, extra)  # raises if they don't fit
         self.drop_last = drop_last
         if split and balance not in ("mini", QUEUE):
             raise ValueError(
@@ -133,6 +137,7 @@ class MinibatchSampler:
             split_tokens=self.split_tokens,
             replicas=replicas,
             counter=counter,
+            extra=extra,
         )
         if relatives is not None:
             self._family = relatives.family_numbers(most=self.samples_per_minibatch)

@@ -19,29 +19,36 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .cost import CostModel
-from .packing import best_fit_decreasing, checked_lengths, pack
+from .packing import best_fit_decreasing, checked_lengths, pack_by
 from .partition import balanced_partition
 
 Packs = list[list[int]]  # microbatches of one rank, each a list of indices into the minibatch's lengths
 
 
 def assign(
-    lengths: Sequence[int], *, ranks: int, token_cap: int, balance: str, cost: CostModel | None = None
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    token_cap: int,
+    balance: str,
+    cost: CostModel | None = None,
+    extra: Sequence[float] | None = None,
 ) -> list[Packs]:
     """Assigns samples of `lengths` tokens: a list over `ranks` of lists of packs of indices into `lengths`.
 
     Every index is in exactly one pack, no pack is empty or has more than `token_cap` tokens, a rank's packs
     come costliest first. `balance` is one of `BALANCES`. `cost` defaults to `CostModel.paper_7b()`.
+    `extra`: of each sample, what it costs besides its tokens, in the same units, such as `TowerCost.sample`.
     Deterministic: every rank that calls it with the same arguments gets the same result.
 
     Raises ValueError for an unknown `balance`, `ranks` or `token_cap` below 1, empty lengths, lengths below 1
-    or over the cap, and, under "micro" and "global" only, too few samples for the packs that they need (see
+    or over the cap, extra costs that don't fit (see `CostModel.samples`), and, under "micro" and "global" only, too few samples for the packs that they need (see
     there).
     """
     if balance not in _STRATEGIES:
         raise ValueError(f"balance is {balance!r}: choose one of {', '.join(BALANCES)}")
-    lengths = _checked(lengths, ranks, token_cap)
-    return _STRATEGIES[balance](lengths, ranks, token_cap, cost or CostModel.paper_7b())
+    lengths, costs = _checked(lengths, ranks, token_cap, cost, extra)
+    return _STRATEGIES[balance](lengths, costs, ranks, token_cap)
 
 
 def assign_one(
@@ -52,6 +59,7 @@ def assign_one(
     token_cap: int,
     balance: str,
     cost: CostModel | None = None,
+    extra: Sequence[float] | None = None,
 ) -> Packs:
     """`assign(...)[rank]`, without packing the other ranks' samples if nothing depends on it (LB-Mini).
 
@@ -59,23 +67,22 @@ def assign_one(
     Raises as `assign`, and IndexError for a `rank` that does not exist.
     """
     if balance != "mini":
-        return assign(lengths, ranks=ranks, token_cap=token_cap, balance=balance, cost=cost)[rank]
-    lengths = _checked(lengths, ranks, token_cap)
-    cost = cost or CostModel.paper_7b()
-    return _packed(_by_total_cost(lengths, ranks, cost)[rank], lengths, token_cap, cost)
+        return assign(lengths, ranks=ranks, token_cap=token_cap, balance=balance, cost=cost, extra=extra)[rank]
+    lengths, costs = _checked(lengths, ranks, token_cap, cost, extra)
+    return _packed(balanced_partition(costs, ranks)[rank], lengths, costs, token_cap)
 
 
-def _local_sort(lengths: list[int], ranks: int, token_cap: int, cost: CostModel) -> list[Packs]:
-    """LocalSort: rank r keeps the r-th run of samples, longest first, one a microbatch.
+def _local_sort(lengths: list[int], costs: list[float], ranks: int, token_cap: int) -> list[Packs]:
+    """LocalSort: rank r keeps the r-th run of samples, costliest first, one a microbatch.
 
     The runs' sizes, hence the numbers of microbatches, are equal if `ranks` divides the samples and differ
-    by one otherwise (FSDP would then hang). `cost` is not used, as it grows with the length.
+    by one otherwise (FSDP would then hang).
     """
     runs = [range(len(lengths) * r // ranks, len(lengths) * (r + 1) // ranks) for r in range(ranks)]
-    return [[[i] for i in sorted(run, key=lambda i: -lengths[i])] for run in runs]
+    return [[[i] for i in sorted(run, key=lambda i: -costs[i])] for run in runs]
 
 
-def _lb_micro(lengths: list[int], ranks: int, token_cap: int, cost: CostModel) -> list[Packs]:
+def _lb_micro(lengths: list[int], costs: list[float], ranks: int, token_cap: int) -> list[Packs]:
     """LB-Micro: equal sample counts per rank balanced by cost, the same number of packs on every rank.
 
     The number is that of the rank that needs most; the others divide packs to reach it. Each rank's packs have
@@ -84,7 +91,7 @@ def _lb_micro(lengths: list[int], ranks: int, token_cap: int, cost: CostModel) -
     Raises ValueError if a rank has fewer samples than that number. This cannot happen if `ranks` divides the
     number of samples.
     """
-    owned = balanced_partition([cost.sequence(length) for length in lengths], ranks, equal_sizes=True)
+    owned = balanced_partition(costs, ranks, equal_sizes=True)
     own_lengths = [[lengths[i] for i in members] for members in owned]
     needed = max(len(best_fit_decreasing(own, token_cap=token_cap)) for own in own_lengths if own)
     fewest = min(map(len, owned))
@@ -94,19 +101,18 @@ def _lb_micro(lengths: list[int], ranks: int, token_cap: int, cost: CostModel) -
             f"every rank needs {needed} microbatches under a token_cap of {token_cap}; give a multiple "
             f"of {ranks} samples, or use balance 'mini'"
         )
-    packed = [pack(own, token_cap=token_cap, cost=cost, count=needed) for own in own_lengths]
-    return [_global_indices(packs, members) for packs, members in zip(packed, owned, strict=True)]
+    return [_packed(members, lengths, costs, token_cap, needed) for members in owned]
 
 
-def _lb_mini(lengths: list[int], ranks: int, token_cap: int, cost: CostModel) -> list[Packs]:
+def _lb_mini(lengths: list[int], costs: list[float], ranks: int, token_cap: int) -> list[Packs]:
     """LB-Mini: ranks balanced by total cost, each packed independently: counts of packs differ and may be zero.
 
     Any number of samples works, also fewer than `ranks`.
     """
-    return [_packed(members, lengths, token_cap, cost) for members in _by_total_cost(lengths, ranks, cost)]
+    return [_packed(members, lengths, costs, token_cap) for members in balanced_partition(costs, ranks)]
 
 
-def _global_packing(lengths: list[int], ranks: int, token_cap: int, cost: CostModel) -> list[Packs]:
+def _global_packing(lengths: list[int], costs: list[float], ranks: int, token_cap: int) -> list[Packs]:
     """Global packing: all samples packed together, packs sorted by cost, each `ranks` of them one microbatch.
 
     The number of packs is raised to a multiple of `ranks` by dividing packs. Every second group is assigned in
@@ -123,7 +129,7 @@ def _global_packing(lengths: list[int], ranks: int, token_cap: int, cost: CostMo
             f"token_cap of {token_cap}, raised to a multiple of {ranks} ranks); give a multiple of {ranks} "
             "samples, or use balance 'mini'"
         )
-    packs = pack(lengths, token_cap=token_cap, cost=cost, count=needed)
+    packs = pack_by(costs, lengths, token_cap=token_cap, count=needed)
     assigned: list[Packs] = [[] for _ in range(ranks)]
     for start in range(0, needed, ranks):
         group = packs[start : start + ranks]
@@ -141,21 +147,22 @@ _STRATEGIES: dict[str, Callable[..., list[Packs]]] = {
 BALANCES = tuple(_STRATEGIES)
 
 
-def _checked(lengths: Sequence[int], ranks: int, token_cap: int) -> list[int]:
+def _checked(
+    lengths: Sequence[int], ranks: int, token_cap: int, cost: CostModel | None, extra: Sequence[float] | None
+) -> tuple[list[int], list[float]]:
+    """Lengths and costs."""
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}: give the number of ranks, 1 or more")
-    return checked_lengths(lengths, token_cap)
+    lengths = checked_lengths(lengths, token_cap)
+    return lengths, (cost or CostModel.paper_7b()).samples(lengths, extra)
 
 
-def _by_total_cost(lengths: list[int], ranks: int, cost: CostModel) -> list[list[int]]:
-    return balanced_partition([cost.sequence(length) for length in lengths], ranks)
-
-
-def _packed(members: list[int], lengths: list[int], token_cap: int, cost: CostModel) -> Packs:
+def _packed(
+    members: list[int], lengths: list[int], costs: list[float], token_cap: int, count: int | None = None
+) -> Packs:
     """One rank's samples in packs; no samples give none."""
-    own = [lengths[i] for i in members]
-    return _global_indices(pack(own, token_cap=token_cap, cost=cost), members) if own else []
-
-
-def _global_indices(packs: Packs, members: list[int]) -> Packs:
+    if not members:
+        return []
+    own_lengths, own_costs = ([of[i] for i in members] for of in (lengths, costs))
+    packs = pack_by(own_costs, own_lengths, token_cap=token_cap, count=count)
     return [[members[i] for i in local] for local in packs]

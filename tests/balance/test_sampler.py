@@ -9,6 +9,7 @@ import random
 import pytest
 
 from odc_triton.balance import BALANCES, CostModel, MinibatchSampler, assign
+from odc_triton.balance.queue import OwnCounter
 from odc_triton.data.order import Mix
 
 LENGTHS = [random.Random(i).randint(1, 100) for i in range(50)]
@@ -230,3 +231,21 @@ def test_with_other_weights_a_saved_position_is_refused():
 def test_the_state_of_one_set_is_that_of_saved_runs():
     assert sampler().state_dict() == sampler(mix=Mix((50,))).state_dict()
     assert sampler().state_dict().keys() == {"epoch", "minibatch", "seed", "samples", "samples_per_minibatch"}
+
+
+@pytest.mark.parametrize("balance", ["mini", "queue"])
+def test_extra_costs_are_those_of_the_data_sets_samples(balance):
+    """One sample of 8 costs as much as all others: it is alone on its rank, or taken first, alone."""
+    lengths, extra = [100] * 16, [0.0] * 16
+    extra[5] = 7 * CostModel.paper_7b().sequence(100)
+    seen = 0
+    for rank in range(2):
+        sampler = MinibatchSampler(lengths, 4, 1000, balance, rank=rank, world=2, extra=extra, counter=OwnCounter())
+        for packs in sampler:
+            own = packs.packs if balance == "queue" else packs
+            if any(5 in pack for pack in own):
+                seen += 1
+                assert own[0] == [5] and (balance == "queue" or own == [[5]])
+    assert seen == (2 if balance == "queue" else 1)
+    with pytest.raises(ValueError, match="extra has 15 costs for 16 samples"):
+        MinibatchSampler(lengths, 4, 1000, rank=0, world=2, extra=extra[1:])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc_triton.balance import BALANCES, CostModel, assign, assign_one, best_fit_decreasing, pack
+from odc_triton.balance import BALANCES, CostModel, assign, assign_one, best_fit_decreasing, pack, queue_packs
 
 COST = CostModel.paper_7b()
 CAP = 1000
@@ -177,3 +177,41 @@ def test_one_ranks_part_is_what_it_gets_in_the_whole(balance):
     whole = assign(lengths, ranks=4, token_cap=1000, balance=balance)
     for rank in range(4):
         assert assign_one(lengths, rank=rank, ranks=4, token_cap=1000, balance=balance) == whole[rank]
+
+
+@pytest.mark.parametrize("balance", [*BALANCES, "queue"])
+@settings(deadline=None)
+@given(st.data())
+def test_what_samples_cost_besides_their_tokens_counts(balance, data):
+    """A picture as costly as two long samples: whoever has it gets less of the rest, and it comes first."""
+    ranks = data.draw(st.integers(2, 4))
+    lengths = data.draw(st.lists(st.integers(1, CAP), min_size=ranks, max_size=24))
+    lengths += [1] * (-len(lengths) % ranks)
+    extra = data.draw(st.lists(st.floats(0, 2 * COST.sequence(CAP)), min_size=len(lengths), max_size=len(lengths)))
+    how = {"ranks": ranks, "token_cap": CAP, "cost": COST}
+    costs = COST.samples(lengths, extra)
+
+    def of(members: list[int]) -> float:
+        return sum(costs[i] for i in members)
+
+    if balance == "queue":
+        packs = queue_packs(lengths, **how, extra=extra)
+        check_packs(packs, lengths, CAP)
+        assert all(len(each) == 1 or of(each) <= sum(costs) / ranks / 16 * (1 + 1e-9) for each in packs)
+        assert of(packs[0]) == pytest.approx(max(map(of, packs)))
+        assert queue_packs(lengths, **how, extra=[0.0] * len(lengths)) == queue_packs(lengths, **how)
+        return
+    dealt = assign(lengths, **how, balance=balance, extra=extra)
+    check_packs([each for packs in dealt for each in packs], lengths, CAP)
+    for rank, packs in enumerate(dealt):
+        assert [*map(of, packs)] == sorted(map(of, packs), reverse=True)
+        assert assign_one(lengths, rank=rank, **how, balance=balance, extra=extra) == packs
+    loads = [sum(map(of, packs)) for packs in dealt]
+    if balance == "mini":  # no single move from the heaviest rank makes it lighter by more than the tolerance
+        assert max(loads) <= max(sum(loads) / ranks + max(costs), max(costs)) + 1e-9
+        heavy = max(range(ranks), key=loads.__getitem__)
+        own = [i for members in dealt[heavy] for i in members]
+        assert all(max(loads[heavy] - costs[i], min(loads) + costs[i]) >= loads[heavy] * 0.998 for i in own)
+    assert assign(lengths, **how, balance=balance, extra=[0.0] * len(lengths)) == assign(
+        lengths, **how, balance=balance
+    )

@@ -1,0 +1,113 @@
+"""TowerCost: the cost of a sample's pictures in a model's vision tower, by the numbers of their pixel values. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerCost:
+    """Cost of n patches that attend to each other = quadratic n² + windowed n min(n, window) + linear n, in the units of
+    `CostModel`. `windowed`: of blocks that attend within windows of `window` patches. `values`: pixel values of a patch.
+    """
+
+    quadratic: float
+    linear: float
+    values: int
+    windowed: float = 0.0
+    window: int = 0
+
+    def sample(self, values: Sequence[int]) -> float:
+        """Cost of the pictures of a sample, as `values_of` gives them; 0 for no pictures."""
+        return math.fsum(self._unit(each / self.values) for each in values)
+
+    def _unit(self, patches: float) -> float:
+        return (self.quadratic * patches + self.windowed * min(patches, self.window) + self.linear) * patches
+
+    @classmethod
+    def from_config(cls, config: object, *, trained: bool = True) -> TowerCost:
+        """FLOPs of the tower and of what joins it to the text, from a transformers config with a `vision_config`:
+        Qwen2-VL, Qwen2.5-VL, Qwen3-VL, SigLIP in Gemma3, Idefics3 and SmolVLM, CLIP in LLaVA.
+
+        With L blocks of width h, W weights that a patch is multiplied with (of attention 4 h², of MLP, patch embedding
+        and projector theirs):
+
+            forward, per patch    2 W
+            forward, attention    L * 2 * 2 h n²   (scores, weighted sum; all of it, as it is not causal)
+            backward              twice the forward; none if not `trained`, as of a frozen tower
+
+        Left out: norms, position embeddings, a class token, borders of windows that are not full, a pooling head.
+
+        Raises ValueError for a config without `vision_config`, and naming an attribute that is missing or not positive.
+        """
+        tower, text = getattr(config, "vision_config", None), getattr(config, "text_config", None)
+        if tower is None or text is None:
+            raise ValueError(
+                f"the {type(config).__name__} has no vision_config and text_config: its model takes no pictures, so "
+                "leave TowerCost out, or give the config of the whole model"
+            )
+        hidden = _size(tower, "embed_dim", "hidden_size")
+        blocks, patch = _size(tower, "depth", "num_hidden_layers"), _size(tower, "patch_size")
+        full = getattr(tower, "fullatt_block_indexes", None)  # Qwen2.5-VL's, whose MLPs are gated
+        if hasattr(tower, "mlp_ratio"):
+            inner = hidden * _size(tower, "mlp_ratio")
+        else:
+            inner = _size(tower, "intermediate_size")
+        values = _size(tower, "in_channels", "num_channels") * patch**2
+        if hasattr(tower, "temporal_patch_size"):
+            values *= _size(tower, "temporal_patch_size")
+        weights = blocks * (4 * hidden**2 + (2 if full is None else 3) * hidden * inner) + hidden * values
+        windowed, window = 0, 0
+        if full is not None:
+            merge = _size(tower, "spatial_merge_size")
+            windowed, window = blocks - len(full), (_size(tower, "window_size") // merge // patch * merge) ** 2
+        each = 3 if trained else 1
+        return cls(
+            quadratic=each * 4 * hidden * (blocks - windowed),
+            windowed=each * 4 * hidden * windowed,
+            window=window,
+            linear=each * 2 * (weights + _projector(config, tower, text, hidden, patch)),
+            values=values,
+        )
+
+
+def _projector(config: object, tower: object, text: object, hidden: int, patch: int) -> float:
+    """Its weights that a patch is multiplied with."""
+    width = _size(text, "hidden_size")
+    if hasattr(tower, "spatial_merge_size"):  # Qwen's mergers: of merge² patches, joined, to their width and the text's
+        mergers = 1 + len(getattr(tower, "deepstack_visual_indexes", ()))
+        return mergers * hidden * (_size(tower, "spatial_merge_size") ** 2 * hidden + width)
+    if hasattr(config, "scale_factor"):  # Idefics3, SmolVLM: of scale² patches, joined, to the text's width
+        return hidden * width
+    if hasattr(config, "mm_tokens_per_image"):  # Gemma3: of patches that were averaged
+        return hidden * width * _size(config, "mm_tokens_per_image") * (patch / _size(tower, "image_size")) ** 2
+    return hidden * width + width**2  # LLaVA
+
+
+def values_of(sample: Mapping[str, Any]) -> list[int]:
+    """The pixel values of each unit of attention in a tower; [] without pictures. `sample`: as `pack_collate` takes it.
+
+    With `image_grid_thw` a unit is a picture, of t * h * w rows of `pixel_values`, else each entry of `pixel_values`.
+    These may have a batch dimension of 1 before [tiles, 3, H, W]. Arrays, tensors and nested lists are read.
+    """
+    if sample.get("pixel_values") is None:
+        return []
+    shape = np.shape(sample["pixel_values"])
+    if (grids := sample.get("image_grid_thw")) is not None:
+        return (np.asarray(grids, dtype=np.int64).reshape(-1, 3).prod(axis=1) * shape[-1]).tolist()
+    entries, *each = shape[1:] if len(shape) == 5 else shape
+    return [math.prod(each)] * entries
+
+
+def _size(config: object, *names: str) -> int:
+    """The first of these attributes that it has."""
+    name = next((name for name in names if hasattr(config, name)), names[-1])
+    value = getattr(config, name, None)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"the model's config has {name}={value!r}, which the cost of its pictures depends on")
+    return value
