@@ -42,8 +42,8 @@ def assign(
     Deterministic: every rank that calls it with the same arguments gets the same result.
 
     Raises ValueError for an unknown `balance`, `ranks` or `token_cap` below 1, empty lengths, lengths below 1
-    or over the cap, extra costs that don't fit (see `CostModel.samples`), and, under "micro" and "global" only, too few samples for the packs that they need (see
-    there).
+    or over the cap, extra costs that don't fit (see `CostModel.samples`), and, under "micro" and "global" only, too few
+    samples for the packs that they need (see there).
     """
     if balance not in _STRATEGIES:
         raise ValueError(f"balance is {balance!r}: choose one of {', '.join(BALANCES)}")

@@ -12,8 +12,10 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class TowerCost:
-    """Cost of n patches that attend to each other = quadratic n² + windowed n min(n, window) + linear n, in the units of
-    `CostModel`. `windowed`: of blocks that attend within windows of `window` patches. `values`: pixel values of a patch.
+    """Cost of n patches that attend to each other = quadratic n² + windowed n min(n, window) + linear n.
+
+    In the units of `CostModel`. `windowed`: of blocks that attend within windows of `window` patches. `values`: the
+    pixel values of a patch.
     """
 
     quadratic: float
@@ -54,10 +56,8 @@ class TowerCost:
         hidden = _size(tower, "embed_dim", "hidden_size")
         blocks, patch = _size(tower, "depth", "num_hidden_layers"), _size(tower, "patch_size")
         full = getattr(tower, "fullatt_block_indexes", None)  # Qwen2.5-VL's, whose MLPs are gated
-        if hasattr(tower, "mlp_ratio"):
-            inner = hidden * _size(tower, "mlp_ratio")
-        else:
-            inner = _size(tower, "intermediate_size")
+        ratio = hasattr(tower, "mlp_ratio")
+        inner = hidden * _size(tower, "mlp_ratio") if ratio else _size(tower, "intermediate_size")
         values = _size(tower, "in_channels", "num_channels") * patch**2
         if hasattr(tower, "temporal_patch_size"):
             values *= _size(tower, "temporal_patch_size")

@@ -43,7 +43,8 @@ def test_flops_of_a_towers_forward(family: str) -> None:
     model, fields = tower(family)
     given = {k: v[None] for k, v in fields.items()} if family in ("idefics3", "smolvlm") else fields
     values = values_of(given)
-    assert len(values) == 2 and sum(values) == fields["pixel_values"].numel()
+    assert len(values) == 2
+    assert sum(values) == fields["pixel_values"].numel()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.model.get_image_features(**given)
     frozen, trained = (TowerCost.from_config(model.config, trained=trained) for trained in (False, True))
