@@ -14,6 +14,7 @@ from odc_triton.balance import count_target_tokens, pack_collate
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.hf.loss import model_inputs
 from tests.support import ranks
+from tests.support.models import build
 from tests.support.parity import TRANSFORMS
 from tests.support.splitting import gradients
 from tests.support.table_models import with_pictures
@@ -42,6 +43,16 @@ def test_one_document_needs_no_packing(family: str) -> None:
     wanted = F.cross_entropy(alone(model, sample)[:-1], torch.tensor(sample["labels"])[1:], reduction="sum")
     # summed_loss is in fp32
     assert torch.allclose(summed_loss(model, pack).double(), wanted, rtol=1e-6)
+
+
+def test_a_family_that_is_not_supported_is_named() -> None:
+    model = build("llama")
+    enable_packing(model)
+    (pack,) = pack_collate([FAMILIES["llava"].samples([(5, 1)])])
+    with pytest.raises(
+        ValueError, match="LlamaForCausalLM is of none of the families whose packs may have them: qwen2_vl"
+    ):
+        summed_loss(model, pack)
 
 
 CHANGES = {

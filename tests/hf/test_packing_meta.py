@@ -53,6 +53,20 @@ def test_every_kind_of_layer_is_there() -> None:
     assert model.config._attn_implementation == ATTENTION_NAME
 
 
+@pytest.mark.parametrize("name", ["Qwen2_5_VL", "Gemma3", "Idefics3"])
+def test_models_with_a_tower_of_full_size(name: str) -> None:
+    with torch.device("meta"):
+        sizes = {"vision_config": {"hidden_size": 1280}} if name == "Qwen2_5_VL" else {}  # as its models have it
+        model = getattr(transformers, f"{name}ForConditionalGeneration")(
+            getattr(transformers, f"{name}Config")(**sizes)
+        )
+    assert sum(each.numel() for each in stand_in(model).parameters()) < 2e8  # one of the tower's layers
+    enable_packing(model)
+    assert model.config.get_text_config()._attn_implementation == ATTENTION_NAME
+    assert model.config.vision_config._attn_implementation != ATTENTION_NAME
+    assert model._odc_takes_branches
+
+
 def test_what_carries_state_is_refused() -> None:
     config = transformers.Mamba2Config(hidden_size=32, num_hidden_layers=4, num_heads=8, head_dim=8, vocab_size=99)
     with torch.device("meta"):

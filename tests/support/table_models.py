@@ -29,7 +29,7 @@ MODELS = Table(
     columns=COLUMNS,
     rows=(
         *((title, FAMILIES[name].kind) for title, name in TITLES.items()),
-        *((family.title, "dense, pictures") for family in vision.FAMILIES.values()),
+        *((family.title, family.kind) for family in vision.FAMILIES.values()),
     ),
     expected=_expected,
 )

@@ -56,10 +56,9 @@ def _qwen2_5_vl() -> nn.Module:
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
-def _qwen3_vl() -> nn.Module:
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    vision = {
+_QWEN3 = {
+    "text_config": _TEXT | {"rope_parameters": _ROPE | {"mrope_interleaved": True}, "head_dim": 8},
+    "vision_config": {
         "depth": 2,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -68,9 +67,25 @@ def _qwen3_vl() -> nn.Module:
         "patch_size": _PATCH,
         "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0],
-    }
-    text = _TEXT | {"rope_parameters": _ROPE | {"mrope_interleaved": True}, "head_dim": 8}
-    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **_TOKENS))
+    },
+    **_TOKENS,
+}
+
+
+def _qwen3_vl() -> nn.Module:
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(**_QWEN3))
+
+
+def _qwen3_vl_moe() -> nn.Module:
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = _QWEN3 | {"text_config": _QWEN3["text_config"] | experts}
+    model = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(**config))
+    model.set_experts_implementation("eager")  # others take no fp64
+    return model
 
 
 _SIGLIP = {
@@ -154,13 +169,14 @@ def _norm(module: nn.Module, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """`title`: in docs/models.md. `make`: a random model. `pictures`: the fields of so many pictures, and `tokens`, of
-    each those in the text.
+    """`title`, `kind`: in docs/models.md. `make`: a random model. `pictures`: the fields of so many pictures, and
+    `tokens`, of each those in the text.
     """
 
     title: str
     make: Callable[[], nn.Module]
     pictures: Callable[[int, torch.Generator], dict[str, Any]]
+    kind: str = "dense, pictures"
 
     def model(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
         torch.manual_seed(seed)
@@ -200,6 +216,7 @@ FAMILIES = {
     "qwen2_vl": Family("Qwen2-VL", _qwen2_vl, _grids),
     "qwen2_5_vl": Family("Qwen2.5-VL", _qwen2_5_vl, _grids),
     "qwen3_vl": Family("Qwen3-VL", _qwen3_vl, _grids),
+    "qwen3_vl_moe": Family("Qwen3-VL-MoE", _qwen3_vl_moe, _grids, kind="mixture, pictures"),
     "gemma3": Family("Gemma3", _gemma3, _fixed(4)),
     "idefics3": Family("Idefics3", _idefics3, _fixed(4, masks=True)),
     "smolvlm": Family("SmolVLM", _smolvlm, _fixed(4, masks=True)),
