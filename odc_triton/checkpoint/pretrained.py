@@ -41,17 +41,28 @@ _SHOWN = 5  # names that a message lists
 
 def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:
     """A transformers causal LM in fp32: weights from a folder or hub id, or random ones for the config `init`."""
-    from transformers import AutoModelForCausalLM
-
     if init is not None:
         return _made(read_config(init), init)
+    auto = auto_class(read_config(model))
     with reading(model):
-        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
+        return auto.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
+
+
+def auto_class(config: Any) -> Any:
+    """transformers' auto class for `config`: for causal LMs, or for models that see pictures and are no other."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    seeing = type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if seeing and type(config) not in auto.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
 
 
 def meta_causal_lm(*, model: str | None = None, init: str | None = None) -> nn.Module:
     """A transformers causal LM in fp32 on the meta device, from the folder or hub id `model`, or the config `init`.
 
+    For the config of a model that sees pictures it is the whole one, of AutoModelForImageTextToText.
     `fully_shard` gives it random weights, the same for any number of ranks; `load_pretrained_shards` loads real ones.
     """
     from transformers import GenerationConfig
@@ -72,7 +83,6 @@ def meta_causal_lm(*, model: str | None = None, init: str | None = None) -> nn.M
 
 def _made(config: Any, source: str) -> nn.Module:
     """A causal LM of `config`, read from `source`, with random weights."""
-    from transformers import AutoModelForCausalLM
     from transformers.activations import ACT2FN
 
     text = config.get_text_config()
@@ -84,7 +94,7 @@ def _made(config: Any, source: str) -> nn.Module:
     if isinstance(act, str) and act not in ACT2FN:
         raise ValueError(f"{source}: hidden_act is {act!r}; transformers has {', '.join(ACT2FN)}")
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        return auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # a bad field may make the model's code raise anything
         raise ValueError(
             f"{source}: transformers can't make a causal LM of this config ({type(error).__name__}: {error}); correct "
