@@ -113,8 +113,8 @@ def _counter(source: str | None) -> Callable[[Record], int] | None:
 
         if not encoders:
             encoders.append(TextEncoder.of(read_tokenizer(source)))
-        ((ids, _),) = encode_records([record], encoders[0], max_tokens=sys.maxsize)
-        return len(ids)
+        (sample,) = encode_records([record], encoders[0], max_tokens=sys.maxsize)
+        return len(sample.ids)
 
     return count
 

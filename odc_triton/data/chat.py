@@ -10,10 +10,14 @@ for example without their reasoning, is refused. Turns before `learned_from` are
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
+
+from .records import content_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,6 +40,7 @@ class Conversation(NamedTuple):
     messages: Messages
     tools: list[dict[str, Any]] | None = None  # JSON schemas of the functions that may be called
     learned_from: int = 0  # the first message that may be learned
+    pictures: Sequence[str] = ()  # of each picture, the text that stands for it
 
 
 class ChatError(ValueError):
@@ -48,11 +53,22 @@ class ChatError(ValueError):
 
 
 class ChatTemplate:
-    """The chat template of a transformers tokenizer."""
+    """The chat template of a transformers tokenizer, or of a processor with this tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, encode_batch: EncodeBatch) -> None:
-        """`encode_batch` encodes rendered texts and adds no special tokens."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        encode_batch: EncodeBatch,
+        *,
+        template: str | None = None,
+        mark: str | None = None,
+        before: Sequence[int] = (),
+    ) -> None:
+        """`encode_batch` encodes rendered texts and adds no special tokens. Of a processor: its `template`, the `mark`
+        that this writes for a picture, and in `before` the token that begins a text if the template writes none.
+        """
         self._tokenizer, self._encode_batch = tokenizer, encode_batch
+        self._template, self._mark, self._before = template, mark, [*before]
 
     def encode(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
         """(token ids, learned spans) of each conversation, in order; no end token is added.
@@ -60,7 +76,7 @@ class ChatTemplate:
         Turns that begin after `max_tokens` tokens may be left unmarked. Raises ChatError.
         """
         try:
-            self._tokenizer.get_chat_template()
+            self._tokenizer.get_chat_template(self._template)
         except ValueError as error:
             raise ChatError(
                 0,
@@ -68,8 +84,13 @@ class ChatTemplate:
                 "none; put the template of the model's instruction-tuned sibling into its folder "
                 "(chat_template.jinja), or render the conversations to 'prompt' and 'completion'",
             ) from error
-        given = self._tokenizer.chat_template
+        given = self._template or self._tokenizer.chat_template
         templates = given.values() if isinstance(given, dict) else [given]  # one of several may be for tools
+        for index, conversation in enumerate(conversations if self._mark is None else []):
+            if any(not isinstance(message.get("content", ""), str) for message in conversation.messages):
+                raise ChatError(
+                    index, "has pictures, which a tokenizer alone can't read: give the folder of a model that sees them"
+                )
         if self._tokenizer.is_fast and all(_MARKS.search(each) for each in templates):
             return self._by_marks(conversations, max_tokens)
         return self._by_prefixes(conversations, max_tokens)
@@ -84,7 +105,7 @@ class ChatTemplate:
             (text,), (ranges,) = render_jinja_template(
                 conversations=[list(messages)],
                 tools=tools,
-                chat_template=self._tokenizer.get_chat_template(tools=tools),
+                chat_template=self._tokenizer.get_chat_template(self._template, tools),
                 return_assistant_tokens_mask=True,
                 **self._tokenizer.special_tokens_map,
             )
@@ -93,23 +114,26 @@ class ChatTemplate:
         texts, marks = [], []
         for index, conversation in enumerate(conversations):
             text, ranges = self._guard(index, lambda each=conversation: rendered(each.messages, each.tools))
-            texts.append(self._complete(index, conversation, _checked(index, text)))
+            text = self._complete(index, conversation, _checked(index, text))
+            texts.append(self._with_pictures(index, conversation, text))
             before = conversation.messages[: conversation.learned_from]
             if any(message["role"] == ASSISTANT for message in before):
                 _, known = self._guard(index, lambda some=before, each=conversation: rendered(some, each.tools))
                 ranges = ranges[len(known) :]
-            marks.append(ranges)
+            marks.append(self._moved(ranges, text, conversation.pictures))
 
         def encode(some: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
             out = self._tokenizer(some, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            return list(zip(out["input_ids"], out["offset_mapping"], strict=True))
+            found = zip(map(self._begin, some), out["input_ids"], out["offset_mapping"], strict=True)
+            return [([*begin, *ids], [(0, 0) for _ in begin] + offsets) for begin, ids, offsets in found]
 
         heads = encode_heads(encode, texts, max_tokens, tokens=lambda each: len(each[0]))
         return [(ids, _covering(offsets, ranges)) for ((ids, offsets), _), ranges in zip(heads, marks, strict=True)]
 
     def _by_prefixes(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
         wholes = [self._complete(index, each, self._render(index, each)) for index, each in enumerate(conversations)]
-        heads = [each for some in _portions(wholes, len) for each in encode_heads(self._encode_batch, some, max_tokens)]
+        texts = [self._with_pictures(index, each, wholes[index]) for index, each in enumerate(conversations)]
+        heads = [each for some in _portions(texts, len) for each in encode_heads(self._encode, some, max_tokens)]
         ids, read = [list(each) for each, _ in heads], [characters for _, characters in heads]
         edges: list[list[int]] = [[] for _ in conversations]  # tokens before and after each turn of the assistant
 
@@ -121,16 +145,16 @@ class ChatTemplate:
                         break
                     if message["role"] == ASSISTANT and turn >= conversation.learned_from:
                         for text in self._around(index, conversation, turn, wholes[index]):
-                            yield index, turn, text
+                            yield index, turn, self._with_pictures(index, conversation, text, is_whole=False)
 
         # In portions, because prefixes of one conversation grow with the square of its turns.
         for some in _portions(prefixes(), lambda each: len(each[-1])):
-            encoded = iter(self._encode_batch([text for index, _, text in some if len(text) < read[index]]))
+            encoded = iter(self._encode([text for index, _, text in some if len(text) < read[index]]))
             for index, turn, text in some:
                 prefix = list(next(encoded)) if len(text) < read[index] else ids[index]
                 if prefix != ids[index][: len(prefix)]:
                     is_header = len(edges[index]) % 2 == 0
-                    content = conversations[index].messages[turn].get("content", "")
+                    content = content_text(conversations[index].messages[turn])
                     is_theirs = content[:1].isspace() if is_header else content and text.endswith(content)
                     if text[-1:].isspace() and not is_theirs:
                         what, then = ("its header of ", "the assistant's words") if is_header else ("", "what follows")
@@ -191,10 +215,42 @@ class ChatTemplate:
         text = self._guard(
             index,
             lambda: self._tokenizer.apply_chat_template(
-                list(conversation.messages), tools=conversation.tools, tokenize=False, add_generation_prompt=asks
+                list(conversation.messages),
+                chat_template=self._template,
+                tools=conversation.tools,
+                tokenize=False,
+                add_generation_prompt=asks,
             ),
         )
         return _checked(index, text)
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return [[*self._begin(text), *ids] for text, ids in zip(texts, self._encode_batch(texts), strict=True)]
+
+    def _begin(self, text: str) -> list[int]:
+        return [] if text.startswith(self._tokenizer.bos_token or "\0") else self._before
+
+    def _with_pictures(self, index: int, conversation: Conversation, text: str, *, is_whole: bool = True) -> str:
+        """A rendered text, with each picture's own in place of its mark; a part of it may have fewer of them."""
+        pictures = conversation.pictures
+        if self._mark is None:
+            return text
+        parts = text.split(self._mark)
+        if len(parts) - 1 != len(pictures) and (is_whole or len(parts) - 1 > len(pictures)):
+            raise ChatError(
+                index,
+                f"the chat template writes {len(parts) - 1} {self._mark} for {len(pictures)} pictures: give the "
+                "template of the model's processor",
+            )
+        return "".join(each for pair in zip(parts, [*pictures[: len(parts) - 1], ""], strict=True) for each in pair)
+
+    def _moved(self, ranges: list[tuple[int, int]], text: str, pictures: Sequence[str]) -> list[tuple[int, int]]:
+        """Ranges of characters of a rendered `text`, after `_with_pictures`."""
+        if not pictures:
+            return ranges
+        ends = [found.end() for found in re.finditer(re.escape(self._mark), text)]
+        gains = [0, *accumulate(len(each) - len(self._mark) for each in pictures)]
+        return [tuple(at + gains[bisect_right(ends, at)] for at in each) for each in ranges]
 
     @staticmethod
     def _guard(index: int, call: Callable[[], Any]) -> Any:

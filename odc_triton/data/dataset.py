@@ -21,19 +21,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from .chat import CHARACTERS_PER_TOKEN, Spans
-from .encode import batches, encode_records
+from .chat import CHARACTERS_PER_TOKEN
+from .encode import Encoded, batches, encode_records
 from .records import IGNORED, DataError, Record
+from .shown import COLUMNS as PICTURE_COLUMNS
+from .shown import ShownPictures, ShownWriter
 from .sources import RecordSource
 from .store import column_of, map_arrays, save_arrays
 from .tokenizer import TextEncoder
+from .vision import PictureProcessor
 
 TooLong = Literal["error", "truncate", "drop"]
 
@@ -65,7 +68,7 @@ class DataSummary:
     records: int = 0
     samples: int = 0
     truncated: int = 0  # samples that were cut at their end
-    dropped_too_long: int = 0
+    dropped_too_long: int = 0  # also those whose pictures a cut would damage
     dropped_no_target: int = 0  # an empty text, no turn of the assistant, or a prompt that fills max_tokens
     tokens: int = 0
     target_tokens: int = 0
@@ -89,6 +92,9 @@ class Samples(ABC):
     lengths: np.ndarray  # [samples] int64: tokens of each sample, prompt included
     target_counts: np.ndarray  # [samples] int64: tokens of each that are predicted and learned, so without its first
     largest_token: int  # of all samples; of a subset also of those left out
+    # Of each sample; None: the data set has no pictures.
+    pictures: list[list[int]] | None = None  # entries of pixel_values, by unit of attention in the tower
+    floors: list[int] | None = None  # tokens up to and including its last picture's, 0 without one
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -97,7 +103,12 @@ class Samples(ABC):
     def _sample(self, index: int) -> dict[str, np.ndarray]: ...
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """{"input_ids", "labels"}, each [length] int64, copies that the caller may change."""
+        """{"input_ids", "labels"}, each [length] int64, copies that the caller may change.
+
+        Of a sample with pictures also "mm_token_type_ids", [length] int64, 1 for a picture's tokens, and what the
+        model's processor makes of them, without the dimension of the batch: "pixel_values", and of some
+        "image_grid_thw" or "pixel_attention_mask". Raises ValueError if no processor was given.
+        """
         index = operator.index(index)
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} samples")
@@ -119,11 +130,13 @@ class TokenizedDataset(Samples):
         spans: np.ndarray,
         summary: DataSummary,
         path: str | os.PathLike | None = None,
+        shown: ShownPictures | None = None,
     ) -> None:
-        """`path`: the file that the arrays are mapped from, if any."""
+        """`path`: the file that the arrays are mapped from, if any. `shown`: the samples' pictures, if any."""
         self.tokens, self.offsets, self.spans = tokens, offsets, spans
         self.summary = summary
         self.path = None if path is None else Path(path)
+        self.shown = shown
 
     @property
     def lengths(self) -> np.ndarray:
@@ -146,10 +159,23 @@ class TokenizedDataset(Samples):
     def largest_token(self) -> int:
         return int(self.tokens.max())
 
+    @property
+    def pictures(self) -> list[list[int]] | None:
+        return None if self.shown is None else self.shown.values
+
+    @property
+    def floors(self) -> list[int] | None:
+        return None if self.shown is None else self.shown.floors
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def _sample(self, index: int) -> dict[str, np.ndarray]:
+        sample = self.text(index)
+        return sample if self.shown is None else sample | self.shown.fields(index, sample["input_ids"])
+
+    def text(self, index: int) -> dict[str, np.ndarray]:
+        """A sample's "input_ids" and "labels" alone, which need no processor."""
         begin, end = self.offsets[index : index + 2]
         input_ids = self.tokens[begin:end].astype(np.int64)
         labels = np.full_like(input_ids, IGNORED)
@@ -161,23 +187,31 @@ class TokenizedDataset(Samples):
     def __reduce__(self) -> tuple:
         # A DataLoader's worker process maps the file itself, instead of receiving a copy of all samples.
         if self.path is not None:
-            return TokenizedDataset.load, (self.path,)
-        return TokenizedDataset, (self.tokens, self.offsets, self.spans, self.summary)
+            processor = self.shown and self.shown.processor
+            load = partial(TokenizedDataset.load, processor=processor.processor) if processor else TokenizedDataset.load
+            return load, (self.path,)
+        return TokenizedDataset, (self.tokens, self.offsets, self.spans, self.summary, None, self.shown)
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes an `.npz` file, without pickle, atomically."""
-        save_arrays(path, {name: column_of(getattr(self, name)) for name in _COLUMNS}, asdict(self.summary))
+        arrays = {name: getattr(self, name) for name in _COLUMNS} | ({} if self.shown is None else self.shown.arrays)
+        save_arrays(path, {name: column_of(array) for name, array in arrays.items()}, asdict(self.summary))
 
     @classmethod
-    def load(cls, path: str | os.PathLike, *, verify: bool = False) -> TokenizedDataset:
+    def load(cls, path: str | os.PathLike, *, processor: Any = None, verify: bool = False) -> TokenizedDataset:
         """Maps a file of `save` or `tokenize_source`. Raises DataError for any other.
 
-        `verify` reads the whole file once and compares its checksums: use it if the file may be damaged.
+        `processor`: the model's, of transformers, without which samples with pictures can't be read. `verify` reads the
+        whole file once and compares its checksums: use it if the file may be damaged.
         """
         try:
-            arrays, meta = map_arrays(path, _COLUMNS, verify=verify)
+            arrays, meta = map_arrays(path, _COLUMNS, optional=PICTURE_COLUMNS, verify=verify)
             summary = DataSummary(**meta)
             shapes = summary.shapes(len(arrays["spans"]))
+            own = {name: arrays.pop(name) for name in PICTURE_COLUMNS if name in arrays}
+            shown = ShownPictures(own, processor and PictureProcessor(processor)) if own else None
+            if shown is not None:
+                shown.check(summary.samples)
             for name, values in arrays.items():
                 if (values.dtype, values.shape) != (_COLUMNS[name], shapes[name]):
                     raise ValueError(f"{name} has {values.shape} {values.dtype}, not {shapes[name]}")
@@ -185,7 +219,7 @@ class TokenizedDataset(Samples):
             raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
         except Exception as error:  # readers of zip, npy and JSON raise many kinds
             raise DataError(f"{path} is not a prepared data set ({error}); prepare it again") from error
-        return cls(**arrays, summary=summary, path=path)
+        return cls(**arrays, summary=summary, path=path, shown=shown)
 
 
 def tokenize_source(
@@ -207,7 +241,11 @@ def tokenize_source(
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             # Columns grow in unnamed files, which vanish with the process.
-            files = {name: stack.enter_context(TemporaryFile(dir=folder)) for name in _COLUMNS}
+            def new_file() -> Any:
+                return stack.enter_context(TemporaryFile(dir=folder))
+
+            files = {name: new_file() for name in _COLUMNS}
+            shown = ShownWriter(new_file) if encoder.pictures is not None else None
 
             def write(column: str, values: Any) -> None:
                 files[column].write(np.asarray(values, _COLUMNS[column]).tobytes())
@@ -215,16 +253,19 @@ def tokenize_source(
             write("offsets", 0)
             for batch in batches(source, options.batch_records):
                 encoded = encode_records(batch, encoder, options.max_tokens)
-                for ids, spans in samples_of(zip(batch, encoded, strict=True), options, summary):
-                    write("spans", np.asarray(spans) + (summary.tokens - len(ids)))
-                    write("tokens", ids)
+                for sample in samples_of(zip(batch, encoded, strict=True), options, summary):
+                    write("spans", np.asarray(sample.spans) + (summary.tokens - len(sample.ids)))
+                    write("tokens", sample.ids)
                     write("offsets", summary.tokens)
-                    spans_written += len(spans)
+                    spans_written += len(sample.spans)
+                    if shown is not None:
+                        shown.add(sample.pictures, sample.floor)
                 if progress is not None:
                     progress(summary.records, batch[-1].end / max(source.total(), 1))
             require_samples(source.name, summary, options)
             shapes = summary.shapes(spans_written)
             columns = {name: (file, _COLUMNS[name], shapes[name]) for name, file in files.items()}
+            columns |= {} if shown is None else shown.columns()
             save_arrays(path, columns, asdict(summary))
     except OSError as error:  # no space, no permission; reading raises DataError instead
         raise OSError(error.errno, f"{error.strerror or error} while the samples were written", str(path)) from error
@@ -232,13 +273,15 @@ def tokenize_source(
 
 
 def samples_of(
-    encoded: Iterable[tuple[Record, tuple[list[int], Spans]]], options: DataOptions, summary: DataSummary
-) -> Iterator[tuple[list[int], Spans]]:
-    """(token ids, learned spans) of each sample of these records, encoded by `encode_records`.
+    encoded: Iterable[tuple[Record, Encoded]], options: DataOptions, summary: DataSummary
+) -> Iterator[Encoded]:
+    """The samples of these records, encoded by `encode_records`.
 
-    Counts in `summary`. Raises DataError for too long a sample if the options require it.
+    None is cut before the end of its last picture: it is dropped, as too long, instead. Counts in `summary`. Raises
+    DataError for too long a sample if the options require it.
     """
-    for record, (ids, spans) in encoded:
+    for record, sample in encoded:
+        ids, spans = sample.ids, sample.spans
         summary.records += 1
         too_long = len(ids) > options.max_tokens
         if too_long:
@@ -248,7 +291,7 @@ def samples_of(
                     f"{record.where}: {least}{len(ids)} tokens, more than the cap of "
                     f"{options.max_tokens}; raise --token-cap, or give --truncate or --drop-long"
                 )
-            if options.too_long == "drop":
+            if options.too_long == "drop" or sample.floor > options.max_tokens:
                 summary.dropped_too_long += 1
                 continue
             ids = ids[: options.max_tokens]
@@ -261,7 +304,7 @@ def samples_of(
         summary.truncated += too_long
         summary.target_tokens += targets
         summary.tokens += len(ids)
-        yield ids, spans
+        yield sample._replace(ids=ids, spans=spans)
 
 
 def require_samples(name: str, summary: DataSummary, options: DataOptions) -> None:
@@ -292,6 +335,16 @@ class SampleSubset(Samples):
     @property
     def largest_token(self) -> int:
         return self.data.largest_token
+
+    @property
+    def pictures(self) -> list[list[int]] | None:
+        pictures = self.data.pictures
+        return None if pictures is None else [pictures[index] for index in self.indices]
+
+    @property
+    def floors(self) -> list[int] | None:
+        floors = self.data.floors
+        return None if floors is None else [floors[index] for index in self.indices]
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from .chat import ChatError, Conversation, Spans, encode_heads
-from .records import DataError, Record
+from .records import DataError, Record, content_text
 from .tokenizer import TextEncoder
+from .vision import SeenPictures
 
 _BATCH_CHARACTERS = 4_000_000  # of text per call of the tokenizer
+_PICTURE_CHARACTERS = _BATCH_CHARACTERS // 16  # that a picture counts as, so that a batch holds few
 
 
-def encode_records(batch: list[Record], encoder: TextEncoder, max_tokens: int) -> Iterator[tuple[list[int], Spans]]:
-    """(token ids, learned spans) of each record; too long ones have more than `max_tokens` ids, and their end may be
-    missing. Raises DataError.
-    """
+class Encoded(NamedTuple):
+    """One record. `ids` of a too long one are more than the cap, and their end may be missing."""
+
+    ids: list[int]
+    spans: Spans  # that are learned
+    pictures: SeenPictures | None = None
+    floor: int = 0  # tokens up to and including the last picture's
+
+
+def encode_records(batch: list[Record], encoder: TextEncoder, max_tokens: int) -> Iterator[Encoded]:
+    """Raises DataError."""
+    if encoder.pictures is not None:
+        for record in batch:
+            encoder.pictures.require_unspelled(record)
     texts = [text for each in batch if each.messages is None for text in (each.prompt, each.completion)]
     heads = encode_heads(encoder.encode_batch, [text for text in texts if text is not None], max_tokens)
     encoded = (ids for ids, _ in heads)
@@ -33,10 +46,10 @@ def encode_records(batch: list[Record], encoder: TextEncoder, max_tokens: int) -
         # A text made by a chat template may already have its end token.
         if not len(completion) or completion[-1] != encoder.end_id:
             ids.append(encoder.end_id)
-        yield ids, [(masked, len(ids))]
+        yield Encoded(ids, [(masked, len(ids))])
 
 
-def _encode_chats(records: list[Record], encoder: TextEncoder, max_tokens: int) -> list[tuple[list[int], Spans]]:
+def _encode_chats(records: list[Record], encoder: TextEncoder, max_tokens: int) -> list[Encoded]:
     if not records:
         return []
     if encoder.chat is None:
@@ -44,12 +57,40 @@ def _encode_chats(records: list[Record], encoder: TextEncoder, max_tokens: int) 
             f"{records[0].where}: messages need a chat template, and a bare tokenizer.json has none; give the "
             "folder of the model's tokenizer, or render the conversations to 'prompt' and 'completion'"
         )
-    try:
-        return encoder.chat.encode(
-            [Conversation(each.messages, each.tools, each.learned_from) for each in records], max_tokens
+    vision = encoder.pictures
+    seen = [vision.see(each) if vision is not None and each.pictures else None for each in records]
+    conversations = [
+        Conversation(
+            _contents(each.messages, vision is not None),
+            each.tools,
+            each.learned_from,
+            () if saw is None else saw.texts,
         )
+        for each, saw in zip(records, seen, strict=True)
+    ]
+    try:
+        encoded = encoder.chat.encode(conversations, max_tokens)
     except ChatError as error:
         raise DataError(f"{records[error.index].where}: {error}") from error
+    return [
+        Encoded(ids, spans)
+        if saw is None
+        else Encoded(ids, spans, saw, vision.floor(record.where, ids, saw.texts, max_tokens))
+        for record, saw, (ids, spans) in zip(records, seen, encoded, strict=True)
+    ]
+
+
+def _contents(messages: list[dict[str, Any]], as_lists: bool) -> list[dict[str, Any]]:
+    """The messages as templates want them: a processor's takes lists of parts, and may drop a plain text."""
+
+    def content(message: dict[str, Any]) -> Any:
+        given = message["content"]
+        if as_lists:
+            return [{"type": "text", "text": given}] if isinstance(given, str) else given
+        has_picture = not isinstance(given, str) and any(part["type"] == "image" for part in given)
+        return given if has_picture else content_text(message)
+
+    return [each | {"content": content(each)} if "content" in each else each for each in messages]
 
 
 def batches(records: Iterable[Record], most: int) -> Iterator[list[Record]]:
@@ -58,7 +99,7 @@ def batches(records: Iterable[Record], most: int) -> Iterator[list[Record]]:
     characters = 0
     for record in records:
         batch.append(record)
-        characters += record.characters
+        characters += record.characters + _PICTURE_CHARACTERS * len(record.pictures)
         if len(batch) == most or characters > _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

@@ -8,7 +8,8 @@
     {"instruction": …, "input": …, "output": …}            the output; Alpaca's form
 
 Other fields are ignored, and a field that is null counts as missing. Next to messages there may be `tools`, and the
-assistant may call them: its message has `tool_calls`, and its `content` may be null.
+assistant may call them: its message has `tool_calls`, and its `content` may be null. Messages may have pictures, and
+next to them there may be `images` or `image` (`parts`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from .messages import read_messages, read_tools, with_system
+from .parts import given_pictures, place_pictures
 from .records import DataError, Form, Record, kind_of, message_text, names_of, string
 
 FORMS = (
@@ -31,8 +33,8 @@ _FIELDS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def record_of(where: str, value: Any, end: int = 0) -> Record:
-    """The record in one line or row. `where`: its name in errors; `end`: as in `Record`. Raises DataError."""
+def record_of(where: str, value: Any, end: int = 0, folder: str | None = None) -> Record:
+    """The record in one line or row. `where`: its name in errors; `end`, `folder`: as in `Record`. Raises DataError."""
     if not isinstance(value, dict):
         raise DataError(f"{where}: {kind_of(value)}, not an object with {FORMS}")
     fields = {name: each for name, each in value.items() if each is not None}
@@ -40,13 +42,22 @@ def record_of(where: str, value: Any, end: int = 0) -> Record:
     form = _recognised(where, fields, names_of(value))
     if form in ("messages", "conversations", "prompt and completion as messages"):
         messages, learned_from = _conversation(where, fields, form)
+        messages, pictures = place_pictures(where, fields, messages)
         return Record(
             form=form,
             messages=messages,
             learned_from=learned_from,
             tools=read_tools(where, fields),
+            pictures=pictures,
+            folder=folder,
             characters=sum(len(message_text(each)) for each in messages),
             **place,
+        )
+    name, pictures = given_pictures(where, fields)
+    if pictures:
+        raise DataError(
+            f"{where}: has {name!r}, and only 'messages' can have pictures: write the record as messages, or leave "
+            f"{name!r} out"
         )
     if form == "text":
         prompt, completion = None, string(where, fields, "text")

@@ -15,7 +15,7 @@ import numpy as np
 
 from .chat import ASSISTANT, Conversation, Spans, joined_spans
 from .dataset import DataOptions, TokenizedDataset, tokenize_source
-from .encode import encode_records
+from .encode import Encoded, encode_records
 from .order import Mix
 from .records import IGNORED, Record, message_text
 from .sources import RecordSource, open_source
@@ -106,17 +106,17 @@ def inspect_data(
 
 
 def never_ends(
-    batch: Sequence[Record], encoded: Sequence[tuple[list[int], Spans]], encoder: TextEncoder, max_tokens: int
+    batch: Sequence[Record], encoded: Sequence[Encoded], encoder: TextEncoder, max_tokens: int
 ) -> str | None:
     """A warning if conversations are learned and none of their turns ends with the end token.
 
     `encoded`: `batch` as encoded by `encode_records`; samples longer than `max_tokens` may lack their end.
     """
     learned = [
-        ids[start:end]
-        for record, (ids, spans) in zip(batch, encoded, strict=True)
-        for start, end in spans
-        if record.messages is not None and len(ids) <= max_tokens
+        sample.ids[start:end]
+        for record, sample in zip(batch, encoded, strict=True)
+        for start, end in sample.spans
+        if record.messages is not None and len(sample.ids) <= max_tokens
     ]
     if not learned or any(encoder.end_id in ids for ids in learned):
         return None
@@ -273,7 +273,7 @@ def _example(data: TokenizedDataset, encoder: TextEncoder) -> list[tuple[bool, s
         return []
     lengths = data.lengths
     middle = int(np.argsort(lengths, kind="stable")[len(lengths) // 2])
-    sample = data[middle]
+    sample = data.text(middle)
     learned = sample["labels"] != IGNORED
     cuts = [0, *(np.flatnonzero(np.diff(learned)) + 1).tolist(), len(learned)]
     return [

@@ -3,16 +3,17 @@
     {"role": "user", "content": …}       as OpenAI, transformers and TRL have them
     {"from": "human", "value": …}        as ShareGPT, LLaMA-Factory and axolotl have them
 
-A list of messages, or of tools, may be written as a string of JSON: CSV and many tables have no lists.
+A content is a text, or a list of texts and pictures (`parts`). A list of messages,
+or of tools, may be written as a string of JSON: CSV and many tables have no lists.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 from typing import Any
 
-from .records import DataError, kind_of, names_of, string
+from .parts import read_parts
+from .records import DataError, from_json, kind_of, names_of, string
 
 Message = dict[str, Any]
 # ShareGPT's roles, with LLaMA-Factory's for tools. A function_call is a turn of the assistant.
@@ -33,7 +34,7 @@ def read_messages(where: str, fields: dict, name: str) -> list[Message]:
 
     Raises DataError, which names a message of the field `messages` by its number alone.
     """
-    messages = _from_json(fields[name])
+    messages = from_json(fields[name])
     if not isinstance(messages, list) or not messages:
         what = "an empty list" if messages == [] else kind_of(messages)
         raise DataError(f"{where}: {name!r} must be a list of at least one message, not {what}")
@@ -43,10 +44,10 @@ def read_messages(where: str, fields: dict, name: str) -> list[Message]:
 
 def read_tools(where: str, fields: dict) -> list[dict[str, Any]] | None:
     """The field `tools`; None if it is missing or empty. Raises DataError."""
-    tools = _from_json(fields.get("tools"))
+    tools = from_json(fields.get("tools"))
     if tools is None or tools in ([], ""):
         return None
-    tools = [_from_json(each) for each in tools] if isinstance(tools, list) else tools
+    tools = [from_json(each) for each in tools] if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
         raise DataError(
             f"{where}: 'tools' must be a list of objects, the functions' JSON schemas, or the JSON of one, not "
@@ -77,10 +78,14 @@ def _message(here: str, message: Any) -> Message:
             if name == "content" and calls:
                 continue
             raise DataError(f"{here} needs 'role' and 'content', or 'from' and 'value'; it has {names_of(message)}")
-        string(here, message, name)
+        if name == "content" and isinstance(message[name], list):
+            message = message | {"content": read_parts(here, message[name])}
+        else:
+            string(here, message, name)
     # The template may use other fields: reasoning, tool calls, a name.
-    if not message.keys() <= {"role", "content"}:
-        _check_json(f"{here} has another field than 'role' and 'content' that", message)
+    others = {name: value for name, value in message.items() if name not in ("role", "content")}
+    if others:
+        _check_json(f"{here} has another field than 'role' and 'content' that", others)
     checked = {name: value for name, value in message.items() if value is not None}
     if message["role"] in ("human", "gpt"):  # which no template knows
         checked["role"] = _ROLES[message["role"]]
@@ -101,7 +106,7 @@ def _of_sharegpt(here: str, message: Message) -> Message:
 
 def _calls(here: str, value: str) -> list[dict[str, Any]]:
     """OpenAI's calls, from LLaMA-Factory's string of JSON: one call, or a list of them."""
-    calls = _from_json(value)
+    calls = from_json(value)
     calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list) or not all(isinstance(c, dict) and isinstance(c.get("name"), str) for c in calls):
         raise DataError(
@@ -118,17 +123,9 @@ def _with_objects(calls: Any) -> Any:
     if not isinstance(calls, dict):
         return calls
     calls = {name: _with_objects(value) if name == "function" else value for name, value in calls.items()}
-    if isinstance(arguments := _from_json(calls.get("arguments")), dict):
+    if isinstance(arguments := from_json(calls.get("arguments")), dict):
         calls["arguments"] = arguments
     return calls
-
-
-def _from_json(value: Any) -> Any:
-    """The value of a string of JSON; any other value unchanged."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(value)
-    return value
 
 
 def _check_json(what: str, value: Any) -> None:

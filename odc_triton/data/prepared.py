@@ -41,6 +41,7 @@ def prepare_data(
     """
     options = options or DataOptions()
     source = open_source(name)
+    processor = None if encoder.pictures is None else encoder.pictures.processor
     parts = [source.fingerprint(), encoder.fingerprint]
     if None in parts:
         raise ValueError(f"{name} or its encoder has no fingerprint, so its samples could not be found again")
@@ -51,11 +52,11 @@ def prepare_data(
     path = Path(folder) / f"{readable}-{digest}.npz"
     if path.exists():
         try:
-            return TokenizedDataset.load(path, verify=True)
+            return TokenizedDataset.load(path, processor=processor, verify=True)
         except DataError as error:
             warnings.warn(f"the data are prepared again: {error}", RuntimeWarning, stacklevel=2)
     tokenize_source(source, encoder, path, options, progress)
     if source.fingerprint() != parts[0]:
         path.unlink()
         raise DataError(f"{source.name} changed while it was read; start again when nothing writes to it")
-    return TokenizedDataset.load(path)
+    return TokenizedDataset.load(path, processor=processor)

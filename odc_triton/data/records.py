@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from datetime import date, time
@@ -21,7 +22,11 @@ class DataError(ValueError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """One record. For a text `prompt` is None and `completion` is the whole text. `messages` is None unless the
-    record is a conversation; then `prompt` is None, `completion` is empty, and there may be `tools`."""
+    record is a conversation; then `prompt` is None, `completion` is empty, and there may be `tools` and `pictures`.
+
+    A message's content is a text, or a list of {"type": "text", "text": …} and {"type": "image"}; of these each has one
+    of the `pictures`, in order.
+    """
 
     form: Form
     prompt: str | None = None
@@ -29,6 +34,8 @@ class Record:
     messages: list[dict[str, Any]] | None = None
     learned_from: int = 0  # the first message that may be learned
     tools: list[dict[str, Any]] | None = None
+    pictures: tuple[str | bytes, ...] = ()  # a path, a URL, or the picture as it is encoded
+    folder: str | None = None  # that paths are relative to
     where: str  # its name in errors
     end: int  # where it ends in its source: in bytes of a file, in rows of a table
     characters: int  # in all its texts
@@ -37,7 +44,21 @@ class Record:
 def message_text(message: dict[str, Any]) -> str:
     """A message's text, for counting: its content, and its tool calls as JSON."""
     calls = message.get("tool_calls")
-    return message.get("content", "") + (json.dumps(calls, ensure_ascii=False) if calls else "")
+    return content_text(message) + (json.dumps(calls, ensure_ascii=False) if calls else "")
+
+
+def content_text(message: dict[str, Any]) -> str:
+    """A message's content without its pictures."""
+    content = message.get("content", "")
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def from_json(value: Any) -> Any:
+    """The value of a string of JSON; any other value unchanged."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def kind_of(value: Any) -> str:

@@ -15,7 +15,7 @@ from ..base.hub import hub_problem
 from .forms import record_of
 from .json_files import Value, library, opened, read_json, unpacked
 from .records import DataError, Record
-from .tables import LOADED, read_table, without_nulls
+from .tables import LOADED, keep_encoded, read_table, without_nulls
 
 # The form of a hub id; a name with a file's suffix is taken for a file.
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -36,13 +36,14 @@ _MAGIC = {b"PAR1": "Parquet", b"ARROW1": "Arrow", b"\xff\xff\xff\xff": "Arrow"}
 
 
 class RecordSource(ABC):
-    """Records in a fixed order. Errors call the source by its `name`."""
+    """Records in a fixed order. Errors call the source by its `name`. Pictures' paths are relative to `folder`."""
 
     name: str
+    folder: str | None = None
 
     def __iter__(self) -> Iterator[Record]:
         """All records, from the first. Raises DataError."""
-        return (record_of(*row) for row in self.rows())
+        return (record_of(*row, self.folder) for row in self.rows())
 
     @abstractmethod
     def rows(self) -> Iterator[Value]:
@@ -64,12 +65,18 @@ class RecordFiles(RecordSource):
         """`name`: of a folder; by default the first file's."""
         self.paths, self.name, self.kind = paths, str(paths[0]) if name is None else name, kind
 
+    def __iter__(self) -> Iterator[Record]:
+        return (record_of(*row, os.path.dirname(path)) for path, row in self._rows())
+
     def rows(self) -> Iterator[Value]:
+        return (row for _, row in self._rows())
+
+    def _rows(self) -> Iterator[tuple[str | os.PathLike, Value]]:
         before = 0
         for path in self.paths:
             values = read_json(path) if self.kind == "JSON" else read_table(path, self.kind)
             for where, value, end in _not_empty(str(path), values):
-                yield where, value, before + end
+                yield path, (where, value, before + end)
             before += os.path.getsize(path)
 
     def total(self) -> int:
@@ -89,8 +96,8 @@ class RecordFiles(RecordSource):
 class RecordRows(RecordSource):
     """Any table: an iterable of dicts that has a length and can be iterated more than once."""
 
-    def __init__(self, table: Any, name: str, fingerprint: str | None = None) -> None:
-        self.table, self.name, self._fingerprint = table, name, fingerprint
+    def __init__(self, table: Any, name: str, fingerprint: str | None = None, folder: str | None = None) -> None:
+        self.table, self.name, self._fingerprint, self.folder = table, name, fingerprint, folder
 
     def rows(self) -> Iterator[Value]:
         rows = ((f"{self.name}, row {row}", without_nulls(each), row + 1) for row, each in enumerate(self.table))
@@ -182,10 +189,10 @@ def _from_saved(folder: str, split: str | None) -> RecordSource:
     datasets = library("datasets", f"{folder} is a data set of `save_to_disk`")
     loaded = _load(folder, lambda: datasets.load_from_disk(folder))
     if isinstance(loaded, datasets.DatasetDict):
-        return _rows(_of_split(folder, split, loaded), f"{folder}:{split or 'train'}")
+        return _rows(_of_split(folder, split, loaded), f"{folder}:{split or 'train'}", folder)
     if split is not None:
         raise DataError(f"{folder} is one data set without splits; leave out ':{split}'")
-    return _rows(loaded, folder)
+    return _rows(loaded, folder, folder)
 
 
 def _of_split(folder: str, split: str | None, splits: Mapping[str, Any]) -> Any:
@@ -206,9 +213,11 @@ def _from_hub(name: str, hub_id: str, configuration: str | None, split: str) -> 
         raise error if problem is None else DataError(f"{taken}, and can't be read: {problem}") from error
 
 
-def _rows(loaded: Any, name: str) -> RecordRows:
+def _rows(loaded: Any, name: str, folder: str | None = None) -> RecordRows:
     # Private by name, but documented as the key of a data set's cache; without it nothing is kept.
-    return RecordRows(loaded, name, getattr(loaded, "_fingerprint", None))
+    fingerprint = getattr(loaded, "_fingerprint", None)
+    keep_encoded(loaded.info.features)
+    return RecordRows(loaded, name, fingerprint, folder)
 
 
 def _load(name: str, load: Callable[[], Any]) -> Any:

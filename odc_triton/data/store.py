@@ -47,8 +47,11 @@ def column_of(array: np.ndarray) -> Column:
     return io.BytesIO(array.tobytes()), array.dtype, array.shape
 
 
-def map_arrays(path: str | os.PathLike, names: Iterable[str], *, verify: bool) -> tuple[dict[str, np.ndarray], Any]:
-    """(read-only arrays mapped from the file, meta). `verify` reads the whole file once and compares its checksums.
+def map_arrays(
+    path: str | os.PathLike, names: Iterable[str], *, optional: Iterable[str] = (), verify: bool
+) -> tuple[dict[str, np.ndarray], Any]:
+    """(read-only arrays mapped from the file, meta). Of `optional` ones those that the file has. `verify` reads the
+    whole file once and compares its checksums.
 
     Nothing in the file is ever unpickled. Raises OSError, and the errors of the readers of zip, npy and JSON.
     """
@@ -59,6 +62,7 @@ def map_arrays(path: str | os.PathLike, names: Iterable[str], *, verify: bool) -
             raise ValueError(f"the checksum of {damaged} is wrong")
         with archive.open("meta.npy") as member:
             meta = json.loads(str(np.lib.format.read_array(member, allow_pickle=False)))
+        names = [*names, *(name for name in optional if f"{name}.npy" in archive.namelist())]
         return {name: _map_member(file, archive.getinfo(f"{name}.npy")) for name in names}, meta
 
 

@@ -47,6 +47,19 @@ def without_nulls(fields: Any) -> Any:
     return {name: _without_none(value) if name in _NESTED else value for name, value in fields.items()}
 
 
+def keep_encoded(features: Any) -> None:
+    """Makes the pictures in `features` of `datasets` stay as they are stored: {"bytes": …, "path": …}."""
+    if type(features).__name__ == "Image":
+        features.decode = False
+    if isinstance(features, dict):
+        nested = [*features.values()]
+    else:
+        nested = features if isinstance(features, list) else [getattr(features, "feature", None)]
+    for each in nested:
+        if each is not None:
+            keep_encoded(each)
+
+
 def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(each) for key, each in value.items() if each is not None}
@@ -59,7 +72,9 @@ def _loaded(path: str | os.PathLike, kind: str) -> Iterator[tuple[dict, int]]:
         for batch in LOADED[kind](file, why):
             decode = dict
             if b'"Json"' in (batch.schema.metadata or {}).get(b"huggingface", b""):  # its way to keep unlike structs
-                decode = library("datasets", why).Features.from_arrow_schema(batch.schema).decode_example
+                features = library("datasets", why).Features.from_arrow_schema(batch.schema)
+                keep_encoded(features)
+                decode = features.decode_example
             for start in range(0, batch.num_rows, _ROWS):
                 for fields in batch.slice(start, _ROWS).to_pylist():
                     yield without_nulls(decode(fields)), file.tell()

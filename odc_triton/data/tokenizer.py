@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.files import atomic_file, read_json_object, reading
 from .chat import ChatTemplate
+from .vision import PictureProcessor
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, ProcessorMixin
 
 END = "<|end|>"
 PAD = "<|pad|>"
@@ -133,13 +134,18 @@ class TextEncoder:
     decode: Callable[[Sequence[int]], str] | None = None  # special tokens written out
     chat: ChatTemplate | None = None
     fingerprint: str | None = None  # changes whenever a text's ids might; None: unknown
+    pictures: PictureProcessor | None = None  # None: records have none
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer | PreTrainedTokenizerBase) -> TextEncoder:
-        """The encoder of any transformers tokenizer, or of one that `train_tokenizer` made.
+    def of(cls, tokenizer: Tokenizer | PreTrainedTokenizerBase | ProcessorMixin, *, fetch: bool = False) -> TextEncoder:
+        """The encoder of any transformers tokenizer, of one that `train_tokenizer` made, or of a processor, with
+        pictures; `fetch`: also those on the network.
 
-        Raises ValueError if no end token is known.
+        Raises ValueError if no end token is known, and for a processor that is not supported.
         """
+        pictures = None
+        if hasattr(tokenizer, "image_processor"):
+            pictures, tokenizer = PictureProcessor(tokenizer, fetch=fetch), tokenizer.tokenizer
         if not hasattr(tokenizer, "eos_token_id"):
             tokenizer = to_transformers(tokenizer)
         if tokenizer.eos_token_id is None:
@@ -152,6 +158,11 @@ class TextEncoder:
         begin = (bos,) if begins else ()
         vocabulary = tokenizer.get_vocab()
         marks = [(vocabulary[token],) if token in vocabulary else () for token in (PROMPT, COMPLETION)]
+
+        if pictures is not None and tokenizer("", verbose=False)["input_ids"] != [*begin]:
+            raise ValueError(
+                f"{tokenizer.name_or_path} adds other tokens to a text than its first, which is unsupported"
+            )
 
         encodes_plainly = _encodes_plainly(tokenizer)
 
@@ -173,8 +184,11 @@ class TextEncoder:
             decode=lambda ids: tokenizer.decode(
                 list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
             ),
-            chat=ChatTemplate(tokenizer, encode_batch),
-            fingerprint=_fingerprint(tokenizer),
+            chat=ChatTemplate(tokenizer, encode_batch)
+            if pictures is None
+            else ChatTemplate(tokenizer, encode_batch, template=pictures.template, mark=pictures.mark, before=begin),
+            fingerprint=_fingerprint(tokenizer) + ("" if pictures is None else pictures.fingerprint()),
+            pictures=pictures,
         )
 
 

@@ -6,15 +6,24 @@ processors, which a processor of a family with videos can't be made without: her
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..base.files import reading
+from .pictures import PictureError, decode_picture, name_of, read_picture
+from .records import DataError, Record
 
+_INPUTS = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
+_UNUSED = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
+_UNUSED |= {"num_crops", "rows", "cols"}  # of pictures, for their texts
 # One of them is in the folder of every processor.
 _FILES = ("processor_config.json", "preprocessor_config.json")
 
@@ -79,3 +88,124 @@ class _NoVideos:
     @staticmethod
     def from_pretrained(*args: Any, **kwargs: Any) -> None:
         return None
+
+
+class SeenPictures(NamedTuple):
+    """The pictures of one record."""
+
+    contents: list[bytes]  # as they are encoded
+    texts: list[str]  # of each, what stands for it in the text, in place of the template's `PictureProcessor.mark`
+    values: list[int]  # entries of pixel_values, by unit of attention in the tower
+
+
+class PictureProcessor:
+    """A processor of transformers, for the pictures of records and samples.
+
+    `mark` is what the chat template writes for a picture, `token_ids` what the model replaces by what it sees.
+    """
+
+    def __init__(self, processor: Any, *, fetch: bool = False) -> None:
+        """`fetch`: pictures may be on the network. Raises ValueError for a processor that is not supported."""
+        self.processor, self.fetch = processor, fetch
+        if getattr(processor, "image_token", None) is None or not hasattr(processor, "get_text_with_replacements"):
+            raise ValueError(
+                f"{type(processor).__name__} has no text that stands for a picture, or transformers is older than 5.23"
+            )
+        template = processor.chat_template
+        self.template = template.get("default") if isinstance(template, dict) else template  # None: the tokenizer's
+        self.mark = processor.image_token
+        self.token_ids = [*processor.image_token_ids]
+        self._token = processor.tokenizer.convert_ids_to_tokens(self.token_ids[0])
+        self._reserved = {*processor.all_special_multimodal_tokens, self._token}
+
+    def fingerprint(self) -> str:
+        """Changes whenever a picture's fields might."""
+        import PIL
+
+        parts = (self.processor.to_json_string(), self.processor.chat_template, PIL.__version__, np.__version__)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def see(self, record: Record) -> SeenPictures:
+        """Reads the pictures of a record. Raises DataError, which names the record and the picture."""
+        contents, images = [], []
+        try:
+            for source in record.pictures:
+                contents.append(read_picture(source, record.folder, fetch=self.fetch))
+                images.append(decode_picture(contents[-1]))
+            fields, texts = self._process(images)
+        except PictureError as error:
+            at = len(images) if len(images) < len(record.pictures) else self._first_refused(images)
+            name = name_of(record.pictures[at])
+            raise DataError(f"{record.where}, picture {at + 1}{name}: {error}") from error
+        return SeenPictures(contents, texts, _values(fields))
+
+    def fields(self, contents: Sequence[bytes]) -> dict[str, np.ndarray]:
+        """What the processor makes of the pictures of one text, without the dimension of the batch."""
+        return self._process([decode_picture(each) for each in contents])[0]
+
+    def types(self, ids: Any) -> np.ndarray:
+        """[tokens] int64: 1 for the tokens that the model replaces by what it sees, else 0."""
+        return np.isin(ids, self.token_ids).astype(np.int64)
+
+    def floor(self, where: str, ids: Sequence[int], texts: Sequence[str], max_tokens: int) -> int:
+        """Tokens of a sample up to and including its last picture's; more than `max_tokens` if ids end before it.
+
+        Raises DataError if they are not the tokens of `texts`.
+        """
+        places, wanted = np.flatnonzero(self.types(ids)), sum(text.count(self._token) for text in texts)
+        if len(places) < wanted and len(ids) > max_tokens:
+            return len(ids)
+        if len(places) != wanted:
+            raise DataError(
+                f"{where}: the tokenizer makes {len(places)} tokens of its pictures' {wanted} {self._token}"
+            )
+        return int(places[-1]) + 1 if wanted else 0
+
+    def require_unspelled(self, record: Record) -> None:
+        """Raises DataError for a text that the model would take for a picture."""
+        messages = [
+            {name: each for name, each in message.items() if name != "role"} for message in record.messages or ()
+        ]
+        text = json.dumps([record.prompt, record.completion, messages, record.tools], ensure_ascii=False)
+        for token in sorted(self._reserved):
+            if token in text:
+                raise DataError(
+                    f"{record.where}: its text has {token}, which stands for a picture or a video: give pictures as "
+                    '{"type": "image"}, and write the text without it'
+                )
+
+    def _process(self, images: list[Any]) -> tuple[dict[str, np.ndarray], list[str]]:
+        """(the fields, the text that stands for each picture). Raises PictureError."""
+        try:
+            found = self.processor(
+                images=[images],
+                text=[" ".join([self.mark] * len(images))],
+                return_text_replacement_offsets=True,
+                return_tensors="np",
+            )
+        except Exception as error:  # of sides too unequal, say
+            raise PictureError(f"the model's processor refuses it: {error}") from error
+        if others := found.keys() - _UNUSED - {*_INPUTS}:
+            raise ValueError(
+                f"{type(self.processor).__name__} gives {', '.join(sorted(others))} for pictures, which is not "
+                f"supported; only {', '.join(_INPUTS)} are"
+            )
+        fields = {name: np.asarray(found[name]) for name in _INPUTS if name in found}
+        if fields["pixel_values"].ndim == 5:  # of a batch, as of Idefics3
+            fields = {name: values[0] for name, values in fields.items()}
+        return fields, [each["replacement"] for each in found["text_replacement_offsets"][0]]
+
+    def _first_refused(self, images: list[Any]) -> int:
+        for at, image in enumerate(images):
+            try:
+                self._process([image])
+            except PictureError:
+                return at
+        return 0
+
+
+def _values(fields: dict[str, np.ndarray]) -> list[int]:
+    pixels, grids = fields["pixel_values"], fields.get("image_grid_thw")
+    if grids is not None:
+        return (grids.prod(axis=1) * pixels.shape[1]).tolist()
+    return [pixels[0].size] * len(pixels)

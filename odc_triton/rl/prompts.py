@@ -10,7 +10,8 @@ from typing import Any
 
 from ..data.messages import read_messages
 from ..data.order import Mix
-from ..data.records import DataError, kind_of, names_of
+from ..data.parts import place_pictures
+from ..data.records import DataError, content_text, kind_of, names_of
 from ..data.sources import open_source
 from ..data.tokenizer import TextEncoder
 
@@ -124,7 +125,10 @@ def _prompt_of(where: str, row: Any) -> str | list[dict[str, Any]]:
         raise DataError(f"{where}: needs 'prompt', text or messages; it has {names_of(row)}")
     if isinstance(row["prompt"], str):
         return row["prompt"]
-    return read_messages(where, row, "prompt")
+    messages, pictures = place_pictures(where, row, read_messages(where, row, "prompt"))
+    if pictures:
+        raise DataError(f"{where}: the prompt has pictures, which train grpo does not support; leave it out")
+    return [each | {"content": content_text(each)} if "content" in each else each for each in messages]
 
 
 def prompts_of_step(mix: Mix, step: int, *, per_step: int, seed: int) -> list[int]:

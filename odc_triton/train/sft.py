@@ -145,8 +145,8 @@ def _begin(source: RecordSource, encoder: TextEncoder, wanted: DataOptions, enou
     return _Beginning(
         name=source.name,
         samples=(len(samples) if encodes_all else number) if is_whole else None,
-        longest=max((len(ids) for ids, _ in samples), default=0),
-        largest_token=max((max(ids, default=0) for ids, _ in encoded), default=0),
+        longest=max((len(each.ids) for each in samples), default=0),
+        largest_token=max((max(each.ids, default=0) for each in encoded), default=0),
         warning=never_ends(records[:_RECORDS], encoded[:_RECORDS], encoder, wanted.max_tokens),
     )
 

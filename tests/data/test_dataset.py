@@ -156,7 +156,7 @@ def test_samples_against_a_plain_loop(
             "message 1 needs 'role' and 'content', or 'from' and 'value'; it has 'role'",
         ),
         (b'{"messages": [{"role": 1, "content": "a"}]}', "message 0: 'role' must be a string, not a number"),
-        (b'{"messages": [{"role": "user", "content": [{}]}]}', "message 0: 'content' must be a string, not a list"),
+        (b'{"messages": [{"role": "user", "content": [{}]}]}', 'message 0, part 0 is no object with a "type"'),
         (
             rb'{"messages": [{"role": "user", "content": "a", "name": "\ud800"}]}',
             r"message 0 has another field than .* is not JSON: .*surrogates not allowed; leave it out",

@@ -1,0 +1,126 @@
+"""Pictures from where they are, as encoded bytes, and decoded by Pillow. Both refuse what is too large.
+
+Pillow's own limit of pixels is an error here. Of an animation the first frame is taken, and a picture is turned upright
+by its EXIF orientation, as transformers' `load_image` does.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+import warnings
+from typing import Any
+
+from .json_files import opened
+
+LARGEST_PICTURE_BYTES = 20 * 2**20
+FETCH_S = 20.0  # for one picture, redirects included
+# Others are documents, which Pillow gives to other programs, or so rare that their readers are little tested.
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+_SHOWN = 100  # characters of a path or URL in an error
+
+
+class PictureError(ValueError):
+    """A picture that cannot be used, and why."""
+
+
+def read_picture(source: str | bytes, folder: str | None, *, fetch: bool) -> bytes:
+    """The encoded picture of a path (relative to `folder`), or of an http(s) URL if `fetch`. Raises PictureError."""
+    if isinstance(source, bytes):
+        content = source
+    elif source.startswith(("http://", "https://")):
+        if not fetch:
+            raise PictureError("it is on the network: give --fetch-images to fetch it, or its file's path")
+        content = fetch_picture(source)
+    else:
+        if folder is None and not os.path.isabs(source):
+            raise PictureError("its path is relative, and a data set on the hub has no folder: give its bytes")
+        try:
+            with opened(os.path.join(folder or "", source)) as file:
+                content = file.read(LARGEST_PICTURE_BYTES + 1)
+        except OSError as error:
+            raise PictureError(f"it cannot be read: {error.strerror or error}") from error
+        except ValueError as error:  # of no regular file
+            raise PictureError("it is not a regular file") from error
+    if len(content) > LARGEST_PICTURE_BYTES:
+        raise PictureError(f"it has more than {LARGEST_PICTURE_BYTES // 2**20} MiB: make it smaller")
+    return content
+
+
+def decode_picture(content: bytes) -> Any:
+    """The upright Pillow image, RGB. Raises PictureError."""
+    from PIL import Image, ImageOps
+
+    if not content:
+        raise PictureError("it is empty")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of damaged EXIF, of palettes
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+                return ImageOps.exif_transpose(image).convert("RGB")
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        raise PictureError(f"{error}: make it smaller") from error
+    except Image.UnidentifiedImageError as error:
+        raise PictureError(f"it is none of {', '.join(_FORMATS)}") from error
+    except Exception as error:  # readers of formats raise many kinds
+        raise PictureError(f"it is damaged: {error}") from error
+
+
+def name_of(source: str | bytes) -> str:
+    """For an error: " (a.png)"; of bytes nothing."""
+    return "" if isinstance(source, bytes) else f" ({source[:_SHOWN]}{'…' * (len(source) > _SHOWN)})"
+
+
+class _HttpOnly(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        if not newurl.lower().startswith(("http://", "https://")):
+            raise PictureError(f"its server redirects to {newurl[:_SHOWN]}, which is not http or https")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def fetch_picture(url: str) -> bytes:
+    """The content at an http(s) URL. Raises PictureError, also after `FETCH_S` seconds and `LARGEST_PICTURE_BYTES`."""
+    deadline, found = time.monotonic() + FETCH_S, []
+
+    def run() -> None:
+        try:
+            found.append(_fetched(url, deadline))
+        except PictureError as error:
+            found.append(error)
+        except urllib.error.HTTPError as error:
+            found.append(PictureError(f"its server answers with status {error.code}"))
+        except TimeoutError:
+            pass
+        except Exception as error:  # of urllib, http.client, ssl, the socket
+            found.append(PictureError(f"it cannot be fetched: {getattr(error, 'reason', None) or error}"))
+
+    # A server that sends a byte now and then would keep a socket within any timeout of its own.
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(FETCH_S)
+    if not found:
+        raise PictureError(f"its server did not send it within {FETCH_S:g} s")
+    if isinstance(found[0], PictureError):
+        raise found[0]
+    return found[0]
+
+
+def _fetched(url: str, deadline: float) -> bytes:
+    request = urllib.request.Request(url, headers={"User-Agent": "odc-triton"})
+    parts, size = [], 0
+    with urllib.request.build_opener(_HttpOnly).open(request, timeout=FETCH_S) as answer:
+        while part := answer.read1(2**16):
+            parts.append(part)
+            size += len(part)
+            if size > LARGEST_PICTURE_BYTES:
+                raise PictureError(f"it has more than {LARGEST_PICTURE_BYTES // 2**20} MiB: make it smaller")
+            if time.monotonic() > deadline:
+                raise TimeoutError
+        if answer.length:
+            raise PictureError(f"its server sent {answer.length} bytes too few")
+    return b"".join(parts)

@@ -1,0 +1,103 @@
+"""The pictures of prepared samples: their encoded bytes, equal ones once, in the file of the samples.
+
+So training does not read the pictures' own files. A file of samples without pictures has none of these arrays.
+
+    bytes          [bytes] uint8          the pictures, one after the other
+    bytes_ends      [pictures] int64
+    shown          [shown] int64          the pictures of all samples, in order
+    shown_ends     [samples] int64        of sample i: shown[shown_ends[i - 1] : shown_ends[i]]
+    values         [units] int64          entries of pixel_values, by unit of attention in the tower
+    values_ends     [samples] int64
+    floors         [samples] int64        tokens up to and including the last picture's
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from .store import Column
+from .vision import PictureProcessor, SeenPictures
+
+_PREFIX = "picture_"
+_ARRAYS = ("bytes", "bytes_ends", "shown", "shown_ends", "values", "values_ends", "floors")
+COLUMNS = {f"{_PREFIX}{name}": np.dtype("uint8" if name == "bytes" else "int64") for name in _ARRAYS}
+
+
+class ShownWriter:
+    """Columns that grow in files of `new_file`. In memory there are about 100 bytes for each different picture."""
+
+    def __init__(self, new_file: Callable[[], BinaryIO]) -> None:
+        self._files = {name: new_file() for name in COLUMNS}
+        self._lengths = dict.fromkeys(COLUMNS, 0)
+        self._places: dict[bytes, int] = {}  # by digest
+
+    def add(self, pictures: SeenPictures | None, floor: int) -> None:
+        """The next sample's."""
+        for content in () if pictures is None else pictures.contents:
+            digest = hashlib.blake2b(content, digest_size=16).digest()
+            if digest not in self._places:
+                self._places[digest] = len(self._places)
+                self._write("bytes", np.frombuffer(content, np.uint8))
+                self._write("bytes_ends", [self._lengths[f"{_PREFIX}bytes"]])
+            self._write("shown", [self._places[digest]])
+        self._write("shown_ends", [self._lengths[f"{_PREFIX}shown"]])
+        self._write("values", () if pictures is None else pictures.values)
+        self._write("values_ends", [self._lengths[f"{_PREFIX}values"]])
+        self._write("floors", [floor])
+
+    def columns(self) -> dict[str, Column]:
+        """For `save_arrays`; none if no sample has a picture."""
+        if not self._places:
+            return {}
+        return {name: (self._files[name], dtype, (self._lengths[name],)) for name, dtype in COLUMNS.items()}
+
+    def _write(self, name: str, values: Any) -> None:
+        name = f"{_PREFIX}{name}"
+        array = np.asarray(values, COLUMNS[name])
+        self._files[name].write(array.tobytes())
+        self._lengths[name] += len(array)
+
+
+class ShownPictures:
+    """The pictures of a data set's samples. `processor` makes their fields; None: they can't be read."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], processor: PictureProcessor | None) -> None:
+        self.arrays, self.processor = arrays, processor
+
+    def check(self, samples: int) -> None:
+        """Raises ValueError if the arrays don't fit one another, or this number of samples."""
+        own = {name: self.arrays[f"{_PREFIX}{name}"] for name in _ARRAYS}
+        for name, ends in (("bytes", "bytes_ends"), ("shown", "shown_ends"), ("values", "values_ends")):
+            if own[ends].ndim != 1 or not len(own[ends]) or own[ends][-1] != len(own[name]):
+                raise ValueError(f"its array {ends} does not end with {len(own[name])}")
+        if not len(own["shown_ends"]) == len(own["values_ends"]) == len(own["floors"]) == samples:
+            raise ValueError(f"its pictures are of {len(own['floors'])} samples, not of {samples}")
+
+    @property
+    def values(self) -> list[list[int]]:
+        ends = self.arrays["picture_values_ends"]
+        return [each.tolist() for each in np.split(self.arrays["picture_values"], ends[:-1])]
+
+    @property
+    def floors(self) -> list[int]:
+        return self.arrays["picture_floors"].tolist()
+
+    def fields(self, sample: int, input_ids: np.ndarray) -> dict[str, np.ndarray]:
+        """What the processor makes of a sample's pictures. Raises ValueError without one."""
+        shown = self._row("shown", sample)
+        if not len(shown):
+            return {}
+        if self.processor is None:
+            raise ValueError(
+                f"sample {sample} has pictures: give TokenizedDataset.load the model's processor (`read_processor`)"
+            )
+        fields = self.processor.fields([self._row("bytes", each).tobytes() for each in shown])
+        return {**fields, "mm_token_type_ids": self.processor.types(input_ids)}
+
+    def _row(self, name: str, index: int) -> np.ndarray:
+        ends = self.arrays[f"{_PREFIX}{name}_ends"]
+        return self.arrays[f"{_PREFIX}{name}"][ends[index - 1] if index else 0 : ends[index]]
