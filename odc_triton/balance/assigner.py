@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from .cost import CostModel
 from .pieces import MinibatchPacks
@@ -21,7 +22,8 @@ class Assigner:
     `balance` and `token_cap`: see `MinibatchSampler`; `split_tokens`: of each rank, the most tokens that others may
     read, 0 without splitting; `shared_tokens`: the same for samples that share tokens, by default `split_tokens`;
     `whole`: see `assign_shared`; `replicas`: see `assign_split`; `counter`: of a work queue, by default
-    `store_counter()`, made on first use; `extra`: by name of a sample, what it costs besides its tokens.
+    `store_counter()`, made on first use; `extra`: by name of a sample, what it costs besides its tokens;
+    `floors`: by name, see `assign_split`.
     """
 
     rank: int
@@ -35,6 +37,7 @@ class Assigner:
     replicas: int = 1
     counter: Counter | None = None
     extra: Sequence[float] | None = None
+    floors: Sequence[int] | None = None
     _queues: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -67,14 +70,15 @@ class Assigner:
                 replicas=self.replicas,
                 names=names,
                 whole=self.whole,
+                extra=_named(self.extra, names),
             )
         split = self._split(lengths, names) if self.split_tokens else None
         if shared is not None and (split is None or shared.estimate <= split.estimate):
             return MinibatchPacks.of(shared.packs[self.rank], shared.plan)
         if split is not None:
             return MinibatchPacks.of(split.packs(self.rank), split.plan)
-        how = {"token_cap": self.token_cap, "balance": self.balance, "cost": self.cost, "extra": self._extra(names)}
-        own = assign_one(lengths, rank=self.rank, ranks=self.world, **how)
+        how = {"token_cap": self.token_cap, "balance": self.balance, "cost": self.cost}
+        own = assign_one(lengths, rank=self.rank, ranks=self.world, **how, extra=_named(self.extra, names))
         return MinibatchPacks([names[i] for i in members] for members in own)
 
     def _queued(self, lengths: Sequence[int], names: Sequence[int]) -> QueuedPacks:
@@ -93,7 +97,7 @@ class Assigner:
             token_cap=self.token_cap,
             cost=self.cost,
             preload=split.waves_cost if split else 0.0,
-            extra=self._extra([names[i] for i in whole]),
+            extra=_named(self.extra, [names[i] for i in whole]),
         )
         # Not by epoch and minibatch: those come again after load_state_dict, and a failed one leaves its key.
         key = f"minibatch/{self._queues}"
@@ -108,9 +112,6 @@ class Assigner:
             split=split and split.plan,
         )
 
-    def _extra(self, names: Sequence[int]) -> list[float] | None:
-        return None if self.extra is None else [self.extra[name] for name in names]
-
     def _split(self, lengths: Sequence[int], names: Sequence[int], *, ride: bool = True) -> SplitAssignment:
         return assign_split(
             lengths,
@@ -121,4 +122,10 @@ class Assigner:
             replicas=self.replicas,
             names=names,
             ride=ride,
+            extra=_named(self.extra, names),
+            floors=_named(self.floors, names),
         )
+
+
+def _named(values: Sequence[Any] | None, names: Sequence[int]) -> list[Any] | None:
+    return None if values is None else [values[name] for name in names]

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from .cost import CostModel
-from .pieces import Entry, Piece
+from .pieces import Entry, Piece, number_of
 
 LEAST_TOKENS = 64  # of a piece: fewer cost more to wait for than to compute
-BY_TOKENS = CostModel(quadratic=0.0, linear=1.0)
+_BY_TOKENS = CostModel(quadratic=0.0, linear=1.0)
 
 
 class Strip(NamedTuple):
     """Tokens `start` up to, not including, `stop` of a sample; it branches off `parent` at `start`, if that is not 0.
 
-    `learned`: the first that predicts a target.
+    `learned`: the first that predicts a target. `floor`: its first tokens, those up to its last picture's, that are not
+    cut. `extra`: what these cost besides; the sample's first piece has all of it.
     """
 
     sample: int
@@ -27,33 +28,52 @@ class Strip(NamedTuple):
     stop: int
     parent: int | None = None
     learned: int = 0
+    floor: int = 0
+    extra: float = 0.0
+
+    def price(self, cost: CostModel, start: int, stop: int) -> float:
+        """Of its sample's tokens `start` to `stop`."""
+        return cost.piece(start, stop, self.learned) + (self.extra if start == 0 else 0.0)
+
+    def reach(self, cost: CostModel, price: float) -> float:
+        """The token up to which it costs `price`; in proportion where it is not cut."""
+        if self.start == 0:
+            uncut = self.price(cost, 0, self.floor)
+            if self.floor and price < uncut:
+                return self.floor * price / uncut
+            price -= self.extra
+        return cost.reach(self.start, price, self.learned)
 
 
 def cut_line(
     strips: Sequence[Strip],
     shares: Sequence[float],
-    cost: CostModel,
+    cost: CostModel | None,
     least: int = LEAST_TOKENS,
     *,
     whole: bool = False,
 ) -> list[list[Entry]]:
     """By rank, its part of the line, cut in proportion to `shares`, in pieces of `least` tokens or more.
 
-    `whole`: what is learned of a sample stays in one.
+    `cost`: None for a line of tokens. `whole`: what is learned of a sample stays in one.
     """
-    ranks, line = len(shares), math.fsum(cost.piece(each.start, each.stop, each.learned) for each in strips)
+    if cost is None:
+        cost, strips = _BY_TOKENS, [each._replace(extra=0.0) for each in strips]
+    ranks, line = len(shares), math.fsum(each.price(cost, each.start, each.stop) for each in strips)
     parents = {each.parent for each in strips}
     ends = np.cumsum(shares)
     ends = (ends * (line / ends[-1])).tolist()
     parts: list[list[Entry]] = [[] for _ in range(ranks)]
     rank, begin = 0, 0.0
-    for sample, start, stop, parent, learned in strips:
+    for strip in strips:
+        sample, start, stop, parent = strip[:4]
         at = start
         while at < stop:
             end = stop
             if rank < ranks - 1:
-                place = cost.reach(start, ends[rank] - begin, learned)
-                end = _nearest_cut(place, at, stop, least, learned if whole else stop)
+                place = strip.reach(cost, ends[rank] - begin)
+                last = min(max(stop - least, strip.floor), strip.learned if whole else stop)
+                end = _nearest_cut(place, at, stop, max(at + least, strip.floor), last)
             if (at, end) == (0, stop) and sample not in parents:
                 parts[rank].append(sample)
             elif end > at:
@@ -61,15 +81,15 @@ def cut_line(
             if end < stop:
                 rank += 1
             at = end
-        begin += cost.piece(start, stop, learned)
+        begin += strip.price(cost, start, stop)
     return parts
 
 
-def _nearest_cut(place: float, at: int, stop: int, least: int, uncut: int) -> int:
-    """The cut nearest to `place` that leaves no piece under `least` tokens, neither from `at` to the cut nor after."""
-    cuts, last = [at, stop], min(stop - least, uncut)
-    if last >= at + least:
-        cuts.append(min(max(round(place), at + least), last))
+def _nearest_cut(place: float, at: int, stop: int, first: int, last: int) -> int:
+    """The cut nearest to `place` of those from `first` to `last`, and of `at` and `stop`, which leave all in one."""
+    cuts = [at, stop]
+    if last >= first:
+        cuts.append(min(max(round(place), first), last))
     return min(cuts, key=lambda cut: (abs(cut - place), cut))
 
 
@@ -90,7 +110,7 @@ def lay_waves(
     while trees:
         taken, wave = len(trees), None
         while taken and wave is None:
-            for by in (cost, BY_TOKENS)[: 2 if taken == 1 else 1]:
+            for by in (cost, None)[: 2 if taken == 1 else 1]:
                 parts = cut_line([*chain.from_iterable(trees[:taken])], [1.0] * ranks, by, least, whole=whole)
                 most = max(count_tokens(part, lengths) for part in parts)
                 if wave is None and most <= token_cap:
@@ -119,15 +139,29 @@ def count_tokens(entries: Sequence[Entry], lengths: Sequence[int]) -> int:
     return sum(len(each) if isinstance(each, Piece) else lengths[each] for each in entries)
 
 
-def price(
-    entries: Sequence[Entry], lengths: Sequence[int], cost: CostModel, learned: Sequence[int] | None = None
-) -> float:
-    """The cost of entries in one microbatch, besides that of a microbatch. `learned`: by sample, as of a `Strip`."""
+def price(entries: Sequence[Entry], strips: Sequence[Strip] | Mapping[int, Strip], cost: CostModel) -> float:
+    """The cost of entries in one microbatch, besides that of a microbatch. `strips`: by sample."""
 
     def of(each: Entry) -> float:
-        sample, start, stop = (
-            (each.sample, each.start, each.stop) if isinstance(each, Piece) else (each, 0, lengths[each])
-        )
-        return cost.piece(start, stop, learned[sample] if learned else 0)
+        strip = strips[number_of(each)]
+        return strip.price(cost, *((each.start, each.stop) if isinstance(each, Piece) else (0, strip.stop)))
 
     return math.fsum(map(of, entries))
+
+
+def checked_floors(floors: Sequence[int] | None, lengths: Sequence[int]) -> list[int]:
+    """By sample, the tokens up to and including its last picture's, before which it is not cut; all 0 for None.
+
+    Raises ValueError for another number of them, and for one outside of its sample.
+    """
+    floors = [0] * len(lengths) if floors is None else [int(floor) for floor in floors]
+    if len(floors) != len(lengths):
+        raise ValueError(
+            f"{len(floors)} floors are given for {len(lengths)} samples: give one for each, 0 without pictures"
+        )
+    for index, (floor, length) in enumerate(zip(floors, lengths, strict=True)):
+        if not 0 <= floor <= length:
+            raise ValueError(
+                f"floors[{index}] is {floor}, of a sample of {length} tokens: give its tokens up to its last picture's"
+            )
+    return floors

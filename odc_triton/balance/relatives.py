@@ -17,19 +17,21 @@ import numpy as np
 
 from ..data.records import IGNORED
 from .cost import CostModel
-from .line import BY_TOKENS, Strip, cut_line
+from .line import Strip, cut_line
 from .pieces import Entry
 
 LEAST_SHARED = 32  # tokens: computing fewer again takes no longer than reading them
 _MEET = 4  # relatives in an average minibatch: as many need not be kept together
 _COMPARED = 1 << 24  # tokens that are held at a time
+_MARKED = 8  # first tokens of a sample with pictures, which are compared together with a digest of these
 
 
 @dataclass(frozen=True, slots=True)
 class Relatives:
     """Of samples by number. `lengths`: their tokens; `order`: the samples in the order of their tokens; `place`: of
     each in it; `shared`: by place, the tokens that a sample shares with the one before it; `free`: by sample, the
-    tokens before its first target; `contents`: by sample, a hash of all that it shares with others.
+    tokens before its first target, 0 if it has a picture after that; `contents`: by sample, a hash of all that it
+    shares with others; `floors`: by sample, the tokens up to and including its last picture's.
     """
 
     lengths: list[int]
@@ -38,10 +40,11 @@ class Relatives:
     shared: np.ndarray
     free: list[int]
     contents: list[str]
+    floors: list[int]
 
     def entries(self, samples: Sequence[int]) -> list[Entry]:
         """These samples in one pack: whole, or as branches of others of them, which come before their branches."""
-        (part,) = cut_line(self.strips(samples), [1.0], BY_TOKENS)
+        (part,) = cut_line(self.strips(samples), [1.0], None)
         return part
 
     def strips(self, samples: Sequence[int]) -> list[Strip]:
@@ -57,7 +60,8 @@ class Relatives:
             while start and strips[parent].start >= start:  # then what that one branches off has all of these tokens
                 parent = strips[parent].parent
             learned = max(self.free[sample] - 1, 0)
-            strips[sample], before = Strip(sample, start, self.lengths[sample], parent, learned), place
+            strip = Strip(sample, start, self.lengths[sample], parent, learned, self.floors[sample])
+            strips[sample], before = strip, place
         return [*strips.values()]
 
     def families(self) -> list[list[Strip]]:
@@ -80,8 +84,9 @@ class Relatives:
         place = [0] * len(order)
         for at, sample in enumerate(order):
             place[sample] = at
-        lengths, free, contents = ([of[at] for at in samples] for of in (self.lengths, self.free, self.contents))
-        return Relatives(lengths, order, place, shared, free, contents)
+        by_sample = (self.lengths, self.free, self.contents, self.floors)
+        lengths, free, contents, floors = ([of[at] for at in samples] for of in by_sample)
+        return Relatives(lengths, order, place, shared, free, contents, floors)
 
     def family_numbers(self, *, most: int, common: float | None = None) -> list[int]:
         """By sample, the number of its family, for an order of samples in which families stay together.
@@ -133,11 +138,13 @@ class Relatives:
 def find_relatives(samples: Sequence[Mapping[str, Any]], progress: Callable[[int], None] | None = None) -> Relatives:
     """Compares the samples' tokens. `samples`: as `pack_collate` takes them, with `input_ids` and maybe `labels`.
 
-    Only tokens that are not learned are shared: a sample without labels shares none. Samples are read one by one, those
+    Only tokens that are not learned are shared: a sample without labels shares none. Samples with pictures share only
+    if they begin with the same tokens and pictures (`pixel_values`, …) up to the first token after the last of these,
+    which is where the first may branch off. Samples are read one by one, those
     that begin alike more than once; `progress` is called with the number read so far.
     """
     count = len(samples)
-    lengths, free, order, place = [0] * count, [0] * count, list(range(count)), [0] * count
+    lengths, free, floors, order, place = [0] * count, [0] * count, [0] * count, list(range(count)), [0] * count
     shared = np.zeros(count, dtype=np.int64)
     read = 0
 
@@ -145,10 +152,15 @@ def find_relatives(samples: Sequence[Mapping[str, Any]], progress: Callable[[int
         nonlocal read
         each = samples[sample]
         if start == 0:
-            lengths[sample], free[sample] = len(each["input_ids"]), _before_targets(each.get("labels"))
+            lengths[sample], floors[sample] = len(each["input_ids"]), floor_of(each)
+            targets = _before_targets(each.get("labels"))
+            free[sample] = targets if targets > floors[sample] else 0
         if progress is not None:
             progress(read := read + 1)
-        return np.asarray(each["input_ids"][start : start + most], dtype=">i4").tobytes()
+        tokens = np.array(each["input_ids"][start : start + most], dtype=">i4")
+        if start == 0 and floors[sample]:
+            tokens[:_MARKED] ^= np.frombuffer(_pictures_digest(each, floors[sample]), ">i4")[: len(tokens)]
+        return tokens.tobytes()
 
     todo = [(0, count, 0)] if count else []  # of places whose samples share so many tokens
     while todo:
@@ -173,7 +185,26 @@ def find_relatives(samples: Sequence[Mapping[str, Any]], progress: Callable[[int
         most = int(shared[at : at + 2].max())
         if most >= LEAST_SHARED:
             contents[sample] = hashlib.sha256(tokens_from(sample, 0, most)).hexdigest()[:16]
-    return Relatives(lengths, order, place, shared, free, contents)
+    return Relatives(lengths, order, place, shared, free, contents, floors)
+
+
+def floor_of(sample: Mapping[str, Any]) -> int:
+    """The tokens of a sample (see `pack_collate`) up to and including its last picture's; 0 without pictures."""
+    if sample.get("pixel_values") is None:
+        return 0
+    types = next((sample[name] for name in ("mm_token_type_ids", "token_type_ids") if sample.get(name) is not None), ())
+    return int(np.flatnonzero(types).max(initial=-1)) + 1
+
+
+def _pictures_digest(sample: Mapping[str, Any], floor: int) -> bytes:
+    """32 bytes: of the pictures, and of the tokens up to the first after them."""
+    found = hashlib.sha256(np.asarray(sample["input_ids"][: floor + 1], dtype=">i4").tobytes())
+    for name in ("pixel_values", "image_grid_thw", "pixel_attention_mask"):
+        if (value := sample.get(name)) is not None:
+            values = np.ascontiguousarray(value.float() if hasattr(value, "float") else value)  # numpy has no bf16
+            found.update(f"{name} {floor} {values.dtype} {values.shape}".encode())
+            found.update(values)
+    return found.digest()
 
 
 def _before_targets(labels: Any) -> int:

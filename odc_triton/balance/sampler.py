@@ -9,6 +9,7 @@ from typing import Any
 from ..data.order import Mix, in_families
 from .assigner import Assigner
 from .cost import CostModel
+from .line import checked_floors
 from .packing import checked_lengths
 from .queue import QUEUE, Counter, QueuedPacks
 from .relatives import Relatives
@@ -43,6 +44,8 @@ class MinibatchSampler:
         cost: defaults to `CostModel.paper_7b()`; better is `CostModel.from_config(model.config)`.
         extra: of each sample, what it costs besides its tokens, in the units of `cost`: of a model with pictures
         `TowerCost.sample`.
+        floors: of each sample, the tokens up to and including its last picture's; before that it is not cut. By default
+        those of `relatives`.
         drop_last: leave out an epoch's last minibatch if it is not full.
         counter: shared by the ranks of a queue, for this sampler alone; by default `store_counter()`, made when the
         first minibatch is yielded.
@@ -81,6 +84,7 @@ class MinibatchSampler:
         mix: Mix | None = None,
         relatives: Relatives | None = None,
         extra: Sequence[float] | None = None,
+        floors: Sequence[int] | None = None,
     ) -> None:
         self.world = _from_environment("WORLD_SIZE", 1) if world is None else world
         self.rank = _from_environment("RANK", 0) if rank is None else rank
@@ -106,6 +110,13 @@ class MinibatchSampler:
                 f"relatives are of {len(relatives.lengths)} samples, and the {len(self.lengths)} lengths are others: "
                 "give find_relatives of the same data set"
             )
+        if relatives is not None and floors is None:
+            floors = relatives.floors
+        floors = checked_floors(floors, self.lengths)
+        if relatives is not None and relatives.floors != floors:
+            raise ValueError(
+                "relatives are of samples with other pictures than floors says: give find_relatives of these"
+            )
         self.relatives = relatives
         self.samples_per_minibatch = self.world * samples_per_rank
         self.token_cap = token_cap
@@ -127,6 +138,7 @@ class MinibatchSampler:
                 token_cap=token_cap,
                 cost=self.cost,
                 replicas=replicas,
+                floors=floors,
             )
         self.assigner = Assigner(
             rank=self.rank,
@@ -138,6 +150,7 @@ class MinibatchSampler:
             replicas=replicas,
             counter=counter,
             extra=extra,
+            floors=floors,
         )
         if relatives is not None:
             self._family = relatives.family_numbers(most=self.samples_per_minibatch)

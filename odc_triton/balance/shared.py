@@ -53,14 +53,16 @@ def assign_shared(
     replicas: int = 1,
     names: Sequence[int] | None = None,
     whole: bool = False,
+    extra: Sequence[float] | None = None,
 ) -> SharedAssignment:
-    """Assigns samples of `lengths` tokens to `ranks`.
+    """Assigns samples of `lengths` tokens to `ranks`. None is cut or branched off before its last picture's last token.
 
     `tokens`: of each rank, the most tokens whose keys and values others may read; 0: no tree lies on several ranks.
     `replicas`: consecutive ranks of equal number that share memory, as all ranks of a tree must. `names`: of the
     samples in packs and plan, by default their indices. `whole`: no completion is cut, for losses of whole ones.
-    Deterministic: every rank that calls it with the same arguments gets the same result. Raises as `checked_lengths`,
-    and ValueError for ranks, tokens, replicas or relatives that don't fit.
+    `extra`: of each sample, what its first tokens cost besides, the pictures that others share with it among them.
+    Deterministic: every rank that calls it with the same arguments gets the same result. Raises as `checked_lengths`
+    and `CostModel.samples`, and ValueError for ranks, tokens, replicas or relatives that don't fit.
     """
     shards = shards_of(ranks, replicas, tokens)
     lengths = checked_lengths(lengths, token_cap)
@@ -68,10 +70,14 @@ def assign_shared(
         raise ValueError(
             f"relatives are of other samples than the {len(lengths)} lengths: give find_relatives of these"
         )
+    cost.samples(lengths, extra)  # raises if they don't fit
+    families = relatives.families()
+    if extra is not None:
+        families = [[each._replace(extra=extra[each.sample]) for each in family] for family in families]
     problem = _SharedProblem(
         lengths,
         relatives,
-        relatives.families(),
+        families,
         ranks=ranks,
         token_cap=token_cap,
         cost=cost,
@@ -107,7 +113,7 @@ class _SharedProblem:
     whole: bool
 
     def __post_init__(self) -> None:
-        self.learned = [max(free - 1, 0) for free in self.relatives.free]
+        self.strips = {each.sample: each for each in chain.from_iterable(self.families)}
         self.costs = [math.fsum(map(self._branch, family)) for family in self.families]  # the first starts at 0
         self.even_share = math.fsum(self.costs) / self.ranks
 
@@ -166,7 +172,7 @@ class _SharedProblem:
         don't fit.
         """
         own = [[*chain.from_iterable(packs)] for packs in rest]
-        shares = [max(self.even_share - price(each, self.lengths, self.cost, self.learned), 0.0) for each in own]
+        shares = [max(self.even_share - price(each, self.strips, self.cost), 0.0) for each in own]
         if not any(shares):
             return None
         parts = cut_line([*chain.from_iterable(line)], shares, self.cost, whole=whole)
@@ -241,11 +247,11 @@ class _SharedProblem:
 
     def _price(self, entries: Sequence[Entry]) -> float:
         """Of a microbatch."""
-        return price(entries, self.lengths, self.cost, self.learned) + self.cost.microbatch * bool(entries)
+        return price(entries, self.strips, self.cost) + self.cost.microbatch * bool(entries)
 
     def _whole(self, strip: Strip) -> float:
-        return self.cost.piece(0, strip.stop, strip.learned)
+        return strip.price(self.cost, 0, strip.stop)
 
     def _branch(self, strip: Strip) -> float:
         """Its cost where what it branches off is in the same pack."""
-        return self.cost.piece(strip.start, strip.stop, strip.learned)
+        return strip.price(self.cost, strip.start, strip.stop)

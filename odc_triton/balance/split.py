@@ -21,8 +21,8 @@ from itertools import chain, cycle, zip_longest
 import numpy as np
 
 from .cost import CostModel
-from .line import BY_TOKENS, LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price, shards_of
-from .packing import checked_lengths, pack
+from .line import LEAST_TOKENS, Strip, checked_floors, count_tokens, cut_line, lay_waves, price, shards_of
+from .packing import checked_lengths, pack_by
 from .partition import BALANCED, balanced_partition, longest_first
 from .pieces import Entry, Piece, SplitPlan, named
 
@@ -37,6 +37,7 @@ _FANNED = 4  # sequences, at most, each of which may be cut over all ranks
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitAssignment:
     """One minibatch's assignment. `plan`: of its pieces, None if nothing is split. `estimate`: the step's cost.
+    `costs`: by sample.
 
     `waves`: by wave and rank, a microbatch of the line, maybe empty; `waves_cost`: of all of them, on each rank.
     `whole`: by rank, the samples outside of waves, as indices into `lengths` and `names`; all else has names.
@@ -45,7 +46,7 @@ class SplitAssignment:
     lengths: list[int]
     names: Sequence[int]
     token_cap: int
-    cost: CostModel
+    costs: list[float]
     waves: Waves
     waves_cost: float
     whole: list[list[int]]
@@ -55,7 +56,8 @@ class SplitAssignment:
     def packs(self, rank: int) -> SplitPacks:
         """The microbatches of `rank`: its waves, then packs of whole samples, costliest first."""
         own = self.whole[rank]
-        packs = pack([self.lengths[i] for i in own], token_cap=self.token_cap, cost=self.cost) if own else []
+        costs, lengths = ([of[i] for i in own] for of in (self.costs, self.lengths))
+        packs = pack_by(costs, lengths, token_cap=self.token_cap) if own else []
         return [*self.waves_of(rank), *([self.names[own[i]] for i in members] for members in packs)]
 
     def waves_of(self, rank: int) -> SplitPacks:
@@ -77,17 +79,21 @@ def assign_split(
     replicas: int = 1,
     names: Sequence[int] | None = None,
     ride: bool = True,
+    extra: Sequence[float] | None = None,
+    floors: Sequence[int] | None = None,
 ) -> SplitAssignment:
-    """Assigns samples of `lengths` tokens to `ranks`, the longest in pieces.
+    """Assigns samples of `lengths` tokens to `ranks`, the costliest in pieces.
 
     A sample may be longer than `token_cap`, as long as its pieces fit. `tokens`: of each rank, the most tokens whose
     keys and values others may read. `replicas`: consecutive ranks of equal number, which split samples among
     themselves. `names`: of the samples in packs and plan, by default their indices. `ride`: whole samples may
-    share the wave's microbatches if all fit; not for the work queue, as such samples are fixed. Deterministic: every
-    rank that calls it with the same arguments gets the same result.
+    share the wave's microbatches if all fit; not for the work queue, as such samples are fixed. `extra`: of
+    each sample, what its first piece costs besides its tokens. `floors`: of each, the tokens up to and including its
+    last picture's, which are not cut. Deterministic: every rank that calls it with the same arguments gets the same
+    result.
 
-    Raises ValueError for `ranks`, `replicas`, `token_cap` or `tokens` out of range, empty lengths, lengths below 1, and
-    for a sample that is over the cap and can't be split, with the remedy.
+    Raises ValueError for `ranks`, `replicas`, `token_cap` or `tokens` out of range, empty lengths, lengths below 1,
+    extra costs or floors that don't fit, and for a sample that is over the cap and can't be split, with the remedy.
     """
     shards = shards_of(ranks, replicas, tokens)
     if token_cap < 1:
@@ -95,7 +101,16 @@ def assign_split(
     lengths = checked_lengths(lengths, token_cap, ranks=shards)
     names = range(len(lengths)) if names is None else names
     problem = _Problem(
-        lengths=lengths, names=names, ranks=ranks, token_cap=token_cap, tokens=tokens, cost=cost, ride=ride
+        lengths=lengths,
+        names=names,
+        prices=cost.samples(lengths, extra),
+        extra=[0.0] * len(lengths) if extra is None else list(extra),
+        floors=checked_floors(floors, lengths),
+        ranks=ranks,
+        token_cap=token_cap,
+        tokens=tokens,
+        cost=cost,
+        ride=ride,
     )
     best = (problem.best() if replicas == 1 else _over_replicas(problem, replicas)).named(names)
     return replace(best, plan=SplitPlan.of([*zip(*best.waves, strict=True)], replicas=replicas))  # by rank, then wave
@@ -110,8 +125,9 @@ def _over_replicas(problem: _Problem, replicas: int) -> SplitAssignment:
             return whole
     try:
         parts = _parts(problem, balanced_partition(problem.costs, replicas))
-    except ValueError:  # a replica can't split all of its samples over the cap
-        parts = _parts(problem, longest_first(problem.costs, replicas, equal=problem.over))
+    except ValueError:  # a replica can't split all of its samples over the cap, which are the longest
+        by_length = [problem.cost.sequence(problem.lengths[i]) for i in problem.order]
+        parts = _parts(problem, longest_first(by_length, replicas, equal=problem.over))
     joined = _joined(problem, parts)
     if problem.over or joined.estimate <= least * (1 - _LEAST_GAIN):
         return joined
@@ -133,6 +149,7 @@ def _joined(problem: _Problem, parts: Sequence[SplitAssignment]) -> SplitAssignm
         parts[0],
         lengths=problem.lengths,
         names=range(len(problem.lengths)),
+        costs=problem.prices,
         waves=[[*chain.from_iterable(row)] for row in rows],
         waves_cost=max(part.waves_cost for part in parts),
         whole=[[part.names[i] for i in own] for part in parts for own in part.whole],
@@ -141,21 +158,29 @@ def _joined(problem: _Problem, parts: Sequence[SplitAssignment]) -> SplitAssignm
 
 
 def readable_tokens(
-    lengths: Sequence[int], *, ranks: int, samples: int, token_cap: int, cost: CostModel, replicas: int = 1
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    samples: int,
+    token_cap: int,
+    cost: CostModel,
+    replicas: int = 1,
+    floors: Sequence[int] | None = None,
 ) -> int:
     """A good `tokens` for `assign_split` and `enable_split`, for minibatches of `samples`.
 
     0.4 of the longest sample gives nearly all of the gain; on few ranks it is the first part of that sample, cut
     evenly. Samples over the cap must be split: with this number `assign_split` never raises for up to `samples` of
-    `lengths`, at any `cost`. A quarter of that part is more than pieces of equal tokens need; without it minibatches
-    nearly all over the cap were up to 28% slower.
+    `lengths`, at any `cost`, unless `floors` (see there) leave no cut. A quarter of that part is more than pieces of
+    equal tokens need; without it minibatches nearly all over the cap were up to 28% slower.
     """
     longest, ranks, samples = max(lengths), shards_of(ranks, replicas), -(-samples // replicas)
     first_part = cost.tokens(cost.sequence(longest) / ranks) + LEAST_TOKENS
-    over = sorted((length for length in lengths if length > token_cap), reverse=True)[:samples]
     # A read piece of equal tokens is at most half of the least piece longer than planned: see _nearest_cut.
-    even = sum(max(math.ceil(length / ranks), math.ceil(1.5 * _least_tokens(token_cap))) for length in over)
-    return math.ceil(max(min(longest, max(0.4 * longest, first_part)), 1.25 * even))
+    least, floors = math.ceil(1.5 * _least_tokens(token_cap)), checked_floors(floors, lengths)
+    over = ((length, floor) for length, floor in zip(lengths, floors, strict=True) if length > token_cap)
+    even = sorted((max(math.ceil(length / ranks), least, floor) for length, floor in over), reverse=True)[:samples]
+    return math.ceil(max(min(longest, max(0.4 * longest, first_part)), 1.25 * sum(even)))
 
 
 def _least_tokens(token_cap: int) -> int:
@@ -165,10 +190,15 @@ def _least_tokens(token_cap: int) -> int:
 
 @dataclass(kw_only=True)
 class _Problem:
-    """The samples of one minibatch, and the limits. `order`: longest first, as `costs`."""
+    """The samples of one minibatch, and the limits. `prices`: by sample. `order`: those over the cap, then the others,
+    costliest first, as `costs`.
+    """
 
     lengths: list[int]
     names: Sequence[int]
+    prices: list[float]
+    extra: list[float]
+    floors: list[int]
     ranks: int
     token_cap: int
     tokens: int
@@ -177,8 +207,14 @@ class _Problem:
 
     def __post_init__(self) -> None:
         self.least_tokens = _least_tokens(self.token_cap)
-        self.order = sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i])
-        self.costs = [self.cost.sequence(self.lengths[i]) for i in self.order]
+        of_sample = zip(self.lengths, self.floors, self.extra, strict=True)
+        self.strips = [
+            Strip(i, 0, length, floor=floor, extra=extra) for i, (length, floor, extra) in enumerate(of_sample)
+        ]
+        self.order = sorted(
+            range(len(self.lengths)), key=lambda i: (self.lengths[i] <= self.token_cap, -self.prices[i])
+        )
+        self.costs = [self.prices[i] for i in self.order]
         self.even_share = math.fsum(self.costs) / self.ranks
         self.over = sum(length > self.token_cap for length in self.lengths)
         self.even = [1.0] * self.ranks
@@ -186,8 +222,9 @@ class _Problem:
 
     def part(self, members: Sequence[int], replicas: int) -> _Problem:
         """That of one replica, which has these samples."""
-        lengths, names = ([each[i] for i in members] for each in (self.lengths, self.names))
-        return replace(self, lengths=lengths, names=names, ranks=self.ranks // replicas)
+        given = ("lengths", "names", "prices", "extra", "floors")
+        own = {name: [getattr(self, name)[i] for i in members] for name in given}
+        return replace(self, **own, ranks=self.ranks // replicas)
 
     def best(self) -> SplitAssignment:
         """Raises ValueError if the samples over the cap can't be split."""
@@ -204,12 +241,15 @@ class _Problem:
         if best is not None:
             return best
         waves = self.even_waves(over)
-        if (needed := self.most_read(waves)) > self.tokens:
-            longest = self.order[0]
+        fits = [max(count_tokens(part, self.lengths) for part in wave) <= self.token_cap for wave in waves]
+        if (needed := self.most_read(waves)) > self.tokens or not all(fits):
+            sample = self.order[fits.index(False) if not all(fits) else 0]
             raise ValueError(
-                f"sample {self.names[longest]} has {self.lengths[longest]} tokens, over the token_cap of "
+                f"sample {self.names[sample]} has {self.lengths[sample]} tokens, over the token_cap of "
                 f"{self.token_cap}, and others may read {self.tokens} tokens of each rank, but this minibatch's pieces "
                 f"need {needed}: raise the cap or the tokens to read, or truncate or drop the sample"
+                + f"; the tokens of its pictures, within the first {self.floors[sample]}, can't be cut"
+                * bool(self.floors[sample])
             )
         return self.assign(over, waves)
 
@@ -224,7 +264,7 @@ class _Problem:
         bound = np.maximum(np.cumsum(self.costs) / self.ranks + rest, self.even_share)
         fewest = max(self.over, 1)
         if self.may_ride:
-            count = max(fewest, 1 + int(np.argmax(rest <= self.even_share)))
+            count = fewest + int(np.argmax(rest[fewest - 1 :] <= self.even_share))
             if waves := self._lay(self.order[:count]):
                 yield count, waves
         best = fewest + int(np.argmax(bound[fewest - 1 :] <= bound[fewest - 1 :].min() * 1.01))
@@ -250,14 +290,11 @@ class _Problem:
             return waves
         return [fan] if len(samples) <= _FANNED and self._fit(fan := self._fan(samples, self.even)) else None
 
-    def _line(
-        self, samples: Sequence[int], shares: Sequence[float], cost: CostModel | None = None
-    ) -> list[list[Entry]]:
-        strips = [Strip(sample, 0, self.lengths[sample]) for sample in samples]
-        return cut_line(strips, shares, cost or self.cost, self.least_tokens)
+    def _line(self, samples: Sequence[int], shares: Sequence[float]) -> list[list[Entry]]:
+        return cut_line([self.strips[sample] for sample in samples], shares, self.cost, self.least_tokens)
 
     def _price(self, entries: Sequence[Entry]) -> float:
-        return price(entries, self.lengths, self.cost)
+        return price(entries, self.strips, self.cost)
 
     def _fan(self, samples: list[int], shares: Sequence[float]) -> list[list[Entry]]:
         """A wave of a few samples, each cut over all ranks, from the first and from the last in turn, as the beginning
@@ -279,11 +316,19 @@ class _Problem:
         return max(sum(map(read, chain.from_iterable(parts))) for parts in zip(*waves, strict=True))
 
     def even_waves(self, count: int) -> Waves:
-        """The `count` longest samples, one a wave, in parts of equal tokens, which always fit the cap."""
-        return [self._line([sample], self.even, BY_TOKENS) for sample in self.order[:count]]
+        """The first `count` samples of the order, one a wave, in parts of equal tokens, which always fit the cap; where
+        a floor is beyond the first part that one is longer, and the others equal.
+        """
+        waves = []
+        for sample in self.order[:count]:
+            floor, shares = self.floors[sample], self.even
+            if floor * self.ranks > self.lengths[sample]:
+                shares = [floor, *[(self.lengths[sample] - floor) / (self.ranks - 1)] * (self.ranks - 1)]
+            waves.append(cut_line([self.strips[sample]], shares, None, self.least_tokens))
+        return waves
 
     def assign(self, count: int, waves: Waves) -> SplitAssignment:
-        """The assignment that splits the `count` longest, as in `waves`."""
+        """The assignment that splits the first `count` samples of the order, as in `waves`."""
         rest = self.order[count:]
         whole: list[list[int]] = [[] for _ in range(self.ranks)]
         if rest:
@@ -299,7 +344,7 @@ class _Problem:
             lengths=self.lengths,
             names=range(len(self.lengths)),
             token_cap=self.token_cap,
-            cost=self.cost,
+            costs=self.prices,
             waves=waves,
             waves_cost=waves_cost,
             whole=whole,
@@ -324,4 +369,4 @@ class _Problem:
     def _waves(self, samples: list[int]) -> Waves | None:
         """By wave and rank, the parts of `samples`; None if the parts of one alone do not fit the cap."""
         limits = {"ranks": self.ranks, "token_cap": self.token_cap, "cost": self.cost, "least": self.least_tokens}
-        return lay_waves([[Strip(sample, 0, self.lengths[sample])] for sample in samples], self.lengths, **limits)
+        return lay_waves([[self.strips[sample]] for sample in samples], self.lengths, **limits)
