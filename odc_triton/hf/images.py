@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ class _Inputs:
     batch: bool = False
 
 
+# Names of modules and parameters of a vision tower. Qwen-VL has its projector, the merger, in the tower.
+TOWER = r"(.*\.)?(visual|vision_tower|vision_model)\.(?!.*merger).*"
+
 # By the config's model_type; docs/models.md is made by tests of these.
 _FAMILIES = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _Inputs(mrope=True)),
@@ -36,6 +40,11 @@ def _inputs_of(model: nn.Module) -> _Inputs | None:
 def sees_pictures(model: nn.Module) -> bool:
     """True for a model of a family whose pictures packs may have."""
     return _inputs_of(model) is not None
+
+
+def trains_tower(model: nn.Module) -> bool:
+    """True if any parameter of its vision tower is trained."""
+    return any(each.requires_grad and re.fullmatch(TOWER, name) for name, each in model.named_parameters())
 
 
 def text_positions(model: nn.Module, positions: Tensor) -> Tensor:

@@ -19,9 +19,11 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..balance import CostModel, MinibatchSampler
 from ..balance.collate import PackedDataset, count_target_tokens, pack_collate
+from ..balance.tower import TowerCost, values_of
 from ..data.records import IGNORED
 from ..engine.api import minibatch
-from .enable import ATTENTION_NAME
+from .enable import ATTENTION_NAME, innermost
+from .images import trains_tower
 from .loss import predictions
 from .neftune import embedding_noise
 from .sft_metrics import append, token_losses
@@ -46,11 +48,12 @@ class ODCTrainer(ShardedTrainer):
         ODCTrainer(model, TrainingArguments(...), train_dataset=samples).train()
 
     Pass the sharded model, on every rank. A sample of `train_dataset` has `input_ids` and optionally `labels` (-100:
-    not learned), tokenised, without padding. One step takes world * `per_device_train_batch_size` *
-    `gradient_accumulation_steps` samples, and its loss is the mean over the target tokens of all ranks. Logs also have
-    `target_tokens`, those of all ranks since the last log. `evaluate()` returns the loss per target token of the whole
-    set; `compute_metrics` and `predict` work as in Trainer, on batches of `data_collator`, which is not used
-    otherwise. With `bf16=True` a model that was sharded in fp32 computes in autocast, as in Trainer.
+    not learned), tokenised, without padding, and with pictures the fields that `pack_collate` takes. One step takes
+    world * `per_device_train_batch_size` * `gradient_accumulation_steps` samples, and its loss is the mean over the
+    target tokens of all ranks. Logs also have `target_tokens`, those of all ranks since the last log. `evaluate()`
+    returns the loss per target token of the whole set; `compute_metrics` and `predict` work as in Trainer, on batches
+    of `data_collator`, which is not used otherwise. With `bf16=True` a model that was sharded in fp32 computes in
+    autocast, as in Trainer.
 
     A model may have PEFT's adapters, added before `fully_shard`. A checkpoint's folder loads in plain transformers, or
     PEFT, and has masters and optimizer states of trained parameters in `odc/`. Training can be
@@ -61,7 +64,7 @@ class ODCTrainer(ShardedTrainer):
     `mean_token_accuracy` for a fused head. For another loss override `compute_loss`.
 
     sampler: a MinibatchSampler of this rank over `train_dataset`. By default one with balance "mini", the longest
-        sample as token cap and `data_seed` or `seed`.
+        sample as token cap and `data_seed` or `seed`; pictures cost what the vision tower computes.
     split: the default sampler splits long samples over ranks, on a model of `enable_split`.
     trainer: other arguments of transformers' Trainer.
 
@@ -148,8 +151,12 @@ class ODCTrainer(ShardedTrainer):
         )
 
     def _make_sampler(self, dataset: Any, samples_per_rank: int, *, whole: bool = False) -> MinibatchSampler:
-        lengths = _lengths(dataset)
-        args = self.args
+        lengths, values = _measured(dataset)
+        extra, args = None, self.args
+        if any(values):
+            config = innermost(self.model).config
+            tower = TowerCost.from_config(config, trained=trains_tower(self.model))
+            extra = [tower.sample(each) for each in values]
         return MinibatchSampler(
             lengths,
             samples_per_rank,
@@ -161,6 +168,7 @@ class ODCTrainer(ShardedTrainer):
             drop_last=args.dataloader_drop_last and not whole,
             split=0 if whole else self._split_tokens,
             replicas=self._engine.grid.replicas,
+            extra=extra,
         )
 
     def _check_sampler(self, sampler: MinibatchSampler) -> None:
@@ -348,19 +356,23 @@ def _check_given(trainer: dict[str, Any]) -> None:
         )
 
 
-def _lengths(dataset: Any) -> list[int]:
-    """Tokens of each sample. Raises TypeError or ValueError for a data set without lengths or token ids."""
+def _measured(dataset: Any) -> tuple[list[int], list[list[int]]]:
+    """Of each sample its tokens, and its pictures' pixel values as `values_of`; reads the data set once.
+
+    Raises TypeError or ValueError for a data set without lengths or token ids.
+    """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             f"{type(dataset).__name__} has no length: give a map-style data set; samples are assigned by their lengths"
         )
-    lengths = []
+    lengths, values = [], []
     for index in range(len(dataset)):
         sample = dataset[index]
         if not isinstance(sample, Mapping) or "input_ids" not in sample:
             keys = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
             raise ValueError(f"sample {index} has {keys}: it needs input_ids, tokenised")
         lengths.append(len(sample["input_ids"]))
+        values.append(values_of(sample))
     if not lengths:
         raise ValueError("the data set has no samples")
-    return lengths
+    return lengths, values
