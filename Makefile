@@ -19,9 +19,15 @@ test: lint
 	$(BIN)/python -m pytest -n 3 -m "not slow and not gpu"
 
 # What `make test` leaves out; then what simulates a GPU's streams, as early as they may be: `make test` has them late.
-test-slow: venv
+test-slow: venv out/torchtitan-0.3.0/torchtitan/__init__.py
 	$(BIN)/python -m pytest -n 3 -m "slow and not gpu"
 	ODC_SIMULATED_STREAMS=early $(BIN)/python -m pytest -n 3 -m "not slow and not gpu" $(shell grep -lr cpu-sharded tests --include='test_*.py')
+
+# What torchtitan needs besides .venv's packages, which stay as they are. Where it can't be installed its test is skipped.
+TORCHTITAN := torchtitan==0.3.0 torchdata==0.11.0 torch_checkpointing==0.1.1 spmd_types==0.2.3 einops==0.8.2 \
+	tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.1
+out/torchtitan-0.3.0/torchtitan/__init__.py: | venv
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target out/torchtitan-0.3.0 $(TORCHTITAN)
 
 # The tests under the oldest, the usual and the newest Python and torch; one pair: make test-matrix PAIRS=3.13-2.15
 PAIRS ?= 3.10-2.11 3.11-2.13 3.13-2.15

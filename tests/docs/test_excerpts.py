@@ -1,4 +1,4 @@
-"""The code of README and first page is code of examples/, which tests/test_examples.py runs."""
+"""The code of README, first page and recipes is code of examples/, which tests/test_examples.py runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```(?:python|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(("page", "blocks"), [("README.md", 3), ("docs/index.md", 1)])
+@pytest.mark.parametrize(("page", "blocks"), [("README.md", 3), ("docs/index.md", 1), ("docs/recipes.md", 4)])
 def test_blocks_are_excerpts(page: str, blocks: int) -> None:
     found = _BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
     assert len(found) == blocks
