@@ -13,7 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc_triton import fully_shard, minibatch, use_odc
+from odc_triton.balance import count_target_tokens, pack_collate
 from odc_triton.comm.layout import find_units
+from odc_triton.hf import enable_packing
+from tests.hf.test_images import CHANGES, DEALS, SIZES, logits_loss, one_process
 from tests.support import ranks
 from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.splitting import gradients
@@ -85,3 +88,31 @@ def test_the_same_batches_have_the_gradients_of_one_process(family: str, bridged
         assert found.keys() == wanted.keys()
         for name, each in wanted.items():
             assert torch.allclose(found[name], each, rtol=0, atol=1e-10), name
+
+
+def _packs(rank: int, world: int, family: str, change: str, backend: str) -> dict[str, torch.Tensor]:
+    model = FAMILIES[family].model(dtype=torch.float64)
+    enable_packing(model)
+    model = CHANGES[change](model).train()
+    for name in find_units(model):
+        torch_fully_shard(model.get_submodule(name))
+    model = use_odc(torch_fully_shard(model), backend=backend)
+    samples = FAMILIES[family].samples(SIZES)
+    packs = pack_collate([[samples[at] for at in pack] for pack in DEALS[world][rank]])
+    with minibatch(model, tokens=count_target_tokens(packs)) as mb:
+        for pack in packs:
+            logits_loss(model, pack).div(mb.tokens).backward()
+    return gradients(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["none", "frozen tower", "LoRA", "checkpointing"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packs_under_use_odc(family: str, change: str) -> None:
+    """One of three ranks has no microbatch, and two have pictures."""
+    wanted = one_process(family, change, torch.float64)
+    for backend in ("cpu", "cpu-sharded"):
+        for found in ranks.run(_packs, 3, family, change, backend):
+            assert found.keys() == wanted.keys()
+            for name, each in wanted.items():
+                assert torch.allclose(found[name], each, rtol=0, atol=1e-10), name

@@ -74,7 +74,7 @@ def _freeze(model: nn.Module) -> nn.Module:
     return model
 
 
-def _one_process(family: str, change: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def one_process(family: str, change: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Gradients by plain transformers, sample after sample, without padding or packs."""
     model = FAMILIES[family].model(dtype=dtype).train()
     if change not in REPLACED:
@@ -108,7 +108,7 @@ def logits_loss(model: nn.Module, pack: dict[str, Any]) -> torch.Tensor:
 
 
 def check(family: str, change: str, world: int, dtype: torch.dtype, backend: str) -> None:
-    wanted = _one_process(family, change, dtype)
+    wanted = one_process(family, change, dtype)
     most = 1e-10 if dtype is torch.float64 else 1e-5
     for found in ranks.run(_train, world, family, change, dtype, backend):
         assert found.keys() == wanted.keys()
