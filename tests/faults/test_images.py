@@ -1,4 +1,4 @@
-"""A rank dies, or its microbatch raises, in the vision tower, where others may never come; a tower that no rank uses."""
+"""A rank dies, or its microbatch raises, in the vision tower, where others may never come; a tower without pictures."""
 
 from __future__ import annotations
 
