@@ -11,7 +11,6 @@ from .tokenizer import TextEncoder
 from .vision import SeenPictures
 
 _BATCH_CHARACTERS = 4_000_000  # of text per call of the tokenizer
-_PICTURE_CHARACTERS = _BATCH_CHARACTERS // 16  # that a picture counts as, so that a batch holds few
 
 
 class Encoded(NamedTuple):
@@ -99,7 +98,7 @@ def batches(records: Iterable[Record], most: int) -> Iterator[list[Record]]:
     characters = 0
     for record in records:
         batch.append(record)
-        characters += record.characters + _PICTURE_CHARACTERS * len(record.pictures)
+        characters += record.characters
         if len(batch) == most or characters > _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

@@ -18,7 +18,7 @@ from typing import Any
 
 from .messages import read_messages, read_tools, with_system
 from .parts import given_pictures, place_pictures
-from .records import DataError, Form, Record, kind_of, message_text, names_of, string
+from .records import PICTURE_CHARACTERS, DataError, Form, Record, kind_of, message_text, names_of, string
 
 FORMS = (
     "'text', or both 'prompt' and 'completion', or 'messages', or 'conversations' (ShareGPT), or both 'instruction' "
@@ -50,7 +50,7 @@ def record_of(where: str, value: Any, end: int = 0, folder: str | None = None) -
             tools=read_tools(where, fields),
             pictures=pictures,
             folder=folder,
-            characters=sum(len(message_text(each)) for each in messages),
+            characters=sum(len(message_text(each)) for each in messages) + PICTURE_CHARACTERS * len(pictures),
             **place,
         )
     name, pictures = given_pictures(where, fields)

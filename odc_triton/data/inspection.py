@@ -20,6 +20,7 @@ from .order import Mix
 from .records import IGNORED, Record, message_text
 from .sources import RecordSource, open_source
 from .tokenizer import TextEncoder, read_config, read_tokenizer
+from .vision import has_processor, read_processor
 
 _NO_CAP = 2**31 - 1
 _INSPECTED = 16  # records, for the warning
@@ -52,6 +53,7 @@ class Inspection:
     largest_token: int
     vocabulary: int | None  # token ids that the model has
     tokens_outside: int | None  # tokens that it lacks
+    pictures: dict[str, float] | None  # percentiles by record, the mean, and "all"; None without any
     shared_tokens: int | None  # within the cap, that begin a sample as others; most that --share-prefixes saves
     shared_time: float | None  # their share of the time by the cost model
     warning: str | None  # for a training run on these data
@@ -72,7 +74,11 @@ def inspect_data(
     Memory does not grow with it, but for a few bytes per sample. `savings`: of its samples; None: not counted.
     """
     DataOptions(max_tokens=token_cap)  # raises if the cap is too small
-    forms = Counter(record.form for record in source)
+    records = Counter((record.form, len(record.pictures)) for record in source)
+    forms: Counter[str] = Counter()
+    for (form, _), count in records.items():
+        forms[form] += count
+    pictures = np.repeat([each for _, each in records], [*records.values()])
     with TemporaryDirectory(prefix="odc-triton-inspect-") as folder:
         path = Path(folder) / "data.npz"
         summary = tokenize_source(source, encoder, path, DataOptions(max_tokens=_NO_CAP))
@@ -89,7 +95,8 @@ def inspect_data(
         nothing_to_learn=summary.dropped_no_target,
         tokens=summary.tokens,
         target_tokens=summary.target_tokens,
-        lengths={str(at): float(np.percentile(lengths, at)) for at in _PERCENTILES} | {"mean": float(lengths.mean())},
+        lengths=_spread(lengths),
+        pictures=_spread(pictures) | {"all": float(pictures.sum())} if pictures.any() else None,
         histogram=_histogram(lengths),
         token_cap=token_cap,
         too_long=int(over.sum()),
@@ -139,6 +146,7 @@ def main(
     tokenizer: str | None,
     model: str | None,
     token_cap: int,
+    fetch_images: bool = False,
     as_json: bool,
     savings: Savings | None = None,
 ) -> tuple[str, bool]:
@@ -146,7 +154,7 @@ def main(
     by `weights`. `savings`: see `inspect_data`."""
     if token_cap < 2:
         raise ValueError(f"--token-cap is {token_cap}; give at least 2: one token to predict and one before it")
-    encoder = _bytes() if tokenizer is None else TextEncoder.of(read_tokenizer(tokenizer))
+    encoder = _bytes() if tokenizer is None else TextEncoder.of(_reader(tokenizer, names), fetch=fetch_images)
     vocabulary = None if model is None else read_config(model).get_text_config().vocab_size
     unit = "bytes" if tokenizer is None else "tokens"
     how = {"token_cap": token_cap, "vocabulary": vocabulary, "unit": unit, "savings": savings}
@@ -159,6 +167,13 @@ def main(
     if as_json:
         return json.dumps({"files": [asdict(each) for each in all_found], "epoch": parts}, indent=2), fits
     return "\n\n\n".join([*map(describe, all_found), _epoch(parts, unit)]), fits
+
+
+def _reader(tokenizer: str, names: Sequence[str]) -> Any:
+    """The tokenizer, or, for data with pictures, the processor beside it."""
+    if has_processor(tokenizer) and any(record.pictures for name in names for record in open_source(name)):
+        return read_processor(tokenizer)
+    return read_tokenizer(tokenizer)
 
 
 def shares(files: Sequence[Inspection], weights: Sequence[float]) -> list[dict[str, Any]]:
@@ -206,6 +221,11 @@ def describe(found: Inspection) -> str:
         lines.append(f"warning: {found.warning}")
     if found.nothing_to_learn:
         lines.append(f"{found.nothing_to_learn:,} records have nothing to learn and would be dropped")
+    if (spread := found.pictures) is not None:
+        lines.append(
+            f"{spread['all']:,.0f} pictures; a record has {spread['0']:.0f} to {spread['100']:.0f}, "
+            f"{spread['mean']:.2g} in the mean, {spread['50']:.0f} in the median, {spread['95']:.0f} at 95%"
+        )
     lines += ["", f"length in {unit}"]
     names = {"0": "shortest", "50": "median", "100": "longest", "mean": "mean"}
     lines += [f"  {names.get(at, at + '%'):>8}  {value:>10,.0f}" for at, value in found.lengths.items()]
@@ -253,6 +273,10 @@ def _bytes() -> TextEncoder:
         decode=lambda ids: bytes(at for at in ids if at < 256).decode(errors="replace"),
         chat=_PlainChat(),
     )
+
+
+def _spread(values: np.ndarray) -> dict[str, float]:
+    return {str(at): float(np.percentile(values, at)) for at in _PERCENTILES} | {"mean": float(values.mean())}
 
 
 def _histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:

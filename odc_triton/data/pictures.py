@@ -21,7 +21,11 @@ LARGEST_PICTURE_BYTES = 20 * 2**20
 FETCH_S = 20.0  # for one picture, redirects included
 # Others are documents, which Pillow gives to other programs, or so rare that their readers are little tested.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-_SHOWN = 100  # characters of a path or URL in an error
+
+
+# Of urllib's own, without those of files and ftp, to which a server might redirect.
+_HANDLERS = ("ProxyHandler", "UnknownHandler", "HTTPHandler", "HTTPSHandler", "HTTPErrorProcessor")
+_HANDLERS += ("HTTPDefaultErrorHandler", "HTTPRedirectHandler")
 
 
 class PictureError(ValueError):
@@ -47,7 +51,7 @@ def read_picture(source: str | bytes, folder: str | None, *, fetch: bool) -> byt
         except ValueError as error:  # of no regular file
             raise PictureError("it is not a regular file") from error
     if len(content) > LARGEST_PICTURE_BYTES:
-        raise PictureError(f"it has more than {LARGEST_PICTURE_BYTES // 2**20} MiB: make it smaller")
+        raise PictureError(f"it has more than {LARGEST_PICTURE_BYTES / 2**20:.3g} MiB: make it smaller")
     return content
 
 
@@ -71,18 +75,6 @@ def decode_picture(content: bytes) -> Any:
         raise PictureError(f"it is damaged: {error}") from error
 
 
-def name_of(source: str | bytes) -> str:
-    """For an error: " (a.png)"; of bytes nothing."""
-    return "" if isinstance(source, bytes) else f" ({source[:_SHOWN]}{'…' * (len(source) > _SHOWN)})"
-
-
-class _HttpOnly(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        if not newurl.lower().startswith(("http://", "https://")):
-            raise PictureError(f"its server redirects to {newurl[:_SHOWN]}, which is not http or https")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
 def fetch_picture(url: str) -> bytes:
     """The content at an http(s) URL. Raises PictureError, also after `FETCH_S` seconds and `LARGEST_PICTURE_BYTES`."""
     deadline, found = time.monotonic() + FETCH_S, []
@@ -90,35 +82,38 @@ def fetch_picture(url: str) -> bytes:
     def run() -> None:
         try:
             found.append(_fetched(url, deadline))
-        except PictureError as error:
-            found.append(error)
-        except urllib.error.HTTPError as error:
-            found.append(PictureError(f"its server answers with status {error.code}"))
-        except TimeoutError:
-            pass
         except Exception as error:  # of urllib, http.client, ssl, the socket
-            found.append(PictureError(f"it cannot be fetched: {getattr(error, 'reason', None) or error}"))
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
+            found.append(error)
 
     # A server that sends a byte now and then would keep a socket within any timeout of its own.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(FETCH_S)
-    if not found:
-        raise PictureError(f"its server did not send it within {FETCH_S:g} s")
-    if isinstance(found[0], PictureError):
-        raise found[0]
-    return found[0]
+    match found:
+        case [bytes(content)]:
+            return content
+        case [PictureError() as error]:
+            raise error
+        case [] | [TimeoutError()]:
+            raise PictureError(f"its server did not send it within {FETCH_S:g} s")
+        case [error]:
+            raise PictureError(f"it cannot be fetched: {error}")
 
 
 def _fetched(url: str, deadline: float) -> bytes:
     request = urllib.request.Request(url, headers={"User-Agent": "odc-triton"})
+    opener = urllib.request.OpenerDirector()
+    for name in _HANDLERS:
+        opener.add_handler(getattr(urllib.request, name)())
     parts, size = [], 0
-    with urllib.request.build_opener(_HttpOnly).open(request, timeout=FETCH_S) as answer:
+    with opener.open(request, timeout=FETCH_S) as answer:
         while part := answer.read1(2**16):
             parts.append(part)
             size += len(part)
             if size > LARGEST_PICTURE_BYTES:
-                raise PictureError(f"it has more than {LARGEST_PICTURE_BYTES // 2**20} MiB: make it smaller")
+                raise PictureError(f"it has more than {LARGEST_PICTURE_BYTES / 2**20:.3g} MiB: make it smaller")
             if time.monotonic() > deadline:
                 raise TimeoutError
         if answer.length:

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, Literal
 
 IGNORED = -100  # the label that torch's and transformers' losses ignore
+PICTURE_CHARACTERS = 40_000
 Form = Literal[
     "text", "prompt and completion", "prompt and completion as messages", "messages", "conversations", "Alpaca"
 ]
@@ -38,7 +39,7 @@ class Record:
     folder: str | None = None  # that paths are relative to
     where: str  # its name in errors
     end: int  # where it ends in its source: in bytes of a file, in rows of a table
-    characters: int  # in all its texts
+    characters: int  # in all its texts; a picture counts as `PICTURE_CHARACTERS`, so that batches hold few
 
 
 def message_text(message: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base.files import reading
-from .pictures import PictureError, decode_picture, name_of, read_picture
+from .pictures import PictureError, decode_picture, read_picture
 from .records import DataError, Record
 
 _INPUTS = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
@@ -127,17 +127,18 @@ class PictureProcessor:
 
     def see(self, record: Record) -> SeenPictures:
         """Reads the pictures of a record. Raises DataError, which names the record and the picture."""
-        contents, images = [], []
-        try:
-            for source in record.pictures:
-                contents.append(read_picture(source, record.folder, fetch=self.fetch))
-                images.append(decode_picture(contents[-1]))
-            fields, texts = self._process(images)
-        except PictureError as error:
-            at = len(images) if len(images) < len(record.pictures) else self._first_refused(images)
-            name = name_of(record.pictures[at])
-            raise DataError(f"{record.where}, picture {at + 1}{name}: {error}") from error
-        return SeenPictures(contents, texts, _values(fields))
+        seen = SeenPictures([], [], [])
+        for number, source in enumerate(record.pictures, start=1):
+            try:
+                content = read_picture(source, record.folder, fetch=self.fetch)
+                fields, text = self._process([decode_picture(content)])
+            except PictureError as error:
+                name = "" if isinstance(source, bytes) else f" ({source[:100]}{'…' * (len(source) > 100)})"
+                raise DataError(f"{record.where}, picture {number}{name}: {error}") from error
+            seen.contents.append(content)
+            seen.texts.extend(text)
+            seen.values.extend(_values(fields))
+        return seen
 
     def fields(self, contents: Sequence[bytes]) -> dict[str, np.ndarray]:
         """What the processor makes of the pictures of one text, without the dimension of the batch."""
@@ -194,14 +195,6 @@ class PictureProcessor:
         if fields["pixel_values"].ndim == 5:  # of a batch, as of Idefics3
             fields = {name: values[0] for name, values in fields.items()}
         return fields, [each["replacement"] for each in found["text_replacement_offsets"][0]]
-
-    def _first_refused(self, images: list[Any]) -> int:
-        for at, image in enumerate(images):
-            try:
-                self._process([image])
-            except PictureError:
-                return at
-        return 0
 
 
 def _values(fields: dict[str, np.ndarray]) -> list[int]:
