@@ -30,7 +30,7 @@ import numpy as np
 
 from .chat import CHARACTERS_PER_TOKEN
 from .encode import Encoded, batches, encode_records
-from .records import IGNORED, DataError, Record
+from .records import IGNORED, PICTURE_CHARACTERS, DataError, Record
 from .shown import COLUMNS as PICTURE_COLUMNS
 from .shown import ShownPictures, ShownWriter
 from .sources import RecordSource
@@ -286,7 +286,8 @@ def samples_of(
         too_long = len(ids) > options.max_tokens
         if too_long:
             if options.too_long == "error":
-                least = "at least " if record.characters > CHARACTERS_PER_TOKEN * options.max_tokens else ""
+                characters = record.characters - PICTURE_CHARACTERS * len(record.pictures)
+                least = "at least " if characters > CHARACTERS_PER_TOKEN * options.max_tokens else ""
                 raise DataError(
                     f"{record.where}: {least}{len(ids)} tokens, more than the cap of "
                     f"{options.max_tokens}; raise --token-cap, or give --truncate or --drop-long"

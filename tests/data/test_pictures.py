@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import pickle
+import tracemalloc
+import zipfile
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from odc_triton.data.dataset import DataOptions, TokenizedDataset
+from odc_triton.balance import values_of
+from odc_triton.cli.command import main
+from odc_triton.data.dataset import DataOptions, TokenizedDataset, split_samples
+from odc_triton.data.mixture import Mixture
 from odc_triton.data.prepared import prepare_data
+from odc_triton.data.records import DataError
 from odc_triton.data.tokenizer import TextEncoder
-from tests.support.processors import FAMILIES, encoded_picture, make_processor, picture
+from odc_triton.data.vision import PictureProcessor
+from tests.support.chats import CHATML, make_tokenizer
+from tests.support.processors import FAMILIES, encoded_picture, make_processor, picture, save_processor
 from tests.support.records import write_lines
+from tests.support.tokenized import tokenize_file
 
 SIZES = {"a.png": (20, 12), "b.png": (9, 33), "c.png": (16, 16), "d.png": (1, 1)}
-IMAGE = {"type": "image"}
 
 
 def text(words: str) -> dict:
@@ -134,8 +145,193 @@ def test_samples_are_those_of_the_processor(family, folder, tmp_path, processors
         for name in {"mm_token_type_ids", "token_type_ids"} & wanted.keys():
             assert types.tolist() == wanted[name][0].tolist()
         assert data.floors[index] == max(np.flatnonzero(types), default=-1) + 1
-        pixels = sample.get("pixel_values", np.empty(0))
-        assert sum(data.pictures[index]) == pixels.size
-        units = len(sample["image_grid_thw"]) if "image_grid_thw" in sample else len(pixels)
-        assert len(data.pictures[index]) == units
-    assert sum(data.shown.arrays["picture_bytes_ends"] > 0) == 4  # d, a, b and c, once each
+        assert data.pictures[index] == values_of(sample)
+    assert len(data.shown.arrays["picture_bytes_ends"]) == 4  # each file once
+
+
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}"
+    "{% for p in m['content'] %}{{ p['text'] }}{% endfor %}<|im_end|>{% endgeneration %}{% else %}"
+    "{% for p in m['content'] %}{% if p['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ p['text'] }}{% endif %}{% endfor %}<|im_end|>{% endif %}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [None, MARKED])
+def test_only_the_completion_is_learned(template, folder, tmp_path):
+    processor = make_processor("qwen2_5_vl")
+    processor.chat_template = template or processor.chat_template
+    prompt = [user(A), assistant("no"), user(text("and"), B, A, text("again"))]
+    data = prepared(folder, tmp_path, processor, {"prompt": prompt, "completion": [assistant("yes, no")]})
+    assert learned(processor, data[0]) == ["yes, no<|im_end|>" + "\n" * (template is None)]
+    assert (
+        data[0]["input_ids"].tolist()
+        == wanted_of(processor, [*prompt, assistant("yes, no")], folder)["input_ids"].tolist()
+    )
+
+
+def test_texts_are_encoded_as_without_pictures(folder, tmp_path, processors):
+    """A processor's template may write nothing for a plain text, so contents are given to it as lists."""
+    processor = processors("smolvlm")
+    plain = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "yes"}]
+    data = prepared(folder, tmp_path, processor, {"messages": plain}, {"text": "and no"})
+    assert "User: why" in processor.tokenizer.decode(data[0]["input_ids"])
+    assert processor.tokenizer.decode(data[1]["input_ids"]) == "and no<|end|>"
+    assert data.pictures is data.floors is None
+    assert set(data[0]) == {"input_ids", "labels"}
+    with zipfile.ZipFile(data.path) as archive:  # as before there were pictures
+        assert archive.namelist() == ["tokens.npy", "offsets.npy", "spans.npy", "meta.npy"]
+
+
+def test_tokenizer_alone(folder, tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    parts, plain = (
+        prepared(folder, tmp_path, tokenizer, {"messages": [{"role": "user", "content": content}, assistant("yes")]})
+        for content in ([text("the "), text("user")], "the user")
+    )
+    assert parts[0]["input_ids"].tolist() == plain[0]["input_ids"].tolist()
+    with pytest.raises(
+        DataError, match=r"line 1: has pictures, which a tokenizer alone can't read: give the folder of"
+    ):
+        prepared(folder, tmp_path, tokenizer, {"messages": CONVERSATIONS["one picture"]})
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llava"])
+def test_cuts_are_behind_the_pictures(family, folder, tmp_path, processors):
+    record = {"messages": [user(A, B, text("the user asks")), assistant("yes and no and again yes")]}
+    (floor,) = prepared(folder, tmp_path, processors(family), record).floors
+    whole = prepared(folder, tmp_path, processors(family), record)[0]
+    first = int(np.flatnonzero(whole["labels"] != -100)[0])
+    assert 0 < floor < first
+    cut = prepared(folder, tmp_path, processors(family), record, max_tokens=first + 1)
+    assert (len(cut[0]["input_ids"]), cut.floors, cut.summary.truncated) == (first + 1, [floor], 1)
+    np.testing.assert_array_equal(cut[0]["pixel_values"], whole["pixel_values"])
+    plain = {"text": "and again"}
+    for most, dropped in ((floor - 1, 1), (2, 1), (floor, 0)):
+        data = prepared(folder, tmp_path, processors(family), record, plain, max_tokens=most)
+        assert (len(data), data.summary.dropped_too_long, data.summary.dropped_no_target) == (1, dropped, 1 - dropped)
+    with pytest.raises(DataError, match=f"line 1: {len(whole['labels'])} tokens, more than the cap of {floor}"):
+        prepared(folder, tmp_path, processors(family), record, max_tokens=floor, too_long="error")
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "idefics3"])
+def test_text_that_spells_a_picture_is_refused(family, folder, tmp_path, processors):
+    processor = processors(family)
+    spelled = [
+        {"messages": [user(A, text("ok")), assistant(f"a {processor.image_token}")]},
+        {"text": processor.image_token},
+    ]
+    if family == "gemma3":
+        spelled.append({"prompt": "a", "completion": "<image_soft_token>"})
+    if family == "qwen2_5_vl":
+        spelled.append({"messages": [user(text("<|video_pad|>")), assistant("b")]})
+    for record in spelled:
+        with pytest.raises(DataError, match=r"line 2: its text has <.*>, which stands for a picture or a video"):
+            prepared(folder, tmp_path, processor, {"text": "fine"}, record)
+
+
+def test_template_that_drops_pictures_is_refused(folder, tmp_path):
+    processor = make_processor("qwen2_vl")
+    processor.chat_template = CHATML
+    with pytest.raises(DataError, match=r"line 1: the chat template writes 0 <\|image_pad\|> for 1 pictures"):
+        prepared(folder, tmp_path, processor, {"messages": CONVERSATIONS["one picture"]})
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("missing.png", r"picture 2 \(missing.png\): it cannot be read: No such file"),
+        ("data.jsonl", r"picture 2 \(data.jsonl\): it is none of BMP"),
+        ("https://a.host/b.png", r"picture 2 \(https://a.host/b.png\): it is on the network: give --fetch-images"),
+        (base64.b64encode(b"no picture").decode(), "picture 2: it is none of BMP"),
+        (
+            base64.b64encode(encoded_picture(900, 4)).decode(),
+            "picture 2: the model's processor refuses it: .* aspect ratio",
+        ),
+    ],
+)
+def test_bad_pictures_are_named(folder, tmp_path, processors, source, message):
+    kind = "base64" if "." not in source else "path"
+    record = {"messages": [user(A, {"type": "image", kind: source}), assistant("yes")]}
+    with pytest.raises(DataError, match=rf"data.jsonl, line 2, {message}"):
+        prepared(folder, tmp_path, processors("qwen2_vl"), {"messages": CONVERSATIONS["one picture"]}, record)
+
+
+def test_pictures_are_in_the_prepared_file(tmp_path, processors):
+    """Samples are found again, sent to workers, split and mixed without the pictures' own files."""
+    (tmp_path / "a.png").write_bytes(encoded_picture())
+    processor = processors("qwen2_5_vl")
+    records = [{"messages": [user(A), assistant("yes")]}, {"text": "no"}, {"messages": [user(A, A), assistant("no")]}]
+    data = prepared(tmp_path, tmp_path, processor, *records)
+    (tmp_path / "a.png").unlink()
+    again = prepare_data(str(tmp_path / "data.jsonl"), TextEncoder.of(processor), folder=tmp_path / "kept")
+    data.save(tmp_path / "saved.npz")
+    read = TokenizedDataset.load(tmp_path / "saved.npz", processor=processor)
+    read.path = None  # so that it is sent whole
+    for each in (again, pickle.loads(pickle.dumps(data)), read, pickle.loads(pickle.dumps(read))):
+        assert each.pictures == data.pictures == [[4 * 4 * 96], [], [4 * 4 * 96] * 2]
+        for index in range(3):
+            assert each[index].keys() == data[index].keys()
+            for name, values in each[index].items():
+                np.testing.assert_array_equal(values, data[index][name])
+    first, second = split_samples(data, 1)
+    assert [*first.pictures, *second.pictures] == [data.pictures[at] for at in (*first.indices, *second.indices)]
+    assert first.floors == [data.floors[at] for at in first.indices]
+    texts = tokenize_file(write_lines(tmp_path / "texts.jsonl", {"text": "a"}), TextEncoder.of(processor.tokenizer))
+    mixed = Mixture([texts, data], [2, 1])
+    assert mixed.pictures == [[], [], *data.pictures]
+    assert mixed.floors == [0, 0, *data.floors]
+    assert mixed[2].keys() == data[0].keys()
+    assert Mixture([texts]).pictures is Mixture([texts]).floors is None
+    alone = TokenizedDataset.load(data.path)
+    assert alone.text(0)["input_ids"].tolist() == data[0]["input_ids"].tolist()
+    with pytest.raises(ValueError, match=r"sample 0 has pictures: give TokenizedDataset.load the model's processor"):
+        alone[0]
+
+
+def test_fingerprints_of_processors(monkeypatch):
+    import PIL
+
+    def fingerprint(**changed):
+        processor = make_processor("qwen2_vl")
+        for name, value in changed.items():
+            setattr(processor.image_processor, name, value)
+        return TextEncoder.of(processor).fingerprint
+
+    found = [fingerprint(), fingerprint(), fingerprint(do_normalize=False)]
+    monkeypatch.setattr(PIL, "__version__", "0")
+    found.append(fingerprint())
+    found.append(TextEncoder.of(make_processor("qwen2_vl").tokenizer).fingerprint)
+    assert found[0] == found[1]
+    assert len(set(found)) == 4
+
+
+def test_memory_does_not_grow_with_the_pictures(tmp_path, processors):
+    coded = (base64.b64encode(encoded_picture(seed=seed) + bytes(40_000)).decode() for seed in range(200))
+    records = [{"messages": [user({"type": "image", "base64": each}), assistant("yes")]} for each in coded]
+    path = write_lines(tmp_path / "data.jsonl", *records)
+    encoder, options = TextEncoder.of(processors("qwen2_vl")), DataOptions(batch_records=10)
+    tracemalloc.start()
+    try:
+        data = prepare_data(str(path), encoder, options, folder=tmp_path / "kept")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4e6 < 8e6 < len(data.shown.arrays["picture_bytes"])
+
+
+def test_processors_that_are_not_supported():
+    processor = make_processor("llava")
+    processor.image_token = None
+    with pytest.raises(ValueError, match="LlavaProcessor has no text that stands for a picture"):
+        PictureProcessor(processor)
+
+
+def test_inspection(folder, tmp_path, capsys, processors):
+    save_processor(processors("qwen2_5_vl"), tmp_path)
+    path = write_lines(folder / "inspected.jsonl", *({"messages": each} for each in CONVERSATIONS.values()))
+    for options in ([], ["--tokenizer", str(tmp_path)]):
+        assert main(["data", "inspect", str(path), *options]) == 0
+        assert "7 pictures; a record has 0 to 3, 1.8 in the mean, 2 in the median, 3 at 95%" in capsys.readouterr().out
+    assert main(["data", "inspect", str(path), *options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pictures"]["all"] == 7
