@@ -82,7 +82,7 @@ def inspect_data(
     with TemporaryDirectory(prefix="odc-triton-inspect-") as folder:
         path = Path(folder) / "data.npz"
         summary = tokenize_source(source, encoder, path, DataOptions(max_tokens=_NO_CAP))
-        data = TokenizedDataset.load(path)
+        data = TokenizedDataset.load(path, processor=encoder.pictures and encoder.pictures.processor)
     lengths = data.lengths
     over = lengths > token_cap
     shared_tokens, shared_time = (None, None) if savings is None else savings(data, token_cap)

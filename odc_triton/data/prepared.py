@@ -41,7 +41,7 @@ def prepare_data(
     """
     options = options or DataOptions()
     source = open_source(name)
-    processor = None if encoder.pictures is None else encoder.pictures.processor
+    processor = encoder.pictures and encoder.pictures.processor
     parts = [source.fingerprint(), encoder.fingerprint]
     if None in parts:
         raise ValueError(f"{name} or its encoder has no fingerprint, so its samples could not be found again")

@@ -190,9 +190,7 @@ def test_tokenizer_alone(folder, tmp_path):
         for content in ([text("the "), text("user")], "the user")
     )
     assert parts[0]["input_ids"].tolist() == plain[0]["input_ids"].tolist()
-    with pytest.raises(
-        DataError, match=r"line 1: has pictures, which a tokenizer alone can't read: give the folder of"
-    ):
+    with pytest.raises(DataError, match=r"line 1: has pictures, which a tokenizer alone can't read: give the"):
         prepared(folder, tmp_path, tokenizer, {"messages": CONVERSATIONS["one picture"]})
 
 
