@@ -22,8 +22,7 @@ class Assigner:
     `balance` and `token_cap`: see `MinibatchSampler`; `split_tokens`: of each rank, the most tokens that others may
     read, 0 without splitting; `shared_tokens`: the same for samples that share tokens, by default `split_tokens`;
     `whole`: see `assign_shared`; `replicas`: see `assign_split`; `counter`: of a work queue, by default
-    `store_counter()`, made on first use; `extra`: by name of a sample, what it costs besides its tokens;
-    `floors`: by name, see `assign_split`.
+    `store_counter()`, made on first use; `extra` and `floors`: see `assign_split`, here by name of a sample.
     """
 
     rank: int

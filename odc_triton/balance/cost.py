@@ -48,8 +48,7 @@ class CostModel:
 
         Raises ValueError for extra costs of another number, or one that is negative or not finite.
         """
-        if extra is None:
-            return [self.sequence(length) for length in lengths]
+        extra = [0.0] * len(lengths) if extra is None else extra
         if len(extra) != len(lengths):
             raise ValueError(f"extra has {len(extra)} costs for {len(lengths)} samples: give one for each")
         for index, each in enumerate(extra):

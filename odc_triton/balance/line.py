@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -149,19 +149,17 @@ def price(entries: Sequence[Entry], strips: Sequence[Strip] | Mapping[int, Strip
     return math.fsum(map(of, entries))
 
 
-def checked_floors(floors: Sequence[int] | None, lengths: Sequence[int]) -> list[int]:
-    """By sample, the tokens up to and including its last picture's, before which it is not cut; all 0 for None.
-
-    Raises ValueError for another number of them, and for one outside of its sample.
-    """
-    floors = [0] * len(lengths) if floors is None else [int(floor) for floor in floors]
-    if len(floors) != len(lengths):
-        raise ValueError(
-            f"{len(floors)} floors are given for {len(lengths)} samples: give one for each, 0 without pictures"
-        )
-    for index, (floor, length) in enumerate(zip(floors, lengths, strict=True)):
+def whole_strips(
+    lengths: Sequence[int], cost: CostModel, extra: Sequence[float] | None, floors: Sequence[int] | None
+) -> list[Strip]:
+    """Raises ValueError as `CostModel.samples`, and for floors of another number or outside of their samples."""
+    cost.samples(lengths, extra)
+    floors, extra = ([0] * len(lengths) if each is None else each for each in (floors, extra))
+    for floor, length in zip_longest(floors, lengths, fillvalue=-1):
         if not 0 <= floor <= length:
             raise ValueError(
-                f"floors[{index}] is {floor}, of a sample of {length} tokens: give its tokens up to its last picture's"
+                f"of {len(floors)} floors for {len(lengths)} samples one is {floor}, of {length} tokens: give "
+                "of each the tokens up to its last picture's, 0 without pictures"
             )
-    return floors
+    of_sample = enumerate(zip(lengths, floors, extra, strict=True))
+    return [Strip(at, 0, length, floor=int(floor), extra=each) for at, (length, floor, each) in of_sample]

@@ -58,29 +58,18 @@ def best_fit_decreasing(lengths: Sequence[int], *, token_cap: int) -> list[list[
 
 
 def pack(
-    lengths: Sequence[int],
-    *,
-    token_cap: int,
-    cost: CostModel,
-    count: int | None = None,
-    extra: Sequence[float] | None = None,
+    lengths: Sequence[int], *, token_cap: int, cost: CostModel | Sequence[float], count: int | None = None
 ) -> list[list[int]]:
     """Indices of `lengths` in `count` packs of at most `token_cap` tokens, nearly equal in cost, costliest first.
 
     `count` None means as few as best-fit decreasing needs; a larger one is reached by dividing packs, and no
-    pack is empty. `extra`: of each sample, what it costs besides its tokens.
+    pack is empty. `cost`: a model of it, or the cost of each sample.
 
-    Raises ValueError as `checked_lengths` and `CostModel.samples`, and if `count` packs are too few for the tokens or
-    more than the samples.
+    Raises ValueError as `checked_lengths`, and if `count` packs are too few for the tokens or more than
+    the samples.
     """
     lengths = checked_lengths(lengths, token_cap)
-    return pack_by(cost.samples(lengths, extra), lengths, token_cap=token_cap, count=count)
-
-
-def pack_by(
-    costs: Sequence[float], lengths: Sequence[int], *, token_cap: int, count: int | None = None
-) -> list[list[int]]:
-    """The same by the cost of each sample."""
+    costs = cost.samples(lengths) if isinstance(cost, CostModel) else cost
     packs = best_fit_decreasing(lengths, token_cap=token_cap)
     count = len(packs) if count is None else count
     if not len(packs) <= count <= len(lengths):

@@ -9,7 +9,7 @@ from typing import Any
 from ..data.order import Mix, in_families
 from .assigner import Assigner
 from .cost import CostModel
-from .line import checked_floors
+from .line import whole_strips
 from .packing import checked_lengths
 from .queue import QUEUE, Counter, QueuedPacks
 from .relatives import Relatives
@@ -110,20 +110,16 @@ class MinibatchSampler:
                 f"relatives are of {len(relatives.lengths)} samples, and the {len(self.lengths)} lengths are others: "
                 "give find_relatives of the same data set"
             )
-        if relatives is not None and floors is None:
-            floors = relatives.floors
-        floors = checked_floors(floors, self.lengths)
-        if relatives is not None and relatives.floors != floors:
-            raise ValueError(
-                "relatives are of samples with other pictures than floors says: give find_relatives of these"
-            )
+        if relatives is not None and floors is not None and relatives.floors != [*floors]:
+            raise ValueError("relatives are of samples with other floors: give find_relatives of the same data set")
         self.relatives = relatives
         self.samples_per_minibatch = self.world * samples_per_rank
         self.token_cap = token_cap
         self.balance = balance
         self.seed = seed
         self.cost = cost or CostModel.paper_7b()
-        self.cost.samples(self.lengths, extra)  # raises if they don't fit
+        floors = relatives.floors if floors is None and relatives is not None else floors
+        whole_strips(self.lengths, self.cost, extra, floors)  # raises if they don't fit
         self.drop_last = drop_last
         if split and balance not in ("mini", QUEUE):
             raise ValueError(

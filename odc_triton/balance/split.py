@@ -21,8 +21,8 @@ from itertools import chain, cycle, zip_longest
 import numpy as np
 
 from .cost import CostModel
-from .line import LEAST_TOKENS, Strip, checked_floors, count_tokens, cut_line, lay_waves, price, shards_of
-from .packing import checked_lengths, pack_by
+from .line import LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price, shards_of, whole_strips
+from .packing import checked_lengths, pack
 from .partition import BALANCED, balanced_partition, longest_first
 from .pieces import Entry, Piece, SplitPlan, named
 
@@ -57,7 +57,7 @@ class SplitAssignment:
         """The microbatches of `rank`: its waves, then packs of whole samples, costliest first."""
         own = self.whole[rank]
         costs, lengths = ([of[i] for i in own] for of in (self.costs, self.lengths))
-        packs = pack_by(costs, lengths, token_cap=self.token_cap) if own else []
+        packs = pack(lengths, token_cap=self.token_cap, cost=costs) if own else []
         return [*self.waves_of(rank), *([self.names[own[i]] for i in members] for members in packs)]
 
     def waves_of(self, rank: int) -> SplitPacks:
@@ -100,17 +100,9 @@ def assign_split(
         raise ValueError(f"token_cap is {token_cap}: give the most tokens that one microbatch may hold, 1 or more")
     lengths = checked_lengths(lengths, token_cap, ranks=shards)
     names = range(len(lengths)) if names is None else names
+    strips = whole_strips(lengths, cost, extra, floors)
     problem = _Problem(
-        lengths=lengths,
-        names=names,
-        prices=cost.samples(lengths, extra),
-        extra=[0.0] * len(lengths) if extra is None else list(extra),
-        floors=checked_floors(floors, lengths),
-        ranks=ranks,
-        token_cap=token_cap,
-        tokens=tokens,
-        cost=cost,
-        ride=ride,
+        strips=strips, names=names, ranks=ranks, token_cap=token_cap, tokens=tokens, cost=cost, ride=ride
     )
     best = (problem.best() if replicas == 1 else _over_replicas(problem, replicas)).named(names)
     return replace(best, plan=SplitPlan.of([*zip(*best.waves, strict=True)], replicas=replicas))  # by rank, then wave
@@ -177,9 +169,9 @@ def readable_tokens(
     longest, ranks, samples = max(lengths), shards_of(ranks, replicas), -(-samples // replicas)
     first_part = cost.tokens(cost.sequence(longest) / ranks) + LEAST_TOKENS
     # A read piece of equal tokens is at most half of the least piece longer than planned: see _nearest_cut.
-    least, floors = math.ceil(1.5 * _least_tokens(token_cap)), checked_floors(floors, lengths)
-    over = ((length, floor) for length, floor in zip(lengths, floors, strict=True) if length > token_cap)
-    even = sorted((max(math.ceil(length / ranks), least, floor) for length, floor in over), reverse=True)[:samples]
+    least = math.ceil(1.5 * _least_tokens(token_cap))
+    over = [each for each in whole_strips(lengths, cost, None, floors) if each.stop > token_cap]
+    even = sorted((max(math.ceil(each.stop / ranks), least, each.floor) for each in over), reverse=True)[:samples]
     return math.ceil(max(min(longest, max(0.4 * longest, first_part)), 1.25 * sum(even)))
 
 
@@ -190,15 +182,12 @@ def _least_tokens(token_cap: int) -> int:
 
 @dataclass(kw_only=True)
 class _Problem:
-    """The samples of one minibatch, and the limits. `prices`: by sample. `order`: those over the cap, then the others,
-    costliest first, as `costs`.
+    """The samples of one minibatch, and the limits. `order`: those over the cap, then the others, costliest first, as
+    `costs`.
     """
 
-    lengths: list[int]
+    strips: list[Strip]
     names: Sequence[int]
-    prices: list[float]
-    extra: list[float]
-    floors: list[int]
     ranks: int
     token_cap: int
     tokens: int
@@ -207,13 +196,9 @@ class _Problem:
 
     def __post_init__(self) -> None:
         self.least_tokens = _least_tokens(self.token_cap)
-        of_sample = zip(self.lengths, self.floors, self.extra, strict=True)
-        self.strips = [
-            Strip(i, 0, length, floor=floor, extra=extra) for i, (length, floor, extra) in enumerate(of_sample)
-        ]
-        self.order = sorted(
-            range(len(self.lengths)), key=lambda i: (self.lengths[i] <= self.token_cap, -self.prices[i])
-        )
+        self.lengths = lengths = [each.stop for each in self.strips]
+        self.prices = [each.price(self.cost, 0, each.stop) for each in self.strips]
+        self.order = sorted(range(len(lengths)), key=lambda i: (lengths[i] <= self.token_cap, -self.prices[i]))
         self.costs = [self.prices[i] for i in self.order]
         self.even_share = math.fsum(self.costs) / self.ranks
         self.over = sum(length > self.token_cap for length in self.lengths)
@@ -222,9 +207,8 @@ class _Problem:
 
     def part(self, members: Sequence[int], replicas: int) -> _Problem:
         """That of one replica, which has these samples."""
-        given = ("lengths", "names", "prices", "extra", "floors")
-        own = {name: [getattr(self, name)[i] for i in members] for name in given}
-        return replace(self, **own, ranks=self.ranks // replicas)
+        strips = [self.strips[i]._replace(sample=at) for at, i in enumerate(members)]
+        return replace(self, strips=strips, names=[self.names[i] for i in members], ranks=self.ranks // replicas)
 
     def best(self) -> SplitAssignment:
         """Raises ValueError if the samples over the cap can't be split."""
@@ -241,15 +225,15 @@ class _Problem:
         if best is not None:
             return best
         waves = self.even_waves(over)
-        fits = [max(count_tokens(part, self.lengths) for part in wave) <= self.token_cap for wave in waves]
-        if (needed := self.most_read(waves)) > self.tokens or not all(fits):
-            sample = self.order[fits.index(False) if not all(fits) else 0]
+        most = [max(count_tokens(part, self.lengths) for part in wave) for wave in waves]
+        if (needed := self.most_read(waves)) > self.tokens or max(most) > self.token_cap:
+            sample = self.strips[self.order[most.index(max(most)) if max(most) > self.token_cap else 0]]
             raise ValueError(
-                f"sample {self.names[sample]} has {self.lengths[sample]} tokens, over the token_cap of "
+                f"sample {self.names[sample.sample]} has {sample.stop} tokens, over the token_cap of "
                 f"{self.token_cap}, and others may read {self.tokens} tokens of each rank, but this minibatch's pieces "
                 f"need {needed}: raise the cap or the tokens to read, or truncate or drop the sample"
-                + f"; the tokens of its pictures, within the first {self.floors[sample]}, can't be cut"
-                * bool(self.floors[sample])
+                + f"; the tokens of its pictures, within the first {sample.floor}, can't be cut"
+                * bool(sample.floor)
             )
         return self.assign(over, waves)
 
@@ -316,16 +300,17 @@ class _Problem:
         return max(sum(map(read, chain.from_iterable(parts))) for parts in zip(*waves, strict=True))
 
     def even_waves(self, count: int) -> Waves:
-        """The first `count` samples of the order, one a wave, in parts of equal tokens, which always fit the cap; where
-        a floor is beyond the first part that one is longer, and the others equal.
+        """The first `count` samples of the order, one a wave, in parts of equal tokens, which always fit the cap. A
+        first part up to a floor may be longer, and exceed it.
         """
-        waves = []
-        for sample in self.order[:count]:
-            floor, shares = self.floors[sample], self.even
-            if floor * self.ranks > self.lengths[sample]:
-                shares = [floor, *[(self.lengths[sample] - floor) / (self.ranks - 1)] * (self.ranks - 1)]
-            waves.append(cut_line([self.strips[sample]], shares, None, self.least_tokens))
-        return waves
+
+        def shares(strip: Strip) -> list[float]:
+            if strip.floor * self.ranks <= strip.stop:
+                return self.even
+            return [strip.floor] + [(strip.stop - strip.floor) / (self.ranks - 1)] * (self.ranks - 1)
+
+        strips = [self.strips[sample] for sample in self.order[:count]]
+        return [cut_line([each], shares(each), None, self.least_tokens) for each in strips]
 
     def assign(self, count: int, waves: Waves) -> SplitAssignment:
         """The assignment that splits the first `count` samples of the order, as in `waves`."""

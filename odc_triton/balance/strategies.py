@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .cost import CostModel
-from .packing import best_fit_decreasing, checked_lengths, pack_by
+from .packing import best_fit_decreasing, checked_lengths, pack
 from .partition import balanced_partition
 
 Packs = list[list[int]]  # microbatches of one rank, each a list of indices into the minibatch's lengths
@@ -129,7 +129,7 @@ def _global_packing(lengths: list[int], costs: list[float], ranks: int, token_ca
             f"token_cap of {token_cap}, raised to a multiple of {ranks} ranks); give a multiple of {ranks} "
             "samples, or use balance 'mini'"
         )
-    packs = pack_by(costs, lengths, token_cap=token_cap, count=needed)
+    packs = pack(lengths, token_cap=token_cap, cost=costs, count=needed)
     assigned: list[Packs] = [[] for _ in range(ranks)]
     for start in range(0, needed, ranks):
         group = packs[start : start + ranks]
@@ -164,5 +164,5 @@ def _packed(
     if not members:
         return []
     own_lengths, own_costs = ([of[i] for i in members] for of in (lengths, costs))
-    packs = pack_by(own_costs, own_lengths, token_cap=token_cap, count=count)
+    packs = pack(own_lengths, token_cap=token_cap, cost=own_costs, count=count)
     return [[members[i] for i in local] for local in packs]

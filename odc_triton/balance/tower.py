@@ -14,8 +14,8 @@ import numpy as np
 class TowerCost:
     """Cost of n patches that attend to each other = quadratic n² + windowed n min(n, window) + linear n.
 
-    In the units of `CostModel`. `windowed`: of blocks that attend within windows of `window` patches. `values`: the
-    pixel values of a patch.
+    In the units of `CostModel`. `windowed`: of blocks that attend within windows of `window` patches. `values`: of a
+    patch.
     """
 
     quadratic: float
@@ -26,41 +26,34 @@ class TowerCost:
 
     def sample(self, values: Sequence[int]) -> float:
         """Cost of the pictures of a sample, as `values_of` gives them; 0 for no pictures."""
-        return math.fsum(self._unit(each / self.values) for each in values)
-
-    def _unit(self, patches: float) -> float:
-        return (self.quadratic * patches + self.windowed * min(patches, self.window) + self.linear) * patches
+        patches = [each / self.values for each in values]
+        return math.fsum((self.quadratic * n + self.windowed * min(n, self.window) + self.linear) * n for n in patches)
 
     @classmethod
     def from_config(cls, config: object, *, trained: bool = True) -> TowerCost:
         """FLOPs of the tower and of what joins it to the text, from a transformers config with a `vision_config`:
         Qwen2-VL, Qwen2.5-VL, Qwen3-VL, SigLIP in Gemma3, Idefics3 and SmolVLM, CLIP in LLaVA.
 
-        With L blocks of width h, W weights that a patch is multiplied with (of attention 4 h², of MLP, patch embedding
-        and projector theirs):
+        With L blocks of width h, and W weights that a patch is multiplied with:
 
             forward, per patch    2 W
             forward, attention    L * 2 * 2 h n²   (scores, weighted sum; all of it, as it is not causal)
             backward              twice the forward; none if not `trained`, as of a frozen tower
 
-        Left out: norms, position embeddings, a class token, borders of windows that are not full, a pooling head.
-
+        Left out: norms, position embeddings, a class token, windows at borders that are not full, a pooling head.
         Raises ValueError for a config without `vision_config`, and naming an attribute that is missing or not positive.
         """
         tower, text = getattr(config, "vision_config", None), getattr(config, "text_config", None)
         if tower is None or text is None:
             raise ValueError(
-                f"the {type(config).__name__} has no vision_config and text_config: its model takes no pictures, so "
-                "leave TowerCost out, or give the config of the whole model"
+                f"{type(config).__name__} has no vision_config and text_config: give that of a whole model"
             )
         hidden = _size(tower, "embed_dim", "hidden_size")
         blocks, patch = _size(tower, "depth", "num_hidden_layers"), _size(tower, "patch_size")
         full = getattr(tower, "fullatt_block_indexes", None)  # Qwen2.5-VL's, whose MLPs are gated
-        ratio = hasattr(tower, "mlp_ratio")
-        inner = hidden * _size(tower, "mlp_ratio") if ratio else _size(tower, "intermediate_size")
-        values = _size(tower, "in_channels", "num_channels") * patch**2
-        if hasattr(tower, "temporal_patch_size"):
-            values *= _size(tower, "temporal_patch_size")
+        ratio = getattr(tower, "mlp_ratio", None)
+        inner = hidden * ratio if ratio else _size(tower, "intermediate_size")
+        values = _size(tower, "in_channels", "num_channels") * getattr(tower, "temporal_patch_size", 1) * patch**2
         weights = blocks * (4 * hidden**2 + (2 if full is None else 3) * hidden * inner) + hidden * values
         windowed, window = 0, 0
         if full is not None:
@@ -90,10 +83,10 @@ def _projector(config: object, tower: object, text: object, hidden: int, patch: 
 
 
 def values_of(sample: Mapping[str, Any]) -> list[int]:
-    """The pixel values of each unit of attention in a tower; [] without pictures. `sample`: as `pack_collate` takes it.
+    """Of a sample as `pack_collate` takes it the pixel values of each unit of attention in the tower; [] without any.
 
-    With `image_grid_thw` a unit is a picture, of t * h * w rows of `pixel_values`, else each entry of `pixel_values`.
-    These may have a batch dimension of 1 before [tiles, 3, H, W]. Arrays, tensors and nested lists are read.
+    With `image_grid_thw` a unit is a picture, of t * h * w rows of `pixel_values`, else each entry of these, also after
+    a batch dimension of 1 before [tiles, 3, H, W].
     """
     if sample.get("pixel_values") is None:
         return []

@@ -79,7 +79,9 @@ def test_values_of_a_sample(sample: dict, values: list[int]) -> None:
 
 
 def test_a_config_without_pictures_or_sizes_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="SimpleNamespace has no vision_config and text_config: its model takes no"):
+    with pytest.raises(
+        ValueError, match="SimpleNamespace has no vision_config and text_config: give that of a whole model"
+    ):
         TowerCost.from_config(SimpleNamespace(hidden_size=8))
     config = SimpleNamespace(vision_config=SimpleNamespace(hidden_size=8), text_config=SimpleNamespace())
     with pytest.raises(ValueError, match="config has num_hidden_layers=None, which the cost of its pictures"):
