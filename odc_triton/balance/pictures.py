@@ -56,7 +56,7 @@ class Pictures:
             raise ValueError(f"{where} has {len(grids)} rows of image_grid_thw and {len(found.runs)} runs of tokens")
         return found
 
-    def of_piece(self, start: int, stop: int, where: str) -> bool:
+    def are_within(self, start: int, stop: int, where: str) -> bool:
         """True if tokens `start` to `stop` have all pictures, False if they have none. Raises ValueError otherwise."""
         if start >= self.runs[-1][1]:
             return False
@@ -106,7 +106,7 @@ def join(documents: Sequence[tuple[Pictures | None, int, int]], starts: Sequence
         here = f"{where}, sample {place}"
         whole = None if pictures is None else pictures.positions(here)
         positions.append(None if whole is None else whole[:, start:stop])
-        if pictures is None or not pictures.of_piece(start, stop, here):
+        if pictures is None or not pictures.are_within(start, stop, here):
             continue
         for name, values in pictures.fields.items():
             if name in fields and values.shape[1:] != fields[name][0].shape[1:]:

@@ -76,9 +76,9 @@ def enable_packing(model: nn.Module) -> None:
     Call it on the plain model, before `fully_shard`. Probe forwards of 12 tokens, in eval mode, without
     gradients and with the random state kept, show that every layer calls `packed_attention` with the
     documents' boundaries, that a document's logits do not change with its neighbour's tokens, and (for fp32
-    weights) that they equal those of the former attention for the document alone. State-space, linear-attention
-    and convolution mixers carry state across documents and are refused. For a model on the meta device a small
-    one of its class and config is probed, with random weights (`stand_in`).
+    weights) that they equal those of the former attention for the document alone. A vision tower keeps its
+    attention. State-space, linear-attention and convolution mixers carry state across documents and are refused.
+    For a model on the meta device a small one of its class and config is probed, with random weights (`stand_in`).
 
     Raises PackingUnsupported if a check fails; the former attention is then restored.
     """
