@@ -136,7 +136,7 @@ class Model:
         """Of a causal LM of transformers, which may be on the meta device. FLOPs are those of `CostModel.from_config`,
         by the model's own weights; attention only in layers that have it.
         """
-        config, (_, *blocks) = model.config, _specs_by_unit(model).values()
+        config, (_, *blocks) = model.config.get_text_config(), _specs_by_unit(model).values()
         experts, chosen = expert_count(config), getattr(config, "num_experts_per_tok", None) or 1
         mixed = [
             spec
@@ -166,7 +166,7 @@ class Model:
         Raises ValueError for an unknown name, and for a file that is not a decoder's config.
         """
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
         from ..data.tokenizer import read_config
 
@@ -187,13 +187,26 @@ class Model:
                 raise ValueError(
                     f"{path} describes a {', '.join(kinds)}, not a causal LM: only decoders can be simulated"
                 )
-            config, name = read_config(str(path)).get_text_config(), path.parent.name or name
+            config, name = read_config(str(path)), path.parent.name or name
         try:
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+                model = _decoder(config)
             return cls.of(model, name=name)
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ValueError(f"{source} can't be simulated: {in_a_line(error)}") from error
+
+
+def _decoder(config: Any) -> nn.Module:
+    """The text decoder of a model with this config, with random weights."""
+    from torch import nn
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    text = config.get_text_config()
+    if text is config or type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM.from_config(text, trust_remote_code=False)
+    model = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)  # Qwen-VL's is nothing by itself
+    model.set_encoder(nn.Identity(), modality="image")
+    return model
 
 
 def _specs_by_unit(module: nn.Module) -> dict[str, list[ParameterSpec]]:

@@ -17,6 +17,7 @@ from odc_triton.simulate.study import make_job, rank_settings, usual_links
 from tests.simulate.toys import toy
 from tests.support import slow
 from tests.support.models import MIXTURES, build
+from tests.support.vision import FAMILIES
 
 COST = CostModel(quadratic=1e-8, linear=1e-4)
 # Billions of parameters, all and active, as their authors say; gpt-oss's active ones leave the embedding out.
@@ -120,6 +121,19 @@ def test_only_layers_with_attention_cost_it() -> None:
             for kinds in (["conv", "full_attention"], ["full_attention"] * 2)
         )
     assert 0 < 2 * half.cost.quadratic == whole.cost.quadratic
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llava"])
+def test_of_a_model_that_sees_pictures_the_text_decoder_is_simulated(family: str, tmp_path: Path) -> None:
+    model = FAMILIES[family].model()
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    found = Model.find(str(tmp_path))
+    text = sum(p.numel() for p in model.model.language_model.parameters())
+    head = 0 if family == "gemma3" else model.lm_head.weight.numel()  # tied there
+    assert (found.layers, found.parameters) == (2, text + head)
+    assert found.cost.quadratic == CostModel.from_config(model.config.get_text_config()).quadratic
+    assert found.memory("odc", shards=2, ranks=2, checkpointing=False).total_bytes > 0
 
 
 def test_each_block_takes_its_own_time() -> None:
