@@ -60,6 +60,11 @@ def number_of(entry: Entry) -> int:
     return entry.sample if isinstance(entry, Piece) else entry
 
 
+def begins(entry: Entry) -> bool:
+    """True for a whole sample, and for the first piece of one: of each sample there is one such entry."""
+    return not isinstance(entry, Piece) or entry.start == 0 or entry.parent is not None
+
+
 def named(entry: Entry, names: Sequence[int]) -> Entry:
     """The same with `names` of the samples instead of their numbers."""
     if isinstance(entry, int):

@@ -21,6 +21,13 @@ from .pretrained import transformers_part
 from .pretrained_tensors import PretrainedTensors
 
 SHARD_BYTES = 2 * 2**30
+# Of a processor, besides its tokenizer's.
+_OF_PICTURES = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
 
 
 def save_pretrained(
@@ -28,12 +35,15 @@ def save_pretrained(
     folder: str | Path,
     tokenizer: Any = None,
     *,
+    processor: str | Path | None = None,
     dtype: torch.dtype | None = None,
     merge: bool = False,
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
 ) -> None:
     """Writes config, safetensors and tokenizer of a sharded transformers model, for plain transformers to load.
+
+    `processor`: a folder or hub id, whose files for pictures are copied, if it has any.
 
     Only rank 0 calls it, outside of a minibatch, while the others wait. Of a PEFT model it writes the adapter, or with
     `merge` the whole model, with LoRA added to its base. Parameters are saved in `dtype`, by default the compute dtype.
@@ -58,6 +68,20 @@ def save_pretrained(
             _write_model(model, part, aside, dtype, shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
+        if processor is not None:
+            _copy_processor(processor, aside)
+
+
+def _copy_processor(source: str | Path, folder: Path) -> None:
+    """From a folder, or for a hub id from the hub's cache. Copies, as a processor whose video processor can't be made
+    without torchvision can't be saved.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    for name in _OF_PICTURES:
+        found = Path(source, name) if Path(source).exists() else try_to_load_from_cache(str(source), name)
+        if isinstance(found, (str, Path)) and Path(found).is_file():
+            shutil.copyfile(found, folder / name)
 
 
 @contextlib.contextmanager

@@ -44,7 +44,7 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     from ..checkpoint.folder import load_checkpoint, read_state
     from ..checkpoint.steps import newest_in
     from ..sharding.shard import fully_shard
-    from ..train.model import add_adapters, name_special_tokens
+    from ..train.model import adapters_of, add_adapters, name_special_tokens
 
     require_new_folder(options.out)  # before work that takes minutes
     path = Path(checkpoint)
@@ -67,7 +67,7 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     if options.merge and not rank:
         raise ValueError(f"--merge: {path} is not of a run with --lora-rank, so it has no adapters: leave it out")
     if rank:
-        model = add_adapters(model, rank=rank, alpha=run["lora_alpha"], targets=run["lora_targets"])
+        model = add_adapters(model, **adapters_of(run))
     model = fully_shard(model)
     if options.model is not None and (path / FILE).exists():
         load_pretrained_shards(model, options.model)
@@ -75,7 +75,8 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     if rank and not options.merge and options.model is None:
         print(f"{options.out} gets adapters of a random base, which is in no other folder: --merge adds them to it")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
-    save_pretrained(model, options.out, tokenizer, dtype=dtype, merge=options.merge)
+    source = options.tokenizer or options.model
+    save_pretrained(model, options.out, tokenizer, processor=source, dtype=dtype, merge=options.merge)
     return path
 
 

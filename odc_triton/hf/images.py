@@ -24,6 +24,8 @@ class _Inputs:
 # Names of modules and parameters of a vision tower. Qwen-VL has its projector, the merger, in the tower.
 TOWER = r"(.*\.)?(visual|vision_tower|vision_model)\.(?!.*merger).*"
 
+_FIELDS = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
+
 # By the config's model_type; docs/models.md is made by tests of these.
 _FAMILIES = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _Inputs(mrope=True)),
@@ -33,18 +35,35 @@ _FAMILIES = {
 }
 
 
-def _inputs_of(model: nn.Module) -> _Inputs | None:
-    return _FAMILIES.get(getattr(getattr(model, "config", None), "model_type", None))
+def _inputs_of(model: Any) -> _Inputs | None:
+    return _FAMILIES.get(getattr(getattr(model, "config", model), "model_type", None))
 
 
-def sees_pictures(model: nn.Module) -> bool:
-    """True for a model of a family whose pictures packs may have."""
+def sees_pictures(model: Any) -> bool:
+    """True for a model, or its config, of a family whose pictures packs may have."""
     return _inputs_of(model) is not None
 
 
 def trains_tower(model: nn.Module) -> bool:
     """True if any parameter of its vision tower is trained."""
     return any(each.requires_grad and re.fullmatch(TOWER, name) for name, each in model.named_parameters())
+
+
+def continues_pictures(model: Any) -> bool:
+    """True for a model, or its config, that generates from pictures on the attention of packs, which has no blocks."""
+    family = _inputs_of(model)
+    return family is not None and not family.blocks
+
+
+def prompt_inputs(model: nn.Module, sample: Mapping[str, Any], tokens: int) -> dict[str, Tensor]:
+    """The inputs of transformers' `generate` besides the first `tokens` of a sample, which are its prompt."""
+    family = _inputs_of(model)
+    inputs = {name: torch.as_tensor(sample[name]) for name in _FIELDS if name in sample}
+    if inputs and family.batch:
+        inputs = {name: value[None] for name, value in inputs.items()}
+    if inputs and family.mrope:
+        inputs["mm_token_type_ids"] = torch.as_tensor(sample["mm_token_type_ids"])[None, :tokens]
+    return inputs
 
 
 def text_positions(model: nn.Module, positions: Tensor) -> Tensor:
@@ -69,7 +88,7 @@ def picture_inputs(model: nn.Module, pack: Mapping[str, Any], *, packed: bool) -
             f"this pack has pictures, and {type(model).__name__} is of none of the families whose packs may have them: "
             f"{', '.join(_FAMILIES)}. Call the model yourself inside the minibatch, with its processor's inputs"
         )
-    for name in ("pixel_values", "image_grid_thw", "pixel_attention_mask"):
+    for name in _FIELDS:
         if name in pack:
             inputs[name] = pack[name][None] if family.batch else pack[name]
     if family.blocks:

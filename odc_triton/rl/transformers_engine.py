@@ -10,7 +10,7 @@ scores of which only the drawn token's is finite.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -38,8 +38,12 @@ class TransformersEngine:
         self.model, self._should_stop, self._holds = model, should_stop, hold
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[list[Sampled]]:
-        """[request][seed]: all completions of `requests` are decoded together."""
+    def generate(
+        self, requests: Sequence[Request], options: SamplingOptions, inputs: Mapping[str, Tensor] | None = None
+    ) -> list[list[Sampled]]:
+        """[request][seed]: all completions of `requests` are decoded together. `inputs`: of a single one with one seed,
+        what the model takes besides tokens.
+        """
         model = self.model
         rows = [request.ids for request in requests for _ in request.seeds]
         longest, pad = max(map(len, rows)), options.end_tokens[0] if options.end_tokens else 0
@@ -63,6 +67,7 @@ class TransformersEngine:
             made = model.generate(
                 input_ids=ids,
                 attention_mask=there,
+                **{name: value.to(device) for name, value in (inputs or {}).items()},
                 generation_config=config,
                 logits_processor=LogitsProcessorList([draw]),
                 stopping_criteria=StoppingCriteriaList([_StopCheck(self._should_stop)]),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +15,7 @@ from ..balance import CostModel
 from ..checkpoint import meta_causal_lm, with_adapter
 from ..hf import PackingUnsupported, enable_packing
 from ..hf.enable import innermost, takes_branches
+from ..hf.images import TOWER
 from .run_options import RunOptions
 
 
@@ -39,10 +43,21 @@ def build_model(
         )
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    tower = tower_of(model)
+    if options.freeze_vision_tower and not tower:
+        raise ValueError(f"--freeze-vision-tower: {type(model).__name__} has no vision tower: leave it out")
     if options.lora_rank:
-        model = add_adapters(model, rank=options.lora_rank, alpha=options.lora_alpha, targets=options.lora_targets)
+        model = add_adapters(model, **adapters_of(asdict(options)))
+    elif options.freeze_vision_tower:
+        for parameter in tower:
+            parameter.requires_grad = False
     replace(model, options, rank)  # after the adapters, so that it reports attention layers that they keep from fusing
     return model.train(), cost
+
+
+def tower_of(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of the vision tower, without the projector; none for a model of text."""
+    return [parameter for name, parameter in model.named_parameters() if re.fullmatch(TOWER, name)]
 
 
 def name_special_tokens(model: nn.Module, tokenizer: Any) -> None:
@@ -109,11 +124,23 @@ def require_peft() -> Any:
     return peft
 
 
-def add_adapters(model: nn.Module, *, rank: int, alpha: float | None, targets: str) -> nn.Module:
+def adapters_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `add_adapters` in a run's options, or in its identity, which may be of an older version."""
+    return {
+        "rank": options["lora_rank"],
+        "alpha": options["lora_alpha"],
+        "targets": options["lora_targets"],
+        "without": TOWER if options.get("freeze_vision_tower") else None,
+    }
+
+
+def add_adapters(
+    model: nn.Module, *, rank: int, alpha: float | None, targets: str, without: str | None = None
+) -> nn.Module:
     """The transformers model inside PEFT's wrapper, with adapters; the rest is frozen.
 
-    `targets`: "all-linear", or names of layers with commas between. Raises ImportError without peft, ValueError for
-    names that no layer has.
+    `targets`: "all-linear", or names of layers with commas between. `without`: a pattern of the whole names of layers
+    that get none. Raises ImportError without peft, ValueError for names that no layer has.
     """
     peft = require_peft()
     names = [name.strip() for name in targets.split(",") if name.strip()]
@@ -121,6 +148,7 @@ def add_adapters(model: nn.Module, *, rank: int, alpha: float | None, targets: s
         r=rank,
         lora_alpha=2 * rank if alpha is None else alpha,
         target_modules="all-linear" if names == ["all-linear"] else names,
+        exclude_modules=without,
         task_type="CAUSAL_LM",
     )
     try:

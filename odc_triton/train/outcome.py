@@ -30,7 +30,8 @@ def gather_events(run: Run) -> list[Event]:
 def save_model(run: Run, out: Path, tokenizer: Any) -> Path:
     """Returns the folder written: a model for plain transformers, or adapters for plain PEFT. Only rank 0 calls it."""
     folder = out / ("adapter" if run.options.lora_rank else "model")
-    save_pretrained(run.model, folder, tokenizer, overwrite=True)
+    source = run.options.tokenizer or run.options.model
+    save_pretrained(run.model, folder, tokenizer, processor=source, overwrite=True)
     return folder
 
 

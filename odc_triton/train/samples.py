@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from torch import nn
 
 from ..data.records import IGNORED
 from ..engine.api import engine_of
+from ..hf.enable import innermost
+from ..hf.images import prompt_inputs
 from ..rl.generation import Request, SamplingOptions, end_tokens_of
 from ..rl.transformers_engine import TransformersEngine
 from .run import Sample
@@ -28,6 +31,7 @@ class Prompted:
 
     prompt: list[int]
     expected: list[int]
+    sample: Mapping[str, Any]  # with its pictures
 
 
 def prompted(data: _Encoded, *, most_tokens: int) -> Iterator[Prompted]:
@@ -37,14 +41,15 @@ def prompted(data: _Encoded, *, most_tokens: int) -> Iterator[Prompted]:
     prompt has more than `most_tokens` tokens are left out.
     """
     for index in range(len(data)):
-        ids, labels = data[index]["input_ids"], data[index]["labels"]
+        sample = data[index]
+        ids, labels = sample["input_ids"], sample["labels"]
         learned = np.flatnonzero(labels != IGNORED)
         breaks = np.flatnonzero(np.diff(learned) > 1)
         start, end = int(learned[breaks[-1] + 1 if len(breaks) else 0]), int(learned[-1]) + 1
         if start == 0:
             start = max(min(len(ids) // 2, _TEXT_TOKENS), 1)
         if start <= most_tokens:
-            yield Prompted(prompt=ids[:start].tolist(), expected=ids[start:end].tolist())
+            yield Prompted(prompt=ids[:start].tolist(), expected=ids[start:end].tolist(), sample=sample)
 
 
 class Completions:
@@ -72,7 +77,7 @@ class Completions:
                 f"--eval-sample-tokens is {new_tokens} and the model takes {places} tokens (max_position_embeddings): "
                 f"no prompt fits; give fewer --eval-sample-tokens"
             )
-        self._engine, self._tokenizer = engine_of(model), tokenizer
+        self._engine, self._model, self._tokenizer = engine_of(model), model, tokenizer
         self._chosen = [each for each, _ in zip(prompted(data, most_tokens=most_of_prompt), range(count), strict=False)]
         self._completions = TransformersEngine(model, should_stop=lambda: bool(should_stop()))
         self._options = SamplingOptions(
@@ -86,9 +91,10 @@ class Completions:
         engine = self._engine
         own = self._chosen[engine.rank :: engine.world]
         made: list[Sample] = []
-        for at in range(0, len(own), _TOGETHER):
-            part = own[at : at + _TOGETHER]
-            answers = self._completions.generate([Request(ids=each.prompt, seeds=[0]) for each in part], self._options)
+        for part in _together(own):
+            inputs = prompt_inputs(innermost(self._model), part[0].sample, len(part[0].prompt))
+            requests = [Request(ids=each.prompt, seeds=[0]) for each in part]
+            answers = self._completions.generate(requests, self._options, inputs)
             for each, (answer,) in zip(part, answers, strict=True):
                 made.append(
                     {
@@ -103,3 +109,11 @@ class Completions:
 
     def _decoded(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _together(prompts: Sequence[Prompted]) -> Iterator[Sequence[Prompted]]:
+    """In order, those that are decoded at a time: several, or one with pictures."""
+    for sees, group in groupby(prompts, lambda each: "pixel_values" in each.sample):
+        part = list(group)
+        most = 1 if sees else _TOGETHER
+        yield from (part[at : at + most] for at in range(0, len(part), most))

@@ -36,7 +36,7 @@ from ..data.prepared import prepare_data
 from ..data.records import Record
 from ..data.sources import RecordSource, open_source
 from ..data.store import contents
-from ..data.tokenizer import TextEncoder
+from ..data.tokenizer import TextEncoder, read_config
 from . import prepare as preparing
 from .job import OnMetrics, Sharded, main_of, run_job, train
 from .metrics import Metrics
@@ -44,6 +44,7 @@ from .prepare import Prepared, load_any_tokenizer, mix_of, take_folder
 from .run_folder import RunFolder
 from .sft_options import SftOptions
 from .sft_run import Samples, SftRun
+from .vision import load_processor, require_continuing, require_processor
 
 _REPORT_S = 10.0
 _RECORDS = 16  # of each source that are checked before the start
@@ -87,19 +88,22 @@ def check_before_start(options: SftOptions, ranks: int) -> None:
     """Raises OSError and ValueError for errors that would occur later in the run. Leaves only the folder `out`."""
     sources = [open_source(name) for name in options.data]  # first, as it reports missing files
     options.require_replicas(options.replicas or 1, ranks)
-    tokenizer = load_any_tokenizer(options)
-    encoder, wanted = TextEncoder.of(tokenizer), _wanted(options, ranks // (options.replicas or 1))
+    processor, tokenizer = _readers(options)
+    encoder = TextEncoder.of(processor or tokenizer, fetch=options.fetch_images)
+    wanted = _wanted(options, ranks // (options.replicas or 1))
     # So many records of one --data are enough for a step.
     weight, part = min(options.data_weight, default=1.0), 1 - options.eval_fraction
     enough = min(math.ceil((options.samples_per_rank * ranks / weight + 1) / part), _MOST_RECORDS)
-    heads = [_begin(source, encoder, wanted, enough) for source in sources]
+    heads = [_begin(source, encoder, wanted, enough, options) for source in sources]
     sizes = [head.samples for head in heads if head.samples is not None]
     if len(sizes) == len(heads):
         if options.eval_fraction:
             sizes = [size - held_out(size, options.eval_fraction) for size in sizes]
         mix_of(options, sizes, ranks)
     if options.eval_data is not None:
-        heads.append(_begin(open_source(options.eval_data), encoder, wanted, _RECORDS))
+        heads.append(_begin(open_source(options.eval_data), encoder, wanted, _RECORDS, options))
+    if any(head.pictures for head in (heads if options.eval_fraction else heads[len(options.data) :])):
+        require_continuing(read_config(options.model or options.init), options)
     for head in heads[: len(options.data)]:
         if head.warning is not None:
             print(f"{head.name}: {head.warning}", file=sys.stderr)
@@ -120,10 +124,13 @@ class _Beginning:
     samples: int | None  # of the whole source, or its records if they are long; None: enough for a step
     longest: int
     largest_token: int
+    pictures: bool
     warning: str | None
 
 
-def _begin(source: RecordSource, encoder: TextEncoder, wanted: DataOptions, enough: int) -> _Beginning:
+def _begin(
+    source: RecordSource, encoder: TextEncoder, wanted: DataOptions, enough: int, options: SftOptions
+) -> _Beginning:
     """Reads `enough` records, and all of a small source. Raises DataError."""
     records: list[Record] = []
     number = characters = 0
@@ -138,6 +145,8 @@ def _begin(source: RecordSource, encoder: TextEncoder, wanted: DataOptions, enou
             break
     encodes_all = is_whole and number == len(records)
     records = records if encodes_all else records[:_RECORDS]
+    if encoder.pictures is None:
+        require_processor(options, records)
     encoded, summary = list(encode_records(records, encoder, wanted.max_tokens)), DataSummary()
     samples = list(samples_of(zip(records, encoded, strict=True), wanted, summary))
     if encodes_all:
@@ -147,6 +156,7 @@ def _begin(source: RecordSource, encoder: TextEncoder, wanted: DataOptions, enou
         samples=(len(samples) if encodes_all else number) if is_whole else None,
         longest=max((len(each.ids) for each in samples), default=0),
         largest_token=max((max(each.ids, default=0) for each in encoded), default=0),
+        pictures=any(each.pictures is not None for each in encoded),
         warning=never_ends(records[:_RECORDS], encoded[:_RECORDS], encoder, wanted.max_tokens),
     )
 
@@ -154,14 +164,15 @@ def _begin(source: RecordSource, encoder: TextEncoder, wanted: DataOptions, enou
 def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared[Samples]:
     """Rank 0 takes the folder, reads and tokenises once; the others load its files. Collective."""
     world = mesh.size()
-    tokenizer = load_any_tokenizer(options)
+    processor, tokenizer = _readers(options)
 
     def read(folder: RunFolder) -> dict[str, Any]:
-        paths = _tokenize(options, tokenizer, folder, _wanted(options, mesh.size(mesh.ndim - 1)))
+        encoder = TextEncoder.of(processor or tokenizer, fetch=options.fetch_images)
+        paths = _tokenize(options, encoder, folder, _wanted(options, mesh.size(mesh.ndim - 1)))
         return {"prepared": [contents(path) for path in paths], "paths": [str(path) for path in paths]}
 
     taken, folder = take_folder(options, read, mesh=mesh)
-    sets = [TokenizedDataset.load(Path(path)) for path in taken["paths"]]
+    sets = [TokenizedDataset.load(Path(path), processor=processor) for path in taken["paths"]]
     largest = max(each.largest_token for each in sets)
     learned, evaluation = sets[: len(options.data)], sets[len(options.data) :]
     if options.eval_fraction:
@@ -194,19 +205,26 @@ def _wanted(options: SftOptions, ranks: int) -> DataOptions:
     return DataOptions(max_tokens=longest, too_long=options.too_long)
 
 
-def _tokenize(options: SftOptions, tokenizer: Any, folder: RunFolder, wanted: DataOptions) -> list[Path]:
+def _readers(options: SftOptions) -> tuple[Any | None, Any]:
+    """The processor, None for a run of text alone, and the tokenizer."""
+    processor = load_processor(options)
+    return processor, load_any_tokenizer(options) if processor is None else processor.tokenizer
+
+
+def _tokenize(options: SftOptions, encoder: TextEncoder, folder: RunFolder, wanted: DataOptions) -> list[Path]:
     """Prepares the samples; returns their files."""
     paths = []
     for source in (*options.data, options.eval_data):
         if source is not None:
             data = prepare_data(
                 source,
-                TextEncoder.of(tokenizer),
+                encoder,
                 wanted,
                 folder=folder.file("data"),
                 progress=_now_and_then(source),
             )
-            print(f"{source}: {data.summary}", flush=True)
+            seen = "" if data.pictures is None else f"; {sum(map(bool, data.pictures))} of the samples have pictures"
+            print(f"{source}: {data.summary}{seen}", flush=True)
             paths.append(data.path)
     return paths
 

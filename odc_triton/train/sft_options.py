@@ -27,6 +27,7 @@ class SftOptions(RunOptions):
     )
     truncate: bool = option(False, "cut samples longer than --token-cap; without it they are an error")
     drop_long: bool = option(False, "leave out samples longer than --token-cap")
+    fetch_images: bool = option(False, "read pictures from http and https addresses in the data, too")
     eval_fraction: float = option(0.0, "fraction of --data to hold out for evaluation", group="Evaluation")
     eval_sample_tokens: int = option(64, "most tokens to generate for each of --eval-samples")
 
@@ -36,7 +37,7 @@ class SftOptions(RunOptions):
     )
     job: ClassVar[str] = "sft"
     per_rank: ClassVar[str] = "samples_per_rank"
-    free: ClassVar[frozenset[str]] = RunOptions.free | {"eval_sample_tokens"}
+    free: ClassVar[frozenset[str]] = RunOptions.free | {"eval_sample_tokens", "fetch_images"}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,21 +13,23 @@ from torch import nn
 
 from ..balance import CostModel, MinibatchSampler, QueuedPacks
 from ..balance.collate import Pack, PackedDataset, count_target_tokens, pack_collate, to_device
-from ..balance.pieces import Entry, SplitPlan
+from ..balance.pieces import Entry, SplitPlan, begins, number_of
 from ..balance.queue import QUEUE
 from ..balance.relatives import Relatives, find_relatives
 from ..balance.split import assign_split, readable_tokens
-from ..balance.strategies import assign
+from ..balance.strategies import assign_one
 from ..checkpoint.repeat import Replayable
 from ..data.dataset import Samples
 from ..data.order import Mix
 from ..engine.api import engine_of, minibatch
 from ..hf import summed_loss
+from ..hf.enable import innermost
 from ..sequence.enable import enable_split, split_forward
 from .metrics import Metrics
 from .run import Picture, Run, shared_counter
 from .samples import Completions
 from .sft_options import SftOptions
+from .vision import one_ahead, require_continuing, tower_costs
 
 _REPORT_S = 10.0
 
@@ -75,6 +77,8 @@ class SftRun(Run):
         self.data, self.evaluation = data, evaluation
         engine = engine_of(model)
         lengths = data.lengths.tolist()
+        if evaluation is not None and evaluation.pictures is not None:
+            require_continuing(innermost(model).config, options)
         splits = options.split_sequences and engine.grid.shards > 1
         self.sampler = MinibatchSampler(
             lengths,
@@ -91,6 +95,8 @@ class SftRun(Run):
             replicas=engine.grid.replicas,
             mix=mix,
             relatives=self._relatives(options, cost, engine.rank) if options.share_prefixes else None,
+            extra=tower_costs(model, data.pictures),
+            floors=data.floors,
         )
         super().__init__(options=options, model=model, identity=identity, epoch_steps=len(self.sampler))
         if splits:
@@ -129,15 +135,22 @@ class SftRun(Run):
         return relatives
 
     def _enable_split(self) -> None:
-        """Raises ValueError if the longest sample, also of those to evaluate on, can't be split."""
-        tokens, shards = self.sampler.split_tokens, self.engine.grid.shards
-        sets = [each.lengths.tolist() for each in (self.data, self.evaluation) if each is not None]
-        longest = max(map(max, sets))
-        if longest > self.options.token_cap and not self.options.split_tokens:
-            tokens = max(tokens, readable_tokens([longest], ranks=shards, samples=1, **self._limits))
-        for lengths in sets:
-            where = lengths.index(max(lengths))
-            assign_split([lengths[where]], names=[where], ranks=shards, tokens=tokens, **self._limits)
+        """Raises ValueError if the longest sample, also of those to evaluate on, can't be split, or the one with the
+        most tokens before the end of its pictures.
+        """
+        tokens, shards, cap = self.sampler.split_tokens, self.engine.grid.shards, self.options.token_cap
+        checked = []  # (number, tokens, floor)
+        for data in (self.data, self.evaluation):
+            if data is not None:
+                lengths = data.lengths.tolist()
+                measured = [*zip(range(len(lengths)), lengths, data.floors or [0] * len(lengths), strict=True)]
+                checked += [max(measured, key=lambda each: (each[1] > cap, each[place])) for place in (1, 2)]
+        for _, length, floor in checked:
+            if length > cap and not self.options.split_tokens:
+                needed = readable_tokens([length], floors=[floor], ranks=shards, samples=1, **self._limits)
+                tokens = max(tokens, needed)
+        for number, length, floor in checked:
+            assign_split([length], floors=[floor], names=[number], ranks=shards, tokens=tokens, **self._limits)
         enable_split(self.model, tokens)
 
     @property
@@ -150,20 +163,28 @@ class SftRun(Run):
         """The targets that this rank counts in the next minibatch, its packs, and the plan of their pieces. Starts a
         new epoch when one ends.
 
-        With a queue, packs are taken during iteration, and each rank counts a part of the samples.
+        Packs are made during iteration, with a queue they are also taken then. Each rank counts a part of the samples:
+        with a queue any, else those that begin in its packs.
         """
         own = next(self._epoch, None)
         if own is None:
             self._epoch = iter(self.sampler)
             own = next(self._epoch)
         if isinstance(own, QueuedPacks):
-            return int(self._target_counts[own.own_part()].sum()), map(self._collated, own), own.split
-        packs = [self._collated(members) for members in own]
-        return count_target_tokens(packs), packs, own.split
+            return int(self._target_counts[own.own_part()].sum()), self._made(self.data, own), own.split
+        begun = [number_of(each) for pack in own for each in pack if begins(each)]
+        return int(self._target_counts[begun].sum()), self._made(self.data, own), own.split
 
-    def _collated(self, members: list[Entry]) -> Pack:
-        (pack,) = pack_collate([PackedDataset(self.data)[members]])
-        return pack
+    def _made(self, data: Samples, packs: Iterable[list[Entry]]) -> Iterator[Pack]:
+        """Packs as they are needed; those with pictures one ahead, but for a queue's, which others could take."""
+        dataset = PackedDataset(data)
+
+        def collated(members: list[Entry]) -> Pack:
+            (pack,) = pack_collate([dataset[members]])
+            return pack
+
+        ahead = data.pictures is not None and not isinstance(packs, QueuedPacks)
+        return one_ahead(collated, packs) if ahead else map(collated, packs)
 
     def train_step(self) -> Metrics:
         start_s = time.monotonic()
@@ -194,7 +215,7 @@ class SftRun(Run):
             counted, packs, split = self.next_packs()
         except Exception as error:  # raised inside the minibatch, so that it fails on all ranks
             counted, packs, split, problem = 0, [], None, error
-        packs = Replayable(packs)
+        packs = Replayable(packs) if self.engine.deterministic else packs  # which keeps them all
 
         def run() -> tuple[torch.Tensor, int]:
             loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -229,30 +250,41 @@ class SftRun(Run):
         lengths, device = data.lengths.tolist(), self.engine.heap.device
         grid = self.engine.grid
         fit = [index for index, length in enumerate(lengths) if length <= self.options.token_cap]
+        extra = tower_costs(self.model, data.pictures)
         loss_sum, targets = torch.zeros((), dtype=torch.float64, device=device), 0
+
+        def of(values: list[Any] | None, some: list[int]) -> list[Any] | None:
+            return None if values is None else [values[index] for index in some]
 
         def add(packs: Iterable[list[Entry]]) -> None:
             nonlocal loss_sum, targets
-            for pack in packs:
-                (collated,) = pack_collate([PackedDataset(data)[pack]])
+            for collated in self._made(data, packs):
                 loss_sum += summed_loss(self.model, to_device(collated, device))
                 targets += count_target_tokens([collated])
 
         self.model.eval()
         try:
             if fit:
-                mine = assign([lengths[index] for index in fit], ranks=grid.world, balance="mini", **self._limits)[
-                    grid.rank
-                ]
+                mine = assign_one(
+                    [lengths[index] for index in fit],
+                    rank=grid.rank,
+                    ranks=grid.world,
+                    balance="mini",
+                    extra=of(extra, fit),
+                    **self._limits,
+                )
                 add([fit[at] for at in pack] for pack in mine)
             longer = sorted(set(range(len(lengths))) - set(fit))
             for at in range(0, len(longer), grid.replicas):  # each replica splits one of them over all its ranks
+                some = longer[at : at + grid.replicas]
                 assigned = assign_split(
-                    [lengths[index] for index in longer[at : at + grid.replicas]],
+                    [lengths[index] for index in some],
                     ranks=grid.world,
                     replicas=grid.replicas,
                     tokens=self.engine.participant("split").tokens,
-                    names=longer[at : at + grid.replicas],
+                    names=some,
+                    extra=of(extra, some),
+                    floors=of(data.floors, some),
                     **self._limits,
                 )
                 with split_forward(self.model, assigned.plan):

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from odc_triton.data.tokenizer import TextEncoder
 from odc_triton.sharding.agree import default_mesh
 from odc_triton.train import sft
 from odc_triton.train.run_folder import RunFolder
@@ -65,6 +66,7 @@ def test_it_says_how_far_it_is(
     wanted = case(write_case(tmp_path))
     folder = RunFolder(tmp_path / "run")
     folder.lock(resume="never")
-    sft._tokenize(wanted, sft.load_any_tokenizer(wanted), folder, sft._wanted(wanted, 1))
+    encoder = TextEncoder.of(sft.load_any_tokenizer(wanted))
+    sft._tokenize(wanted, encoder, folder, sft._wanted(wanted, 1))
     folder.release()
     assert f"{wanted.data[0]}: 40 records prepared, 100% of the data" in capsys.readouterr().out
