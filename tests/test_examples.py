@@ -97,7 +97,6 @@ def _plain_fsdp2() -> tuple[list[float], nn.Module]:
         ("fsdp2.py", 2),
         ("use_odc.py", 3),  # 3, 3 and 2 sequences
         ("accelerate_fsdp2.py", 2),  # 3 and 5
-        ("torchtitan_loop.py", 2),  # 3 and 5
     ],
 )
 def test_each_script_trains_as_a_plain_process(example: str, world: int, tmp_path: Path) -> None:
