@@ -22,6 +22,8 @@ from .records import content_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from .vision import PictureProcessor
+
 T = TypeVar("T")
 Messages = Sequence[dict[str, Any]]
 Spans = list[tuple[int, int]]  # [start, end) of the tokens that are learned, ascending, not adjacent
@@ -59,16 +61,14 @@ class ChatTemplate:
         self,
         tokenizer: PreTrainedTokenizerBase,
         encode_batch: EncodeBatch,
-        *,
-        template: str | None = None,
-        mark: str | None = None,
+        pictures: PictureProcessor | None = None,
         before: Sequence[int] = (),
     ) -> None:
-        """`encode_batch` encodes rendered texts and adds no special tokens. Of a processor: its `template`, the `mark`
-        that this writes for a picture, and in `before` the token that begins a text if the template writes none.
+        """`encode_batch` encodes rendered texts and adds no special tokens. Of a processor: its `pictures`, and in
+        `before` the token that begins a text if the template writes none.
         """
-        self._tokenizer, self._encode_batch = tokenizer, encode_batch
-        self._template, self._mark, self._before = template, mark, [*before]
+        self._tokenizer, self._encode_batch, self._before = tokenizer, encode_batch, [*before]
+        self._template, self._mark = (pictures.template, pictures.mark) if pictures else (None, None)
 
     def encode(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
         """(token ids, learned spans) of each conversation, in order; no end token is added.
@@ -224,7 +224,9 @@ class ChatTemplate:
         )
         return _checked(index, text)
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
+    def _encode(self, texts: list[str]) -> Sequence[Sequence[int]]:
+        if not self._before:
+            return self._encode_batch(texts)
         return [[*self._begin(text), *ids] for text, ids in zip(texts, self._encode_batch(texts), strict=True)]
 
     def _begin(self, text: str) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from .chat import ChatError, Conversation, Spans, encode_heads
 from .records import DataError, Record, content_text
 from .tokenizer import TextEncoder
-from .vision import SeenPictures
+from .vision import PictureProcessor, SeenPictures
 
 _BATCH_CHARACTERS = 4_000_000  # of text per call of the tokenizer
 
@@ -23,7 +23,7 @@ class Encoded(NamedTuple):
 
 
 def encode_records(batch: list[Record], encoder: TextEncoder, max_tokens: int) -> Iterator[Encoded]:
-    """Raises DataError."""
+    """The batch's records, encoded. Raises DataError."""
     if encoder.pictures is not None:
         for record in batch:
             encoder.pictures.require_unspelled(record)
@@ -59,32 +59,26 @@ def _encode_chats(records: list[Record], encoder: TextEncoder, max_tokens: int) 
     vision = encoder.pictures
     seen = [vision.see(each) if vision is not None and each.pictures else None for each in records]
     conversations = [
-        Conversation(
-            _contents(each.messages, vision is not None),
-            each.tools,
-            each.learned_from,
-            () if saw is None else saw.texts,
-        )
+        Conversation(_contents(each.messages, vision), each.tools, each.learned_from, saw.texts if saw else ())
         for each, saw in zip(records, seen, strict=True)
     ]
     try:
         encoded = encoder.chat.encode(conversations, max_tokens)
     except ChatError as error:
         raise DataError(f"{records[error.index].where}: {error}") from error
-    return [
-        Encoded(ids, spans)
-        if saw is None
-        else Encoded(ids, spans, saw, vision.floor(record.where, ids, saw.texts, max_tokens))
-        for record, saw, (ids, spans) in zip(records, seen, encoded, strict=True)
+    floors = [
+        vision.floor(record.where, ids, saw.texts, max_tokens) if saw else 0
+        for record, saw, (ids, _) in zip(records, seen, encoded, strict=True)
     ]
+    return [Encoded(*each, saw, floor) for each, saw, floor in zip(encoded, seen, floors, strict=True)]
 
 
-def _contents(messages: list[dict[str, Any]], as_lists: bool) -> list[dict[str, Any]]:
+def _contents(messages: list[dict[str, Any]], vision: PictureProcessor | None) -> list[dict[str, Any]]:
     """The messages as templates want them: a processor's takes lists of parts, and may drop a plain text."""
 
     def content(message: dict[str, Any]) -> Any:
         given = message["content"]
-        if as_lists:
+        if vision is not None:
             return [{"type": "text", "text": given}] if isinstance(given, str) else given
         has_picture = not isinstance(given, str) and any(part["type"] == "image" for part in given)
         return given if has_picture else content_text(message)

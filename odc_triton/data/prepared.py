@@ -4,6 +4,9 @@ The file's name holds a hash of everything that the samples depend on: path, siz
 set of `datasets`, its fingerprint), the tokenizer with its chat template and library, `DataOptions`, and the
 version of this format. So nothing is ever stale: a change gives another name, and unused files may be deleted at any
 time. Checksums are compared before a file is reused; a damaged one is rewritten.
+
+Pictures are kept in the file as they are encoded; for them its name also holds the processor's settings and Pillow's
+version. A picture's own file is read only when the samples are made: after a change there, touch the data's file.
 """
 
 from __future__ import annotations

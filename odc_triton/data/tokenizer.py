@@ -160,9 +160,7 @@ class TextEncoder:
         marks = [(vocabulary[token],) if token in vocabulary else () for token in (PROMPT, COMPLETION)]
 
         if pictures is not None and tokenizer("", verbose=False)["input_ids"] != [*begin]:
-            raise ValueError(
-                f"{tokenizer.name_or_path} adds other tokens to a text than its first, which is unsupported"
-            )
+            raise ValueError(f"{tokenizer.name_or_path} adds a token to a text's end, which is not supported")
 
         encodes_plainly = _encodes_plainly(tokenizer)
 
@@ -184,10 +182,8 @@ class TextEncoder:
             decode=lambda ids: tokenizer.decode(
                 list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
             ),
-            chat=ChatTemplate(tokenizer, encode_batch)
-            if pictures is None
-            else ChatTemplate(tokenizer, encode_batch, template=pictures.template, mark=pictures.mark, before=begin),
-            fingerprint=_fingerprint(tokenizer) + ("" if pictures is None else pictures.fingerprint()),
+            chat=ChatTemplate(tokenizer, encode_batch, pictures, begin if pictures else ()),
+            fingerprint=_fingerprint(tokenizer) + (pictures.fingerprint() if pictures else ""),
             pictures=pictures,
         )
 

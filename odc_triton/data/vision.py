@@ -101,7 +101,7 @@ class SeenPictures(NamedTuple):
 class PictureProcessor:
     """A processor of transformers, for the pictures of records and samples.
 
-    `mark` is what the chat template writes for a picture, `token_ids` what the model replaces by what it sees.
+    `mark` is what its chat `template` writes for a picture, `token_ids` what the model replaces by what it sees.
     """
 
     def __init__(self, processor: Any, *, fetch: bool = False) -> None:
@@ -157,17 +157,12 @@ class PictureProcessor:
         if len(places) < wanted and len(ids) > max_tokens:
             return len(ids)
         if len(places) != wanted:
-            raise DataError(
-                f"{where}: the tokenizer makes {len(places)} tokens of its pictures' {wanted} {self._token}"
-            )
+            raise DataError(f"{where}: the tokenizer makes {len(places)} tokens of {wanted} {self._token}")
         return int(places[-1]) + 1 if wanted else 0
 
     def require_unspelled(self, record: Record) -> None:
         """Raises DataError for a text that the model would take for a picture."""
-        messages = [
-            {name: each for name, each in message.items() if name != "role"} for message in record.messages or ()
-        ]
-        text = json.dumps([record.prompt, record.completion, messages, record.tools], ensure_ascii=False)
+        text = json.dumps([record.prompt, record.completion, record.messages, record.tools], ensure_ascii=False)
         for token in sorted(self._reserved):
             if token in text:
                 raise DataError(
