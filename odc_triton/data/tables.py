@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from .json_files import LARGEST_LINE_BYTES, Value, library, opened, require_bounded, unpacked
 from .records import DataError
 
-_ROWS = 1024  # decoded at a time
+_ROWS, _BYTES = 1024, 64 * 2**20  # most that are decoded at a time; a row may be larger alone
 _NESTED = ("messages", "conversations", "prompt", "completion", "tools")
 _DELIMITERS = {"CSV": ",", "TSV": "\t"}
 
@@ -75,13 +75,22 @@ def _loaded(path: str | os.PathLike, kind: str) -> Iterator[tuple[dict, int]]:
                 features = library("datasets", why).Features.from_arrow_schema(batch.schema)
                 keep_encoded(features)
                 decode = features.decode_example
-            for start in range(0, batch.num_rows, _ROWS):
-                for fields in batch.slice(start, _ROWS).to_pylist():
+            step = _rows(batch.num_rows, batch.nbytes)
+            for start in range(0, batch.num_rows, step):
+                for fields in batch.slice(start, step).to_pylist():
                     yield without_nulls(decode(fields)), file.tell()
 
 
 def _parquet(file: BinaryIO, why: str) -> Iterator[Any]:
-    return library("pyarrow.parquet", why).ParquetFile(file).iter_batches(batch_size=_ROWS)
+    table = library("pyarrow.parquet", why).ParquetFile(file)
+    found = table.metadata
+    size = sum(found.row_group(at).total_byte_size for at in range(found.num_row_groups))
+    return table.iter_batches(batch_size=_rows(found.num_rows, size))
+
+
+def _rows(count: int, size: int) -> int:
+    """Rows to decode at a time, of `count` rows of `size` bytes: pictures are large."""
+    return max(1, min(_ROWS, count * _BYTES // max(size, 1)))
 
 
 def _arrow(file: BinaryIO, why: str) -> Iterator[Any]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import tracemalloc
 
 import pytest
 
+from odc_triton.data import tables
+from odc_triton.data.encode import batches
 from odc_triton.data.forms import record_of
 from odc_triton.data.records import DataError
 from odc_triton.data.sources import open_source
@@ -152,6 +155,25 @@ def test_image_columns_stay_encoded(tmp_path, kind):
     assert found.pictures == (PNG,)
     assert found.messages[0]["content"] == [IMAGE, ASKS]
     assert found.folder == str(tmp_path if kind == "parquet" else tmp_path / "saved")
+
+
+def test_rows_with_pictures_are_read_in_small_parts(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"messages": asked("What?"), "image": {"bytes": PNG + bytes(100_000)}} for _ in range(40)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "data.parquet")
+    monkeypatch.setattr(tables, "_BYTES", 500_000)
+    tracemalloc.start()  # which sees Python's bytes, and not arrow's
+    try:
+        assert sum(len(each.pictures) for each in open_source(str(tmp_path / "data.parquet"))) == 40
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2_500_000
+
+
+def test_batches_hold_few_pictures():
+    one = record(FORMS["TRL"][0])
+    assert [len(each) for each in batches([one] * 120, 1024)] == [50, 50, 20]
 
 
 def test_folder_is_that_of_each_file(tmp_path):

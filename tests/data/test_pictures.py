@@ -305,10 +305,10 @@ def test_fingerprints_of_processors(monkeypatch):
 
 
 def test_memory_does_not_grow_with_the_pictures(tmp_path, processors):
-    coded = (base64.b64encode(encoded_picture(seed=seed) + bytes(40_000)).decode() for seed in range(200))
+    coded = (base64.b64encode(encoded_picture(seed=seed) + bytes(100_000)).decode() for seed in range(80))
     records = [{"messages": [user({"type": "image", "base64": each}), assistant("yes")]} for each in coded]
     path = write_lines(tmp_path / "data.jsonl", *records)
-    encoder, options = TextEncoder.of(processors("qwen2_vl")), DataOptions(batch_records=10)
+    encoder, options = TextEncoder.of(processors("qwen2_vl")), DataOptions(batch_records=5)
     tracemalloc.start()
     try:
         data = prepare_data(str(path), encoder, options, folder=tmp_path / "kept")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 
 import pytest
 
@@ -22,6 +23,23 @@ def test_processor_of_a_folder(tmp_path, family):
     assert type(read.image_processor).__name__.endswith("Pil")
     assert (read.to_json_string(), read.chat_template) == (made.to_json_string(), made.chat_template)
     assert read.tokenizer.get_vocab() == made.tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_processor_of_separate_files(tmp_path, family):
+    """As many models on the hub have them, with the names of the torchvision classes."""
+    made = make_processor(family)
+    made.tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": made.chat_template}))
+    name, rest = type(made).__name__, {each: value for each, value in made.to_dict().items() if value is not None}
+    images = rest.pop("image_processor") | {"processor_class": name}
+    images["image_processor_type"] = images["image_processor_type"].removesuffix("Pil")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(images))
+    if rest.keys() - {"processor_class"}:
+        (tmp_path / "processor_config.json").write_text(json.dumps(rest))
+    read = read_processor(tmp_path)
+    assert (type(read), read.to_json_string()) == (type(made), made.to_json_string())
+    assert type(read.image_processor) is type(made.image_processor)
 
 
 def test_folder_without_an_image_processor_is_refused(tmp_path):
