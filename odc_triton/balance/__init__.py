@@ -19,6 +19,7 @@ _HOME = {
     "best_fit_decreasing": "packing",
     "count_target_tokens": "collate",
     "find_relatives": "relatives",
+    "floor_of": "relatives",
     "pack": "packing",
     "pack_collate": "collate",
     "queue_packs": "queue",

@@ -300,17 +300,9 @@ class _Problem:
         return max(sum(map(read, chain.from_iterable(parts))) for parts in zip(*waves, strict=True))
 
     def even_waves(self, count: int) -> Waves:
-        """The first `count` samples of the order, one a wave, in parts of equal tokens, which always fit the cap. A
-        first part up to a floor may be longer, and exceed it.
-        """
-
-        def shares(strip: Strip) -> list[float]:
-            if strip.floor * self.ranks <= strip.stop:
-                return self.even
-            return [strip.floor] + [(strip.stop - strip.floor) / (self.ranks - 1)] * (self.ranks - 1)
-
+        """The first `count` samples of the order, each a wave, in equal parts, which fit the cap if floors do."""
         strips = [self.strips[sample] for sample in self.order[:count]]
-        return [cut_line([each], shares(each), None, self.least_tokens) for each in strips]
+        return [cut_line([each], self.even, None, self.least_tokens) for each in strips]
 
     def assign(self, count: int, waves: Waves) -> SplitAssignment:
         """The assignment that splits the first `count` samples of the order, as in `waves`."""

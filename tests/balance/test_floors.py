@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from itertools import chain
 from typing import Any
 from unittest import mock
@@ -62,7 +63,7 @@ def with_pictures(draw: st.DrawFn) -> dict[str, Any]:
     return found | {"floors": floors, "extra": [draw(st.floats(0, most)) if floor else 0.0 for floor in floors]}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(with_pictures(), st.sampled_from([1, 1, 2]))
 def test_split(given: dict, replicas: int) -> None:
     lengths, floors, extra, cap, cost = (given[name] for name in ("lengths", "floors", "extra", "token_cap", "cost"))
@@ -82,7 +83,9 @@ def test_split(given: dict, replicas: int) -> None:
         return
     dealt = [deal.packs(rank) for rank in range(given["ranks"])]
     check(dealt, lengths, floors, cap)
-    for packs in dealt:
+    for rank, packs in enumerate(dealt):
+        prices = [price(pack, lengths, extra, cost) for pack in packs[len(deal.waves_of(rank)) :]]
+        assert prices == sorted(prices, reverse=True), "costliest first"
         pieces = [each for pack in packs for each in pack if isinstance(each, Piece)]
         assert sum(len(each) for each in pieces if each.stop < lengths[each.sample]) <= given["tokens"]
     real = [sum(price(pack, lengths, extra, cost) for pack in packs) for packs in dealt]
@@ -142,6 +145,21 @@ def test_samples_over_the_cap(length: int, floor: int, tokens: int, message: str
             assign_split([9, length], **how, names=[6, 7])
 
 
+def test_the_sample_that_does_not_fit_is_named() -> None:
+    how = {"ranks": 4, "token_cap": 100, "tokens": 400, "cost": FLAT, "floors": [100, 101, 99]}
+    with pytest.raises(ValueError, match=r"sample 1 has 380 tokens, .* within the first 101, can't be cut"):
+        assign_split([390, 380, 370], **how)
+    deal = assign_split([390, 380, 370], **how | {"floors": [100, 100, 99]})
+    check([deal.packs(rank) for rank in range(4)], [390, 380, 370], [100, 100, 99], 100)
+
+
+def test_replicas_share_the_samples_over_the_cap() -> None:
+    """By cost one replica would get three of them, and one whole sample with pictures the other."""
+    how = {"ranks": 4, "replicas": 2, "token_cap": 100, "tokens": 200, "cost": FLAT}
+    deal = assign_split([200] * 4 + [50], **how, extra=[0.0] * 4 + [350.0])
+    check([deal.packs(rank) for rank in range(4)], [200] * 4 + [50], [0] * 5, 100)
+
+
 def test_readable_tokens_are_enough_for_long_pictures() -> None:
     lengths, floors = [190, 180, 110], [95, 98, 100]
     how = {"ranks": 4, "token_cap": 100, "cost": FLAT, "floors": floors}
@@ -154,13 +172,15 @@ def test_readable_tokens_are_enough_for_long_pictures() -> None:
 @pytest.mark.parametrize("floors", [[3], [3, 8], [-1, 3], [3, 3, 3]])
 def test_floors_that_do_not_fit_are_refused(floors: list[int]) -> None:
     for call in (
-        lambda: MinibatchSampler([9, 7], 1, 9, rank=0, world=1, floors=floors),
-        lambda: assign_split([9, 7], ranks=2, token_cap=9, tokens=9, cost=FLAT, floors=floors),
+        partial(MinibatchSampler, [9, 7], 1, 9, rank=0, world=1),
+        partial(assign_split, [9, 7], ranks=2, token_cap=9, tokens=9, cost=FLAT),
     ):
+        with pytest.raises(ValueError, match="extra has 3 costs for 2 samples"):
+            call(extra=[1.0] * 3)
         with pytest.raises(
             ValueError, match=rf"of {len(floors)} floors for 2 samples one is .* up to its last picture's"
         ):
-            call()
+            call(floors=floors)
 
 
 # ---------------------------------------------------------------- samples that share
@@ -204,7 +224,7 @@ def contents(sample: dict, tokens: int) -> list:
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(samples_with_pictures(), st.integers(1, 4), st.sampled_from([0, 10, 40]), st.randoms(use_true_random=False))
 def test_shared(samples: list[dict], ranks: int, tokens: int, chance: Any) -> None:
     """A branch begins after the last picture of both, and all before it is the same, pictures too."""
