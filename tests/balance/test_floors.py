@@ -342,3 +342,12 @@ def test_the_sampler_takes_floors_from_relatives() -> None:
     assert pack == [Piece(0, 0, 55), Piece(1, 49, 55, 0)]
     with pytest.raises(ValueError, match="relatives are of samples with other floors"):
         MinibatchSampler(lengths, **how, floors=[40, 41])
+
+
+def test_relatives_of_a_part_and_wrong_costs() -> None:
+    samples = [{**shown(PROMPT, [5]), "token_type_ids": [1] * 51}, shown(PROMPT, [6], [(40, 1)])]
+    relatives = find_relatives(samples)
+    assert relatives.floors == [0, 41], "types of a text are not those of pictures"
+    assert relatives.among([1, 0]).floors == [41, 0]
+    with pytest.raises(ValueError, match="extra has 1 costs for 2 samples"):
+        assign_shared([51, 51], relatives, ranks=1, token_cap=200, cost=FLAT, extra=[1.0])
