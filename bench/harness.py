@@ -61,6 +61,10 @@ class Work:
 
         return CostModel.from_config(Qwen2Config(**self.config))
 
+    def assign(self, lengths: list[int], samples: list[int], **how: Any) -> list[list[list[int]]]:
+        """Each rank's packs of `samples`, of `lengths` tokens. `how`: as `assign` takes it."""
+        return [[[samples[member] for member in pack] for pack in packs] for packs in assign(lengths, **how)]
+
 
 @dataclass
 class Measured:
@@ -166,10 +170,7 @@ def deal(
         data = [data[index] for index in samples]
         dealt = trees.assign_trees(balance, lengths, find_relatives(data), **how)
     else:
-        dealt = [
-            MinibatchPacks([samples[member] for member in pack] for pack in packs)
-            for packs in assign(lengths, balance=balance, **how)
-        ]
+        dealt = [MinibatchPacks(packs) for packs in work.assign(lengths, samples, balance=balance, **how)]
     packed = PackedDataset(data)
     return [pack_collate(packed.__getitems__(packs)) for packs in dealt]
 

@@ -1,4 +1,4 @@
-"""Samples with pictures: a mixture that was fixed in a file before anything was measured.
+"""Samples with pictures: a mixture that was fixed in a file before anything was measured, and a model for it.
 
 `python -m bench.pictures` draws the file anew, the same; a test compares them.
 """
@@ -6,10 +6,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
+from odc_triton.balance import CostModel
+from odc_triton.balance.tower import TowerCost, values_of
+from odc_triton.data.records import IGNORED
+
+from .harness import Work
 from .provenance import ROOT
 
 FILE = ROOT / "bench" / "data" / "pictures.json"
@@ -24,7 +35,44 @@ ABOUT = (
     f"even. All tokens are a quarter of usual ones: a median of 512, and pictures of 224 to 896 pixels a side."
 )
 
+# How packs are made of samples, after the name of a strategy.
+BY_TEXT = ", by tokens alone"  # else the tower counts too
+DUMMIES = ", dummies"  # a pack without pictures gets the smallest one
+AT_ENDS = ", dummies at the ends"  # of a rank's packs only the first and the last one
+BEFORE = 8  # tokens of text that come before the pictures
+
+PATCH_VALUES = 3 * 2 * 4**2
+PICTURE, VIDEO, START, END = 1023, 1022, 1021, 1020
+# As in Qwen2.5-VL 3B the tower is about half of the cost of a picture's token, and the embedding 6% of all weights.
+CONFIG: dict[str, Any] = {
+    "text_config": {
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 10000.0},
+    },
+    "vision_config": {
+        "depth": 4,
+        "hidden_size": 128,
+        "intermediate_size": 344,
+        "num_heads": 4,
+        "out_hidden_size": 256,
+        "patch_size": 4,
+        "window_size": 32,
+        "fullatt_block_indexes": [3],
+    },
+    "tie_word_embeddings": True,
+    "image_token_id": PICTURE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+
 Size = tuple[int, tuple[str, ...]]  # of a sample: tokens of text, and its pictures
+DUMMY: Size = (1, ("2x2",))  # the smallest picture, and no token that another predicts
 
 
 def draw() -> list[list[Size]]:
@@ -42,15 +90,84 @@ def draw() -> list[list[Size]]:
     return [[sample() for _ in range(SAMPLES)] for _ in range(MINIBATCHES)]
 
 
-def write(path: Path) -> None:
-    lines = ",\n".join(f"  {json.dumps(minibatch)}" for minibatch in draw())
+def write(path: Path, drawn: Sequence[Sequence[Size]]) -> None:
+    lines = ",\n".join(f"  {json.dumps(minibatch)}" for minibatch in drawn)
     path.write_text(f'{{\n "about": {json.dumps(ABOUT)},\n "minibatches": [\n{lines}\n ]\n}}\n', encoding="utf-8")
 
 
-def read() -> list[list[Size]]:
-    found = json.loads(FILE.read_text(encoding="utf-8"))["minibatches"]
+def read(path: Path = FILE) -> list[list[Size]]:
+    found = json.loads(path.read_text(encoding="utf-8"))["minibatches"]
     return [[(text, tuple(pictures)) for text, pictures in minibatch] for minibatch in found]
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """Random samples of `sizes`: `BEFORE` tokens, the pictures, the other tokens. All text is learned."""
+
+    sizes: Sequence[Size]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        return [text + sum(2 + h * w // 4 for h, w in map(_sides, own)) for text, own in self.sizes]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        (text, own), generator = self.sizes[index], torch.Generator().manual_seed(index)
+        ids = torch.randint(END, (text,), generator=generator).tolist()
+        if not own:
+            return {"input_ids": ids, "labels": ids}
+        sides, head, tail = [*map(_sides, own)], ids[:BEFORE], ids[BEFORE:]
+        inserted = [i for h, w in sides for i in (START, *[PICTURE] * (h * w // 4), END)]
+        return {
+            "input_ids": head + inserted + tail,
+            "labels": head + [IGNORED] * len(inserted) + tail,
+            "mm_token_type_ids": [0] * len(head) + [int(i == PICTURE) for i in inserted] + [0] * len(tail),
+            "image_grid_thw": torch.tensor([(1, *each) for each in sides]),
+            "pixel_values": torch.randn(sum(h * w for h, w in sides), PATCH_VALUES, generator=generator),
+        }
+
+
+def _sides(picture: str) -> tuple[int, int]:
+    height, width = map(int, picture.split("x"))
+    return height, width
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureWork(Work):
+    """The mixture, by a Qwen2.5-VL model of `config`. `even`: all ranks train the packs of the first one."""
+
+    even: bool = False
+
+    def data(self) -> Mixture:
+        return Mixture([sample for minibatch in read(Path(self.dataset)) for sample in minibatch] + [DUMMY])
+
+    def whole_config(self) -> Any:
+        from transformers import Qwen2_5_VLConfig
+
+        return Qwen2_5_VLConfig(**self.config)
+
+    def build(self) -> nn.Module:
+        from transformers import Qwen2_5_VLForConditionalGeneration
+
+        torch.manual_seed(self.seed)
+        return Qwen2_5_VLForConditionalGeneration(self.whole_config())
+
+    def cost(self) -> CostModel:
+        return CostModel.from_config(self.whole_config().text_config)
+
+    def tower(self) -> TowerCost:
+        return TowerCost.from_config(self.whole_config())
+
+    def assign(self, lengths: list[int], samples: list[int], *, balance: str, **how: Any) -> list[list[list[int]]]:
+        strategy, comma, words = balance.partition(",")
+        data, tower, way = self.data(), self.tower(), comma + words
+        extra = None if way == BY_TEXT else [tower.sample(values_of(data[index])) for index in samples]
+        dealt = super().assign(lengths, samples, balance=strategy, extra=extra, **how)
+        for own in dealt:
+            for pack in {DUMMIES: own, AT_ENDS: [own[0], own[-1]]}.get(way, ()):
+                if not any(data.sizes[index][1] for index in pack):
+                    pack.append(len(data.sizes) - 1)
+        return dealt[:1] * len(dealt) if self.even else dealt
+
+
 if __name__ == "__main__":
-    write(FILE)
+    write(FILE, draw())

@@ -2,14 +2,94 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 from bench import pictures
+from bench.harness import Measured, Work, compare
+from bench.pictures import AT_ENDS, DUMMIES, PATCH_VALUES, PictureWork
+from bench.suites import images
+from bench.suites.images import (
+    Fsdp2Dummies,
+    Fsdp2DummiesNoReshard,
+    Fsdp2Unbalanced,
+    OdcByText,
+    OdcUnbalanced,
+    flops,
+)
+from bench.variants import Odc
+from odc_triton.balance import pack_collate
+from tests.support import ranks
+
+KINDS = (Fsdp2Dummies, Fsdp2DummiesNoReshard, OdcByText, Odc, Fsdp2Unbalanced, OdcUnbalanced)
+SIZES = [(30, ()), (9, ("4x8", "8x8")), (40, ()), (12, ("6x4",)), (25, ()), (70, ()), (33, ()), (10, ())]
 
 
 def test_the_mixture_is_the_one_that_was_drawn(tmp_path: Path) -> None:
-    pictures.write(tmp_path / "again.json")
+    pictures.write(tmp_path / "again.json", pictures.draw())
     assert (tmp_path / "again.json").read_text() == pictures.FILE.read_text()
     samples = [sample for minibatch in pictures.read() for sample in minibatch]
     assert {len(own) for _, own in samples} == {0, 1, 2, 3, 4}
     assert sum(not own for _, own in samples) > len(samples) / 2
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> PictureWork:
+    """A minibatch of one sample a rank, and one of three."""
+    text = pictures.CONFIG["text_config"] | {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 48}
+    text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [2, 2, 4]}
+    tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+    tower = pictures.CONFIG["vision_config"] | tower | {"fullatt_block_indexes": [1]}
+    config = pictures.CONFIG | {"text_config": text, "vision_config": tower}
+    pictures.write(tmp_path / "sizes.json", [SIZES])
+    drawn = [[0, 1], [2, 3, 4, 5, 6, 7]]
+    return PictureWork(dataset=str(tmp_path / "sizes.json"), config=config, minibatches=drawn, token_cap=95)
+
+
+def test_samples_have_their_pictures_after_a_few_tokens(small: PictureWork) -> None:
+    data = small.data()
+    assert [len(data[index]["input_ids"]) for index in range(len(SIZES) + 1)] == data.lengths
+    (pack,) = pack_collate([[data[1], data[0], data[len(SIZES)]]])
+    assert pack["image_blocks"] == ((0, 9, 17), (0, 19, 35), (67, 68 + 1, 68 + 2))
+    assert pack["image_grid_thw"].tolist() == [[1, 4, 8], [1, 8, 8], [1, 2, 2]]
+    assert len(pack["target_positions"]) == 9 + 30 - 2, "all text but the first tokens, nothing of the dummy"
+
+
+def test_a_pack_without_pictures_gets_the_dummy(small: PictureWork) -> None:
+    dummy, lengths = len(SIZES), small.data().lengths
+    samples = [0, 2, 1, 3, 5, 4]
+
+    def dealt(balance: str, **work: object) -> list:
+        own = replace(small, **work)
+        return own.assign([lengths[i] for i in samples], samples, balance=balance, ranks=2, token_cap=95)
+
+    assert dealt("local") == [[[1], [2], [0]], [[3], [5], [4]]]
+    assert dealt("local" + DUMMIES) == [[[1], [2, dummy], [0, dummy]], [[3], [5, dummy], [4, dummy]]]
+    assert dealt("local" + AT_ENDS) == [[[1], [2], [0, dummy]], [[3], [5], [4, dummy]]]
+    assert dealt("local", even=True) == [[[1], [2], [0]]] * 2
+
+
+def test_flops_by_hand(small: PictureWork) -> None:
+    """Rank 0 has pictures, and rank 1 more text: FSDP2's ranks wait for each other in both."""
+    work = replace(small, minibatches=[[0, 1], [3, 5]])
+    cost, tower = work.cost(), work.tower()
+    text = [cost.sequence(12 + 2 + 6) - (2 + 6 + 1) * cost.head, cost.sequence(70) - cost.head]
+    dummy = cost.sequence(4) - 4 * cost.head
+    pictures_ = [tower.sample([24 * PATCH_VALUES]), tower.sample([4 * PATCH_VALUES])]
+    assert flops((Odc, 95), work) == pytest.approx(max(text[0] + pictures_[0], text[1]))
+    assert flops((Fsdp2Unbalanced, 95), work) == pytest.approx(max(text[0], text[1] + dummy) + pictures_[0])
+
+
+def compared(rank: int, world: int, work: Work, caps: tuple[int, ...]) -> list[Measured]:
+    return compare(KINDS, work, caps=caps, most_apart=images.MOST_APART)
+
+
+@pytest.mark.slow  # the suite checks it too
+def test_all_ways_have_the_same_gradient(small: PictureWork) -> None:
+    results = ranks.run(compared, 2, small, (95,) * len(KINDS))[0]
+    assert 0 < max(each.apart for each in results) <= images.MOST_APART
+    losses = np.array([each.losses for each in results])
+    assert losses == pytest.approx(losses[:1].repeat(len(KINDS), 0), rel=1e-4)
