@@ -77,8 +77,8 @@ def _source(here: str, value: Any, is_base64: bool = False) -> Source:
             return base64.b64decode("".join(value.split()), validate=True)
         except (binascii.Error, ValueError) as error:
             raise DataError(f"{here}: its base64 is damaged: {error}") from error
-    if not value or "\0" in value:
-        raise DataError(f"{here}: {value!r} is the path of no picture")
+    if not value or not value.isprintable():
+        raise DataError(f"{here}: {value[:100]!a} is the path of no picture")
     return value
 
 

@@ -101,6 +101,7 @@ WRONG = {
     "data URL of bad base64": (asked(IMAGE | {"url": "data:image/png;base64,%%"}), {}, "its base64 is damaged"),
     "empty path": (asked(IMAGE | {"path": ""}), {}, "'' is the path of no picture"),
     "NUL in a path": (asked(IMAGE | {"path": "a\0"}), {}, r"'a\\x00' is the path of no picture"),
+    "half a surrogate pair": (asked(IMAGE), {"image": "a\ud800"}, r"'a\\ud800' is the path of no picture"),
     "assistant": (
         [asked(ASKS)[0], {"role": "assistant", "content": [IMAGE]}],
         {"image": "a"},
