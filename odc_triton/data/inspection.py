@@ -171,7 +171,8 @@ def main(
 
 def _reader(tokenizer: str, names: Sequence[str]) -> Any:
     """The tokenizer, or, for data with pictures, the processor beside it."""
-    if has_processor(tokenizer) and any(record.pictures for name in names for record in open_source(name)):
+    may_have_one = has_processor(tokenizer) or not Path(tokenizer).exists()  # a hub id
+    if may_have_one and any(record.pictures for name in names for record in open_source(name)):
         return read_processor(tokenizer)
     return read_tokenizer(tokenizer)
 

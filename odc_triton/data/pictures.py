@@ -21,8 +21,6 @@ LARGEST_PICTURE_BYTES = 20 * 2**20
 FETCH_S = 20.0  # for one picture, redirects included
 # Others are documents, which Pillow gives to other programs, or so rare that their readers are little tested.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-
-
 # Of urllib's own, without those of files and ftp, to which a server might redirect.
 _HANDLERS = ("ProxyHandler", "UnknownHandler", "HTTPHandler", "HTTPSHandler", "HTTPErrorProcessor")
 _HANDLERS += ("HTTPDefaultErrorHandler", "HTTPRedirectHandler")

@@ -3,11 +3,11 @@
 So training does not read the pictures' own files. A file of samples without pictures has none of these arrays.
 
     bytes          [bytes] uint8          the pictures, one after the other
-    bytes_ends      [pictures] int64
+    bytes_ends     [pictures] int64
     shown          [shown] int64          the pictures of all samples, in order
     shown_ends     [samples] int64        of sample i: shown[shown_ends[i - 1] : shown_ends[i]]
     values         [units] int64          entries of pixel_values, by unit of attention in the tower
-    values_ends     [samples] int64
+    values_ends    [samples] int64
     floors         [samples] int64        tokens up to and including the last picture's
 """
 
