@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..base.files import folder_aside
+from ..data.vision import save_processor
 from ..engine.api import engine_of
 from ..nn.operand import is_sharded
 from .adapter import write_adapter
@@ -41,7 +42,7 @@ def save_pretrained(
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
 ) -> None:
-    """Writes config, safetensors and tokenizer of a sharded transformers model, for plain transformers to load.
+    """Writes config, safetensors and tokenizer, or processor, of a sharded transformers model, for plain transformers.
 
     `processor`: a folder or hub id, whose files for pictures are copied, if it has any.
 
@@ -67,7 +68,7 @@ def save_pretrained(
         else:
             _write_model(model, part, aside, dtype, shard_bytes)
         if tokenizer is not None:
-            tokenizer.save_pretrained(aside)
+            save_processor(tokenizer, aside)
         if processor is not None:
             _copy_processor(processor, aside)
 

@@ -52,6 +52,18 @@ def read_processor(source: str | os.PathLike) -> Any:
     return processor
 
 
+def save_processor(processor: Any, folder: Path) -> None:
+    """Its `save_pretrained`, or what that writes, without videos, for one that has None for its video processor."""
+    if getattr(processor, "video_processor", processor) is not None:
+        processor.save_pretrained(folder)
+        return
+    processor.tokenizer.save_pretrained(folder)
+    if processor.chat_template is not None:
+        (folder / "chat_template.jinja").write_text(processor.chat_template)
+    config = {name: value for name, value in processor.to_dict().items() if value is not None}
+    (folder / "processor_config.json").write_text(json.dumps(config))
+
+
 @contextmanager
 def with_pillow() -> Iterator[None]:
     """Inside, processors are made with Pillow's image processors, and without video processors."""

@@ -175,7 +175,10 @@ class ShardedTrainer(Trainer):
         if self.args.should_save:
             folder = Path(output_dir or self.args.output_dir)
             made = folder / ".model"
-            save_pretrained(self.model, made, self.processing_class, overwrite=True)
+            processor, source = self.processing_class, None
+            if getattr(processor, "video_processor", processor) is None:  # its files are copied: it can't be made here
+                source = processor.tokenizer.name_or_path or None
+            save_pretrained(self.model, made, processor, processor=source, overwrite=True)
             for file in made.iterdir():  # checkpoints may be in the same folder
                 os.replace(file, folder / file.name)
             made.rmdir()

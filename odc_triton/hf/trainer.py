@@ -19,13 +19,15 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..balance import CostModel, MinibatchSampler
 from ..balance.collate import PackedDataset, count_target_tokens, pack_collate
+from ..balance.relatives import floor_of
 from ..balance.tower import TowerCost, values_of
 from ..data.records import IGNORED
 from ..engine.api import minibatch
-from .enable import ATTENTION_NAME, innermost
-from .images import trains_tower
+from .enable import ATTENTION_NAME, innermost, is_packed
+from .images import sees_pictures, trains_tower
 from .loss import predictions
 from .neftune import embedding_noise
+from .picture_records import OF_PICTURES, PictureRecords, has_picture_records
 from .sft_metrics import append, token_losses
 from .sharded_trainer import ShardedTrainer
 
@@ -63,6 +65,10 @@ class ODCTrainer(ShardedTrainer):
     It combines with another Trainer: `class Mine(ODCTrainer, SFTTrainer)` has SFTTrainer's losses and metrics, without
     `mean_token_accuracy` for a fused head. For another loss override `compute_loss`.
 
+    Records with "image" or "images" and no `input_ids`, as TRL has them, become samples one by one: `data_collator`, by
+    default SFTTrainer's, gets a list of one record and returns what the model's processor makes of it, and `labels`.
+    Each record is read once more before the first step, to know its length.
+
     sampler: a MinibatchSampler of this rank over `train_dataset`. By default one with balance "mini", the longest
         sample as token cap and `data_seed` or `seed`; pictures cost what the vision tower computes.
     split: the default sampler splits long samples over ranks, on a model of `enable_split`.
@@ -88,6 +94,7 @@ class ODCTrainer(ShardedTrainer):
         **trainer: Any,
     ) -> None:
         _check_given(trainer)
+        self._has_collator = trainer.get("data_collator") is not None
         super().__init__(model, args, **trainer)
         self._sampler = sampler
         self._target_tokens = 0
@@ -122,22 +129,51 @@ class ODCTrainer(ShardedTrainer):
         """This rank's packs, minibatch after minibatch."""
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset, whose samples have input_ids")
-        sampler = self._sampler or self._make_sampler(self.train_dataset, self.args.per_device_train_batch_size)
+        samples = self._samples(self.train_dataset)
+        sampler = self._sampler or self._make_sampler(samples, self.args.per_device_train_batch_size)
         self._check_sampler(sampler)
         sampler.epoch = sampler.minibatch = 0
         self._sampler = sampler
-        return self._pack_loader(self.train_dataset, sampler)
+        return self._pack_loader(samples, sampler)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Packs, or Trainer's padded batches if there is a `compute_metrics`."""
-        if self.compute_metrics is not None:
-            return super().get_eval_dataloader(eval_dataset)
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, str):
             chosen = self.eval_dataset[chosen]
+        if self.compute_metrics is not None:
+            self._check_padded(chosen)
+            return super().get_eval_dataloader(eval_dataset)
         if chosen is None:
             raise ValueError("evaluation needs an eval_dataset, whose samples have input_ids")
-        return self._pack_loader(chosen, self._make_sampler(chosen, self.args.per_device_eval_batch_size, whole=True))
+        samples = self._samples(chosen)
+        return self._pack_loader(samples, self._make_sampler(samples, self.args.per_device_eval_batch_size, whole=True))
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        self._check_padded(test_dataset)
+        return super().get_test_dataloader(test_dataset)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Of samples, for a `data_collator`: also the fields of pictures that no forward takes by these names."""
+        if self._signature_columns is None:
+            super()._set_signature_columns_if_needed()
+            self._signature_columns = [*self._signature_columns, *OF_PICTURES]
+
+    def _check_padded(self, dataset: Any) -> None:
+        """Default collators would pad pixel values, or drop them."""
+        if self._has_collator or has_picture_records(dataset) or not hasattr(dataset, "__getitem__"):
+            return
+        if any(isinstance(sample, Mapping) and sample.get("pixel_values") is not None for sample in dataset):
+            raise ValueError(
+                "samples have pictures, which the default data_collator can't put into padded rows: give a "
+                "data_collator that can, or evaluate without compute_metrics"
+            )
+
+    def _samples(self, dataset: Any) -> Any:
+        """The data set, whose records become samples if they have pictures and no tokens."""
+        if not has_picture_records(dataset):
+            return dataset
+        return PictureRecords(dataset, self.data_collator, self.processing_class)
 
     def _pack_loader(self, dataset: Any, sampler: MinibatchSampler) -> PackLoader:
         args = self.args
@@ -151,8 +187,8 @@ class ODCTrainer(ShardedTrainer):
         )
 
     def _make_sampler(self, dataset: Any, samples_per_rank: int, *, whole: bool = False) -> MinibatchSampler:
-        lengths, values = _measured(dataset)
-        extra, args = None, self.args
+        args, extra = self.args, None
+        lengths, floors, values = self._measured(dataset)
         if any(values):
             config = innermost(self.model).config
             tower = TowerCost.from_config(config, trained=trains_tower(self.model))
@@ -169,7 +205,18 @@ class ODCTrainer(ShardedTrainer):
             split=0 if whole else self._split_tokens,
             replicas=self._engine.grid.replicas,
             extra=extra,
+            floors=floors,
         )
+
+    def _measured(self, dataset: Any) -> tuple[list[int], list[int], list[list[int]]]:
+        """`_measured` of the whole data set. Records are processed for it, so each rank does a part of them."""
+        if not isinstance(dataset, PictureRecords):
+            return _measured(dataset)
+        rank, world = self._engine.rank, self._engine.world
+        mine = _measured(dataset, range(rank, len(dataset), world))
+        reports = self._engine.exchange("measure the data set", {"measured": mine})
+        columns = zip(*(each["measured"] for each in reports), strict=True)  # of each, by rank
+        return tuple([parts[at % world][at // world] for at in range(len(dataset))] for parts in columns)
 
     def _check_sampler(self, sampler: MinibatchSampler) -> None:
         if not isinstance(sampler, MinibatchSampler):
@@ -257,13 +304,21 @@ class ODCTrainer(ShardedTrainer):
         """The mean over a padded batch's target tokens, and the model's outputs."""
         labels = inputs["labels"][:, 1:]
         taken = labels != IGNORED
-        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False})
+        given = {name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False}
+        if sees_pictures(innermost(model)) and is_packed(innermost(model)):
+            # Its attention gets no positions: without padding, and so without a mask, each row is a document.
+            rows, length = inputs["input_ids"].shape
+            ends = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=labels.device)
+            given |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": length, "max_length_k": length}
+        outputs = model(**given)
         found = token_losses(outputs.logits[:, :-1][taken], labels[taken], self.args, measured=self._is_sft)
         rows = torch.zeros(4, len(labels), dtype=torch.float64, device=found.device)
         rows[: len(found)].index_add_(1, taken.nonzero()[:, 0], found.double())
         rows[3] = taken.sum(1)
         self._rows = rows.T.contiguous()
-        return found[0].sum() / taken.sum().clamp(min=1), outputs
+        # What only rows with pictures have can't be joined over batches.
+        kept = {name: value for name, value in outputs.items() if name not in ("image_hidden_states", "rope_deltas")}
+        return found[0].sum() / taken.sum().clamp(min=1), kept
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, Any, Any]:
         found = super().prediction_step(*args, **kwargs)
@@ -349,15 +404,16 @@ def _check_given(trainer: dict[str, Any]) -> None:
     if trainer.get("compute_loss_func") is not None:
         raise ValueError("compute_loss_func is given: override compute_loss instead, which returns a pack's loss")
     collator = trainer.get("data_collator")
-    if collator is not None and trainer.get("compute_metrics") is None:
+    allowed = trainer.get("compute_metrics") is not None or has_picture_records(trainer.get("train_dataset"))
+    if collator is not None and not allowed:
         raise ValueError(
             f"data_collator is {collator!r}, but training packs samples without padding: leave it out, and mark what "
             f"is learned in the samples' labels"
         )
 
 
-def _measured(dataset: Any) -> tuple[list[int], list[list[int]]]:
-    """Of each sample its tokens, and its pictures' pixel values as `values_of`; reads the data set once.
+def _measured(dataset: Any, indices: Sequence[int] | None = None) -> tuple[list[int], list[int], list[list[int]]]:
+    """Of each sample its tokens, those up to its last picture's, and `values_of` its pictures; reads each sample once.
 
     Raises TypeError or ValueError for a data set without lengths or token ids.
     """
@@ -365,14 +421,15 @@ def _measured(dataset: Any) -> tuple[list[int], list[list[int]]]:
         raise TypeError(
             f"{type(dataset).__name__} has no length: give a map-style data set; samples are assigned by their lengths"
         )
-    lengths, values = [], []
-    for index in range(len(dataset)):
+    if not len(dataset):
+        raise ValueError("the data set has no samples")
+    lengths, floors, values = [], [], []
+    for index in range(len(dataset)) if indices is None else indices:
         sample = dataset[index]
         if not isinstance(sample, Mapping) or "input_ids" not in sample:
             keys = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
             raise ValueError(f"sample {index} has {keys}: it needs input_ids, tokenised")
         lengths.append(len(sample["input_ids"]))
+        floors.append(floor_of(sample))
         values.append(values_of(sample))
-    if not lengths:
-        raise ValueError("the data set has no samples")
-    return lengths, values
+    return lengths, floors, values

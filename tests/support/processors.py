@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from odc_triton.data.vision import save_processor as save_processor
 from odc_triton.data.vision import with_pillow
 from tests.support.chats import make_tokenizer
 
@@ -117,14 +116,6 @@ def make_processor(family: str) -> Any:
     """A new processor with the sizes of `tests.support.vision`: patches of 4 x 4 pixels, other pictures 16 x 16."""
     with with_pillow():
         return _PROCESSORS[family]()
-
-
-def save_processor(processor: Any, folder: Path) -> None:
-    """What `save_pretrained` writes, which can't save a processor without its video processor."""
-    processor.tokenizer.save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(processor.chat_template)
-    config = {name: value for name, value in processor.to_dict().items() if value is not None}
-    (folder / "processor_config.json").write_text(json.dumps(config))
 
 
 def picture(width: int = 20, height: int = 12, seed: int = 0) -> Any:
