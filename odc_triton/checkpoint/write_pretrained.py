@@ -80,7 +80,10 @@ def _copy_processor(source: str | Path, folder: Path) -> None:
     from huggingface_hub import try_to_load_from_cache
 
     for name in _OF_PICTURES:
-        found = Path(source, name) if Path(source).exists() else try_to_load_from_cache(str(source), name)
+        found = Path(source, name)
+        if not Path(source).exists():
+            with contextlib.suppress(ValueError):  # for a folder that is gone
+                found = try_to_load_from_cache(str(source), name)
         if isinstance(found, (str, Path)) and Path(found).is_file():
             shutil.copyfile(found, folder / name)
 

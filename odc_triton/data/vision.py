@@ -54,7 +54,7 @@ def read_processor(source: str | os.PathLike) -> Any:
 
 def save_processor(processor: Any, folder: Path) -> None:
     """Its `save_pretrained`, or what that writes, without videos, for one that has None for its video processor."""
-    if getattr(processor, "video_processor", processor) is not None:
+    if getattr(processor, "video_processor", "") is not None:
         processor.save_pretrained(folder)
         return
     processor.tokenizer.save_pretrained(folder)

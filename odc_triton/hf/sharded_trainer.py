@@ -176,7 +176,7 @@ class ShardedTrainer(Trainer):
             folder = Path(output_dir or self.args.output_dir)
             made = folder / ".model"
             processor, source = self.processing_class, None
-            if getattr(processor, "video_processor", processor) is None:  # its files are copied: it can't be made here
+            if getattr(processor, "video_processor", "") is None:  # its files are copied, as it can't be made here
                 source = processor.tokenizer.name_or_path or None
             save_pretrained(self.model, made, processor, processor=source, overwrite=True)
             for file in made.iterdir():  # checkpoints may be in the same folder
