@@ -21,9 +21,18 @@ from odc_triton.data.records import DataError
 from odc_triton.data.tokenizer import TextEncoder
 from odc_triton.data.vision import PictureProcessor
 from tests.support.chats import CHATML, make_tokenizer
-from tests.support.processors import FAMILIES, encoded_picture, make_processor, picture, save_processor
+from tests.support.processors import (
+    FAMILIES,
+    WITHOUT_TORCHVISION,
+    encoded_picture,
+    make_processor,
+    picture,
+    save_processor,
+)
 from tests.support.records import write_lines
 from tests.support.tokenized import tokenize_file
+
+pytestmark = WITHOUT_TORCHVISION
 
 SIZES = {"a.png": (20, 12), "b.png": (9, 33), "c.png": (16, 16), "d.png": (1, 1)}
 

@@ -9,7 +9,9 @@ import pytest
 
 from odc_triton.data.vision import has_processor, read_processor
 from tests.support.chats import CHATML, make_tokenizer
-from tests.support.processors import FAMILIES, make_processor, save_processor
+from tests.support.processors import FAMILIES, WITHOUT_TORCHVISION, make_processor, save_processor
+
+pytestmark = WITHOUT_TORCHVISION
 
 
 @pytest.mark.parametrize("family", FAMILIES)
