@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from odc_triton.balance import CostModel
-from odc_triton.balance.tower import TowerCost, values_of
+from odc_triton.balance.tower import TowerCost
 from odc_triton.data.records import IGNORED
 
 from .harness import Work
@@ -38,7 +38,7 @@ ABOUT = (
 # How packs are made of samples, after the name of a strategy.
 BY_TEXT = ", by tokens alone"  # else the tower counts too
 DUMMIES = ", dummies"  # a pack without pictures gets the smallest one
-AT_ENDS = ", dummies at the ends"  # of a rank's packs only the first and the last one
+AT_ENDS = ", dummies at the ends"  # of a rank's packs only the first and last: it does not communicate in between
 BEFORE = 8  # tokens of text that come before the pictures
 
 PATCH_VALUES = 3 * 2 * 4**2
@@ -53,6 +53,8 @@ CONFIG: dict[str, Any] = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 10000.0},
+        "bos_token_id": None,
+        "eos_token_id": None,
     },
     "vision_config": {
         "depth": 4,
@@ -110,6 +112,10 @@ class Mixture:
     def lengths(self) -> list[int]:
         return [text + sum(2 + h * w // 4 for h, w in map(_sides, own)) for text, own in self.sizes]
 
+    def values(self, index: int) -> list[int]:
+        """As `values_of` its sample, without making it."""
+        return [h * w * PATCH_VALUES for h, w in map(_sides, self.sizes[index][1])]
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         (text, own), generator = self.sizes[index], torch.Generator().manual_seed(index)
         ids = torch.randint(END, (text,), generator=generator).tolist()
@@ -126,9 +132,8 @@ class Mixture:
         }
 
 
-def _sides(picture: str) -> tuple[int, int]:
-    height, width = map(int, picture.split("x"))
-    return height, width
+def _sides(picture: str) -> tuple[int, ...]:
+    return tuple(map(int, picture.split("x")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +165,7 @@ class PictureWork(Work):
     def assign(self, lengths: list[int], samples: list[int], *, balance: str, **how: Any) -> list[list[list[int]]]:
         strategy, comma, words = balance.partition(",")
         data, tower, way = self.data(), self.tower(), comma + words
-        extra = None if way == BY_TEXT else [tower.sample(values_of(data[index])) for index in samples]
+        extra = None if way == BY_TEXT else [tower.sample(data.values(index)) for index in samples]
         dealt = super().assign(lengths, samples, balance=strategy, extra=extra, **how)
         for own in dealt:
             for pack in {DUMMIES: own, AT_ENDS: [own[0], own[-1]]}.get(way, ()):

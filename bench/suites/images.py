@@ -44,8 +44,6 @@ class Fsdp2Dummies(Fsdp2):
 
 
 class Fsdp2DummiesNoReshard(Fsdp2NoReshard):
-    """Between the first and the last microbatch it does not communicate."""
-
     name = "FSDP2 no reshard + dummy pictures + LB-Mini"
     balance = "mini" + AT_ENDS
 

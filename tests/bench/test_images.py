@@ -22,6 +22,7 @@ from bench.suites.images import (
 )
 from bench.variants import Odc
 from odc_triton.balance import pack_collate
+from odc_triton.balance.tower import values_of
 from tests.support import ranks
 
 KINDS = (Fsdp2Dummies, Fsdp2DummiesNoReshard, OdcByText, Odc, Fsdp2Unbalanced, OdcUnbalanced)
@@ -52,6 +53,7 @@ def small(tmp_path: Path) -> PictureWork:
 def test_samples_have_their_pictures_after_a_few_tokens(small: PictureWork) -> None:
     data = small.data()
     assert [len(data[index]["input_ids"]) for index in range(len(SIZES) + 1)] == data.lengths
+    assert all(data.values(index) == values_of(data[index]) for index in range(len(data.sizes)))
     (pack,) = pack_collate([[data[1], data[0], data[len(SIZES)]]])
     assert pack["image_blocks"] == ((0, 9, 17), (0, 19, 35), (67, 68 + 1, 68 + 2))
     assert pack["image_grid_thw"].tolist() == [[1, 4, 8], [1, 8, 8], [1, 2, 2]]
