@@ -306,7 +306,7 @@ def _inspect_data(options: argparse.Namespace) -> int:
         token_cap=options.token_cap,
         fetch_images=options.fetch_images,
         as_json=options.json,
-        savings=lambda data, token_cap: find_relatives(data).savings(cost, token_cap=token_cap),
+        savings=lambda data, token_cap: find_relatives(data.undecoded()).savings(cost, token_cap=token_cap),
     )
     print(text)
     return 0 if fits else 1

@@ -32,7 +32,7 @@ from .chat import CHARACTERS_PER_TOKEN
 from .encode import Encoded, batches, encode_records
 from .records import IGNORED, PICTURE_CHARACTERS, DataError, Record
 from .shown import COLUMNS as PICTURE_COLUMNS
-from .shown import ShownPictures, ShownWriter
+from .shown import ShownPictures, ShownWriter, UndecodedPictures
 from .sources import RecordSource
 from .store import column_of, map_arrays, save_arrays
 from .tokenizer import TextEncoder
@@ -101,6 +101,12 @@ class Samples(ABC):
 
     @abstractmethod
     def _sample(self, index: int) -> dict[str, np.ndarray]: ...
+
+    @abstractmethod
+    def undecoded(self) -> Samples:
+        """The same for `find_relatives`, quickly and without a processor: "pixel_values" are the encoded bytes of the
+        pictures, and all tokens up to and including the last picture's count as theirs.
+        """
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """{"input_ids", "labels"}, each [length] int64, copies that the caller may change.
@@ -173,6 +179,10 @@ class TokenizedDataset(Samples):
     def _sample(self, index: int) -> dict[str, np.ndarray]:
         sample = self.text(index)
         return sample if self.shown is None else sample | self.shown.fields(index, sample["input_ids"])
+
+    def undecoded(self) -> TokenizedDataset:
+        shown = self.shown and UndecodedPictures(self.shown.arrays)
+        return TokenizedDataset(self.tokens, self.offsets, self.spans, self.summary, shown=shown)
 
     def text(self, index: int) -> dict[str, np.ndarray]:
         """A sample's "input_ids" and "labels" alone, which need no processor."""
@@ -352,6 +362,9 @@ class SampleSubset(Samples):
 
     def _sample(self, index: int) -> dict[str, np.ndarray]:
         return self.data[int(self.indices[index])]
+
+    def undecoded(self) -> SampleSubset:
+        return SampleSubset(self.data.undecoded(), self.indices)
 
 
 def held_out(total: int, evaluation: float) -> int:

@@ -56,3 +56,6 @@ class Mixture(Samples):
         which = int(np.searchsorted(self._ends, index, side="right"))
         begin = int(self._ends[which - 1]) if which else 0
         return self.sets[which][(index - begin) % len(self.sets[which])]
+
+    def undecoded(self) -> Mixture:
+        return Mixture([each.undecoded() for each in self.sets], self.copies)

@@ -98,3 +98,18 @@ class ShownPictures:
     def _row(self, name: str, index: int) -> np.ndarray:
         ends = self.arrays[f"{_PREFIX}{name}_ends"]
         return self.arrays[f"{_PREFIX}{name}"][ends[index - 1] if index else 0 : ends[index]]
+
+
+class UndecodedPictures(ShownPictures):
+    """The pictures of a data set's samples as they are encoded: see `Samples.undecoded`."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        super().__init__(arrays, None)
+
+    def fields(self, sample: int, input_ids: np.ndarray) -> dict[str, np.ndarray]:
+        shown = self._row("shown", sample)
+        if not len(shown):
+            return {}
+        types = np.arange(len(input_ids)) < self.arrays["picture_floors"][sample]
+        values = np.concatenate([self._row("bytes", each) for each in shown])
+        return {"pixel_values": values, "mm_token_type_ids": types.astype(np.int64)}

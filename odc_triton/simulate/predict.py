@@ -180,7 +180,7 @@ def _lengths(options: SimulateOptions) -> tuple[list[int], str, Relatives | None
             f"--share-prefixes: --lengths {options.lengths} has no tokens to compare: give the .npz of prepared data, "
             f"which train sft writes into OUT/data, or --group and --prompt-tokens"
         )
-    return lengths, whence, find_relatives(TokenizedDataset.load(options.lengths))
+    return lengths, whence, find_relatives(TokenizedDataset.load(options.lengths).undecoded())
 
 
 def _machine(options: SimulateOptions) -> tuple[GpuKind, Links, str]:

@@ -127,7 +127,7 @@ class SftRun(Run):
                 reported_s = time.monotonic()
                 print(f"--share-prefixes: {read} samples read of {count}, those that begin alike again", flush=True)
 
-        relatives = find_relatives(self.data, progress)
+        relatives = find_relatives(self.data.undecoded(), progress)
         if rank == 0:
             tokens, part = relatives.savings(cost or CostModel.paper_7b(), token_cap=options.token_cap)
             total = sum(relatives.lengths)

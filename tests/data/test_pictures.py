@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from odc_triton.balance import values_of
+from odc_triton.balance import find_relatives, values_of
 from odc_triton.cli.command import main
-from odc_triton.data.dataset import DataOptions, TokenizedDataset, split_samples
+from odc_triton.data.dataset import DataOptions, SampleSubset, TokenizedDataset, split_samples
 from odc_triton.data.mixture import Mixture
 from odc_triton.data.prepared import prepare_data
 from odc_triton.data.records import DataError
@@ -294,6 +294,29 @@ def test_pictures_are_in_the_prepared_file(tmp_path, processors):
     assert alone.text(0)["input_ids"].tolist() == data[0]["input_ids"].tolist()
     with pytest.raises(ValueError, match=r"sample 0 has pictures: give TokenizedDataset.load the model's processor"):
         alone[0]
+
+
+def test_undecoded_samples_share_as_decoded_ones_and_need_no_processor(tmp_path, processors):
+    """Equal tokens with another picture of the same size are not shared; also in parts and mixtures."""
+    asked = text("and the user asks again " * 8)
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_bytes(encoded_picture(seed=ord(name[0])))
+    records = [{"messages": [user(each, asked), assistant(answer)]} for each in (A, B) for answer in ("yes", "no")]
+    encoder = TextEncoder.of(processors("qwen2_5_vl"))
+    made = tokenize_file(write_lines(tmp_path / "data.jsonl", records), encoder, DataOptions(max_tokens=512))
+    made.save(tmp_path / "data.npz")
+    decoded = TokenizedDataset.load(tmp_path / "data.npz", processor=processors("qwen2_5_vl"))
+    unread = TokenizedDataset.load(tmp_path / "data.npz")
+    halves = [SampleSubset(unread, np.asarray(part)) for part in ([0, 2], [1, 3])]
+    want = find_relatives(decoded)
+    assert [each.parent for each in want.strips(range(4))].count(None) == 2
+    for each, order in ((unread, [0, 1, 2, 3]), (Mixture(halves), [0, 2, 1, 3])):
+        found = find_relatives(each.undecoded())
+        assert found.floors == [want.floors[at] for at in order]
+        pairs = {(order[strip.sample], strip.start) for strip in found.strips(range(4)) if strip.parent is not None}
+        assert {start for _, start in pairs} == {strip.start for strip in want.strips(range(4))} - {0}
+        families = [{order[strip.sample] // 2 for strip in family} for family in found.families()]
+        assert all(len(pictures) == 1 for pictures in families)
 
 
 def test_fingerprints_of_processors(monkeypatch):
