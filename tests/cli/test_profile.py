@@ -31,8 +31,9 @@ from odc_triton.base.trace import (
     overlapping,
 )
 from odc_triton.cli.command import main
-from odc_triton.cli.profile import ProfileOptions, _names_of_our_kernels
+from odc_triton.cli.profile import ProfileOptions, _names_of_our_kernels, run_profile
 from tests.support import ranks as test_ranks
+from tests.support.vision import FAMILIES
 
 CONFIG = {
     "model_type": "llama",
@@ -183,3 +184,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch:
     assert sum(of_rank["tokens"] for of_rank in report["ranks"]) == 4 * (9 + 33 + 64 + 5)  # 2 minibatches of 8
     for name in ("timeline.png", "trace.json", "torch-0.json", "torch-1.json"):
         assert (out / name).stat().st_size > 0
+
+
+def _profiled(rank: int, world: int, options: ProfileOptions) -> int:
+    return run_profile(options)["tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_a_model_that_sees_pictures_is_profiled_on_text(family: str, tmp_path: Path) -> None:
+    FAMILIES[family].model().config.save_pretrained(tmp_path / "model")
+    options = ProfileOptions(out=str(tmp_path / "out"), init=str(tmp_path / "model"), token_cap=16, minibatches=1)
+    assert test_ranks.run(_profiled, 1, options) == [4 * 16]

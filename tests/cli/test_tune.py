@@ -16,7 +16,7 @@ from odc_kernels.tiles import LinearTile, WgradTile
 from odc_triton import fully_shard, minibatch
 from odc_triton.base.errors import RanksDiffer
 from odc_triton.cli.command import main
-from odc_triton.cli.tune import TuneOptions, run_tune
+from odc_triton.cli.tune import TuneOptions, _shapes, run_tune
 from odc_triton.cli.tune.candidates import decide, tiles, ways
 from odc_triton.cli.tune.workload import Workload, workloads_of
 from odc_triton.engine.api import engine_of
@@ -25,6 +25,7 @@ from odc_triton.nn.replace import replace_layers
 from odc_triton.nn.tuned import Line, Place, Tuned, default_folder, load, save, warn_of_untuned
 from tests.cli.test_profile import CONFIG, launch_among_tests
 from tests.support import ranks
+from tests.support.vision import FAMILIES
 
 HERE = Place(backend="cpu", processor="A processor", topology="cpu", ranks=2)
 PLAIN, FUSED, DIRECT = "eager/gathered/split", "eager/gathered/fused", "triton/direct/fused"
@@ -220,6 +221,15 @@ def test_workloads_are_those_of_the_layers() -> None:
         Workload(operator="linear", shape=(16, 24)): 3,
         Workload(operator="log_probs", shape=(50, 16)): 1,
     }
+
+
+def test_a_vision_tower_is_measured_too(tmp_path: Path) -> None:
+    made = FAMILIES["qwen2_5_vl"].model()
+    made.config.save_pretrained(tmp_path)
+    options = TuneOptions(tokens="8", init=str(tmp_path), folder=str(tmp_path / "tuned"))
+    found = workloads_of(_shapes(options))
+    assert found[Workload(operator="linear", shape=(96, 32))] == 2  # q, k and v of the tower's blocks
+    assert found[Workload(operator="log_probs", shape=(64, 32))] == 1
 
 
 def test_the_shipped_way_is_measured_first_and_each_once() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from odc_triton.train.sft_options import SftOptions
 from tests.support.deadlines import LONG_S
 from tests.support.processors import make_processor, save_processor
+from tests.support.sft_case import LICENSE
 from tests.support.vision import FAMILIES
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 40, 230), "white": (240, 240, 240)}
@@ -84,8 +85,26 @@ def write_records(folder: Path, name: str, *, asked: int, text: int, seed: int =
     return path
 
 
-def of_model(folder: Path) -> dict[str, str]:
-    """The options of random weights for the model in `folder`, with its processor."""
+def write_alike(folder: Path, name: str) -> Path:
+    """Eight records: of two pictures each the same long question, with answers of up to 150 tokens."""
+    generator, text = random.Random(0), LICENSE.read_text()
+    (folder / name).mkdir(parents=True)
+    records = []
+    for colour in ("red", "blue"):
+        write_picture(folder / name / f"{colour}.png", colour, generator)
+        for number in range(4):
+            asked = ask([f"{name}/{colour}.png"], text[300 * number :][: 30 + 90 * number])
+            asked["messages"][0]["content"][1]["text"] = text[1000:1150]
+            records.append(asked)
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def of_model(folder: Path) -> dict[str, str | None]:
+    """The options of the model in `folder`, with its processor: with random weights, if it has none."""
+    if (folder / "model.safetensors").exists():
+        return {"model": str(folder), "init": None, "tokenizer": None}
     return {"init": str(folder / "config.json"), "tokenizer": str(folder)}
 
 

@@ -7,20 +7,24 @@ import math
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from odc_triton.balance import CostModel, find_relatives
 from odc_triton.cli.command import main
+from odc_triton.data.dataset import TokenizedDataset
+from odc_triton.train.metrics import read_metrics
 from odc_triton.train.model import build_model
 from odc_triton.train.sft import check_before_start
 from odc_triton.train.vision import one_ahead
 from tests.support import jobs
 from tests.support.processors import picture
 from tests.support.sft_case import write_case
-from tests.support.sft_pictures import case, of_model, write_model, write_records
+from tests.support.sft_pictures import COLOURS, case, of_model, write_alike, write_model, write_records
 from tests.support.vision import FAMILIES
 
 
@@ -28,7 +32,7 @@ from tests.support.vision import FAMILIES
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pictures")
     write_model(folder / "model", "qwen2_5_vl")
-    write_model(folder / "gemma3", "gemma3")
+    write_model(folder / "gemma3", "gemma3", weights=True)  # without, its projector would begin with zeros
     write_records(folder, "learned", asked=3, text=4)
     write_records(folder, "held_out", asked=1, text=0, seed=1)
     return folder
@@ -59,6 +63,92 @@ def test_a_run_on_two_ranks_and_what_it_writes(folder: Path, tmp_path: Path) -> 
     assert main(["export", wanted.out, "--out", str(tmp_path / "exported")]) == 0
     trained = logits(tmp_path / "out" / "model")
     assert torch.equal(trained, logits(tmp_path / "exported"))
+
+
+# By what is special about a run: the same samples in each step, so the same losses.
+SAME = {
+    "whole": {},
+    "frozen": {"freeze_vision_tower": True},
+    "split": {"split_sequences": True, "token_cap": 256},
+    "shared": {"share_prefixes": True},
+    "split and shared": {"share_prefixes": True, "split_sequences": True, "token_cap": 256},
+    "queue": {"balance": "queue", "token_cap": 512},
+    "exact": {"exact": True},
+    "replaced": {"replace_layers": True, "fused_head": True, "gradient_checkpointing": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_the_same_losses_however_samples_are_dealt(family: str, folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    data = write_alike(tmp_path, "alike")
+    write_model(tmp_path / "model", family, weights=True)
+    usual = {"data": str(data), "samples_per_rank": 4, "steps": 3, "token_cap": 2048}
+    wanted = {name: case(tmp_path, out=str(tmp_path / name), **usual | changes) for name, changes in SAME.items()}
+    assert jobs.run(2, *wanted.values()) == [jobs.ENDED] * len(wanted)
+    losses = {name: jobs.losses(each.out) for name, each in wanted.items()}
+    (prepared,) = (tmp_path / "whole" / "data").glob("*.npz")
+    relatives = find_relatives(TokenizedDataset.load(prepared).undecoded())
+    assert relatives.savings(CostModel.paper_7b(), token_cap=2048)[0] > 200
+    assert max(relatives.lengths) > 256 > max(relatives.floors) > 0
+    for name, found in losses.items():
+        if name != "frozen":
+            assert found == pytest.approx(losses["whole"], rel=1e-4), name
+    assert losses["frozen"][0] == pytest.approx(losses["whole"][0], rel=1e-4)
+    assert losses["frozen"][2] != pytest.approx(losses["whole"][2], rel=1e-6)
+    before, after = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("frozen", "whole"))
+    moved = [name for name, value in before.items() if not torch.equal(value, after[name])]
+    assert any("vis" in name for name in moved)
+
+
+@pytest.mark.slow
+def test_it_learns_from_pictures_also_after_a_stop(folder: Path, tmp_path: Path) -> None:
+    """Stopped, and continued on one rank, when the pictures' files are gone: they are in the prepared file."""
+    write_records(tmp_path, "learned", asked=12, text=12)
+    write_records(tmp_path, "held_out", asked=2, text=0, seed=1)
+    how = {"eval_data": str(tmp_path / "held_out.jsonl"), "eval_samples": 8, "checkpoint_every": 1000}
+    how |= {"steps": 80, "lr": 1e-2, "schedule": "constant", "token_cap": 512}
+    once = case(tmp_path, **of_model(folder / "model"), **how, out=str(tmp_path / "once"))
+    stopped = replace(once, out=str(tmp_path / "stopped"), eval_samples=0)
+    assert jobs.run(2, once) == [jobs.ENDED]
+    assert jobs.run(2, stopped, stop_after=5) == [jobs.STOPPED]
+    for name in ("learned", "held_out"):
+        shutil.rmtree(tmp_path / name)
+    again = replace(stopped, resume="auto", samples_per_rank=8)
+    assert jobs.run(1, again) == [jobs.ENDED]
+    found, resumed = jobs.lines(once.out), jobs.lines(stopped.out)
+    # Later steps amplify how sums were rounded.
+    assert [line["loss"] for line in resumed[:20]] == pytest.approx([line["loss"] for line in found[:20]], rel=1e-3)
+    guessed = math.log(len(COLOURS)) / 3  # of an answer's three tokens the first is the picture's
+    assert found[-1]["eval_loss"] < guessed / 5
+    assert resumed[-1]["eval_loss"] < guessed / 5
+    samples = read_metrics(Path(once.out) / "samples.jsonl")
+    assert [each["completion"][:1] for each in samples] == [each["expected"][:1] for each in samples]
+    assert len({each["expected"][:1] for each in samples}) == len(COLOURS)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks by the old name
+def test_adapters_of_a_model_with_a_frozen_tower(folder: Path, tmp_path: Path) -> None:
+    """`export --merge` has the run's own base and adapters: the same logits as PEFT's."""
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    base = folder / "gemma3"
+    how = {"lora_rank": 2, "freeze_vision_tower": True, "lr": 1e-2, "checkpoint_every": 4}
+    wanted = case(folder, **of_model(base), out=str(tmp_path / "out"), **how)
+    assert jobs.run(2, wanted) == [jobs.ENDED]
+    assert main(["export", wanted.out, "--out", str(tmp_path / "merged"), "--merge"]) == 0
+    assert (tmp_path / "out" / "adapter" / "processor_config.json").exists()
+    plain = AutoModelForImageTextToText.from_pretrained(base)
+    adapted = PeftModel.from_pretrained(plain, tmp_path / "out" / "adapter").merge_and_unload()
+    adapted.save_pretrained(tmp_path / "adapted")
+    for name in ("processor_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(base / name, tmp_path / "adapted" / name)
+    assert torch.allclose(logits(tmp_path / "merged"), logits(tmp_path / "adapted"), atol=1e-5)
+    assert not torch.allclose(logits(tmp_path / "merged"), logits(base), atol=1e-3)
 
 
 # ------------------------------------------------------------------ what is trained

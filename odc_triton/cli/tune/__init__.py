@@ -117,14 +117,10 @@ def run_tune(options: TuneOptions) -> str | None:
 
 def _shapes(options: TuneOptions) -> nn.Module:
     """The model on the meta device, its layers replaced by ours."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from ...data.tokenizer import read_config
+    from ...checkpoint import meta_causal_lm
     from ...nn.replace import replace_layers
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(read_config(options.init or options.model), trust_remote_code=False)
+    model = meta_causal_lm(model=options.model, init=options.init)
     replace_layers(model, roles=["attention", "embedding", "linear", "head"], verbose=False)
     return model
 
