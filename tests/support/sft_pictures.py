@@ -86,15 +86,18 @@ def write_records(folder: Path, name: str, *, asked: int, text: int, seed: int =
 
 
 def write_alike(folder: Path, name: str) -> Path:
-    """Eight records: of two pictures each the same long question, with answers of up to 150 tokens."""
+    """Eight records: of two pictures each the same long question, with answers of up to 200 tokens; one picture is
+    behind the question.
+    """
     generator, text = random.Random(0), LICENSE.read_text()
     (folder / name).mkdir(parents=True)
     records = []
     for colour in ("red", "blue"):
         write_picture(folder / name / f"{colour}.png", colour, generator)
         for number in range(4):
-            asked = ask([f"{name}/{colour}.png"], text[300 * number :][: 30 + 90 * number])
-            asked["messages"][0]["content"][1]["text"] = text[1000:1150]
+            asked = ask([f"{name}/{colour}.png"], text[300 * number :][: 30 + 80 * number])
+            asked["messages"][0]["content"][1]["text"] = text[1000:1150] if colour == "red" else text[2000:2250]
+            asked["messages"][0]["content"].sort(key=lambda part: part["type"], reverse=colour == "blue")
             records.append(asked)
     path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))

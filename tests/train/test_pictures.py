@@ -235,18 +235,20 @@ def test_said_before_the_start(folder: Path, tmp_path: Path, change: Callable[[P
 
 
 def test_the_next_is_made_while_one_is_used() -> None:
-    made, next_is_made = [], threading.Event()
+    made, begun, used = [], threading.Event(), threading.Event()
 
     def make(item: int) -> int:
         made.append(item)
         if item == 1:
-            next_is_made.set()
+            begun.set()
+            assert used.wait(60)
         return 10 * item
 
     found = one_ahead(make, range(4))
     assert next(found) == 0
-    assert next_is_made.wait(60)
+    assert begun.wait(60)
     assert made == [0, 1], "and no more: packs are large"
+    used.set()
     assert [*found] == [10, 20, 30]
     assert [*one_ahead(make, [])] == []
 
