@@ -11,9 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from odc_triton import fully_shard
+from odc_triton import MixedPrecisionPolicy, enable_split, fully_shard
+from odc_triton.balance import pack_collate
+from odc_triton.data.vision import read_processor
 from odc_triton.hf import ODCTrainer, enable_packing
+from odc_triton.hf.loss import model_inputs
+from odc_triton.hf.neftune import embedding_noise
 from tests.support import ranks, slow
+from tests.support.families import with_lora
+from tests.support.processors import FAMILIES as PROCESSORS
+from tests.support.processors import make_processor
 from tests.support.trainer_case import arguments, assert_weights_alike, logs, weights_of
 from tests.support.vision import FAMILIES, alone
 
@@ -144,3 +151,125 @@ def test_evaluates_padded_rows(tmp_path: Path, family: str, rows: int) -> None:
     found = ODCTrainer(model, args, eval_dataset=data, data_collator=partial(pad, family), **metrics).evaluate()
     assert found["eval_rows"] == len(data)
     assert found["eval_loss"] == pytest.approx(by_packs, rel=1e-5)
+
+
+def _goes_on(
+    rank: int, world: int, folder: str, family: str, lora: tuple[str, ...] | None, resume: str | None = None
+) -> dict[str, Tensor] | None:
+    model = FAMILIES[family].model()
+    enable_packing(model)
+    if lora is not None:
+        model.name_or_path = f"{folder}/../base"
+        model = with_lora(model, lora)
+    args = arguments(folder, **_changes(world), save_strategy="steps", save_steps=1)
+    given = {"train_dataset": samples(family), "processing_class": make_processor(family)}
+    trainer = ODCTrainer(fully_shard(model), args, **given)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model()
+    return weights_of(trainer.model) if rank == 0 else None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks by the old name
+@pytest.mark.parametrize("lora", [None, ("q_proj", "down_proj"), ("q_proj", "fc1", "qkv", "up_proj")], ids=str)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name in PROCESSORS])
+def test_goes_on_with_other_ranks_and_is_saved(tmp_path: Path, family: str, lora: tuple[str, ...] | None) -> None:
+    """Adapters are in the text, or in the tower too. Plain transformers, or PEFT, answers the same."""
+    base = FAMILIES[family].model()
+    base.save_pretrained(tmp_path / "base")
+    weights, _ = ranks.run(_goes_on, 2, str(tmp_path / "whole"), family, lora)
+    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    (resumed,) = ranks.run(_goes_on, 1, str(tmp_path / "one"), family, lora, checkpoint)
+    assert_weights_alike(resumed, weights)
+    adapted = base if lora is None else with_lora(base, lora)
+    trained = adapted.state_dict()
+    for name, value in weights.items():
+        trained[name].copy_(value)
+    asked = samples(family)[0]
+    from transformers import AutoModelForImageTextToText
+
+    plain = AutoModelForImageTextToText.from_pretrained(tmp_path / ("whole" if lora is None else "base"))
+    if lora is not None:
+        import peft
+
+        plain = peft.PeftModel.from_pretrained(plain, tmp_path / "whole").get_base_model()
+        adapted = adapted.get_base_model()
+    with torch.no_grad():
+        assert torch.equal(alone(plain.eval(), asked), alone(adapted.eval(), asked))
+    read = read_processor(tmp_path / "whole")
+    made = make_processor(family)
+    assert type(read) is type(made)
+    assert read.image_processor.to_dict() == made.image_processor.to_dict()
+    assert read.chat_template == made.chat_template
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_noise_is_of_text(family: str) -> None:
+    """NEFTune's, as in transformers: a picture's tokens take no part in it, and count in the sample's length."""
+    model = FAMILIES[family].model(dtype=torch.float64)
+    enable_packing(model)
+    (pack,) = pack_collate([samples(family)[:2]])
+    seen: list[Tensor] = []
+
+    def note(module: nn.Module, args: tuple, given: dict[str, Any]) -> None:
+        seen.append((args[0] if args else given["hidden_states"])[0])
+
+    model.get_decoder().layers[0].register_forward_pre_hook(note, with_kwargs=True)
+    for alpha in (None, 5.0):
+        with torch.no_grad(), embedding_noise(model.train(), alpha, pack):
+            model(**model_inputs(pack, model))
+    noise = (seen[1] - seen[0]).abs().amax(1)
+    shown = pack["mm_token_type_ids"][0] == 1
+    assert noise[shown].max() == 0
+    lengths = pack["cu_seq_lens_q"].diff()
+    most = (5.0 / (lengths * seen[0].shape[1]).sqrt()).repeat_interleave(lengths)
+    scale = float((seen[0] / model.get_input_embeddings()(pack["input_ids"])[0].detach())[~shown].median())  # Gemma's
+    assert (noise <= scale * most * (1 + 1e-9)).all()
+    assert (noise > 0.5 * scale * most)[~shown].all()
+
+
+LONG = [(300, 2), (20, 0), (12, 1), (20, 0)]
+
+
+def _cut(rank: int, world: int, folder: str, family: str, split: bool) -> tuple[dict[str, Tensor] | None, bool]:
+    model = sharded(family)
+    if split:
+        enable_split(model, tokens=512)
+    args = arguments(folder, **_changes(world) | {"per_device_train_batch_size": 4 // world})
+    trainer = ODCTrainer(model, args, train_dataset=FAMILIES[family].samples(LONG), split=split)
+    was_cut = next(iter(trainer.get_train_dataloader())).split is not None
+    trainer.train()
+    return weights_of(model) if rank == 0 else None, was_cut
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_cuts_after_the_pictures(tmp_path: Path, family: str) -> None:
+    ((whole, _),) = ranks.run(_cut, 1, str(tmp_path / "whole"), family, False)
+    for found, was_cut in ranks.run(_cut, 2, str(tmp_path / "cut"), family, True):
+        assert was_cut
+        if found is not None:
+            assert_weights_alike(found, whole, tolerance=1e-3)
+
+
+def _in_bf16(rank: int, world: int, folder: str, family: str) -> list[float]:
+    model = FAMILIES[family].model()
+    enable_packing(model)
+    model = fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    by_policy = ODCTrainer(model, arguments(folder, **_changes(world)), train_dataset=samples(family))
+    args = arguments(folder, **_changes(world), bf16=True, use_cpu=True)
+    autocast = ODCTrainer(sharded(family), args, train_dataset=samples(family))
+    for each in (by_policy, autocast):
+        each.train()
+    return [logs(each, "loss") for each in (by_policy, autocast)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bf16(tmp_path: Path, family: str) -> None:
+    """Weights of the policy's dtype, and autocast: pixel values are cast as the model wants them."""
+    plain = _plain(str(tmp_path / "plain"), family)
+    for found in ranks.run(_in_bf16, 2, str(tmp_path), family):
+        for losses in found:
+            torch.testing.assert_close(losses, plain["loss"], rtol=3e-2, atol=0)
