@@ -50,6 +50,7 @@ _REPORT_S = 10.0
 _RECORDS = 16  # of each source that are checked before the start
 # And of one that may be too small for a step: a second's work at most.
 _MOST_RECORDS, _MOST_CHARACTERS = 50_000, 200_000
+_PICTURE_CHARACTERS = 10_000  # whose work a picture is
 
 
 def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metrics:
@@ -137,7 +138,7 @@ def _begin(
     is_whole = True
     for record in source:
         number += 1
-        characters += record.characters
+        characters += record.characters + _PICTURE_CHARACTERS * len(record.pictures)
         if characters <= _MOST_CHARACTERS or number <= _RECORDS:
             records.append(record)
         elif number > enough:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,24 +23,36 @@ Item, Made = TypeVar("Item"), TypeVar("Made")
 
 def load_processor(options: SftOptions) -> Any | None:
     """The processor of a model that sees pictures; None: the run is of text alone. Raises OSError and ValueError."""
-    source = options.tokenizer or options.model
-    if not sees_pictures(read_config(options.model or options.init)):
+    if _why_blind(options) is not None:
         return None
-    return read_processor(source) if has_processor(source) or not Path(source).exists() else None
+    source, config = options.tokenizer or options.model, read_config(options.model or options.init)
+    processor = read_processor(source)
+    token = getattr(config, "image_token_id", None)
+    if token not in (known := getattr(processor, "image_token_ids", [token])):
+        raise ValueError(
+            f"{source} has {known} for the tokens of pictures, and the model's config has image_token_id {token}: give "
+            f"the model's own --tokenizer"
+        )
+    return processor
+
+
+def _why_blind(options: SftOptions) -> str | None:
+    """What keeps a run from seeing pictures, and the remedy."""
+    model, source = options.model or options.init, options.tokenizer or options.model
+    if not sees_pictures(config := read_config(model)):
+        return f"{model} is a {config.model_type}, which sees none in a pack: give a --model that does (docs/models.md)"
+    if Path(source).exists() and not has_processor(source):
+        return f"{source} has no processor for them: give the folder of a model that sees pictures"
+    if importlib.util.find_spec("PIL") is None:
+        return 'Pillow is not installed: pip install "odc-triton[vision]"'
+    return None
 
 
 def require_processor(options: SftOptions, records: Iterable[Record]) -> None:
     """Raises DataError for a record with pictures, of a run without `load_processor`."""
-    for record in records:
-        if record.pictures:
-            model = options.model or options.init
-            raise DataError(
-                f"{record.where} has pictures, and {model} has no processor for them in {options.tokenizer or model}: "
-                f"give the folder of a model that sees pictures as --model, or leave them out"
-                if sees_pictures(config := read_config(model))
-                else f"{record.where} has pictures, and {model} is a {config.model_type}, which sees none in a pack: "
-                f"give a --model of a family that does (docs/models.md), or leave them out"
-            )
+    seen = next((each for each in records if each.pictures), None)
+    if seen is not None:
+        raise DataError(f"{seen.where} has pictures, and {_why_blind(options)}, or leave them out")
 
 
 def require_continuing(config: Any, options: SftOptions) -> None:

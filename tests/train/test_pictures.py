@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import shutil
@@ -17,6 +18,7 @@ import torch
 from odc_triton.balance import CostModel, find_relatives
 from odc_triton.cli.command import main
 from odc_triton.data.dataset import TokenizedDataset
+from odc_triton.data.vision import PictureProcessor
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.model import build_model
 from odc_triton.train.sft import check_before_start
@@ -204,11 +206,15 @@ def _lost(folder: Path) -> str:
 REFUSED: list[tuple[Callable[[Path], dict[str, Any]], str]] = [
     (lambda f: {"data": _lost(f)}, r"lost.jsonl, line 2, picture 1 \(nowhere.png\): it cannot be read: No such file"),
     (lambda f: {"eval_data": _lost(f)}, "lost.jsonl, line 2, picture 1"),
-    (_text, r"learned.jsonl, line \d+ has pictures, and .*config.json is a qwen2, which sees none in a pack: give a"),
+    (
+        _text,
+        r"learned.jsonl, line \d+ has pictures, and .*config.json is a qwen2, which sees none in a pack: give a",
+    ),
     (
         lambda f: of_model(_without(f / "model", "processor_config.json")),
-        r"learned.jsonl, line \d+ has pictures, and .* has no processor for them in .*without-processor_config",
+        r"learned.jsonl, line \d+ has pictures, and .*without-processor_config has no processor for them: give the fol",
     ),
+    (lambda f: {"tokenizer": str(f / "gemma3")}, r"gemma3 has \[304\] for the tokens of pictures, and the model's"),
     (
         lambda f: of_model(f / "gemma3") | {"eval_fraction": 0.3, "eval_samples": 1},
         "--eval-samples: a gemma3 can't generate from pictures",
@@ -229,6 +235,26 @@ def test_said_before_the_start(folder: Path, tmp_path: Path, change: Callable[[P
     wanted = case(folder, out=str(tmp_path / "out"), **change(folder))
     with pytest.raises((ValueError, OSError), match=said):
         check_before_start(wanted, 1)
+
+
+def test_without_pillow_a_model_that_sees_pictures_learns_text(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "PIL" else found(name, *more))
+    with pytest.raises(ValueError, match="has pictures, and Pillow is not installed: pip install"):
+        check_before_start(case(folder, out=str(tmp_path / "out")), 1)
+    text = write_records(tmp_path, "text", asked=0, text=8)
+    check_before_start(case(folder, data=str(text), out=str(tmp_path / "out")), 1)
+
+
+def test_few_pictures_are_read_before_the_start(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    see = PictureProcessor.see
+    monkeypatch.setattr(PictureProcessor, "see", lambda self, record: seen.append(record) or see(self, record))
+    data = write_records(tmp_path, "many", asked=12, text=0)
+    check_before_start(case(folder, data=str(data), out=str(tmp_path / "out")), 1)
+    assert len(seen) == 16
 
 
 # ------------------------------------------------------------------ one ahead
