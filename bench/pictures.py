@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -44,34 +44,14 @@ BEFORE = 8  # tokens of text that come before the pictures
 PATCH_VALUES = 3 * 2 * 4**2
 PICTURE, VIDEO, START, END = 1023, 1022, 1021, 1020
 # As in Qwen2.5-VL 3B the tower is about half of the cost of a picture's token, and the embedding 6% of all weights.
-CONFIG: dict[str, Any] = {
-    "text_config": {
-        "vocab_size": 1024,
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 10000.0},
-        "bos_token_id": None,
-        "eos_token_id": None,
-    },
-    "vision_config": {
-        "depth": 4,
-        "hidden_size": 128,
-        "intermediate_size": 344,
-        "num_heads": 4,
-        "out_hidden_size": 256,
-        "patch_size": 4,
-        "window_size": 32,
-        "fullatt_block_indexes": [3],
-    },
-    "tie_word_embeddings": True,
-    "image_token_id": PICTURE,
-    "video_token_id": VIDEO,
-    "vision_start_token_id": START,
-    "vision_end_token_id": END,
-}
+_TOWER = {"depth": 4, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "out_hidden_size": 256}
+_TOWER |= {"patch_size": 4, "window_size": 32, "fullatt_block_indexes": [3]}
+_TEXT: dict[str, Any] = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
+_TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
+_TEXT |= {"rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 10000.0}}
+_TOKENS = {"image_token_id": PICTURE, "video_token_id": VIDEO}
+_TOKENS |= {"vision_start_token_id": START, "vision_end_token_id": END}
+CONFIG = {"text_config": _TEXT, "vision_config": _TOWER, "tie_word_embeddings": True, **_TOKENS}
 
 Size = tuple[int, tuple[str, ...]]  # of a sample: tokens of text, and its pictures
 DUMMY: Size = (1, ("2x2",))  # the smallest picture, and no token that another predicts
@@ -138,7 +118,7 @@ def _sides(picture: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class PictureWork(Work):
-    """The mixture, by a Qwen2.5-VL model of `config`. `even`: all ranks train the packs of the first one."""
+    """The mixture, by a Qwen2.5-VL model of `config`. `even`: all ranks train the samples of one."""
 
     even: bool = False
 
@@ -163,6 +143,9 @@ class PictureWork(Work):
         return TowerCost.from_config(self.whole_config())
 
     def assign(self, lengths: list[int], samples: list[int], *, balance: str, **how: Any) -> list[list[list[int]]]:
+        if self.even:
+            own, how["ranks"] = len(samples) // (ranks := how["ranks"]), 1
+            return replace(self, even=False).assign(lengths[:own], samples[:own], balance=balance, **how) * ranks
         strategy, comma, words = balance.partition(",")
         data, tower, way = self.data(), self.tower(), comma + words
         extra = None if way == BY_TEXT else [tower.sample(data.values(index)) for index in samples]
@@ -171,7 +154,7 @@ class PictureWork(Work):
             for pack in {DUMMIES: own, AT_ENDS: [own[0], own[-1]]}.get(way, ()):
                 if not any(data.sizes[index][1] for index in pack):
                     pack.append(len(data.sizes) - 1)
-        return dealt[:1] * len(dealt) if self.even else dealt
+        return dealt
 
 
 if __name__ == "__main__":

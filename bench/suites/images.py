@@ -6,7 +6,7 @@ The mixture is bench/data/pictures.json. Each way with packs at its best pack si
 minibatches; then all in turn, minibatch by minibatch, with the optimizer step. Before that all compute the same
 gradient, or it raises. Bounds are FLOPs: FSDP2's ranks wait for each other in each microbatch, in the tower and in the
 text's layers; ours once, for the fuller rank. FSDP2 also sends parameters in each microbatch: how much slower that is
-where no rank waits is measured on even work, the same packs on all ranks.
+where no rank waits is measured on even work, the same samples on all ranks.
 """
 
 from __future__ import annotations

@@ -72,6 +72,7 @@ def test_a_pack_without_pictures_gets_the_dummy(small: PictureWork) -> None:
     assert dealt("local" + DUMMIES) == [[[1], [2, dummy], [0, dummy]], [[3], [5, dummy], [4, dummy]]]
     assert dealt("local" + AT_ENDS) == [[[1], [2], [0, dummy]], [[3], [5], [4, dummy]]]
     assert dealt("local", even=True) == [[[1], [2], [0]]] * 2
+    assert dealt("global" + DUMMIES, even=True) == [[[2, 1], [0, dummy]]] * 2
 
 
 def test_flops_by_hand(small: PictureWork) -> None:
