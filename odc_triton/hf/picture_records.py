@@ -16,7 +16,8 @@ OF_PICTURES = (*_FIELDS, *_TYPES)  # in samples
 
 def has_picture_records(dataset: Any) -> bool:
     """True for a data set whose records have pictures and no tokens."""
-    first = next(iter(dataset), None) if hasattr(dataset, "__getitem__") else None
+    has_length = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    first = next(iter(dataset), None) if has_length else None
     return isinstance(first, Mapping) and "input_ids" not in first and any(name in first for name in _PICTURES)
 
 

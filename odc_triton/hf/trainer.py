@@ -318,7 +318,7 @@ class ODCTrainer(ShardedTrainer):
         self._rows = rows.T.contiguous()
         # What only rows with pictures have can't be joined over batches.
         kept = {name: value for name, value in outputs.items() if name not in ("image_hidden_states", "rope_deltas")}
-        return found[0].sum() / taken.sum().clamp(min=1), kept
+        return found[0].sum() / taken.sum().clamp(min=1), type(outputs)(**kept)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, Any, Any]:
         found = super().prediction_step(*args, **kwargs)

@@ -24,8 +24,6 @@ from tests.support.deadlines import LONG_S
 from tests.support.splitting import gradients
 from tests.support.vision import FAMILIES, alone
 
-BOTH = ["qwen2_5_vl", slow("gemma3")]
-
 
 def sharded(family: str) -> nn.Module:
     model = FAMILIES[family].model(dtype=torch.float64)
@@ -57,7 +55,8 @@ def _killed(rank: int, world: int, family: str) -> tuple[list[int], str]:
     raise AssertionError("rank 0 did not notice")
 
 
-@pytest.mark.parametrize("family", BOTH)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_killed_in_the_tower(family: str) -> None:
     """Of ranks with one picture; the others have none."""
     with ranks.start(_killed, 2, family) as job:
@@ -88,7 +87,7 @@ def _raises(rank: int, world: int, family: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("family", BOTH)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", slow("gemma3")])
 def test_raises_in_the_tower_and_goes_on(family: str) -> None:
     """Then with one rank's pictures alone; and without any, where the tower has no gradients and is not moved, not even
     by weight decay.
