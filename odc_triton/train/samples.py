@@ -38,7 +38,7 @@ def prompted(data: _Encoded, *, most_tokens: int) -> Iterator[Prompted]:
     """The records of `data`, cut before the last learned span: a completion, or the last turn of the assistant.
 
     All of a text is learned, so it is cut after its first half, or after 32 tokens if that is less. Records whose
-    prompt has more than `most_tokens` tokens are left out.
+    prompt has more than `most_tokens` tokens, or that have a picture after it, are left out.
     """
     for index in range(len(data)):
         sample = data[index]
@@ -48,7 +48,8 @@ def prompted(data: _Encoded, *, most_tokens: int) -> Iterator[Prompted]:
         start, end = int(learned[breaks[-1] + 1 if len(breaks) else 0]), int(learned[-1]) + 1
         if start == 0:
             start = max(min(len(ids) // 2, _TEXT_TOKENS), 1)
-        if start <= most_tokens:
+        types = sample.get("mm_token_type_ids", labels[:0])
+        if start <= most_tokens and not types[start:].any():
             yield Prompted(prompt=ids[:start].tolist(), expected=ids[start:end].tolist(), sample=sample)
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from odc_triton.data.dataset import TokenizedDataset
 from odc_triton.data.vision import PictureProcessor
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.model import build_model
+from odc_triton.train.samples import prompted
 from odc_triton.train.sft import check_before_start
 from odc_triton.train.vision import one_ahead
 from tests.support import jobs
@@ -151,6 +153,16 @@ def test_adapters_of_a_model_with_a_frozen_tower(folder: Path, tmp_path: Path) -
         shutil.copy(base / name, tmp_path / "adapted" / name)
     assert torch.allclose(logits(tmp_path / "merged"), logits(tmp_path / "adapted"), atol=1e-5)
     assert not torch.allclose(logits(tmp_path / "merged"), logits(base), atol=1e-3)
+
+
+def test_a_prompt_has_all_pictures_of_its_record() -> None:
+    ids = np.arange(6)
+    before, after = (np.asarray(types) for types in ([1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 1]))
+    learned = np.asarray([-100, -100, 2, 3, -100, -100])
+    records = [{"input_ids": ids, "labels": learned, "mm_token_type_ids": types} for types in (after, before)]
+    (found,) = prompted(records, most_tokens=9)
+    assert found.sample is records[1]
+    assert found.prompt == [0, 1]
 
 
 # ------------------------------------------------------------------ what is trained
