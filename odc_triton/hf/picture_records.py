@@ -32,6 +32,7 @@ class PictureRecords(torch.utils.data.Dataset):
 
     def __init__(self, records: Any, collate: Callable[[list[dict[str, Any]]], Mapping[str, Any]], processor: Any):
         self.records, self.collate, self.processor = records, collate, processor
+        self.measured: tuple[list[int], list[int], list[list[int]]] | None = None  # once it is known
 
     def __len__(self) -> int:
         return len(self.records)

@@ -18,28 +18,18 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..balance import CostModel, MinibatchSampler
-from ..balance.collate import PackedDataset, count_target_tokens, pack_collate
-from ..balance.relatives import floor_of
-from ..balance.tower import TowerCost, values_of
+from ..balance.collate import count_target_tokens
+from ..balance.tower import TowerCost
 from ..data.records import IGNORED
 from ..engine.api import minibatch
 from .enable import ATTENTION_NAME, innermost, is_packed
 from .images import sees_pictures, trains_tower
 from .loss import predictions
 from .neftune import embedding_noise
+from .pack_loader import PackLoader, measured
 from .picture_records import OF_PICTURES, PictureRecords, has_picture_records
 from .sft_metrics import append, token_losses
 from .sharded_trainer import ShardedTrainer
-
-
-class PackLoader(DataLoader):
-    """This rank's packs of each minibatch, collated: `DataLoader` with a MinibatchSampler, whose epoch can be set."""
-
-    def __init__(self, dataset: Any, sampler: MinibatchSampler, **loader: Any) -> None:
-        super().__init__(PackedDataset(dataset), batch_sampler=sampler, collate_fn=pack_collate, **loader)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.batch_sampler.set_epoch(epoch)
 
 
 class ODCTrainer(ShardedTrainer):
@@ -94,6 +84,7 @@ class ODCTrainer(ShardedTrainer):
         **trainer: Any,
     ) -> None:
         _check_given(trainer)
+        self._records: dict[int, PictureRecords] = {}  # by the id of a data set, which they keep
         self._has_collator = trainer.get("data_collator") is not None
         super().__init__(model, args, **trainer)
         self._sampler = sampler
@@ -157,7 +148,8 @@ class ODCTrainer(ShardedTrainer):
         """Of samples, for a `data_collator`: also the fields of pictures that no forward takes by these names."""
         if self._signature_columns is None:
             super()._set_signature_columns_if_needed()
-            self._signature_columns = [*self._signature_columns, *OF_PICTURES]
+            if self._has_collator and sees_pictures(innermost(self.model)):
+                self._signature_columns = [*self._signature_columns, *OF_PICTURES]
 
     def _check_padded(self, dataset: Any) -> None:
         """Default collators would pad pixel values, or drop them."""
@@ -173,7 +165,8 @@ class ODCTrainer(ShardedTrainer):
         """The data set, whose records become samples if they have pictures and no tokens."""
         if not has_picture_records(dataset):
             return dataset
-        return PictureRecords(dataset, self.data_collator, self.processing_class)
+        made = PictureRecords(dataset, self.data_collator, self.processing_class)
+        return self._records.setdefault(id(dataset), made)
 
     def _pack_loader(self, dataset: Any, sampler: MinibatchSampler) -> PackLoader:
         args = self.args
@@ -209,14 +202,17 @@ class ODCTrainer(ShardedTrainer):
         )
 
     def _measured(self, dataset: Any) -> tuple[list[int], list[int], list[list[int]]]:
-        """`_measured` of the whole data set. Records are processed for it, so each rank does a part of them."""
+        """`measured` of the whole data set. Records are processed for it: once, and by each rank a part of them."""
         if not isinstance(dataset, PictureRecords):
-            return _measured(dataset)
-        rank, world = self._engine.rank, self._engine.world
-        mine = _measured(dataset, range(rank, len(dataset), world))
-        reports = self._engine.exchange("measure the data set", {"measured": mine})
-        columns = zip(*(each["measured"] for each in reports), strict=True)  # of each, by rank
-        return tuple([parts[at % world][at // world] for at in range(len(dataset))] for parts in columns)
+            return measured(dataset)
+        if dataset.measured is None:
+            rank, world = self._engine.rank, self._engine.world
+            mine = measured(dataset, range(rank, len(dataset), world))
+            reports = self._engine.exchange("measure the data set", {"measured": mine})
+            columns = zip(*(each["measured"] for each in reports), strict=True)  # of each, by rank
+            places = range(len(dataset))
+            dataset.measured = tuple([parts[at % world][at // world] for at in places] for parts in columns)
+        return dataset.measured
 
     def _check_sampler(self, sampler: MinibatchSampler) -> None:
         if not isinstance(sampler, MinibatchSampler):
@@ -410,26 +406,3 @@ def _check_given(trainer: dict[str, Any]) -> None:
             f"data_collator is {collator!r}, but training packs samples without padding: leave it out, and mark what "
             f"is learned in the samples' labels"
         )
-
-
-def _measured(dataset: Any, indices: Sequence[int] | None = None) -> tuple[list[int], list[int], list[list[int]]]:
-    """Of each sample its tokens, those up to its last picture's, and `values_of` its pictures; reads each sample once.
-
-    Raises TypeError or ValueError for a data set without lengths or token ids.
-    """
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise TypeError(
-            f"{type(dataset).__name__} has no length: give a map-style data set; samples are assigned by their lengths"
-        )
-    if not len(dataset):
-        raise ValueError("the data set has no samples")
-    lengths, floors, values = [], [], []
-    for index in range(len(dataset)) if indices is None else indices:
-        sample = dataset[index]
-        if not isinstance(sample, Mapping) or "input_ids" not in sample:
-            keys = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
-            raise ValueError(f"sample {index} has {keys}: it needs input_ids, tokenised")
-        lengths.append(len(sample["input_ids"]))
-        floors.append(floor_of(sample))
-        values.append(values_of(sample))
-    return lengths, floors, values

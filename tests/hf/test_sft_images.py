@@ -14,6 +14,7 @@ from torch import nn
 from odc_triton import fully_shard
 from odc_triton.balance import MinibatchSampler
 from odc_triton.hf import ODCTrainer, enable_packing
+from odc_triton.hf.picture_records import PictureRecords
 from tests.support import ranks
 from tests.support.processors import make_processor, picture
 from tests.support.trainer_case import arguments, assert_weights_alike, weights_of
@@ -155,6 +156,5 @@ def test_records_become_samples(tmp_path: Path) -> None:
     trainer.train()
     with pytest.raises(ValueError, match=r"record 2 can't be collated \(.*: correct it, or give a data_collator"):
         trainer._samples(data)[2]
-    trainer.data_collator = lambda batch: {"input_ids": torch.ones(1, 1)}
     with pytest.raises(ValueError, match=r"record 1: the data_collator returned no labels: "):
-        trainer._samples(data)[1]
+        PictureRecords(data, lambda batch: {"input_ids": torch.ones(1, 1)}, processor)[1]

@@ -1,0 +1,46 @@
+"""A data set as a trainer takes it: its samples' sizes, by which they are assigned, and its packs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ..balance import MinibatchSampler
+from ..balance.collate import PackedDataset, pack_collate
+from ..balance.relatives import floor_of
+from ..balance.tower import values_of
+
+
+class PackLoader(DataLoader):
+    """This rank's packs of each minibatch, collated: `DataLoader` with a MinibatchSampler, whose epoch can be set."""
+
+    def __init__(self, dataset: Any, sampler: MinibatchSampler, **loader: Any) -> None:
+        super().__init__(PackedDataset(dataset), batch_sampler=sampler, collate_fn=pack_collate, **loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.batch_sampler.set_epoch(epoch)
+
+
+def measured(dataset: Any, indices: Sequence[int] | None = None) -> tuple[list[int], list[int], list[list[int]]]:
+    """Of each sample its tokens, those up to its last picture's, and `values_of` its pictures; reads each sample once.
+
+    Raises TypeError or ValueError for a data set without lengths or token ids.
+    """
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"{type(dataset).__name__} has no length: give a map-style data set; samples are assigned by their lengths"
+        )
+    if not len(dataset):
+        raise ValueError("the data set has no samples")
+    lengths, floors, values = [], [], []
+    for index in range(len(dataset)) if indices is None else indices:
+        sample = dataset[index]
+        if not isinstance(sample, Mapping) or "input_ids" not in sample:
+            keys = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
+            raise ValueError(f"sample {index} has {keys}: it needs input_ids, tokenised")
+        lengths.append(len(sample["input_ids"]))
+        floors.append(floor_of(sample))
+        values.append(values_of(sample))
+    return lengths, floors, values
