@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_FIELDS = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
-_TYPES = ("mm_token_type_ids", "token_type_ids")
+from ..data.records import PICTURE_FIELDS, TOKEN_TYPES
+
 _VIDEOS = ("pixel_values_videos", "video_grid_thw")
 
 
@@ -33,8 +33,8 @@ class Pictures:
         """
         if any(sample.get(name) is not None for name in _VIDEOS):
             raise ValueError(f"{where} has a video: only pictures are supported, leave it out")
-        fields = {name: torch.as_tensor(sample[name]) for name in _FIELDS if sample.get(name) is not None}
-        types = next((torch.as_tensor(sample[name]) for name in _TYPES if sample.get(name) is not None), None)
+        fields = {name: torch.as_tensor(sample[name]) for name in PICTURE_FIELDS if sample.get(name) is not None}
+        types = next((torch.as_tensor(sample[name]) for name in TOKEN_TYPES if sample.get(name) is not None), None)
         if types is None or not bool(types.any()):
             if len(fields.get("pixel_values", ())):
                 raise ValueError(
@@ -43,11 +43,13 @@ class Pictures:
                 )
             return None
         if types.shape != (tokens,):
-            raise ValueError(f"{where}: {_TYPES[0]} have shape {tuple(types.shape)}, for {tokens} input_ids")
+            raise ValueError(f"{where}: {TOKEN_TYPES[0]} have shape {tuple(types.shape)}, for {tokens} input_ids")
         if "pixel_values" not in fields:
             raise ValueError(f"{where} has tokens of pictures and no pixel_values: leave neither out")
         if not bool(((types == 0) | (types == 1)).all()):
-            raise ValueError(f"{where}: {_TYPES[0]} has other types than 0, text, and 1, a picture: leave videos out")
+            raise ValueError(
+                f"{where}: {TOKEN_TYPES[0]} has other types than 0, text, and 1, a picture: leave videos out"
+            )
         if (mask := fields.get("pixel_attention_mask")) is not None and mask.dim() == 4:  # a batch of one
             fields |= {"pixel_attention_mask": mask[0], "pixel_values": fields["pixel_values"][0]}
         edges = types.new_tensor([0, *types.tolist(), 0]).diff().nonzero().flatten().tolist()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..data.records import IGNORED
+from ..data.records import IGNORED, PICTURE_FIELDS, TOKEN_TYPES
 from .cost import CostModel
 from .line import Strip, cut_line
 from .pieces import Entry
@@ -192,14 +192,14 @@ def floor_of(sample: Mapping[str, Any]) -> int:
     """The tokens of a sample (see `pack_collate`) up to and including its last picture's; 0 without pictures."""
     if sample.get("pixel_values") is None:
         return 0
-    types = next((sample[name] for name in ("mm_token_type_ids", "token_type_ids") if sample.get(name) is not None), ())
+    types = next((sample[name] for name in TOKEN_TYPES if sample.get(name) is not None), ())
     return int(np.flatnonzero(types).max(initial=-1)) + 1
 
 
 def _pictures_digest(sample: Mapping[str, Any], floor: int) -> bytes:
     """32 bytes: of the pictures, and of the tokens up to the first after them."""
     found = hashlib.sha256(np.asarray(sample["input_ids"][: floor + 1], dtype=">i4").tobytes())
-    for name in ("pixel_values", "image_grid_thw", "pixel_attention_mask"):
+    for name in PICTURE_FIELDS:
         if (value := sample.get(name)) is not None:
             values = np.ascontiguousarray(value.float() if hasattr(value, "float") else value)  # numpy has no bf16
             found.update(f"{name} {floor} {values.dtype} {values.shape}".encode())

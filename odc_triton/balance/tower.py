@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
+from ..data.vision import values_of as values_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,21 +79,6 @@ def _projector(config: object, tower: object, text: object, hidden: int, patch: 
     if hasattr(config, "mm_tokens_per_image"):  # Gemma3: of patches that were averaged
         return hidden * width * _size(config, "mm_tokens_per_image") * (patch / _size(tower, "image_size")) ** 2
     return hidden * width + width**2  # LLaVA
-
-
-def values_of(sample: Mapping[str, Any]) -> list[int]:
-    """Of a sample as `pack_collate` takes it the pixel values of each unit of attention in the tower; [] without any.
-
-    With `image_grid_thw` a unit is a picture, of t * h * w rows of `pixel_values`, else each entry of these, also after
-    a batch dimension of 1 before [tiles, 3, H, W].
-    """
-    if sample.get("pixel_values") is None:
-        return []
-    shape = np.shape(sample["pixel_values"])
-    if (grids := sample.get("image_grid_thw")) is not None:
-        return (np.asarray(grids, dtype=np.int64).reshape(-1, 3).prod(axis=1) * shape[-1]).tolist()
-    entries, *each = shape[1:] if len(shape) == 5 else shape
-    return [math.prod(each)] * entries
 
 
 def _size(config: object, *names: str) -> int:

@@ -10,6 +10,9 @@ from itertools import islice
 from typing import Any, Literal
 
 IGNORED = -100  # the label that torch's and transformers' losses ignore
+# Of samples, by transformers' names: what a processor makes of pictures, and which tokens are theirs.
+PICTURE_FIELDS = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 PICTURE_CHARACTERS = 40_000
 Form = Literal[
     "text", "prompt and completion", "prompt and completion as messages", "messages", "conversations", "Alpaca"

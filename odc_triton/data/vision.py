@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +20,9 @@ import numpy as np
 
 from ..base.files import reading
 from .pictures import PictureError, decode_picture, read_picture
-from .records import DataError, Record
+from .records import PICTURE_FIELDS, TOKEN_TYPES, DataError, Record
 
-_INPUTS = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
-_UNUSED = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
+_UNUSED = {"input_ids", "attention_mask", *TOKEN_TYPES, "text_replacement_offsets"}
 _UNUSED |= {"num_crops", "rows", "cols"}  # of pictures, for their texts
 # One of them is in the folder of every processor.
 _FILES = ("processor_config.json", "preprocessor_config.json")
@@ -149,7 +149,7 @@ class PictureProcessor:
                 raise DataError(f"{record.where}, picture {number}{name}: {error}") from error
             seen.contents.append(content)
             seen.texts.extend(text)
-            seen.values.extend(_values(fields))
+            seen.values.extend(values_of(fields))
         return seen
 
     def fields(self, contents: Sequence[bytes]) -> dict[str, np.ndarray]:
@@ -193,19 +193,27 @@ class PictureProcessor:
             )
         except Exception as error:  # of sides too unequal, say
             raise PictureError(f"the model's processor refuses it: {error}") from error
-        if others := found.keys() - _UNUSED - {*_INPUTS}:
+        if others := found.keys() - _UNUSED - {*PICTURE_FIELDS}:
             raise ValueError(
                 f"{type(self.processor).__name__} gives {', '.join(sorted(others))} for pictures, which is not "
-                f"supported; only {', '.join(_INPUTS)} are"
+                f"supported; only {', '.join(PICTURE_FIELDS)} are"
             )
-        fields = {name: np.asarray(found[name]) for name in _INPUTS if name in found}
+        fields = {name: np.asarray(found[name]) for name in PICTURE_FIELDS if name in found}
         if fields["pixel_values"].ndim == 5:  # of a batch, as of Idefics3
             fields = {name: values[0] for name, values in fields.items()}
         return fields, [each["replacement"] for each in found["text_replacement_offsets"][0]]
 
 
-def _values(fields: dict[str, np.ndarray]) -> list[int]:
-    pixels, grids = fields["pixel_values"], fields.get("image_grid_thw")
-    if grids is not None:
-        return (grids.prod(axis=1) * pixels.shape[1]).tolist()
-    return [pixels[0].size] * len(pixels)
+def values_of(sample: Mapping[str, Any]) -> list[int]:
+    """Of a sample as `pack_collate` takes it the pixel values of each unit of attention in the tower; [] without any.
+
+    With `image_grid_thw` a unit is a picture, of t * h * w rows of `pixel_values`, else each entry of these, also after
+    a batch dimension of 1 before [tiles, 3, H, W].
+    """
+    if sample.get("pixel_values") is None:
+        return []
+    shape = np.shape(sample["pixel_values"])
+    if (grids := sample.get("image_grid_thw")) is not None:
+        return (np.asarray(grids, dtype=np.int64).reshape(-1, 3).prod(axis=1) * shape[-1]).tolist()
+    entries, *each = shape[1:] if len(shape) == 5 else shape
+    return [math.prod(each)] * entries

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.records import PICTURE_FIELDS
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Inputs:
@@ -23,8 +25,6 @@ class _Inputs:
 
 # Names of modules and parameters of a vision tower. Qwen-VL has its projector, the merger, in the tower.
 TOWER = r"(.*\.)?(visual|vision_tower|vision_model)\.(?!.*merger).*"
-
-_FIELDS = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
 
 # By the config's model_type; docs/models.md is made by tests of these.
 _FAMILIES = {
@@ -44,9 +44,13 @@ def sees_pictures(model: Any) -> bool:
     return _inputs_of(model) is not None
 
 
+def tower_of(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of the vision tower, without the projector; none for a model of text."""
+    return [parameter for name, parameter in model.named_parameters() if re.fullmatch(TOWER, name)]
+
+
 def trains_tower(model: nn.Module) -> bool:
-    """True if any parameter of its vision tower is trained."""
-    return any(each.requires_grad and re.fullmatch(TOWER, name) for name, each in model.named_parameters())
+    return any(each.requires_grad for each in tower_of(model))
 
 
 def continues_pictures(model: Any) -> bool:
@@ -58,7 +62,7 @@ def continues_pictures(model: Any) -> bool:
 def prompt_inputs(model: nn.Module, sample: Mapping[str, Any], tokens: int) -> dict[str, Tensor]:
     """The inputs of transformers' `generate` besides the first `tokens` of a sample, which are its prompt."""
     family = _inputs_of(model)
-    inputs = {name: torch.as_tensor(sample[name]) for name in _FIELDS if name in sample}
+    inputs = {name: torch.as_tensor(sample[name]) for name in PICTURE_FIELDS if name in sample}
     if inputs and family.batch:
         inputs = {name: value[None] for name, value in inputs.items()}
     if inputs and family.mrope:
@@ -88,7 +92,7 @@ def picture_inputs(model: nn.Module, pack: Mapping[str, Any], *, packed: bool) -
             f"this pack has pictures, and {type(model).__name__} is of none of the families whose packs may have them: "
             f"{', '.join(_FAMILIES)}. Call the model yourself inside the minibatch, with its processor's inputs"
         )
-    for name in _FIELDS:
+    for name in PICTURE_FIELDS:
         if name in pack:
             inputs[name] = pack[name][None] if family.batch else pack[name]
     if family.blocks:

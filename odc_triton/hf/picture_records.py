@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from ..data.records import PICTURE_FIELDS, TOKEN_TYPES
+
 _PICTURES = ("image", "images")  # columns, as TRL names them
-_TYPES = ("mm_token_type_ids", "token_type_ids")
 _REMEDY = "correct it, or give a data_collator that makes of it what the model's processor makes, and labels"
-_FIELDS = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
-OF_PICTURES = (*_FIELDS, *_TYPES)  # in samples
+OF_PICTURES = (*PICTURE_FIELDS, *TOKEN_TYPES)  # in samples
 
 
 def has_picture_records(dataset: Any) -> bool:
@@ -53,9 +53,9 @@ class PictureRecords(torch.utils.data.Dataset):
             raise ValueError(f"record {index}: the data_collator returned no {missing[0]}: {_REMEDY}")
         ids = batch["input_ids"]
         kept = torch.as_tensor(batch.get("attention_mask", torch.ones_like(ids)))[0].bool()
-        sample = {name: batch[name][0][kept] for name in ("input_ids", "labels", *_TYPES) if name in batch}
-        sample |= {name: batch[name] for name in _FIELDS if name in batch}
-        if not sample.keys() & {*_TYPES} and self.processor is not None:
+        sample = {name: batch[name][0][kept] for name in ("input_ids", "labels", *TOKEN_TYPES) if name in batch}
+        sample |= {name: batch[name] for name in PICTURE_FIELDS if name in batch}
+        if not sample.keys() & {*TOKEN_TYPES} and self.processor is not None:
             shown = torch.tensor(self.processor.image_token_ids)
             sample["mm_token_type_ids"] = torch.isin(sample["input_ids"], shown).long()
         return sample

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ from ..balance import CostModel
 from ..checkpoint import meta_causal_lm, with_adapter
 from ..hf import PackingUnsupported, enable_packing
 from ..hf.enable import innermost, takes_branches
-from ..hf.images import TOWER
+from ..hf.images import TOWER, tower_of
 from .run_options import RunOptions
 
 
@@ -53,11 +52,6 @@ def build_model(
             parameter.requires_grad = False
     replace(model, options, rank)  # after the adapters, so that it reports attention layers that they keep from fusing
     return model.train(), cost
-
-
-def tower_of(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of the vision tower, without the projector; none for a model of text."""
-    return [parameter for name, parameter in model.named_parameters() if re.fullmatch(TOWER, name)]
 
 
 def name_special_tokens(model: nn.Module, tokenizer: Any) -> None:
