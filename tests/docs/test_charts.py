@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-CHARTS = ("gains", "ranks", "split_gain", "prefix_gain", "predicted")
+CHARTS = ("gains", "ranks", "split_gain", "prefix_gain", "image_gain", "predicted")
 A_PIXEL = 0.003  # in shares of a value: positions are written with two decimals
 
 
@@ -84,6 +84,12 @@ def meant(name: str) -> list[tuple[float, ...]]:
             for it, bound in ((cell[key], cell["bounds"][key]) for key in keys):
                 rows += [(bound,), (it["low"], it["high"]), (it["ratio"],)]
         rows += [(cell[key],) for cell in results("prefixes.json")["sleeping"] for key in keys[1:]]
+    elif name == "image_gain":
+        for arm in results("images.json")["cpu"]["arms"]:
+            if arm["name"] != arm["over"]:
+                rows += [(arm["bound"],), (arm["low"], arm["high"]), (arm["ratio"],), (arm["even"],)]
+        for of in results("images.json")["bounds"][1:]:
+            rows += [(bound,) for name, bound in of.items() if name != "ranks" and bound > 1.01]
     elif name == "ranks":
         cells: dict = {}
         for row in results("protocol_scale.json")["rows"]:
@@ -125,6 +131,7 @@ def test_memorys_dots_are_where_the_tables_numbers_are():
         ("gains", lambda data: data["cells"]["equal"]["variants"]["DDP no_sync + LB-Mini"].update(ratio=0.91)),
         ("split_gain", lambda data: data["cpu"][0]["over_ddp"].update(ratio=1.5)),
         ("prefix_gain", lambda data: data["cpu"][0]["over_repeated"].update(ratio=1.5)),
+        ("image_gain", lambda data: data["cpu"]["arms"][0].update(even=1.5)),
         ("ranks", lambda data: data[8]["aime", 16]["ODC + LB-Mini"].update(speedup=1.01)),
         ("predicted", lambda data: next(row for row in data if row["model"] == "7 B").update(odc=0.5)),
     ],
