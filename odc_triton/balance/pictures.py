@@ -48,7 +48,7 @@ class Pictures:
             raise ValueError(f"{where} has tokens of pictures and no pixel_values: leave neither out")
         if not bool(((types == 0) | (types == 1)).all()):
             raise ValueError(
-                f"{where}: {TOKEN_TYPES[0]} has other types than 0, text, and 1, a picture: leave videos out"
+                f"{where}: types of tokens must be 0, text, or 1, a picture: leave videos out"
             )
         if (mask := fields.get("pixel_attention_mask")) is not None and mask.dim() == 4:  # a batch of one
             fields |= {"pixel_attention_mask": mask[0], "pixel_values": fields["pixel_values"][0]}
