@@ -47,9 +47,7 @@ class Pictures:
         if "pixel_values" not in fields:
             raise ValueError(f"{where} has tokens of pictures and no pixel_values: leave neither out")
         if not bool(((types == 0) | (types == 1)).all()):
-            raise ValueError(
-                f"{where}: types of tokens must be 0, text, or 1, a picture: leave videos out"
-            )
+            raise ValueError(f"{where}: types of tokens must be 0, text, or 1, a picture: leave videos out")
         if (mask := fields.get("pixel_attention_mask")) is not None and mask.dim() == 4:  # a batch of one
             fields |= {"pixel_attention_mask": mask[0], "pixel_values": fields["pixel_values"][0]}
         edges = types.new_tensor([0, *types.tolist(), 0]).diff().nonzero().flatten().tolist()

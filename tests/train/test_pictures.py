@@ -26,10 +26,12 @@ from odc_triton.train.samples import prompted
 from odc_triton.train.sft import check_before_start
 from odc_triton.train.vision import one_ahead
 from tests.support import jobs
-from tests.support.processors import picture
+from tests.support.processors import WITHOUT_TORCHVISION, picture
 from tests.support.sft_case import write_case
 from tests.support.sft_pictures import COLOURS, case, of_model, write_alike, write_model, write_records
 from tests.support.vision import FAMILIES
+
+pytestmark = WITHOUT_TORCHVISION
 
 
 @pytest.fixture(scope="module")
