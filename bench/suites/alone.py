@@ -33,7 +33,7 @@ from odc_triton.base.trace import (
     overlapping,
 )
 
-from ..harness import Minibatch, PeakMemory, build, gather, open_job, set_torch_up, train_minibatch
+from ..harness import Minibatch, PeakMemory, Work, build, gather, open_job, set_torch_up, train_minibatch
 from ..provenance import gpu
 from ..variants import Setting, Variant
 
@@ -80,6 +80,8 @@ class LengthsWork:
         taken = [lengths[index] for index in order[:count]]
         minibatches = [list(range(first, first + samples)) for first in range(0, count, samples)]
         return cls(lengths=taken, minibatches=minibatches, round_size=timed + 1, seed=seed, **others)
+
+    assign = Work.assign
 
     def indices(self, round_: int) -> range:
         """The minibatches of a round."""
