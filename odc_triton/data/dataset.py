@@ -32,7 +32,7 @@ from .chat import CHARACTERS_PER_TOKEN
 from .encode import Encoded, batches, encode_records
 from .records import IGNORED, PICTURE_CHARACTERS, DataError, Record
 from .shown import COLUMNS as PICTURE_COLUMNS
-from .shown import ShownPictures, ShownWriter, UndecodedPictures
+from .shown import ShownPictures, ShownWriter
 from .sources import RecordSource
 from .store import column_of, map_arrays, save_arrays
 from .tokenizer import TextEncoder
@@ -92,9 +92,21 @@ class Samples(ABC):
     lengths: np.ndarray  # [samples] int64: tokens of each sample, prompt included
     target_counts: np.ndarray  # [samples] int64: tokens of each that are predicted and learned, so without its first
     largest_token: int  # of all samples; of a subset also of those left out
-    # Of each sample; None: the data set has no pictures.
-    pictures: list[list[int]] | None = None  # entries of pixel_values, by unit of attention in the tower
-    floors: list[int] | None = None  # tokens up to and including its last picture's, 0 without one
+
+    @property
+    def pictures(self) -> list[list[int]] | None:
+        """Of each sample the entries of pixel_values, by unit of attention in the tower; None: the data set has no
+        pictures.
+        """
+        return self._of_pictures("values")
+
+    @property
+    def floors(self) -> list[int] | None:
+        """Of each sample the tokens up to and including its last picture's, 0 without one; None: as `pictures`."""
+        return self._of_pictures("floors")
+
+    @abstractmethod
+    def _of_pictures(self, name: str) -> list | None: ...
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -165,13 +177,8 @@ class TokenizedDataset(Samples):
     def largest_token(self) -> int:
         return int(self.tokens.max())
 
-    @property
-    def pictures(self) -> list[list[int]] | None:
-        return None if self.shown is None else self.shown.values
-
-    @property
-    def floors(self) -> list[int] | None:
-        return None if self.shown is None else self.shown.floors
+    def _of_pictures(self, name: str) -> list | None:
+        return None if self.shown is None else getattr(self.shown, name)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -181,7 +188,7 @@ class TokenizedDataset(Samples):
         return sample if self.shown is None else sample | self.shown.fields(index, sample["input_ids"])
 
     def undecoded(self) -> TokenizedDataset:
-        shown = self.shown and UndecodedPictures(self.shown.arrays)
+        shown = self.shown and ShownPictures(self.shown.arrays, None, decoded=False)
         return TokenizedDataset(self.tokens, self.offsets, self.spans, self.summary, shown=shown)
 
     def text(self, index: int) -> dict[str, np.ndarray]:
@@ -198,8 +205,7 @@ class TokenizedDataset(Samples):
         # A DataLoader's worker process maps the file itself, instead of receiving a copy of all samples.
         if self.path is not None:
             processor = self.shown and self.shown.processor
-            load = partial(TokenizedDataset.load, processor=processor.processor) if processor else TokenizedDataset.load
-            return load, (self.path,)
+            return partial(TokenizedDataset.load, processor=processor and processor.processor), (self.path,)
         return TokenizedDataset, (self.tokens, self.offsets, self.spans, self.summary, None, self.shown)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -347,15 +353,9 @@ class SampleSubset(Samples):
     def largest_token(self) -> int:
         return self.data.largest_token
 
-    @property
-    def pictures(self) -> list[list[int]] | None:
-        pictures = self.data.pictures
-        return None if pictures is None else [pictures[index] for index in self.indices]
-
-    @property
-    def floors(self) -> list[int] | None:
-        floors = self.data.floors
-        return None if floors is None else [floors[index] for index in self.indices]
+    def _of_pictures(self, name: str) -> list | None:
+        values = self.data._of_pictures(name)
+        return None if values is None else [values[index] for index in self.indices]
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -74,11 +74,11 @@ def inspect_data(
     Memory does not grow with it, but for a few bytes per sample. `savings`: of its samples; None: not counted.
     """
     DataOptions(max_tokens=token_cap)  # raises if the cap is too small
-    records = Counter((record.form, len(record.pictures)) for record in source)
-    forms: Counter[str] = Counter()
-    for (form, _), count in records.items():
-        forms[form] += count
-    pictures = np.repeat([each for _, each in records], [*records.values()])
+    forms, counts = Counter(), []
+    for record in source:
+        forms[record.form] += 1
+        counts.append(len(record.pictures))
+    pictures = np.array(counts)
     with TemporaryDirectory(prefix="odc-triton-inspect-") as folder:
         path = Path(folder) / "data.npz"
         summary = tokenize_source(source, encoder, path, DataOptions(max_tokens=_NO_CAP))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -34,18 +33,11 @@ class Mixture(Samples):
     def largest_token(self) -> int:
         return max(each.largest_token for each in self.sets)
 
-    @property
-    def pictures(self) -> list[list[int]] | None:
-        return self._joined([each.pictures for each in self.sets], [])
-
-    @property
-    def floors(self) -> list[int] | None:
-        return self._joined([each.floors for each in self.sets], 0)
-
-    def _joined(self, values: list[list | None], without: Any) -> list | None:
-        """The sets' values one after the other; `without` for each sample of a set that has None, unless all have."""
+    def _of_pictures(self, name: str) -> list | None:
+        values = [each._of_pictures(name) for each in self.sets]
         if all(each is None for each in values):
             return None
+        without = {"values": [], "floors": 0}[name]
         own = ([without] * len(one) if each is None else each for one, each in zip(self.sets, values, strict=True))
         return [value for each, n in zip(own, self.copies, strict=True) for value in each * n]
 

@@ -94,7 +94,7 @@ def place_pictures(
         elif "user" in (roles := [message["role"] for message in messages]):
             first = roles.index("user")
             contents[first] = [{"type": "image"}] * len(given) + [{"type": "text", "text": contents[first]}]
-    rest, sources, placed = iter(given), [], []
+    sources, placed = [], []  # of a source: None if it is one of those given
     for number, (message, content) in enumerate(zip(messages, contents, strict=True)):
         if isinstance(content, list):
             pictures = [part for part in content if part["type"] == "image"]
@@ -103,16 +103,16 @@ def place_pictures(
                     f"{where}: message {number} of the assistant has a picture, which a model can't learn to write; "
                     "put it into a message of the user"
                 )
-            sources += [part["image"] if "image" in part else next(rest, None) for part in pictures]
-            text = [{"type": "image"} if part["type"] == "image" else part for part in content]
-            message = message | {"content": text}
+            sources += [part.get("image") for part in pictures]
+            message = message | {"content": [{"type": "image"} if part in pictures else part for part in content]}
         placed.append(message)
-    if None in sources or next(rest, None) is not None:
+    if (places := sources.count(None)) != len(given):
         raise DataError(
-            f"{where}: has {len(given)} pictures in {name!r} and its messages have {_places(contents)} places for "
-            f'them: give each picture its {{"type": "image"}} or {_MARK}, and each of these its picture'
+            f"{where}: has {len(given)} pictures in {name!r} and its messages have {places} places for them: give each "
+            f'picture its {{"type": "image"}} or {_MARK}, and each of these its picture'
         )
-    return placed, tuple(sources)
+    rest = iter(given)
+    return placed, tuple(next(rest) if source is None else source for source in sources)
 
 
 def given_pictures(where: str, fields: dict[str, Any]) -> tuple[str, list[Source]]:
@@ -136,8 +136,3 @@ def _split(content: str) -> str | list[dict[str, Any]]:
     for at, text in enumerate(content.split(_MARK)):
         parts += [{"type": "image"}] * (at > 0) + [{"type": "text", "text": text}] * (text != "")
     return parts
-
-
-def _places(contents: list[Any]) -> int:
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return sum(part["type"] == "image" and "image" not in part for part in parts)

@@ -63,10 +63,14 @@ class ShownWriter:
 
 
 class ShownPictures:
-    """The pictures of a data set's samples. `processor` makes their fields; None: they can't be read."""
+    """The pictures of a data set's samples. `processor` makes their fields; None: they can't be read, but for those of
+    `Samples.undecoded`, which are not `decoded`.
+    """
 
-    def __init__(self, arrays: Mapping[str, np.ndarray], processor: PictureProcessor | None) -> None:
-        self.arrays, self.processor = arrays, processor
+    def __init__(
+        self, arrays: Mapping[str, np.ndarray], processor: PictureProcessor | None, *, decoded: bool = True
+    ) -> None:
+        self.arrays, self.processor, self.decoded = arrays, processor, decoded
 
     def check(self, samples: int) -> None:
         """Raises ValueError if the arrays are of another number of samples."""
@@ -85,31 +89,19 @@ class ShownPictures:
 
     def fields(self, sample: int, input_ids: np.ndarray) -> dict[str, np.ndarray]:
         """What the processor makes of a sample's pictures. Raises ValueError without one."""
-        shown = self._row("shown", sample)
-        if not len(shown):
+        pictures = [self._row("bytes", each) for each in self._row("shown", sample)]
+        if not pictures:
             return {}
+        if not self.decoded:
+            types = np.arange(len(input_ids)) < self.arrays["picture_floors"][sample]
+            return {"pixel_values": np.concatenate(pictures), "mm_token_type_ids": types.astype(np.int64)}
         if self.processor is None:
             raise ValueError(
                 f"sample {sample} has pictures: give TokenizedDataset.load the model's processor (`read_processor`)"
             )
-        fields = self.processor.fields([self._row("bytes", each).tobytes() for each in shown])
+        fields = self.processor.fields([each.tobytes() for each in pictures])
         return {**fields, "mm_token_type_ids": self.processor.types(input_ids)}
 
     def _row(self, name: str, index: int) -> np.ndarray:
         ends = self.arrays[f"{_PREFIX}{name}_ends"]
         return self.arrays[f"{_PREFIX}{name}"][ends[index - 1] if index else 0 : ends[index]]
-
-
-class UndecodedPictures(ShownPictures):
-    """The pictures of a data set's samples as they are encoded: see `Samples.undecoded`."""
-
-    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
-        super().__init__(arrays, None)
-
-    def fields(self, sample: int, input_ids: np.ndarray) -> dict[str, np.ndarray]:
-        shown = self._row("shown", sample)
-        if not len(shown):
-            return {}
-        types = np.arange(len(input_ids)) < self.arrays["picture_floors"][sample]
-        values = np.concatenate([self._row("bytes", each) for each in shown])
-        return {"pixel_values": values, "mm_token_type_ids": types.astype(np.int64)}

@@ -70,15 +70,10 @@ def with_pillow() -> Iterator[None]:
     from transformers import processing_utils
     from transformers.processing_utils import ProcessorMixin
 
-    names, check = (
-        type(processing_utils.MODALITY_TO_AUTOPROCESSOR_MAPPING),
-        ProcessorMixin.check_argument_for_proper_class,
-    )
-    before = names._MAPPING_NAMES
-    names._MAPPING_NAMES = before | {
-        "image_processor": (__name__, "_PillowImages"),
-        "video_processor": (__name__, "_NoVideos"),
-    }
+    names = type(processing_utils.MODALITY_TO_AUTOPROCESSOR_MAPPING)
+    before, check = names._MAPPING_NAMES, ProcessorMixin.check_argument_for_proper_class
+    ours = {"image_processor": (__name__, "_PillowImages"), "video_processor": (__name__, "_NoVideos")}
+    names._MAPPING_NAMES = before | ours
     ProcessorMixin.check_argument_for_proper_class = lambda self, name, argument: (
         None if name == "video_processor" else check(self, name, argument)
     )
