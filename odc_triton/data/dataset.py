@@ -330,7 +330,8 @@ def require_samples(name: str, summary: DataSummary, options: DataOptions) -> No
         return
     remedy = "; is there a completion, or a turn whose role is 'assistant', and does it begin below the cap?"
     if summary.dropped_too_long > summary.dropped_no_target:
-        remedy = "; raise --token-cap, or give --truncate"
+        cut = "pictures can't be cut" if options.too_long == "truncate" else "or give --truncate"
+        remedy = f"; raise --token-cap, {cut}"
     raise DataError(f"{name} leaves no sample to train on: {summary}; the cap is {options.max_tokens} tokens{remedy}")
 
 

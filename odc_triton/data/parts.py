@@ -117,6 +117,8 @@ def place_pictures(
 
 def given_pictures(where: str, fields: dict[str, Any]) -> tuple[str, list[Source]]:
     """(the field of a record that has its pictures, its pictures). Raises DataError."""
+    if fields.get("videos") not in (None, "", []):
+        raise DataError(f"{where}: has 'videos'; only texts and pictures are supported, so leave the record out")
     found = [name for name in _FIELDS if fields.get(name) not in (None, "", [])]
     if len(found) > 1:
         raise DataError(f"{where}: has 'images' and also 'image'; keep one of them")

@@ -38,6 +38,8 @@ def read_picture(source: str | bytes, folder: str | None, *, fetch: bool) -> byt
         if not fetch:
             raise PictureError("it is on the network: give --fetch-images to fetch it, or its file's path")
         content = fetch_picture(source)
+    elif "://" in source:
+        raise PictureError("only http and https addresses are fetched: give its file's path")
     else:
         if folder is None and not os.path.isabs(source):
             raise PictureError("its path is relative, and a data set on the hub has no folder: give its bytes")
@@ -97,7 +99,8 @@ def fetch_picture(url: str) -> bytes:
         case [] | [TimeoutError()]:
             raise PictureError(f"its server did not send it within {FETCH_S:g} s")
         case [error]:
-            raise PictureError(f"it cannot be fetched: {error}")
+            reason = error.reason if type(error) is urllib.error.URLError else error
+            raise PictureError(f"it cannot be fetched: {reason}")
 
 
 def _fetched(url: str, deadline: float) -> bytes:

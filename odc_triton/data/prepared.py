@@ -21,11 +21,25 @@ from pathlib import Path
 
 from .dataset import DataOptions, TokenizedDataset, tokenize_source
 from .records import DataError
-from .sources import open_source
+from .sources import RecordSource, open_source
 from .tokenizer import TextEncoder
 
 # Incremented whenever the same records would give other samples, or the file's layout changes.
 FORMAT = 2
+
+
+def prepared_path(
+    source: RecordSource, encoder: TextEncoder, options: DataOptions, folder: str | os.PathLike
+) -> Path | None:
+    """The file in `folder` of the samples of `source`, made or not; None if source or encoder has no fingerprint."""
+    parts = [source.fingerprint(), encoder.fingerprint]
+    if None in parts:
+        return None
+    key = json.dumps([FORMAT, *parts, options.max_tokens, options.too_long])
+    digest = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:32]
+    # The name begins with the source's, for people.
+    readable = re.sub(r"[^\w.-]+", "_", Path(source.name).name, flags=re.ASCII)[:60] or "data"
+    return Path(folder) / f"{readable}-{digest}.npz"
 
 
 def prepare_data(
@@ -45,21 +59,15 @@ def prepare_data(
     options = options or DataOptions()
     source = open_source(name)
     processor = encoder.pictures and encoder.pictures.processor
-    parts = [source.fingerprint(), encoder.fingerprint]
-    if None in parts:
+    if (path := prepared_path(source, encoder, options, folder)) is None:
         raise ValueError(f"{name} or its encoder has no fingerprint, so its samples could not be found again")
-    key = json.dumps([FORMAT, *parts, options.max_tokens, options.too_long])
-    digest = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:32]
-    # The name begins with the source's, for people.
-    readable = re.sub(r"[^\w.-]+", "_", Path(source.name).name, flags=re.ASCII)[:60] or "data"
-    path = Path(folder) / f"{readable}-{digest}.npz"
     if path.exists():
         try:
             return TokenizedDataset.load(path, processor=processor, verify=True)
         except DataError as error:
             warnings.warn(f"the data are prepared again: {error}", RuntimeWarning, stacklevel=2)
     tokenize_source(source, encoder, path, options, progress)
-    if source.fingerprint() != parts[0]:
+    if prepared_path(source, encoder, options, folder) != path:
         path.unlink()
         raise DataError(f"{source.name} changed while it was read; start again when nothing writes to it")
     return TokenizedDataset.load(path, processor=processor)

@@ -63,7 +63,7 @@ class RunOptions:
     lora_alpha: float | None = option(None, "adapters are scaled by alpha / rank; by default twice the rank")
     lora_targets: str = option("all-linear", "layers that get adapters: names separated by commas")
     freeze_vision_tower: bool = option(
-        False, "of a model that sees pictures train the projector and the text part; adapters are only there, too"
+        False, "of a model that sees pictures train only the projector and the text; no adapters in the tower"
     )
     dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute; masters and sums of gradients are fp32")
     exact: bool = option(False, "sum gradients exactly: every run with the same ranks and packs has the same bits")

@@ -9,6 +9,7 @@ checks: the model, the data's first records, the folder to write to.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
@@ -32,8 +33,8 @@ from ..data.dataset import (
 from ..data.encode import encode_records
 from ..data.inspection import never_ends
 from ..data.mixture import Mixture
-from ..data.prepared import prepare_data
-from ..data.records import Record
+from ..data.prepared import prepare_data, prepared_path
+from ..data.records import DataError, Record
 from ..data.sources import RecordSource, open_source
 from ..data.store import contents
 from ..data.tokenizer import TextEncoder, read_config
@@ -132,7 +133,21 @@ class _Beginning:
 def _begin(
     source: RecordSource, encoder: TextEncoder, wanted: DataOptions, enough: int, options: SftOptions
 ) -> _Beginning:
-    """Reads `enough` records, and all of a small source. Raises DataError."""
+    """Reads `enough` records, and all of a small source; with pictures the prepared samples, if there are any, as the
+    pictures' files may be gone. Raises DataError.
+    """
+    path = encoder.pictures and prepared_path(source, encoder, wanted, RunFolder(options.out).file("data"))
+    if path and path.exists():
+        with contextlib.suppress(DataError):  # damaged: prepared again
+            made = TokenizedDataset.load(path)
+            return _Beginning(
+                name=source.name,
+                samples=len(made),
+                longest=int(made.lengths.max()),
+                largest_token=made.largest_token,
+                pictures=made.pictures is not None,
+                warning=None,
+            )
     records: list[Record] = []
     number = characters = 0
     is_whole = True

@@ -11,6 +11,7 @@ import pytest
 from odc_triton.data import tables
 from odc_triton.data.encode import batches
 from odc_triton.data.forms import record_of
+from odc_triton.data.pictures import PictureError, read_picture
 from odc_triton.data.records import DataError
 from odc_triton.data.sources import open_source
 from tests.support.processors import encoded_picture, picture
@@ -201,3 +202,11 @@ def test_places_are_those_of_trl(form):
     assert kinds == [
         ["text"] if isinstance(each["content"], str) else [part["type"] for part in each["content"]] for each in found
     ]
+
+
+def test_videos_and_other_addresses_are_refused() -> None:
+    messages = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A cat."}]
+    with pytest.raises(DataError, match="here: has 'videos'; only texts and pictures"):
+        record_of("here", {"messages": messages, "videos": ["a.mp4"]})
+    with pytest.raises(PictureError, match="only http and https"):
+        read_picture("ftp://host/a.png", None, fetch=True)

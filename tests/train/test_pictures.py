@@ -18,13 +18,15 @@ import torch
 
 from odc_triton.balance import CostModel, find_relatives
 from odc_triton.cli.command import main
-from odc_triton.data.dataset import TokenizedDataset
+from odc_triton.data.dataset import DataOptions, TokenizedDataset
+from odc_triton.data.prepared import prepare_data
+from odc_triton.data.tokenizer import TextEncoder
 from odc_triton.data.vision import PictureProcessor
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.model import build_model
 from odc_triton.train.samples import prompted
 from odc_triton.train.sft import check_before_start
-from odc_triton.train.vision import one_ahead
+from odc_triton.train.vision import load_processor, one_ahead
 from tests.support import jobs
 from tests.support.processors import WITHOUT_TORCHVISION, picture
 from tests.support.sft_case import write_case
@@ -267,8 +269,14 @@ def test_few_pictures_are_read_before_the_start(folder: Path, tmp_path: Path, mo
     see = PictureProcessor.see
     monkeypatch.setattr(PictureProcessor, "see", lambda self, record: seen.append(record) or see(self, record))
     data = write_records(tmp_path, "many", asked=12, text=0)
-    check_before_start(case(folder, data=str(data), out=str(tmp_path / "out")), 1)
+    options = case(folder, data=str(data), out=str(tmp_path / "out"))
+    check_before_start(options, 1)
     assert len(seen) == 16
+    encoder = TextEncoder.of(load_processor(options))
+    wanted = DataOptions(max_tokens=options.token_cap, too_long=options.too_long)
+    prepare_data(str(data), encoder, wanted, folder=tmp_path / "out" / "data")
+    shutil.rmtree(tmp_path / "many")  # the pictures are in the prepared file: a run goes on without them
+    check_before_start(options, 1)
 
 
 # ------------------------------------------------------------------ one ahead
