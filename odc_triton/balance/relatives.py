@@ -157,7 +157,7 @@ def find_relatives(samples: Sequence[Mapping[str, Any]], progress: Callable[[int
             free[sample] = targets if targets > floors[sample] else 0
         if progress is not None:
             progress(read := read + 1)
-        tokens = np.array(each["input_ids"][start : start + most], dtype=">i4")
+        tokens = np.asarray(each["input_ids"][start : start + most]).astype(">i4")  # a copy
         if start == 0 and floors[sample]:
             tokens[:_MARKED] ^= np.frombuffer(_pictures_digest(each, floors[sample]), ">i4")[: len(tokens)]
         return tokens.tobytes()

@@ -81,8 +81,8 @@ def picture_inputs(model: nn.Module, pack: Mapping[str, Any], *, packed: bool) -
 
     Raises ValueError for pictures if its family is none of those that are supported.
     """
-    family, positions = _inputs_of(model), pack["position_ids"]
-    inputs = {"position_ids": text_positions(model, positions)}
+    family, positions = _inputs_of(model), pack.get("position_ids")
+    inputs = {} if positions is None else {"position_ids": text_positions(model, positions)}
     if (axes := pack.get("mrope_position_ids")) is not None and family is not None and family.mrope:
         inputs["position_ids"] = torch.cat([positions[None], axes])
     if "pixel_values" not in pack:
