@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import nn
 from torch.utils.data import DataLoader
 
 from ..balance import MinibatchSampler
 from ..balance.collate import PackedDataset, pack_collate
 from ..balance.relatives import floor_of
-from ..balance.tower import values_of
+from ..balance.tower import TowerCost, values_of
+from .enable import innermost
+from .images import trains_tower
 
 
 class PackLoader(DataLoader):
@@ -44,3 +47,11 @@ def measured(dataset: Any, indices: Sequence[int] | None = None) -> tuple[list[i
         floors.append(floor_of(sample))
         values.append(values_of(sample))
     return lengths, floors, values
+
+
+def tower_costs(model: nn.Module, pictures: list[list[int]] | None) -> list[float] | None:
+    """What each sample costs besides its tokens; None if no sample has pictures. `pictures`: by sample `values_of`."""
+    if pictures is None or not any(pictures):
+        return None
+    tower = TowerCost.from_config(innermost(model).config, trained=trains_tower(model))
+    return [tower.sample(values) for values in pictures]

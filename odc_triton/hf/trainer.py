@@ -19,14 +19,13 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..balance import CostModel, MinibatchSampler
 from ..balance.collate import count_target_tokens
-from ..balance.tower import TowerCost
 from ..data.records import IGNORED
 from ..engine.api import minibatch
 from .enable import ATTENTION_NAME, innermost, is_packed
-from .images import sees_pictures, trains_tower
+from .images import sees_pictures
 from .loss import predictions
 from .neftune import embedding_noise
-from .pack_loader import PackLoader, measured
+from .pack_loader import PackLoader, measured, tower_costs
 from .picture_records import OF_PICTURES, PictureRecords, has_picture_records
 from .sft_metrics import append, token_losses
 from .sharded_trainer import ShardedTrainer
@@ -180,12 +179,8 @@ class ODCTrainer(ShardedTrainer):
         )
 
     def _make_sampler(self, dataset: Any, samples_per_rank: int, *, whole: bool = False) -> MinibatchSampler:
-        args, extra = self.args, None
+        args = self.args
         lengths, floors, values = self._measured(dataset)
-        if any(values):
-            config = innermost(self.model).config
-            tower = TowerCost.from_config(config, trained=trains_tower(self.model))
-            extra = [tower.sample(each) for each in values]
         return MinibatchSampler(
             lengths,
             samples_per_rank,
@@ -197,7 +192,7 @@ class ODCTrainer(ShardedTrainer):
             drop_last=args.dataloader_drop_last and not whole,
             split=0 if whole else self._split_tokens,
             replicas=self._engine.grid.replicas,
-            extra=extra,
+            extra=tower_costs(self.model, values),
             floors=floors,
         )
 

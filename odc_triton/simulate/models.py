@@ -204,7 +204,7 @@ def _decoder(config: Any) -> nn.Module:
     text = config.get_text_config()
     if text is config or type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM.from_config(text, trust_remote_code=False)
-    model = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)  # Qwen-VL's is nothing by itself
+    model = AutoModelForImageTextToText.from_config(config, trust_remote_code=False)  # as of Qwen-VL
     model.set_encoder(nn.Identity(), modality="image")
     return model
 

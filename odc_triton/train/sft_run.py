@@ -24,12 +24,13 @@ from ..data.order import Mix
 from ..engine.api import engine_of, minibatch
 from ..hf import summed_loss
 from ..hf.enable import innermost
+from ..hf.pack_loader import tower_costs
 from ..sequence.enable import enable_split, split_forward
 from .metrics import Metrics
 from .run import Picture, Run, shared_counter
 from .samples import Completions
 from .sft_options import SftOptions
-from .vision import one_ahead, require_continuing, tower_costs
+from .vision import one_ahead, require_continuing
 
 _REPORT_S = 10.0
 

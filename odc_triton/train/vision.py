@@ -8,14 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
-
-from ..balance import TowerCost
 from ..data.records import DataError, Record
 from ..data.tokenizer import read_config
 from ..data.vision import has_processor, read_processor
-from ..hf.enable import innermost
-from ..hf.images import continues_pictures, sees_pictures, trains_tower
+from ..hf.images import continues_pictures, sees_pictures
 from .sft_options import SftOptions
 
 Item, Made = TypeVar("Item"), TypeVar("Made")
@@ -62,14 +58,6 @@ def require_continuing(config: Any, options: SftOptions) -> None:
             f"--eval-samples: a {config.model_type} can't generate from pictures on the attention of packs: leave it "
             f"out, or give --eval-data without pictures"
         )
-
-
-def tower_costs(model: nn.Module, pictures: list[list[int]] | None) -> list[float] | None:
-    """What each sample costs besides its tokens. `pictures`: as `Samples` have them."""
-    if pictures is None:
-        return None
-    tower = TowerCost.from_config(innermost(model).config, trained=trains_tower(model))
-    return [tower.sample(values) for values in pictures]
 
 
 def one_ahead(make: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:

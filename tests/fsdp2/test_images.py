@@ -13,10 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc_triton import fully_shard, minibatch, use_odc
-from odc_triton.balance import count_target_tokens, pack_collate
 from odc_triton.comm.layout import find_units
 from odc_triton.hf import enable_packing
-from tests.hf.test_images import CHANGES, DEALS, SIZES, logits_loss, one_process
+from tests.hf.test_images import CHANGES, one_process, trained
 from tests.support import ranks
 from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.splitting import gradients
@@ -96,13 +95,7 @@ def _packs(rank: int, world: int, family: str, change: str, backend: str) -> dic
     model = CHANGES[change](model).train()
     for name in find_units(model):
         torch_fully_shard(model.get_submodule(name))
-    model = use_odc(torch_fully_shard(model), backend=backend)
-    samples = FAMILIES[family].samples(SIZES)
-    packs = pack_collate([[samples[at] for at in pack] for pack in DEALS[world][rank]])
-    with minibatch(model, tokens=count_target_tokens(packs)) as mb:
-        for pack in packs:
-            logits_loss(model, pack).div(mb.tokens).backward()
-    return gradients(model)
+    return trained(use_odc(torch_fully_shard(model), backend=backend), rank, world, family)
 
 
 @pytest.mark.slow

@@ -92,7 +92,11 @@ def _train(
 ) -> dict[str, torch.Tensor]:
     model = FAMILIES[family].model(dtype=dtype)
     enable_packing(model)
-    model = fully_shard(CHANGES[change](model).train(), backend=backend)
+    return trained(fully_shard(CHANGES[change](model).train(), backend=backend), rank, world, family)
+
+
+def trained(model: nn.Module, rank: int, world: int, family: str) -> dict[str, torch.Tensor]:
+    """Gradients of a sharded model on this rank's packs."""
     samples = FAMILIES[family].samples(SIZES)
     packs = pack_collate([[samples[at] for at in pack] for pack in DEALS[world][rank]])
     with minibatch(model, tokens=count_target_tokens(packs)) as mb:
