@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .base.errors import MinibatchToRepeat as MinibatchToRepeat
     from .base.errors import OdcError as OdcError
     from .base.errors import PeerFailed as PeerFailed
+    from .base.errors import PolicyUnavailable as PolicyUnavailable
     from .base.errors import RankLost as RankLost
     from .base.errors import RanksDiffer as RanksDiffer
     from .checkpoint.repeat import repeating as repeating
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from .nn.head import log_probs as log_probs
     from .nn.replace import replace_layers as replace_layers
     from .nn.verification import verify as verify
+    from .policy.offer import offer_policy as offer_policy
+    from .policy.reader import read_policy as read_policy
     from .sequence.enable import enable_split as enable_split
     from .sequence.enable import split_forward as split_forward
     from .sharding.footprint import memory_plan as memory_plan
@@ -50,6 +53,7 @@ _ERRORS = (
     "MinibatchToRepeat",
     "OdcError",
     "PeerFailed",
+    "PolicyUnavailable",
     "RankLost",
     "RanksDiffer",
 )
@@ -61,6 +65,8 @@ _HOME = {
     "fully_shard": "sharding.shard",
     "log_probs": "nn.head",
     "memory_plan": "sharding.footprint",
+    "offer_policy": "policy.offer",
+    "read_policy": "policy.reader",
     "record_timeline": "fsdp2.record",
     "repeating": "checkpoint.repeat",
     "replace_layers": "nn.replace",

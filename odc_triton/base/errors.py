@@ -100,6 +100,10 @@ class RanksDiffer(OdcError, ValueError):
     """The ranks have different models or options; the message names the first difference."""
 
 
+class PolicyUnavailable(OdcError):
+    """The policy of a running job can't be read: nothing offers it, the job ended, or the job dropped this reader."""
+
+
 class CheckpointFailed(OfRanks):
     """Raised on every rank if some could not write or read a checkpoint. Older checkpoints are unchanged."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -72,8 +72,17 @@ def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> 
     shutil.copymode(folder / "adapter_config.json", folder / "adapter_model.safetensors")  # mode 0600 otherwise
 
 
-def adapted_weights(part: nn.Module) -> dict[str, list[tuple[Any, str]]]:
-    """[(PEFT's layer, adapter)] of each weight that LoRA is added to, by the weight's name in the plain model.
+class LoraPair(NamedTuple):
+    """What LoRA adds to a weight: `scaling` * b @ a, or its transpose."""
+
+    a: Any
+    b: Any
+    scaling: float
+    is_transposed: bool
+
+
+def adapted_weights(part: nn.Module) -> dict[str, list[LoraPair]]:
+    """The pairs of sharded parameters of each weight that LoRA is added to, by the weight's name in the plain model.
 
     `part`: the transformers model within PEFT's wrapper. Raises NotImplementedError for adapters that can't be added.
     """
@@ -89,17 +98,21 @@ def adapted_weights(part: nn.Module) -> dict[str, list[tuple[Any, str]]]:
                     f"transformers, or export the adapter alone"
                 )
             found[f"{name}.weight"] = [
-                (module, adapter) for adapter in module.active_adapters if adapter in module.lora_A
+                LoraPair(
+                    a=module.lora_A[adapter].weight,
+                    b=module.lora_B[adapter].weight,
+                    scaling=module.scaling[adapter],
+                    is_transposed=module.fan_in_fan_out,
+                )
+                for adapter in module.active_adapters
+                if adapter in module.lora_A
             ]
     return found
 
 
-def merged(
-    value: torch.Tensor, adapters: Iterable[tuple[Any, str]], read: Callable[[nn.Parameter], torch.Tensor]
-) -> torch.Tensor:
-    """A base's whole weight with its `adapted_weights` added, in its own dtype. `read`: whole values of A and B."""
-    for layer, adapter in adapters:
-        a, b = (read(each[adapter].weight).float() for each in (layer.lora_A, layer.lora_B))
-        added = (b @ a) * layer.scaling[adapter]
-        value = (value + (added.T if layer.fan_in_fan_out else added)).to(value.dtype)
+def merged(value: torch.Tensor, pairs: Iterable[LoraPair], read: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+    """A base's whole weight with its `adapted_weights` added, in its own dtype. `read`: whole values of a and b."""
+    for pair in pairs:
+        added = (read(pair.b).float() @ read(pair.a).float()) * pair.scaling
+        value = (value + (added.T if pair.is_transposed else added)).to(value.dtype)
     return value

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from .sharded import sharded_parameters
 
 CHUNK_BYTES = 2**30
 Place = ShardedParameter | torch.Tensor
+T = TypeVar("T")
 
 
 class PretrainedTensors:
@@ -24,7 +25,8 @@ class PretrainedTensors:
     Names and shapes are those of the files: a tied weight once, experts separate, PEFT's LoRA added to its base.
     Parameters are in `dtype`, by default the compute dtype, and on `device`, by default their own. Any one rank
     may iterate; it raises as `full_parameters`, and holds the tensors of one unit at a time.
-    `empty`: a model on the meta device with the same config and names.
+    `empty`: a model on the meta device with the same config and names. `units`: what is read, by the names in `empty`.
+    `adapted`: the pairs that LoRA adds to it.
 
     Raises TypeError for a model that is not transformers', NotImplementedError for adapters that can't be added,
     RuntimeError for parameters that have no values here.
@@ -37,8 +39,8 @@ class PretrainedTensors:
         self.empty = empty_copy(part)
         self._engine, self._dtype, self._device = engine_of(model), dtype, device
         self._parameters = sharded_parameters(model)
-        self._adapted = adapted_weights(part) if prefix else {}
-        self._units: list[dict[str, Place]] = [
+        self.adapted = adapted_weights(part) if prefix else {}
+        self.units: list[dict[str, Place]] = [
             {name: self._parameters.get(id(value), value) for name, value in unit.items()}
             for unit in tensors_by_unit(part, self.empty)
         ]
@@ -47,12 +49,12 @@ class PretrainedTensors:
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """(name, dtype, shape) of each item, in order; reads nothing."""
         if self._metadata is None:
-            walk = self._walk(lambda _, place: self._like(place))
+            walk = in_files(self.empty, self.units, lambda _, place: self._like(place))
             self._metadata = [(name, value.dtype, tuple(value.shape)) for name, value in walk]
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._walk(self._read)
+        return in_files(self.empty, self.units, self._read)
 
     def chunks(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """The items in lists of at most `chunk_bytes`, or of one tensor that is larger."""
@@ -67,19 +69,11 @@ class PretrainedTensors:
         if chunk:
             yield chunk
 
-    def _walk(self, read: Callable[[str, Place], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        for unit in self._units:
-            values = {name: read(name, place) for name, place in unit.items()}
-            for name, value in revert_weight_conversion(self.empty, values).items():
-                yield name, value.contiguous()
-
     @torch.no_grad()
     def _read(self, name: str, place: Place) -> torch.Tensor:
         if isinstance(place, torch.Tensor):
             return place.detach().to(self._device)
-        whole = merged(self._whole(place), self._adapted.get(name, ()), self._whole_of)
+        whole = merged(self._whole(place), self.adapted.get(name, ()), self._whole_of)
         return whole.to(self._dtype or whole.dtype)
 
     def _whole_of(self, weight: nn.Parameter) -> torch.Tensor:
@@ -94,3 +88,15 @@ class PretrainedTensors:
         if isinstance(place, torch.Tensor):
             return torch.empty_like(place, device="meta")
         return torch.empty(place.spec.whole_shape, dtype=self._dtype or place.leaf.dtype, device="meta")
+
+
+def in_files(
+    empty: nn.Module, units: Iterable[dict[str, T]], read: Callable[[str, T], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) as in a checkpoint's files, of what `read(name, place)` returns for each place in `units`."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for unit in units:
+        values = {name: read(name, place) for name, place in unit.items()}
+        for name, value in revert_weight_conversion(empty, values).items():
+            yield name, value.contiguous()

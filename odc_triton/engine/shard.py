@@ -127,7 +127,7 @@ class HeapShard(Shard):
     ) -> None:
         """`target`: the kind of its gradient shards."""
         self.spec, self.name = spec, spec.name
-        self._heap, self._grid = heap, grid
+        self.heap, self._grid = heap, grid
         self._rank, self.world = heap.rank, heap.world
         self.compute_shards = [heap.shard(compute, owner) for owner in range(self.world)]
         own = self.part_of(self.compute_shards[self._rank])
@@ -203,8 +203,8 @@ class HeapShard(Shard):
             self.compute_shards,
             shape=self.spec.shape,
             rank=self._rank,
-            aligned=self._heap.apart,
-            near=self._heap.near,
+            aligned=self.heap.apart,
+            near=self.heap.near,
         )
 
     # ------------------------------------------------------------------ publish

@@ -89,7 +89,7 @@ def test_peers_see_what_the_device_has_done(monkeypatch: pytest.MonkeyPatch) -> 
     model = fully_shard(nn.Linear(2, 2), backend="cpu-sharded", mp_policy=policy)
     model.set_gradient_divide_factor(2.0)
     optimizer, engine = torch.optim.SGD(model.parameters(), lr=0.5), model._odc_engine
-    device, announced = engine.streams.first.device, engine.publication._stepping
+    device, announced = engine.streams.first.device, engine.publication.stepping
     show, left_then = Status.show, []
 
     def left() -> int:

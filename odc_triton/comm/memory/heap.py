@@ -41,14 +41,14 @@ class Status:
     """One integer per rank on a board."""
 
     def __init__(self, board: StatusBoard) -> None:
-        self._board, self._slot = board, board.new_slot()
+        self._board, self.slot = board, board.new_slot()
 
     def show(self, value: int) -> None:
-        self._board.show(self._slot, value)
+        self._board.show(self.slot, value)
 
     def seen(self) -> list[int]:
         """By rank."""
-        return self._board.seen(self._slot)
+        return self._board.seen(self.slot)
 
 
 class SymmetricHeap(StatusBoard):

@@ -32,9 +32,11 @@ def _new_memfd(name: str, size_bytes: int) -> int:
     return fd
 
 
-def _leave(status: memoryview, left: int, locks: ByteLocks) -> None:
+def _leave(status: memoryview, left: int, locks: ByteLocks, read_only: int | None) -> None:
     status[left] = 1
     locks.close()
+    if read_only is not None:
+        os.close(read_only)
 
 
 class SharedMemoryHeap(SymmetricHeap):
@@ -76,6 +78,8 @@ class SharedMemoryHeap(SymmetricHeap):
             data_fd, lock_fd = receive_files(2, token=token, rank=rank, timeout_s=timeout_s, look=look)
         try:
             self._map = mmap.mmap(data_fd, self.size_bytes)
+            # Rank 0's, for processes outside of the job.
+            self.read_only_fd = os.open(f"/proc/self/fd/{data_fd}", os.O_RDONLY) if rank == 0 else None
         finally:
             os.close(data_fd)
         self._locks = ByteLocks(lock_fd)
@@ -86,7 +90,8 @@ class SharedMemoryHeap(SymmetricHeap):
         self.show(PID, os.getpid())
         # When this object is collected, and at the end of a script or of a multiprocessing child; never in a forked
         # child (a data loader's worker), which ends without its rank leaving.
-        self._close = Finalize(self, _leave, (self._status, rank * STATUS_SLOTS + LEFT, self._locks), exitpriority=0)
+        left = rank * STATUS_SLOTS + LEFT
+        self._close = Finalize(self, _leave, (self._status, left, self._locks, self.read_only_fd), exitpriority=0)
 
     def another(self, *, size_bytes: int, slots: int, token: str, timeout_s: float) -> SharedMemoryHeap:
         sizes = {"size_bytes": size_bytes, "slots": slots}
@@ -102,6 +107,10 @@ class SharedMemoryHeap(SymmetricHeap):
         offset = self._data_offset + part + region.offset_bytes
         flat = torch.frombuffer(self._map, dtype=dtype, count=region.elements, offset=offset)
         return flat.view(region.shape)
+
+    def offset_of(self, shard: torch.Tensor) -> int:
+        """The byte of the file at which this tensor begins."""
+        return shard.data_ptr() - torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
     def whole(self, region: Region) -> torch.Tensor:
         """The tensor that all owners' shards form together."""

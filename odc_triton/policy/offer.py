@@ -1,0 +1,263 @@
+"""Offers a sharded model to processes outside of the job, which read it from the ranks' shared memory.
+
+[Note: one version] A reader looks at two numbers of each owner: how often it has published, and how often it has begun
+to. If they are all the same before a read, and the second one after it, no owner wrote in between. Owners do not wait
+for readers; but one that was met by publications several times asks to pin the current one: the first rank shows its
+number, and owners begin no later one until the reader has finished, died, or used up `max_lag`.
+
+[Note: the socket] Over an abstract Unix socket rank 0's thread passes open files to readers of the same user: what is
+where, as JSON, and the heaps, read-only. A reader keeps its connection, whose end tells each side that the other died.
+It sends PIN, and gets the pinned number, or UNPIN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.pretrained import transformers_part
+from ..checkpoint.pretrained_tensors import PretrainedTensors
+from ..comm.layout import aligned
+from ..comm.memory.heap import SymmetricHeap
+from ..comm.memory.rendezvous import listen, peer_uid
+from ..engine.api import engine_of
+from ..engine.module import plain_class
+from ..engine.parameter import ShardedParameter
+
+log = logging.getLogger("odc_triton")
+
+PIN, UNPIN = b"p", b"u"
+NUMBER = struct.Struct("q")
+MOST_FILES = 250  # in one message over a Unix socket
+_CLIENT = struct.Struct("3i")  # pid, uid, gid
+_LOOK_S, _PINNED_LOOK_S = 0.5, 0.02
+
+
+class PolicyOffer:
+    """What `offer_policy` returns. `address`: for `read_policy`, the same on all ranks."""
+
+    def __init__(self, address: str, server: _OfferServer | None) -> None:
+        self.address, self._server = address, server
+
+    def close(self) -> None:
+        """Ends the offer, and readers' connections."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+def offer_policy(model: nn.Module, *, max_lag: float = 30.0) -> PolicyOffer:
+    """Lets other processes of this user and host read `model` at any time, by `read_policy(offer.address)`.
+
+    Collective, after `fully_shard` and after weights are loaded; it ends with `close()` or the process. Buffers and
+    parameters that are not sharded are offered as they are now. max_lag: seconds for which a reader may hold the next
+    publication back, after several reads that publications met; one that takes longer is dropped, with a warning.
+
+    Raises TypeError for a model that is not sharded, ValueError for another `max_lag`, NotImplementedError on GPUs.
+    """
+    engine = engine_of(model, "offer_policy")
+    if not 0 <= max_lag < float("inf"):
+        raise ValueError(f"max_lag is {max_lag}: give seconds, at least 0")
+    if engine.heap.device.type != "cpu":
+        raise NotImplementedError(
+            f"the model is on {engine.heap.device.type}, and a policy can be read by other processes only from the CPU "
+            f"backend's memory so far: sample with the model itself or with vLLM in the ranks' processes"
+        )
+    engine.publication.max_lag_s = max_lag
+    server = None
+    if engine.rank == 0:
+        manifest, files = _Contents(model).written()
+        server = _OfferServer(engine.publication, files=[manifest, *files], max_lag_s=max_lag)
+    message = {"address": None if server is None else server.address}
+    return PolicyOffer(engine.exchange("offer the policy", message)[0]["address"], server)
+
+
+class _Contents:
+    """What is where: the names of a model's files, and bytes of the heaps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._engine = engine_of(model)
+        self._model = model
+        self._heaps: list[SymmetricHeap] = [self._engine.heap]
+        self._apart: list[torch.Tensor] = []  # not in a heap: they are copied into a file of their own
+        self._apart_bytes = 0
+        self._parameters = {id(each.sharded): each for each in self._engine.parameters}
+
+    def written(self) -> tuple[int, list[int]]:
+        """Files: of the manifest as JSON, and those that its tensors are in."""
+        try:
+            _, part = transformers_part(self._model)
+        except TypeError:
+            part, weights = None, None
+            units = [{each.name: self._place(each)} for each in self._engine.parameters]
+        else:
+            weights = PretrainedTensors(self._model)
+            units = [{name: self._place(place) for name, place in unit.items()} for unit in weights.units]
+        publication = self._engine.publication
+        content = {
+            "units": units,
+            "adapted": {}
+            if weights is None
+            else {name: [*map(self._pair, of)] for name, of in weights.adapted.items()},
+            "class": None if part is None else plain_class(part).__name__,
+            "config": None if part is None else part.config.to_dict(),
+            "world": self._engine.heap.world,
+            "published": publication.published.slot,
+            "stepping": publication.stepping.slot,
+        }
+        if len(self._heaps) >= MOST_FILES:
+            raise NotImplementedError(
+                f"the model was sharded by {len(self._heaps)} calls of fully_shard, and a policy of at most "
+                f"{MOST_FILES - 1} can be offered: shard its blocks with the model, by one call"
+            )
+        text = json.dumps(content, default=str).encode()
+        apart = _file([bytes(each.contiguous().view(-1).view(torch.uint8).numpy()) for each in self._apart])
+        return _file([text]), [apart, *(heap.read_only_fd for heap in self._heaps)]
+
+    def _pair(self, pair: Any) -> list[Any]:
+        a, b = (self._place(self._parameters[id(each)]) for each in (pair.a, pair.b))
+        return [a, b, pair.scaling, pair.is_transposed]
+
+    def _place(self, value: ShardedParameter | torch.Tensor) -> dict[str, Any]:
+        """Its dtype, shape, file, and (first byte, elements) of its parts in it."""
+        if isinstance(value, torch.Tensor):
+            parts = [(self._apart_bytes, value.numel())]
+            self._apart.append(value.detach().cpu())
+            self._apart_bytes += aligned(value.nbytes)
+            return {"dtype": _name(value.dtype), "shape": list(value.shape), "file": 0, "parts": parts}
+        shard = value.shard
+        if not any(shard.heap is each for each in self._heaps):
+            self._heaps.append(shard.heap)
+        (file,) = [place for place, each in enumerate(self._heaps) if each is shard.heap]
+        parts = [(shard.heap.offset_of(each), each.numel()) for each in shard.compute_shards if each.numel()]
+        return {
+            "dtype": shard.spec.compute_dtype,
+            "shape": list(shard.spec.whole_shape),
+            "file": file + 1,
+            "parts": parts,
+        }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _file(contents: Iterable[bytes]) -> int:
+    """An anonymous file of these, each at the next aligned byte; open for reading."""
+    fd = os.memfd_create("odc-policy", os.MFD_CLOEXEC)
+    offset = 0
+    try:
+        for content in contents:
+            offset += os.pwrite(fd, content, offset)
+            offset = aligned(offset)
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    finally:
+        os.close(fd)
+
+
+class _OfferServer:
+    """Rank 0's thread: see the notes above. `files`: what each reader gets; the first two are this object's own."""
+
+    def __init__(self, publication: Any, *, files: list[int], max_lag_s: float) -> None:
+        self._publication, self._files, self._max_lag_s = publication, files, max_lag_s
+        name = f"odc-policy-{secrets.token_hex(8)}"
+        self.address = f"@{name}"
+        self._listener = listen(name, backlog=64)
+        self._listener.setblocking(False)
+        self._pins: dict[socket.socket, tuple[int, float]] = {}  # (number, when it was pinned) by reader
+        self._readers: set[socket.socket] = set()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._serve, name="odc-policy", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_closing = True
+        self._thread.join()
+        for each in [*self._readers, self._listener]:
+            each.close()
+        for fd in self._files[:2]:
+            os.close(fd)
+        self._publication.pinned.show(0)
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while not self._is_closing:
+                for key, _ in selector.select(_PINNED_LOOK_S if self._pins else _LOOK_S):
+                    if key.fileobj is self._listener:
+                        self._accept(selector)
+                    elif not self._answer(key.fileobj):
+                        self._drop(key.fileobj, selector)
+                for reader, (number, since_s) in [*self._pins.items()]:
+                    if time.monotonic() - since_s > self._max_lag_s and self._begun() > number:
+                        log.warning(
+                            "%s held publication %d of the policy back for %g s (max_lag): it is dropped",
+                            _described(reader),
+                            number + 1,
+                            self._max_lag_s,
+                        )
+                        self._drop(reader, selector)
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        with contextlib.suppress(OSError):  # the reader is gone
+            reader, _ = self._listener.accept()
+            if peer_uid(reader) != os.getuid():
+                reader.close()
+                return
+            reader.setblocking(False)
+            self._readers.add(reader)
+            selector.register(reader, selectors.EVENT_READ)
+            socket.send_fds(reader, [b"f"], self._files)
+
+    def _answer(self, reader: socket.socket) -> bool:
+        """Answers one request; False if the reader has left."""
+        try:
+            request = reader.recv(1)
+            if request == PIN:
+                number = self._begun()
+                self._pins[reader] = number, time.monotonic()
+                self._show()
+                reader.send(NUMBER.pack(number))
+            elif request == UNPIN:
+                self._pins.pop(reader, None)
+                self._show()
+        except OSError:
+            return False
+        return request in (PIN, UNPIN)
+
+    def _begun(self) -> int:
+        """The last publication that an owner has begun."""
+        return max(self._publication.stepping.seen())
+
+    def _show(self) -> None:
+        self._publication.pinned.show(min((number for number, _ in self._pins.values()), default=0))
+
+    def _drop(self, reader: socket.socket, selector: selectors.BaseSelector) -> None:
+        selector.unregister(reader)
+        reader.close()
+        self._readers.discard(reader)
+        if self._pins.pop(reader, None) is not None:
+            self._show()
+
+
+def _described(reader: socket.socket) -> str:
+    pid, _, _ = _CLIENT.unpack(reader.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CLIENT.size))
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        command = "gone"
+    return f"reader {pid} ({command[:80]})"
