@@ -35,7 +35,6 @@ from ..comm.layout import aligned
 from ..comm.memory.heap import SymmetricHeap
 from ..comm.memory.rendezvous import listen, peer_uid
 from ..engine.api import engine_of
-from ..engine.module import plain_class
 from ..engine.parameter import ShardedParameter
 
 log = logging.getLogger("odc_triton")
@@ -101,7 +100,7 @@ class _Contents:
         """Files: of the manifest as JSON, and those that its tensors are in."""
         try:
             _, part = transformers_part(self._model)
-        except TypeError:
+        except TypeError:  # no transformers model: its parameters' names
             part, weights = None, None
             units = [{each.name: self._place(each)} for each in self._engine.parameters]
         else:
@@ -113,7 +112,7 @@ class _Contents:
             "adapted": {}
             if weights is None
             else {name: [*map(self._pair, of)] for name, of in weights.adapted.items()},
-            "class": None if part is None else plain_class(part).__name__,
+            "class": None if weights is None else type(weights.empty).__name__,
             "config": None if part is None else part.config.to_dict(),
             "world": self._engine.heap.world,
             "published": publication.published.slot,

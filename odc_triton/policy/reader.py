@@ -11,6 +11,7 @@ import select
 import socket
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -63,6 +64,7 @@ class PolicyReader:
         self.dtypes = {place["dtype"] for unit in self._units for place in unit.values()}
         status = memoryview(self._files[1])[: content["world"] * STATUS_SLOTS * 8].cast("q")
         self._published, self._begun = (status[content[name] :: STATUS_SLOTS] for name in ("published", "stepping"))
+        self._close = weakref.finalize(self, self._connection.close)
         self._ended = select.poll()
         self._ended.register(self._connection, select.POLLIN)
         self._pinned = 0  # the number that owners keep for this reader
@@ -91,7 +93,7 @@ class PolicyReader:
 
     def close(self) -> None:
         """Ends the connection. Tensors of a read that is over stay valid."""
-        self._connection.close()
+        self._close()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.read(lambda tensors: [(name, value.clone()) for name, value in tensors])

@@ -106,7 +106,8 @@ class Job:
             process.join()
 
 
-def _context() -> Any:
+def fork_server() -> Any:
+    """The context of processes that begin with torch imported."""
     # A library that asks at import whether there is a GPU would initialise CUDA in the fork server, and then no rank
     # could. This makes torch ask the driver's library instead.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -117,7 +118,7 @@ def _context() -> Any:
 
 def in_own_process(function: Callable, *args: Any) -> Any:
     """Returns `function(*args)`, called in a process without threads: what forks must not be called in the test's."""
-    with ProcessPoolExecutor(1, mp_context=_context()) as pool:
+    with ProcessPoolExecutor(1, mp_context=fork_server()) as pool:
         return pool.submit(function, *args).result(LONG_S)
 
 
@@ -125,7 +126,7 @@ def start(function: Callable, world: int, *args: Any, store_in_rank_0: bool = Fa
     """Starts `function(rank, world, *args)` on `world` ranks. The function must be importable."""
     import torch.distributed as dist
 
-    context = _context()
+    context = fork_server()
     store = dist.TCPStore("127.0.0.1", 0, None, True)
     port = store.port
     if store_in_rank_0:

@@ -1,0 +1,316 @@
+"""A policy that other processes read: names and values, one version a read, and who is turned away."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from odc_triton import PolicyUnavailable, fully_shard, minibatch, offer_policy, publish, read_policy
+from odc_triton.policy.offer import PolicyOffer
+from odc_triton.policy.reader import PolicyReader
+from tests.support import ranks
+from tests.support.deadlines import LONG_S
+from tests.support.families import causal_lm, with_lora
+from tests.support.models import build
+
+
+class _Plain(nn.Module):
+    """Not transformers': an odd number of rows, a scalar, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(3, 5) for _ in range(2))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(layer(x).sum() for layer in self.layers) * self.scale
+
+
+# ---------------------------------------------------------------------- names and values
+
+
+def _sharded(kind: str, backend: str) -> nn.Module:
+    if kind == "plain":
+        return fully_shard(_Plain(), backend=backend)
+    if kind == "blocks":  # each has a heap of its own
+        model = build("qwen2")
+        for layer in model.model.layers:
+            fully_shard(layer, backend=backend)
+        return fully_shard(model, backend=backend)
+    if kind == "bfloat16":
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        return fully_shard(build("qwen2"), backend=backend, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    model = with_lora(causal_lm("Qwen3")) if kind == "lora" else causal_lm(kind)
+    return fully_shard(model, backend=backend)
+
+
+def _reads(rank: int, world: int, kind: str, backend: str) -> None:
+    from odc_triton import full_parameters
+    from odc_triton.checkpoint.pretrained_tensors import PretrainedTensors
+
+    model = _sharded(kind, backend)
+    offer = offer_policy(model)
+    reader = read_policy(offer.address)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    for step in range(2):
+        torch.manual_seed(step)
+        with minibatch(model):
+            if kind == "plain":
+                model(torch.randn(2, 3)).backward()
+            else:
+                ids = torch.randint(3, 60, (1, 7))
+                model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        wanted = dict(full_parameters(model) if kind == "plain" else PretrainedTensors(model))
+        found = dict(reader)
+        assert list(found) == list(wanted)
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value), name
+            assert found[name].dtype is value.dtype
+        assert reader.version == model._odc_engine.publication.number
+        model._odc_engine.exchange("read", {})
+    assert reader.dtypes == {"bfloat16" if kind == "bfloat16" else "float32"}
+    assert (reader.config or {}).get("vocab_size") == (None if kind == "plain" else model.config.vocab_size)
+    model._odc_engine.exchange("read all", {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "backend"),
+    [
+        ("plain", 3, "cpu"),
+        ("plain", 3, "cpu-sharded"),
+        ("blocks", 2, "cpu"),
+        ("bfloat16", 2, "cpu"),
+        ("Qwen3Moe", 2, "cpu-sharded"),  # its files have each expert apart
+        ("lora", 2, "cpu"),
+        ("Qwen3", 1, "cpu"),
+    ],
+)
+def test_names_and_values_are_those_of_the_files(kind: str, world: int, backend: str) -> None:
+    ranks.run(_reads, world, kind, backend)
+
+
+# ---------------------------------------------------------------------- one version
+
+
+class _Policy:
+    """A model of one rank, that can be stepped while it is read: all weights are minus the number of steps."""
+
+    def __init__(self, max_lag: float = LONG_S) -> None:
+        self.model = fully_shard(nn.Linear(4, 4))
+        with torch.no_grad():
+            for each in self.model.parameters():
+                each.zero_()
+        publish(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.offer: PolicyOffer = offer_policy(self.model, max_lag=max_lag)
+        self.reader: PolicyReader = read_policy(self.offer.address)
+
+    def step(self) -> None:
+        with minibatch(self.model):
+            sum(each.sum() for each in self.model(torch.eye(4)[:1])).backward()
+        for each in self.model.parameters():
+            each.grad.to_local().fill_(1.0)
+        self.optimizer.step()
+
+
+@pytest.fixture
+def policy() -> Iterator[_Policy]:
+    made = _Policy()
+    yield made
+    made.reader.close()
+    made.offer.close()
+
+
+def _values(tensors: Iterator[tuple[str, torch.Tensor]], between: object = None) -> set[float]:
+    """All values; `between` is called after the first tensor."""
+    found = set(next(tensors)[1].flatten().tolist())
+    if between is not None:
+        between()
+    return found.union(*(value.flatten().tolist() for _, value in tensors))
+
+
+@pytest.mark.parametrize("met", [1, 3])
+def test_a_read_that_a_publication_met_is_repeated(policy: _Policy, met: int) -> None:
+    calls = 0
+
+    def take(tensors: Iterator[tuple[str, torch.Tensor]]) -> set[float]:
+        nonlocal calls
+        calls += 1
+        return _values(tensors, policy.step if calls <= met else None)
+
+    before = policy.reader.version
+    assert policy.reader.read(take) == {-float(met)}
+    assert calls == met + 1
+    assert policy.reader.version == policy.model._odc_engine.publication.number > before
+
+
+def test_a_step_that_has_begun_is_waited_for(policy: _Policy) -> None:
+    """Its owner writes where it is read: the numbers are looked at before the read too."""
+    policy.step()
+    policy.model._odc_engine.publication.announce()
+    read: list[set[float]] = []
+    thread = threading.Thread(target=lambda: read.append(policy.reader.read(_values)))
+    thread.start()
+    thread.join(0.2)
+    assert not read
+    with torch.no_grad():
+        for each in policy.model.parameters():
+            each.to_local().fill_(7.0)
+    policy.model._odc_engine.publish()
+    thread.join(LONG_S)
+    assert read == [{7.0}]
+
+
+def test_after_four_reads_the_publication_is_pinned(policy: _Policy) -> None:
+    steps: list[threading.Thread] = []
+    seen: list[tuple[int, bool]] = []
+
+    def step_meanwhile() -> None:
+        steps.append(threading.Thread(target=policy.step))
+        steps[-1].start()
+        if len(steps) <= 4:
+            steps[-1].join(LONG_S)  # not held back
+        else:
+            steps[-1].join(0.3)
+        seen.append((policy.model._odc_engine.publication.number, steps[-1].is_alive()))
+
+    first = policy.model._odc_engine.publication.number
+    assert policy.reader.read(lambda tensors: _values(tensors, step_meanwhile)) == {-4.0}
+    assert seen[4] == (first + 4, True), "the fifth step waits for the reader"
+    steps[-1].join(LONG_S)
+    assert policy.model._odc_engine.publication.number == first + 5
+    assert policy.reader.read(_values) == {-5.0}
+
+
+def test_a_reader_that_takes_longer_than_max_lag_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    policy = _Policy(max_lag=0.2)
+    with pytest.raises(PolicyUnavailable, match="dropped this reader, which held it back for its max_lag"):
+        policy.reader.read(lambda tensors: _values(tensors, policy.step))
+    (record,) = [each for each in caplog.records if "held publication" in each.message]
+    assert f"reader {os.getpid()} (" in record.message
+    other = read_policy(policy.offer.address)
+    assert len(other.read(_values)) == 1
+    policy.offer.close()
+
+
+# ---------------------------------------------------------------------- who can't read
+
+
+def test_addresses_that_offer_nothing(policy: _Policy) -> None:
+    for address in ("@odc-policy-none", "", "x" * 200):
+        with pytest.raises(PolicyUnavailable, match=f"no policy can be read at {address} "):
+            read_policy(address)
+    reader = read_policy(policy.offer.address)
+    policy.offer.close()
+    with pytest.raises(PolicyUnavailable, match=r"no longer offers its policy at .*: it ended"):
+        reader.read(_values)
+    with pytest.raises(PolicyUnavailable, match="no policy can be read at"):
+        read_policy(policy.offer.address)
+
+
+def test_a_job_that_stands_still_is_not_waited_for(policy: _Policy) -> None:
+    reader = read_policy(policy.offer.address, timeout=0.2)
+    policy.model._odc_engine.publication.announce()
+    with pytest.raises(PolicyUnavailable, match=r"have published \[2\] times.* within 0 s: does the job stand still"):
+        reader.read(_values)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_other_users_are_refused(policy: _Policy) -> None:
+    stranger = os.fork()
+    if stranger == 0:
+        os.setuid(65534)
+        try:
+            read_policy(policy.offer.address)
+        except PolicyUnavailable as error:
+            os._exit(0 if "is offered by user 0, not by this one" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(stranger, 0)[1]) == 0
+
+
+def test_memory_is_mapped_read_only(policy: _Policy) -> None:
+    connection, fds = policy.reader._connect()
+    connection.close()
+    assert len(fds) == 3  # what is where; tensors that are in no heap, of which there are none; the heap
+    for fd in (fds[0], fds[2]):
+        with pytest.raises(PermissionError):
+            mmap.mmap(fd, 1)
+    for fd in fds:
+        os.close(fd)
+
+
+def test_what_can_not_be_offered() -> None:
+    with pytest.raises(TypeError, match="Linear is not sharded"):
+        offer_policy(nn.Linear(2, 2))
+    model = fully_shard(nn.Linear(2, 2))
+    for max_lag in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"max_lag is .*: give seconds, at least 0"):
+            offer_policy(model, max_lag=max_lag)
+    model._odc_engine.heap.device = torch.device("cuda")
+    with pytest.raises(NotImplementedError, match=r"the model is on cuda, .* sample with the model"):
+        offer_policy(model)
+
+
+# ---------------------------------------------------------------------- deaths
+
+
+def _pins(address: str, ready: Any) -> None:
+    """Holds the next publication back, until the process is killed or dropped."""
+    reader = read_policy(address)
+    try:
+        reader._pin()
+        ready.send("pinned")
+        time.sleep(LONG_S)
+    finally:
+        reader.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_reader_that_died_or_stopped_holds_nothing_back(number: signal.Signals) -> None:
+    policy = _Policy(max_lag=LONG_S if number is signal.SIGKILL else 0.3)
+    ours, theirs = ranks.fork_server().Pipe(duplex=False)
+    process = ranks.fork_server().Process(target=_pins, args=(policy.offer.address, theirs))
+    process.start()
+    assert ours.recv() == "pinned"
+    os.kill(process.pid, number)
+    start_s = time.monotonic()
+    policy.step()
+    assert time.monotonic() - start_s < LONG_S / 2
+    deadline_s = time.monotonic() + LONG_S
+    while policy.model._odc_engine.publication.pinned.seen() != [0] and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert policy.model._odc_engine.publication.pinned.seen() == [0]
+    process.kill()
+    process.join()
+    policy.offer.close()
+
+
+def _begins_a_step(address: Any) -> None:
+    policy = _Policy()
+    policy.model._odc_engine.publication.announce()
+    address.send(policy.offer.address)
+    time.sleep(LONG_S)
+
+
+def test_a_job_that_died_is_named_at_once() -> None:
+    ours, theirs = ranks.fork_server().Pipe(duplex=False)
+    process = ranks.fork_server().Process(target=_begins_a_step, args=(theirs,))
+    process.start()
+    reader = read_policy(ours.recv(), timeout=LONG_S)
+    killer = threading.Timer(0.1, process.kill)
+    killer.start()
+    with pytest.raises(PolicyUnavailable, match="it ended"):
+        reader.read(_values)
+    process.join()
