@@ -15,8 +15,9 @@ of the N rows of all ranks, and t of their T counted tokens:
 
 The sum is then TRL's loss for one process and microbatch that has all rows.
 
-[Note: the reference] TRL would hold a whole reference model on every rank. While TRL's constructor runs, `beta` is 0,
-so it makes none; then one is made on the meta device, sharded, and loaded by rows.
+[Note: the reference and vLLM] TRL would hold a whole reference model on every rank, and send shards to vLLM. While its
+constructor runs, `beta` is 0 and `use_vllm` False, so it makes neither. Then a reference model is made on the meta
+device, sharded, and loaded by rows; and `ShardedVllmGeneration` is made.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from ..balance.pieces import Entry, number_of
 from ..balance.relatives import find_relatives
 from ..checkpoint import load_pretrained_shards, meta_causal_lm
 from ..data.records import IGNORED
-from ..engine.api import full_parameters, minibatch
+from ..engine.api import minibatch
 from ..nn.head import log_probs
 from ..sharding.shard import fully_shard
 from .enable import enable_packing, innermost, is_packed, takes_branches
@@ -56,6 +57,8 @@ try:
     import trl
     from accelerate.utils import gather_object
     from trl import GRPOConfig, GRPOTrainer
+
+    from .grpo_vllm import ShardedVllmGeneration
 except ImportError as error:
     raise ImportError(f"ODCGRPOTrainer needs TRL {_TRL}*: {_GET_TRL}") from error
 
@@ -120,20 +123,20 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         if share_prefixes not in ("auto", "off"):
             raise ValueError(f"share_prefixes is {share_prefixes!r}: give 'auto' or 'off'")
         self._token_cap = token_cap
-        beta, args.beta = args.beta, 0.0  # see [Note: the reference]
-        try:
+        (beta, args.beta), (use_vllm, args.use_vllm) = (args.beta, 0.0), (args.use_vllm, False)
+        try:  # see [Note: the reference and vLLM]
             super().__init__(model, args, reward_funcs=reward_funcs, **trainer)
         finally:
-            args.beta = beta
+            args.beta, args.use_vllm = beta, use_vllm
         self._check_batch()
         self._share_prefixes = share_prefixes == "auto" and self._noise_alpha is None
-        self.beta = beta
+        self.beta, self.use_vllm = beta, use_vllm
         if beta:
             with torch.random.fork_rng(devices=[]):  # TRL has seeded for its own shuffles by now
                 reference = self._sharded_reference()
             self.ref_model = self.accelerator.prepare_model(reference, device_placement=False, evaluation_mode=True)
-        if self.use_vllm:
-            self.vllm_generation._iter_named_params = self._whole_parameters
+        if use_vllm:
+            self.vllm_generation, self._last_loaded_step = ShardedVllmGeneration(self), -1
 
     def _check_arguments(self, args: GRPOConfig) -> None:
         super()._check_arguments(args)
@@ -170,6 +173,12 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
                 "before fully_shard"
             )
         args = self.args
+        corrects = args.use_vllm and args.vllm_importance_sampling_correction
+        if corrects and args.loss_type == "vespo" and "token" not in args.vllm_importance_sampling_mode:
+            raise ValueError(  # as TRL, which saw no use_vllm
+                f"vllm_importance_sampling_mode is {args.vllm_importance_sampling_mode!r} with loss_type 'vespo': set "
+                f"token_truncate or token_mask"
+            )
         wanted = args.per_device_train_batch_size * self._engine.world * args.steps_per_generation
         if args.generation_batch_size != wanted:
             raise ValueError(
@@ -199,14 +208,6 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         )
         load_pretrained_shards(reference, source)
         return reference.eval()
-
-    def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Replaces vLLM's `_iter_named_params`, which would yield shards. No rank waits for another."""
-        engine = self.vllm_generation
-        if engine.mode == "server" and not self.accelerator.is_main_process:
-            return  # only rank 0 sends
-        for name, value in full_parameters(self.model):
-            yield engine._fix_param_name_to_vllm(name), value
 
     # ------------------------------------------------------------------ outside of minibatches
 

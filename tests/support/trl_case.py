@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 from torch import nn
@@ -59,28 +58,14 @@ def rollout(prompts: list[str], trainer: Any) -> dict[str, list[list[Any]]]:
     }
 
 
-def receive_for_vllm() -> dict[str, torch.Tensor]:
-    """Puts an engine in vLLM's place, in this process, that only receives weights; returns what it has, by name."""
+def without_vllm() -> None:
+    """Completions are recorded, so vLLM is not started: tests/vllm has it."""
     from trl.generation.vllm_generation import VLLMGeneration
-    from trl.trainer import grpo_trainer
 
-    received: dict[str, torch.Tensor] = {}
+    from odc_triton.hf.grpo_vllm import ShardedVllmGeneration
 
-    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        received.update((name, value.detach().clone()) for name, value in weights)
-
-    def update_named_params(metadata: list[tuple[str, str, list[int]]], weights: Any) -> None:
-        load_weights(weights)
-        assert {name: shape for name, _, shape in metadata} == {n: list(v.shape) for n, v in received.items()}
-
-    class Receiver(VLLMGeneration):
-        def _init_vllm(self) -> None:
-            self.llm, self.vllm_client = MagicMock(), MagicMock()
-            self.llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights = load_weights
-            self.vllm_client.update_named_params = update_named_params
-
-    grpo_trainer.VLLMGeneration = Receiver
-    return received
+    for each in (VLLMGeneration, ShardedVllmGeneration):
+        each._init_vllm = each.sync_weights = lambda self: None
 
 
 def tokenizer() -> Any:
@@ -173,7 +158,7 @@ def plain_run(rank: int, world: int, folder: str, start: str | None, changes: di
         pass
 
     environment()
-    receive_for_vllm()
+    without_vllm()
     both = given(changes)
     trainer = Plain(model_of(start), args=arguments(folder, **changes), **both)
     start_weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
@@ -205,7 +190,7 @@ def odc_run(
     from odc_triton.hf.grpo_rows import row_tokens
     from odc_triton.nn.operand import is_sharded
 
-    receive_for_vllm()
+    without_vllm()
     trainer = odc_trainer(folder, world, start, **changes)
     assigned, assign = [], trainer._assign
     trainer._assign = lambda rows: assigned.append(assign(rows)) or assigned[-1]

@@ -1,0 +1,96 @@
+"""ODCGRPOTrainer with vLLM itself, on CPUs: in each rank's process, and as a server."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import ranks
+from tests.support import trl_case as case
+from tests.support.families import causal_lm
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.slow
+
+PROMPTS = [[5, 9, 3], [17, 40, 2, 8, 11], [6]]
+BOUND = 1e-4  # between log-probabilities of vLLM's kernels and ours, both in fp32
+STEPS = 4
+
+
+def _saved(folder: Path) -> str:
+    """A model and its tokenizer; vLLM's attention on CPUs takes heads of 32 and more."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 128, "max_position_embeddings": 256}
+    causal_lm("Qwen2", **sizes).save_pretrained(folder)
+    case.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def _greedy(model: torch.nn.Module, prompt: list[int], tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    for _ in range(tokens):
+        ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
+    return ids[0, len(prompt) :].tolist()
+
+
+def _trained(rank: int, world: int, folder: str, start: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """A run whose engine says, before it samples for each step and after the last, what it would sample greedily."""
+    from odc_triton import full_parameters
+    from odc_triton.hf import ODCGRPOTrainer
+
+    case.environment()
+    plain, compared = case.model_of(start).eval(), []
+
+    class Compared(ODCGRPOTrainer):
+        @torch.no_grad()
+        def compare(self) -> None:
+            for name, value in full_parameters(self.model):
+                plain.get_parameter(name).copy_(value)
+            want = [_greedy(plain, prompt, 12) for prompt in PROMPTS]
+            engine = self.vllm_generation
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(engine, "temperature", 0.0)
+                patch.setattr(engine, "max_completion_length", 12)
+                patch.setattr(engine, "generation_kwargs", {"ignore_eos": True})
+                found = engine.generate(PROMPTS, None, 1)[1]
+            compared.append((want, found))
+
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+            sampled = super()._generate_single_turn(*args, **kwargs)
+            self.compare()
+            return sampled
+
+    args = case.arguments(folder, case.ROWS // world, use_vllm=True, max_steps=STEPS, **changes)
+    trainer = Compared(case.sharded(start), args=args, **case.given())
+    trainer.train()
+    trainer.vllm_generation.sync_weights()
+    trainer.compare()
+    return {"logs": trainer.state.log_history[:STEPS], "compared": compared}
+
+
+def _colocated(rank: int, world: int, folder: str, start: str) -> dict[str, Any]:
+    from trl.generation import vllm_generation
+
+    vllm_generation.LLM = partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)
+    return _trained(rank, world, folder, start, {"vllm_mode": "colocate", "vllm_max_model_length": 128})
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_colocate(tmp_path: Path, world: int) -> None:
+    for found in ranks.run(_colocated, world, str(tmp_path / "run"), _saved(tmp_path / "model")):
+        _assert_same_policy(found)
+
+
+def _assert_same_policy(found: dict[str, Any]) -> None:
+    compared = found["compared"]
+    assert len(compared) == STEPS + 1
+    assert all(of_vllm == of_policy for of_vllm, of_policy in compared)
+    assert all(compared[i][0] != compared[i + 1][0] for i in range(STEPS))  # or older weights would not show
+    for log in found["logs"]:
+        assert log["sampling/sampling_logp_difference/max"] < BOUND
+        for end in ("min", "mean", "max"):
+            assert log[f"sampling/importance_sampling_ratio/{end}"] == pytest.approx(1, abs=case.MAX_TOKENS * BOUND)
