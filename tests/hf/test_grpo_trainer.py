@@ -14,8 +14,10 @@ from torch import nn
 
 from tests.support import ranks, slow
 from tests.support import trl_case as case
+from tests.support.families import causal_lm
 from tests.support.models import build
 from tests.support.trl_case import ROWS, STEPS, assert_alike
+from tests.support.trl_tools import VOCABULARY
 
 # At the second update of the same completions ratios are not 1; so near to 1 some are clipped.
 TWICE = {"num_iterations": 2, "epsilon": 0.1}
@@ -25,9 +27,13 @@ SHARED = {"before": 40}
 LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "sapo", "vespo")
 
 
-def _saved(tmp_path: Path, seed: int = 0) -> str:
+TOOLS = {"max_completion_length": 160}
+
+
+def _saved(tmp_path: Path, seed: int = 0, **sizes: int) -> str:
     """A folder to load model and reference from."""
-    model = build("qwen2", seed)
+    torch.manual_seed(seed)
+    model = causal_lm("Qwen2", **sizes)
     model.save_pretrained(tmp_path / f"model-{seed}")
     return str(tmp_path / f"model-{seed}")
 
@@ -70,6 +76,10 @@ GROUPS: dict[str, list[Run]] = {
         ("grpo", VLLM | {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_mode": "colocate"}),
         ("bnpo", TWICE | {"rollout": True, "off_policy_mask_threshold": 1e-3}),
     ],
+    "tools": [
+        ("dapo", TWICE | TOOLS | {"tools": "functions"}),
+        ("bnpo", TOOLS | {"tools": "environment"}),
+    ],
     "one rank": [
         ("dapo", {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "beta": 0.1}),
         ("dr_grpo", {"steps_per_generation": 2, "epsilon": 1e-3}),
@@ -86,14 +96,15 @@ def _each(rank: int, world: int, run: Callable, folder: str, start: str, group: 
     found = []
     for index, (loss_type, changes) in enumerate(GROUPS[group]):
         taken = {name: value for name, value in changes.items() if run is case.odc_run or name not in _OURS}
-        where = f"{folder}/{run.__name__}-{index}", start if "beta" in changes else None
+        where = f"{folder}/{run.__name__}-{index}", start if changes.keys() & {"beta", "tools"} else None
         found.append(run(rank, world, *where, taken | {"loss_type": loss_type}))
     return found
 
 
 @pytest.mark.parametrize("group", ["usual", *(slow(group) for group in GROUPS if group != "usual")])
 def test_as_trl(tmp_path: Path, group: str) -> None:
-    start = _saved(tmp_path)
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 1024} if group == "tools" else {}
+    start = _saved(tmp_path, **sizes)
     (plain,) = ranks.run(_each, 1, case.plain_run, str(tmp_path), start, group)
     ours = ranks.run(_each, WORLDS.get(group, 2), case.odc_run, str(tmp_path), start, group)
     for (loss_type, changes), of_trl, *of_ranks in zip(GROUPS[group], plain, *ours, strict=True):
@@ -110,6 +121,8 @@ def _assert_as_trl(loss_type: str, changes: dict[str, Any], results: list[dict],
         assert all("kl" in entry for entry in plain["logs"][:STEPS])
         for name, weight in build("qwen2").named_parameters():  # the reference stays as it was
             assert torch.equal(results[-1]["reference"][name], weight), name
+    if "tools" in changes:
+        assert 0 < plain["logs"][0]["tools/failure_frequency"] < 1
     if "before" in changes:
         _assert_shared(results, outside="beta" in changes, off="share_prefixes" in changes)
     assert all(sum(rows) == ROWS * batches for rows in zip(*(result["rows"] for result in results), strict=True))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import trl_tools
 from .models import build
 from .replicas import mesh_of
 
@@ -43,7 +44,10 @@ class Recorded:
             self.vllm_generation.sync_weights()
         first = self.accelerator.process_index * len(prompt_ids)
         step = self._step * getattr(self, "_accumulated", 1)  # TRL counts batches
-        completions = [completion(step, first + i) for i in range(len(prompt_ids))]
+        if self.tools:
+            completions = [trl_tools.completion(step, first + i, prompt) for i, prompt in enumerate(prompt_ids)]
+        else:
+            completions = [completion(step, first + i) for i in range(len(prompt_ids))]
         return completions, [sampling_logps(ids) for ids in completions] if self.use_vllm else None
 
 
@@ -113,13 +117,18 @@ def given(changes: dict[str, Any] | None = None) -> dict[str, Any]:
     prompts = [
         " ".join(alike + [f"w{3 + (7 * row + i) % 90}" for i in range(before + 1 + 3 * row % 8)]) for row in range(12)
     ]
+    tools = changes.pop("tools", None) if changes else None
+    if tools is not None:
+        prompts = [[{"role": "user", "content": f"add {row} and {7**row}"}] for row in range(12)]
     return {
         "reward_funcs": [reward],
         "train_dataset": Dataset.from_dict({"prompt": prompts}),
         "eval_dataset": Dataset.from_dict(
             {"prompt": prompts[:ROWS]}
         ),  # or accelerate drops the last batch of some ranks
-        "processing_class": tokenizer(),
+        "processing_class": tokenizer() if tools is None else trl_tools.tokenizer(),
+        "tools": [trl_tools.add] if tools == "functions" else None,
+        "environment_factory": trl_tools.Account if tools == "environment" else None,
         "rollout_func": rollout if changes and changes.pop("rollout", False) else None,
     }
 

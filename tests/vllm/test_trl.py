@@ -59,29 +59,48 @@ def _trained(rank: int, world: int, folder: str, start: str, changes: dict[str, 
                 found = engine.generate(PROMPTS, None, 1)[1]
             compared.append((want, found))
 
-        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-            sampled = super()._generate_single_turn(*args, **kwargs)
+        def _generate(self, prompts: list[Any]) -> Any:
+            sampled = super()._generate(prompts)
             self.compare()
             return sampled
 
+    given = case.given() | {"rollout_func": _two_turns if changes.pop("turns", 1) == 2 else None}
     args = case.arguments(folder, case.ROWS // world, use_vllm=True, max_steps=STEPS, **changes)
-    trainer = Compared(case.sharded(start), args=args, **case.given())
+    trainer = Compared(case.sharded(start), args=args, **given)
     trainer.train()
     trainer.vllm_generation.sync_weights()
     trainer.compare()
     return {"logs": trainer.state.log_history[:STEPS], "compared": compared}
 
 
-def _colocated(rank: int, world: int, folder: str, start: str) -> dict[str, Any]:
+def _two_turns(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
+    """Each completion is a turn, two tokens that its environment wrote, and another turn."""
+    engine, written = trainer.vllm_generation, [7, 8]
+    before = [trainer._tokenizer(prompt)["input_ids"] for prompt in prompts]
+    _, first, first_logps, _ = engine.generate(before, None, trainer.num_generations)
+    then = [prompt + turn + written for prompt, turn in zip(before, first, strict=True)]
+    _, second, second_logps, _ = engine.generate(then, None, 1)
+    both = list(zip(first, second, strict=True))
+    logps = zip(first_logps, second_logps, strict=True)
+    return {
+        "prompt_ids": before,
+        "completion_ids": [[*one, *written, *other] for one, other in both],
+        "logprobs": [[*(of[0] for of in one), 0.0, 0.0, *(of[0] for of in other)] for one, other in logps],
+        "env_mask": [[1] * len(one) + [0, 0] + [1] * len(other) for one, other in both],
+    }
+
+
+def _colocated(rank: int, world: int, folder: str, start: str, changes: dict[str, Any]) -> dict[str, Any]:
     from trl.generation import vllm_generation
 
     vllm_generation.LLM = partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)
-    return _trained(rank, world, folder, start, {"vllm_mode": "colocate", "vllm_max_model_length": 128})
+    return _trained(rank, world, folder, start, changes | {"vllm_mode": "colocate", "vllm_max_model_length": 128})
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_colocate(tmp_path: Path, world: int) -> None:
-    for found in ranks.run(_colocated, world, str(tmp_path / "run"), _saved(tmp_path / "model")):
+@pytest.mark.parametrize(("world", "turns"), [(1, 1), (2, 2)])
+def test_colocate(tmp_path: Path, world: int, turns: int) -> None:
+    start = _saved(tmp_path / "model")
+    for found in ranks.run(_colocated, world, str(tmp_path / "run"), start, {"turns": turns}):
         _assert_same_policy(found)
 
 
@@ -93,4 +112,4 @@ def _assert_same_policy(found: dict[str, Any]) -> None:
     for log in found["logs"]:
         assert log["sampling/sampling_logp_difference/max"] < BOUND
         for end in ("min", "mean", "max"):
-            assert log[f"sampling/importance_sampling_ratio/{end}"] == pytest.approx(1, abs=case.MAX_TOKENS * BOUND)
+            assert log[f"sampling/importance_sampling_ratio/{end}"] == pytest.approx(1, abs=2 * case.MAX_TOKENS * BOUND)
