@@ -22,3 +22,8 @@ def second_token(completion_ids: list[list[int]], **_: object) -> list[float]:
 
 def raising(prompts: list[str], completions: list[str], **_: object) -> list[float]:
     raise KeyError(f"nothing known of {len(completions)}")
+
+
+def of_function(prompts: list[str], prompt_text: list[str], **_: object) -> list[float | None]:
+    """Nothing, and an error if the column of a rollout function is not there."""
+    return [None if text == prompt else 1.0 for text, prompt in zip(prompt_text, prompts, strict=True)]

@@ -24,6 +24,13 @@ class Sampled:
     ids: list[int]  # with the end token, if it ended
     logps: list[float]  # of each of `ids` under the sampled distribution (after temperature); NaN if unknown
     ended: bool  # by an end token; else cut at max_new_tokens
+    mask: list[int] | None = None  # of each of `ids`, 0: from outside, such as a tool's output; None: all are sampled
+    prompt: list[int] | None = None  # the tokens before them, if not the request's
+
+    @property
+    def own(self) -> list[int]:
+        """1 for each of `ids` that was sampled, 0 for others."""
+        return self.mask or [1] * len(self.ids)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ Correction = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 class Learned:
     """A rollout's completions that are learned, the same on every rank except `old`, which has this rank's only.
 
-    By sample: ids and labels, advantage, weight of each token's loss, log-probabilities under the engine that sampled.
+    By sample: ids and labels, advantage, weight of each token's loss, its tokens' log-probabilities under the engine
+    that sampled. Tokens from outside are in the ids alone.
     `tokens`: the loss's denominator, including tokens of completions left out.
     """
 
@@ -48,16 +50,18 @@ class Learned:
     ) -> Learned:
         """`keep_all`: also completions of advantage 0, which are only counted without a divergence."""
         gained = advantages(made.totals, scale).flatten().tolist()
-        flat = [(slot.prompt.ids, one) for slot, group in zip(made.slots, made.sampled, strict=True) for one in group]
-        counts = [0 if mask_truncated and not one.ended else len(one.ids) for _, one in flat]
+        groups = zip(made.slots, made.sampled, strict=True)
+        flat = [(one.prompt or slot.prompt.ids, one) for slot, group in groups for one in group]
+        counts = [0 if mask_truncated and not one.ended else sum(one.own) for _, one in flat]
         divisors = Denominators(tokens=sum(counts), rows=len(flat), most_tokens=most_tokens)
         batch = cls(samples=[], advantage=[], weight=[], sampled=[], tokens=divisors.tokens)
         for (prompt, one), count, advantage in zip(flat, counts, gained, strict=True):
             if count and (advantage or keep_all):
-                batch.samples.append({"input_ids": prompt + one.ids, "labels": [IGNORED] * len(prompt) + one.ids})
+                labels = [token if own else IGNORED for token, own in zip(one.ids, one.own, strict=True)]
+                batch.samples.append({"input_ids": prompt + one.ids, "labels": [IGNORED] * len(prompt) + labels})
                 batch.advantage.append(advantage)
                 batch.weight.append(divisors.weight(loss, count))
-                batch.sampled.append(one.logps)
+                batch.sampled.append([*compress(one.logps, one.own)])
         return batch
 
     @property
@@ -116,12 +120,11 @@ class Learned:
         return loss, sums | more
 
     def _predicted(self, entry: Entry) -> slice:
-        """The range of its sample's completion tokens that an entry of a pack predicts."""
+        """The range of its sample's learned tokens that an entry of a pack predicts."""
         if isinstance(entry, int):
             return slice(0, len(self.sampled[entry]))
-        most = len(self.sampled[entry.sample])
-        prompt = len(self.samples[entry.sample]["input_ids"]) - most
-        return slice(*(min(max(edge + 1 - prompt, 0), most) for edge in (entry.start, entry.stop)))
+        before = (self.samples[entry.sample]["labels"][: edge + 1] for edge in (entry.start, entry.stop))
+        return slice(*(len(labels) - labels.count(IGNORED) for labels in before))
 
 
 def _log_probs(model: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from ..base.errors import TRACEBACK
 from ..comm.launch import die_with_parent, how_it_ended
@@ -155,7 +155,7 @@ def _serve(channel: socket.socket) -> None:
     functions: list[Callable] = []
     problem = None
     for name in json.loads(_receive(channel)):
-        found = _find(name)
+        found = find_function("reward", name)
         if isinstance(found, str):
             problem = problem or found
         else:
@@ -182,33 +182,38 @@ def _start_reaper() -> None:
         os.killpg(functions_pid, signal.SIGKILL)  # by number: a session of its own, never the rank's
 
 
-def _find(name: str) -> Callable | str:
-    """The function `name`, or the reason why there is none."""
+def find_function(kind: Literal["reward", "rollout"], name: str) -> Callable | str:
+    """The function `name`, a "module:function", or the reason why there is none."""
     module_name, _, path = name.partition(":")
     try:
         found = module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            return f"reward {name}: importing {module_name} needs {error.name}, which is not installed: install it"
+            return f"{kind} {name}: importing {module_name} needs {error.name}, which is not installed: install it"
         return (
-            f"reward {name}: there is no module {error.name}: start the job in the folder that has it, or add that "
+            f"{kind} {name}: there is no module {error.name}: start the job in the folder that has it, or add that "
             f"folder to PYTHONPATH"
         )
     except BaseException as error:  # SystemExit too
-        return f"reward {name}: importing {module_name} raised {type(error).__name__}: {error}\n{_trace_of(error)}"
+        return f"{kind} {name}: importing {module_name} raised {type(error).__name__}: {error}\n{trace_of(error)}"
     try:
         for part in path.split("."):
             found = getattr(found, part)
     except AttributeError:
         own = ", ".join(name for name in vars(module) if not name.startswith("_")) or "nothing"
-        return f"reward {name}: {module.__file__} has no {path}: name one of its functions; it has {own}"
+        return f"{kind} {name}: {module.__file__} has no {path}: name one of its functions; it has {own}"
     if not callable(found):
-        return f"reward {name}: {path} is {found!r:.60}, no function: name one of {module.__file__}"
+        return f"{kind} {name}: {path} is {found!r:.60}, no function: name one of {module.__file__}"
     try:
-        inspect.signature(found).bind_partial(**dict.fromkeys(_KEYWORDS))
+        if kind == "reward":
+            inspect.signature(found).bind_partial(**dict.fromkeys(_KEYWORDS))
+        else:
+            inspect.signature(found).bind("prompts", "engine")
     except TypeError as error:
+        if kind == "rollout":
+            return f"rollout {name}: {path} can't be called with prompts and an engine ({error}): give it these two"
         return (
-            f"reward {name}: {path} can't be called with the keywords {', '.join(_KEYWORDS)} ({error}): end its "
+            f"{kind} {name}: {path} can't be called with the keywords {', '.join(_KEYWORDS)} ({error}): end its "
             f"parameters with **columns"
         )
     except ValueError:  # written in C, without a signature
@@ -245,7 +250,7 @@ def _call(function: Callable, keywords: dict[str, Any], events: _Events) -> dict
             return {"returned": _short(returned)}
         return {"rewards": [_plain(reward) for reward in rewards]}
     except Exception as error:
-        return {"raised": f"{type(error).__name__}: {error}", "trace": _trace_of(error)}
+        return {"raised": f"{type(error).__name__}: {error}", "trace": trace_of(error)}
 
 
 def _plain(reward: Any) -> float | str | None:
@@ -264,7 +269,7 @@ def _short(value: Any) -> str:
     return f"{type(value).__name__} {value!r:.100}"
 
 
-def _trace_of(error: BaseException) -> str:
+def trace_of(error: BaseException) -> str:
     """A traceback with the user's own frames only; a long one is cut to its last lines."""
     found = traceback.TracebackException.from_exception(error)
     _keep_own(found)

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from ..balance.queue import Counter
 from ..base.errors import TRACEBACK, RolloutFailed, describe
+from ..comm.launch import Interrupted
 from ..engine.engine import Engine
-from .generation import CompletionEngine, Request, Sampled, SamplingOptions
+from .generation import CompletionEngine, GenerationFailed, Request, Sampled, SamplingOptions
 from .prompts import Prompt
 from .rewards import RewardFailed, Rewards
+from .turns import RolloutFunction, TurnEngine
 
 Span = tuple[str, float, float, str]  # kind, start and end in seconds, label: of an event
 _EMPTY = 1 << 40  # added to the queue's counter: nothing is left
@@ -54,7 +56,7 @@ class Rollout:
 
 
 class Sampler:
-    """Samples and scores, with the other ranks."""
+    """Samples, by `function` if there is one, and scores, with the other ranks."""
 
     def __init__(
         self,
@@ -65,9 +67,10 @@ class Sampler:
         counter: Counter,
         tokenizer: Any,
         columns: Sequence[str],
+        function: RolloutFunction | None = None,
     ) -> None:
         self.engine, self.completions, self.rewards, self.tokenizer = engine, completions, rewards, tokenizer
-        self._counter, self._columns, self._rollouts = counter, columns, 0
+        self._counter, self._columns, self._rollouts, self._function = counter, columns, 0, function
 
     def roll_out(
         self, slots: list[PromptSlot], options: SamplingOptions, *, decode: int, stop: Callable[[], int | None]
@@ -120,7 +123,7 @@ class Sampler:
         """Adds the completions of `taken` to `own`, unless asked to stop; returns spans to record."""
         chosen = [slots[place] for place in taken]
         start_s = time.monotonic()
-        sampled = self.completions.generate([Request(ids=s.prompt.ids, seeds=s.seeds) for s in chosen], options)
+        sampled, more = self._generate(chosen, options, stop)
         sampled_s = time.monotonic()
         own["rollout_s"] += sampled_s - start_s
         spans = [*self._drained(), ("rollout", start_s, sampled_s, f"{len(taken)} prompts")]
@@ -131,7 +134,7 @@ class Sampler:
             [slot.prompt.given for slot, _ in flat],
             [self._completion(slot, one) for slot, one in flat],
             [one.ids for _, one in flat],
-            {name: [slot.prompt.columns.get(name) for slot, _ in flat] for name in self._columns},
+            {name: [slot.prompt.columns.get(name) for slot, _ in flat] for name in self._columns} | more,
         )
         scored_s = time.monotonic()
         own["scoring_s"] += scored_s - sampled_s
@@ -141,6 +144,21 @@ class Sampler:
             at += len(group)
             own["made"].append({"slot": place, "rewards": rewards, "sampled": [_packed(one) for one in group]})
         return [*spans, ("scoring", sampled_s, scored_s, "")]
+
+    def _generate(
+        self, chosen: list[PromptSlot], options: SamplingOptions, stop: Callable[[], int | None]
+    ) -> tuple[list[list[Sampled]], dict[str, list[Any]]]:
+        """[slot][completion], and a function's columns for the rewards. Incomplete if asked to stop."""
+        requests = [Request(ids=slot.prompt.ids, seeds=slot.seeds) for slot in chosen]
+        if self._function is None:
+            return self.completions.generate(requests, options), {}
+        engine = TurnEngine(self.completions, requests, options, self.tokenizer, stop)
+        try:
+            made, columns = self._function([slot.prompt.given for slot in chosen for _ in slot.seeds], engine)
+        except Interrupted:
+            return [], {}
+        ones = iter(made)
+        return [[next(ones) for _ in slot.seeds] for slot in chosen], columns
 
     def _completion(self, slot: PromptSlot, one: Sampled) -> Any:
         """As reward functions get it: text, or for messages the assistant's message."""
@@ -168,21 +186,25 @@ class Sampler:
         )
 
 
-def _packed(one: Sampled) -> list[Any]:
-    ids = base64.b64encode(np.asarray(one.ids, dtype="<i4").tobytes()).decode()
-    logps = base64.b64encode(np.asarray(one.logps, dtype="<f4").tobytes()).decode()
-    return [ids, logps, one.ended]
+_DTYPES = {"ids": "<i4", "logps": "<f4", "mask": "i1", "prompt": "<i4"}  # of a completion's lists, some of them None
 
 
-def _unpacked(sent: list[Any]) -> Sampled:
-    ids, logps, ended = sent
-    return Sampled(
-        ids=np.frombuffer(base64.b64decode(ids), dtype="<i4").tolist(),
-        logps=np.frombuffer(base64.b64decode(logps), dtype="<f4").tolist(),
-        ended=ended,
-    )
+def _packed(one: Sampled) -> dict[str, Any]:
+    lists = {name: getattr(one, name) for name in _DTYPES}
+    return {"ended": one.ended} | {
+        name: None if values is None else base64.b64encode(np.asarray(values, dtype=_DTYPES[name]).tobytes()).decode()
+        for name, values in lists.items()
+    }
+
+
+def _unpacked(sent: dict[str, Any]) -> Sampled:
+    lists = {
+        name: None if sent[name] is None else np.frombuffer(base64.b64decode(sent[name]), dtype=dtype).tolist()
+        for name, dtype in _DTYPES.items()
+    }
+    return Sampled(ended=sent["ended"], **lists)
 
 
 def _reason(error: Exception) -> str:
-    """A failed reward's own message, or an error with its class."""
-    return str(error) if isinstance(error, RewardFailed) else describe(error)
+    """A failed function's own message, or an error with its class."""
+    return str(error) if isinstance(error, (RewardFailed, GenerationFailed)) else describe(error)

@@ -22,6 +22,7 @@ from ..rl.learned import Correction
 from ..rl.prompts import Prompts, joined_prompts, read_prompts
 from ..rl.rewards import Rewards
 from ..rl.transformers_engine import TransformersEngine
+from ..rl.turns import find_rollout
 from ..rl.vllm_colocate import VllmColocate
 from ..rl.vllm_server import VllmServer
 from . import prepare as preparing
@@ -67,6 +68,8 @@ def check_before_start(options: GrpoOptions, ranks: int) -> None:
         rewards.check()
     finally:
         rewards.close()
+    if options.rollout is not None:
+        find_rollout(options.rollout)
     preparing.check_before_start(options, ranks, tokenizer, **_largest(options, tokenizer, found))
 
 

@@ -52,6 +52,10 @@ class GrpoOptions(RunOptions):
 
     max_new_tokens: int = option(512, "most tokens of a completion", group="Rollout")
     temperature: float = option(1.0, "sampling temperature")
+    rollout: str | None = option(
+        None,
+        "module:function that makes the completions in any number of turns: f(prompts, engine), as TRL's rollout_func",
+    )
     decode_at_once: int = option(64, "most completions that a rank decodes together; fewer balance ranks better")
     hold_weights: bool = option(
         False, "on a GPU: keep whole weights during a rollout, instead of gathering for each token"
@@ -102,6 +106,8 @@ class GrpoOptions(RunOptions):
         self._require_not_negative("kl")
         if not self.reward:
             raise ValueError("--reward is missing: give --reward module:function, as in --reward my_rewards:length")
+        if self.rollout is not None and not _FUNCTION.fullmatch(self.rollout):
+            raise ValueError(f"--rollout is {self.rollout!r}; give module:function, as in --rollout my_tools:rollout")
         for name in self.reward:
             if not _FUNCTION.fullmatch(name):
                 raise ValueError(f"--reward is {name!r}; give module:function, as in --reward my_rewards:length")

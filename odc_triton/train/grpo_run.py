@@ -25,6 +25,7 @@ from ..rl.objective import Objective
 from ..rl.prompts import Prompts, completion_seed, prompts_of_step
 from ..rl.rewards import Rewards
 from ..rl.rollout import PromptSlot, Rollout, Sampler
+from ..rl.turns import RolloutFunction
 from ..sequence.enable import enable_split
 from .grpo_options import GrpoOptions
 from .metrics import Metrics
@@ -103,6 +104,7 @@ class GrpoRun(Run):
             counter=counter,
             tokenizer=prepared.tokenizer,
             columns=self.prompts.columns,
+            function=None if options.rollout is None else self._function(options.rollout),
         )
         grid, limits = engine.grid, {"token_cap": options.token_cap, "cost": cost, "replicas": engine.grid.replicas}
         models = [each for each in (model, reference) if each is not None]
@@ -137,6 +139,10 @@ class GrpoRun(Run):
         self.end_tokens = end_tokens_of(model, prepared.tokenizer)
         high = options.clip if options.clip_high is None else options.clip_high
         self.objective = Objective(loss=options.loss, low=options.clip, high=high, kl=options.kl)
+
+    def _function(self, name: str) -> RolloutFunction:
+        vocabulary = innermost(self.model).config.get_text_config().vocab_size
+        return RolloutFunction(name, longest=self.prompts.longest, vocabulary=vocabulary)
 
     # ------------------------------------------------------------------ a step
 
@@ -257,7 +263,7 @@ class GrpoRun(Run):
             self.stop = made
             return {}
         rewards = made.totals.flatten()
-        lengths = [len(one.ids) for (one,) in made.sampled]
+        lengths = [sum(one.own) for (one,) in made.sampled]
         self.samples = [self._sample(made, place) for place in range(len(slots))[: self.options.eval_samples]]
         return {
             "eval_reward": rewards.nanmean().item(),
@@ -274,7 +280,7 @@ class GrpoRun(Run):
         (one,) = made.sampled[place]
         scores = zip(self.sampler.rewards.names, made.rewards[:, place, 0].tolist(), strict=True)
         return {
-            "prompt": decoded(made.slots[place].prompt.ids),
+            "prompt": decoded(one.prompt or made.slots[place].prompt.ids),
             "completion": decoded(one.ids),
             "reward": made.totals[place, 0].item(),
             **({f"rewards/{name}": score for name, score in scores} if len(made.rewards) > 1 else {}),
@@ -286,7 +292,7 @@ class GrpoRun(Run):
     def _of_rollout(self, made: Rollout) -> Metrics:
         rewards = made.totals
         flat = [one for group in made.sampled for one in group]
-        lengths = [len(one.ids) for one in flat]
+        lengths = [sum(one.own) for one in flat]
         metrics = {
             "reward": rewards.nanmean().item(),
             "reward_std": rewards[~rewards.isnan()].std(correction=0).item(),

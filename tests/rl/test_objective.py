@@ -128,20 +128,21 @@ def test_the_divergence_is_of_the_policy_from_the_reference() -> None:
 
 
 def test_pieces_predict_each_token_once() -> None:
-    """A sample of 4 prompt tokens and 6 sampled ones, cut anywhere."""
+    """A sample of 4 prompt tokens and 8 of a completion, two of them from outside, cut anywhere."""
+    labels = [IGNORED] * 4 + [4, 5, IGNORED, IGNORED, 8, 9, 10, 11]
     learned = Learned(
-        samples=[{"input_ids": list(range(10)), "labels": []}],
+        samples=[{"input_ids": list(range(12)), "labels": labels}],
         advantage=[1.0],
         weight=[1.0],
         sampled=[[0.0] * 6],
         tokens=6,
     )
     assert learned._predicted(0) == slice(0, 6)
-    for cut in range(1, 10):
-        first, second = (learned._predicted(Piece(0, *edges)) for edges in ((0, cut), (cut, 10)))
+    for cut in range(1, 12):
+        first, second = (learned._predicted(Piece(0, *edges)) for edges in ((0, cut), (cut, 12)))
         assert [*range(6)[first], *range(6)[second]] == list(range(6))
         # The piece's last position predicts the next piece's first token.
-        assert first.stop == max(cut + 1 - 4, 0)
+        assert first.stop == sum(label != IGNORED for label in labels[: cut + 1])
 
 
 def test_seeds_differ_and_do_not_change() -> None:

@@ -56,10 +56,8 @@ def case(folder: Path, **changes: object) -> GrpoOptions:
 class Recorded:
     """Completions that depend on prompt and seed only: of 1 to `max_new_tokens` tokens, some without an end."""
 
-    samples_elsewhere = False
-
-    def __init__(self, vocabulary: int) -> None:
-        self.vocabulary = vocabulary
+    def __init__(self, vocabulary: int, *, elsewhere: bool = False) -> None:
+        self.vocabulary, self.samples_elsewhere = vocabulary, elsewhere
 
     def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[list[Sampled]]:
         return [[self._one(seed, options) for seed in request.seeds] for request in requests]
@@ -114,14 +112,22 @@ def trl_loss(
 
     own = log_probs(model)
     mask = padded([torch.full((len(o.ids),), float(o.ended or not options.mask_truncated)) for _, o in rows])
+    tool_mask = padded([torch.tensor(one.own) for _, one in rows], 1)
+    elsewhere = options.engine != "transformers"
     inputs = {
         "prompt_ids": torch.zeros(len(rows), 0),
         "prompt_mask": torch.zeros(len(rows), 0),
         "completion_ids": torch.zeros(len(rows), width),
         "completion_mask": mask,
         "advantages": advantage.flatten().float(),
-        "num_items_in_batch": mask.sum(),
+        "num_items_in_batch": (mask * tool_mask).sum(),
+        "tool_mask": tool_mask,
     }
+    if elsewhere:
+        then = padded(old or [each.detach() for each in own])
+        apart = ((then - padded([one.logps for _, one in rows])) * mask * tool_mask).nan_to_num(nan=0.0)
+        assert options.importance == "token_truncate"
+        inputs["importance_sampling_ratio"] = apart.exp().clamp(max=options.importance_cap)
     if old is not None:
         inputs["old_per_token_logps"] = padded(old)
     if reference is not None:
@@ -139,7 +145,8 @@ def trl_loss(
         loss_type="grpo" if sequence else options.loss,
         epsilon_low=options.clip,
         epsilon_high=options.clip if options.clip_high is None else options.clip_high,
-        use_vllm=False,
+        use_vllm=elsewhere,
+        vllm_importance_sampling_correction=True,
         model=SimpleNamespace(training=True),
         current_gradient_accumulation_steps=1,
         max_completion_length=options.max_new_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from pathlib import Path
 from unittest import mock
@@ -15,9 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from odc_triton.balance import CostModel
 from odc_triton.balance.split import assign_split
 from odc_triton.data.order import Mix
+from odc_triton.rl.generation import Request, Sampled, SamplingOptions
 from odc_triton.train.grpo_options import GrpoOptions
 from odc_triton.train.metrics import read_metrics
 from tests.rewards import vowels
+from tests.rollouts import turns
 from tests.support import ranks, slow
 from tests.support.grpo_case import Recorded, case, trl_advantages, trl_loss, write_prompts
 from tests.support.sft_case import VOCABULARY
@@ -34,7 +37,7 @@ def train(rank: int, world: int, jobs: list[GrpoOptions]) -> list[int]:
     from odc_triton.balance import collate, relatives
     from odc_triton.train import grpo
 
-    grpo._engine = lambda *_: Recorded(VOCABULARY)
+    grpo._engine = lambda wanted, *_: Recorded(VOCABULARY, elsewhere=wanted.engine != "transformers")
     relatives.LEAST_SHARED = 4  # prompts here are short
     counts, make = [], collate._collate
 
@@ -51,13 +54,31 @@ def train(rank: int, world: int, jobs: list[GrpoOptions]) -> list[int]:
     return counts
 
 
+def sampled(request: Request, wanted: GrpoOptions, options: SamplingOptions) -> list[Sampled]:
+    """The completions of one prompt, by the rollout function if there is one."""
+    from odc_triton.rl.turns import TurnEngine
+
+    engine = Recorded(VOCABULARY)
+    if wanted.rollout is None:
+        return engine.generate([request], options)[0]
+    made = turns(request.seeds, TurnEngine(engine, [request], options, None))
+    return [
+        Sampled(
+            ids=ids,
+            logps=[math.nan if each is None else each for each in logps],
+            mask=mask,
+            ended=ids[-1] in options.end_tokens,
+        )
+        for ids, logps, mask in zip(made["completion_ids"], made["logprobs"], made["env_mask"], strict=True)
+    ]
+
+
 def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch.Tensor], list[list[int]]]:
     """The losses and final weights of the same job on one process: plain torch, SGD, TRL's advantages and loss.
 
     Also the lengths of each step's completions, with their prompts.
     """
     from odc_triton.data.tokenizer import read_tokenizer
-    from odc_triton.rl.generation import Request, SamplingOptions
     from odc_triton.rl.prompts import completion_seed, read_prompts
 
     tokenizer = read_tokenizer(wanted.tokenizer)
@@ -70,18 +91,19 @@ def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch
     options = SamplingOptions(temperature=1.0, max_new_tokens=wanted.max_new_tokens, end_tokens=ends)
     passes = (Mix((len(prompts),)).order(each, f"prompts {wanted.seed}") for each in range(wanted.steps))
     in_order = itertools.chain.from_iterable(passes)
-    losses, lengths, masked = [], [], 0
+    losses, lengths, masked, outside = [], [], 0, 0
     for step in range(wanted.steps):
         chosen = [prompts[index] for index in itertools.islice(in_order, per_step)]
         rows, rewards = [], []
         for place, prompt in enumerate(chosen):
             seeds = [completion_seed(wanted.seed, step, place, n) for n in range(wanted.generations)]
-            (group,) = Recorded(VOCABULARY).generate([Request(ids=prompt.ids, seeds=seeds)], options)
+            group = sampled(Request(ids=prompt.ids, seeds=seeds), wanted, options)
             texts = [tokenizer.decode(one.ids, skip_special_tokens=True) for one in group]
             rewards.append(vowels(texts, [prompt.columns["wanted"]] * len(texts)))
             rows += [(prompt.ids, one) for one in group]
         gained = trl_advantages(torch.tensor(rewards, dtype=torch.float64), wanted.scale_rewards)
         masked += sum(not one.ended and gain != 0 for (_, one), gain in zip(rows, gained.flatten(), strict=True))
+        outside += sum(one.own.count(0) for _, one in rows)
         old, of_step = None, 0.0
         for _ in range(wanted.iterations):
             loss, found = trl_loss(model, rows, gained, wanted, old=old, reference=reference)
@@ -93,6 +115,7 @@ def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch
             of_step += loss.item() / wanted.iterations
         losses.append(of_step)
         lengths.append([len(prompt) + len(one.ids) for prompt, one in rows])
+    assert outside or not wanted.rollout, "no token would come from outside"
     assert masked or not wanted.mask_truncated, "no truncated completion would have taught something"
     return losses, model.state_dict(), lengths
 
@@ -125,8 +148,17 @@ CASES = {
 }
 # Their packs compute a prompt for each completion.
 UNSHARED = {"dapo of a queue, twice", "dapo, nothing shared", "dapo, split over replicas"}
+UNSHARED |= {f"turns, {name}" for name in UNSHARED}
 # With this seed both replicas split a sample in the first step.
 LONG = {"token_cap": 256, "split_tokens": 200, "max_new_tokens": 210, "seed": 18, "generations": 2}
+# With tokens from outside: see tests/rollouts.py.
+TURNS = {
+    "turns, dapo, split": {**CASES["dapo, split"], "seed": 23},
+    "turns, grpo by batch, masked": {**CASES["grpo by batch, masked"], "max_new_tokens": 12},
+}
+MORE_TURNS = {f"turns, {name}": changes for name, changes in CASES.items() if f"turns, {name}" not in TURNS} | {
+    "turns, other engine": {"engine": "vllm-colocate", "importance": "token_truncate", "clip_norm": 1e9, "lr": 30.0},
+}
 REPLICAS = {
     "dapo, split over replicas": {
         "replicas": 2,
@@ -139,7 +171,11 @@ REPLICAS = {
 }
 
 
-@pytest.mark.parametrize(("cases", "world"), [(CASES, 2), slow(REPLICAS, 4)], ids=["2 ranks", "2 x 2 ranks"])
+@pytest.mark.parametrize(
+    ("cases", "world"),
+    [(CASES, 2), slow(REPLICAS, 4), (TURNS, 2), slow(MORE_TURNS, 2), slow(MORE_TURNS, 1)],
+    ids=["2 ranks", "2 x 2 ranks", "turns, 2 ranks", "more turns, 2 ranks", "turns, 1 rank"],
+)
 def test_steps_are_trls(folder: Path, tmp_path: Path, cases: dict[str, dict], world: int) -> None:
     """Losses and weights after three steps of SGD, of all cases in one launch."""
     if sys.version_info < (3, 11):
@@ -149,10 +185,12 @@ def test_steps_are_trls(folder: Path, tmp_path: Path, cases: dict[str, dict], wo
         "init": None,
         "model": str(start),
         "optimizer": "sgd",
-        "prompts_per_rank": 2,
+        "prompts_per_rank": 4 // min(world, 2),
         "lr": 1.0,
     }
-    jobs = {name: case(folder, out=str(tmp_path / name), **usual | changes) for name, changes in cases.items()}
+    function = {"rollout": "tests.rollouts:turns"}
+    changed = {name: changes | function if name.startswith("turns") else changes for name, changes in cases.items()}
+    jobs = {name: case(folder, out=str(tmp_path / name), **usual | changes) for name, changes in changed.items()}
     branches = dict(zip(jobs, map(sum, zip(*ranks.run(train, world, [*jobs.values()]), strict=True)), strict=True))
     assert {name for name, count in branches.items() if count == 0} == UNSHARED & jobs.keys()
     first = load_file(start / "model.safetensors")

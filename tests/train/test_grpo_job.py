@@ -8,6 +8,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +143,17 @@ def test_a_line_has_all_that_a_step_did(whole: list[dict]) -> None:
 
 
 def test_completions_depend_on_no_rank(folder: Path, tmp_path: Path, whole: list[dict]) -> None:
-    """One rank takes other prompts than two; the update is the same up to rounding."""
+    """One rank takes other prompts than two; the update is the same up to rounding. A function of one turn samples the
+    same, also for the evaluation."""
     wanted = options(folder, tmp_path / "out", prompts_per_rank=4)
-    assert jobs.run(1, wanted) == [ENDED]
+    function = {"rollout": "tests.rollouts:one_turn", "reward": ("tests.rewards:vowels", "tests.rewards:of_function")}
+    watched = {"eval_data": str(folder / "held_out.jsonl")}
+    by_function = replace(wanted, out=str(tmp_path / "function"), **function, **watched)
+    assert jobs.run(1, wanted, by_function) == [ENDED] * 2
     same(lines(tmp_path / "out"), whole)
+    same(lines(tmp_path / "function"), whole)
+    for name in ("eval_reward", "eval_length"):
+        assert lines(tmp_path / "function")[-1][name] == pytest.approx(whole[-1][name], rel=1e-4)
 
 
 def test_stopped_and_killed_a_run_goes_on_as_if_it_never_was(folder: Path, tmp_path: Path, whole: list[dict]) -> None:
@@ -177,14 +185,15 @@ def test_nothing_to_learn_adapters_vllm_and_a_reward_that_fails(folder: Path, tm
     start = {"init": None, "model": str(folder / "start"), "steps": 2}
     alike = {"reward": ("tests.rewards:all_alike",), "split_sequences": True}
     engine = {"engine": "vllm-server", "reward": ("tests.rewards:second_token",), "importance": "token_truncate"}
-    equal, adapters, failing = (
+    equal, adapters, failing, raising = (
         options(folder, tmp_path / "equal", **start, **alike),
         options(folder, tmp_path / "adapters", lora_rank=4, kl=0.05, **start | {"lr": 1e-2}),
         options(folder, tmp_path / "failing", reward=("tests.rewards:raising",)),
+        options(folder, tmp_path / "raising", rollout="tests.rollouts:raising"),
     )
     with vllm_serve() as server:
         served = options(folder, tmp_path / "served", **start, **engine, vllm_server=server.address)
-        (*ends, problem), _ = ranks.run(_with_vllm, 2, [equal, adapters, served, failing])
+        (*ends, problem, of_rollout), _ = ranks.run(_with_vllm, 2, [equal, adapters, served, failing, raising])
     assert ends == [ENDED] * 3
 
     for line in lines(equal.out):
@@ -208,6 +217,7 @@ def test_nothing_to_learn_adapters_vllm_and_a_reward_that_fails(folder: Path, tm
     assert problem.startswith("RolloutFailed: ")
     assert "reward tests.rewards:raising raised KeyError: 'nothing known of" in problem
     assert read_metrics(tmp_path / "failing" / "metrics.jsonl") == []
+    assert "rollout tests.rollouts:raising raised KeyError: 'no tool for" in of_rollout.partition("\n")[0]
 
 
 def test_before_the_ranks_start(folder: Path, tmp_path: Path) -> None:
@@ -217,6 +227,10 @@ def test_before_the_ranks_start(folder: Path, tmp_path: Path) -> None:
     check_before_start(options(folder, tmp_path / "out"), 1)
     with pytest.raises(ValueError, match="no_such_module"):
         check_before_start(options(folder, tmp_path / "out", reward=("no_such_module:f",)), 1)
+    with pytest.raises(ValueError, match=r"rollout tests.rollouts:none: .* has no none"):
+        check_before_start(options(folder, tmp_path / "out", rollout="tests.rollouts:none"), 1)
+    with pytest.raises(ValueError, match=r"--rollout is 'tests.rollouts'; give module:function"):
+        options(folder, tmp_path / "out", rollout="tests.rollouts")
     with pytest.raises(ValueError, match=r"line 1: the prompt has .* tokens, and 3 fit.*--max-new-tokens"):
         check_before_start(options(folder, tmp_path / "out", token_cap=15), 1)
     with pytest.raises(ValueError, match="has no prompt that fits"):
