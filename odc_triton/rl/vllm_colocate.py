@@ -1,12 +1,10 @@
-"""Completions from a vLLM engine in each rank's process, on the GPU that it trains on.
-
-Written against vLLM's documentation (`LLM`, executor "external_launcher") and its use in TRL 1.16, and tested with
-a stand-in of that interface; it has not run with vLLM itself.
-"""
+"""Completions from a vLLM engine in each rank's process, on the device that it trains on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +12,48 @@ from torch import nn
 
 from ..checkpoint.pretrained_tensors import PretrainedTensors
 from .generation import GenerationFailed, Request, Sampled, SamplingOptions
-from .vllm_sampling import parameters, sampled
+from .vllm_sampling import OLDEST, parameters, require_version, sampled
 
 
 class VllmColocate:
-    """A `CompletionEngine` of this rank alone: vLLM has the whole model of `folder` on this rank's GPU.
+    """A `CompletionEngine` of this rank alone: vLLM has the whole model of `folder` on this rank's device.
 
-    `memory`: the part of the GPU that vLLM takes, for weights and cache. `max_tokens`: of a prompt and its completion
-    together, by default the maximum of the model's config. Call it after the process group is made. Each rank reads
-    the policy itself. Calls in this process can't have a deadline; other ranks' waits for this one have.
+    `dtype`: the policy's compute dtype. `memory`: the part of the device's memory that vLLM takes, for weights and
+    cache. `max_tokens`: of a prompt and its completion together, by default the maximum of the model's config. Every
+    rank makes one, after the process group. Each rank reads the policy itself. Calls in this process can't have a
+    deadline; other ranks' waits for this one have.
 
-    Raises GenerationFailed if vLLM is not installed, or returns something unexpected.
+    Raises GenerationFailed if vLLM is not installed or too old, or returns something unexpected.
     """
 
     samples_elsewhere = True
 
-    def __init__(self, folder: str | Path, *, rank: int, memory: float = 0.3, max_tokens: int | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, *, rank: int, dtype: str, memory: float = 0.3, max_tokens: int | None = None
+    ) -> None:
         try:
             import vllm
         except ImportError as error:
-            raise GenerationFailed(f"vLLM can't be imported here ({error}): install it, 0.28 or newer") from None
-        self._llm = vllm.LLM(
-            model=str(folder),
-            tensor_parallel_size=1,
-            distributed_executor_backend="external_launcher",  # keeps the model in this process
-            gpu_memory_utilization=memory,
-            max_model_len=max_tokens,
-            seed=rank,
-            logprobs_mode="processed_logprobs",  # after the temperature
-        )
+            raise GenerationFailed(f"vLLM can't be imported here ({error}): install it, {OLDEST} or newer") from None
+        require_version(vllm.__version__)
+        # What torchrun sets, and a world of one has not; and the model is to be in this process.
+        wanted = {
+            "RANK": str(rank),
+            "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        with _environment(wanted):
+            self._llm = vllm.LLM(
+                model=str(folder),
+                dtype=dtype,
+                skip_tokenizer_init=True,  # it gets and returns tokens
+                tensor_parallel_size=1,
+                distributed_executor_backend="external_launcher",
+                gpu_memory_utilization=memory,
+                max_model_len=max_tokens,
+                seed=rank,
+                logprobs_mode="processed_logprobs",  # after the temperature
+            )
 
     def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[list[Sampled]]:
         """One prompt for each completion, as each has its seed; vLLM keeps the prompt's part of the cache."""
@@ -62,16 +73,34 @@ class VllmColocate:
         return [[next(completions) for _ in request.seeds] for request in requests]
 
     def sync(self, model: nn.Module) -> None:
-        """Reads the policy in chunks. Not collective."""
-        theirs = self._llm.llm_engine.model_executor.driver_worker.model_runner.model
-        for chunk in PretrainedTensors(model).chunks():
-            theirs.load_weights(chunk)
+        """Reads the policy. Not collective."""
+        from ..policy.vllm_engine import require_same_model
+
+        tensors = PretrainedTensors(model)
+        dtypes = {str(dtype).removeprefix("torch.") for _, dtype, _ in tensors.metadata()}
+        require_same_model(self._llm.model_config, tensors.empty.config.to_dict(), dtypes)
+        # Layer by layer, as vLLM packs or quantises weights after it has loaded them.
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
         if self._llm.reset_prefix_cache() is False:  # it is of the old weights
             raise GenerationFailed("vLLM keeps its prefix cache: some of its requests have not ended")
 
     def close(self) -> None:
         """Frees the engine."""
         self._llm = None
+
+
+@contextmanager
+def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables of this block."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _completion(output: Any, options: SamplingOptions) -> Sampled:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
 
 from odc_triton.rl.generation import GenerationFailed, Request, Sampled, SamplingOptions
-from odc_triton.rl.vllm_sampling import sampled
+from odc_triton.rl.vllm_sampling import require_version, sampled
 from odc_triton.rl.vllm_server import VllmServer
 from tests.support import ranks
 from tests.support.models import CASES, build, microbatches
@@ -223,35 +223,14 @@ def test_addresses(address: str) -> None:
         VllmServer(address, rank=0)
 
 
-@vllm_library()
-def test_colocate() -> None:
-    from odc_triton import fully_shard
-    from odc_triton.rl.vllm_colocate import VllmColocate
-
-    model = fully_shard(build("qwen2"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = VllmColocate("folder", rank=3, max_tokens=64)
-    wanted = {"model": "folder", "seed": 3, "max_model_len": 64, "logprobs_mode": "processed_logprobs"}
-    assert engine._llm.options.items() >= wanted.items()
-    for step in range(2):
-        weights = _step(model, optimizer, step)
-        engine.sync(model)
-        assert_are(engine._llm.weights, weights)
-        assert engine._llm.resets == step + 1
-    assert_as_asked(REQUESTS, engine.generate(REQUESTS, OPTIONS))
-    assert engine._llm.asked == [{"seed": seed, **ASKED} for each in REQUESTS for seed in each.seeds]
-    assert engine.generate([], OPTIONS) == []
-    engine._llm.reset_prefix_cache = lambda: False
-    with pytest.raises(GenerationFailed, match="keeps its prefix cache"):
-        engine.sync(model)
-    engine._llm.generate = lambda *_, **__: []
-    with pytest.raises(GenerationFailed, match="returned 0 completions instead of 4"):
-        engine.generate(REQUESTS, OPTIONS)
-    engine.close()
-
-
 def test_vllm_is_named_where_it_is_missing() -> None:
     from odc_triton.rl.vllm_colocate import VllmColocate
 
-    with pytest.raises(GenerationFailed, match=r"vLLM can't be imported here .* install it, 0.28 or newer"):
-        VllmColocate("folder", rank=0)
+    with pytest.raises(GenerationFailed, match=r"vLLM can't be imported here .* install it, 0.32 or newer"):
+        VllmColocate("folder", rank=0, dtype="float32")
+
+
+@pytest.mark.parametrize(("version", "is_too_old"), [("0.31.2", True), ("0.32.0rc1", False), ("0.32.1+cpu", False)])
+def test_old_versions(version: str, is_too_old: bool) -> None:
+    with pytest.raises(GenerationFailed, match=f"vLLM is {version}, .* install 0.32") if is_too_old else nullcontext():
+        require_version(version)

@@ -22,31 +22,6 @@ def completion(prompt: list[int], seed: int, end: int) -> list[int]:
     return [30 + sum(prompt) % 60, 20 + seed % 250, end]
 
 
-class LLM:
-    """vLLM in this process: its options, what it was asked for, the weights that it has."""
-
-    def __init__(self, **options: Any) -> None:
-        self.options, self.asked, self.resets = options, [], 0
-        self.weights: dict[str, torch.Tensor] = {}
-        runner = SimpleNamespace(model=SimpleNamespace(load_weights=self.weights.update))
-        executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
-        self.llm_engine = SimpleNamespace(model_executor=executor)
-
-    def reset_prefix_cache(self) -> bool:
-        self.resets += 1
-        return True
-
-    def generate(self, prompts: list[dict], sampling_params: list[Any], use_tqdm: bool) -> list[Any]:
-        self.asked = [vars(each) for each in sampling_params]
-        found = []
-        for prompt, asked in zip(prompts, sampling_params, strict=True):
-            ids = completion(prompt["prompt_token_ids"], asked.seed, asked.stop_token_ids[0])
-            logprobs = [{token: SimpleNamespace(logprob=logp)} for token, logp in zip(ids, LOGPS, strict=True)]
-            one = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason="stop")
-            found.append(SimpleNamespace(outputs=[one]))
-        return found
-
-
 class _Trainer:
     """The trainer's side of weight transfer, which keeps what it would send."""
 
@@ -77,7 +52,7 @@ class _Trainer:
 
 
 _LIBRARY: dict[str, Any] = {
-    "vllm": SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace),
+    "vllm": SimpleNamespace(),
     "vllm.distributed.weight_transfer": SimpleNamespace(
         ParamMeta=SimpleNamespace,
         WeightSource=object,

@@ -1,0 +1,95 @@
+"""A vLLM worker that reads the policy of a running job, and loads it where vLLM's own layout has it.
+
+vLLM's layerwise reload takes weights at any time, also where they were packed or quantised after loading. It keeps the
+tensors of a layer until all of them have come, so views of the trainers' memory are copied once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from .reader import PolicyReader, read_policy
+
+_COMPARED = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
+
+
+def load(model: nn.Module, config: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Loads all weights into vLLM's `model`, whose ModelConfig is `config`: (name, tensor) as in the model's files."""
+    initialize_layerwise_reload(model)
+    model.load_weights(tensors)
+    finalize_layerwise_reload(model, config)
+
+
+def require_same_model(config: Any, policy: dict[str, Any] | None, dtypes: set[str]) -> None:
+    """Raises ValueError if vLLM's ModelConfig `config` is not of the policy's model, or of another dtype.
+
+    `policy`: its transformers config; `dtypes`: those of its tensors.
+    """
+    theirs = config.hf_text_config.to_dict()
+    mine = (policy or {}).get("text_config") or policy or {}
+    for name in _COMPARED:
+        if mine.get(name) != theirs.get(name):
+            raise ValueError(
+                f"vLLM's model {config.model} has {name} {theirs.get(name)}, and the policy {mine.get(name)}: start "
+                f"vLLM with the model that is trained"
+            )
+    dtype = str(config.dtype).removeprefix("torch.")
+    if dtype not in dtypes:
+        wanted = ", ".join(sorted(dtypes))
+        raise ValueError(f"vLLM's model is in {dtype}, and the policy in {wanted}: start vLLM with --dtype {wanted}")
+
+
+@dataclass
+class PolicyAddress(WeightTransferInitInfo):
+    """`address`: of the job's offer."""
+
+    address: str
+
+
+@dataclass
+class PolicyUpdate(WeightTransferUpdateInfo):
+    """Nothing: the newest version is read."""
+
+
+class PolicyTransferEngine(WeightTransferEngine[PolicyAddress, PolicyUpdate]):
+    """The worker's side; the trainers have none. An update that fails leaves the model partly loaded."""
+
+    init_info_cls = PolicyAddress
+    update_info_cls = PolicyUpdate
+    _reader: PolicyReader | None = None
+
+    def init_transfer_engine(self, init_info: PolicyAddress) -> None:
+        """Raises PolicyUnavailable if there is no policy, ValueError for another model's."""
+        self.shutdown()
+        reader = read_policy(init_info.address)
+        require_same_model(self.model_config, reader.config, reader.dtypes)
+        self._reader = reader
+
+    def start_weight_update(self) -> None:
+        """Nothing: a read may be repeated, and each starts anew."""
+
+    def receive_weights(self, update_info: PolicyUpdate) -> None:
+        """Raises PolicyUnavailable if the job ended."""
+        if self._reader is None:
+            raise RuntimeError("there is no address of a policy yet: call init_weight_transfer_engine first")
+        self._reader.read(lambda tensors: load(self.model, self.model_config, tensors))
+
+    def finish_weight_update(self) -> None:
+        """Nothing, as at the start."""
+
+    def shutdown(self) -> None:
+        """Closes the reader."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
