@@ -28,6 +28,10 @@ def in_a_line(error: BaseException) -> str:
     return " ".join(text.split()) + mark + trace
 
 
+class GenerationFailed(RuntimeError):
+    """An engine returned no completions, or did not take the weights; the message has the observation and a remedy."""
+
+
 class OdcError(RuntimeError):
     """Base of the errors that involve several ranks."""
 

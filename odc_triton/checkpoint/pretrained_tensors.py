@@ -44,14 +44,6 @@ class PretrainedTensors:
             {name: self._parameters.get(id(value), value) for name, value in unit.items()}
             for unit in tensors_by_unit(part, self.empty)
         ]
-        self._metadata: list[tuple[str, torch.dtype, tuple[int, ...]]] | None = None
-
-    def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """(name, dtype, shape) of each item, in order; reads nothing."""
-        if self._metadata is None:
-            walk = in_files(self.empty, self.units, lambda _, place: self._like(place))
-            self._metadata = [(name, value.dtype, tuple(value.shape)) for name, value in walk]
-        return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return in_files(self.empty, self.units, self._read)
@@ -82,12 +74,6 @@ class PretrainedTensors:
     def _whole(self, parameter: ShardedParameter) -> torch.Tensor:
         ((_, whole),) = self._engine.full_parameters([parameter.shard])
         return whole.to(self._device)
-
-    def _like(self, place: Place) -> torch.Tensor:
-        """A tensor without memory, with the dtype and shape of `_read`'s."""
-        if isinstance(place, torch.Tensor):
-            return torch.empty_like(place, device="meta")
-        return torch.empty(place.spec.whole_shape, dtype=self._dtype or place.leaf.dtype, device="meta")
 
 
 def in_files(

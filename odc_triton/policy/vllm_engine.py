@@ -20,8 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from .reader import PolicyReader, read_policy
-
-_COMPARED = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
+from .vllm_server import difference
 
 
 def load(model: nn.Module, config: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -29,25 +28,6 @@ def load(model: nn.Module, config: Any, tensors: Iterable[tuple[str, torch.Tenso
     initialize_layerwise_reload(model)
     model.load_weights(tensors)
     finalize_layerwise_reload(model, config)
-
-
-def require_same_model(config: Any, policy: dict[str, Any] | None, dtypes: set[str]) -> None:
-    """Raises ValueError if vLLM's ModelConfig `config` is not of the policy's model, or of another dtype.
-
-    `policy`: its transformers config; `dtypes`: those of its tensors.
-    """
-    theirs = config.hf_text_config.to_dict()
-    mine = (policy or {}).get("text_config") or policy or {}
-    for name in _COMPARED:
-        if mine.get(name) != theirs.get(name):
-            raise ValueError(
-                f"vLLM's model {config.model} has {name} {theirs.get(name)}, and the policy {mine.get(name)}: start "
-                f"vLLM with the model that is trained"
-            )
-    dtype = str(config.dtype).removeprefix("torch.")
-    if dtype not in dtypes:
-        wanted = ", ".join(sorted(dtypes))
-        raise ValueError(f"vLLM's model is in {dtype}, and the policy in {wanted}: start vLLM with --dtype {wanted}")
 
 
 @dataclass
@@ -72,8 +52,13 @@ class PolicyTransferEngine(WeightTransferEngine[PolicyAddress, PolicyUpdate]):
     def init_transfer_engine(self, init_info: PolicyAddress) -> None:
         """Raises PolicyUnavailable if there is no policy, ValueError for another model's."""
         self.shutdown()
-        reader = read_policy(init_info.address)
-        require_same_model(self.model_config, reader.config, reader.dtypes)
+        reader, config = read_policy(init_info.address), self.model_config
+        problem = difference(config.hf_config.to_dict(), reader.config or {})
+        if (dtype := str(config.dtype).removeprefix("torch.")) not in reader.dtypes:
+            wanted = ", ".join(sorted(reader.dtypes))
+            problem = problem or f"computes in {dtype}, and the policy in {wanted}: start it with --dtype {wanted}"
+        if problem is not None:
+            raise ValueError(f"vLLM's model {config.model} {problem}")
         self._reader = reader
 
     def start_weight_update(self) -> None:

@@ -42,10 +42,6 @@ class SamplingOptions:
     end_tokens: tuple[int, ...]
 
 
-class GenerationFailed(RuntimeError):
-    """An engine returned no completions, or did not take the weights; the message has the observation and a remedy."""
-
-
 class CompletionEngine(Protocol):
     """Samples completions of a rank's prompts. Every rank has one."""
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from ..balance.queue import Counter
-from ..base.errors import TRACEBACK, RolloutFailed, describe
+from ..base.errors import TRACEBACK, GenerationFailed, RolloutFailed, describe
 from ..comm.launch import Interrupted
 from ..engine.engine import Engine
-from .generation import CompletionEngine, GenerationFailed, Request, Sampled, SamplingOptions
+from .generation import CompletionEngine, Request, Sampled, SamplingOptions
 from .prompts import Prompt
 from .rewards import RewardFailed, Rewards
 from .turns import RolloutFunction, TurnEngine

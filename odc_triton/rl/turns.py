@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from ..base.errors import describe
+from ..base.errors import GenerationFailed, describe
 from ..comm.launch import Interrupted
-from .generation import CompletionEngine, GenerationFailed, Request, Sampled, SamplingOptions
+from .generation import CompletionEngine, Request, Sampled, SamplingOptions
 from .prompts import completion_seed
 from .reward_process import find_function, trace_of
 

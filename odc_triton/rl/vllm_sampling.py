@@ -6,17 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from packaging.version import Version
-
-from .generation import GenerationFailed, Sampled, SamplingOptions
-
-OLDEST = "0.32"
-
-
-def require_version(version: str) -> None:
-    """Raises GenerationFailed for a vLLM older than what the engines are tested with."""
-    if Version(version).release < Version(OLDEST).release:
-        raise GenerationFailed(f"vLLM is {version}, which is too old: install {OLDEST} or newer")
+from ..base.errors import GenerationFailed
+from .generation import Sampled, SamplingOptions
 
 
 def parameters(options: SamplingOptions, seed: int) -> dict[str, Any]:

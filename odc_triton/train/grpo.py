@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..data.tokenizer import read_config
 from ..engine.api import engine_of
+from ..policy.vllm_server import PolicyServer
 from ..rl.generation import CompletionEngine
 from ..rl.importance import importance_weights
 from ..rl.learned import Correction
@@ -35,7 +37,7 @@ from .run_folder import RunFolder
 
 # Records of each source that are checked before the start; and of one that may be too small for a step.
 _PROMPTS, _MOST_PROMPTS = 16, 1024
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # of compute, as vLLM has to have them
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def train_grpo(options: GrpoOptions, on_metrics: OnMetrics | None = None) -> Metrics:
@@ -62,8 +64,16 @@ def check_before_start(options: GrpoOptions, ranks: int) -> None:
     learned = found[: len(options.data)]
     if all(len(each) + each.dropped < first for each in learned):
         mix_of(options, [len(each) for each in learned], ranks)
+    largest = _largest(options, tokenizer, found)
     if options.vllm_server is not None:
-        VllmServer(options.vllm_server, rank=0).check()
+        if torch.cuda.is_available():
+            raise ValueError(
+                "--engine is vllm-server, which reads the policy from shared memory, and not from GPUs yet: give "
+                "--engine vllm-colocate"
+            )
+        config = read_config(options.model if options.init is None else options.init)
+        server = PolicyServer(options.vllm_server)
+        server.check(config=config, dtype=_DTYPES[options.dtype], tokens=largest["longest"])
     rewards = _rewards(options)
     try:
         rewards.check()
@@ -71,7 +81,7 @@ def check_before_start(options: GrpoOptions, ranks: int) -> None:
         rewards.close()
     if options.rollout is not None:
         find_rollout(options.rollout)
-    preparing.check_before_start(options, ranks, tokenizer, **_largest(options, tokenizer, found))
+    preparing.check_before_start(options, ranks, tokenizer, **largest)
 
 
 def prepare(options: GrpoOptions, *, mesh: DeviceMesh) -> Prepared[Prompts]:
@@ -159,10 +169,11 @@ def _reference(options: GrpoOptions, sharded: Sharded) -> nn.Module:
 def _engine(options: GrpoOptions, model: nn.Module, should_stop: Callable[[], bool]) -> CompletionEngine:
     rank = engine_of(model).rank
     if options.vllm_server is not None:
-        return VllmServer(options.vllm_server, rank=rank, sync_timeout_s=60 * options.timeout_minutes)
+        sync_timeout_s = 60 * options.timeout_minutes
+        return VllmServer(options.vllm_server, rank=rank, sync_timeout_s=sync_timeout_s, max_lag_s=options.max_lag)
     if options.engine == "vllm-colocate":
-        limits = {"memory": options.vllm_memory, "max_tokens": options.token_cap}
-        return VllmColocate(options.model, rank=rank, dtype=_DTYPES[options.dtype], **limits)
+        dtype = _DTYPES[options.dtype]
+        return VllmColocate(options.model, dtype=dtype, memory=options.vllm_memory, max_tokens=options.token_cap)
     return TransformersEngine(model, should_stop=should_stop, hold=options.hold_weights)
 
 

@@ -62,10 +62,13 @@ class GrpoOptions(RunOptions):
     )
     engine: Literal["transformers", "vllm-server", "vllm-colocate"] = option(
         "transformers",
-        "what samples. transformers: the sharded model itself; vllm-server: a running vLLM; vllm-colocate: a vLLM on "
-        "the ranks' own GPUs. vLLM gets the weights before each rollout",
+        "what samples. transformers: the sharded model itself; vllm-server: a running vLLM; vllm-colocate: a vLLM in "
+        "the ranks' processes. vLLM gets the weights before each rollout",
     )
     vllm_server: str | None = option(None, "address of a running vLLM server, such as http://127.0.0.1:8000")
+    max_lag: float = option(
+        30.0, "with vllm-server: seconds for which it may hold the next update back while it reads the policy"
+    )
     vllm_memory: float = option(0.3, "with vllm-colocate: share of a GPU's memory for vLLM")
     importance: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = option(
         "sequence_mask",
@@ -94,6 +97,7 @@ class GrpoOptions(RunOptions):
         "hold_weights",
         "reward_timeout_s",
         "vllm_server",
+        "max_lag",
         "vllm_memory",
     }
 
@@ -103,7 +107,7 @@ class GrpoOptions(RunOptions):
         if not 0 < self.vllm_memory < 1:
             raise ValueError(f"--vllm-memory is {self.vllm_memory}; it must be between 0 and 1")
         self._require_positive("importance_cap", "clip", "clip_high", "iterations")
-        self._require_not_negative("kl")
+        self._require_not_negative("kl", "max_lag")
         if not self.reward:
             raise ValueError("--reward is missing: give --reward module:function, as in --reward my_rewards:length")
         if self.rollout is not None and not _FUNCTION.fullmatch(self.rollout):

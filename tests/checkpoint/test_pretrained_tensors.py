@@ -26,7 +26,6 @@ def test_as_in_a_checkpoint(name: str, tmp_path: Path) -> None:
     want = load_file(tmp_path / "model.safetensors")
     weights = PretrainedTensors(fully_shard(plain))
     got = list(weights)
-    assert weights.metadata() == [(name, value.dtype, tuple(value.shape)) for name, value in got]
     assert len(got) == len(want)
     assert {name for name, _ in got} == set(want)
     for name, value in got:
@@ -53,7 +52,6 @@ def test_lora_is_added(name: str) -> None:
     untouched = build(name).state_dict()
     weights = PretrainedTensors(fully_shard(adapted()))
     got = dict(weights)
-    assert [name for name, _, _ in weights.metadata()] == list(got)
     assert set(got) == {name for name, _ in want.named_parameters()}
     for name, value in got.items():
         # One product and one sum of fp32.

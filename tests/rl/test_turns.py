@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from odc_triton.base.errors import GenerationFailed
 from odc_triton.comm.launch import Interrupted
-from odc_triton.rl.generation import GenerationFailed, Request, Sampled, SamplingOptions
+from odc_triton.rl.generation import Request, Sampled, SamplingOptions
 from odc_triton.rl.transformers_engine import TransformersEngine
 from odc_triton.rl.turns import RolloutFunction, TurnEngine, find_rollout
 from tests.rl.test_transformers_engine import END, PROMPTS, _model

@@ -1,20 +1,24 @@
-"""vLLM's server and vLLM in the rank's process: what they are asked for, and what can go wrong with them."""
+"""What vLLM's server is asked for, and what can go wrong with it that vLLM itself does not show (tests/vllm)."""
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
 
-from odc_triton.rl.generation import GenerationFailed, Request, Sampled, SamplingOptions
-from odc_triton.rl.vllm_sampling import require_version, sampled
+from odc_triton.base.errors import GenerationFailed
+from odc_triton.policy.vllm_server import PolicyServer
+from odc_triton.rl.generation import Request, Sampled, SamplingOptions
+from odc_triton.rl.vllm_sampling import sampled
 from odc_triton.rl.vllm_server import VllmServer
 from tests.support import ranks
 from tests.support.models import CASES, build, microbatches
-from tests.support.vllm_stand_in import Serving, completion, vllm_library, vllm_serve
+from tests.support.vllm_stand_in import Serving, completion, vllm_serve
 
 OPTIONS = SamplingOptions(temperature=0.7, max_new_tokens=6, end_tokens=(2, 5, 11))
 REQUESTS = [Request(ids=[3, 9, 14], seeds=[2**63 - 1, 7, 8]), Request(ids=[30], seeds=[]), Request(ids=[4], seeds=[7])]
@@ -77,30 +81,30 @@ def assert_are(found: dict[str, torch.Tensor], weights: dict[str, torch.Tensor])
     assert all(torch.equal(value, weights[name]) for name, value in found.items())
 
 
-@vllm_library()
-def _rolls_out(rank: int, world: int, address: str) -> None:
+def _rolls_out(rank: int, world: int, address: str) -> list[dict[str, torch.Tensor]]:
     from odc_triton import fully_shard
 
     model = fully_shard(build("qwen2"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    engine = VllmServer(address, rank=rank)
+    engine, weights = VllmServer(address, rank=rank), []
     for step in range(2):
-        weights = _step(model, optimizer, step)
+        weights.append(_step(model, optimizer, step))
         engine.sync(model)
-        if rank == 0:
-            assert_are(engine._sending[1].sent, weights)
         assert_as_asked(REQUESTS[rank:], engine.generate(REQUESTS[rank:], OPTIONS))
-    transfer = engine._sending[1] if rank == 0 else None
     engine.close()
-    assert transfer is None or not transfer.is_open
+    return weights
 
 
 def test_weights_and_requests_of_ranks() -> None:
     with vllm_serve() as serving:
-        ranks.run(_rolls_out, 2, serving.address)
+        weights, _ = ranks.run(_rolls_out, 2, serving.address)
+        for found, wanted in zip(serving.weights, weights, strict=True):
+            assert_are(found, wanted)
     update = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
     control = [path for path, _ in serving.asked if not path.startswith("/v1/")]
-    assert control == ["/get_world_size", "/init_weight_transfer_engine", *update, *update]
+    assert control == ["/finish_weight_update", "/init_weight_transfer_engine", *update, *update]
+    versions = [content.get("weight_version") for path, content in serving.asked if path == "/finish_weight_update"]
+    assert versions == [None, "2", "3"]
     completions = [content for path, content in serving.asked if path == "/v1/completions"]
     assert {each.pop("seed") for each in completions} == {2**63 - 1, 7, 8}
     prompts = [each.pop("prompt") for each in completions]
@@ -151,45 +155,64 @@ def test_what_vllm_can_not_have_sampled(ids: list, logps: list, reason: str, wor
 def test_a_server_that_is_gone() -> None:
     with vllm_serve() as serving:
         engine = VllmServer(serving.address, rank=0)
-        engine.check()
+        engine.server.check()
         assert len(engine.generate(REQUESTS, OPTIONS)[0]) == 3
         serving.stop()
         with pytest.raises(GenerationFailed, match=f"{serving.address} is unreachable for POST /v1/completions"):
             engine.generate(REQUESTS, OPTIONS)
         with pytest.raises(GenerationFailed, match="is unreachable for GET /health"):
-            engine.check()
+            engine.server.check()
 
 
 @pytest.mark.parametrize(
     ("faults", "words"),
     [
-        ({"mode": "raw_logprobs"}, "returns raw_logprobs, not those after the temperature: start it with VLLM_SERVER"),
+        ({"version": "0.28.0"}, r"is vLLM 0\.28\.0: install 0\.32 or newer"),
+        (
+            {"transfer": None},
+            r"does not read the policy by itself \(weight_transfer_config is None\): start it with VLLM_S",
+        ),
+        ({"transfer": {"backend": "nccl"}}, "by itself .*nccl"),
         ({"refuse": "/server_info?config_format=json"}, "refused GET /server_info.* start it with VLLM_SERVER"),
-        ({"transfer": None}, "takes no weights over NCCL"),
-        ({"transfer": {"backend": "ipc"}}, "takes no weights over NCCL"),
+        (
+            {"model": {"logprobs_mode": "raw_logprobs"}},
+            "returns raw_logprobs, not those after the temperature: start it",
+        ),
+        ({"model": {"skip_tokenizer_init": True}}, "start it without --skip-tokenizer-init"),
+        (
+            {"model": {"dtype": "torch.bfloat16"}},
+            "computes in bfloat16, and the policy in float32: start it with --dtype",
+        ),
+        ({"model": {"max_model_len": 64}}, "takes 64 tokens, .* may have 100: start it with --max-model-len 100"),
+        ({"model": {"model": "other"}}, "has vocab_size 77, and the policy 97: start it with the policy's model"),
     ],
 )
-def test_check_refuses(with_faults: Callable[..., str], faults: dict, words: str) -> None:
+def test_check_refuses(with_faults: Callable[..., str], tmp_path: Path, faults: dict, words: str) -> None:
+    config = build("qwen2").config
+    if faults == {"model": {"model": "other"}}:
+        other = copy.deepcopy(config)
+        other.vocab_size = 77
+        other.save_pretrained(tmp_path)
+        faults = {"model": {"model": str(tmp_path)}}
     with pytest.raises(GenerationFailed, match=words):
-        VllmServer(with_faults(**faults), rank=0).check()
+        PolicyServer(with_faults(**faults)).check(config=config, dtype="float32", tokens=100)
 
 
 def test_check_warns_of_what_the_server_does_not_say(with_faults: Callable[..., str]) -> None:
+    address = with_faults(model={"logprobs_mode": None})
     with pytest.warns(UserWarning, match="does not report which log-probabilities"):
-        VllmServer(with_faults(mode=None), rank=0).check()
+        PolicyServer(address).check()
 
 
 # What the server does wrong with weights, and what is said.
 LOST = [
-    # The rank that sends still waits then for a connection that the server does not make.
     ({"refuse": "/init_weight_transfer_engine"}, "refused POST /init_weight_transfer_engine with status 500: "),
     ({"refuse": "/update_weights"}, """refused POST /update_weights with status 500: '{"error": "the weights do"""),
     ({"keeps": True}, "keeps its prefix cache, as others use it"),
-    ({"slow_update_s": 60}, "the weights did not reach the server at http://127.0.0.1"),
+    ({"slow_update_s": 60}, "did not answer POST /update_weights within 1 s"),
 ]
 
 
-@vllm_library()
 def _does_not_send(rank: int, world: int, addresses: list[str]) -> list[str]:
     from odc_triton import fully_shard
 
@@ -213,7 +236,7 @@ def test_weights_that_do_not_arrive() -> None:
     for first, second, (_, words) in zip(*both, LOST, strict=True):
         assert first.startswith(("Refused: ", "GenerationFailed: "))
         assert words in first
-        assert second.startswith("WeightsNotSent: rank 0 did not send the weights for the vLLM server: ")
+        assert second.startswith("WeightsNotRead: the vLLM server did not read the policy (rank 0: ")
         assert words in second
 
 
@@ -226,11 +249,5 @@ def test_addresses(address: str) -> None:
 def test_vllm_is_named_where_it_is_missing() -> None:
     from odc_triton.rl.vllm_colocate import VllmColocate
 
-    with pytest.raises(GenerationFailed, match=r"vLLM can't be imported here .* install it, 0.32 or newer"):
-        VllmColocate("folder", rank=0, dtype="float32")
-
-
-@pytest.mark.parametrize(("version", "is_too_old"), [("0.31.2", True), ("0.32.0rc1", False), ("0.32.1+cpu", False)])
-def test_old_versions(version: str, is_too_old: bool) -> None:
-    with pytest.raises(GenerationFailed, match=f"vLLM is {version}, .* install 0.32") if is_too_old else nullcontext():
-        require_version(version)
+    with pytest.raises(GenerationFailed, match=r"vLLM can't be imported here .* install it, 0\.32 or newer"):
+        VllmColocate("folder", dtype="float32")

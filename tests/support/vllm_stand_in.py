@@ -1,18 +1,21 @@
-"""What odc_triton.rl uses of vLLM, the server and the library, with completions that say what was asked for."""
+"""The requests of vLLM's server that a job makes, with completions that say what was asked for, and with faults.
+
+For what vLLM itself can't be made to do: tests/vllm has the real one.
+"""
 
 from __future__ import annotations
 
 import json
 import socket
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from odc_triton import read_policy
 
 LOGPS = [-0.5, None, -1.5]
 
@@ -22,62 +25,13 @@ def completion(prompt: list[int], seed: int, end: int) -> list[int]:
     return [30 + sum(prompt) % 60, 20 + seed % 250, end]
 
 
-class _Trainer:
-    """The trainer's side of weight transfer, which keeps what it would send."""
-
-    def __init__(self, init_info: Any, client: Any, source: Any) -> None:
-        assert (init_info.rank, init_info.world_size) == (0, 2)
-        assert init_info.master_address == "127.0.0.1"
-        self.client, self.source, self.is_open = client, source, True
-        self.sent: dict[str, torch.Tensor] = {}
-        self._asks(client.init_weight_transfer_engine, {"master_port": init_info.master_port})
-
-    def send_weights(self) -> None:
-        declared = [(each.name, each.dtype, each.shape) for each in self.source.metadata()]
-        self._asks(self.client.start_weight_update)
-        self._asks(self.client.update_weights, {"names": [name for name, *_ in declared]})
-        self.sent = dict(self.source)
-        assert declared == [(name, value.dtype, tuple(value.shape)) for name, value in self.sent.items()]
-        self._asks(self.client.finish_weight_update)
-
-    def shutdown(self) -> None:
-        self.is_open = False
-
-    @staticmethod
-    def _asks(call: Callable[..., None], *content: dict) -> None:
-        try:
-            call(*content)
-        except Exception:
-            threading.Event().wait()  # as NCCL waits, whose peer does not come
-
-
-_LIBRARY: dict[str, Any] = {
-    "vllm": SimpleNamespace(),
-    "vllm.distributed.weight_transfer": SimpleNamespace(
-        ParamMeta=SimpleNamespace,
-        WeightSource=object,
-        WeightTransferTrainerFactory=SimpleNamespace(trainer_init=_Trainer),
-    ),
-    "vllm.distributed.weight_transfer.nccl_engine": SimpleNamespace(NCCLTrainerInitInfo=SimpleNamespace),
-}
-
-
-@contextmanager
-def vllm_library() -> Iterator[None]:
-    """The library can be imported in this block."""
-    sys.modules.update(_LIBRARY)
-    try:
-        yield
-    finally:
-        for name in _LIBRARY:
-            del sys.modules[name]
-
-
 class Serving:
-    """`vllm serve`: its address, what it was asked, and `faults`, what it does wrong."""
+    """`vllm serve`: its address, what it was asked, the weights that it reads, and `faults`, what it does wrong."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict]] = []
+        self.policy = ""
+        self.weights: list[dict[str, torch.Tensor]] = []  # of each update
         self.faults: dict[str, Any] = {}
         self.ended = threading.Event()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -94,17 +48,20 @@ class Serving:
         self.asked.append((path, content))
         if path == "/v1/completions":
             return self._complete(content)
+        if path == "/init_weight_transfer_engine":
+            self.policy = content["init_info"]["address"]
         if path == "/update_weights":
             self.ended.wait(self.faults.get("slow_update_s", 0))
+            self.weights.append(dict(read_policy(self.policy)))
         return {
             "/v1/models": {"data": [{"id": "the-policy"}]},
+            "/version": {"version": self.faults.get("version", "0.32.1")},
             "/server_info?config_format=json": {
                 "vllm_config": {
-                    "weight_transfer_config": self.faults.get("transfer", {"backend": "nccl"}),
-                    "model_config": {"logprobs_mode": self.faults.get("mode", "processed_logprobs")},
+                    "weight_transfer_config": self.faults.get("transfer", {"backend": "odc"}),
+                    "model_config": {"logprobs_mode": "processed_logprobs"} | self.faults.get("model", {}),
                 }
             },
-            "/get_world_size": {"world_size": 1},
             "/reset_prefix_cache": {"success": "keeps" not in self.faults},
         }.get(path)
 

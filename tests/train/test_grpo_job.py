@@ -25,7 +25,7 @@ from tests.support import jobs, ranks
 from tests.support.grpo_case import case, write_prompts
 from tests.support.jobs import ENDED, STOPPED, lines
 from tests.support.logged import in_tensorboard
-from tests.support.vllm_stand_in import vllm_library, vllm_serve
+from tests.support.vllm_stand_in import vllm_serve
 
 STEPS = 4
 
@@ -175,11 +175,6 @@ def test_stopped_and_killed_a_run_goes_on_as_if_it_never_was(folder: Path, tmp_p
     same(lines(out), whole)
 
 
-@vllm_library()
-def _with_vllm(rank: int, world: int, wanted: list[GrpoOptions]) -> list[str]:
-    return jobs.train(rank, world, wanted)
-
-
 def test_nothing_to_learn_adapters_vllm_and_a_reward_that_fails(folder: Path, tmp_path: Path) -> None:
     """In one launch."""
     start = {"init": None, "model": str(folder / "start"), "steps": 2}
@@ -193,7 +188,7 @@ def test_nothing_to_learn_adapters_vllm_and_a_reward_that_fails(folder: Path, tm
     )
     with vllm_serve() as server:
         served = options(folder, tmp_path / "served", **start, **engine, vllm_server=server.address)
-        (*ends, problem, of_rollout), _ = ranks.run(_with_vllm, 2, [equal, adapters, served, failing, raising])
+        (*ends, problem, of_rollout), _ = ranks.run(jobs.train, 2, [equal, adapters, served, failing, raising])
     assert ends == [ENDED] * 3
 
     for line in lines(equal.out):
@@ -208,7 +203,7 @@ def test_nothing_to_learn_adapters_vllm_and_a_reward_that_fails(folder: Path, tm
     assert found[1]["kl"] > 1e-6
     assert (tmp_path / "adapters" / "adapter" / "adapter_model.safetensors").exists()
 
-    assert [path for path, _ in server.asked].count("/finish_weight_update") == 2, "before each rollout"
+    assert [path for path, _ in server.asked].count("/update_weights") == 2, "before each rollout"
     for line in lines(served.out):
         assert (line["length"], line["truncated"]) == (3, 0)
         # 1 of the token whose probability it does not give; it is far surer of the others than the policy is.

@@ -11,7 +11,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from .generation import GenerationFailed
+from ..base.errors import GenerationFailed
 
 _SHOWN = 300  # characters of an answer that a message shows
 

@@ -1,0 +1,134 @@
+"""A vLLM server that reads a job's policy by itself, when the job asks it to: a few requests, and no tensors.
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs \\
+        --weight-transfer-config '{"backend": "odc"}'
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from ..base.errors import GenerationFailed
+from .http import Refused, Server
+
+OLDEST = "0.32"  # of vLLM
+SHORT_S = 30.0  # for answers that need no work
+_COMPARED = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
+_START = (
+    "start it with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
+    """--weight-transfer-config '{"backend": "odc"}'"""
+)
+
+
+def is_too_old(version: str) -> bool:
+    """True for a vLLM before `OLDEST`; "dev" and the like are new."""
+    numbers = version.split(".")[:2]
+    return all(map(str.isdecimal, numbers)) and [*map(int, numbers)] < [*map(int, OLDEST.split("."))]
+
+
+def difference(theirs: dict[str, Any], mine: dict[str, Any]) -> str | None:
+    """The first difference between two models by their transformers configs, in words; None if they are alike.
+
+    `theirs`: of vLLM's model; `mine`: of the policy.
+    """
+    theirs, mine = (config.get("text_config") or config for config in (theirs, mine))
+    for name in _COMPARED:
+        if theirs.get(name) != mine.get(name):
+            return f"has {name} {theirs.get(name)}, and the policy {mine.get(name)}: start it with the policy's model"
+    return None
+
+
+class PolicyServer:
+    """The vLLM server at `address`, such as http://127.0.0.1:8000. `timeout_s`: of one update of its weights.
+
+    Calls raise GenerationFailed if it is gone, late, or refuses.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = 600.0) -> None:
+        self.http, self._timeout_s = Server(address), timeout_s
+        self._policy: str | None = None  # what it reads
+
+    def check(self, *, config: Any = None, dtype: str | None = None, tokens: int = 0) -> None:
+        """Checks that the server can serve this job, so that it fails before its ranks start, with the remedy.
+
+        `config`: the policy's, of transformers; `dtype`: its compute dtype's name; `tokens`: the most of a prompt with
+        its completion. Warns if the server does not say which log-probabilities it returns.
+        """
+        http = self.http
+        http.get("/health", timeout_s=SHORT_S)
+        with socket.create_connection((http.host, http.port), timeout=SHORT_S) as connection:
+            is_here = connection.getsockname()[0] == connection.getpeername()[0]
+        try:
+            version = self.part(answer := http.get("/version", timeout_s=SHORT_S), lambda: answer["version"])
+            answer = http.get("/server_info?config_format=json", timeout_s=SHORT_S)
+        except Refused as refusal:
+            raise GenerationFailed(f"{refusal}; {_START}") from None
+        found = self.part(answer, lambda: answer["vllm_config"])
+        transfer, model = found.get("weight_transfer_config") or {}, found.get("model_config") or {}
+        mode, longest = model.get("logprobs_mode"), model.get("max_model_len") or tokens
+        theirs = str(model.get("dtype")).removeprefix("torch.")
+        problem = None
+        if is_too_old(version):
+            problem = f"is vLLM {version}: install {OLDEST} or newer"
+        elif not is_here:
+            problem = "is on another host, and would read the policy from this host's memory: start it here"
+        elif transfer.get("backend") != "odc":
+            problem = f"does not read the policy by itself (weight_transfer_config is {transfer or None}): {_START}"
+        elif model.get("skip_tokenizer_init"):
+            problem = "answers no requests without its tokenizer: start it without --skip-tokenizer-init"
+        elif mode not in (None, "processed_logprobs"):
+            problem = f"returns {mode}, not those after the temperature: {_START}"
+        elif dtype is not None and theirs not in (dtype, "None"):
+            problem = f"computes in {theirs}, and the policy in {dtype}: start it with --dtype {dtype}"
+        elif longest < tokens:
+            problem = f"takes {longest} tokens, and a prompt with its completion may have {tokens}: start it with "
+            problem += f"--max-model-len {tokens}"
+        elif config is not None:
+            problem = self._difference(model.get("model"), config)
+        if problem is not None:
+            raise GenerationFailed(f"the server at {http.address} {problem}")
+        if mode is None:
+            warnings.warn(
+                f"the server at {http.address} does not report which log-probabilities it returns; they must be those "
+                f"after the temperature: {_START}",
+                stacklevel=2,
+            )
+
+    def _difference(self, folder: Any, config: Any) -> str | None:
+        from transformers import AutoConfig
+
+        with contextlib.suppress(OSError, ValueError):  # not readable here: the server itself compares, later
+            return difference(AutoConfig.from_pretrained(folder).to_dict(), config.to_dict())
+        return None
+
+    def refresh(self, policy: str, version: int) -> None:
+        """Has it read the policy that is offered at the address `policy`, whose publication is `version`."""
+        if policy != self._policy:
+            with contextlib.suppress(Refused):  # of an update that another job has begun and not finished
+                self.http.post("/finish_weight_update", timeout_s=SHORT_S)
+            self._update("/init_weight_transfer_engine", {"init_info": {"address": policy}})
+            self._policy = policy
+        self._update("/start_weight_update", {})
+        self._update("/update_weights", {"update_info": {}})
+        self._update("/finish_weight_update", {"weight_version": str(version)})
+        answer = self.http.post("/reset_prefix_cache", timeout_s=SHORT_S)  # it is of the old weights
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise GenerationFailed(
+                f"the server at {self.http.address} keeps its prefix cache, as others use it: give the job its own"
+            )
+
+    def _update(self, path: str, content: dict[str, Any]) -> None:
+        self.http.post(path, content, timeout_s=self._timeout_s)
+
+    def part(self, answer: Any, take: Callable[[], Any]) -> Any:
+        """`take()`, of an answer that must be vLLM's."""
+        try:
+            return take()
+        except (KeyError, TypeError, IndexError):
+            raise GenerationFailed(
+                f"the server at {self.http.address} gave an answer that is not vLLM's: {str(answer)[:300]!r}"
+            ) from None
