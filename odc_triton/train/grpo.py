@@ -37,7 +37,7 @@ from .run_folder import RunFolder
 
 # Records of each source that are checked before the start; and of one that may be too small for a step.
 _PROMPTS, _MOST_PROMPTS = 16, 1024
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # of compute, as vLLM has to have them
 
 
 def train_grpo(options: GrpoOptions, on_metrics: OnMetrics | None = None) -> Metrics:
@@ -172,8 +172,8 @@ def _engine(options: GrpoOptions, model: nn.Module, should_stop: Callable[[], bo
         sync_timeout_s = 60 * options.timeout_minutes
         return VllmServer(options.vllm_server, rank=rank, sync_timeout_s=sync_timeout_s, max_lag_s=options.max_lag)
     if options.engine == "vllm-colocate":
-        dtype = _DTYPES[options.dtype]
-        return VllmColocate(options.model, dtype=dtype, memory=options.vllm_memory, max_tokens=options.token_cap)
+        limits = {"memory": options.vllm_memory, "max_tokens": options.token_cap}
+        return VllmColocate(options.model, rank=rank, dtype=_DTYPES[options.dtype], **limits)
     return TransformersEngine(model, should_stop=should_stop, hold=options.hold_weights)
 
 

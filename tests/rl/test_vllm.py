@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from odc_triton.base.errors import GenerationFailed
-from odc_triton.policy.vllm_server import PolicyServer
+from odc_triton.policy.vllm_server import PolicyServer, is_too_old
 from odc_triton.rl.generation import Request, Sampled, SamplingOptions
 from odc_triton.rl.vllm_sampling import sampled
 from odc_triton.rl.vllm_server import VllmServer
@@ -250,4 +250,9 @@ def test_vllm_is_named_where_it_is_missing() -> None:
     from odc_triton.rl.vllm_colocate import VllmColocate
 
     with pytest.raises(GenerationFailed, match=r"vLLM can't be imported here .* install it, 0\.32 or newer"):
-        VllmColocate("folder", dtype="float32")
+        VllmColocate("folder", rank=0, dtype="float32")
+
+
+@pytest.mark.parametrize(("version", "too_old"), [("0.31.2", True), ("0.32.0rc1", False), ("0.32.1+cpu", False)])
+def test_old_versions(version: str, too_old: bool) -> None:
+    assert is_too_old(version) is too_old

@@ -1,0 +1,107 @@
+"""vLLM itself for tests: a model that it takes, and its server. Tests are skipped where it is not installed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from odc_triton.data.tokenizer import load_tokenizer, to_transformers
+from tests.support.deadlines import LONG_S
+from tests.support.grpo_case import write_prompts
+
+# Of CPUs, small, and without the network.
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+HEADS = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}  # of 32
+
+
+def require_vllm() -> None:
+    """Skips a file of tests where vLLM is not installed."""
+    pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+
+def write_vllm_case(folder: Path, **config: Any) -> Path:
+    """`write_prompts` with a model whose heads vLLM has on CPUs; start/ has its tokenizer too."""
+    write_prompts(folder, config=HEADS | config)
+    to_transformers(load_tokenizer(folder / "tokenizer.json")).save_pretrained(folder / "start")
+    return folder
+
+
+class RealServer:
+    """`address`, the process, and `log`, a file."""
+
+    def __init__(self, process: subprocess.Popen, address: str, log: Path) -> None:
+        self.process, self.address, self.log = process, address, log
+
+    def signal(self, which: signal.Signals) -> None:
+        """To the server and its workers."""
+        os.killpg(self.process.pid, which)
+
+
+@contextlib.contextmanager
+def vllm_serve(folder: Path, log: Path, *more: str, **environment: str) -> Iterator[RealServer]:
+    """`vllm serve folder`, in fp32 unless `more` has other options, on a free port; killed at the end."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    # `vllm serve` itself asks for the version of a package vllm, which is vllm-cpu here.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "32"]
+    command += ["--dtype", "float32", "--logprobs-mode", "processed_logprobs"]
+    command += ["--weight-transfer-config", '{"backend": "odc"}', *more]
+    ours = {"VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1", **ENVIRONMENT, **environment}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=os.environ | ours, stdout=output, stderr=output, start_new_session=True)
+    server = RealServer(process, f"http://127.0.0.1:{port}", log)
+    try:
+        deadline_s = time.monotonic() + LONG_S
+        while not _is_healthy(server.address):
+            ended = process.poll() is not None or time.monotonic() > deadline_s
+            assert not ended, f"vllm serve did not start: {log.read_text()[-3000:]}"
+            time.sleep(0.2)
+        yield server
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            server.signal(signal.SIGKILL)
+        process.wait()
+
+
+def _is_healthy(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+@torch.no_grad()
+def greedy(model: nn.Module, prompt: list[int], tokens: int) -> list[int]:
+    """The next tokens by plain transformers."""
+    made = model.generate(torch.tensor([prompt]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+    return made[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def log_probabilities(model: nn.Module, prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:
+    """Of each token of the completion."""
+    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    every = (logits.float() / temperature).log_softmax(-1)
+    return every.gather(1, torch.tensor(completion)[:, None])[:, 0]

@@ -1,0 +1,55 @@
+"""`train grpo` with vLLM itself as the sampler."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from odc_triton.train.grpo_options import GrpoOptions
+from tests.support import jobs, ranks
+from tests.support.grpo_case import case
+from tests.support.jobs import ENDED, lines
+from tests.support.vllm_real import ENVIRONMENT, require_vllm, write_vllm_case
+
+require_vllm()
+pytestmark = pytest.mark.slow
+
+STEPS, NEW_TOKENS = 4, 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_vllm_case(tmp_path_factory.mktemp("vllm"))
+
+
+def train(rank: int, world: int, wanted: GrpoOptions) -> str:
+    """How the job ended on this rank."""
+    os.environ.update(ENVIRONMENT)
+    (end,) = jobs.train(rank, world, [wanted])
+    return end
+
+
+def options(folder: Path, out: Path, **changes: object) -> GrpoOptions:
+    """Steps so large that an older policy would show in `mismatch`."""
+    usual = {"init": None, "model": str(folder / "start"), "steps": STEPS, "max_new_tokens": NEW_TOKENS, "lr": 3e-2}
+    return case(folder, out=str(out), **usual | {"importance": "token_truncate"} | changes)
+
+
+def assert_sampled_by_the_policy(out: Path) -> None:
+    """`mismatch` is the mean over tokens of a ratio of two probabilities, which differ by rounding only: see
+    test_engines.py.
+    """
+    found = lines(out)
+    assert len(found) == STEPS
+    for line in found:
+        assert line["mismatch"] == pytest.approx(1, abs=2e-5)
+        assert line["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_colocate(folder: Path, tmp_path: Path, world: int) -> None:
+    wanted = options(folder, tmp_path / "out", engine="vllm-colocate", vllm_memory=0.1)
+    assert ranks.run(train, world, wanted) == [ENDED] * world
+    assert_sampled_by_the_policy(tmp_path / "out")
