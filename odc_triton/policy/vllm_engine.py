@@ -26,8 +26,10 @@ from .vllm_server import difference
 def load(model: nn.Module, config: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Loads all weights into vLLM's `model`, whose ModelConfig is `config`: (name, tensor) as in the model's files."""
     initialize_layerwise_reload(model)
-    model.load_weights(tensors)
-    finalize_layerwise_reload(model, config)
+    try:
+        model.load_weights(tensors)
+    finally:  # else the next load would go on with this one's
+        finalize_layerwise_reload(model, config)
 
 
 @dataclass
