@@ -160,6 +160,19 @@ def test_trl_grpo(tmp_path: Path) -> None:
         assert AutoModelForCausalLM.from_pretrained(tmp_path / str(world)).config.hidden_size == 64
 
 
+@pytest.mark.slow
+def test_evaluator() -> None:
+    """It reads the policy that its job trains meanwhile."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | OFFLINE
+    command = [sys.executable, str(EXAMPLES / "evaluator.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, env=clean)
+    assert done.returncode == 0, done.stderr
+    versions, losses = _numbers("version", done.stdout), _numbers("loss", done.stdout)
+    assert len(versions) == 3
+    assert versions == sorted(versions)
+    assert max(losses) < 1.4, "it had half of the untrained loss, 2.8, before the evaluator came"
+
+
 # ------------------------------------------------------------------ the notebook
 
 
