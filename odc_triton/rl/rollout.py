@@ -89,6 +89,8 @@ class Sampler:
         try:
             while stop() is None and (taken := self._take(key, len(slots), together)):
                 events += self._complete(taken, slots, options, own, stop)
+        except Interrupted:  # in a rollout function
+            pass
         except Exception as raised:  # raised below, after the exchange
             error = raised
         if error is not None or stop() is not None:
@@ -123,7 +125,13 @@ class Sampler:
         """Adds the completions of `taken` to `own`, unless asked to stop; returns spans to record."""
         chosen = [slots[place] for place in taken]
         start_s = time.monotonic()
-        sampled, more = self._generate(chosen, options, stop)
+        requests = [Request(ids=slot.prompt.ids, seeds=slot.seeds) for slot in chosen]
+        if self._function is None:
+            sampled, more = self.completions.generate(requests, options), {}
+        else:
+            engine = TurnEngine(self.completions, requests, options, self.tokenizer, stop)
+            made, more = self._function([slot.prompt.given for slot in chosen for _ in slot.seeds], engine)
+            sampled = [[made.pop(0) for _ in slot.seeds] for slot in chosen]
         sampled_s = time.monotonic()
         own["rollout_s"] += sampled_s - start_s
         spans = [*self._drained(), ("rollout", start_s, sampled_s, f"{len(taken)} prompts")]
@@ -144,21 +152,6 @@ class Sampler:
             at += len(group)
             own["made"].append({"slot": place, "rewards": rewards, "sampled": [_packed(one) for one in group]})
         return [*spans, ("scoring", sampled_s, scored_s, "")]
-
-    def _generate(
-        self, chosen: list[PromptSlot], options: SamplingOptions, stop: Callable[[], int | None]
-    ) -> tuple[list[list[Sampled]], dict[str, list[Any]]]:
-        """[slot][completion], and a function's columns for the rewards. Incomplete if asked to stop."""
-        requests = [Request(ids=slot.prompt.ids, seeds=slot.seeds) for slot in chosen]
-        if self._function is None:
-            return self.completions.generate(requests, options), {}
-        engine = TurnEngine(self.completions, requests, options, self.tokenizer, stop)
-        try:
-            made, columns = self._function([slot.prompt.given for slot in chosen for _ in slot.seeds], engine)
-        except Interrupted:
-            return [], {}
-        ones = iter(made)
-        return [[next(ones) for _ in slot.seeds] for slot in chosen], columns
 
     def _completion(self, slot: PromptSlot, one: Sampled) -> Any:
         """As reward functions get it: text, or for messages the assistant's message."""
@@ -186,22 +179,17 @@ class Sampler:
         )
 
 
-_DTYPES = {"ids": "<i4", "logps": "<f4", "mask": "i1", "prompt": "<i4"}  # of a completion's lists, some of them None
+_LISTS = {"ids": "<i4", "logps": "<f4", "mask": "i1", "prompt": "<i4"}  # of a completion, with their dtypes
 
 
 def _packed(one: Sampled) -> dict[str, Any]:
-    lists = {name: getattr(one, name) for name in _DTYPES}
-    return {"ended": one.ended} | {
-        name: None if values is None else base64.b64encode(np.asarray(values, dtype=_DTYPES[name]).tobytes()).decode()
-        for name, values in lists.items()
-    }
+    lists = {name: np.asarray(values, dtype) for name, dtype in _LISTS.items() if (values := getattr(one, name))}
+    return {"ended": one.ended} | {name: base64.b64encode(each.tobytes()).decode() for name, each in lists.items()}
 
 
 def _unpacked(sent: dict[str, Any]) -> Sampled:
-    lists = {
-        name: None if sent[name] is None else np.frombuffer(base64.b64decode(sent[name]), dtype=dtype).tolist()
-        for name, dtype in _DTYPES.items()
-    }
+    sent = {"ids": "", "logps": ""} | sent
+    lists = {name: np.frombuffer(base64.b64decode(sent[name]), _LISTS[name]).tolist() for name in _LISTS.keys() & sent}
     return Sampled(ended=sent["ended"], **lists)
 
 

@@ -56,7 +56,7 @@ def test_a_turn_ends_at_its_own_token_and_where_nothing_is_left() -> None:
     assert cut == Sampled(ids=whole.ids[:2], logps=whole.logps[:2], ended=True)
     assert engine.generate([[5, 6, *range(12)]]) == [Sampled(ids=[], logps=[], ended=False)]
     for rows in ([0, 0], None):
-        with pytest.raises(ValueError, match=r"generate has 2 lists of tokens for the completions \[0"):
+        with pytest.raises(ValueError, match=r"generate has 2 lists of tokens for the prompts \[0"):
             engine.generate([[5]] * 2, rows=rows)
 
 
@@ -92,20 +92,23 @@ def test_what_a_function_returns() -> None:
 
 
 BAD = {
-    "a list without prompt_ids, completion_ids, logprobs": [],
-    "a dict without completion_ids, logprobs": {"prompt_ids": [[5]] * 2},
+    "list; return a dict with prompt_ids, completion_ids, logprobs": [],
+    "prompt_ids, extra; return a dict with": {"prompt_ids": [[5]] * 2, "extra": [1, 2]},
+    "nothing; return a dict with": {},
     "1 completion_ids for 2 prompts; return one for each": GOOD | {"completion_ids": [[5]]},
     "3 calls for 2 prompts": GOOD | {"calls": [1, 2, 3]},
-    "of completion 1 -1 to 11; tokens are under 64": GOOD | {"completion_ids": [[8, 9, END], [-1, 11]]},
-    "of completion 0 5 to 64; tokens": GOOD | {"completion_ids": [[8, 9, 64], [10, 11]]},
-    "of completion 1 no token of the model": GOOD | {"env_mask": [[1, 0, 1], [0, 0]]},
-    "of completion 1 no token of the prompt": GOOD | {"prompt_ids": [[5, 6], []]},
-    "of completion 0 no token of the model;": GOOD | {"completion_ids": [[], [1, 2]], "env_mask": None},
-    "of completion 0 4 prompt_ids; the data's longest prompt has 3": GOOD | {"prompt_ids": [[5] * 4, [4]]},
-    "of completion 1 13 completion_ids; --max-new-tokens is 12": GOOD | {"completion_ids": [[8, 9, END], [5] * 13]},
-    "of completion 0 2 logprobs and 3 env_mask for 3 completion_ids": GOOD | {"logprobs": [[-1.0] * 2, [-1.0] * 2]},
-    "of completion 1 2 logprobs and 3 env_mask for 2": GOOD | {"env_mask": [[1, 0, 1], [1, 1, 1]]},
-    "of completion 0 3 logprobs and 3 env_mask for 3 completion_ids; return": GOOD | {"env_mask": [[1, 0, 2], [1, 1]]},
+    "completion 1 has -1 to 11; tokens are under 64": GOOD | {"completion_ids": [[8, 9, END], [-1, 11]]},
+    "completion 0 has 5 to 64; tokens": GOOD | {"completion_ids": [[8, 9, 64], [10, 11]]},
+    "completion 1 has no token of the model": GOOD | {"env_mask": [[1, 0, 1], [0, 0]]},
+    "completion 1 has no token of the prompt": GOOD | {"prompt_ids": [[5, 6], []]},
+    "completion 0 has no token of the model;": GOOD | {"completion_ids": [[], [1, 2]], "env_mask": None},
+    "completion 0 has 4 prompt_ids and 3 completion_ids; return at most 3": GOOD | {"prompt_ids": [[5] * 4, [4]]},
+    "1 prompt_ids and 13 completion_ids; return at most 3, as the data's longest prompt, and --max-new-tokens 12": GOOD
+    | {"completion_ids": [[8, 9, END], [5] * 13]},
+    "completion 0 has 3 completion_ids, 2 logprobs and 3 env_mask; return a number or None, and 0 or 1": GOOD
+    | {"logprobs": [[-1.0] * 2, [-1.0] * 2]},
+    "completion 1 has 2 completion_ids, 2 logprobs and 3 env_mask": GOOD | {"env_mask": [[1, 0, 1], [1, 1, 1]]},
+    "completion 0 has 3 completion_ids, 3 logprobs and 3 env_mask; return": GOOD | {"env_mask": [[1, 0, 2], [1, 1]]},
     "'float' object cannot be interpreted as an integer": GOOD | {"completion_ids": [[1.5], [1]]},
     "'NoneType' object is not iterable": GOOD | {"prompt_ids": None},
     "could not convert string to float": GOOD | {"logprobs": ["abc", [1, 2]]},
