@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from ..base.errors import CheckpointCorrupt
 from ..base.files import put_in_place, sync_folder
-from ..engine.api import engine_of, publish
+from ..engine.api import engine_of
 from . import base_model, dcp, training_state
 from .dcp import DigestedFiles, Written
 from .random_state import random_state, restore_random_state, seed_random_state
@@ -248,7 +248,7 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
             base_model.require_same(path, base, [theirs["base"] for theirs in shared.all])
         wanted = training_state.to_load(model, optimizer, metadata, without=base.keys())
         engine.drain("loading a checkpoint")
-    with all_or_none(engine, purpose):
+    with engine.writing(), all_or_none(engine, purpose):
         dcp.read_into(path, metadata, wanted)
         training_state.take(model, optimizer, wanted, metadata)
         if saved is not None:
@@ -261,7 +261,6 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
         for each in engine.participants:
             if each.saved_as in own:
                 each.restore(own[each.saved_as])
-    publish(model)
     return state
 
 

@@ -25,7 +25,7 @@ from ..base.errors import CheckpointCorrupt, CheckpointDiffers
 from ..base.files import reading
 from ..comm.layout import find_units
 from ..data.tokenizer import read_config
-from ..engine.api import engine_of, publish
+from ..engine.api import engine_of
 from ..engine.module import plain_class
 from ..engine.parameter import ShardedParameter
 from ..nn.operand import is_sharded
@@ -234,11 +234,10 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
         sources, unexpected = _sources(model, files, places)
         _check(places, sources, files)
         engine.drain(purpose)
-    with all_or_none(engine, purpose):
+    with engine.writing(), all_or_none(engine, purpose):
         for target, source_of in sources.items():
             for name, take in _values(target, source_of, files, model):
                 _fill(places[name], take)
-    publish(model)
     if unexpected and engine.rank == 0:
         names = f"{', '.join(unexpected[:_SHOWN])}{', …' if len(unexpected) > _SHOWN else ''}"
         warnings.warn(f"{source} has {len(unexpected)} tensors that the model does not have: {names}", stacklevel=2)

@@ -95,7 +95,8 @@ def publish(model: nn.Module) -> None:
 
     Only needed after writing parameters by hand (an EMA, `dcp.load` in place): optimizer steps and
     `load_state_dict` publish too. Before writing, make sure by a barrier that no other rank is still
-    evaluating: fp32 parameters are read where they are written. Several replicas exchange what was written here; until
+    evaluating: fp32 parameters are read where they are written. Processes outside of the job that read them
+    (`read_policy`) do not notice such writes before this call. Several replicas exchange what was written here; until
     then the others don't see it.
     """
     _protocol_of(model).publish()

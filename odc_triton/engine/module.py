@@ -215,9 +215,8 @@ class ODCModule:
                 local[name] = parameter.shard.own_part(value)
         self._odc_engine.drain("what still reads the parameters")
         self._odc_engine.barrier.exchange("load_state_dict", {})
-        result = super().load_state_dict(local, strict=strict)
-        self._odc_engine.publish()
-        return result
+        with self._odc_engine.writing():
+            return super().load_state_dict(local, strict=strict)
 
 
 def _save_pretrained(model: nn.Module, folder: Any, *args: Any, **kwargs: Any) -> Any:

@@ -304,6 +304,20 @@ class Protocol(RankState):
             self.drain("publishing the parameters")
         self.publication.complete()
 
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Parameters are written inside of it, and published at its end; after an error they are readable as they are.
+
+        Announces it first, as processes outside of the job may be reading.
+        """
+        self.publication.announce()
+        try:
+            yield
+        except BaseException:
+            self.publication.complete()
+            raise
+        self.publish()
+
     def full_parameters(self, some: Sequence[Shard] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, a copy of the whole tensor in the compute dtype), one at a time, of all shards or `some`; no other
         rank takes part.

@@ -66,11 +66,16 @@ def offer_policy(model: nn.Module, *, max_lag: float = 30.0) -> PolicyOffer:
     parameters that are not sharded are offered as they are now. max_lag: seconds for which a reader may hold the next
     publication back, after several reads that publications met; one that takes longer is dropped, with a warning.
 
+    Each optimizer's step is a version: a `ChainedOptimizer` makes one of those of several.
+
     Raises TypeError for a model that is not sharded, ValueError for another `max_lag`, NotImplementedError on GPUs.
     """
     engine = engine_of(model, "offer_policy")
-    if not 0 <= max_lag < float("inf"):
-        raise ValueError(f"max_lag is {max_lag}: give seconds, at least 0")
+    if not 0 <= max_lag < engine.barrier.timeout_s:
+        raise ValueError(
+            f"max_lag is {max_lag}: give seconds, at least 0 and less than {engine.barrier.timeout_s:g}, fully_shard's "
+            f"timeout, as ranks wait for one that is held back"
+        )
     if engine.heap.device.type != "cpu":
         raise NotImplementedError(
             f"the model is on {engine.heap.device.type}, and a policy can be read by other processes only from the CPU "

@@ -145,7 +145,7 @@ class PolicyReader:
 
     def _require_job(self) -> None:
         """Raises PolicyUnavailable if the job has ended, or has dropped this reader."""
-        if self._ended.poll(0):  # the rank sends nothing by itself
+        if self._connection.fileno() < 0 or self._ended.poll(0):  # the rank sends nothing by itself
             self._gone()
 
     def _gone(self) -> None:
@@ -156,6 +156,9 @@ class PolicyReader:
         try:
             self._connection.sendall(PIN)
             (self._pinned,) = NUMBER.unpack(self._connection.recv(NUMBER.size))
+        except TimeoutError:
+            self.close()  # which takes back what the rank may still read
+            raise PolicyUnavailable(f"the rank that offers {self._address} does not answer: is it stopped?") from None
         except (OSError, ValueError):
             self._gone()
 

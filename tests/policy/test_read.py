@@ -9,14 +9,26 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from odc_triton import PolicyUnavailable, fully_shard, minibatch, offer_policy, publish, read_policy
-from odc_triton.policy.offer import PolicyOffer
+from odc_triton import (
+    PolicyUnavailable,
+    full_parameters,
+    fully_shard,
+    minibatch,
+    offer_policy,
+    publish,
+    read_policy,
+)
+from odc_triton.checkpoint import load_pretrained_shards
+from odc_triton.checkpoint.folder import load_checkpoint, write_checkpoint
+from odc_triton.engine.publication import Publication
+from odc_triton.policy.offer import PolicyOffer, _OfferServer
 from odc_triton.policy.reader import PolicyReader
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
@@ -57,7 +69,6 @@ def _sharded(kind: str, backend: str) -> nn.Module:
 
 
 def _reads(rank: int, world: int, kind: str, backend: str) -> None:
-    from odc_triton import full_parameters
     from odc_triton.checkpoint.pretrained_tensors import PretrainedTensors
 
     model = _sharded(kind, backend)
@@ -206,6 +217,36 @@ def test_a_reader_that_takes_longer_than_max_lag_is_dropped(caplog: pytest.LogCa
     policy.offer.close()
 
 
+@pytest.mark.parametrize("way", ["load_state_dict", "load_checkpoint", "load_pretrained_shards"])
+def test_loading_is_announced_before_it_writes(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They write where the policy is read."""
+    saved = build("qwen2", seed=1)
+    saved.save_pretrained(tmp_path / "pretrained")
+    optimizer = torch.optim.SGD(fully_shard(saved).parameters())
+    write_checkpoint(tmp_path / "checkpoint", model=saved, optimizer=optimizer, state={}, step=1)
+    state = saved.state_dict()
+    model = fully_shard(build("qwen2"))
+    before = dict(full_parameters(model))
+    announce, seen = Publication.announce, []
+
+    def first_look(self: Publication) -> None:
+        if not seen:
+            seen.append(dict(full_parameters(model)))
+        announce(self)
+
+    monkeypatch.setattr(Publication, "announce", first_look)
+    loads: dict[str, Any] = {
+        "load_state_dict": lambda: model.load_state_dict(state),
+        "load_checkpoint": lambda: load_checkpoint(tmp_path / "checkpoint", model=model, optimizer=None),
+        "load_pretrained_shards": lambda: load_pretrained_shards(model, tmp_path / "pretrained"),
+    }
+    loads[way]()
+    monkeypatch.undo()
+    after = dict(full_parameters(model))
+    assert all(torch.equal(seen[0][name], value) for name, value in before.items())
+    assert not any(torch.equal(after[name], value) for name, value in before.items() if value.dim() > 1)
+
+
 # ---------------------------------------------------------------------- who can't read
 
 
@@ -225,6 +266,24 @@ def test_a_job_that_stands_still_is_not_waited_for(policy: _Policy) -> None:
     reader = read_policy(policy.offer.address, timeout=0.2)
     policy.model._odc_engine.publication.announce()
     with pytest.raises(PolicyUnavailable, match=r"have published \[2\] times.* within 0 s: does the job stand still"):
+        reader.read(_values)
+
+
+def test_a_rank_that_does_not_answer_is_not_held_back(policy: _Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, answers, answer = read_policy(policy.offer.address, timeout=0.2), threading.Event(), _OfferServer._answer
+
+    def answer_late(self: _OfferServer, connection: socket.socket) -> bool:
+        answers.wait(LONG_S)
+        return answer(self, connection)
+
+    monkeypatch.setattr(_OfferServer, "_answer", answer_late)
+    with pytest.raises(PolicyUnavailable, match=r"the rank that offers .* does not answer: is it stopped"):
+        reader.read(lambda tensors: _values(tensors, policy.step))
+    answers.set()
+    start_s = time.monotonic()
+    policy.step()
+    assert time.monotonic() - start_s < LONG_S / 2
+    with pytest.raises(PolicyUnavailable, match="no longer offers"):
         reader.read(_values)
 
 
@@ -260,8 +319,8 @@ def test_what_can_not_be_offered() -> None:
     with pytest.raises(TypeError, match="Linear is not sharded"):
         offer_policy(nn.Linear(2, 2))
     model = fully_shard(nn.Linear(2, 2))
-    for max_lag in (-1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=r"max_lag is .*: give seconds, at least 0"):
+    for max_lag in (-1.0, 1800, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"max_lag is .*: give seconds, at least 0 and less than 1800, "):
             offer_policy(model, max_lag=max_lag)
     model._odc_engine.heap.device = torch.device("cuda")
     with pytest.raises(NotImplementedError, match=r"the model is on cuda, .* sample with the model"):
