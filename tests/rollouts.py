@@ -6,12 +6,16 @@ from typing import Any
 
 
 def turns(prompts: list[Any], engine: Any) -> dict[str, list]:
-    """Up to three turns of at most a quarter of the tokens; between them tokens from outside, also after an end."""
+    """Up to three turns of at most a quarter of the tokens; between them tokens from outside, also after an end.
+
+    Prompts are without their first token, as if the function had a template of its own.
+    """
+    prompt_ids = [each[1:] for each in engine.prompt_ids]
     most, outside = engine.options.max_new_tokens // 4, engine.options.max_new_tokens // 8
     ids, logps, mask = ([[] for _ in prompts] for _ in range(3))
     rows = list(range(len(prompts)))
     for turn in range(3):
-        made = engine.generate([engine.prompt_ids[row] + ids[row] for row in rows], most, rows=rows)
+        made = engine.generate([prompt_ids[row] + ids[row] for row in rows], most, rows=rows)
         going = [row for row, one in zip(rows, made, strict=True) if turn < 2 and sum(one.ids) % 3]
         for row, one in zip(rows, made, strict=True):
             more = [4 + (sum(one.ids) + place) % 50 for place in range(outside)] if row in going else []
@@ -19,7 +23,7 @@ def turns(prompts: list[Any], engine: Any) -> dict[str, list]:
             logps[row] += one.logps + [None] * len(more)
             mask[row] += [1] * len(one.ids) + [0] * len(more)
         rows = going
-    return {"prompt_ids": engine.prompt_ids, "completion_ids": ids, "logprobs": logps, "env_mask": mask}
+    return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": logps, "env_mask": mask}
 
 
 def one_turn(prompts: list[Any], engine: Any) -> dict[str, list]:

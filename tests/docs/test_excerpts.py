@@ -11,7 +11,9 @@ ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```(?:python|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(("page", "blocks"), [("README.md", 3), ("docs/index.md", 1), ("docs/recipes.md", 4), ("docs/read_policy.md", 2)])
+@pytest.mark.parametrize(
+    ("page", "blocks"), [("README.md", 3), ("docs/index.md", 1), ("docs/recipes.md", 4), ("docs/read_policy.md", 2)]
+)
 def test_blocks_are_excerpts(page: str, blocks: int) -> None:
     found = _BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
     assert len(found) == blocks

@@ -54,6 +54,9 @@ def train(rank: int, world: int, jobs: list[GrpoOptions]) -> list[int]:
     return counts
 
 
+RETURNED = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
+
+
 def sampled(request: Request, wanted: GrpoOptions, options: SamplingOptions) -> list[Sampled]:
     """The completions of one prompt, by the rollout function if there is one."""
     from odc_triton.rl.turns import TurnEngine
@@ -67,16 +70,17 @@ def sampled(request: Request, wanted: GrpoOptions, options: SamplingOptions) -> 
             ids=ids,
             logps=[math.nan if each is None else each for each in logps],
             mask=mask,
+            prompt=prompt,
             ended=ids[-1] in options.end_tokens,
         )
-        for ids, logps, mask in zip(made["completion_ids"], made["logprobs"], made["env_mask"], strict=True)
+        for prompt, ids, logps, mask in zip(*map(made.get, RETURNED), strict=True)
     ]
 
 
-def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch.Tensor], list[list[int]]]:
+def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch.Tensor], list[list[int]], list[float]]:
     """The losses and final weights of the same job on one process: plain torch, SGD, TRL's advantages and loss.
 
-    Also the lengths of each step's completions, with their prompts.
+    Also the lengths of each step's completions, with their prompts, and their mean number of sampled tokens.
     """
     from odc_triton.data.tokenizer import read_tokenizer
     from odc_triton.rl.prompts import completion_seed, read_prompts
@@ -91,7 +95,7 @@ def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch
     options = SamplingOptions(temperature=1.0, max_new_tokens=wanted.max_new_tokens, end_tokens=ends)
     passes = (Mix((len(prompts),)).order(each, f"prompts {wanted.seed}") for each in range(wanted.steps))
     in_order = itertools.chain.from_iterable(passes)
-    losses, lengths, masked, outside = [], [], 0, 0
+    losses, lengths, means, masked, outside = [], [], [], 0, 0
     for step in range(wanted.steps):
         chosen = [prompts[index] for index in itertools.islice(in_order, per_step)]
         rows, rewards = [], []
@@ -100,7 +104,7 @@ def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch
             group = sampled(Request(ids=prompt.ids, seeds=seeds), wanted, options)
             texts = [tokenizer.decode(one.ids, skip_special_tokens=True) for one in group]
             rewards.append(vowels(texts, [prompt.columns["wanted"]] * len(texts)))
-            rows += [(prompt.ids, one) for one in group]
+            rows += [(one.prompt or prompt.ids, one) for one in group]
         gained = trl_advantages(torch.tensor(rewards, dtype=torch.float64), wanted.scale_rewards)
         masked += sum(not one.ended and gain != 0 for (_, one), gain in zip(rows, gained.flatten(), strict=True))
         outside += sum(one.own.count(0) for _, one in rows)
@@ -115,9 +119,10 @@ def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch
             of_step += loss.item() / wanted.iterations
         losses.append(of_step)
         lengths.append([len(prompt) + len(one.ids) for prompt, one in rows])
+        means.append(sum(sum(one.own) for _, one in rows) / len(rows))
     assert outside or not wanted.rollout, "no token would come from outside"
     assert masked or not wanted.mask_truncated, "no truncated completion would have taught something"
-    return losses, model.state_dict(), lengths
+    return losses, model.state_dict(), lengths, means
 
 
 CASES = {
@@ -195,7 +200,7 @@ def test_steps_are_trls(folder: Path, tmp_path: Path, cases: dict[str, dict], wo
     assert {name for name, count in branches.items() if count == 0} == UNSHARED & jobs.keys()
     first = load_file(start / "model.safetensors")
     for name, wanted in jobs.items():
-        losses, weights, lengths = plain(wanted, world)
+        losses, weights, lengths, means = plain(wanted, world)
         if wanted.split_sequences:
             cost = CostModel.from_config(AutoConfig.from_pretrained(start))
             how = {"ranks": world, "token_cap": wanted.token_cap, "tokens": wanted.split_tokens, "cost": cost}
@@ -203,6 +208,7 @@ def test_steps_are_trls(folder: Path, tmp_path: Path, cases: dict[str, dict], wo
             assert any(assign_split(of_step, **how).plan for of_step in lengths), "no sample would be cut"
         found = read_metrics(tmp_path / name / "metrics.jsonl")
         assert [line["loss"] for line in found] == pytest.approx(losses, rel=1e-4, abs=2e-6), name
+        assert [line["length"] for line in found] == pytest.approx(means)
         made = load_file(tmp_path / name / "model" / "model.safetensors")
         moved = sum((weights[n] - first[n]).square().sum() for n in made).sqrt()
         apart = sum((weights[n] - made[n]).square().sum() for n in made).sqrt()
