@@ -160,10 +160,9 @@ LONG = {"token_cap": 256, "split_tokens": 200, "max_new_tokens": 210, "seed": 18
 TURNS = {
     "turns, dapo, split": {**CASES["dapo, split"], "seed": 36},
     "turns, grpo by batch, masked": {**CASES["grpo by batch, masked"], "max_new_tokens": 12},
-}
-MORE_TURNS = {f"turns, {name}": changes for name, changes in CASES.items() if f"turns, {name}" not in TURNS} | {
     "turns, other engine": {"engine": "vllm-colocate", "importance": "token_truncate", "clip_norm": 1e9, "lr": 30.0},
 }
+MORE_TURNS = {f"turns, {name}": changes for name, changes in CASES.items() if f"turns, {name}" not in TURNS}
 REPLICAS = {
     "dapo, split over replicas": {
         "replicas": 2,
