@@ -108,6 +108,11 @@ class GrpoOptions(RunOptions):
             raise ValueError(f"--vllm-memory is {self.vllm_memory}; it must be between 0 and 1")
         self._require_positive("importance_cap", "clip", "clip_high", "iterations")
         self._require_not_negative("kl", "max_lag")
+        if self.engine == "vllm-server" and self.max_lag >= 60 * self.timeout_minutes:
+            raise ValueError(
+                f"--max-lag is {self.max_lag:g} s, and ranks wait for each other for {self.timeout_minutes:g} minutes: "
+                f"give less than --timeout-minutes"
+            )
         if not self.reward:
             raise ValueError("--reward is missing: give --reward module:function, as in --reward my_rewards:length")
         if self.rollout is not None and not _FUNCTION.fullmatch(self.rollout):

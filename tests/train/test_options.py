@@ -76,6 +76,7 @@ GRPO: list[tuple[dict[str, Any], str]] = [
     ({"engine": "vllm-colocate"}, "give --model"),
     ({"temperature": 0.0}, "temperature is 0.0; it must be positive"),
     ({"vllm_memory": 1.5}, "between 0 and 1"),
+    ({"engine": "vllm-server", "vllm_server": "http://x", "timeout_minutes": 0.5}, "--max-lag is 30 s, .* 0.5 minutes"),
 ]
 
 
