@@ -80,8 +80,9 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
     so are images and PEFT's adapters.
 
     Completions are sampled in evaluation mode, outside of minibatches, so ranks may decode different numbers of tokens.
-    With vLLM, weights are sent whole. With `beta`, a reference model is loaded from the folder or hub id that the model
-    came from, and sharded. Checkpoints are as ODCTrainer's.
+    vLLM, in each rank's process or as a server on this host, reads the policy before it samples. With `beta`, a
+    reference model is loaded from the folder or hub id that the model came from, and sharded. Checkpoints are as
+    ODCTrainer's.
 
     token_cap: the most tokens of a pack; by default those of the minibatch's longest completion with its prompt, or,
     where a pack computes a prompt once for its completions, those of a whole group, if this is much faster and they

@@ -174,12 +174,16 @@ def _failed(rank: int, world: int, folder: str, start: str, changes: dict[str, A
         if when != "generate":
             refresh(engine)
 
-    ShardedVllmGeneration._refresh = refreshed
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if changes.pop("bf16_policy", False) else None
     args = case.arguments(folder, case.ROWS // world, use_vllm=True, **changes)
-    with pytest.raises((GenerationFailed, RolloutFailed)) as caught:
-        ODCGRPOTrainer(case.sharded(start, mp_policy=policy), args=args, **case.given()).train()
-    assert server is None or len(asked) == 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedVllmGeneration, "_refresh", refreshed)
+        with pytest.raises((GenerationFailed, RolloutFailed)) as caught:
+            ODCGRPOTrainer(case.sharded(start, mp_policy=policy), args=args, **case.given()).train()
+    if server is not None:
+        assert len(asked) == 3
+        dist.barrier()
+        os.killpg(server, signal.SIGCONT)
     return f"{caught.type.__name__}: {caught.value}"
 
 
@@ -194,11 +198,11 @@ def test_a_server_that_ends(tmp_path: Path) -> None:
     """Or hangs: each rank says so, and none waits for ever."""
     start = _saved(tmp_path / "model")
     with vllm_serve(Path(start), tmp_path / "log") as server:
-        for which, when, words in ENDS:
-            changes = _server_mode(server.address, ends=(server.process.pid, which, when))
-            for found in ranks.run(_failed, 2, str(tmp_path / "run"), start, changes):
+        ends = [(server.process.pid, which, when) for which, when, _ in ENDS]
+        runs = [(_failed, str(tmp_path), start, _server_mode(server.address, ends=each)) for each in ends]
+        for of_ranks, (_, _, words) in zip(ranks.run_all(2, *runs), ENDS, strict=True):
+            for found in of_ranks:
                 assert re.match(words, found), found
-            server.signal(signal.SIGCONT)
 
 
 def test_refused(tmp_path: Path, served: tuple[str, str]) -> None:
