@@ -6,12 +6,10 @@ tensors of a layer until all of them have come, so views of the trainers' memory
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -21,15 +19,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from .reader import PolicyReader, read_policy
 from .vllm_server import difference
-
-
-def load(model: nn.Module, config: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Loads all weights into vLLM's `model`, whose ModelConfig is `config`: (name, tensor) as in the model's files."""
-    initialize_layerwise_reload(model)
-    try:
-        model.load_weights(tensors)
-    finally:  # else the next load would go on with this one's
-        finalize_layerwise_reload(model, config)
 
 
 @dataclass
@@ -54,14 +43,15 @@ class PolicyTransferEngine(WeightTransferEngine[PolicyAddress, PolicyUpdate]):
     def init_transfer_engine(self, init_info: PolicyAddress) -> None:
         """Raises PolicyUnavailable if there is no policy, ValueError for another model's."""
         self.shutdown()
-        reader, config = read_policy(init_info.address), self.model_config
+        self._reader = reader = read_policy(init_info.address)
+        config = self.model_config
         problem = difference(config.hf_config.to_dict(), reader.config or {})
         if (dtype := str(config.dtype).removeprefix("torch.")) not in reader.dtypes:
             wanted = ", ".join(sorted(reader.dtypes))
             problem = problem or f"computes in {dtype}, and the policy in {wanted}: start it with --dtype {wanted}"
         if problem is not None:
+            self.shutdown()
             raise ValueError(f"vLLM's model {config.model} {problem}")
-        self._reader = reader
 
     def start_weight_update(self) -> None:
         """Nothing: a read may be repeated, and each starts anew."""
@@ -70,7 +60,14 @@ class PolicyTransferEngine(WeightTransferEngine[PolicyAddress, PolicyUpdate]):
         """Raises PolicyUnavailable if the job ended."""
         if self._reader is None:
             raise RuntimeError("there is no address of a policy yet: call init_weight_transfer_engine first")
-        self._reader.read(lambda tensors: load(self.model, self.model_config, tensors))
+        self._reader.read(self._load)
+
+    def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        initialize_layerwise_reload(self.model)
+        try:
+            self.model.load_weights(tensors)
+        finally:  # else the next load would go on with this one's
+            finalize_layerwise_reload(self.model, self.model_config)
 
     def finish_weight_update(self) -> None:
         """Nothing, as at the start."""

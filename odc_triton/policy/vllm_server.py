@@ -108,11 +108,13 @@ class PolicyServer:
     def refresh(self, policy: str, version: int) -> None:
         """Has it read the policy that is offered at the address `policy`, whose publication is `version`."""
         if policy != self._policy:
-            with contextlib.suppress(Refused):  # of an update that another job has begun and not finished
-                self.http.post("/finish_weight_update", timeout_s=SHORT_S)
             self._update("/init_weight_transfer_engine", {"init_info": {"address": policy}})
             self._policy = policy
-        self._update("/start_weight_update", {})
+        try:
+            self._update("/start_weight_update", {})
+        except Refused:  # as another job has begun an update and not finished it
+            self._update("/finish_weight_update", {})
+            self._update("/start_weight_update", {})
         self._update("/update_weights", {"update_info": {}})
         self._update("/finish_weight_update", {"weight_version": str(version)})
         answer = self.http.post("/reset_prefix_cache", timeout_s=SHORT_S)  # it is of the old weights

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..base.errors import GenerationFailed
 from ..checkpoint.pretrained_tensors import PretrainedTensors
-from ..policy.vllm_server import OLDEST, is_too_old
+from ..policy.vllm_server import OLDEST, difference, is_too_old
 from .generation import Request, Sampled, SamplingOptions
 from .vllm_sampling import parameters, sampled
 
@@ -77,8 +77,11 @@ class VllmColocate:
 
     def sync(self, model: nn.Module) -> None:
         """Reads the policy. Not collective."""
+        tensors, theirs = PretrainedTensors(model), self._llm.model_config
+        if (problem := difference(theirs.hf_config.to_dict(), tensors.empty.config.to_dict())) is not None:
+            raise GenerationFailed(f"vLLM's model {theirs.model} {problem}")
         # Layer by layer, as vLLM packs or quantises weights after it has loaded them.
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(PretrainedTensors(model))})
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
         if self._llm.reset_prefix_cache() is False:  # it is of the old weights
             raise GenerationFailed("vLLM keeps its prefix cache: some of its requests have not ended")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -39,9 +40,13 @@ def require_vllm() -> None:
 
 
 def write_vllm_case(folder: Path, **config: Any) -> Path:
-    """`write_prompts` with a model whose heads vLLM has on CPUs; start/ has its tokenizer too."""
+    """`write_prompts` with a model whose heads vLLM has on CPUs. start/ has its tokenizer too, and a generation config
+    that would cut the distribution if the engines did not say otherwise.
+    """
     write_prompts(folder, config=HEADS | config)
     to_transformers(load_tokenizer(folder / "tokenizer.json")).save_pretrained(folder / "start")
+    cuts = {"do_sample": True, "top_k": 2, "top_p": 0.5, "repetition_penalty": 1.5, "eos_token_id": 7}
+    (folder / "start" / "generation_config.json").write_text(json.dumps(cuts))
     return folder
 
 
@@ -50,6 +55,7 @@ class RealServer:
 
     def __init__(self, process: subprocess.Popen, address: str, log: Path) -> None:
         self.process, self.address, self.log = process, address, log
+        self.shared: set[Path] = set()
 
     def signal(self, which: signal.Signals) -> None:
         """To the server and its workers."""
@@ -77,11 +83,27 @@ def vllm_serve(folder: Path, log: Path, *more: str, **environment: str) -> Itera
             ended = process.poll() is not None or time.monotonic() > deadline_s
             assert not ended, f"vllm serve did not start: {log.read_text()[-3000:]}"
             time.sleep(0.2)
+        server.shared = _shared_memory(process.pid)
         yield server
     finally:
+        shared = _shared_memory(process.pid)
         with contextlib.suppress(ProcessLookupError):
             server.signal(signal.SIGKILL)
         process.wait()
+        for path in server.shared | shared:  # vLLM removes it only if it is not killed
+            path.unlink(missing_ok=True)
+
+
+def _shared_memory(pid: int) -> set[Path]:
+    """What the process and its children have mapped of /dev/shm."""
+    import psutil
+
+    found = set()
+    with contextlib.suppress(psutil.Error, OSError):
+        for each in [parent := psutil.Process(pid), *parent.children(recursive=True)]:
+            maps = Path(f"/proc/{each.pid}/maps").read_text()
+            found |= {Path(line.split()[5]) for line in maps.splitlines() if "/dev/shm/" in line}
+    return found
 
 
 def _is_healthy(address: str) -> bool:
@@ -95,8 +117,10 @@ def _is_healthy(address: str) -> bool:
 @torch.no_grad()
 def greedy(model: nn.Module, prompt: list[int], tokens: int) -> list[int]:
     """The next tokens by plain transformers."""
-    made = model.generate(torch.tensor([prompt]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
-    return made[0, len(prompt) :].tolist()
+    ids = torch.tensor([prompt])
+    for _ in range(tokens):
+        ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
+    return ids[0, len(prompt) :].tolist()
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from odc_triton.rl.generation import CompletionEngine, Request, SamplingOptions
 from tests.support import ranks
-from tests.support.vllm_real import ENVIRONMENT, greedy, log_probabilities, require_vllm, write_vllm_case
+from tests.support.vllm_real import ENVIRONMENT, RealServer, greedy, log_probabilities, require_vllm
 
 require_vllm()
 pytestmark = pytest.mark.slow
@@ -24,19 +24,15 @@ UPDATES, TOKENS, TEMPERATURE = 3, 12, 0.7
 BOUND = 2e-5
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_vllm_case(tmp_path_factory.mktemp("vllm"))
-
-
 def follows_the_policy(rank: int, engine: CompletionEngine, model: torch.nn.Module, start: str) -> dict[str, Any]:
     """Updates the sharded model; after each the engine is asked for completions. What was seen of all."""
     from odc_triton import full_parameters, minibatch
 
     plain = AutoModelForCausalLM.from_pretrained(start).eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    seen: dict[str, Any] = {"greedy": [], "policy": [], "difference": 0.0}
     options = SamplingOptions(temperature=TEMPERATURE, max_new_tokens=TOKENS, end_tokens=())
+    assert engine.generate([], options) == []
+    seen: dict[str, Any] = {"greedy": [], "policy": [], "difference": 0.0}
     for step in range(UPDATES + 1):
         engine.sync(model)
         with torch.no_grad():
@@ -80,3 +76,27 @@ def _colocated(rank: int, world: int, start: str) -> dict[str, Any]:
 def test_colocate(folder: Path, world: int) -> None:
     found = ranks.run(_colocated, world, str(folder / "start"))
     assert_followed(found)
+
+
+def _served(rank: int, world: int, start: str, address: str) -> dict[str, Any]:
+    from odc_triton import fully_shard
+    from odc_triton.policy.http import Server
+    from odc_triton.rl.vllm_server import VllmServer
+
+    model = fully_shard(AutoModelForCausalLM.from_pretrained(start))
+    engine = VllmServer(address, rank=rank)
+    engine.server.check(config=model.config, dtype="float32", tokens=128)
+    try:
+        seen = follows_the_policy(rank, engine, model, start)
+    finally:
+        engine.close()
+    label = Server(address).get("/weight_info", timeout_s=60)["weight_version"]
+    return seen | {"version": int(label), "published": model._odc_engine.publication.number}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_server(folder: Path, server: RealServer, world: int) -> None:
+    found = ranks.run(_served, world, str(folder / "start"), server.address)
+    assert_followed(found)
+    # It has the version that was read last, and one update followed.
+    assert all(seen["version"] == seen["published"] - 1 for seen in found)

@@ -7,21 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from odc_triton.train.grpo import check_before_start
 from odc_triton.train.grpo_options import GrpoOptions
 from tests.support import jobs, ranks
 from tests.support.grpo_case import case
 from tests.support.jobs import ENDED, lines
-from tests.support.vllm_real import ENVIRONMENT, require_vllm, write_vllm_case
+from tests.support.vllm_real import ENVIRONMENT, RealServer, require_vllm
 
 require_vllm()
 pytestmark = pytest.mark.slow
 
 STEPS, NEW_TOKENS = 4, 12
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_vllm_case(tmp_path_factory.mktemp("vllm"))
 
 
 def train(rank: int, world: int, wanted: GrpoOptions) -> str:
@@ -51,5 +47,13 @@ def assert_sampled_by_the_policy(out: Path) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_colocate(folder: Path, tmp_path: Path, world: int) -> None:
     wanted = options(folder, tmp_path / "out", engine="vllm-colocate", vllm_memory=0.1)
+    assert ranks.run(train, world, wanted) == [ENDED] * world
+    assert_sampled_by_the_policy(tmp_path / "out")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_server(folder: Path, server: RealServer, tmp_path: Path, world: int) -> None:
+    wanted = options(folder, tmp_path / "out", engine="vllm-server", vllm_server=server.address)
+    check_before_start(wanted, world)
     assert ranks.run(train, world, wanted) == [ENDED] * world
     assert_sampled_by_the_policy(tmp_path / "out")
