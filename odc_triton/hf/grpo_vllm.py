@@ -72,7 +72,7 @@ class ShardedVllmGeneration(VLLMGeneration):
 
     def _connect(self, address: str) -> None:
         self._engine = engine_of(self.model)
-        self._offer = offer_policy(self.model)
+        self._offer = offer_policy(self.model, max_lag=0.0)  # no rank publishes while the server reads: all wait
         self._server = PolicyServer(address, timeout_s=self._timeout_s)
         end_s = time.monotonic() + self.server_timeout
         while True:
