@@ -20,8 +20,8 @@ def environment() -> dict[str, str]:
 
 
 def names() -> set[str]:
-    # Python's own semaphores (sem.mp-…) are from tests that run at the same time: we create none.
-    shared = (name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-"))
+    # Python's own semaphores and blocks (of vLLM) are from tests that run at the same time: we create none.
+    shared = (name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "psm_")))
     sockets = (line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@odc-" in line)
     return {*shared, *sockets}
 

@@ -19,8 +19,7 @@ pytestmark = pytest.mark.slow
 
 PROMPTS = [[5, 9, 3], [17, 40, 2, 8, 11], [6]]
 UPDATES, TOKENS, TEMPERATURE = 3, 12, 0.7
-# Two libraries' fp32 kernels, which add in different orders: up to 2e-6 was seen. With weights one update older
-# the difference is above 0.1.
+# Two libraries' fp32 kernels, which add in different orders: up to 2e-6 was seen.
 BOUND = 2e-5
 
 

@@ -35,7 +35,7 @@ def options(folder: Path, out: Path, **changes: object) -> GrpoOptions:
 
 def assert_sampled_by_the_policy(out: Path) -> None:
     """`mismatch` is the mean over tokens of a ratio of two probabilities, which differ by rounding only: see
-    test_engines.py.
+    test_engines.py. It is off by 0.03 if vLLM keeps its first weights.
     """
     found = lines(out)
     assert len(found) == STEPS
