@@ -72,7 +72,7 @@ class Server:
             ) from None
         if status != 200:
             raise Refused(
-                f"the server at {self.address} refused {what} with status {status}: {_text(content)}: see its log"
+                f"the server at {self.address} refused {what} with status {status}: {_said(content)}: see its log"
             )
         if not content:
             return None
@@ -116,6 +116,13 @@ def _left(deadline: float) -> float:
     if (left := deadline - time.monotonic()) <= 0:
         raise TimeoutError
     return left
+
+
+def _said(refusal: bytes) -> str:
+    """vLLM's message, if there is one."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        refusal = json.loads(refusal)["error"]["message"].encode()
+    return _text(refusal)
 
 
 def _text(content: bytes) -> str:

@@ -154,7 +154,10 @@ def test_an_update_is_refused(folder: Path, server: RealServer) -> None:
     )
     first, second = ranks.run(_refused, 2, str(folder / "start"), server.address)
     for one, other, wanted in zip(first, second, words, strict=True):
-        assert_one_line(one, f"Refused: the server at {server.address} refused POST /init_weight.* {wanted}")
+        assert_one_line(
+            one,
+            rf"Refused: the server at {server.address} refused POST /init_weight\w+ with status 500: .Call.* {wanted}",
+        )
         assert_one_line(other, rf"WeightsNotRead: the vLLM server did not read the policy \(rank 0: .*{wanted}")
 
 
