@@ -51,9 +51,10 @@ def test_colocate(folder: Path, tmp_path: Path, world: int) -> None:
     assert_sampled_by_the_policy(tmp_path / "out")
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_server(folder: Path, server: RealServer, tmp_path: Path, world: int) -> None:
-    wanted = options(folder, tmp_path / "out", engine="vllm-server", vllm_server=server.address)
+@pytest.mark.parametrize(("world", "rollout"), [(1, None), (2, None), (2, "tests.rollouts:turns")])
+def test_server(folder: Path, server: RealServer, tmp_path: Path, world: int, rollout: str | None) -> None:
+    how = {"engine": "vllm-server", "vllm_server": server.address, "rollout": rollout}
+    wanted = options(folder, tmp_path / "out", **how)
     check_before_start(wanted, world)
     assert ranks.run(train, world, wanted) == [ENDED] * world
     assert_sampled_by_the_policy(tmp_path / "out")
