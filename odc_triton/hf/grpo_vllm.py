@@ -18,9 +18,8 @@ from torch import Tensor
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..base.errors import GenerationFailed, RolloutFailed, describe
+from ..base.errors import GenerationFailed
 from ..checkpoint.pretrained_tensors import PretrainedTensors
-from ..engine.api import engine_of
 from ..policy.offer import offer_policy
 from ..policy.vllm_server import SHORT_S, PolicyServer
 
@@ -38,9 +37,8 @@ class ShardedVllmGeneration(VLLMGeneration):
     In colocate mode vLLM reloads its weights layer by layer, which also takes weights that it packed or quantised when
     it had loaded them. Each rank reads the policy itself, and none waits for another. See [Note: TRL's server mode].
 
-    Raises GenerationFailed for a server that is gone, late or can't serve this job, on all ranks RolloutFailed if it
-    does not take the policy, NotImplementedError for a server if the model is on GPUs, ValueError for a model of
-    unknown origin.
+    Raises GenerationFailed for a server that is gone, late, can't serve this job or does not read the policy,
+    NotImplementedError for a server if the model is on GPUs, ValueError for a model of unknown origin.
     """
 
     def __init__(self, trainer: GRPOTrainer) -> None:
@@ -71,7 +69,6 @@ class ShardedVllmGeneration(VLLMGeneration):
         super()._init_vllm()
 
     def _connect(self, address: str) -> None:
-        self._engine = engine_of(self.model)
         self._offer = offer_policy(self.model, max_lag=0.0)  # no rank publishes while the server reads: all wait
         self._server = PolicyServer(address, timeout_s=self._timeout_s)
         end_s = time.monotonic() + self.server_timeout
@@ -90,20 +87,9 @@ class ShardedVllmGeneration(VLLMGeneration):
     def sync_weights(self) -> None:
         """vLLM gets the policy as it is now. Every rank calls it."""
         if self.mode == "server":
-            self._refresh()
+            self._server.refresh(self.model, self._offer)
         else:
             super().sync_weights()
-
-    def _refresh(self) -> None:
-        failure = None
-        if self._engine.rank == 0:
-            try:
-                self._server.refresh(self._offer.address, self._engine.publication.number)
-            except GenerationFailed as error:
-                failure = error
-        message = {"problem": None if failure is None else describe(failure)}
-        if problem := self._engine.exchange("the vLLM server reads the policy", message)[0]["problem"]:
-            raise RolloutFailed([0], f"the vLLM server did not read the policy: {problem}") from failure
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         """Reloads all weights at once; nothing is left that TRL would load tensor by tensor."""

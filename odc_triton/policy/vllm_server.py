@@ -13,12 +13,16 @@ from collections.abc import Callable
 from typing import Any
 
 from packaging.version import Version
+from torch import nn
 
-from ..base.errors import GenerationFailed
+from ..base.errors import GenerationFailed, OfRanks, describe
+from ..engine.api import engine_of
 from .http import Refused, Server
+from .offer import PolicyOffer
 
 OLDEST = "0.32"  # of vLLM
 SHORT_S = 30.0  # for answers that need no work
+_ASKS = 0  # the rank that asks the server to read
 _COMPARED = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 _START = (
     "start it with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
@@ -40,6 +44,10 @@ def difference(theirs: dict[str, Any], mine: dict[str, Any]) -> str | None:
         if theirs.get(name) != mine.get(name):
             return f"has {name} {theirs.get(name)}, and the policy {mine.get(name)}: start it with the policy's model"
     return None
+
+
+class WeightsNotRead(OfRanks, GenerationFailed):
+    """Raised on the other ranks if the server did not read the policy."""
 
 
 class PolicyServer:
@@ -105,8 +113,25 @@ class PolicyServer:
             return difference(AutoConfig.from_pretrained(folder).to_dict(), config.to_dict())
         return None
 
-    def refresh(self, policy: str, version: int) -> None:
-        """Has it read the policy that is offered at the address `policy`, whose publication is `version`."""
+    def refresh(self, model: nn.Module, offer: PolicyOffer) -> None:
+        """Has it read `model`, of which `offer` is. Every rank calls it; rank 0 asks, and no rank sends a tensor.
+
+        Then a barrier. If the server did not read it, rank 0 raises the reason, the others WeightsNotRead with it.
+        """
+        engine, failure = engine_of(model), None
+        if engine.rank == _ASKS:
+            try:
+                self._refresh(offer.address, engine.publication.number)
+            except Exception as error:
+                failure = error
+        message = {"problem": None if failure is None else describe(failure)}
+        problem = engine.exchange("the vLLM server reads the policy", message)[_ASKS]["problem"]
+        if failure is not None:
+            raise failure
+        if problem is not None:
+            raise WeightsNotRead([_ASKS], f"the vLLM server did not read the policy (rank {_ASKS}: {problem})")
+
+    def _refresh(self, policy: str, version: int) -> None:
         if policy != self._policy:
             self._update("/init_weight_transfer_engine", {"init_info": {"address": policy}})
             self._policy = policy

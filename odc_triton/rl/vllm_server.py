@@ -7,20 +7,13 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from torch import nn
 
-from ..base.errors import GenerationFailed, OfRanks, describe
-from ..engine.api import engine_of
+from ..base.errors import GenerationFailed
 from ..policy.offer import PolicyOffer, offer_policy
 from ..policy.vllm_server import SHORT_S, PolicyServer
 from .generation import Request, Sampled, SamplingOptions
 from .vllm_sampling import parameters, sampled
 
-_ASKS = 0  # the rank that asks the server to read
 _TOGETHER = 256  # requests in flight per rank: vLLM batches them
-_SYNC = "the vLLM server reads the policy"
-
-
-class WeightsNotRead(OfRanks, GenerationFailed):
-    """Raised on the other ranks if the server did not read the policy."""
 
 
 class VllmServer:
@@ -28,7 +21,7 @@ class VllmServer:
 
     `timeout_s`: of each completion; `sync_timeout_s`: of one read of the policy; `max_lag_s`: as of `offer_policy`.
     `generate` raises GenerationFailed if the server is gone, late, or gives an unexpected answer. So does `sync` if it
-    can't read the policy; the other ranks then raise WeightsNotRead.
+    can't read the policy: see `PolicyServer.refresh`.
     """
 
     samples_elsewhere = True
@@ -37,13 +30,12 @@ class VllmServer:
         self,
         address: str,
         *,
-        rank: int,
         timeout_s: float = 600.0,
         sync_timeout_s: float = 600.0,
         max_lag_s: float = 30.0,
     ) -> None:
         self.server = PolicyServer(address, timeout_s=sync_timeout_s)
-        self._http, self._rank, self._timeout_s, self._max_lag_s = self.server.http, rank, timeout_s, max_lag_s
+        self._http, self._timeout_s, self._max_lag_s = self.server.http, timeout_s, max_lag_s
         self._model_name: str | None = None
         self._offer: PolicyOffer | None = None
 
@@ -88,22 +80,10 @@ class VllmServer:
         return sampled(*parts, options)
 
     def sync(self, model: nn.Module) -> None:
-        """Rank 0 asks, and no rank sends anything. Then a barrier: no rank samples from older weights."""
-        engine = engine_of(model)
+        """The server reads the policy, and no rank sends anything. Every rank calls it."""
         if self._offer is None:
             self._offer = offer_policy(model, max_lag=self._max_lag_s)
-        failure: Exception | None = None
-        if self._rank == _ASKS:
-            try:
-                self.server.refresh(self._offer.address, engine.publication.number)
-            except Exception as error:
-                failure = error
-        problem = None if failure is None else describe(failure)
-        answers = engine.barrier.exchange(_SYNC, {"problem": problem})
-        if failure is not None:
-            raise failure
-        if (problem := answers[_ASKS]["problem"]) is not None:
-            raise WeightsNotRead([_ASKS], f"the vLLM server did not read the policy (rank {_ASKS}: {problem})")
+        self.server.refresh(model, self._offer)
 
     def close(self) -> None:
         """Ends the offer; the server keeps running."""

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..data.tokenizer import read_config
 from ..engine.api import engine_of
+from ..hf.enable import innermost
 from ..policy.vllm_server import PolicyServer
 from ..rl.generation import CompletionEngine
 from ..rl.importance import importance_weights
@@ -170,9 +171,10 @@ def _engine(options: GrpoOptions, model: nn.Module, should_stop: Callable[[], bo
     rank = engine_of(model).rank
     if options.vllm_server is not None:
         sync_timeout_s = 60 * options.timeout_minutes
-        return VllmServer(options.vllm_server, rank=rank, sync_timeout_s=sync_timeout_s, max_lag_s=options.max_lag)
+        return VllmServer(options.vllm_server, sync_timeout_s=sync_timeout_s, max_lag_s=options.max_lag)
     if options.engine == "vllm-colocate":
-        limits = {"memory": options.vllm_memory, "max_tokens": options.token_cap}
+        positions = getattr(innermost(model).config.get_text_config(), "max_position_embeddings", options.token_cap)
+        limits = {"memory": options.vllm_memory, "max_tokens": min(options.token_cap, positions)}
         return VllmColocate(options.model, rank=rank, dtype=_DTYPES[options.dtype], **limits)
     return TransformersEngine(model, should_stop=should_stop, hold=options.hold_weights)
 

@@ -86,7 +86,7 @@ def _rolls_out(rank: int, world: int, address: str) -> list[dict[str, torch.Tens
 
     model = fully_shard(build("qwen2"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    engine, weights = VllmServer(address, rank=rank), []
+    engine, weights = VllmServer(address), []
     for step in range(2):
         weights.append(_step(model, optimizer, step))
         engine.sync(model)
@@ -128,7 +128,7 @@ def test_weights_and_requests_of_ranks() -> None:
 )
 def test_faults_of_completions(with_faults: Callable[..., str], faults: dict, words: str) -> None:
     timeout_s = 0.3 if faults == {"slow_s": 30} else 60
-    engine = VllmServer(with_faults(**faults), rank=0, timeout_s=timeout_s)
+    engine = VllmServer(with_faults(**faults), timeout_s=timeout_s)
     begin_s = time.monotonic()
     with pytest.raises(GenerationFailed, match=words):
         engine.generate(REQUESTS, OPTIONS)
@@ -154,7 +154,7 @@ def test_what_vllm_can_not_have_sampled(ids: list, logps: list, reason: str, wor
 
 def test_a_server_that_is_gone() -> None:
     with vllm_serve() as serving:
-        engine = VllmServer(serving.address, rank=0)
+        engine = VllmServer(serving.address)
         engine.server.check()
         assert len(engine.generate(REQUESTS, OPTIONS)[0]) == 3
         serving.stop()
@@ -218,7 +218,7 @@ def _does_not_send(rank: int, world: int, addresses: list[str]) -> list[str]:
 
     model, found = fully_shard(build("qwen2")), []
     for address in addresses:
-        engine = VllmServer(address, rank=rank, sync_timeout_s=1.0 if address == addresses[-1] else 60.0)
+        engine = VllmServer(address, sync_timeout_s=1.0 if address == addresses[-1] else 60.0)
         begin_s = time.monotonic()
         with pytest.raises(GenerationFailed) as raised:
             engine.sync(model)
@@ -243,7 +243,7 @@ def test_weights_that_do_not_arrive() -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://", "http://a:b@127.0.0.1"])
 def test_addresses(address: str) -> None:
     with pytest.raises(ValueError, match=r"write it as http://127\.0\.0\.1:8000"):
-        VllmServer(address, rank=0)
+        VllmServer(address)
 
 
 def test_vllm_is_named_where_it_is_missing() -> None:

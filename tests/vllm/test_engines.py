@@ -83,7 +83,7 @@ def _served(rank: int, world: int, start: str, address: str) -> dict[str, Any]:
     from odc_triton.rl.vllm_server import VllmServer
 
     model = fully_shard(AutoModelForCausalLM.from_pretrained(start))
-    engine = VllmServer(address, rank=rank)
+    engine = VllmServer(address)
     engine.server.check(config=model.config, dtype="float32", tokens=128)
     try:
         seen = follows_the_policy(rank, engine, model, start)

@@ -100,7 +100,7 @@ def _hangs(rank: int, world: int, start: str, address: str, group: int) -> list[
     from odc_triton import fully_shard
 
     model = fully_shard(AutoModelForCausalLM.from_pretrained(start))
-    engine, found = VllmServer(address, rank=rank, timeout_s=LONG_S, sync_timeout_s=LONG_S), []
+    engine, found = VllmServer(address, timeout_s=LONG_S, sync_timeout_s=LONG_S), []
     requests = [Request(ids=[5], seeds=[1, 2])]
     engine.sync(model)
     engine.generate(requests, SAMPLING)
@@ -139,7 +139,7 @@ def _refused(rank: int, world: int, start: str, address: str) -> list[str]:
     models = [AutoModelForCausalLM.from_config(wider), AutoModelForCausalLM.from_pretrained(start)]
     found = []
     for model, policy in zip(models, (None, bf16), strict=True):
-        engine = VllmServer(address, rank=rank)
+        engine = VllmServer(address)
         with pytest.raises(GenerationFailed) as raised:
             engine.sync(fully_shard(model, mp_policy=policy))
         engine.close()

@@ -46,7 +46,7 @@ def assert_sampled_by_the_policy(out: Path) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_colocate(folder: Path, tmp_path: Path, world: int) -> None:
-    wanted = options(folder, tmp_path / "out", engine="vllm-colocate", vllm_memory=0.1)
+    wanted = options(folder, tmp_path / "out", engine="vllm-colocate", vllm_memory=0.1, token_cap=512)
     assert ranks.run(train, world, wanted) == [ENDED] * world
     assert_sampled_by_the_policy(tmp_path / "out")
 
