@@ -105,6 +105,7 @@ def _hangs(rank: int, world: int, start: str, address: str, group: int) -> list[
     engine.sync(model)
     engine.generate(requests, SAMPLING)
     engine._timeout_s = engine.server._timeout_s = SHORT_S
+    model._odc_engine.exchange("both have sampled", {})
     if rank == 0:
         os.killpg(group, signal.SIGSTOP)
     model._odc_engine.exchange("stopped", {})
