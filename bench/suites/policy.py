@@ -308,7 +308,7 @@ def sync_beside(turns: int, sizes: dict[str, int]) -> dict[str, Any] | None:
             if way != READ:
                 _push(way, group, units, flats)
             if run.rank == 0:
-                still_s[way].append(time.monotonic() - start_s if way != READ else 0.0)  # no rank takes part in a read
+                still_s[way].append(time.monotonic() - start_s)
                 run.pipe.recv()
                 seconds[way].append(time.monotonic() - start_s)
                 sent[way].append(_loopback_bytes() - before)
@@ -324,7 +324,7 @@ def sync_beside(turns: int, sizes: dict[str, int]) -> dict[str, Any] | None:
         return None
     ways = _compared({way: each[1:] for way, each in seconds.items()})
     for way, each in ways.items():
-        each["ranks_stand_still_s"] = statistics.median(still_s[way][1:])
+        each["ranks_stand_still_s"] = None if way == READ else statistics.median(still_s[way][1:])  # none takes part
         each["loopback_bytes"] = statistics.median(sent[way][1:])
     return {"ways": ways, "megabytes": run.megabytes}
 

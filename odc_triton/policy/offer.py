@@ -1,9 +1,9 @@
 """Offers a sharded model to processes outside of the job, which read it from the ranks' shared memory.
 
-[Note: one version] A reader looks at two numbers of each owner: how often it has published, and how often it has begun
-to. If they are all the same before a read, and the second one after it, no owner wrote in between. Owners do not wait
-for readers; but one that was met by publications several times asks to pin the current one: the first rank shows its
-number, and owners begin no later one until the reader has finished, died, or used up `max_lag`.
+[Note: one version] Each owner shows two numbers: of the last publication that it began, and of the last that it
+finished. Before a read all numbers of all owners must be equal; if after it no owner has begun another, none wrote
+meanwhile. Owners do not wait for readers. But a reader that publications met several times may pin the current one:
+rank 0 shows its number, and owners begin no later one until the reader has finished, died, or used up `max_lag`.
 
 [Note: the socket] Over an abstract Unix socket rank 0's thread passes open files to readers of the same user: what is
 where, as JSON, and the heaps, read-only. A reader keeps its connection, whose end tells each side that the other died.
@@ -33,7 +33,7 @@ from ..checkpoint.pretrained import transformers_part
 from ..checkpoint.pretrained_tensors import PretrainedTensors
 from ..comm.layout import aligned
 from ..comm.memory.heap import SymmetricHeap
-from ..comm.memory.rendezvous import listen, peer_uid
+from ..comm.memory.rendezvous import listen, peer_of, peer_uid
 from ..engine.api import engine_of
 from ..engine.parameter import ShardedParameter
 
@@ -42,7 +42,6 @@ log = logging.getLogger("odc_triton")
 PIN, UNPIN = b"p", b"u"
 NUMBER = struct.Struct("q")
 MOST_FILES = 250  # in one message over a Unix socket
-_CLIENT = struct.Struct("3i")  # pid, uid, gid
 _LOOK_S, _PINNED_LOOK_S = 0.5, 0.02
 
 
@@ -84,8 +83,7 @@ def offer_policy(model: nn.Module, *, max_lag: float = 30.0) -> PolicyOffer:
     engine.publication.max_lag_s = max_lag
     server = None
     if engine.rank == 0:
-        manifest, files = _Contents(model).written()
-        server = _OfferServer(engine.publication, files=[manifest, *files], max_lag_s=max_lag)
+        server = _OfferServer(engine.publication, files=_Contents(model).files(), max_lag_s=max_lag)
     message = {"address": None if server is None else server.address}
     return PolicyOffer(engine.exchange("offer the policy", message)[0]["address"], server)
 
@@ -101,24 +99,22 @@ class _Contents:
         self._apart_bytes = 0
         self._parameters = {id(each.sharded): each for each in self._engine.parameters}
 
-    def written(self) -> tuple[int, list[int]]:
-        """Files: of the manifest as JSON, and those that its tensors are in."""
+    def files(self) -> list[int]:
+        """What is where, as JSON; the tensors that are in no heap; the heaps."""
         try:
-            _, part = transformers_part(self._model)
+            transformers_part(self._model)
         except TypeError:  # no transformers model: its parameters' names
-            part, weights = None, None
-            units = [{each.name: self._place(each)} for each in self._engine.parameters]
+            units, adapted, kind, config = [{each.name: each for each in self._engine.parameters}], {}, None, None
         else:
             weights = PretrainedTensors(self._model)
-            units = [{name: self._place(place) for name, place in unit.items()} for unit in weights.units]
+            units, adapted, kind = weights.units, weights.adapted, type(weights.empty).__name__
+            config = weights.empty.config.to_dict()
         publication = self._engine.publication
         content = {
-            "units": units,
-            "adapted": {}
-            if weights is None
-            else {name: [*map(self._pair, of)] for name, of in weights.adapted.items()},
-            "class": None if weights is None else type(weights.empty).__name__,
-            "config": None if part is None else part.config.to_dict(),
+            "units": [{name: self._place(place) for name, place in unit.items()} for unit in units],
+            "adapted": {name: [*map(self._pair, pairs)] for name, pairs in adapted.items()},
+            "class": kind,
+            "config": config,
             "world": self._engine.heap.world,
             "published": publication.published.slot,
             "stepping": publication.stepping.slot,
@@ -130,7 +126,7 @@ class _Contents:
             )
         text = json.dumps(content, default=str).encode()
         apart = _file([bytes(each.contiguous().view(-1).view(torch.uint8).numpy()) for each in self._apart])
-        return _file([text]), [apart, *(heap.read_only_fd for heap in self._heaps)]
+        return [_file([text]), apart, *(heap.read_only_fd for heap in self._heaps)]
 
     def _pair(self, pair: Any) -> list[Any]:
         a, b = (self._place(self._parameters[id(each)]) for each in (pair.a, pair.b))
@@ -259,7 +255,7 @@ class _OfferServer:
 
 
 def _described(reader: socket.socket) -> str:
-    pid, _, _ = _CLIENT.unpack(reader.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CLIENT.size))
+    pid, _ = peer_of(reader)
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:

@@ -145,7 +145,7 @@ class PolicyReader:
 
     def _require_job(self) -> None:
         """Raises PolicyUnavailable if the job has ended, or has dropped this reader."""
-        if self._connection.fileno() < 0 or self._ended.poll(0):  # the rank sends nothing by itself
+        if self._connection.fileno() < 0 or self._ended.poll(0):  # it only answers, so this is the end
             self._gone()
 
     def _gone(self) -> None:

@@ -1,4 +1,4 @@
-"""A vLLM server that reads a job's policy by itself, when the job asks it to: a few requests, and no tensors.
+"""Asks a vLLM server to read a job's policy: a few requests, and no tensors.
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --logprobs-mode processed_logprobs \\
         --weight-transfer-config '{"backend": "odc"}'
@@ -85,7 +85,7 @@ class PolicyServer:
         elif not is_here:
             problem = "is on another host, and would read the policy from this host's memory: start it here"
         elif transfer.get("backend") != "odc":
-            problem = f"does not read the policy by itself (weight_transfer_config is {transfer or None}): {_START}"
+            problem = f"can't read the policy from memory (weight_transfer_config is {transfer or None}): {_START}"
         elif model.get("skip_tokenizer_init"):
             problem = "answers no requests without its tokenizer: start it without --skip-tokenizer-init"
         elif mode not in (None, "processed_logprobs"):

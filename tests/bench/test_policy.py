@@ -28,7 +28,7 @@ def test_reads_and_syncs() -> None:
     sent = {way: each["loopback_bytes"] for way, each in syncs["ways"].items()}
     assert sent[READ] < sent[GATHER] < sent[ALL_GATHER]
     assert sent[GATHER] > syncs["megabytes"] * 1e6
-    assert syncs["ways"][READ]["ranks_stand_still_s"] == 0 < syncs["ways"][GATHER]["ranks_stand_still_s"]
+    assert syncs["ways"][GATHER]["ranks_stand_still_s"] > 0
 
 
 def test_what_runs_beside_a_step() -> None:

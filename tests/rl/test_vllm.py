@@ -170,9 +170,9 @@ def test_a_server_that_is_gone() -> None:
         ({"version": "0.28.0"}, r"is vLLM 0\.28\.0: install 0\.32 or newer"),
         (
             {"transfer": None},
-            r"does not read the policy by itself \(weight_transfer_config is None\): start it with VLLM_S",
+            r"can't read the policy from memory \(weight_transfer_config is None\): start it with VLLM_S",
         ),
-        ({"transfer": {"backend": "nccl"}}, "by itself .*nccl"),
+        ({"transfer": {"backend": "nccl"}}, "from memory .*nccl"),
         ({"refuse": "/server_info?config_format=json"}, "refused GET /server_info.* start it with VLLM_SERVER"),
         (
             {"model": {"logprobs_mode": "raw_logprobs"}},

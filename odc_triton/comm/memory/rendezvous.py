@@ -75,10 +75,14 @@ _POLL_S = 0.02
 _GREETING = struct.Struct("i")  # rank
 
 
-def peer_uid(connection: socket.socket) -> int:
-    """The uid of the process at the other end."""
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process at the other end."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", credentials)[1]
+    return struct.unpack("3i", credentials)[:2]
+
+
+def peer_uid(connection: socket.socket) -> int:
+    return peer_of(connection)[1]
 
 
 def listen(name: str, *, backlog: int) -> socket.socket:
