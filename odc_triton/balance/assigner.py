@@ -45,6 +45,11 @@ class Assigner:
                 f"balance {QUEUE!r} can't split sequences with {self.replicas} replicas: use 'mini', or split none"
             )
 
+    @property
+    def reads_others(self) -> bool:
+        """True if ranks may compute pieces of one sample, or of samples that share tokens."""
+        return bool(self.split_tokens or self.shared_tokens)
+
     def own(
         self, lengths: Sequence[int], names: Sequence[int], relatives: Relatives | None = None
     ) -> MinibatchPacks | QueuedPacks:

@@ -100,6 +100,17 @@ class RolloutFailed(OfRanks):
     """Raised on every rank if sampling or scoring raised on some: no step is taken."""
 
 
+class RolloutStopped(OdcError):
+    """Raised on every rank if some was asked to stop before all completions were there: no step is taken."""
+
+    def __init__(self, signal: int) -> None:
+        self.signal = signal
+        super().__init__(f"stopped by signal {signal} before all completions were sampled")
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.signal,)
+
+
 class RanksDiffer(OdcError, ValueError):
     """The ranks have different models or options; the message names the first difference."""
 

@@ -74,6 +74,15 @@ class EventLog:
         finally:
             self.add(kind, start_s, time.monotonic(), label=label, microbatch=microbatch)
 
+    @contextmanager
+    def keeping(self, *kinds: str) -> Iterator[None]:
+        """Of the spans that are added inside of it, keeps those of these kinds."""
+        before = self.drain()
+        try:
+            yield
+        finally:
+            self._events.extend([*before, *(each for each in self.drain() if each.kind in kinds)])
+
     def drain(self) -> list[Event]:
         """All events so far, oldest first; the log is empty afterwards."""
         events = list(self._events)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -73,6 +74,14 @@ class minibatch:
                 "read it inside the `with` block"
             )
         return self._tokens
+
+    def divide_by(self, number: float) -> None:
+        """Divides the sums of the gradients by `number`, above 0, at the exit: for a mean whose denominator is known
+        only inside. Call it on all ranks, with the same number. Raises ValueError for another one.
+        """
+        if not 0 < number < math.inf:
+            raise ValueError(f"divide_by has {number!r}; give a finite number above 0")
+        self._engine.tokens.late = float(number)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

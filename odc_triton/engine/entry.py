@@ -23,7 +23,7 @@ class Tokens(Participant):
     """`total`: the target tokens of all ranks in the last minibatch that all entered; None if no rank gave its own.
 
     `divisor`: what gradients are divided by, unless the user chose a factor: losses are divided by the tokens already,
-    else by the number of ranks, as FSDP2 does.
+    else by the number of ranks, as FSDP2 does. `late`: by what instead, if that was said inside the minibatch.
     """
 
     name = "tokens"
@@ -31,6 +31,7 @@ class Tokens(Participant):
     def __init__(self, world: int) -> None:
         self._world = world
         self.total: int | None = None
+        self.late: float | None = None
         self._scope = contextlib.ExitStack()
 
     @property
@@ -56,11 +57,19 @@ class Tokens(Participant):
         self.total = None if missing else sum(messages)
 
     def opened(self) -> None:
+        self.late = None
         if self.total is not None:
             self._scope.enter_context(_undivided())
 
     def leave(self) -> None:
         self._scope.close()
+
+    def exit(self) -> float | None:
+        return self.late
+
+    def settle(self, messages: list[float | None] | None) -> None:
+        if messages is not None and len(set(messages)) > 1:
+            raise RanksDiffer(f"by rank, gradients were to be divided by {messages}: call divide_by alike on all ranks")
 
 
 @contextlib.contextmanager

@@ -61,8 +61,8 @@ class Protocol(RankState):
 
     @property
     def divides_by_ranks(self) -> bool:
-        """True if gradients are divided by the number of ranks, as neither tokens nor a factor were given."""
-        return self.divide_factor is None and self.tokens.total is None
+        """True if gradients are divided by the number of ranks, as neither tokens nor a divisor were given."""
+        return self.divide_factor is None and self.tokens.total is None and self.tokens.late is None
 
     def register(self, *participants: Participant) -> None:
         """Lets them take part from the next minibatch on. On all ranks, in the same order."""
@@ -116,6 +116,14 @@ class Protocol(RankState):
             each.opened()
         for shard in self.trainable():
             shard.expect_gradient()
+
+    def give(self, **given: Any) -> None:
+        """Arguments of `minibatch` that were not known at the entry. On all ranks that go on, with the same values."""
+        self.refuse_unknown(given)
+        for name, value in given.items():
+            if value is not None:
+                self.participant(name).entry(value)
+                self.participant(name).opened()
 
     def refuse_unknown(self, given: dict[str, Any]) -> None:
         """Raises RuntimeError for an argument of `minibatch` that no participant takes."""
@@ -244,7 +252,7 @@ class Protocol(RankState):
             if shard.trains and place not in touched:
                 shard.assign(None)
         shards = [self.shards[place] for place in sorted(touched)]
-        factor = self.divide_factor or self.tokens.divisor
+        factor = self.tokens.late or self.divide_factor or self.tokens.divisor
         with contextlib.ExitStack() as scope:
             if self.replicas.count > 1:
                 scope.enter_context(self._collective())

@@ -46,6 +46,7 @@ class CompletionEngine(Protocol):
     """Samples completions of a rank's prompts. Every rank has one."""
 
     samples_elsewhere: bool  # other weights or kernels than the policy's: the importance ratio must be corrected
+    samples_remotely: bool  # in another process, for any thread of this one
 
     def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[list[Sampled]]:
         """[request][seed]. Not collective."""
@@ -53,6 +54,10 @@ class CompletionEngine(Protocol):
 
     def sync(self, model: nn.Module) -> None:
         """Loads the policy's current weights, before a rollout. Every rank calls it, outside a minibatch."""
+        ...
+
+    def abort(self) -> None:
+        """Ends what other threads have asked for, which raises there. Only where it samples remotely."""
         ...
 
     def close(self) -> None:

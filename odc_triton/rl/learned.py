@@ -15,58 +15,75 @@ from ..balance.pieces import Entry, number_of
 from ..data.records import IGNORED
 from ..hf.loss import predictions
 from ..nn.head import log_probs
+from .generation import Sampled
 from .objective import Denominators, LossType, Objective, TokenTerms, advantages
-from .rollout import Rollout
+from .rollout import PromptSlot, Rollout
 
 Correction = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRule:
+    """Which completions are learned, and with which weights. keep_all: also those of advantage 0, which are only
+    counted without a divergence.
+    """
+
+    loss: LossType
+    denominators: Denominators
+    mask_truncated: bool
+    keep_all: bool
 
 
 @dataclass(kw_only=True)
 class Learned:
     """A rollout's completions that are learned, the same on every rank except `old`, which has this rank's only.
 
-    By sample: ids and labels, advantage, weight of each token's loss, its tokens' log-probabilities under the engine
-    that sampled. Tokens from outside are in the ids alone.
-    `tokens`: the loss's denominator, including tokens of completions left out.
+    By number, counted through all groups: ids and labels, advantage, weight of each token's loss, its tokens'
+    log-probabilities under the engine that sampled. Tokens from outside are in the ids alone.
+    `tokens`: of all completions, also of those left out. `divisor`: what sums of losses and gradients are divided by.
     """
 
-    samples: list[dict[str, list[int]]]
-    advantage: list[float]
-    weight: list[float]
-    sampled: list[list[float]]
-    tokens: int
+    rule: LearningRule
+    samples: dict[int, dict[str, list[int]]] = field(default_factory=dict)
+    advantage: dict[int, float] = field(default_factory=dict)
+    weight: dict[int, float] = field(default_factory=dict)
+    sampled: dict[int, list[float]] = field(default_factory=dict)
+    tokens: int = 0
     old: dict[Entry, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        made: Rollout,
-        *,
-        loss: LossType,
-        scale: Any,
-        mask_truncated: bool,
-        most_tokens: int,
-        keep_all: bool,
-    ) -> Learned:
-        """`keep_all`: also completions of advantage 0, which are only counted without a divergence."""
-        gained = advantages(made.totals, scale).flatten().tolist()
-        groups = zip(made.slots, made.sampled, strict=True)
-        flat = [(one.prompt or slot.prompt.ids, one) for slot, group in groups for one in group]
-        counts = [0 if mask_truncated and not one.ended else sum(one.own) for _, one in flat]
-        divisors = Denominators(tokens=sum(counts), rows=len(flat), most_tokens=most_tokens)
-        batch = cls(samples=[], advantage=[], weight=[], sampled=[], tokens=divisors.tokens)
-        for (prompt, one), count, advantage in zip(flat, counts, gained, strict=True):
-            if count and (advantage or keep_all):
-                labels = [token if own else IGNORED for token, own in zip(one.ids, one.own, strict=True)]
-                batch.samples.append({"input_ids": prompt + one.ids, "labels": [IGNORED] * len(prompt) + labels})
-                batch.advantage.append(advantage)
-                batch.weight.append(divisors.weight(loss, count))
-                batch.sampled.append([*compress(one.logps, one.own)])
+    def of(cls, made: Rollout, rule: LearningRule, scale: Any) -> Learned:
+        batch = cls(rule=rule)
+        gained = advantages(made.totals, scale).tolist()
+        for place, each in enumerate(zip(made.slots, made.sampled, gained, strict=True)):
+            batch.add(place, *each)
         return batch
 
+    def add(self, place: int, slot: PromptSlot, group: Sequence[Sampled], gained: Sequence[float]) -> list[int]:
+        """Adds what is learned of the completions of the slot at `place`; returns their numbers.
+
+        `gained`: their advantages.
+        """
+        rule, numbers = self.rule, []
+        for number, (one, advantage) in enumerate(zip(group, gained, strict=True), start=place * len(group)):
+            count = 0 if rule.mask_truncated and not one.ended else sum(one.own)
+            self.tokens += count
+            if count and (advantage or rule.keep_all):
+                prompt = one.prompt or slot.prompt.ids
+                labels = [token if own else IGNORED for token, own in zip(one.ids, one.own, strict=True)]
+                self.samples[number] = {"input_ids": prompt + one.ids, "labels": [IGNORED] * len(prompt) + labels}
+                self.advantage[number] = advantage
+                self.weight[number] = rule.denominators.weight(rule.loss, count)
+                self.sampled[number] = [*compress(one.logps, one.own)]
+                numbers.append(number)
+        return numbers
+
     @property
-    def lengths(self) -> list[int]:
-        return [len(each["input_ids"]) for each in self.samples]
+    def divisor(self) -> float:
+        return self.rule.denominators.divisor(self.rule.loss, self.tokens)
+
+    def length(self, number: int) -> int:
+        return len(self.samples[number]["input_ids"])
 
     def loss(
         self,
@@ -79,7 +96,7 @@ class Learned:
         correction: Correction | None,
         device: torch.device,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The summed loss of one pack, a scalar, and sums over its tokens for the log.
+        """The summed loss of one pack, a scalar, to be divided by `divisor`, and sums over its tokens for the log.
 
         The first call for an entry keeps its log-probabilities: before the first update the policy is the one that
         sampled. `correction`: importance weights of (log-probabilities then, those under the sampler, documents'

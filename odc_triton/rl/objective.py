@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"]
+_BY_TOKENS = ("dapo", "cispo")  # means over all tokens
 _EPSILON = 1e-4
 
 
@@ -44,19 +45,32 @@ def _deviation(centred: Tensor, counts: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Denominators:
-    """The denominators of a minibatch's loss, the same on every rank. tokens: learned, of all `rows` completions."""
+    """The denominators of a minibatch's loss, the same on every rank. rows: completions, learned or not.
 
-    tokens: int
+    [Note: a denominator known at the end] The number of all tokens is known when the last completion is sampled, and
+    gradients of others may be there by then. So tokens are weighted by a power of two, and `divisor` divides the sums
+    of the gradients at the end. A power of two changes no bit of a gradient.
+    """
+
     rows: int
     most_tokens: int  # that a completion may have
 
+    @property
+    def _unit(self) -> int:
+        """The power of two."""
+        return 1 << (self.rows * self.most_tokens).bit_length() >> 1
+
     def weight(self, loss: LossType, tokens: int) -> float:
-        """The weight of each token's loss in a completion with `tokens` of them."""
-        if loss in ("dapo", "cispo"):
-            return 1 / max(self.tokens, 1)
+        """The weight of each token's loss in a completion with `tokens` of them, until it is divided by `divisor`."""
+        if loss in _BY_TOKENS:
+            return 1 / self._unit
         if loss == "dr_grpo":
             return 1 / (self.rows * self.most_tokens)
         return 1 / (self.rows * max(tokens, 1))
+
+    def divisor(self, loss: LossType, tokens: int) -> float:
+        """What sums of weighted losses are divided by. `tokens`: of all completions, those that teach something."""
+        return max(tokens, 1) / self._unit if loss in _BY_TOKENS else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

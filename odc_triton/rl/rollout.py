@@ -8,10 +8,13 @@ compute the same advantages and the same assignment. A rank that failed, or was 
 from __future__ import annotations
 
 import base64
+import contextlib
 import math
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,7 +30,6 @@ from .prompts import Prompt
 from .rewards import RewardFailed, Rewards
 from .turns import RolloutFunction, TurnEngine
 
-Span = tuple[str, float, float, str]  # kind, start and end in seconds, label: of an event
 _EMPTY = 1 << 40  # added to the queue's counter: nothing is left
 
 
@@ -70,7 +72,8 @@ class Sampler:
         function: RolloutFunction | None = None,
     ) -> None:
         self.engine, self.completions, self.rewards, self.tokenizer = engine, completions, rewards, tokenizer
-        self._counter, self._columns, self._rollouts, self._function = counter, columns, 0, function
+        self.counter, self.function, self._columns, self._rollouts = counter, function, columns, 0
+        self._scores = threading.Lock()  # reward functions are called one batch at a time
 
     def roll_out(
         self, slots: list[PromptSlot], options: SamplingOptions, *, decode: int, stop: Callable[[], int | None]
@@ -83,100 +86,104 @@ class Sampler:
         """
         key = f"rollout/{self._rollouts}"
         self._rollouts += 1
-        own, error = {"made": [], "rollout_s": 0.0, "scoring_s": 0.0}, None  # this rank's message
-        events = self._drained()
-        together = max(1, min(decode // len(slots[0].seeds), math.ceil(len(slots) / self.engine.world)))
+        made, error = [], None
+        together = self.together(slots, decode)
         try:
-            while stop() is None and (taken := self._take(key, len(slots), together)):
-                events += self._complete(taken, slots, options, own, stop)
+            while stop() is None and (taken := self.take(key, len(slots), together)):
+                made += self.complete(taken, slots, options, stop)
         except Interrupted:  # in a rollout function
             pass
         except Exception as raised:  # raised below, after the exchange
             error = raised
         if error is not None or stop() is not None:
-            self._counter.add(key, _EMPTY)
-        for kind, start_s, end_s, label in events:
-            self.engine.events.add(kind, start_s, end_s, label=label, microbatch=-1)
-        message = own | {"stop": stop(), "failed": None if error is None else _reason(error)}
+            self.counter.add(key, _EMPTY)
+        message = {"made": made, "stop": stop(), "failed": None if error is None else reason_of(error)}
         messages = self.engine.exchange("exchange the completions", message)
         if self.engine.rank == 0:
-            self._counter.delete_key(key)
+            self.counter.delete_key(key)
         failed = {rank: theirs["failed"] for rank, theirs in enumerate(messages) if theirs["failed"] is not None}
         if failed:
-            words = "; ".join(f"rank {rank}: {text.partition(TRACEBACK)[0]}" for rank, text in failed.items())
-            _, mark, trace = next(iter(failed.values())).partition(TRACEBACK)  # one is enough
-            raise RolloutFailed(list(failed), f"a rollout failed ({words}){mark}{trace}") from error
+            raise failure(failed) from error
         asked = next((theirs["stop"] for theirs in messages if theirs["stop"] is not None), None)
-        return self._joined(slots, messages) if asked is None else asked
+        return self.joined(slots, chain.from_iterable(each["made"] for each in messages)) if asked is None else asked
 
-    def _take(self, key: str, count: int, together: int) -> range:
+    def together(self, slots: Sequence[PromptSlot], decode: int) -> int:
+        """The prompts that a rank samples together."""
+        return max(1, min(decode // len(slots[0].seeds), math.ceil(len(slots) / self.engine.world)))
+
+    def take(self, key: str, count: int, together: int) -> range:
         """The places of the next free prompts; empty when all are taken."""
-        start = (self._counter.add(key, 1) - 1) * together
+        start = (self.counter.add(key, 1) - 1) * together
         return range(count)[start : start + together]
 
-    def _complete(
-        self,
-        taken: range,
-        slots: list[PromptSlot],
-        options: SamplingOptions,
-        own: dict[str, Any],
-        stop: Callable[[], int | None],
-    ) -> list[Span]:
-        """Adds the completions of `taken` to `own`, unless asked to stop; returns spans to record."""
+    def complete(
+        self, taken: range, slots: list[PromptSlot], options: SamplingOptions, stop: Callable[[], int | None]
+    ) -> list[dict[str, Any]]:
+        """The completions of `taken`, as JSON, with their rewards; none if asked to stop."""
+        events = self.engine.events
         chosen = [slots[place] for place in taken]
-        start_s = time.monotonic()
         requests = [Request(ids=slot.prompt.ids, seeds=slot.seeds) for slot in chosen]
-        if self._function is None:
-            sampled, more = self.completions.generate(requests, options), {}
-        else:
-            engine = TurnEngine(self.completions, requests, options, self.tokenizer, stop)
-            made, more = self._function([slot.prompt.given for slot in chosen for _ in slot.seeds], engine)
-            sampled = [[made.pop(0) for _ in slot.seeds] for slot in chosen]
+        start_s = time.monotonic()
+        # The many forwards of decoding are not shown one by one.
+        with contextlib.nullcontext() if self.completions.samples_remotely else events.keeping("wait"):
+            if self.function is None:
+                sampled, more = self.completions.generate(requests, options), {}
+            else:
+                engine = TurnEngine(self.completions, requests, options, self.tokenizer, stop)
+                made, more = self.function([slot.prompt.given for slot in chosen for _ in slot.seeds], engine)
+                sampled = [[made.pop(0) for _ in slot.seeds] for slot in chosen]
         sampled_s = time.monotonic()
-        own["rollout_s"] += sampled_s - start_s
-        spans = [*self._drained(), ("rollout", start_s, sampled_s, f"{len(taken)} prompts")]
+        events.add("rollout", start_s, sampled_s, label=f"{len(taken)} prompts", microbatch=-1)
         if stop() is not None:
-            return spans
+            return []
         flat = [(slot, one) for slot, group in zip(chosen, sampled, strict=True) for one in group]
-        scores = self.rewards.score(
-            [slot.prompt.given for slot, _ in flat],
-            [self._completion(slot, one) for slot, one in flat],
-            [one.ids for _, one in flat],
-            {name: [slot.prompt.columns.get(name) for slot, _ in flat] for name in self._columns} | more,
-        )
+        columns = {name: [slot.prompt.columns.get(name) for slot, _ in flat] for name in self._columns} | more
+        with self._scores:
+            scores = self.rewards.score(
+                [slot.prompt.given for slot, _ in flat],
+                [self._completion(slot, one) for slot, one in flat],
+                [one.ids for _, one in flat],
+                columns,
+            )
         scored_s = time.monotonic()
-        own["scoring_s"] += scored_s - sampled_s
-        at = 0
+        events.add("scoring", sampled_s, scored_s, microbatch=-1)
+        seconds = {"rollout_s": (sampled_s - start_s) / len(taken), "scoring_s": (scored_s - sampled_s) / len(taken)}
+        messages, at = [], 0
         for place, group in zip(taken, sampled, strict=True):
             rewards = [of_function[at : at + len(group)] for of_function in scores]
             at += len(group)
-            own["made"].append({"slot": place, "rewards": rewards, "sampled": [_packed(one) for one in group]})
-        return [*spans, ("scoring", sampled_s, scored_s, "")]
+            messages.append({"slot": place, "rewards": rewards, "sampled": [_packed(one) for one in group], **seconds})
+        return messages
 
     def _completion(self, slot: PromptSlot, one: Sampled) -> Any:
         """As reward functions get it: text, or for messages the assistant's message."""
         text = self.tokenizer.decode(one.ids, skip_special_tokens=True)
         return text if isinstance(slot.prompt.given, str) else [{"role": "assistant", "content": text}]
 
-    def _drained(self) -> list[Span]:
-        """This rank's waits since the last call; the many forwards of decoding are dropped."""
-        drained = self.engine.events.drain()
-        return [(each.kind, each.start_s, each.end_s, each.label) for each in drained if each.kind == "wait"]
+    def group(self, made: dict[str, Any]) -> tuple[list[Sampled], Tensor, Tensor]:
+        """Of one message: the completions, their rewards [functions, completions], and totals [completions]."""
+        totals = torch.tensor(self.rewards.total(made["rewards"]), dtype=torch.float64)
+        return [_unpacked(one) for one in made["sampled"]], torch.tensor(made["rewards"], dtype=torch.float64), totals
 
-    def _joined(self, slots: list[PromptSlot], messages: list[dict[str, Any]]) -> Rollout:
-        made = {each["slot"]: each for theirs in messages for each in theirs["made"]}
-        by_slot = [made[place] for place in range(len(slots))]
-        rewards = torch.tensor([each["rewards"] for each in by_slot], dtype=torch.float64).transpose(0, 1)
+    def joined(self, slots: list[PromptSlot], messages: Iterable[dict[str, Any]]) -> Rollout:
+        made = sorted(messages, key=lambda each: each["slot"])
+        sampled, rewards, totals = zip(*map(self.group, made), strict=True)
+        world = self.engine.world
         return Rollout(
             slots=slots,
-            sampled=[[_unpacked(one) for one in each["sampled"]] for each in by_slot],
-            rewards=rewards,
-            totals=torch.tensor(self.rewards.total(rewards.flatten(1).tolist()), dtype=torch.float64).view(
-                rewards.shape[1:]
-            ),
-            rollout_s=sum(theirs["rollout_s"] for theirs in messages) / len(messages),
-            scoring_s=sum(theirs["scoring_s"] for theirs in messages) / len(messages),
+            sampled=[*sampled],
+            rewards=torch.stack(rewards, dim=1),
+            totals=torch.stack(totals),
+            rollout_s=math.fsum(each["rollout_s"] for each in made) / world,
+            scoring_s=math.fsum(each["scoring_s"] for each in made) / world,
         )
+
+
+def failure(failed: dict[int, str]) -> RolloutFailed:
+    """The error for all ranks, of the reasons by rank."""
+    words = "; ".join(f"rank {rank}: {text.partition(TRACEBACK)[0]}" for rank, text in failed.items())
+    _, mark, trace = next(iter(failed.values())).partition(TRACEBACK)  # one is enough
+    return RolloutFailed(list(failed), f"a rollout failed ({words}){mark}{trace}")
 
 
 _LISTS = {"ids": "<i4", "logps": "<f4", "mask": "i1", "prompt": "<i4"}  # of a completion, with their dtypes
@@ -193,6 +200,6 @@ def _unpacked(sent: dict[str, Any]) -> Sampled:
     return Sampled(ended=sent["ended"], **lists)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """A failed function's own message, or an error with its class."""
     return str(error) if isinstance(error, (RewardFailed, GenerationFailed)) else describe(error)

@@ -31,6 +31,7 @@ class TransformersEngine:
     """
 
     samples_elsewhere = False
+    samples_remotely = False
 
     def __init__(
         self, model: nn.Module, *, should_stop: Callable[[], bool] = lambda: False, hold: bool = False

@@ -29,6 +29,7 @@ class VllmColocate:
     """
 
     samples_elsewhere = True
+    samples_remotely = False
 
     def __init__(
         self, folder: str | Path, *, rank: int, dtype: str, memory: float = 0.3, max_tokens: int | None = None

@@ -25,6 +25,7 @@ class VllmServer:
     """
 
     samples_elsewhere = True
+    samples_remotely = True
 
     def __init__(
         self,
@@ -84,6 +85,9 @@ class VllmServer:
         if self._offer is None:
             self._offer = offer_policy(model, max_lag=self._max_lag_s)
         self.server.refresh(model, self._offer)
+
+    def abort(self) -> None:
+        self._http.abort()
 
     def close(self) -> None:
         """Ends the offer; the server keeps running."""

@@ -133,9 +133,8 @@ class SequenceExchange(Participant):
             self.sync.begin()
 
     def failed(self) -> None:
-        """Ends the waits of ranks that need this one's pieces."""
-        if self.plan is not None:
-            self.sync.fail()
+        """Ends the waits of ranks that need this one's pieces, also of a plan that only they have yet."""
+        self.sync.fail()
 
     def leave(self) -> None:
         """Raises RuntimeError if pieces of the plan are missing on this rank."""

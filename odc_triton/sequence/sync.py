@@ -87,16 +87,19 @@ class ShownWaits:
 
 
 class HostSync:
-    """By the host. `number`: of the plan that is open."""
+    """By the host."""
 
     def __init__(self, buffers: KVBuffers, state: RankState) -> None:
         self.buffers, self._state, self._barrier = buffers, state, state.barrier
         self.waits = ShownWaits(buffers, self._barrier)
-        self.number = 0
+
+    @property
+    def number(self) -> int:
+        """Of the plan that is open, or may be later in the minibatch: the same on all ranks, and no other plan's."""
+        return self._barrier.passed
 
     def begin(self) -> None:
         """The next plan is open."""
-        self.number += 1
 
     def end(self) -> None:
         """It is over on this rank."""

@@ -31,6 +31,11 @@ class GrpoOptions(RunOptions):
     prompts_per_rank: int = option(4, "prompts per rank and step, on average", group="Steps")
     generations: int = option(8, "completions of each prompt")
     iterations: int = option(1, "optimizer steps on each rollout")
+    overlap_rollout: Literal["auto", "on", "off"] = option(
+        "auto",
+        "on: compute completions while others are still sampled, the same update without phases; off: first all "
+        "completions, then the update; auto: off, until it is faster everywhere",
+    )
     share_prefixes: Literal["auto", "off"] = option(
         "auto", "auto: compute a prompt once for its completions, on one rank or for several; off: for each of them"
     )
@@ -137,7 +142,22 @@ class GrpoOptions(RunOptions):
         if self.loss == "cispo" and self.clip_high is None:
             raise ValueError("--loss is cispo and has no --clip-high, its largest ratio: give --clip-high 5")
 
+    @property
+    def overlaps(self) -> bool:
+        """True if completions are computed while others are sampled."""
+        return self.overlap_rollout == "on"
+
     def _check_contradictions(self) -> None:
+        if self.overlap_rollout == "on":
+            for name, value, why in (
+                ("iterations", self.iterations > 1, "later updates need the first one's log-probabilities of all"),
+                ("scale-rewards", self.scale_rewards == "batch", "the deviation is that of all completions' rewards"),
+            ):
+                if value:
+                    raise ValueError(
+                        f"--{name} is {getattr(self, name.replace('-', '_'))}: {why}, so no completion can be computed "
+                        f"before the last one is there; leave --overlap-rollout out"
+                    )
         if self.split_sequences and self.loss == "gspo":
             raise ValueError(
                 "--loss is gspo, whose ratio is that of a whole sequence, and --split-sequences has parts of it on "

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
-from typing import ClassVar
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,22 +17,26 @@ from ..balance.pieces import Entry, SplitPlan
 from ..balance.queue import QUEUE
 from ..balance.relatives import find_relatives
 from ..balance.split import readable_tokens
+from ..base.errors import RolloutStopped
 from ..checkpoint.repeat import Replayable
 from ..engine.api import engine_of, minibatch
 from ..hf.enable import innermost, takes_branches
 from ..rl.generation import CompletionEngine, SamplingOptions, end_tokens_of
-from ..rl.learned import Correction, Learned
-from ..rl.objective import Objective
+from ..rl.learned import Correction, Learned, LearningRule
+from ..rl.objective import Denominators, Objective
+from ..rl.overlap import OverlappedRollout
 from ..rl.prompts import Prompts, completion_seed, prompts_of_step
 from ..rl.rewards import Rewards
 from ..rl.rollout import PromptSlot, Rollout, Sampler
 from ..rl.turns import RolloutFunction
 from ..sequence.enable import enable_split
+from .agreement import StepSums
 from .grpo_options import GrpoOptions
 from .metrics import Metrics
 from .prepare import Prepared
 from .run import Picture, Run, Sample, shared_counter
 
+Stepped = tuple[Rollout, Learned, StepSums, Metrics]  # the last: seconds
 _SUMS = ("tokens", "entropy", "ratio", "clipped", "kl", "mismatch")  # over tokens, of all ranks
 
 
@@ -51,6 +56,7 @@ class GrpoRun(Run):
         "scoring_s": "scoring s",
         "sync_s": "sync s",
         "update_s": "update s",
+        "hidden_s": "hidden s",
         "idle": "idle",
     }
     pictures = (
@@ -139,6 +145,19 @@ class GrpoRun(Run):
         self.end_tokens = end_tokens_of(model, prepared.tokenizer)
         high = options.clip if options.clip_high is None else options.clip_high
         self.objective = Objective(loss=options.loss, low=options.clip, high=high, kl=options.kl)
+        rows = self.per_step * options.generations
+        self.rule = LearningRule(
+            loss=options.loss,
+            denominators=Denominators(rows=rows, most_tokens=options.max_new_tokens),
+            mask_truncated=options.mask_truncated,
+            keep_all=reference is not None,
+        )
+        self.overlapped: OverlappedRollout | None = None
+        if options.overlaps:
+            self.overlapped = OverlappedRollout(
+                self.sampler, self.assigner, shares_prefixes=self.shares_prefixes, scale=options.scale_rewards
+            )
+            engine.register(self.overlapped)
 
     def _function(self, name: str) -> RolloutFunction:
         vocabulary = innermost(self.model).config.get_text_config().vocab_size
@@ -147,68 +166,86 @@ class GrpoRun(Run):
     # ------------------------------------------------------------------ a step
 
     def train_step(self) -> Metrics | None:
-        options, state = self.options, self.state
+        state = self.state
         start_s = time.monotonic()
         self.sampler.completions.sync(self.model)
         synced_s = time.monotonic()
-        made = self._roll_out()
-        if isinstance(made, int):
-            self.stop = made
+        stepped = self._in_phases() if self.overlapped is None else self._overlapping()
+        if isinstance(stepped, int):
+            self.stop = stepped
             return None
-        batch = Learned.of(
-            made,
-            loss=options.loss,
-            scale=options.scale_rewards,
-            mask_truncated=options.mask_truncated,
-            most_tokens=options.max_new_tokens,
-            keep_all=self.reference is not None,
-        )
-        update_s, lr, loss = time.monotonic(), self.lr, 0.0
-        relatives = find_relatives(batch.samples) if self.shares_prefixes else None
-        own = self.assigner.own(batch.lengths, range(len(batch.samples)), relatives)
-        packs = Replayable(own)  # later iterations use the packs that were taken from a queue
-        for _ in range(options.iterations):
-            agreed = self.update(*self._minibatch(batch, packs, own.split))
-            loss += agreed.loss_sum / options.iterations
-            if self.was_skipped:
-                break
+        made, batch, agreed, seconds = stepped
         state.tokens += batch.tokens
         end_s = time.monotonic()
         return self.stepped(
             {
                 "epoch": (state.step + 1) * self.per_step / len(self.mix),
-                "loss": loss,
+                "loss": agreed.loss_sum,
                 **self._of_rollout(made),
                 **self._of_update(agreed.sums),
-                "lr": lr,
+                "lr": self.lr,
                 "grad_norm": agreed.norm,
                 "tokens": state.tokens,
                 "target_tokens_per_s": batch.tokens / (end_s - start_s),
                 "idle": agreed.idle,
                 "sync_s": synced_s - start_s,
-                "rollout_s": made.rollout_s,
                 "scoring_s": made.scoring_s,
-                "update_s": end_s - update_s,
+                **seconds,
                 "seconds": end_s - start_s,
             }
         )
 
-    def _roll_out(self) -> Rollout | int:
+    def _in_phases(self) -> Stepped | int:
+        """A rollout, then the updates; or the signal for which the ranks stop."""
+        options = self.options
+        made = self.sampler.roll_out(self._slots(), self._sampling(options.temperature), **self._limits)
+        if isinstance(made, int):
+            return made
+        batch = Learned.of(made, self.rule, options.scale_rewards)
+        update_s, loss = time.monotonic(), 0.0
+        numbers, samples = [*batch.samples], [*batch.samples.values()]
+        relatives = find_relatives(samples) if self.shares_prefixes else None
+        own = self.assigner.own([*map(batch.length, numbers)], numbers, relatives)
+        packs = Replayable(own)  # later iterations use the packs that were taken from a queue
+        for _ in range(options.iterations):
+            agreed = self.update(*self._minibatch(batch, packs, lambda: own.split))
+            loss += agreed.loss_sum / options.iterations
+            if self.was_skipped:
+                break
+        seconds = {"rollout_s": made.rollout_s, "update_s": time.monotonic() - update_s}
+        return made, batch, replace(agreed, loss_sum=loss), seconds
+
+    def _overlapping(self) -> Stepped | int:
+        """The update while others still sample; or the signal for which the ranks stop."""
+        start_s, batch, overlapped = time.monotonic(), Learned(rule=self.rule), self.overlapped
+        overlapped.open(self._slots(), self._sampling(self.options.temperature), batch, **self._limits)
+        try:
+            loss_sum, sums = self._minibatch(batch, Replayable(overlapped), lambda: overlapped.plan)
+        except RolloutStopped as stopped:
+            return stopped.signal
+        rollout_s, hidden_s = overlapped.seconds()
+        agreed = self.update(loss_sum, [*sums, hidden_s / self.engine.world])
+        *sums, hidden_s = agreed.sums
+        update_s = time.monotonic() - start_s - rollout_s
+        seconds = {"rollout_s": rollout_s, "update_s": update_s, "hidden_s": hidden_s}
+        return overlapped.rollout(), batch, replace(agreed, sums=sums), seconds
+
+    def _slots(self) -> list[PromptSlot]:
+        """The step's prompts."""
         options, step = self.options, self.state.step
         chosen = prompts_of_step(self.mix, step, per_step=self.per_step, seed=options.seed)
-        slots = [
+        return [
             PromptSlot(
                 prompt=self.prompts[index],
                 seeds=[completion_seed(options.seed, step, place, n) for n in range(options.generations)],
             )
             for place, index in enumerate(chosen)
         ]
-        return self.sampler.roll_out(
-            slots,
-            self._sampling(options.temperature),
-            decode=options.decode_at_once,
-            stop=lambda: self.stop_signal.signal,
-        )
+
+    @property
+    def _limits(self) -> dict[str, Any]:
+        """Of a rollout."""
+        return {"decode": self.options.decode_at_once, "stop": lambda: self.stop_signal.signal}
 
     def _sampling(self, temperature: float) -> SamplingOptions:
         return SamplingOptions(
@@ -216,15 +253,18 @@ class GrpoRun(Run):
         )
 
     def _minibatch(
-        self, batch: Learned, packs: Iterable[list[Entry]], split: SplitPlan | None
+        self, batch: Learned, packs: Iterable[list[Entry]], split: Callable[[], SplitPlan | None]
     ) -> tuple[float, list[float]]:
-        """This rank's part of the loss, and sums over its tokens, in the order of `_SUMS`, after the reduction."""
+        """This rank's part of the loss, and sums over its tokens, in the order of `_SUMS`, after the reduction.
+
+        `split`: the plan of `packs` so far.
+        """
         device = self.engine.heap.device
 
         def run() -> tuple[Tensor, Tensor]:
             loss_sum = torch.zeros((), dtype=torch.float64, device=device)
             sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
-            with minibatch(self.model, tokens=batch.tokens if self.engine.rank == 0 else 0, split=split):
+            with minibatch(self.model, split=split()) as mb:
                 for entries in packs:
                     self.stop_signal.check_peers()
                     loss, found = batch.loss(
@@ -240,7 +280,8 @@ class GrpoRun(Run):
                     loss_sum += loss.detach()
                     for place, name in enumerate(_SUMS):
                         sums[place] += found.get(name, 0.0)
-            return loss_sum, sums
+                mb.divide_by(batch.divisor)
+            return loss_sum / batch.divisor, sums
 
         loss_sum, sums = self.run_minibatch(run)
         return loss_sum.item(), sums.tolist()
@@ -255,9 +296,7 @@ class GrpoRun(Run):
         """One greedy completion of each held-out prompt. Empty if the ranks are asked to stop."""
         slots = [PromptSlot(prompt=prompt, seeds=[0]) for prompt in self.evaluation]
         self.sampler.completions.sync(self.model)
-        made = self.sampler.roll_out(
-            slots, self._sampling(0.0), decode=self.options.decode_at_once, stop=lambda: self.stop_signal.signal
-        )
+        made = self.sampler.roll_out(slots, self._sampling(0.0), **self._limits)
         self.reset_timer()
         if isinstance(made, int):
             self.stop = made

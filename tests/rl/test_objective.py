@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,14 @@ from odc_triton.data.order import Mix
 from odc_triton.data.records import IGNORED
 from odc_triton.hf import enable_packing
 from odc_triton.rl.generation import Sampled
-from odc_triton.rl.learned import Learned
-from odc_triton.rl.objective import Objective, TokenTerms, advantages
+from odc_triton.rl.learned import Learned, LearningRule
+from odc_triton.rl.objective import Denominators, Objective, TokenTerms, advantages
 from odc_triton.rl.prompts import Prompt, completion_seed, prompts_of_step, read_prompts
 from odc_triton.rl.rollout import PromptSlot, Rollout
 from tests.support.grpo_case import trl_advantages
 from tests.support.sft_case import QWEN2, write_case
 
+RULE = LearningRule(loss="dapo", denominators=Denominators(rows=1, most_tokens=8), mask_truncated=False, keep_all=True)
 REWARDS = torch.tensor([[0.0, 1.0, 0.5], [0.2, 0.2, 0.2], [3.0, -1.0, 0.0]], dtype=torch.float64)
 
 
@@ -78,13 +80,16 @@ def test_what_a_step_learns_of_truncated_completions(loss: str, masked: bool) ->
         rollout_s=0.0,
         scoring_s=0.0,
     )
-    how = {"loss": loss, "scale": "none", "mask_truncated": masked, "most_tokens": 6}
-    found = Learned.of(made, keep_all=False, **how)
-    assert found.weight == pytest.approx(WEIGHTS[loss, masked])
-    assert found.advantage == [0.5, -0.5][: len(found.weight)]
-    assert found.lengths == [5, 7][: len(found.weight)]
+    rule = LearningRule(
+        loss=loss, denominators=Denominators(rows=4, most_tokens=6), mask_truncated=masked, keep_all=False
+    )
+    found = Learned.of(made, rule, "none")
+    weights = [weight / found.divisor for weight in found.weight.values()]
+    assert weights == pytest.approx(WEIGHTS[loss, masked])
+    assert [*found.advantage.values()] == [0.5, -0.5][: len(weights)]
+    assert [*map(found.length, found.samples)] == [5, 7][: len(weights)]
     assert found.tokens == (5 if masked else 15)
-    assert len(Learned.of(made, keep_all=True, **how).samples) == (2 if masked else 4)
+    assert len(Learned.of(made, replace(rule, keep_all=True), "none").samples) == (2 if masked else 4)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -96,11 +101,11 @@ def test_a_policy_does_not_diverge_from_itself(temperature: float) -> None:
     enable_packing(model)
     ids = [5, 60, 7, 80]
     learned = Learned(
-        samples=[{"input_ids": ids, "labels": [IGNORED, *ids[1:]]}],
-        advantage=[1.0],
-        weight=[1.0],
-        sampled=[[0.0] * 3],
-        tokens=3,
+        rule=RULE,
+        samples={0: {"input_ids": ids, "labels": [IGNORED, *ids[1:]]}},
+        advantage={0: 1.0},
+        weight={0: 1.0},
+        sampled={0: [0.0] * 3},
     )
     objective = Objective(loss="dapo", low=0.2, high=0.2, kl=1.0)
     how = {"model": model, "objective": objective, "correction": None, "device": torch.device("cpu")}
@@ -131,11 +136,11 @@ def test_pieces_predict_each_token_once() -> None:
     """A sample of 4 prompt tokens and 8 of a completion, two of them from outside, cut anywhere."""
     labels = [IGNORED] * 4 + [4, 5, IGNORED, IGNORED, 8, 9, 10, 11]
     learned = Learned(
-        samples=[{"input_ids": list(range(12)), "labels": labels}],
-        advantage=[1.0],
-        weight=[1.0],
-        sampled=[[0.0] * 6],
-        tokens=6,
+        rule=RULE,
+        samples={0: {"input_ids": list(range(12)), "labels": labels}},
+        advantage={0: 1.0},
+        weight={0: 1.0},
+        sampled={0: [0.0] * 6},
     )
     assert learned._predicted(0) == slice(0, 6)
     for cut in range(1, 12):

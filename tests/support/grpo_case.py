@@ -56,8 +56,8 @@ def case(folder: Path, **changes: object) -> GrpoOptions:
 class Recorded:
     """Completions that depend on prompt and seed only: of 1 to `max_new_tokens` tokens, some without an end."""
 
-    def __init__(self, vocabulary: int, *, elsewhere: bool = False) -> None:
-        self.vocabulary, self.samples_elsewhere = vocabulary, elsewhere
+    def __init__(self, vocabulary: int, *, elsewhere: bool = False, remotely: bool = False) -> None:
+        self.vocabulary, self.samples_elsewhere, self.samples_remotely = vocabulary, elsewhere, remotely
 
     def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[list[Sampled]]:
         return [[self._one(seed, options) for seed in request.seeds] for request in requests]
@@ -72,6 +72,9 @@ class Recorded:
         return Sampled(ids=ids, logps=torch.rand(length, generator=generator).log().tolist(), ended=ended)
 
     def sync(self, model: nn.Module) -> None:
+        pass
+
+    def abort(self) -> None:
         pass
 
     def close(self) -> None:

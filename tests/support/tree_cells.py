@@ -23,7 +23,7 @@ from odc_triton.hf import enable_packing
 from odc_triton.hf.loss import predictions
 from odc_triton.nn.head import TokenLogProbs
 from odc_triton.rl import learned
-from odc_triton.rl.learned import Learned
+from odc_triton.rl.learned import Learned, LearningRule
 from odc_triton.rl.objective import Denominators, Objective
 from tests.sequence.test_branches import in_own_dtype
 from tests.support.families import causal_lm
@@ -176,13 +176,14 @@ def on_ranks(rank: int, world: int, cell: Cell) -> Found:
     entries = MinibatchPacks.of(deal[rank], SplitPlan.of(deal, replicas=cell.replicas))
     packs = pack_collate(PackedDataset(rows).__getitems__(entries))
     kind = "dapo" if cell.loss in ("sft", "kl") else cell.loss
-    divisors = Denominators(tokens=sum(map(len, old)), rows=len(rows), most_tokens=0)
+    divisors = Denominators(rows=len(rows), most_tokens=1)
     batch = Learned(
-        samples=rows,
-        advantage=advantage,
-        weight=[divisors.weight(kind, len(each)) for each in old],
-        sampled=[[0.0] * len(each) for each in old],
-        tokens=divisors.tokens,
+        rule=LearningRule(loss=kind, denominators=divisors, mask_truncated=False, keep_all=True),
+        samples=dict(enumerate(rows)),
+        advantage=dict(enumerate(advantage)),
+        weight={at: divisors.weight(kind, len(each)) for at, each in enumerate(old)},
+        sampled={at: [0.0] * len(each) for at, each in enumerate(old)},
+        tokens=sum(map(len, old)),
     )
     for entry in itertools.chain.from_iterable(entries):
         batch.old[entry] = old[_sample(entry)][batch._predicted(entry)]
@@ -207,6 +208,7 @@ def on_ranks(rank: int, world: int, cell: Cell) -> Found:
                 loss = -log_probs(model, pack)[0].sum() / mb.tokens
             else:
                 loss, _ = batch.loss(of_pack, model=model, device=torch.device("cpu"), **how)
+                loss = loss / batch.divisor
             loss.backward()
             total += loss.item()
         targets = mb.tokens

@@ -37,7 +37,9 @@ def train(rank: int, world: int, jobs: list[GrpoOptions]) -> list[int]:
     from odc_triton.balance import collate, relatives
     from odc_triton.train import grpo
 
-    grpo._engine = lambda wanted, *_: Recorded(VOCABULARY, elsewhere=wanted.engine != "transformers")
+    grpo._engine = lambda wanted, *_: Recorded(
+        VOCABULARY, elsewhere=wanted.engine != "transformers", remotely=wanted.engine == "vllm-server"
+    )
     relatives.LEAST_SHARED = 4  # prompts here are short
     counts, make = [], collate._collate
 
@@ -150,6 +152,20 @@ CASES = {
     "cispo twice": {"loss": "cispo", "iterations": 2, "clip_high": 1.001},
     "dapo, fused head": {"fused_head": True, "clip_high": 0.28},
     "dapo, nothing shared": {"share_prefixes": "off"},
+    "dapo, overlapped": {"overlap_rollout": "on"},
+    "gspo, overlapped": {
+        "overlap_rollout": "on",
+        "loss": "gspo",
+        "mask_truncated": True,
+        "max_new_tokens": 6,
+        "clip_norm": 1e9,
+    },
+    "dapo, overlapped, remote": {
+        "overlap_rollout": "on",
+        "engine": "vllm-server",
+        "vllm_server": "http://127.0.0.1:1",
+        "importance": "token_truncate",
+    },
 }
 # Their packs compute a prompt for each completion.
 UNSHARED = {"dapo of a queue, twice", "dapo, nothing shared", "dapo, split over replicas"}
