@@ -87,7 +87,9 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     out = tmp_path_factory.mktemp("whole") / "out"
     watched = {"eval_data": str(folder / "held_out.jsonl"), "eval_samples": 3, "report_to": ("tensorboard",)}
     wanted = options(folder, out, **watched)
-    assert jobs.run(2, wanted, draws=True) == [ENDED]
+    overlapped = replace(wanted, out=str(out.with_name("overlapped")), overlap_rollout="on", report_to=())
+    assert jobs.run(2, wanted, overlapped, draws=True) == [ENDED] * 2
+    same(lines(overlapped.out), lines(out))
     _samples_are_those_of_the_evaluation(folder, out)
     report = (out / "report.html").read_text()
     for words in ("Reward", "Length", "Ratio of probabilities", "rollout s", "the mean reward went from"):
@@ -188,8 +190,10 @@ def test_nothing_to_learn_adapters_vllm_and_a_reward_that_fails(folder: Path, tm
     )
     with vllm_serve() as server:
         served = options(folder, tmp_path / "served", **start, **engine, vllm_server=server.address)
-        (*ends, problem, of_rollout), _ = ranks.run(jobs.train, 2, [equal, adapters, served, failing, raising])
-    assert ends == [ENDED] * 3
+        overlapped = replace(served, out=str(tmp_path / "overlapped"), overlap_rollout="on")
+        wanted = [equal, adapters, served, overlapped, failing, raising]
+        (*ends, problem, of_rollout), _ = ranks.run(jobs.train, 2, wanted)
+    assert ends == [ENDED] * 4
 
     for line in lines(equal.out):
         assert (line["loss"], line["grad_norm"], line["skipped"]) == (0.0, 0.0, 0)
@@ -203,8 +207,8 @@ def test_nothing_to_learn_adapters_vllm_and_a_reward_that_fails(folder: Path, tm
     assert found[1]["kl"] > 1e-6
     assert (tmp_path / "adapters" / "adapter" / "adapter_model.safetensors").exists()
 
-    assert [path for path, _ in server.asked].count("/update_weights") == 2, "before each rollout"
-    for line in lines(served.out):
+    assert [path for path, _ in server.asked].count("/update_weights") == 4, "before each rollout"
+    for line in lines(served.out) + lines(overlapped.out):
         assert (line["length"], line["truncated"]) == (3, 0)
         # 1 of the token whose probability it does not give; it is far surer of the others than the policy is.
         assert line["mismatch"] == pytest.approx(0.34, abs=0.02)
