@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 BUSY_KINDS = ("forward", "backward", "accumulate", "publish", "step", "rollout", "scoring")
 IDLE_KINDS = ("wait",)
+ELSEWHERE = "elsewhere: "  # how such an event's label begins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,11 @@ class Event:
             raise ValueError(f"kind is {self.kind!r}; it must be one of {', '.join(BUSY_KINDS + IDLE_KINDS)}")
         if self.end_s < self.start_s:
             raise ValueError(f"{self.kind} ends at {self.end_s} s, before it starts at {self.start_s} s")
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """What another process does for the rank, maybe while the rank itself computes."""
+        return self.label.startswith(ELSEWHERE)
 
     def as_row(self) -> list:
         """Its fields in order, for JSON; the inverse of `Event.of_row`."""

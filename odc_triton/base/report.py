@@ -55,10 +55,10 @@ _ABOVE, _BELOW, _BETWEEN = 242, 140, 110
 def timeline_figure(tracks: Tracks, *, title: str = TITLE) -> Figure:
     """All tracks over one axis of seconds, each from its own zero, 1200 logical pixels wide.
 
-    Variants are stacked, ranks are rows. A mark under the rows is a barrier of all ranks (`trace.barriers`),
-    a line through the rows is a barrier of a whole minibatch. Total time, idle share
-    (`trace.idle_fraction`) and barriers per minibatch are on the right. Show a few minibatches
-    (`trace.excerpt`): over very many, a bar shows local shares, not single waits.
+    Variants are stacked, ranks are rows; a row's upper quarter is what another process does for the rank, if any does.
+    A mark under the rows is a barrier of all ranks (`trace.barriers`), a line through the rows is a barrier of a whole
+    minibatch. Total time, idle share (`trace.idle_fraction`) and barriers per minibatch are on the right. Show a few
+    minibatches (`trace.excerpt`): over very many, a bar shows local shares, not single waits.
 
     Raises ValueError without tracks or events, ImportError without matplotlib.
     """
@@ -91,8 +91,13 @@ def _draw_track(
     start_s = window_s(events)[0]
     edges_s = start_s + np.linspace(0.0, axis_s, _COLUMNS + 1)
     pixels = np.full((len(rows) * bar, _COLUMNS, 3), 255, dtype=np.uint8)
-    for row, flat in enumerate(rows.values()):
-        _paint(pixels[row * bar : (row + 1) * bar - (4 if bar > 12 else 0)], shares(flat, edges_s))
+    for row, (rank, flat) in enumerate(rows.items()):
+        own = pixels[row * bar : (row + 1) * bar - (4 if bar > 12 else 0)]
+        _paint(own, shares(flat, edges_s))
+        for event in events:
+            if event.is_elsewhere and event.rank == rank:  # above what the rank does meanwhile
+                first, end = np.searchsorted(edges_s, (event.start_s, event.end_s))
+                own[: len(own) // 4, first:end] = _rgb(COLOURS[event.kind][0])
     axes.imshow(pixels, extent=(0, axis_s, len(rows), 0), aspect="auto", interpolation="nearest")
     found = barriers(events)
     axes.plot([each.at_s - start_s for each in found], [len(rows)] * len(found), "|", color=INK, clip_on=False)

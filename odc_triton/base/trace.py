@@ -24,6 +24,7 @@ UNRECORDED = "unrecorded"
 NOT_BUSY = (*IDLE_KINDS, UNRECORDED)
 STATES = (*NOT_BUSY, *BUSY_KINDS)
 _ALONE = ("lock", "gather", "scatter")  # labels of waits that are not barriers
+_ELSEWHERE = 1 << 20  # above the ranks' numbers
 Tracks = Mapping[str, Sequence[Event]]
 
 
@@ -260,9 +261,11 @@ def chrome_trace(tracks: Tracks) -> dict:
         start_s, _ = window_s(events)
         trace.append(_metadata("process_name", pid, {"name": name}))
         trace.append(_metadata("process_sort_index", pid, {"sort_index": pid}))
-        for rank in sorted({event.rank for event in events}):
-            trace.append(_metadata("thread_name", pid, {"name": f"rank {rank}"}, tid=rank + 1))
-            trace.append(_metadata("thread_sort_index", pid, {"sort_index": rank}, tid=rank + 1))
+        for elsewhere, rank in sorted({(event.is_elsewhere, event.rank) for event in events}):
+            tid = _thread(rank, elsewhere)
+            name = f"rank {rank}{', elsewhere' if elsewhere else ''}"
+            trace.append(_metadata("thread_name", pid, {"name": name}, tid=tid))
+            trace.append(_metadata("thread_sort_index", pid, {"sort_index": tid - 1}, tid=tid))
         # Viewers nest a thread's spans in file order: a parent comes before what it contains.
         for event in sorted(events, key=lambda e: (e.start_s, -e.end_s)):
             # Round both ends, not start and length: then a child never ends after its parent.
@@ -273,13 +276,17 @@ def chrome_trace(tracks: Tracks) -> dict:
                     "name": event.kind,
                     "cat": "idle" if event.kind in IDLE_KINDS else "busy",
                     "pid": pid,
-                    "tid": event.rank + 1,
+                    "tid": _thread(event.rank, event.is_elsewhere),
                     "ts": start_ns / 1000,
                     "dur": (end_ns - start_ns) / 1000,
                     "args": {field: getattr(event, field) for field in ("minibatch", "microbatch", "label")},
                 }
             )
     return {"traceEvents": trace, "displayTimeUnit": "ms"}
+
+
+def _thread(rank: int, elsewhere: bool) -> int:
+    return rank + 1 + (_ELSEWHERE if elsewhere else 0)
 
 
 def _metadata(name: str, pid: int, args: dict, *, tid: int = 1) -> dict:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..balance.queue import Counter
 from ..base.errors import TRACEBACK, GenerationFailed, RolloutFailed, describe
+from ..base.events import ELSEWHERE
 from ..comm.launch import Interrupted
 from ..engine.engine import Engine
 from .generation import CompletionEngine, Request, Sampled, SamplingOptions
@@ -123,9 +124,10 @@ class Sampler:
         events = self.engine.events
         chosen = [slots[place] for place in taken]
         requests = [Request(ids=slot.prompt.ids, seeds=slot.seeds) for slot in chosen]
+        remotely = self.completions.samples_remotely
         start_s = time.monotonic()
         # The many forwards of decoding are not shown one by one.
-        with contextlib.nullcontext() if self.completions.samples_remotely else events.keeping("wait"):
+        with contextlib.nullcontext() if remotely else events.keeping("wait"):
             if self.function is None:
                 sampled, more = self.completions.generate(requests, options), {}
             else:
@@ -133,7 +135,8 @@ class Sampler:
                 made, more = self.function([slot.prompt.given for slot in chosen for _ in slot.seeds], engine)
                 sampled = [[made.pop(0) for _ in slot.seeds] for slot in chosen]
         sampled_s = time.monotonic()
-        events.add("rollout", start_s, sampled_s, label=f"{len(taken)} prompts", microbatch=-1)
+        label = f"{ELSEWHERE if remotely else ''}{len(taken)} prompts"
+        events.add("rollout", start_s, sampled_s, label=label, microbatch=-1)
         if stop() is not None:
             return []
         flat = [(slot, one) for slot, group in zip(chosen, sampled, strict=True) for one in group]

@@ -14,7 +14,7 @@ from collections import Counter
 import pytest
 from matplotlib.image import imread
 
-from odc_triton.base.events import BUSY_KINDS
+from odc_triton.base.events import BUSY_KINDS, ELSEWHERE
 from odc_triton.base.report import (
     COLOURS,
     Curves,
@@ -25,7 +25,7 @@ from odc_triton.base.report import (
     table,
     timeline_figure,
 )
-from odc_triton.base.trace import STATES, timeline_text
+from odc_triton.base.trace import STATES, chrome_trace, timeline_text
 from tests.support.timelines import odc_like, span
 
 
@@ -61,6 +61,27 @@ def test_timeline_areas_are_proportional_to_time():
     assert per_second == pytest.approx(48 * pixels.shape[1] / 10, rel=0.01)
     for state, value in seconds.items():
         assert area(pixels, state) == pytest.approx(value * per_second, rel=0.01), state
+
+
+def test_what_runs_elsewhere_is_drawn_beside_what_the_rank_does():
+    """A server samples from 0 to 3 s, and the rank computes from 1 to 4 s; in the trace each has a thread."""
+    events = [
+        span(0, "rollout", 0.0, 3.0, label=ELSEWHERE + "2 prompts"),
+        span(0, "forward", 1.0, 4.0, microbatch=0),
+        span(1, "forward", 0.0, 4.0, microbatch=0),
+    ]
+    pixels = painting(timeline_figure({"overlapped": events}))
+    colours = {kind: tuple(bytes.fromhex(COLOURS[kind][0][1:])) for kind in ("rollout", "forward")}
+    columns, height = pixels.shape[1], pixels.shape[0] // 2
+    for second, upper, lower in ((0.5, "rollout", "rollout"), (2.0, "rollout", "forward"), (3.5, "forward", "forward")):
+        at = round(columns * second / 4)
+        assert tuple(pixels[1, at]) == colours[upper]
+        assert tuple(pixels[height // 2, at]) == colours[lower]
+        assert tuple(pixels[height + 1, at]) == colours["forward"]
+    found = chrome_trace({"": events})["traceEvents"]
+    threads = {each["tid"]: each["args"]["name"] for each in found if each["name"] == "thread_name"}
+    spans = [(each["name"], threads[each["tid"]]) for each in found if each["ph"] == "X"]
+    assert sorted(spans) == [("forward", "rank 0"), ("forward", "rank 1"), ("rollout", "rank 0, elsewhere")]
 
 
 def test_variants_share_an_axis_that_starts_at_their_own_zero():
