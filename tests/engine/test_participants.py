@@ -121,3 +121,58 @@ def test_two_of_one_name_and_one_in_a_minibatch_are_refused() -> None:
     model = fully_shard(nn.Linear(2, 2))
     with minibatch(model), pytest.raises(RuntimeError, match="can't be registered inside a minibatch"):
         model._odc_engine.register(Probe(0))
+
+
+def _late(rank: int, world: int) -> dict[str, Any]:
+    """What is known only inside of the minibatch."""
+    model = fully_shard(nn.Linear(2, 2, bias=False))
+    probe = Probe(rank)
+    model._odc_engine.register(probe)
+    found: dict[str, Any] = {}
+
+    def gradient(number: float | None, **given: int) -> Any:
+        try:
+            with minibatch(model, **given) as mb:
+                for _ in range(rank + 1):
+                    model(torch.ones(1, 2)).sum().backward()
+                if number is not None:
+                    mb.divide_by(number)
+            return model.weight.grad.full_tensor()[0, 0].item()
+        except (OdcError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            model.zero_grad()
+
+    found["by ranks"], found["by tokens"] = gradient(None), gradient(None, tokens=1)
+    found["by 12"], found["by 12, tokens"] = gradient(12.0), gradient(12.0, tokens=1)
+    found["then by ranks"] = gradient(None)
+    found["by others"] = gradient(2.0 + rank)
+    found["by 0"] = gradient(0.0)
+    model._odc_engine.divide_factor = 5.0
+    found["by a factor"], found["by 12, a factor"] = gradient(None), gradient(12.0)
+    probe.calls = []
+    with minibatch(model, tokens=1):
+        model._odc_engine.give(split="a plan")
+    found["hooks"] = [each for each in probe.calls if each[0] in ("entry", "opened")]
+    with minibatch(model, tokens=1):
+        try:
+            model._odc_engine.give(pictures="a plan")
+        except RuntimeError as error:
+            found["unknown"] = str(error)
+    return found
+
+
+def test_what_is_known_late() -> None:
+    """The three microbatches of two ranks give 3."""
+    for found in ranks.run(_late, 2):
+        assert found["by ranks"] == found["then by ranks"] == 1.5
+        assert found["by tokens"] == 3.0
+        assert found["by 12"] == found["by 12, tokens"] == found["by 12, a factor"] == 0.25
+        assert found["by a factor"] == pytest.approx(0.6)
+        assert found["by others"] == (
+            "RanksDiffer: by rank, gradients were to be divided by [2.0, 3.0]: call divide_by alike on all ranks"
+        )
+        assert found["by 0"].startswith("MinibatchFailed: ")
+        assert "divide_by has 0.0; give a finite number above 0" in found["by 0"]
+        assert found["hooks"] == [("entry", None), ("opened",), ("entry", "a plan"), ("opened",)]
+        assert found["unknown"].startswith("this minibatch was given a pictures")
