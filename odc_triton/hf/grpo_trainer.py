@@ -80,6 +80,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
     so are images and PEFT's adapters.
 
     Completions are sampled in evaluation mode, outside of minibatches, so ranks may decode different numbers of tokens.
+    A step keeps TRL's phases: all completions are sampled before the first is computed (`train grpo` can overlap both).
     vLLM, in each rank's process or as a server on this host, reads the policy before it samples. With `beta`, a
     reference model is loaded from the folder or hub id that the model came from, and sharded. Checkpoints are as
     ODCTrainer's.
