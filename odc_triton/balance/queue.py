@@ -18,6 +18,7 @@ answer, a fraction of a millisecond (docs/work_queue.md has numbers).
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -43,14 +44,16 @@ class Counter(Protocol):
 
 
 class OwnCounter:
-    """The counter of a world of one rank."""
+    """The counter of a world of one rank, for any of its threads."""
 
     def __init__(self) -> None:
         self._values: dict[str, int] = {}
+        self._lock = threading.Lock()
 
     def add(self, key: str, amount: int) -> int:
-        self._values[key] = self._values.get(key, 0) + amount
-        return self._values[key]
+        with self._lock:
+            value = self._values[key] = self._values.get(key, 0) + amount
+        return value
 
     def delete_key(self, key: str) -> bool:
         return self._values.pop(key, None) is not None

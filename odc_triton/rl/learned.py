@@ -54,8 +54,9 @@ class Learned:
     @classmethod
     def of(cls, made: Rollout, rule: LearningRule, scale: Any) -> Learned:
         batch = cls(rule=rule)
-        gained = advantages(made.totals, scale).tolist()
-        for place, each in enumerate(zip(made.slots, made.sampled, gained, strict=True)):
+        together = len(made.totals) if scale == "batch" else 1  # else of each group, as where it comes alone
+        gained = [advantages(some, scale) for some in made.totals.split(together)]
+        for place, each in enumerate(zip(made.slots, made.sampled, torch.cat(gained).tolist(), strict=True)):
             batch.add(place, *each)
         return batch
 
