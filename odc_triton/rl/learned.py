@@ -16,22 +16,10 @@ from ..data.records import IGNORED
 from ..hf.loss import predictions
 from ..nn.head import log_probs
 from .generation import Sampled
-from .objective import Denominators, LossType, Objective, TokenTerms, advantages
+from .objective import LearningRule, Objective, TokenTerms, advantages
 from .rollout import PromptSlot, Rollout
 
 Correction = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearningRule:
-    """Which completions are learned, and with which weights. keep_all: also those of advantage 0, which are only
-    counted without a divergence.
-    """
-
-    loss: LossType
-    denominators: Denominators
-    mask_truncated: bool
-    keep_all: bool
 
 
 @dataclass(kw_only=True)
@@ -74,14 +62,14 @@ class Learned:
                 labels = [token if own else IGNORED for token, own in zip(one.ids, one.own, strict=True)]
                 self.samples[number] = {"input_ids": prompt + one.ids, "labels": [IGNORED] * len(prompt) + labels}
                 self.advantage[number] = advantage
-                self.weight[number] = rule.denominators.weight(rule.loss, count)
+                self.weight[number] = rule.weight(count)
                 self.sampled[number] = [*compress(one.logps, one.own)]
                 numbers.append(number)
         return numbers
 
     @property
     def divisor(self) -> float:
-        return self.rule.denominators.divisor(self.rule.loss, self.tokens)
+        return self.rule.divisor(self.tokens)
 
     def length(self, number: int) -> int:
         return len(self.samples[number]["input_ids"])

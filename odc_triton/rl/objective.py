@@ -44,33 +44,37 @@ def _deviation(centred: Tensor, counts: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Denominators:
-    """The denominators of a minibatch's loss, the same on every rank. rows: completions, learned or not.
+class LearningRule:
+    """Which of a minibatch's completions are learned, and with which weights; the same on every rank.
+
+    rows: all of its completions; most_tokens: that one may have; keep_all: also those of advantage 0, which are only
+    counted without a divergence.
 
     [Note: a denominator known at the end] The number of all tokens is known when the last completion is sampled, and
-    gradients of others may be there by then. So tokens are weighted by a power of two, and `divisor` divides the sums
-    of the gradients at the end. A power of two changes no bit of a gradient.
+    gradients of others may be there by then. So tokens are weighted by a power of two, which changes no bit of a
+    gradient, and the sums of gradients are divided by `divisor`.
     """
 
+    loss: LossType
     rows: int
-    most_tokens: int  # that a completion may have
+    most_tokens: int
+    mask_truncated: bool = False
+    keep_all: bool = False
 
     @property
     def _unit(self) -> int:
         """The power of two."""
         return 1 << (self.rows * self.most_tokens).bit_length() >> 1
 
-    def weight(self, loss: LossType, tokens: int) -> float:
+    def weight(self, tokens: int) -> float:
         """The weight of each token's loss in a completion with `tokens` of them, until it is divided by `divisor`."""
-        if loss in _BY_TOKENS:
+        if self.loss in _BY_TOKENS:
             return 1 / self._unit
-        if loss == "dr_grpo":
-            return 1 / (self.rows * self.most_tokens)
-        return 1 / (self.rows * max(tokens, 1))
+        return 1 / (self.rows * (self.most_tokens if self.loss == "dr_grpo" else max(tokens, 1)))
 
-    def divisor(self, loss: LossType, tokens: int) -> float:
-        """What sums of weighted losses are divided by. `tokens`: of all completions, those that teach something."""
-        return max(tokens, 1) / self._unit if loss in _BY_TOKENS else 1.0
+    def divisor(self, tokens: int) -> float:
+        """What sums of weighted losses are divided by. `tokens`: of all completions that teach something."""
+        return max(tokens, 1) / self._unit if self.loss in _BY_TOKENS else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

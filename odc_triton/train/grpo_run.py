@@ -22,8 +22,8 @@ from ..checkpoint.repeat import Replayable
 from ..engine.api import engine_of, minibatch
 from ..hf.enable import innermost, takes_branches
 from ..rl.generation import CompletionEngine, SamplingOptions, end_tokens_of
-from ..rl.learned import Correction, Learned, LearningRule
-from ..rl.objective import Denominators, Objective
+from ..rl.learned import Correction, Learned
+from ..rl.objective import LearningRule, Objective
 from ..rl.overlap import OverlappedRollout
 from ..rl.prompts import Prompts, completion_seed, prompts_of_step
 from ..rl.rewards import Rewards
@@ -145,10 +145,10 @@ class GrpoRun(Run):
         self.end_tokens = end_tokens_of(model, prepared.tokenizer)
         high = options.clip if options.clip_high is None else options.clip_high
         self.objective = Objective(loss=options.loss, low=options.clip, high=high, kl=options.kl)
-        rows = self.per_step * options.generations
         self.rule = LearningRule(
             loss=options.loss,
-            denominators=Denominators(rows=rows, most_tokens=options.max_new_tokens),
+            rows=self.per_step * options.generations,
+            most_tokens=options.max_new_tokens,
             mask_truncated=options.mask_truncated,
             keep_all=reference is not None,
         )

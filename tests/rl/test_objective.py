@@ -15,14 +15,14 @@ from odc_triton.data.order import Mix
 from odc_triton.data.records import IGNORED
 from odc_triton.hf import enable_packing
 from odc_triton.rl.generation import Sampled
-from odc_triton.rl.learned import Learned, LearningRule
-from odc_triton.rl.objective import Denominators, Objective, TokenTerms, advantages
+from odc_triton.rl.learned import Learned
+from odc_triton.rl.objective import LearningRule, Objective, TokenTerms, advantages
 from odc_triton.rl.prompts import Prompt, completion_seed, prompts_of_step, read_prompts
 from odc_triton.rl.rollout import PromptSlot, Rollout
 from tests.support.grpo_case import trl_advantages
 from tests.support.sft_case import QWEN2, write_case
 
-RULE = LearningRule(loss="dapo", denominators=Denominators(rows=1, most_tokens=8), mask_truncated=False, keep_all=True)
+RULE = LearningRule(loss="dapo", rows=1, most_tokens=8)
 REWARDS = torch.tensor([[0.0, 1.0, 0.5], [0.2, 0.2, 0.2], [3.0, -1.0, 0.0]], dtype=torch.float64)
 
 
@@ -80,9 +80,7 @@ def test_what_a_step_learns_of_truncated_completions(loss: str, masked: bool) ->
         rollout_s=0.0,
         scoring_s=0.0,
     )
-    rule = LearningRule(
-        loss=loss, denominators=Denominators(rows=4, most_tokens=6), mask_truncated=masked, keep_all=False
-    )
+    rule = LearningRule(loss=loss, rows=4, most_tokens=6, mask_truncated=masked)
     found = Learned.of(made, rule, "none")
     weights = [weight / found.divisor for weight in found.weight.values()]
     assert weights == pytest.approx(WEIGHTS[loss, masked])

@@ -23,8 +23,8 @@ from odc_triton.hf import enable_packing
 from odc_triton.hf.loss import predictions
 from odc_triton.nn.head import TokenLogProbs
 from odc_triton.rl import learned
-from odc_triton.rl.learned import Learned, LearningRule
-from odc_triton.rl.objective import Denominators, Objective
+from odc_triton.rl.learned import Learned
+from odc_triton.rl.objective import LearningRule, Objective
 from tests.sequence.test_branches import in_own_dtype
 from tests.support.families import causal_lm
 from tests.support.parity import TRANSFORMS
@@ -176,12 +176,12 @@ def on_ranks(rank: int, world: int, cell: Cell) -> Found:
     entries = MinibatchPacks.of(deal[rank], SplitPlan.of(deal, replicas=cell.replicas))
     packs = pack_collate(PackedDataset(rows).__getitems__(entries))
     kind = "dapo" if cell.loss in ("sft", "kl") else cell.loss
-    divisors = Denominators(rows=len(rows), most_tokens=1)
+    rule = LearningRule(loss=kind, rows=len(rows), most_tokens=1, keep_all=True)
     batch = Learned(
-        rule=LearningRule(loss=kind, denominators=divisors, mask_truncated=False, keep_all=True),
+        rule=rule,
         samples=dict(enumerate(rows)),
         advantage=dict(enumerate(advantage)),
-        weight={at: divisors.weight(kind, len(each)) for at, each in enumerate(old)},
+        weight={at: rule.weight(len(each)) for at, each in enumerate(old)},
         sampled={at: [0.0] * len(each) for at, each in enumerate(old)},
         tokens=sum(map(len, old)),
     )
