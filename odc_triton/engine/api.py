@@ -77,8 +77,11 @@ class minibatch:
 
     def divide_by(self, number: float) -> None:
         """Divides the sums of the gradients by `number`, above 0, at the exit: for a mean whose denominator is known
-        only inside. Call it on all ranks, with the same number. Raises ValueError for another one.
+        only inside. Call it there, on all ranks, with the same number. Raises ValueError for 0 or less, RuntimeError
+        outside.
         """
+        if self._engine.number != self.index or not self._engine.is_open:
+            raise RuntimeError("divide_by outside of its minibatch: call it inside of the `with` block")
         if not 0 < number < math.inf:
             raise ValueError(f"divide_by has {number!r}; give a finite number above 0")
         self._engine.tokens.late = float(number)

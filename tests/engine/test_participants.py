@@ -148,6 +148,12 @@ def _late(rank: int, world: int) -> dict[str, Any]:
     found["then by ranks"] = gradient(None)
     found["by others"] = gradient(2.0 + rank)
     found["by 0"] = gradient(0.0)
+    with minibatch(model) as ended:
+        pass
+    try:
+        ended.divide_by(2.0)
+    except RuntimeError as error:
+        found["too late"] = str(error)
     model._odc_engine.divide_factor = 5.0
     found["by a factor"], found["by 12, a factor"] = gradient(None), gradient(12.0)
     probe.calls = []
@@ -174,5 +180,6 @@ def test_what_is_known_late() -> None:
         )
         assert found["by 0"].startswith("MinibatchFailed: ")
         assert "divide_by has 0.0; give a finite number above 0" in found["by 0"]
+        assert found["too late"].startswith("divide_by outside of its minibatch")
         assert found["hooks"] == [("entry", None), ("opened",), ("entry", "a plan"), ("opened",)]
         assert found["unknown"].startswith("this minibatch was given a pictures")
