@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
 
 
@@ -27,3 +29,17 @@ def raising(prompts: list[str], completions: list[str], **_: object) -> list[flo
 def of_function(prompts: list[str], prompt_text: list[str], **_: object) -> list[float | None]:
     """Nothing, and an error if the column of a rollout function is not there."""
     return [None if text == prompt else 1.0 for text, prompt in zip(prompt_text, prompts, strict=True)]
+
+
+def disturbed(prompts: list[str], completions: list[str], wanted: list[str], **_: object) -> list[float]:
+    """`vowels`. At the prompt in ODC_TEST_REWARD, "raises: PROMPT" or "is late: PROMPT", it does so, and writes the
+    time to the file ODC_TEST_STRUCK.
+    """
+    what, _, prompt = os.environ.get("ODC_TEST_REWARD", "").partition(": ")
+    if prompt in prompts:
+        with open(os.environ["ODC_TEST_STRUCK"], "a") as file:
+            file.write(f"{time.time()}\n")
+        if what == "raises":
+            raise KeyError("told to")
+        time.sleep(60)
+    return vowels(completions, wanted)

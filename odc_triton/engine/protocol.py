@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..base.errors import DeadlineExceeded, MinibatchFailed, OdcError, RankLost, RanksDiffer
+from ..base.errors import DeadlineExceeded, MinibatchFailed, MinibatchToRepeat, OdcError, RankLost, RanksDiffer
 from ..comm.barrier import Barrier
 from ..comm.grid import Grid
 from ..comm.replicas import Replicas
@@ -226,7 +226,8 @@ class Protocol(RankState):
             try:
                 each.settle(None if failed else _messages_of(each, messages))
             except OdcError as raised:
-                refusal = refusal or raised
+                if refusal is None or isinstance(refusal, MinibatchToRepeat):  # others say that it is not to be
+                    refusal = raised
         self._raise_failures(messages, error)
         if refusal is not None:
             self._drop_gradients()

@@ -27,7 +27,7 @@ from .objective import advantages
 from .rollout import PromptSlot, Rollout, Sampler, failure, reason_of
 
 _NAP_S = 2e-3
-_JOIN_S = 5.0  # for threads whose requests were aborted
+_JOIN_S = 5.0  # for all threads, whose requests were aborted
 
 
 class OverlappedRollout(Participant):
@@ -164,11 +164,14 @@ class OverlappedRollout(Participant):
         while not self._is_known(own):
             if self._missing(own):
                 with self.engine.events.span("wait", label="completions", microbatch=-1):
-                    purpose = f"the completions of minibatch {self.engine.number}"
-                    self.engine.barrier.wait_for(purpose, lambda: self._missing(own))
+                    self.engine.barrier.wait_for(self._purpose, lambda: self._missing(own))
             else:  # this rank's own, whose requests have deadlines
                 time.sleep(_NAP_S)
         return own.popleft() if own and self._ended is None else None
+
+    @property
+    def _purpose(self) -> str:
+        return f"the completions of minibatch {self.engine.number}"
 
     def _is_known(self, own: Sequence[list[int]]) -> bool:
         """What this rank computes next."""
@@ -176,7 +179,10 @@ class OverlappedRollout(Participant):
         if self._arrivals.left and self._ended is None and (signal := self._stop()) is not None:
             self._log.write({"ended": {"rank": self.engine.rank, "stop": signal}})
             self._read()
-        return bool(own) or self._arrivals.is_over or self._ended is not None
+        is_known = bool(own) or self._arrivals.is_over or self._ended is not None
+        if not is_known:  # a rank that died while it wrote has left a gap in the log
+            self.engine.require_peers(self._purpose)
+        return is_known
 
     def _missing(self, own: Sequence[list[int]]) -> list[int]:
         """The other ranks that sample what has not come, or that may take it."""
@@ -214,8 +220,9 @@ class OverlappedRollout(Participant):
         self._is_closed = True
         if self._threads and self._arrivals.left:
             self.sampler.completions.abort()
+        end_s = time.monotonic() + _JOIN_S
         for thread in self._threads:
-            thread.join(_JOIN_S)
+            thread.join(max(end_s - time.monotonic(), 0.0))
 
     def failed(self) -> None:
         """Other ranks need not wait for what this one would sample."""
