@@ -278,7 +278,7 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
             for members in packs:
                 sizes = sizes_of(members, lengths)
                 slept.append(job.pack_seconds(sizes))
-                (model(x, slept[-1], _spans(exchange, sizes)).sum() / mb.tokens).backward()
+                (model(x, slept[-1], spans_of(exchange, sizes)).sum() / mb.tokens).backward()
         end_s = time.monotonic()
         optimizer.step()
         waits = [each for each in engine_of(model).events.drain() if each.label.startswith(_IN_A_WAVE)]
@@ -293,7 +293,7 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
     return ran, costs
 
 
-def _spans(exchange: SequenceExchange | None, sizes: Sequence[int | Piece]) -> list[Span]:
+def spans_of(exchange: SequenceExchange | None, sizes: Sequence[int | Piece]) -> list[Span]:
     """The pieces of a pack of such documents in which other ranks have a part."""
     pieces = [each if isinstance(each, Piece) else None for each in sizes]
     if exchange is None or not any(pieces):
