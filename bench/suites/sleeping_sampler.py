@@ -26,8 +26,8 @@ from odc_triton.balance.pieces import Entry, Piece, SplitPlan
 from odc_triton.balance.relatives import find_relatives
 from odc_triton.engine.api import engine_of, minibatch
 from odc_triton.rl.generation import Request, Sampled, SamplingOptions
-from odc_triton.rl.learned import Learned, LearningRule
-from odc_triton.rl.objective import Denominators
+from odc_triton.rl.learned import Learned
+from odc_triton.rl.objective import LearningRule
 from odc_triton.rl.overlap import OverlappedRollout
 from odc_triton.rl.prompts import Prompt, completion_seed
 from odc_triton.rl.rollout import PromptSlot, Sampler
@@ -188,8 +188,13 @@ class Job:
         )
         self.overlapped = OverlappedRollout(self.sampler, self.assigner, shares_prefixes=True, scale="group")
         engine.register(self.overlapped)
-        denominators = Denominators(rows=PROMPTS * engine.world * GENERATIONS, most_tokens=LONGEST)
-        self.rule = LearningRule(loss="dapo", denominators=denominators, mask_truncated=False, keep_all=False)
+        self.rule = LearningRule(
+            loss="dapo",
+            rows=PROMPTS * engine.world * GENERATIONS,
+            most_tokens=LONGEST,
+            mask_truncated=False,
+            keep_all=False,
+        )
         self.sampling = SamplingOptions(temperature=1.0, max_new_tokens=LONGEST, end_tokens=(0,))
         self.limits: dict[str, Any] = {"decode": TOGETHER * GENERATIONS, "stop": lambda: None}
 
