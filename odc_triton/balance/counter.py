@@ -97,6 +97,11 @@ class Log:
         key = f"{self._key}/{self._read}"
         return self._store.ask("get", key) if self._store.ask("check", [key]) else None
 
+    @property
+    def is_behind(self) -> bool:
+        """A message of this rank can't be read yet: one before it has its place, and another rank has not set it."""
+        return max(self._own, default=-1) >= self._read
+
     def clear(self) -> None:
         """Deletes what this rank has written, once all ranks have read it."""
         for place in self._own:

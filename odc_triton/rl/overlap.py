@@ -73,7 +73,7 @@ class OverlappedRollout(Participant):
         self._made: dict[int, dict[str, Any]] = {}  # messages by slot
         self._holders: dict[int, int] = {}  # by slot, the rank that samples it
         self._ended: dict[str, Any] | None = None  # why it can't be completed
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._threads: list[threading.Thread] = []
         self._is_closed = False
         self._computed: list[tuple[float, float]] = []
@@ -127,7 +127,7 @@ class OverlappedRollout(Participant):
                     self._log.write({"came": each, "at_s": time.time()})
         except Interrupted:  # in a rollout function
             pass
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # of a thread nobody would hear
             if not self._is_closed:
                 self._error = error
                 self._log.write({"ended": {"rank": rank, "failed": reason_of(error)}})
@@ -163,8 +163,7 @@ class OverlappedRollout(Participant):
         self._log.write({"free": self.engine.rank})
         while not self._is_known(own):
             if self._missing(own):
-                with self.engine.events.span("wait", label="completions", microbatch=-1):
-                    self.engine.barrier.wait_for(self._purpose, lambda: self._missing(own))
+                self._wait(own)
             else:  # this rank's own, whose requests have deadlines
                 time.sleep(_NAP_S)
         return own.popleft() if own and self._ended is None else None
@@ -173,10 +172,19 @@ class OverlappedRollout(Participant):
     def _purpose(self) -> str:
         return f"the completions of minibatch {self.engine.number}"
 
+    def _wait(self, own: Sequence[list[int]]) -> None:
+        """For the next completions of other ranks: the deadline is not for all of them."""
+        left = self._arrivals.left
+        with self.engine.events.span("wait", label="completions", microbatch=-1):
+            self.engine.barrier.wait_for(
+                self._purpose, lambda: self._missing(own) if self._arrivals.left == left else []
+            )
+
     def _is_known(self, own: Sequence[list[int]]) -> bool:
         """What this rank computes next."""
         self._read()
-        if self._arrivals.left and self._ended is None and (signal := self._stop()) is not None:
+        waits = self._arrivals.left and self._ended is None and not self._log.is_behind
+        if waits and (signal := self._stop()) is not None:
             self._log.write({"ended": {"rank": self.engine.rank, "stop": signal}})
             self._read()
         is_known = bool(own) or self._arrivals.is_over or self._ended is not None
@@ -189,7 +197,8 @@ class OverlappedRollout(Participant):
         if self._is_known(own):
             return []
         missing = {self._holders.get(place) for place in range(len(self._slots)) if place not in self._made}
-        return sorted((missing if None not in missing else {*range(self.engine.world)}) - {self.engine.rank})
+        is_anyone = None in missing or self._log.is_behind
+        return sorted(({*range(self.engine.world)} if is_anyone else missing) - {self.engine.rank})
 
     def _entries(self, numbers: list[int]) -> list[Entry]:
         if not self._shares_prefixes:

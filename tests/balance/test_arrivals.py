@@ -1,0 +1,120 @@
+"""Completions assigned as they come: packs keep the cap and the share of what is left, and each is given once."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from odc_triton.balance.arrivals import _SMALLEST, Arrivals
+from odc_triton.balance.cost import CostModel
+
+COST = CostModel(quadratic=0.01, linear=1.0)
+Group = tuple[int, list[int]]  # shared tokens, and those of each completion
+
+
+def arrivals(ranks: int, left: int, cap: int = 100, *, keeps: bool = False) -> Arrivals:
+    return Arrivals(ranks=ranks, left=left, token_cap=cap, cost=COST, keeps=keeps)
+
+
+def numbered(groups: list[Group]) -> Iterator[tuple[dict[int, int], int]]:
+    """The arguments of `came`."""
+    count = itertools.count()
+    for shared, lengths in groups:
+        yield {next(count): each for each in lengths}, shared
+
+
+def drained(it: Arrivals, groups: list[Group]) -> list[list[int]]:
+    """All packs, as ranks are free in turn after all groups have come."""
+    for each in numbered(groups):
+        it.came(*each)
+    packs: list[list[int]] = []
+    while not it.is_over:
+        it.is_free(rank := len(packs) % it.ranks)
+        packs.append(it.packs[rank][-1])
+    return packs
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> list[Group]:
+    shared = draw(st.lists(st.integers(0, 30), min_size=1, max_size=6))
+    return [(each, [each + more for more in draw(st.lists(st.integers(1, 60), max_size=5))]) for each in shared]
+
+
+@settings(deadline=None, max_examples=60)
+@given(groups(), st.integers(1, 4), st.booleans(), st.randoms(use_true_random=False))
+def test_each_is_given_once(groups: list[Group], ranks: int, keeps: bool, chance: random.Random) -> None:
+    """In any order in which groups come and ranks are free. A rank that is free waits only if there is nothing."""
+    it, to_come, busy = arrivals(ranks, len(groups), keeps=keeps), [*numbered(groups)], [*range(ranks)]
+    given_to, shared = [0] * ranks, {number: own for lengths, own in to_come for number in lengths}
+    lengths = {number: each for group, _ in to_come for number, each in group.items()}
+    families = {number: place for place, (group, _) in enumerate(to_come) for number in group}
+    while to_come or (busy and not it.is_over):
+        comes = to_come and (not busy or chance.random() < 0.4)
+        it.came(*to_come.pop()) if comes else it.is_free(busy.pop(chance.randrange(len(busy))))
+        for rank, packs in enumerate(it.packs):
+            if len(packs) > given_to[rank]:
+                given_to[rank] += 1
+                assert len(packs) == given_to[rank]
+                busy.append(rank)
+        assert not (it._pool and len(busy) < ranks)
+    packs = [pack for packs in it.packs for pack in packs]
+    assert sorted(itertools.chain(*packs, it.rest)) == sorted(lengths)
+    assert keeps or not it.rest
+    for pack in packs:
+        first = {families[number]: number for number in reversed(pack)}
+        tokens = sum(lengths[number] - shared[number] * (first[families[number]] != number) for number in pack)
+        assert len(pack) == 1 or 0 < tokens <= 100  # shared tokens count once
+
+
+def test_the_costliest_first_and_a_long_one_alone() -> None:
+    packs = drained(arrivals(1, 4), [(0, [30, 20]), (0, [120]), (20, [60, 50]), (0, [5])])
+    assert packs == [[2], [3, 4, 5], [0, 1]]  # 60 and 30 more tokens, then 5
+
+
+def test_shares_of_what_is_left() -> None:
+    """Of 64 completions alike two ranks take a quarter, then a quarter of the rest; one takes all that fits."""
+    one, two = ([len(pack) for pack in drained(arrivals(ranks, 64, 320), [(0, [10])] * 64)] for ranks in (1, 2))
+    assert one == [32, 32]
+    assert two[:3] == [16, 12, 9]
+    assert two == sorted(two, reverse=True)
+
+
+def test_groups_to_come_count() -> None:
+    it = arrivals(2, 4)
+    it.is_free(0)
+    it.came({})
+    it.came(dict.fromkeys(range(8), 10))
+    assert [*it.packs[0]] == [[0, 1, 2, 3]]  # a quarter of these 8, and of 4 in each of two groups
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_ranks_end_together(at_once: bool) -> None:
+    """A rank is never idle while something is left, and a pack is at most half of an even share of that. So the last
+    ends at most one completion, or the least pack, after an even share; counted from when the last group came.
+    """
+    chance = random.Random(0)
+    for _ in range(100):
+        ranks, count = chance.randint(2, 6), chance.randint(2, 30)
+        them = [(0, [chance.randint(20, 40) for _ in range(4)]) for _ in range(count)]
+        cost = {number: COST.sequence(each) for lengths, _ in numbered(them) for number, each in lengths.items()}
+        it, last_s = arrivals(ranks, count, 320), 0.0
+        events: list[tuple[float, int, int]] = [(0.0, 1, rank) for rank in range(ranks)]
+        events += [(0.0 if at_once else chance.uniform(0, sum(cost.values()) / ranks), 0, n) for n in range(count)]
+        came_s, done = max(time_s for time_s, is_free, _ in events if not is_free), [0] * ranks
+        heapq.heapify(events)
+        while events:
+            now_s, is_free, which = heapq.heappop(events)
+            it.is_free(which) if is_free else it.came(*[*numbered(them)][which])
+            for rank, packs in enumerate(it.packs):
+                if len(packs) > done[rank]:
+                    done[rank] += 1
+                    last_s = max(last_s, end_s := now_s + sum(cost[number] for number in packs[-1]))
+                    heapq.heappush(events, (end_s, 1, rank))
+        largest = max(*cost.values(), COST.sequence(320 // _SMALLEST))
+        assert last_s <= came_s + sum(cost.values()) / ranks + largest

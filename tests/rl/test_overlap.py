@@ -1,0 +1,105 @@
+"""The overlapped rollout on ranks that are threads: packs, errors of a rank, waits."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from odc_triton.balance.cost import CostModel
+from odc_triton.base.errors import RolloutFailed
+from odc_triton.rl import overlap
+from odc_triton.rl.overlap import OverlappedRollout
+from tests.support.overlapped import Batch, Plan, Sampling, Store
+
+GROUPS = ((3, 5), (), (4,), (6, 3, 3), ())
+
+
+def run_ranks(plan: Plan, seed: int = 0, raises: bool = False) -> tuple[list[OverlappedRollout], list[int]]:
+    """The code itself, a thread for each rank: their rollouts, after them, and what was computed."""
+    chance, computed = random.Random(seed), []
+    store = Store(lambda: time.sleep(chance.choice((0, 0, 1e-4, 1e-3))))
+    rollouts, ranks = [], []
+    for rank in range(plan.ranks):
+        own = lambda lengths, numbers, _, rank=rank: Assigned([n] for n in numbers[rank :: plan.ranks])  # noqa: E731
+        assigner = SimpleNamespace(token_cap=8, cost=CostModel(quadratic=0, linear=1), reads_others=plan.keeps, own=own)
+        sampler = Sampling(rank, plan, store, raises=raises)
+        rollout = OverlappedRollout(sampler, assigner, shares_prefixes=False, scale="none")
+        rollout.open(
+            sampler.slots, None, Batch(plan.groups), decode=max(plan.threads, plan.together), stop=lambda: None
+        )
+        rollouts.append(rollout)
+
+        def run(rollout: OverlappedRollout = rollout) -> None:
+            for pack in rollout:
+                store.nap()
+                computed.extend(pack)
+            rollout.leave()
+
+        ranks.append(threading.Thread(target=run, daemon=True))
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(5.0)
+        assert not each.is_alive(), f"a rank hangs: {plan}, {seed}"
+    return rollouts, computed
+
+
+class Assigned(list):
+    split = None
+
+
+def test_the_code_itself() -> None:
+    for seed in range(16):
+        plan = Plan(groups=GROUPS, ranks=2 + seed % 2, threads=2 * (seed // 2 % 2), together=2, keeps=seed % 8 > 3)
+        rollouts, computed = run_ranks(plan, seed)
+        assert sorted(computed) == sorted(Batch(GROUPS).tokens)
+        messages = [each.exit() for each in rollouts]
+        assert messages == [None] * plan.ranks
+        for each in rollouts:
+            each.settle(messages)
+        assert rollouts[0].sampler.counter.values == {}
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_function_that_exits_ends_the_step(threads: int) -> None:
+    """sys.exit in a thread ends nothing but the thread."""
+    rollouts, _ = run_ranks(Plan(groups=GROUPS, threads=threads), raises=True)
+    messages = [each.exit() for each in rollouts]
+    for each in rollouts:
+        with pytest.raises(RolloutFailed, match=r"rank \d: SystemExit: no completion"):
+            each.settle(messages)
+
+
+def test_a_wait_ends_with_each_completion() -> None:
+    """Its deadline is for one, not for all."""
+    (rollout, _), _ = run_ranks(Plan(groups=((),), keeps=True))
+    rollout.open(rollout._slots * 3, None, Batch(((),) * 3), decode=1, stop=lambda: None)
+    waits: list[list[int]] = []
+
+    def wait_for(purpose: str, missing: Callable[[], list[int]]) -> None:
+        waits.append(missing())
+        rollout._log.write({"came": {"slot": len(waits) - 1}, "at_s": 0})
+        missing()
+        assert not missing()
+
+    rollout.engine.barrier, rollout.sampler.take = SimpleNamespace(wait_for=wait_for), lambda *_: range(0)
+    assert not [*rollout]
+    assert waits == [[1]] * 3
+
+
+def test_leaving_waits_once_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "_JOIN_S", 0.05)
+    (rollout,), _ = run_ranks(Plan(groups=((),), ranks=1))
+    goes_on = threading.Event()
+    rollout._threads = [threading.Thread(target=goes_on.wait, daemon=True) for _ in range(40)]
+    for each in rollout._threads:
+        each.start()
+    start_s = time.monotonic()
+    rollout.leave()
+    assert time.monotonic() - start_s < 1.0  # not 2
+    goes_on.set()
