@@ -32,6 +32,10 @@ class GenerationFailed(RuntimeError):
     """An engine returned no completions, or did not take the weights; the message has the observation and a remedy."""
 
 
+class GenerationAborted(GenerationFailed):
+    """Another thread has ended the request, as its own failed: that error has the reason."""
+
+
 class OdcError(RuntimeError):
     """Base of the errors that involve several ranks."""
 

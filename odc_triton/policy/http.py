@@ -11,7 +11,7 @@ import time
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..base.errors import GenerationFailed
+from ..base.errors import GenerationAborted, GenerationFailed
 
 _SHOWN = 300  # characters of an answer that a message shows
 
@@ -23,7 +23,7 @@ class Refused(GenerationFailed):
 class Server:
     """The server at `address`, such as http://127.0.0.1:8000. May be used by several threads at once.
 
-    Requests raise GenerationFailed with the address, the request, and the failure.
+    Requests raise GenerationFailed with the address, the request, and the failure; GenerationAborted after `abort`.
     """
 
     def __init__(self, address: str) -> None:
@@ -57,7 +57,7 @@ class Server:
 
     def _ask(self, method: str, path: str, body: str | None, timeout_s: float) -> Any:
         what = f"{method} {path}"
-        deadline = time.monotonic() + timeout_s
+        deadline, aborts = time.monotonic() + timeout_s, self._aborts
         try:
             status, content = self._exchange(method, path, body, deadline)
         except TimeoutError:
@@ -66,6 +66,8 @@ class Server:
                 f"time"
             ) from None
         except (OSError, http.client.HTTPException) as error:
+            if self._aborts != aborts:
+                raise GenerationAborted(f"{what} to the server at {self.address} was aborted") from None
             raise GenerationFailed(
                 f"the server at {self.address} is unreachable for {what} ({type(error).__name__}: {error}): see its "
                 f"log, start it again, and resume from the last checkpoint"

@@ -18,7 +18,7 @@ from ..balance.assigner import Assigner
 from ..balance.counter import Log, StoreCounter
 from ..balance.pieces import Entry, SplitPlan, named
 from ..balance.relatives import find_relatives
-from ..base.errors import RolloutStopped
+from ..base.errors import GenerationAborted, RolloutStopped
 from ..comm.launch import Interrupted
 from ..engine.participant import Participant
 from .generation import SamplingOptions
@@ -125,7 +125,7 @@ class OverlappedRollout(Participant):
                 self._log.write({"took": [*taken], "rank": rank})
                 for each in sampler.complete(taken, self._slots, self._options, self._stop):
                     self._log.write({"came": each, "at_s": time.time()})
-        except Interrupted:  # in a rollout function
+        except (Interrupted, GenerationAborted):  # in a rollout function; because of another thread, which says why
             pass
         except (Exception, SystemExit) as error:  # of a thread nobody would hear
             if not self._is_closed:

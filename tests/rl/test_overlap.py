@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from odc_triton.balance.cost import CostModel
-from odc_triton.base.errors import RolloutFailed
+from odc_triton.base.errors import GenerationAborted, RolloutFailed
 from odc_triton.rl import overlap
 from odc_triton.rl.overlap import OverlappedRollout
 from tests.support.overlapped import Batch, Plan, Sampling, Store
@@ -73,6 +73,21 @@ def test_a_function_that_exits_ends_the_step(threads: int) -> None:
     for each in rollouts:
         with pytest.raises(RolloutFailed, match=r"rank \d: SystemExit: no completion"):
             each.settle(messages)
+
+
+def test_the_thread_that_failed_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has aborted what others asked the server for, and they may be sooner to fail."""
+
+    def complete(self: Sampling, taken: range, *_: object) -> list:
+        if taken[0]:
+            raise GenerationAborted
+        time.sleep(0.05)
+        raise ValueError("why")
+
+    monkeypatch.setattr(Sampling, "complete", complete)
+    (rollout,), _ = run_ranks(Plan(groups=((), ()), ranks=1, threads=2))
+    with pytest.raises(RolloutFailed, match="ValueError: why"):
+        rollout.settle([rollout.exit()])
 
 
 def test_a_wait_ends_with_each_completion() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from odc_triton.base.errors import GenerationFailed
+from odc_triton.base.errors import GenerationAborted, GenerationFailed
 from odc_triton.policy.vllm_server import PolicyServer, is_too_old
 from odc_triton.rl.generation import Request, Sampled, SamplingOptions
 from odc_triton.rl.vllm_sampling import sampled
@@ -150,6 +152,27 @@ def test_faults_of_completions(with_faults: Callable[..., str], faults: dict, wo
 def test_what_vllm_can_not_have_sampled(ids: list, logps: list, reason: str, words: str) -> None:
     with pytest.raises(GenerationFailed, match=f"vLLM returned .*{words}"):
         sampled(ids, logps, reason, OPTIONS)
+
+
+def test_requests_that_another_thread_aborts() -> None:
+    """Their error is not that of a server that is gone."""
+    found: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            engine.generate(REQUESTS, OPTIONS)
+        except Exception as error:
+            found.append(error)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:  # which never answers
+        engine = VllmServer(f"http://127.0.0.1:{server.getsockname()[1]}")
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        with server.accept()[0] as connection:
+            connection.recv(1)
+            engine.abort()
+            thread.join(10.0)
+    assert [*map(type, found)] == [GenerationAborted]
 
 
 def test_a_server_that_is_gone() -> None:
