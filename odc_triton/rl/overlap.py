@@ -117,20 +117,20 @@ class OverlappedRollout(Participant):
 
     def _sample(self, together: int) -> None:
         """Samples and scores prompts until none is left."""
-        sampler, rank = self.sampler, self.engine.rank
+        sampler, rank, log = self.sampler, self.engine.rank, self._log
         try:
-            while not self._is_closed and self._stop() is None:
+            while log is self._log and not self._is_closed and self._stop() is None:
                 if not (taken := sampler.take(self._key, len(self._slots), together)):
                     return
-                self._log.write({"took": [*taken], "rank": rank})
+                log.write({"took": [*taken], "rank": rank})
                 for each in sampler.complete(taken, self._slots, self._options, self._stop):
-                    self._log.write({"came": each, "at_s": time.time()})
+                    log.write({"came": each, "at_s": time.time()})
         except (Interrupted, GenerationAborted):  # in a rollout function; because of another thread, which says why
             pass
         except (Exception, SystemExit) as error:  # of a thread nobody would hear
-            if not self._is_closed:
+            if log is self._log and not self._is_closed:
                 self._error = error
-                self._log.write({"ended": {"rank": rank, "failed": reason_of(error)}})
+                log.write({"ended": {"rank": rank, "failed": reason_of(error)}})
 
     # ------------------------------------------------------------------ packs
 
