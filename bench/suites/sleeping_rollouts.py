@@ -3,7 +3,7 @@
     python -m bench.suites.sleeping_rollouts [--ranks 8 16] [--steps 20] [--out bench/results/overlap.json]
 
 In turns ranks compute what has come while others sample ("overlapped"), or all sample first ("phased"). Beside the
-ratio of their times is its bound, counted from when the phased ranks themselves had sampled: see `least_s`.
+ratio of their times is its bound, counted from when the phased ranks themselves had sampled: see overlap_bound.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from odc_triton.comm.launch import launch
 
 from ..harness import bootstrap_ratio
 from ..provenance import about, save_parts
+from .overlap_bound import least_s
 from .sleeping_sampler import (
     GENERATIONS,
     LAYERS,
@@ -56,21 +57,6 @@ COLUMNS = (
 )
 
 
-def least_s(sampled_s: Sequence[float], released: Sequence[tuple[float, float]], other_s: float) -> float:
-    """Seconds of a step in which no order of computing can be faster, if ranks sample as they do.
-
-    `sampled_s`: by rank, in which it does nothing else. `released`: when completions have come, since the step's
-    beginning, and the seconds that one rank computes them. `other_s`: what a step takes besides.
-    """
-    ranks = len(sampled_s)
-    total_s = math.fsum(sampled_s) + math.fsum(work_s for _, work_s in released)
-    least, later_s = max(total_s / ranks, *sampled_s), 0.0
-    for at_s, work_s in sorted(released, reverse=True):
-        later_s += work_s
-        least = max(least, at_s + later_s / ranks)
-    return other_s + least
-
-
 def least_of(cell: Cell, step: int, of_ranks: Sequence[Ran], empty_s: float) -> float:
     """`least_s` of a phased step. Computing takes the cost model's time, and all that is not computing or sampling as
     long as an empty step.
@@ -83,7 +69,7 @@ def least_of(cell: Cell, step: int, of_ranks: Sequence[Ran], empty_s: float) -> 
         for batch in ran.batches
         for slot in batch.slots
     ]
-    return least_s(sampled_s, released, empty_s)
+    return least_s(released, sampled_s) + empty_s
 
 
 def besides_s(of_ranks: Sequence[Ran]) -> float:

@@ -1,28 +1,11 @@
-"""The bound of an overlapped rollout: each of its three parts, in cases done by hand, and from ranks' own times."""
+"""Ranks that sleep: the bound and the ratio of a step done by hand, and how long a cell samples and computes."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench.suites.sleeping_rollouts import besides_s, least_of, least_s, row
+from bench.suites.sleeping_rollouts import besides_s, least_of, row
 from bench.suites.sleeping_sampler import OVERLAPPED, PHASED, Batch, Cell, Ran, group_cost
-
-
-@pytest.mark.parametrize(
-    ("sampled_s", "released", "wanted_s"),
-    [
-        ([4.0, 2.0], [(1.0, 3.0), (2.0, 3.0)], 6.0),  # both ranks are busy all the time: (6 + 6) / 2
-        ([9.0, 1.0], [(1.0, 2.0)], 9.0),  # one samples for longer than all else takes
-        ([4.0, 2.0], [(1.0, 0.5), (4.0, 5.0)], 6.5),  # what comes last is left to both: 4 + 5 / 2
-        ([4.0, 0.5], [(4.0, 2.0), (3.5, 2.0)], 5.5),  # and what came shortly before: 3.5 + 4 / 2
-        ([4.0, 0.5], [(4.0, 1.0), (4.0, 2.0)], 5.5),  # both come at once
-        ([2.0], [(1.0, 3.0), (2.0, 2.0)], 7.0),  # one rank does one after the other
-        ([2.0, 1.0], [], 2.0),
-    ],
-)
-def test_the_least_time_of_a_step(sampled_s: list[float], released: list[tuple[float, float]], wanted_s: float) -> None:
-    assert least_s(sampled_s, released, 0.0) == pytest.approx(wanted_s)
-    assert least_s(sampled_s, released[::-1], 0.25) == pytest.approx(wanted_s + 0.25)
 
 
 def ran(*batches: tuple[float, float, int], end_s: float, computed_s: float) -> Ran:
