@@ -126,7 +126,7 @@ def train_until_killed(path: Path) -> None:
 def log_status(engine: Any, log: Any) -> None:
     """Logs what this rank shows the others from here on, and what it finds when it checks that they live."""
     words = {**vars(engine.barrier), **vars(engine.publication)}
-    names = {status._slot: name.strip("_") for name, status in words.items() if isinstance(status, Status)}
+    names = {status.slot: name.strip("_") for name, status in words.items() if isinstance(status, Status)}
     show, is_alive = engine.heap.show, engine.heap.is_alive
 
     def logged_show(slot: int, value: int) -> None:
