@@ -230,6 +230,8 @@ class Protocol(RankState):
                     refusal = raised
         self._raise_failures(messages, error)
         if refusal is not None:
+            if not isinstance(refusal, MinibatchToRepeat):
+                self._zeros = None
             self._drop_gradients()
             raise refusal
 

@@ -130,7 +130,8 @@ class OverlappedRollout(Participant):
         except (Exception, SystemExit) as error:  # of a thread nobody would hear
             if log is self._log and not self._is_closed:
                 self._error = error
-                log.write({"ended": {"rank": rank, "failed": reason_of(error)}})
+                with contextlib.suppress(Exception):  # without a store this rank and the others notice by themselves
+                    log.write({"ended": {"rank": rank, "failed": reason_of(error)}})
 
     # ------------------------------------------------------------------ packs
 
