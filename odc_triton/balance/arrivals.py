@@ -7,6 +7,9 @@ next message if there is none.
 
 [Note: size of a pack] With R ranks a pack has up to 1 / 2R of the cost that is left, of groups that have not come as
 well: large packs first, small ones at the end, so that ranks end together. One rank takes all that fits.
+What a group's completions share is computed in each pack that has some of them. So a pack takes no part of a second
+such group; it takes the first one whole while as many groups as ranks are left, and then at least so much of it that
+computing again is a small part.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from dataclasses import dataclass, field
 from .cost import CostModel
 
 _SMALLEST = 16  # a pack is not cut below this fraction of the cap: its microbatch would take no less time
+_OF_SHARED = 4  # nor below so many times the cost of what its completions share
 
 
 @dataclass
@@ -29,14 +33,20 @@ class _Group:
 
     members: deque[tuple[int, int]]
     shared: int
-    left: float  # cost of the members together
+    left: float  # cost of the members together, and of `shared`
+
+    @property
+    def tokens(self) -> int:
+        """Of all members, in one pack."""
+        return self.shared + sum(stop - self.shared for _, stop in self.members)
 
 
 @dataclass(kw_only=True)
 class Arrivals:
     """`left`: groups that have not come. `packs`: by rank, the numbers of completions that it is to compute next.
 
-    `keeps`: what no rank has begun when the last group comes is `rest`, which ranks assign in another way.
+    `keeps`: what no rank has begun when the last group comes is `rest`, which ranks assign in another way, if packs of
+    it would be too coarse. Else it is not, as such an assignment does not know how much ranks still have to compute.
     """
 
     ranks: int
@@ -68,7 +78,7 @@ class Arrivals:
             cost = self.cost.sequence(shared) + math.fsum(self.cost.piece(shared, each) for each in lengths.values())
             self._pool.append(_Group(members, shared, cost))
             self._cost += cost
-        if self.keeps and not self.left:
+        if self.keeps and not self.left and self._is_coarse():
             self.rest = {number: tokens for group in self._pool for number, tokens in sorted(group.members)}
             self._pool.clear()
         self._assign()
@@ -82,6 +92,16 @@ class Arrivals:
         while self._free and self._pool:
             self.packs[self._free.popleft()].append(self._pack())
 
+    def _is_coarse(self) -> bool:
+        """True if a pack may cost more than an even part of what is left, so that pieces are better."""
+        most = math.fsum(group.left for group in self._pool) / self.ranks
+        return any(self._least(group) > most for group in self._pool)
+
+    def _least(self, group: _Group) -> float:
+        """The cost of the smallest pack that begins with that group."""
+        longest = self.cost.sequence(group.members[0][1])
+        return max(longest, min(_OF_SHARED * self.cost.sequence(group.shared), group.left))
+
     def _pack(self) -> list[int]:
         to_come = self.left * self._cost / self._came
         most = (to_come + math.fsum(group.left for group in self._pool)) / (2 * self.ranks)
@@ -89,12 +109,18 @@ class Arrivals:
         pack: list[int] = []
         tokens, cost = 0, 0.0
         self._pool.sort(key=lambda group: (-group.left, group.members[0]))
+        are_many = self.left + len(self._pool) >= self.ranks
         for group in self._pool:
+            if not pack:
+                most = max(most, group.left if are_many and group.shared else self._least(group))
+            fits = tokens + group.tokens <= self.token_cap and cost + group.left <= most
+            if pack and group.shared and not fits:
+                continue
             start = 0  # the first of a group in a pack is whole
             while group.members:
                 number, stop = group.members[0]
                 more = self.cost.piece(start, stop)
-                if pack and (tokens + stop - start > self.token_cap or cost + more > most):
+                if pack and not fits and (tokens + stop - start > self.token_cap or cost + more > most):
                     break
                 group.members.popleft()
                 pack.append(number)

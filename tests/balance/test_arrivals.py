@@ -118,3 +118,27 @@ def test_ranks_end_together(at_once: bool) -> None:
                     heapq.heappush(events, (end_s, 1, rank))
         largest = max(*cost.values(), COST.sequence(320 // _SMALLEST))
         assert last_s <= came_s + sum(cost.values()) / ranks + largest
+
+
+def test_a_group_that_shares_is_cut_late() -> None:
+    """Whole while as many groups as ranks are left; then in packs of at least four times what it computes again."""
+    early = drained(arrivals(2, 3, 1000), [(40, [70] * 4), (40, [69] * 4), (40, [50] * 4)])
+    assert early[0] == [0, 1, 2, 3]
+    assert [len(pack) for pack in early[1:]] == [4, 4]
+    late = drained(arrivals(4, 2, 100), [(10, [20] * 12), (10, [19] * 12)])
+    assert [len(pack) for pack in late] == [2] * 12  # 24 and 13, of at least 44
+
+
+def test_no_pack_has_parts_of_two_groups_that_share() -> None:
+    packs = drained(arrivals(2, 6, 100), [(10, [each] * 5) for each in (20, 22, 24, 26, 28, 30)])
+    for pack in packs:
+        groups = {number // 5 for number in pack}
+        assert len(groups) == 1 or all(sum(number // 5 == of for number in pack) == 5 for of in groups)
+
+
+@pytest.mark.parametrize(("completions", "is_rest"), [(2, True), (40, False)])
+def test_what_is_left_is_the_rest_only_if_packs_are_coarse(completions: int, is_rest: bool) -> None:
+    it = arrivals(4, 1, 1000, keeps=True)
+    it.came(dict.fromkeys(range(completions), 20))
+    assert bool(it.rest) == is_rest
+    assert it.is_over == is_rest
