@@ -130,7 +130,8 @@ def test_a_group_that_shares_is_cut_late() -> None:
 
 
 def test_no_pack_has_parts_of_two_groups_that_share() -> None:
-    packs = drained(arrivals(2, 6, 100), [(10, [each] * 5) for each in (20, 22, 24, 26, 28, 30)])
+    packs = drained(arrivals(2, 10, 1000), [(10, [20 + each] * 5) for each in range(10)])
+    assert len(packs[0]) == 10  # a quarter of all would be two groups and a half
     for pack in packs:
         groups = {number // 5 for number in pack}
         assert len(groups) == 1 or all(sum(number // 5 == of for number in pack) == 5 for of in groups)
