@@ -93,9 +93,11 @@ class Arrivals:
             self.packs[self._free.popleft()].append(self._pack())
 
     def _is_coarse(self) -> bool:
-        """True if a pack may cost more than an even part of what is left, so that pieces are better."""
+        """True if a pack may cost more than an even part of what is left, so that pieces are better; or if groups may
+        share what is not known here.
+        """
         most = math.fsum(group.left for group in self._pool) / self.ranks
-        return any(self._least(group) > most for group in self._pool)
+        return any(not group.shared or self._least(group) > most for group in self._pool)
 
     def _least(self, group: _Group) -> float:
         """The cost of the smallest pack that begins with that group."""

@@ -137,9 +137,9 @@ def test_no_pack_has_parts_of_two_groups_that_share() -> None:
         assert len(groups) == 1 or all(sum(number // 5 == of for number in pack) == 5 for of in groups)
 
 
-@pytest.mark.parametrize(("completions", "is_rest"), [(2, True), (40, False)])
-def test_what_is_left_is_the_rest_only_if_packs_are_coarse(completions: int, is_rest: bool) -> None:
+@pytest.mark.parametrize(("completions", "shared", "is_rest"), [(2, 5, True), (40, 5, False), (40, 0, True)])
+def test_what_is_left_is_the_rest_only_if_packs_are_coarse(completions: int, shared: int, is_rest: bool) -> None:
     it = arrivals(4, 1, 1000, keeps=True)
-    it.came(dict.fromkeys(range(completions), 20))
+    it.came(dict.fromkeys(range(completions), 20), shared)
     assert bool(it.rest) == is_rest
     assert it.is_over == is_rest
