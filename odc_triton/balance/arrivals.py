@@ -7,9 +7,9 @@ next message if there is none.
 
 [Note: size of a pack] With R ranks a pack has up to 1 / 2R of the cost that is left, of groups that have not come as
 well: large packs first, small ones at the end, so that ranks end together. One rank takes all that fits.
-What a group's completions share is computed in each pack that has some of them. So a pack takes no part of a second
-such group; it takes the first one whole while as many groups as ranks are left, and then at least so much of it that
-computing again is a small part.
+What the completions of a group share is computed in each pack that has some of them. So while as many groups as ranks
+are left a pack has the costliest one whole, later at least as much of it as makes that a small part. Of other groups
+that share it has none but whole ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from .cost import CostModel
 
 _SMALLEST = 16  # a pack is not cut below this fraction of the cap: its microbatch would take no less time
-_OF_SHARED = 4  # nor below so many times the cost of what its completions share
+_OF_SHARED = 4  # nor below this multiple of the cost of what its completions share
 
 
 @dataclass
@@ -112,9 +112,9 @@ class Arrivals:
         tokens, cost = 0, 0.0
         self._pool.sort(key=lambda group: (-group.left, group.members[0]))
         are_many = self.left + len(self._pool) >= self.ranks
+        first = self._pool[0]
+        most = max(most, first.left if are_many and first.shared else self._least(first))
         for group in self._pool:
-            if not pack:
-                most = max(most, group.left if are_many and group.shared else self._least(group))
             fits = tokens + group.tokens <= self.token_cap and cost + group.left <= most
             if pack and group.shared and not fits:
                 continue
