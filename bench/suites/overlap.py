@@ -43,8 +43,8 @@ PHASES, OVERLAPPED, BOTH_CORES = "phases", "overlapped", "phases, both cores"
 SEED, TOKEN_CAP = 0, 4096
 REWARD = "bench.sorting:random_reward"  # so that all groups are learned
 LONGEST = 320  # tokens of a prompt and its completion
-# Two layers, as each adds more to an update than to a step of vLLM: so both phases are about as long.
-MODEL = {"hidden_size": 448, "intermediate_size": 1216, "num_attention_heads": 14, "num_key_value_heads": 7}
+# Few and wide layers: updates get longer with the width, and steps of vLLM with the number. So phases are about alike.
+MODEL = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 18, "num_key_value_heads": 9}
 MODEL |= {"num_hidden_layers": 2, "max_position_embeddings": LONGEST}
 
 
@@ -62,7 +62,8 @@ SERVER = Setting(
     about=(
         "One rank that trains, with its reward process, on one core; vLLM, with all its threads, on another. A core "
         "stands for a device with one role: the other role does not use it, in phases either, where it is idle for "
-        "half of a step. In phases with both cores each role has both in its phase, the server another process."
+        "half of a step. In phases with both cores each role has both in its phase: torch has two threads, and vLLM is "
+        "another server."
     ),
     ways=(PHASES, OVERLAPPED, BOTH_CORES),
     ranks=1,
@@ -292,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=2, help=f"that count, at most {rollouts.STEPS - 1}")
     parser.add_argument("--prompts", type=int, default=rollouts.PROMPTS, help=f"of a step, at most {rollouts.PROMPTS}")
     parser.add_argument("--decode", type=int, default=0, help="completions that a rank decodes together; else the best")
-    parser.add_argument("--threads", type=int, default=2, help="of the server with both cores")
+    parser.add_argument("--threads", type=int, default=1, help="of vLLM with both cores, besides its other processes")
     parser.add_argument("--out", type=Path, default=None, help="JSON file, whose other keys stay")
     options = parser.parse_args(arguments)
     single_thread_environment()
