@@ -6,7 +6,7 @@ import json
 import threading
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -87,15 +87,18 @@ class Log:
 
     def read(self) -> Iterator[Any]:
         """The messages that are new to this rank. Does not wait."""
-        while (text := self._next()) is not None:
-            self._read += 1
-            yield json.loads(text)
+        while texts := self._new():
+            for text in texts:
+                self._read += 1
+                yield json.loads(text)
 
-    def _next(self) -> str | bytes | None:
+    def _new(self) -> Sequence[str | bytes]:
         if self._store is None:
-            return self._messages[self._read] if self._read < len(self._messages) else None
-        key = f"{self._key}/{self._read}"
-        return self._store.ask("get", key) if self._store.ask("check", [key]) else None
+            return self._messages[self._read :]
+        keys = [f"{self._key}/{place}" for place in range(self._read, self._store.add(self._key, 0))]
+        if keys and not self._store.ask("check", keys):  # some have a place and no text yet
+            keys = keys[: self._store.ask("check", keys[:1])]
+        return self._store.ask("multi_get", keys) if keys else []
 
     @property
     def is_behind(self) -> bool:

@@ -44,7 +44,9 @@ class Store(StoreCounter):
                 self.values[key] = value + self.values.get(key, 0) if method == "add" else value
             if method == "delete_key":
                 return self.values.pop(key, None) is not None
-            return key[0] in self.values if method == "check" else self.values.get(key)
+            if method == "multi_get":
+                return [self.values[each] for each in key]
+            return all(each in self.values for each in key) if method == "check" else self.values.get(key)
 
 
 class Batch:
@@ -138,7 +140,7 @@ class Reader(OverlappedRollout):
         it = copy.copy(self)
         it._arrivals, it._made, it._holders = pickle.loads(pickle.dumps((self._arrivals, self._made, self._holders)))
         it._log = Log(Store(), "log")
-        it._log._store.values |= {"log/0": text, "log/2": "behind a hole"}
+        it._log._store.values |= {"log": 3, "log/0": text, "log/2": "behind a hole"}
         it._read()
         if "ended" in (message := json.loads(text)):
             if it.without == "no end after the last completion":
