@@ -96,6 +96,8 @@ def prepare(options: GrpoOptions, *, mesh: DeviceMesh) -> Prepared[Prompts]:
             print(
                 f"{prompts.name}: {len(prompts)} prompts {use}, at most {prompts.longest} tokens{left_out}", flush=True
             )
+        if options.overlap_rollout == "auto" and options.needs_phases is not None:
+            print(f"all completions are sampled before the update: {options.needs_phases}", flush=True)
         return {"prepared": [each.digest() for each in found]}
 
     taken, folder = take_folder(options, read, mesh=mesh)

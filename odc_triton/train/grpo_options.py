@@ -33,8 +33,8 @@ class GrpoOptions(RunOptions):
     iterations: int = option(1, "optimizer steps on each rollout")
     overlap_rollout: Literal["auto", "on", "off"] = option(
         "auto",
-        "on: compute completions while others are still sampled, the same update without phases; off: first all "
-        "completions, then the update; auto: off, until it is faster everywhere",
+        "auto: compute completions while others are still sampled, the same update without phases, unless an option "
+        "needs all of them first; on: refuse such options; off: first all completions, then the update",
     )
     share_prefixes: Literal["auto", "off"] = option(
         "auto", "auto: compute a prompt once for its completions, on one rank or for several; off: for each of them"
@@ -145,19 +145,25 @@ class GrpoOptions(RunOptions):
     @property
     def overlaps(self) -> bool:
         """True if completions are computed while others are sampled."""
-        return self.overlap_rollout == "on"
+        return self.overlap_rollout != "off" and self.needs_phases is None
+
+    @property
+    def needs_phases(self) -> str | None:
+        """Why no completion can be computed before the last one is there, with the option; None if it can."""
+        if self.iterations > 1:
+            return f"--iterations is {self.iterations}: later updates need the first one's log-probabilities of all"
+        if self.scale_rewards == "batch":
+            return "--scale-rewards is batch: the deviation is that of all completions' rewards"
+        if self.exact and self.overlap_rollout == "auto":
+            return "--exact is True: bits would depend on which completions share a pack, and so on when they come"
+        return None
 
     def _check_contradictions(self) -> None:
-        if self.overlap_rollout == "on":
-            for name, value, why in (
-                ("iterations", self.iterations > 1, "later updates need the first one's log-probabilities of all"),
-                ("scale-rewards", self.scale_rewards == "batch", "the deviation is that of all completions' rewards"),
-            ):
-                if value:
-                    raise ValueError(
-                        f"--{name} is {getattr(self, name.replace('-', '_'))}: {why}, so no completion can be computed "
-                        f"before the last one is there; leave --overlap-rollout out"
-                    )
+        if self.overlap_rollout == "on" and self.needs_phases is not None:
+            raise ValueError(
+                f"{self.needs_phases}, so none can be computed before the last one is there: leave --overlap-rollout "
+                f"out"
+            )
         if self.split_sequences and self.loss == "gspo":
             raise ValueError(
                 "--loss is gspo, whose ratio is that of a whole sequence, and --split-sequences has parts of it on "

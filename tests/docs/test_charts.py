@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-CHARTS = ("gains", "ranks", "split_gain", "prefix_gain", "image_gain", "predicted")
+CHARTS = ("gains", "ranks", "split_gain", "prefix_gain", "image_gain", "overlap_gain", "predicted")
 A_PIXEL = 0.003  # in shares of a value: positions are written with two decimals
 
 
@@ -90,6 +90,11 @@ def meant(name: str) -> list[tuple[float, ...]]:
                 rows += [(arm["bound"],), (arm["low"], arm["high"]), (arm["ratio"],), (arm["even"],)]
         for of in results("images.json")["bounds"][1:]:
             rows += [(bound,) for name, bound in of.items() if name != "ranks" and bound > 1.01]
+    elif name == "overlap_gain":
+        found = results("overlap.json")
+        settings = [(found[key]["ratio"], found[key]["bound"]["ratio"]) for key in ("server", "ranks")]
+        for it, bound in [*settings, *((cell, cell["bound"]) for cell in found["sleeping"]["cells"])]:
+            rows += [(bound,), (it["low"], it["high"]), (it["ratio"],)]
     elif name == "ranks":
         cells: dict = {}
         for row in results("protocol_scale.json")["rows"]:
@@ -113,7 +118,7 @@ def meant(name: str) -> list[tuple[float, ...]]:
 @pytest.mark.parametrize("name", CHARTS)
 def test_dots_intervals_and_bounds_are_where_their_numbers_are(name):
     shown = drawn(figure(name).draw(data_of(name)))
-    assert len(shown) > 20
+    assert len(shown) >= 18
     for there, expected in zip(shown, meant(name), strict=True):
         assert there == pytest.approx(expected, rel=A_PIXEL)
 
@@ -132,6 +137,7 @@ def test_memorys_dots_are_where_the_tables_numbers_are():
         ("split_gain", lambda data: data["cpu"][0]["over_ddp"].update(ratio=1.5)),
         ("prefix_gain", lambda data: data["cpu"][0]["over_repeated"].update(ratio=1.5)),
         ("image_gain", lambda data: data["cpu"]["arms"][0].update(even=1.5)),
+        ("overlap_gain", lambda data: data["ranks"]["bound"].update(ratio=1.5)),
         ("ranks", lambda data: data[8]["aime", 16]["ODC + LB-Mini"].update(speedup=1.01)),
         ("predicted", lambda data: next(row for row in data if row["model"] == "7 B").update(odc=0.5)),
     ],

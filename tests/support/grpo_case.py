@@ -33,7 +33,7 @@ def write_prompts(folder: Path, *, prompts: int = 12, config: dict | None = None
 
 
 def case(folder: Path, **changes: object) -> GrpoOptions:
-    """Options of a run on what `write_prompts` wrote: four prompts per step, three completions of each."""
+    """Options of a run on what `write_prompts` wrote: four prompts per step, three completions of each; in phases."""
     wanted = {
         "data": str(folder / "prompts.jsonl"),
         "init": str(folder / "config.json"),
@@ -49,6 +49,7 @@ def case(folder: Path, **changes: object) -> GrpoOptions:
         "schedule": "constant",
         "warmup_steps": 0,
         "timeout_minutes": LONG_S / 60,
+        "overlap_rollout": "off",
     }
     return GrpoOptions(**wanted | changes)
 

@@ -110,3 +110,19 @@ def test_schedules(changes: dict, wanted: dict[int, float]) -> None:
     options = sft_case.case(HERE.parent, data=str(HERE), **{"warmup_steps": 10} | changes)
     factor = make_schedule(options, 110)
     assert {step: factor(step) for step in wanted} == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "overlaps"),
+    [
+        ({}, True),
+        ({"overlap_rollout": "off"}, False),
+        ({"iterations": 2}, False),
+        ({"scale_rewards": "batch"}, False),
+        ({"exact": True}, False),
+        ({"exact": True, "overlap_rollout": "on"}, True),
+    ],
+)
+def test_rollouts_overlap_where_they_can(changes: dict[str, Any], overlaps: bool) -> None:
+    options = grpo_case.case(HERE.parent, data=str(HERE), **{"overlap_rollout": "auto"} | changes)
+    assert options.overlaps == overlaps
