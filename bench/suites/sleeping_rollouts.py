@@ -115,11 +115,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--ratios", type=float, nargs="+", default=list(RATIOS))
     parser.add_argument("--steps", type=int, default=STEPS, help="of each cell and way")
+    parser.add_argument("--seconds", type=float, default=STEP_S, help="of a rank's step, sampling and computing")
+    parser.add_argument("--part", default="sleeping", help="key of the file")
     parser.add_argument("--out", type=Path, default=None, help="JSON file, whose other keys stay")
     options = parser.parse_args(arguments)
     start_s, rows = time.monotonic(), []
     for ranks in options.ranks:
-        cells = [Cell.draw(ranks, ratio, options.steps) for ratio in options.ratios]
+        cells = [Cell.draw(ranks, ratio, options.steps, options.seconds) for ratio in options.ratios]
         found = launch(main_of_rank, cells, uuid.uuid4().hex, ranks=ranks)
         of_cells = zip(*(of_rank for of_rank, _ in found), strict=True)
         rows += [row(cell, of_ranks, found[0][1]) for cell, of_ranks in zip(cells, of_cells, strict=True)]
@@ -145,9 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"at least {WANTED:g} of the bound in {sum(of['of_bound'] >= WANTED for of in rows)} of {len(rows)} cells")
     if options.out:
         settings = {"prompts": PROMPTS, "generations": GENERATIONS, "together": TOGETHER, "tokens_of_one": OF_ONE}
-        settings |= {"layers": LAYERS, "step_s": STEP_S, "wanted": WANTED}
+        settings |= {"layers": LAYERS, "step_s": options.seconds, "wanted": WANTED}
         done = {"cells": rows, **settings, "took_s": time.monotonic() - start_s, **about()}
-        save_parts(options.out, sleeping=done)
+        save_parts(options.out, **{options.part: done})
 
 
 if __name__ == "__main__":

@@ -61,26 +61,32 @@ class Cell:
     ranks: int
     ratio: float
     lengths: list[list[list[int]]]
+    step_s: float = STEP_S
 
     @classmethod
-    def draw(cls, ranks: int, ratio: float, steps: int) -> Cell:
+    def draw(cls, ranks: int, ratio: float, steps: int, step_s: float = STEP_S) -> Cell:
         numbers = random.Random(ranks)
 
         def group() -> list[int]:
             return [max(1, min(round(MEDIAN * numbers.lognormvariate(0, SIGMA)), LONGEST)) for _ in range(GENERATIONS)]
 
-        return cls(ranks=ranks, ratio=ratio, lengths=[[group() for _ in range(PROMPTS * ranks)] for _ in range(steps)])
+        return cls(
+            ranks=ranks,
+            ratio=ratio,
+            step_s=step_s,
+            lengths=[[group() for _ in range(PROMPTS * ranks)] for _ in range(steps)],
+        )
 
     @cached_property
     def seconds_per_token(self) -> float:
         """Of sampling."""
         batches = [max(chain(*of[at : at + TOGETHER])) for of in self.lengths for at in range(0, len(of), TOGETHER)]
-        return STEP_S * self.ratio / (1 + self.ratio) * self.ranks * len(self.lengths) / sum(batches)
+        return self.step_s * self.ratio / (1 + self.ratio) * self.ranks * len(self.lengths) / sum(batches)
 
     @cached_property
     def seconds_per_cost(self) -> float:
         total = sum(map(group_cost, chain(*self.lengths)))
-        return STEP_S / (1 + self.ratio) * self.ranks * len(self.lengths) / total
+        return self.step_s / (1 + self.ratio) * self.ranks * len(self.lengths) / total
 
     def pack_s(self, sizes: Iterable[int | Piece]) -> float:
         """Seconds of one microbatch."""
