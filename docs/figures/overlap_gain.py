@@ -24,10 +24,12 @@ def _found(data: dict) -> list[tuple[str, str, dict, float, dict[str, float]]]:
         of = data[key]
         seconds = {way: of["ways"][way]["median_s"] for way in ("phases", "overlapped")}
         rows.append(("A core each", name, of["ratio"], of["bound"]["ratio"], seconds))
-    for of in data["sleeping"]["cells"]:
-        name = f"{of['ranks']} ranks, rollout : update {of['rollout_to_update']:g} : 1"
+    longer = data["sleeping_longer"]["cells"]
+    for of in (*data["sleeping"]["cells"], *longer):
+        step = ", twice as long" if of in longer else ""
+        name = f"{of['ranks']} ranks, {of['rollout_to_update']:g} : 1{step}"
         seconds = {"phases": of["median_s"]["phased"], "overlapped": of["median_s"]["overlapped"]}
-        rows.append(("Ranks that sleep", name, of, of["bound"], seconds))
+        rows.append(("Ranks that sleep, rollout : update", name, of, of["bound"], seconds))
     return rows
 
 

@@ -92,8 +92,9 @@ def meant(name: str) -> list[tuple[float, ...]]:
             rows += [(bound,) for name, bound in of.items() if name != "ranks" and bound > 1.01]
     elif name == "overlap_gain":
         found = results("overlap.json")
+        cells = found["sleeping"]["cells"] + found["sleeping_longer"]["cells"]
         settings = [(found[key]["ratio"], found[key]["bound"]["ratio"]) for key in ("server", "ranks")]
-        for it, bound in [*settings, *((cell, cell["bound"]) for cell in found["sleeping"]["cells"])]:
+        for it, bound in [*settings, *((cell, cell["bound"]) for cell in cells)]:
             rows += [(bound,), (it["low"], it["high"]), (it["ratio"],)]
     elif name == "ranks":
         cells: dict = {}
