@@ -70,7 +70,7 @@ SERVER = Setting(
     decode_at_once=rollouts.PROMPTS * rollouts.GENERATIONS,
 )
 RANKS = Setting(
-    about="Two ranks on a core each, which sample by themselves, by transformers, and train.",
+    about="Two ranks, each on its own core. Both sample, with transformers, and train.",
     ways=(PHASES, OVERLAPPED),
     ranks=2,
     decode_at_once=16,

@@ -23,7 +23,7 @@ class Tokens(Participant):
     """`total`: the target tokens of all ranks in the last minibatch that all entered; None if no rank gave its own.
 
     `divisor`: what gradients are divided by, unless the user chose a factor: losses are divided by the tokens already,
-    else by the number of ranks, as FSDP2 does. `late`: by what instead, if that was said inside the minibatch.
+    else by the number of ranks, as FSDP2 does. `late`: by what instead, if given inside the minibatch.
     """
 
     name = "tokens"

@@ -1,8 +1,8 @@
 """A rollout inside of the minibatch: ranks compute the completions that have come while others are still sampled.
 
-Parameters change only at the optimizer step, so the update is the same. A rank that samples by itself does so first;
-where another process samples (a vLLM server), threads wait for it. What has come, and who is free, goes into one log of
-all ranks: see [Note: one log] in balance/arrivals.py. With the last completion every rank knows all of them.
+Parameters change only at the optimizer step, so the update is the same. Ranks that sample do so first, then compute.
+Where a vLLM server samples, threads of each rank wait for it. What has come, and who is free, goes into one log of all
+ranks: see [Note: one log] in balance/arrivals.py. With the last completion every rank knows all of them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ _JOIN_S = 5.0  # for all threads, whose requests were aborted
 
 
 class OverlappedRollout(Participant):
-    """The rollout of the minibatch that follows `open`. Iterating it inside of that samples, and yields this rank's
-    packs.
+    """The rollout of the minibatch that follows `open`. Iterating over it, inside, samples, and yields packs.
 
     `plan`: of pieces of what was left when the last completion came; None if there are none, and until then.
     """
@@ -130,7 +129,7 @@ class OverlappedRollout(Participant):
         except (Exception, SystemExit) as error:  # of a thread nobody would hear
             if log is self._log and not self._is_closed:
                 self._error = error
-                with contextlib.suppress(Exception):  # without a store this rank and the others notice by themselves
+                with contextlib.suppress(Exception):  # the store is gone, which every rank finds out
                     log.write({"ended": {"rank": rank, "failed": reason_of(error)}})
 
     # ------------------------------------------------------------------ packs
