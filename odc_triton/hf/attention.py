@@ -11,6 +11,10 @@ another, or that would drop an argument, raises instead.
 [Note: a prepared mask] To make a causal mask, transformers checks whether a batch is a pack, which synchronises with
 the device once in each forward. It passes a mask of four dimensions through. So a pack with bounds may come with an
 empty one, which `packed_attention` treats as None.
+
+[Note: told by positions] StableLM's and Nemotron's layers drop arguments that they don't know, but pass the very tensor
+position_ids on, also when checkpointing computes them again. So what tells of pieces is its attribute. Each forward
+has a tensor of its own: the attribute never outlives its pack.
 """
 
 from __future__ import annotations
@@ -108,6 +112,18 @@ class _Call(AttentionTerms):
 
 
 _KEYWORDS = tuple(each.name for each in fields(_Call) if each.default is not MISSING)
+_OF_PACKS = ("cu_seq_lens_q", "max_length_q", "pieces", "image_blocks")
+
+
+def tell_by_positions(model: nn.Module, args: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """A pre-hook of a model's forward: [Note: told by positions]. Raises ValueError for pieces without position_ids."""
+    if given.get("pieces") is None:
+        return None
+    if given.get("position_ids") is None:
+        raise ValueError(f"{type(model).__name__} was given pieces of samples: give position_ids too, by name")
+    positions = given["position_ids"].view_as(given["position_ids"])
+    positions._odc_pack = {name: given[name] for name in _OF_PACKS if name in given}
+    return args, given | {"position_ids": positions}
 
 
 def packed_attention(
@@ -139,6 +155,8 @@ def packed_attention(
     if (is_causal := options.pop("is_causal", None)) is None:
         is_causal = getattr(module, "is_causal", True)
     known = {name: options.pop(name) for name in _KEYWORDS if name in options}
+    if "pieces" not in known:
+        known |= getattr(known.get("position_ids"), "_odc_pack", {})
     call = _Call(
         module=module, query=query, key=key, value=value, mask=mask, is_causal=is_causal, others=options, **known
     )

@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..balance.pieces import Piece
-from .attention import PREPARED_MASK, REMEDY, PackingUnsupported, packed_attention, packed_mask
+from .attention import PREPARED_MASK, REMEDY, PackingUnsupported, packed_attention, packed_mask, tell_by_positions
 from .images import text_positions
 
 ATTENTION_NAME = "odc_packed"
@@ -97,6 +97,8 @@ def enable_packing(model: nn.Module) -> None:
         model.set_attn_implementation(_packed(model.config))
         for name in ("_odc_prepared_mask", "_odc_takes_branches"):
             setattr(innermost(model), name, getattr(innermost(probed), name))
+        if tell_by_positions in innermost(probed)._forward_pre_hooks.values():
+            innermost(model).register_forward_pre_hook(tell_by_positions, with_kwargs=True)
         return
     former = _implementations(model.config)
     training = [module for module in model.modules() if module.training]
@@ -177,7 +179,12 @@ def _probe(model: nn.Module, device: torch.device) -> None:
         prepared = logits(ids, positions, **bounds)
         innermost(model)._odc_prepared_mask = bool((packed - prepared).abs().max() <= tolerance * scale)
     one = torch.arange(first + second, device=device)[None]
-    innermost(model)._odc_takes_branches = _probe_branches(model, ids, logits(ids, one), tolerance)
+    wanted = logits(ids, one)
+    if not (takes := _probe_branches(model, ids, wanted, tolerance)):
+        told = innermost(model).register_forward_pre_hook(tell_by_positions, with_kwargs=True)
+        if not (takes := _probe_branches(model, ids, wanted, tolerance)):
+            told.remove()
+    innermost(model)._odc_takes_branches = takes
 
 
 def _probe_branches(model: nn.Module, ids: Tensor, wanted: Tensor, tolerance: float) -> bool:

@@ -132,8 +132,8 @@ class _AttentionRecorder(AttentionHook):
     ) -> None:
         if pieces is None:
             raise NotImplementedError(
-                f"{type(module).__name__} is not told which documents are pieces of samples, as its model drops "
-                f"arguments that it does not know: train it on whole samples"
+                f"{type(module).__name__} is not told which documents are pieces of samples, as its model passes on "
+                f"neither pieces nor the position_ids that it was given: train it on whole samples"
             )
         shape = LayerShape(
             heads=keys.shape[1],

@@ -13,7 +13,7 @@ from odc_triton.hf import enable_packing
 from odc_triton.hf.document_attention import AttentionTerms
 from odc_triton.hf.loss import predictions
 from odc_triton.sequence import flash
-from tests.support.families import causal_lm
+from tests.support.families import causal_lm, make_new_positions
 from tests.support.flash import Flash
 from tests.support.parity import TRANSFORMS
 
@@ -68,7 +68,7 @@ def in_own_dtype(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", ["Qwen2", "Mistral", "Gemma2", "GptOss"])
+@pytest.mark.parametrize("family", ["Qwen2", "Mistral", "Gemma2", "GptOss", "StableLm", "Nemotron"])
 def test_as_whole_samples(family: str, case: str) -> None:
     torch.manual_seed(0)
     dtype = torch.float32 if family == "GptOss" else torch.float64  # its experts have no fp64
@@ -107,13 +107,14 @@ def test_by_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(kernel.calls) == 2 * 3 * model.config.num_hidden_layers
 
 
-def test_with_activation_checkpointing_and_in_bf16() -> None:
+@pytest.mark.parametrize("family", ["Qwen3", "StableLm"])
+def test_with_activation_checkpointing_and_in_bf16(family: str) -> None:
     """A checkpoint computes the branches again; in bf16 results are as near to fp32's as those of whole samples."""
     samples = CASES["three levels"]
     packs = pack_collate([PackedDataset(samples)[find_relatives(samples).entries(range(len(samples)))]])
     whole = pack_collate([[each] for each in samples])
     torch.manual_seed(0)
-    model = in_own_dtype(causal_lm("Qwen3").double())
+    model = in_own_dtype(causal_lm(family).double())
     enable_packing(model)
     _, want = gradients(model, whole)
     TRANSFORMS["checkpointing"](model)
@@ -129,10 +130,25 @@ def test_with_activation_checkpointing_and_in_bf16() -> None:
     assert off(packs) <= 2 * off(whole)
 
 
-def test_a_model_that_drops_the_argument_is_refused() -> None:
+def test_a_model_that_drops_the_argument_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_new_positions(monkeypatch)
     model = causal_lm("StableLm")
     enable_packing(model)
     samples = CASES["a group"]
     (pack,) = pack_collate([PackedDataset(samples)[find_relatives(samples).entries(range(3))]])
     with pytest.raises(RuntimeError, match="StableLmForCausalLM does not pass pieces to"):
         predictions(model, pack)
+
+
+def test_what_positions_tell_of_pieces_is_of_one_forward() -> None:
+    model = causal_lm("StableLm").double()
+    enable_packing(model)
+    samples = CASES["a group"]
+    (pack,) = pack_collate([PackedDataset(samples)[find_relatives(samples).entries(range(3))]])
+    ids, positions = pack["input_ids"], pack["position_ids"]
+    alone = model(input_ids=ids, position_ids=positions).logits
+    told = model(input_ids=ids, position_ids=positions, pieces=pack["pieces"], cu_seq_lens_q=pack["cu_seq_lens_q"])
+    assert not torch.equal(told.logits, alone)
+    assert torch.equal(model(input_ids=ids, position_ids=positions).logits, alone)
+    with pytest.raises(ValueError, match="give position_ids too, by name"):
+        model(ids, None, positions, pieces=pack["pieces"])

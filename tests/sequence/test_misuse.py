@@ -14,6 +14,7 @@ from odc_triton.balance import count_target_tokens
 from odc_triton.balance.pieces import Piece, SplitPlan
 from odc_triton.hf import model_inputs, summed_loss
 from tests.support import ranks
+from tests.support.families import make_new_positions
 from tests.support.refusals import caught
 from tests.support.splitting import Setup, build, packs_of, plain, sharded, step_on
 
@@ -192,7 +193,8 @@ def test_positions_that_depend_on_the_pack_are_refused(kind: str) -> None:
         enable_split(fully_shard(model), tokens=8)
 
 
-def test_layers_that_do_not_tell_attention_of_pieces_are_refused() -> None:
+def test_layers_that_do_not_tell_attention_of_pieces_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_new_positions(monkeypatch)
     model = build(Setup(family="StableLm"), replaced=False)
     with pytest.raises(NotImplementedError, match=r"StableLmAttention is not told which documents are pieces"):
         enable_split(fully_shard(model), tokens=8)

@@ -66,6 +66,9 @@ def test_as_whole_samples() -> None:
         Setup(family="Qwen3", change="reentrant", empty_start=True),
         Setup(family="Gemma2", deal="zigzag", backend="cpu-sharded"),
         Setup(family="GptOss"),
+        # Pieces are told by positions.
+        Setup(family="StableLm", dtype=FP64, change="checkpointing"),
+        Setup(family="Nemotron", deal="cut tree", prefix=8, backend="cpu-sharded", change="reentrant"),
         Setup(family="DeepseekV3", deal="zigzag"),  # experts, and keys wider than values
         Setup(family="Llama", change="lora", deal="zigzag"),
         Setup(change="frozen", backend="cpu-sharded"),
@@ -145,6 +148,12 @@ SLOW = [
         for backend in BACKENDS
     ),
     *(Setup(deal="zigzag", backend=backend, steps=20) for backend in BACKENDS),
+    *(
+        Setup(family=family, deal="cut tree", prefix=8, backend=backend, change=change, dtype=FP64)
+        for family in ("StableLm", "Nemotron")
+        for change in ("none", "checkpointing", "reentrant")
+        for backend in BACKENDS[:2]
+    ),
 ]
 
 

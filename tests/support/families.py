@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -58,7 +59,6 @@ def _unpacked(words: str, short: str, **others: tuple[str, str]) -> Refused:
     return {"packs": (words, f"no: {short}"), "splits": (words, "no: it does not pack"), **others}
 
 
-_NO_PIECES = {"splits": ("is not told which documents are pieces", "no: its layers don't tell attention of pieces")}
 _CAPPED = {"fused head": ("caps its logits by a tanh", "no: it caps its logits, which needs them")}
 _BIAS = {"fused head": ("it has a bias", "no: its head has a bias")}
 _NEVER = _unpacked("it never called the configured attention function", "it never calls the attention that it is given")
@@ -147,12 +147,12 @@ FAMILIES = {
     "Cohere": Family(kind="dense, tied"),
     "Cohere2": Family(kind="dense, tied, windows", sizes=_WINDOW | _BOTH | _HEAD),
     "Glm4": Family(kind="dense", sizes=_HEAD),
-    "StableLm": Family(kind="dense", title="StableLM", sizes=_without_dropout("attention"), refused=_NO_PIECES),
+    "StableLm": Family(kind="dense", title="StableLM", sizes=_without_dropout("attention")),
     "Starcoder2": Family(kind="dense", sizes=_without_dropout("residual", "embedding", "attention")),
     "SeedOss": Family(kind="dense", sizes=_HEAD | _without_dropout("attention", "residual")),
     "Exaone4": Family(kind="dense, windows", sizes=_WINDOW | _BOTH),
     "Ernie4_5": Family(kind="dense", title="Ernie4.5", sizes=_HEAD),
-    "Nemotron": Family(kind="dense", refused=_NO_PIECES),
+    "Nemotron": Family(kind="dense"),
     "GPT2": Family(
         kind="dense, tied",
         title="GPT-2",
@@ -246,6 +246,18 @@ def causal_lm(name: str, *, attention: str | None = "eager", spread: float = 0.0
         if key.endswith("e_score_correction_bias"):  # DeepSeek's routers choose by it; zeros would not show its loss
             buffer.uniform_()
     return model.train()
+
+
+def make_new_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """StableLM's attention gets another tensor of the same positions, as from a model that computes them itself."""
+    from transformers.models.stablelm.modeling_stablelm import StableLmAttention
+
+    forward = StableLmAttention.forward
+
+    def other(self: nn.Module, *args: Any, position_ids: torch.Tensor, **given: Any) -> Any:
+        return forward(self, *args, position_ids=position_ids.clone(), **given)
+
+    monkeypatch.setattr(StableLmAttention, "forward", other)
 
 
 def wide(name: str, attention: str | None = None) -> nn.Module:

@@ -23,7 +23,7 @@ from odc_triton.train.model import build_model
 from odc_triton.train.run_folder import require_same
 from odc_triton.train.sft_options import SftOptions
 from tests.support import jobs, ranks, slow
-from tests.support.families import config_of
+from tests.support.families import config_of, make_new_positions
 from tests.support.sft_case import LICENSE, case, write_case
 
 STEPS, STOP = 3, 2
@@ -129,10 +129,11 @@ def test_a_run_is_resumed_on_another_number_of_ranks(folder: Path, tmp_path: Pat
         require_same(one_rank.identity(1), replace(one_rank, share_prefixes=False).identity(1), where=tmp_path)
 
 
-def test_refused(folder: Path, tmp_path: Path) -> None:
+def test_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for balance in ("queue", "micro", "global", "local"):
         with pytest.raises(ValueError, match=f"--share-prefixes goes with --balance mini; it is {balance}"):
             options(folder, balance=balance)
+    make_new_positions(monkeypatch)
     config_of("StableLm").save_pretrained(tmp_path)
     wanted = options(folder, init=str(tmp_path / "config.json"))
     how = {"longest": 16, "largest_token": 9, "rank": 1}
