@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .attention import PackingUnsupported as PackingUnsupported
     from .attention import packed_attention as packed_attention
     from .attention import packed_mask as packed_mask
+    from .chunks import compute_in_chunks as compute_in_chunks
     from .enable import enable_packing as enable_packing
     from .grpo_trainer import ODCGRPOTrainer as ODCGRPOTrainer
     from .loss import model_inputs as model_inputs
@@ -24,6 +25,7 @@ _HOME = {
     "ODCGRPOTrainer": "grpo_trainer",
     "ODCTrainer": "trainer",
     "PackingUnsupported": "attention",
+    "compute_in_chunks": "chunks",
     "enable_packing": "enable",
     "model_inputs": "loss",
     "packed_attention": "attention",

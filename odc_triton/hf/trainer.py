@@ -21,6 +21,7 @@ from ..balance import CostModel, MinibatchSampler
 from ..balance.collate import count_target_tokens
 from ..data.records import IGNORED
 from ..engine.api import minibatch
+from .chunks import compute_in_chunks
 from .enable import ATTENTION_NAME, innermost, is_packed
 from .images import sees_pictures
 from .loss import predictions
@@ -98,6 +99,8 @@ class ODCTrainer(ShardedTrainer):
             raise ValueError("split=True: call odc_triton.enable_split(model, tokens=…) after fully_shard")
         if split and sampler is not None:
             raise ValueError("split=True with a sampler: give MinibatchSampler(…, split=True) instead")
+        if pieces is not None:
+            compute_in_chunks(model)
         if self._accumulated > 1 and sampler is not None:
             raise ValueError(
                 f"gradient_accumulation_steps={self._accumulated} with a sampler, which yields whole steps: set "

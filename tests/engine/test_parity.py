@@ -72,7 +72,7 @@ def test_replaced_and_transformed(transform: str, style: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transform", ["direct", "gathered", "staged", "checkpointing+direct", "frozen+staged"])
+@pytest.mark.parametrize("transform", ["direct", "gathered", "staged", "checkpointing+direct+chunks", "frozen+staged"])
 def test_replaced_layers_by_kernels(transform: str) -> None:
     """All of a model's products, in Triton's interpreter: few steps, as it is slow."""
     compare("qwen3", 2, transform=transform, backend="cpu-interpreter", steps=2)

@@ -47,6 +47,7 @@ CASES = [
     # The rest of the matrix.
     Case(name="qwen2", layout="titan", options=KEEP, evaluates=True, slow=True),
     Case(name="qwen2", layout="columns", world=4, replicas=2, kind="adamw", slow=True),
+    Case(name="qwen2", transform="chunks", layout="titan", options=RESHARD, slow=True),
     Case(name="branches", world=1, slow=True),
     Case(name="qwen3-moe", kind="adamw", backend="cpu-sharded", slow=True),
 ]

@@ -78,6 +78,7 @@ def test_as_whole_samples() -> None:
         Setup(family="Mistral", deal="cut tree", prefix=8, change="checkpointing"),
         Setup(family="GptOss", deal="tree", prefix=8, backend="cpu-sharded"),
         Setup(family="Mistral", deal="zigzag", backend="cpu-interpreter", change="checkpointing"),
+        Setup(family="Qwen3", deal="zigzag", dtype=FP64, change="checkpointing+chunks"),
     )
 
 
@@ -122,6 +123,7 @@ def test_by_flash_attention_what_was_fetched_is_freed_and_filled_again() -> None
 BACKENDS = ("cpu", "cpu-sharded", "cpu-interpreter")
 FAMILIES = ("Qwen2", "Llama", "Qwen3", "Mistral", "Gemma2", "GptOss", "Qwen3Moe", "Mixtral", "DeepseekV3")
 CHANGES = ("checkpointing", "reentrant", "lora", "lora+checkpointing", "frozen", "layers", "head")
+IN_CHUNKS = ("checkpointing+chunks", "reentrant+chunks", "lora+checkpointing+chunks", "checkpointing+layers+chunks")
 SLOW = [
     *(
         Setup(family=family, deal=deal, backend=backend)
@@ -145,6 +147,11 @@ SLOW = [
         Setup(family=family, deal="zigzag", backend=backend, change=change, empty_start=family == "Mistral")
         for family in ("Qwen3", "Mistral")
         for change in CHANGES
+        for backend in BACKENDS
+    ),
+    *(
+        Setup(family="Qwen3", deal="zigzag", backend=backend, change=change, empty_start=True)
+        for change in IN_CHUNKS
         for backend in BACKENDS
     ),
     *(Setup(deal="zigzag", backend=backend, steps=20) for backend in BACKENDS),

@@ -30,6 +30,7 @@ def _train(
     model = sharded(setup, rank)
     data = [{name: value.tolist() for name, value in each.items()} for each in samples(setup)]
     trainer = ODCTrainer(model, arguments, train_dataset=data, eval_dataset=data, split=split)
+    assert "forward" in vars(model.model.layers[0].mlp), "in chunks"
     trainer.train()
     waits = [event for event in model._odc_engine.events.drain() if "in layer" in event.label]
     pieces = sum(packs.split is not None for packs in trainer._sampler)

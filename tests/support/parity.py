@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from odc_triton import full_parameters, fully_shard, minibatch, repeating
+from odc_triton.hf import compute_in_chunks
 from odc_triton.nn.operand import is_sharded
 from odc_triton.nn.replace import replace_layers
 from tests.support import ranks
@@ -173,6 +174,11 @@ def _checkpointing(model: nn.Module, use_reentrant: bool) -> nn.Module:
     return model
 
 
+def _in_chunks(model: nn.Module) -> nn.Module:
+    assert compute_in_chunks(model, tokens=2)
+    return model
+
+
 def _frozen(model: nn.Module) -> nn.Module:
     model.model.embed_tokens.requires_grad_(False)
     model.model.layers[0].mlp.requires_grad_(False)
@@ -205,10 +211,11 @@ TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "qkv": lambda model: _replaced(model, *BODY, choice="qkv=triton/gathered/split"),
     "checkpointing": functools.partial(_checkpointing, use_reentrant=False),
     "reentrant": functools.partial(_checkpointing, use_reentrant=True),
+    "chunks": _in_chunks,
     "frozen": _frozen,
     "lora": with_lora,
 }
-REPLACING = ("head", "layers", "body", "embedding", "linear", "eager", "direct", "staged", "gathered", "qkv")
+REPLACING = ("chunks", "head", "layers", "body", "embedding", "linear", "eager", "direct", "staged", "gathered", "qkv")
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
