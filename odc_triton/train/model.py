@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..balance import CostModel
 from ..checkpoint import meta_causal_lm, with_adapter
-from ..hf import PackingUnsupported, enable_packing
+from ..hf import PackingUnsupported, compute_in_chunks, enable_packing
 from ..hf.enable import innermost, takes_branches
 from ..hf.images import TOWER, tower_of
 from .run_options import RunOptions
@@ -50,7 +50,10 @@ def build_model(
     elif options.freeze_vision_tower:
         for parameter in tower:
             parameter.requires_grad = False
-    replace(model, options, rank)  # after the adapters, so that it reports attention layers that they keep from fusing
+    # After the adapters, so that it reports attention layers that they keep from fusing.
+    replace(model, options, rank, try_head=options.split_sequences and options.fused_head is None)
+    if options.split_sequences:
+        compute_in_chunks(model)
     return model.train(), cost
 
 
@@ -73,24 +76,31 @@ class LayerOptions(Protocol):
     model: str | None
     init: str | None
     replace_layers: bool
-    fused_head: bool
+    fused_head: bool | None
 
 
-def replace(model: nn.Module, options: LayerOptions, rank: int) -> None:
-    """Replaces the layers that the options name. Raises ValueError for a head that can't be fused."""
+def replace(model: nn.Module, options: LayerOptions, rank: int, *, try_head: bool = False) -> None:
+    """Replaces the layers that the options name; with `try_head` also the head, if it can be fused.
+
+    Raises ValueError for a head that can't be fused and is named.
+    """
     roles = ["attention", "embedding", "linear"] if options.replace_layers else []
-    if options.fused_head:
+    if options.fused_head or try_head:
         roles.append("head")
     if not roles:
         return
     from ..nn.replace import replace_layers
 
-    replaced = replace_layers(model, roles=roles, verbose=rank == 0)
-    if options.fused_head and not replaced.swapped["head"]:
+    replaced = replace_layers(model, roles=roles, verbose=rank == 0 and (options.replace_layers or not try_head))
+    if "head" not in roles or replaced.swapped["head"]:
+        return
+    why = "; ".join(f"{name}: {why}" for name, why in replaced.left.items())
+    if options.fused_head:
         raise ValueError(
-            f"--fused-head: {options.model or options.init} has a head that can't be fused ("
-            f"{'; '.join(f'{name}: {why}' for name, why in replaced.left.items())}); leave it out"
+            f"--fused-head: {options.model or options.init} has a head that can't be fused ({why}); leave it out"
         )
+    if rank == 0 and not options.replace_layers:  # which has said it
+        print(f"logits are computed whole, as the head can't be fused ({why})", flush=True)
 
 
 def check_fit(model: nn.Module, longest: int, largest_token: int) -> None:

@@ -69,7 +69,11 @@ class RunOptions:
     exact: bool = option(False, "sum gradients exactly: every run with the same ranks and packs has the same bits")
     gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, more time")
     replace_layers: bool = option(False, "attention, embedding and linear layers read from and add to their owners")
-    fused_head: bool = option(False, "never compute whole logits: less memory, a little more time")
+    fused_head: bool | None = option(
+        None,
+        "never compute whole logits: less memory, a little more time; by default with --split-sequences, for a head "
+        "that can be fused",
+    )
 
     eval_data: str | None = option(None, "what to evaluate on, in the same forms as --data", group="Evaluation")
     eval_every: int = option(0, "steps between evaluations, besides the last one; 0: only the last")
@@ -94,7 +98,7 @@ class RunOptions:
     free: ClassVar[frozenset[str]] = frozenset(
         (
             *("out", "resume", "checkpoint_every", "checkpoint_minutes", "checkpoint_background", "keep"),
-            *("timeout_minutes", "max_skipped", "eval_every", "gradient_checkpointing", "replicas"),
+            *("timeout_minutes", "max_skipped", "eval_every", "gradient_checkpointing", "fused_head", "replicas"),
             *("split_sequences", "split_tokens", "eval_samples", "report_to", "run_name", "project"),
         )
     )

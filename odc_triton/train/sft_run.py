@@ -264,6 +264,7 @@ class SftRun(Run):
                 targets += count_target_tokens([collated])
 
         self.model.eval()
+        self.model.get_output_embeddings().train()  # a fused head computes whole logits in evaluation
         try:
             if fit:
                 mine = assign_one(

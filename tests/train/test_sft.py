@@ -18,7 +18,9 @@ from odc_triton.base.config_file import read_config, write_config
 from odc_triton.base.options import read_options
 from odc_triton.data.dataset import DataOptions, TokenizedDataset
 from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
-from odc_triton.train.model import replace
+from odc_triton.nn import LMHead
+from odc_triton.train.model import build_model, replace
+from odc_triton.train.run_folder import require_same
 from odc_triton.train.sft_options import SftOptions
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
@@ -138,6 +140,33 @@ def test_a_head_that_cant_be_fused_is_named(folder: Path) -> None:
     model.lm_head = nn.Linear(32, 300)
     with pytest.raises(ValueError, match=r"a head that can't be fused \(lm_head: it has a bias\)"):
         replace(model, options(folder, fused_head=True), rank=0)
+
+
+def test_split_sequences_fuse_the_head_where_they_can_and_compute_in_chunks(
+    folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def built(**changes: object) -> tuple[bool, bool]:
+        wanted = options(folder, **changes)
+        model, _ = build_model(wanted, load_tokenizer(wanted.tokenizer), longest=256, largest_token=9, rank=0)
+        return isinstance(model.lm_head, LMHead), "forward" in vars(model.model.layers[0].mlp)
+
+    assert built() == (False, False)
+    assert built(fused_head=True) == (True, False)
+    capsys.readouterr()
+    assert built(split_sequences=True) == (True, True)
+    assert built(split_sequences=True, fused_head=False) == (False, True)
+    assert capsys.readouterr().out == ""
+    model = _model()
+    model.lm_head = nn.Linear(32, 300)
+    replace(model, options(folder, split_sequences=True), rank=0, try_head=True)
+    said = "logits are computed whole, as the head can't be fused (lm_head: it has a bias)\n"
+    assert capsys.readouterr().out == said
+
+
+def test_a_run_goes_on_with_another_head(folder: Path) -> None:
+    """As runs do that were saved before split sequences had a fused head by default."""
+    saved = options(folder, split_sequences=True, fused_head=False).identity(2) | {"fused_head": False}
+    require_same(saved, options(folder, split_sequences=True).identity(2), where=folder)
 
 
 def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
