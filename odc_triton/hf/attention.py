@@ -152,13 +152,15 @@ def packed_attention(
     dropped), ValueError for inputs that are not a pack (documents in a row under a mask that joins them).
     """
     mask = None if attention_mask is not None and attention_mask.shape == PREPARED_MASK else attention_mask
-    if (is_causal := options.pop("is_causal", None)) is None:
+    if (is_causal := options.get("is_causal")) is None:
         is_causal = getattr(module, "is_causal", True)
-    known = {name: options.pop(name) for name in _KEYWORDS if name in options}
+    # Without pop: after it torch.compile has no guard on what else is in `options`, and reuses a graph without pieces.
+    known = {name: options[name] for name in _KEYWORDS if name in options}
+    others = {name: value for name, value in options.items() if name not in known and name != "is_causal"}
     if "pieces" not in known:
         known |= getattr(known.get("position_ids"), "_odc_pack", {})
     call = _Call(
-        module=module, query=query, key=key, value=value, mask=mask, is_causal=is_causal, others=options, **known
+        module=module, query=query, key=key, value=value, mask=mask, is_causal=is_causal, others=others, **known
     )
     if (split := getattr(module, "_odc_split", None)) is not None:
         split.on_attention(module, key, value, call.pieces)

@@ -105,8 +105,10 @@ def enable_packing(model: nn.Module) -> None:
     device = next(model.parameters()).device
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            _probe(model, device)
+        # Compiled blocks would keep graphs of the probe's attention.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                _probe(model, device)
     except Exception as error:
         model.set_attn_implementation(former)
         known = isinstance(error, PackingUnsupported)

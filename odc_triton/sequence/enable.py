@@ -32,15 +32,13 @@ def enable_split(model: nn.Module, tokens: int) -> None:
     forward of two tokens finds out which layers attend, and how wide.
 
     Raises TypeError for a model that is not sharded, ValueError for `tokens` below 1, NotImplementedError for what
-    can't be split (compiled blocks, attention that is not `enable_packing`'s or gets no `pieces`, rotary frequencies
-    that depend on the pack), RanksDiffer if arguments differ.
+    can't be split (attention that is not `enable_packing`'s or gets no `pieces`, rotary frequencies that depend on the
+    pack), RanksDiffer if arguments differ.
     """
     engine = engine_of(model, "enable_split")
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
         raise ValueError(f"tokens is {tokens!r}; give the tokens per rank that others may read, 1 or more")
     for name, module in model.named_modules():
-        if getattr(module, "_compiled_call_impl", None) is not None:
-            raise NotImplementedError(f"{name or 'the model'} is compiled, which splitting does not support yet")
         kinds = getattr(module, "rope_type", None)  # of transformers' rotary embeddings; a dict by kind of layer
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
             if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
@@ -162,7 +160,8 @@ def _layers(model: nn.Module) -> list[tuple[nn.Module, LayerShape]]:
         module._odc_split = recorder
     model.eval()
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):  # autocast's dtypes fit into the model's
+        # Autocast's dtypes fit into the model's. A graph of this forward would be of no use.
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.compiler.set_stance("force_eager"):
             model(**inputs)
     finally:
         for module in modules:

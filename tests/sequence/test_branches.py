@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch import nn
 
@@ -138,6 +139,23 @@ def test_a_model_that_drops_the_argument_is_refused(monkeypatch: pytest.MonkeyPa
     (pack,) = pack_collate([PackedDataset(samples)[find_relatives(samples).entries(range(3))]])
     with pytest.raises(RuntimeError, match="StableLmForCausalLM does not pass pieces to"):
         predictions(model, pack)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # Dynamo's own look
+def test_graphs_of_whole_samples_are_not_reused() -> None:
+    """Two lengths make a graph of any length, which once took branches for whole samples."""
+    torch._dynamo.reset()
+    model = causal_lm("Qwen2", num_hidden_layers=1).double()
+    enable_packing(model)
+    samples = CASES["a group"]
+    packs = pack_collate([PackedDataset(samples)[find_relatives(samples).entries(range(3))]])
+    _, want = gradients(model, packs)
+    model.model.layers[0].compile(backend="eager")
+    gradients(model, pack_collate([samples, CASES["turns"]]))
+    _, found = gradients(model, packs)
+    assert all((found[name] - each).abs().max() <= 1e-12 * each.abs().max() + 1e-14 for name, each in want.items())
 
 
 def test_what_positions_tell_of_pieces_is_of_one_forward() -> None:

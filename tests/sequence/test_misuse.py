@@ -22,7 +22,7 @@ SETUP = Setup(deal="two")
 
 
 def _is_right(found: dict[str, torch.Tensor], setup: Setup = SETUP, tolerance: float = 1e-5) -> None:
-    want = plain(replace(setup, deal="two", backend="cpu"))[1]
+    want = plain(replace(setup, deal="two", backend="cpu", compiler=""))[1]
     assert found.keys() == want.keys()
     for name, gradient in want.items():
         assert (found[name] - gradient).norm() <= tolerance * gradient.norm() + 1e-2 * tolerance, name
@@ -132,6 +132,19 @@ def _compiled_later(rank: int, world: int) -> str:
     return "right"
 
 
+def _compiled_before(rank: int, world: int) -> str:
+    """Graphs of whole samples, from before enable_split, are not reused for pieces."""
+    setup = replace(SETUP, compiler="aot_eager", sizes=(("num_hidden_layers", 1),))
+    model = fully_shard(build(setup, replaced=True))
+    whole = [[[0, 1], [3]], [[2]]]
+    _is_right(step_on(model, setup, rank, deal=whole)[1], setup)
+    enable_split(model, tokens=48)
+    for deal in (None, whole, None):
+        model.zero_grad()
+        _is_right(step_on(model, setup, rank, deal=deal)[1], setup)
+    return "right"
+
+
 CALLS = [
     ((_twice, "backward"), "had a backward already"),
     ((_twice, "pack"), "were computed before"),
@@ -150,6 +163,11 @@ def test_calls_are_refused_or_right() -> None:
     for (call, words), of_ranks in zip(CALLS, ranks.run_all(2, *(call for call, _ in CALLS)), strict=True):
         for said in of_ranks:
             assert words in said, f"{call}: {said}"
+
+
+@pytest.mark.slow
+def test_blocks_compiled_before() -> None:
+    assert ranks.run(_compiled_before, 2) == ["right"] * 2
 
 
 def test_plans_of_other_waves_differ() -> None:

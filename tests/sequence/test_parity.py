@@ -38,7 +38,7 @@ def compare(*setups: Setup) -> None:
 
 def assert_alike(setup: Setup, outcomes: list[tuple]) -> None:
     # The plain model is the same however samples are dealt.
-    want_losses, want, want_weights = plain(replace(setup, deal="two", backend="cpu", replicas=1))
+    want_losses, want, want_weights = plain(replace(setup, deal="two", backend="cpu", replicas=1, compiler=""))
     # fp32: sums in another order. fp64: rounding alone; the loss is computed in fp32.
     tolerance = 1e-5 if setup.dtype != FP64 else 1e-6 if setup.family in IN_FP32 else 1e-12
     for step, loss in enumerate(want_losses):
@@ -155,6 +155,19 @@ SLOW = [
         for backend in BACKENDS
     ),
     *(Setup(deal="zigzag", backend=backend, steps=20) for backend in BACKENDS),
+    *(
+        Setup(family=family, compiler="aot_eager", backend=backend)
+        for family in FAMILIES[2:6]
+        for backend in BACKENDS[:2]
+    ),
+    Setup(compiler="inductor", steps=2),
+    Setup(family="Llama", compiler="aot_eager", change="lora"),
+    Setup(family="Qwen3", compiler="aot_eager", change="layers", backend="cpu-sharded"),
+    Setup(family="Mistral", compiler="aot_eager", change="reentrant", backend="cpu-sharded"),
+    *(
+        Setup(family=family, deal="cut tree", prefix=8, compiler="aot_eager", change="checkpointing")
+        for family in ("Qwen2", "StableLm")
+    ),
     *(
         Setup(family=family, deal="cut tree", prefix=8, backend=backend, change=change, dtype=FP64)
         for family in ("StableLm", "Nemotron")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch._dynamo
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -15,6 +16,7 @@ from odc_triton import full_parameters, minibatch
 from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate, to_device
 from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
 from odc_triton.hf import enable_packing, summed_loss
+from odc_triton.hf.enable import innermost
 from tests.support.families import causal_lm
 from tests.support.parity import REPLACING, TRANSFORMS
 from tests.support.replicas import mesh_of
@@ -65,7 +67,7 @@ DEALS: dict[str, Dealt] = {
 class Setup:
     """`change`: names in TRANSFORMS, joined by +; `empty_start`: samples begin with tokens not learned; `prefix`: so
     many with which all begin; `replicas`: of equally many ranks each; `half`: computes in bf16; `scale`: samples and
-    pieces are this many times as long.
+    pieces are this many times as long; `compiler`: of the blocks, but for the plain model, before all else.
     """
 
     family: str = "Qwen2"
@@ -80,6 +82,7 @@ class Setup:
     half: bool = False
     scale: int = 1
     replicas: int = 1
+    compiler: str = ""
 
 
 def build(setup: Setup, *, replaced: bool) -> nn.Module:
@@ -89,6 +92,10 @@ def build(setup: Setup, *, replaced: bool) -> nn.Module:
     for change in setup.change.split("+"):
         if replaced or change not in REPLACING:
             model = TRANSFORMS[change](model)
+    if replaced and setup.compiler:
+        torch._dynamo.reset()
+        for layer in innermost(model).model.layers:
+            layer.compile(backend=setup.compiler)
     enable_packing(model)
     return model
 

@@ -43,10 +43,8 @@ Pair = tuple[str, str]
 PAIRS: list[Pair] = list(combinations(FEATURES, 2))
 
 # What the refusal says, a part of it, and the cell's words.
-_COMPILED = "which splitting does not support yet"
 _OURS = "needs a model of odc_triton.fully_shard"
 REFUSED: dict[Pair, tuple[str, str]] = {
-    ("compile", "split"): (_COMPILED, "no: splitting does not support compiled blocks yet"),
     ("Muon", "bridge"): ("was not sharded by odc_triton.fully_shard", "no: Muon needs odc_triton.fully_shard"),
     ("background checkpoints", "bridge"): (_OURS, "no: they need odc_triton.fully_shard"),
     ("split", "bridge"): (_OURS, "no: splitting needs odc_triton.fully_shard"),
