@@ -8,6 +8,20 @@ from dataclasses import dataclass
 
 from .decoder import Decoder
 
+Timings = Sequence[tuple[float, float]]  # of several lengths: FLOPs, seconds
+
+
+def attention_factor(attention: Timings, linear: Timings) -> float:
+    """The time of a FLOP of attention in those of linear layers, by least squares through 0: long sequences count most.
+
+    1.0 where they differ by up to 5%. Raises ValueError for times that are not positive.
+    """
+    slopes = [sum(f * s for f, s in each) / sum(f * f for f, _ in each) for each in (attention, linear)]
+    if not all(math.isfinite(slope) and slope > 0 for slope in slopes):
+        raise ValueError(f"the times are {attention} and {linear}: they must be positive")
+    factor = slopes[0] / slopes[1]
+    return factor if abs(factor - 1) > 0.05 else 1.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
@@ -91,7 +105,7 @@ class CostModel:
         return cls(quadratic=4.348 / 32000**2, linear=8.768 / 32000)
 
     @classmethod
-    def from_config(cls, config: object, *, gated_mlp: bool = True) -> CostModel:
+    def from_config(cls, config: object, *, gated_mlp: bool = True, attention: float = 1.0) -> CostModel:
         """FLOPs of forward and backward of a decoder, from the attributes of its transformers config.
 
         With L layers, W weights that a token is multiplied with in all of them (see `Decoder.of`; of experts only those
@@ -101,7 +115,8 @@ class CostModel:
             forward, attention    L * 2 q (k + v) s² / 2   (scores, weighted sum; half, as causal)
             backward              twice the forward
 
-        `gated_mlp`: MLPs have three matrices, else two. Left out: norms, the optimizer, recomputation by activation
+        `gated_mlp`: MLPs have three matrices, else two. `attention`: the time of a FLOP of attention in those of linear
+        layers, which `odc-triton tune` measures and prints. Left out: norms, the optimizer, recomputation by activation
         checkpointing and flash attention, sliding windows (their layers cost less), a router's imbalance.
 
         Raises ValueError naming an attribute that is missing or not positive.
@@ -109,7 +124,7 @@ class CostModel:
         decoder = Decoder.of(config, gated_mlp=gated_mlp)
         widths = decoder.key_width + decoder.value_width
         return cls(
-            quadratic=3 * decoder.layers * decoder.heads * widths,
+            quadratic=attention * 3 * decoder.layers * decoder.heads * widths,
             linear=3 * 2 * (decoder.active + decoder.table),
             head=3 * 2 * decoder.table,
         )

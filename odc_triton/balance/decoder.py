@@ -25,6 +25,11 @@ class Decoder:
     key_width: int
     value_width: int
 
+    @property
+    def words(self) -> str:
+        """What the times of its attention and of its linear layers depend on."""
+        return f"{self.heads}, {self.kv_heads} heads of {self.key_width}, {self.value_width} in {self.active} weights"
+
     @classmethod
     def of(cls, config: object, *, gated_mlp: bool = True) -> Decoder:
         """Of the attributes of a text decoder's config, as transformers reads them. With hidden width h:

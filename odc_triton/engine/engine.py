@@ -44,6 +44,7 @@ class Engine(Protocol):
         self.units: list[Unit] = []
         self.parameters: list[ShardedParameter] = []  # those of `shards`, in their order
         self.ignored: dict[int, nn.Parameter] = {}  # fully_shard's ignored_params, by id
+        self.attention: dict[str, float] = {}  # as in `nn.tuned.Tuned`, the same on all ranks
         self.prefetch = Prefetch()
         self.passes = Passes(
             self,

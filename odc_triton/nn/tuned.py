@@ -63,10 +63,12 @@ class Line:
 class Tuned:
     """The tables in force. `digest`: the same on all ranks that read the same file, empty if there is none.
 
-    unused: why an existing file is not used.
+    unused: why an existing file is not used. attention: by dtype and `Decoder.words`, the time of a FLOP of attention
+    in those of linear layers.
     """
 
     lines: tuple[Line, ...] = ()
+    attention: dict[str, float] = field(default_factory=dict)
     digest: str = ""
     unused: str | None = None
 
@@ -100,9 +102,10 @@ def load(place: Place, folder: Path | None) -> Tuned:
         if content["versions"] != versions():
             return _unused(path, f"it was measured with {content['versions']}, but installed are {versions()}")
         lines = tuple(_read_line(line) for line in content["lines"])
+        attention = {key: float(factor) for key, factor in content.get("attention", {}).items()}
     except (OSError, ValueError, TypeError, KeyError) as error:
         return _unused(path, f"it can't be read ({type(error).__name__}: {error})")
-    return Tuned(lines=lines, digest=hashlib.sha256(data).hexdigest())
+    return Tuned(lines=lines, attention=attention, digest=hashlib.sha256(data).hexdigest())
 
 
 def _unused(path: Path, why: str) -> Tuned:
@@ -122,10 +125,11 @@ def warn_of_untuned(backend: str, tuned: Tuned) -> None:
         )
 
 
-def save(place: Place, lines: list[Line], folder: Path) -> Path:
-    """Writes the table of this place; keeps its lines for other shapes and dtypes."""
+def save(place: Place, lines: list[Line], folder: Path, attention: dict[str, float] | None = None) -> Path:
+    """Writes the table of this place; keeps its lines for other shapes and dtypes, and `attention` of other models."""
     folder.mkdir(parents=True, exist_ok=True)
-    former = load(place, folder).lines
+    table = load(place, folder)
+    former = table.lines
     new = {(line.operator, line.shape, line.dtype) for line in lines}
     kept = [line for line in former if (line.operator, line.shape, line.dtype) not in new]
     content = {
@@ -133,6 +137,7 @@ def save(place: Place, lines: list[Line], folder: Path) -> Path:
         "place": asdict(place),
         "versions": versions(),
         "lines": [_write_line(line) for line in [*kept, *lines]],
+        "attention": table.attention | (attention or {}),
     }
     path = folder / place.file_name
     write_file(path, (json.dumps(content, indent=1) + "\n").encode())

@@ -27,6 +27,7 @@ from ..comm.grid import Grid, grid_of, refuse_mesh
 from ..comm.layout import Plan, make_plan
 from ..comm.memory.heap import SymmetricHeap
 from ..comm.replicas import Replicas
+from ..engine.api import engine_of
 from ..engine.engine import Engine
 from ..engine.exact import ExactTarget
 from ..engine.gathered import GatheredParameters
@@ -77,6 +78,7 @@ class _Agreement:
     plan: Plan
     agreed: Agreed
     tables: list[tuple[Entry, ...]]  # how operators run, by parameter
+    attention: dict[str, float]  # what it costs
     on_demand: set[int]  # slots of the parameters that are never whole
 
 
@@ -166,6 +168,7 @@ def fully_shard(
         agreement = _agree(setup, root, described)
         shards = _allocate(setup, root, described, agreement)
         _attach(setup, root, described, shards, reshard_after_forward)
+        engine_of(root).attention = agreement.attention
     return module
 
 
@@ -228,6 +231,7 @@ def _agree(setup: _Setup, module: nn.Module, described: Description) -> _Agreeme
         plan=plan,
         agreed=agreed,
         tables=tables,
+        attention=tuned.attention,
         on_demand=on_demand,
     )
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -17,12 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..balance import CostModel
+from ..balance.decoder import Decoder
 from ..base.config_file import with_config
 from ..base.errors import in_a_line
 from ..base.options import add_arguments, read_options
 from ..base.signals import STOPS, handling
 from ..checkpoint import load_pretrained_shards
 from ..comm.launch import Interrupted, die_with_parent, end_process, status_of
+from ..engine.api import engine_of
+from ..hf.enable import innermost
 from ..sharding.agree import default_mesh
 from ..sharding.shard import fully_shard
 from .loop import Loop, OnMetrics, lost_within
@@ -79,6 +83,12 @@ def _sharded(
         model.requires_grad_(False)
     exact = options.exact or None  # None: by torch.use_deterministic_algorithms
     model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype), timeout=timeout, exact=exact)
+    decoder = Decoder.of(innermost(model).config.get_text_config())
+    key = f"{'bfloat16' if options.dtype == 'bf16' else 'float32'}: {decoder.words}"
+    if (factor := engine_of(model).attention.get(key, 1.0)) != 1.0:
+        cost = replace(cost, quadratic=factor * cost.quadratic)
+        if rank == 0 and not frozen:
+            print(f"attention is planned by its measured cost, {factor:.2f} of its FLOPs'", flush=True)
     torch.manual_seed(options.seed + rank)  # dropout differs between ranks
     if options.model is not None:
         load_pretrained_shards(model, options.model)

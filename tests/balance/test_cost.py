@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from odc_triton.balance import CostModel
+from odc_triton.balance.cost import attention_factor
 
 
 def test_a_pack_costs_the_sum_of_its_documents_and_not_the_square_of_its_tokens():
@@ -24,6 +25,21 @@ def test_tokens_without_a_target_cost_no_head_and_reach_inverts_piece(quadratic:
             assert cost.reach(start, cost.piece(start, stop, learned), learned) == pytest.approx(stop)
     with pytest.raises(ValueError, match=r"CostModel.head is 3.0, of linear 3.0"):
         CostModel(quadratic=0.0, linear=3.0, head=3.0)
+
+
+def test_the_time_of_attention_beside_that_of_linear_layers():
+    """By made-up times: the longest counts most, and up to 5% is nothing."""
+    linear = [(1e9, 0.01), (4e9, 0.04)]
+    assert attention_factor([(1e9, 0.02), (4e9, 0.08)], linear) == pytest.approx(2)
+    assert attention_factor([(1e7, 0.01), (4e9, 0.06)], linear) == pytest.approx(1.5, rel=1e-2)
+    assert [attention_factor([(1e9, 0.01 * much)], linear) for much in (0.96, 1.04)] == [1.0, 1.0]
+    assert attention_factor([(1e9, 0.0094)], linear) == pytest.approx(0.94)
+    for seconds in (0.0, float("nan")):
+        with pytest.raises(ValueError, match="they must be positive"):
+            attention_factor([(1e9, seconds)], linear)
+    config = SimpleNamespace(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
+    by_flops, measured = CostModel.from_config(config), CostModel.from_config(config, attention=1.5)
+    assert (measured.quadratic, measured.linear) == (1.5 * by_flops.quadratic, by_flops.linear)
 
 
 def test_the_papers_model_at_32000_tokens():

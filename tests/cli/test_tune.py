@@ -81,7 +81,9 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 def test_what_was_measured_before_stays(tmp_path: Path) -> None:
     save(HERE, [_line(), _line(shape=(1, 1))], tmp_path)
-    save(HERE, [_line(choice=as_choice(FUSED)), _line(dtype="bfloat16")], tmp_path)
+    save(HERE, [], tmp_path, {"one": 1.5, "other": 2.0})
+    save(HERE, [_line(choice=as_choice(FUSED)), _line(dtype="bfloat16")], tmp_path, {"one": 0.5})
+    assert load(HERE, tmp_path).attention == {"one": 0.5, "other": 2.0}
     found = load(HERE, tmp_path).lines
     assert found == (_line(shape=(1, 1)), _line(choice=as_choice(FUSED)), _line(dtype="bfloat16"))
 
@@ -271,11 +273,15 @@ def test_the_command_writes_the_table_of_its_place(
 ) -> None:
     monkeypatch.setattr("odc_triton.comm.launch.launch", launch_among_tests)
     options = ["--init", _config(tmp_path), "--tokens", "4,32", "--rounds", "2", "--folder", str(tmp_path / "tuned")]
-    assert main(["tune", *options, "--ranks", "2", "--operators", "linear,qkv"]) == 0
+    assert main(["tune", *options, "--ranks", "2", "--operators", "linear,qkv,attention"]) == 0
     said = capsys.readouterr().out
+    assert "a FLOP of attention costs " in said
     assert "linear 64 x 32" in said
     assert "the only way here" in said
     found = load(_own_place(2), tmp_path / "tuned")
+    (key,) = found.attention
+    assert key.startswith("float32: ")
+    assert found.attention[key] > 0
     assert {(line.operator, line.shape, line.tokens) for line in found.lines} == {
         ("linear", shape, tokens) for shape in ((32, 32), (64, 32), (32, 64)) for tokens in (4, None)
     }

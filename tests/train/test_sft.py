@@ -7,18 +7,25 @@ import json
 import math
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from odc_triton.balance.collate import count_target_tokens, pack_collate
+from odc_triton.balance.decoder import Decoder
 from odc_triton.base.config_file import read_config, write_config
 from odc_triton.base.options import read_options
 from odc_triton.data.dataset import DataOptions, TokenizedDataset
 from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
 from odc_triton.nn import LMHead
+from odc_triton.nn.tuned import save
+from odc_triton.sharding.agree import default_mesh
+from odc_triton.sharding.backend import CpuBackend
+from odc_triton.train.job import _sharded
 from odc_triton.train.model import build_model, replace
 from odc_triton.train.run_folder import require_same
 from odc_triton.train.sft_options import SftOptions
@@ -133,6 +140,22 @@ def test_equals_plain_torch_however_samples_are_dealt(
             assert sum((weights[k] - want[k]).norm() ** 2 for k in want).sqrt() < 1e-5 * norm, changes
             assert position["minibatch"] == STEPS
     assert want_losses[-1] < want_losses[0]
+
+
+def test_attention_is_planned_by_its_measured_cost(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    wanted = options(folder)
+    prepared = SimpleNamespace(tokenizer=load_tokenizer(wanted.tokenizer), longest=256, largest_token=9)
+    mesh = default_mesh(timedelta(minutes=1))
+    monkeypatch.setenv("ODC_TUNED", str(tmp_path))
+    model, by_flops = _sharded(wanted, prepared=prepared, mesh=mesh)
+    words = Decoder.of(model.config).words
+    save(CpuBackend().place([None]), [], tmp_path, {f"float32: {words}": 1.5, f"bfloat16: {words}": 9.0})
+    _, cost = _sharded(wanted, prepared=prepared, mesh=mesh)
+    assert (cost.quadratic, cost.linear) == (1.5 * by_flops.quadratic, by_flops.linear)
+    said = capsys.readouterr().out
+    assert said.count("attention is planned by its measured cost, 1.50 of its FLOPs'\n") == 1
 
 
 def test_a_head_that_cant_be_fused_is_named(folder: Path) -> None:

@@ -33,7 +33,9 @@ class TuneOptions:
     model: str | None = option(None, "a transformers causal LM: local folder or hub id; only its shapes count")
     init: str | None = option(None, "config.json of a model, instead of --model")
     dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute")
-    operators: str = option("linear,qkv,embedding,log_probs", "operators to tune, separated by commas")
+    operators: str = option(
+        "linear,qkv,embedding,log_probs,attention", "what to tune, separated by commas; of attention its cost only"
+    )
     rounds: int = option(7, "measurements of each way, of which the median counts")
     tiles: int = option(4, "tiles to try for each kernel, best prediction first; on a GPU only")
     backend: Literal["auto", "cpu", "cuda"] = option("auto", "as in fully_shard")
@@ -47,8 +49,8 @@ class TuneOptions:
         require_files(self, "init", or_folders=True)
         if self.rounds < 1 or self.tiles < 0:
             raise ValueError(f"--rounds is {self.rounds} and --tiles {self.tiles}; give at least 1 and 0")
-        if unknown := set(self.wanted) - set(WORDS):
-            raise ValueError(f"--operators has {', '.join(sorted(unknown))}; there are {', '.join(WORDS)}")
+        if unknown := set(self.wanted) - {*WORDS, "attention"}:
+            raise ValueError(f"--operators has {', '.join(sorted(unknown))}; there are {', '.join(WORDS)}, attention")
         if os.environ.get(VARIABLE):
             raise ValueError(f"{VARIABLE} is set and would override the ways to measure: unset it")
         if self.folder is not None and Path(self.folder).exists() and not Path(self.folder).is_dir():
@@ -83,10 +85,12 @@ def run_tune(options: TuneOptions) -> str | None:
     """Runs the measurements; every rank of the job calls it. Returns the text to print on rank 0, None on others."""
     import torch
 
+    from ...balance.decoder import Decoder
     from ...comm.grid import grid_of
     from ...nn.tuned import save
     from ...sharding.agree import default_mesh, patient_barrier
     from ...sharding.backend import backend_of
+    from .attention import measure_attention
     from .trial import Trial
     from .workload import workloads_of
 
@@ -97,8 +101,10 @@ def run_tune(options: TuneOptions) -> str | None:
     with patient_barrier(grid_of(mesh), TIMEOUT) as barrier:
         messages = barrier.exchange("tune: the ranks' devices", {"device": backend.device_id()})
     place = backend.place([theirs["device"] for theirs in messages])
-    counts = {w: n for w, n in workloads_of(_shapes(options)).items() if w.operator in options.wanted}
-    if not counts:
+    model = _shapes(options)
+    every = workloads_of(model)
+    counts = {w: n for w, n in every.items() if w.operator in options.wanted}
+    if not counts and "attention" not in options.wanted:
         raise ValueError(f"the model has no layers for {options.operators}: replace_layers finds none")
     dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
     lines, rows = [], []
@@ -110,9 +116,17 @@ def run_tune(options: TuneOptions) -> str | None:
         found, report = _tune(trial, options, place)
         lines += found
         rows += [[workload.name, str(layers), *row] for row in report]
+    attention: dict[str, float] = {}
+    if "attention" in options.wanted and any(each.operator in ("linear", "qkv") for each in every):
+        decoder = Decoder.of(model.config.get_text_config())
+        about = {"rounds": options.rounds, "dtype": dtype, "device": torch.device(backend.mesh_device)}
+        factor = measure_attention(decoder, every, counts=options.counts, **about)
+        attention[f"{str(dtype).removeprefix('torch.')}: {decoder.words}"] = factor
     if mesh.get_rank() != 0:
         return None
-    return _report(rows, lines, save(place, lines, options.where), place)
+    report = _report(rows, lines, save(place, lines, options.where, attention), place)
+    costs = [f"a FLOP of attention costs {each:.2f} of one of linear layers ({key})" for key, each in attention.items()]
+    return "\n".join([report, *costs])
 
 
 def _shapes(options: TuneOptions) -> nn.Module:
