@@ -20,7 +20,8 @@ has a tensor of its own: the attribute never outlives its pack.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -31,8 +32,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..balance.pieces import Piece
-from ..sequence.attention import AttentionOfTree, SeenRows, parts_of, takes
+from ..sequence.attention import AttentionOfJoined, AttentionOfTree, SeenRows, parts_of, takes
 from ..sequence.flash import FlashAttentionOfTree
+from ..sequence.layer import RowsOfOthers
 from ..sequence.tree import rows_before
 from .document_attention import AttentionTerms, eager, of_document, one_length, varlen
 
@@ -305,31 +307,35 @@ def _of_pieces(call: _Call) -> Tensor:
         give = "minibatch(model, tokens=…, split=packs.split), or to evaluate split_forward(model, packs.split)"
         how = "call enable_split(model, tokens=…) after fully_shard" if split is None else f"give the plan, {give}"
         raise RuntimeError(f"{error}. If other packs have them, {how}") from None
-    fetched: tuple[Tensor, ...] = ()
+    before = None
     if spans:
         key, value = split.publish(key, value, spans, window)
-        fetched = split.fetch(key, value, spans, runs, window) if runs else ()
+        before = RowsOfOthers(split, spans, runs, window, (key.dtype, value.dtype)) if runs else None
     plain = window is None and not call.need_eager
-    by_flash = plain and call.fit_kernel(query, value)
-    if runs and not by_flash:
-        split.ready()
-    if by_flash:
-        parts, ready = parts_of(bounds, seen), split.ready if runs else None
-        out = FlashAttentionOfTree.apply(query, key, value, parts, call.scaling, ready, *fetched).transpose(1, 2)
-    elif plain and takes(query, key, value):
-        out = AttentionOfTree.apply(query, key, value, parts_of(bounds, seen), call.scaling, *fetched).transpose(1, 2)
-    else:
-        out = _joined(call, query, (key, value, *fetched), bounds, seen)
-    return split.release(out, key) if runs else out
+    if plain and (call.fit_kernel(query, value) or takes(query, key, value)):
+        attend = FlashAttentionOfTree if call.fit_kernel(query, value) else AttentionOfTree
+        return attend.apply(query, key, value, parts_of(bounds, seen), call.scaling, before).transpose(1, 2)
+    joined = partial(_joined, call, bounds, seen)
+    if before is None:
+        return joined(query, key, value, call.s_aux)
+    return AttentionOfJoined.apply(joined, before, query, key, value, call.s_aux)
 
 
 def _joined(
-    call: _Call, query: Tensor, sources: Sequence[Tensor], bounds: Sequence[int], seen: Sequence[Sequence[SeenRows]]
+    call: _Call,
+    bounds: Sequence[int],
+    seen: Sequence[Sequence[SeenRows]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    *before: Tensor,
 ) -> Tensor:
     """Document by document, its keys and values joined with those that it sees before them. Those that see none run in
     one call of the variable-length kernel.
     """
-    parts, fits = [], call.fit_kernel(query, sources[1])
+    call, sources = replace(call, s_aux=sinks), (key, value, *before)
+    parts, fits = [], call.fit_kernel(query, value)
     for _, run in groupby(range(len(seen)), lambda at: -1 if fits and not seen[at] else at):
         first, *others = run
         past = first + len(others) + 1

@@ -9,11 +9,14 @@ those of one attention over all keys (FlashAttention, arXiv 2205.14135, Algorith
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, cycle, pairwise
 from typing import Any, NamedTuple
 
 import torch
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, [1, Hkv, tokens, D]
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -62,9 +65,28 @@ def parts_of(bounds: Sequence[int], seen: Sequence[Sequence[SeenRows]]) -> list[
     return parts
 
 
+class RowsBefore(ABC):
+    """Keys and values besides a pack's own, which an attention reads in its forward, and again in its backward."""
+
+    @abstractmethod
+    def each(self, *, backward: bool = False) -> Iterator[tuple[int, Pair]]:
+        """The sources from 1 on, with their keys and values, which are valid until the next one is asked for."""
+
+    @abstractmethod
+    def add(self, gradients: Iterable[tuple[int, Sequence[torch.Tensor]]], needed: Sequence[bool]) -> None:
+        """Takes the sources' gradients, which come one after another. `needed`: of keys, of values."""
+
+
+def sources(keys: torch.Tensor, values: torch.Tensor, before: RowsBefore | None) -> Iterator[tuple[int, Pair]]:
+    """A pack's own keys and values, then, in a forward, those before them."""
+    yield 0, (keys, values)
+    if before is not None:
+        yield from before.each()
+
+
 class AttentionOfTree(torch.autograd.Function):
-    """query [1, H, T, D], keys and values [1, Hkv, T, D] of a pack, on a CPU. `before`: two for each further source,
-    keys and values [1, Hkv, P, D]; views of shared memory where ranks share one, so nothing is copied.
+    """query [1, H, T, D], keys and values [1, Hkv, T, D] of a pack, on a CPU. `before`: the further sources, whose
+    gradients it adds.
 
     Saved: what goes in, `out` and `lse`.
     """
@@ -77,40 +99,80 @@ class AttentionOfTree(torch.autograd.Function):
         values: torch.Tensor,
         parts: Sequence[AttentionPart],
         scale: float | None,
-        *before: torch.Tensor,
+        before: RowsBefore | None,
     ) -> torch.Tensor:
-        sources = (keys, values, *before)
         out, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
         if query.dtype == torch.float64:
             lse = lse.double()
-        for part in parts:
-            rows = (sources[2 * part.source + kind][:, :, part.low : part.high] for kind in (0, 1))
-            more, theirs = _forward(query[:, :, part.start : part.end], *rows, 0.0, part.is_own, scale=scale)
-            mine, weights = out[:, :, part.start : part.end], lse[:, :, part.start : part.end]
-            if not part.is_own:
-                joined = torch.logaddexp(weights, theirs)
-                more = mine * (weights - joined).exp()[..., None] + more * (theirs - joined).exp()[..., None]
-                theirs = joined
-            mine.copy_(more)
-            weights.copy_(theirs)
-        ctx.save_for_backward(query, *sources, out, lse)
-        ctx.parts, ctx.scale = parts, scale
+        for source, pair in sources(keys, values, before):
+            for part in (each for each in parts if each.source == source):
+                rows = (each[:, :, part.low : part.high] for each in pair)
+                more, theirs = _forward(query[:, :, part.start : part.end], *rows, 0.0, part.is_own, scale=scale)
+                mine, weights = out[:, :, part.start : part.end], lse[:, :, part.start : part.end]
+                if not part.is_own:
+                    joined = torch.logaddexp(weights, theirs)
+                    more = mine * (weights - joined).exp()[..., None] + more * (theirs - joined).exp()[..., None]
+                    theirs = joined
+                mine.copy_(more)
+                weights.copy_(theirs)
+        ctx.save_for_backward(query, keys, values, out, lse)
+        ctx.parts, ctx.scale, ctx.before = parts, scale, before
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, *sources, out, lse = ctx.saved_tensors
-        found = [torch.zeros_like(each) for each in (query, *sources)]
-        for part in ctx.parts:
-            own = (..., slice(part.start, part.end), slice(None))
-            theirs = (..., slice(part.low, part.high), slice(None))
-            rows = [sources[2 * part.source + kind][theirs] for kind in (0, 1)]
-            given = (gradient[own], query[own], *rows, out[own], lse[..., part.start : part.end])
-            of_part = _backward(*given, 0.0, part.is_own, scale=ctx.scale)
-            places = (found[0][own], *(found[1 + 2 * part.source + kind][theirs] for kind in (0, 1)))
-            for place, each in zip(places, of_part, strict=True):
-                place += each
-        return *found[:3], None, None, *found[3:]
+        query, keys, values, out, lse = ctx.saved_tensors
+        of_query = torch.zeros_like(query)
+
+        def gradients(source: int, pair: Pair) -> list[torch.Tensor]:
+            found = [torch.zeros_like(each) for each in pair]
+            for part in (each for each in ctx.parts if each.source == source):
+                own = (..., slice(part.start, part.end), slice(None))
+                theirs = (..., slice(part.low, part.high), slice(None))
+                given = (gradient[own], query[own], *(each[theirs] for each in pair), out[own])
+                of_part = _backward(*given, lse[..., part.start : part.end], 0.0, part.is_own, scale=ctx.scale)
+                for place, each in zip((of_query[own], *(x[theirs] for x in found)), of_part, strict=True):
+                    place += each
+            return found
+
+        of_own = gradients(0, (keys, values))
+        if ctx.before is not None:
+            pairs = ctx.before.each(backward=True)
+            ctx.before.add(((number, gradients(number, pair)) for number, pair in pairs), ctx.needs_input_grad[1:3])
+        return of_query, *of_own, None, None, None
+
+
+class AttentionOfJoined(torch.autograd.Function):
+    """Any attention of a pack, `attend(query, keys, values, sinks or None, *copies of the rows before)`.
+
+    The backward reads them again, and attends again: nothing but what goes in is saved.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, attend: Callable[..., torch.Tensor], before: RowsBefore, *given: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.attend, ctx.before = attend, before
+        kind = given[0].device.type
+        ctx.autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
+        ctx.save_for_backward(*given)
+        return attend(*given, *(each.clone() for _, pair in before.each() for each in pair))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        rows = [each.clone() for _, pair in ctx.before.each(backward=True) for each in pair]
+        given = [None if each is None else each.detach() for each in (*ctx.saved_tensors, *rows)]
+        leaves = [each for each, need in zip(given, chain(needed, cycle(needed[1:3])), strict=False) if need]
+        for each in leaves:
+            each.requires_grad_()
+        with torch.enable_grad(), torch.autocast(gradient.device.type, **ctx.autocast):
+            out = ctx.attend(*given)
+        found = torch.autograd.grad(out, leaves, gradient, materialize_grads=True)
+        by_leaf = dict(zip(map(id, leaves), found, strict=True))
+        gradients = [by_leaf.get(id(each)) for each in given]
+        ctx.before.add(enumerate(zip(gradients[4::2], gradients[5::2], strict=True), 1), needed[1:3])
+        return None, None, *gradients[:4]
 
 
 def takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:

@@ -1,22 +1,25 @@
 """Buffers of the keys and values that other ranks read, and of the gradients that they add.
 
-A second heap of the model's ranks. Per layer, for the `tokens` of each rank:
+A second heap of the model's ranks. For the `tokens` of each rank, in buffers that layers of one shape take in turn:
 
 keys, values        [tokens, heads, D] in the compute dtype: rows that their rank writes and later pieces read
 their gradients     the same in `sum_dtype`: rows that later pieces add to and their rank takes
 
-Where the heap is one memory (CPU), buffers of all ranks are joined and a sequence's rows are adjacent, so that all keys
-before a piece are one view and reading costs nothing. Where it is apart, each rank has its own buffers.
+With activation checkpointing a few buffers serve all layers: a layer's rows are written in the forward and again in its
+recomputation (`exchange.py` says when). The last layer of a buffer *stays*: its backward finds what its forward wrote.
 
 Flags are words with one writer and no reset, in the buffers of the rank that waits for them. Their values are epochs,
-which only grow:
+which only grow; a wave has one for its forward and one for its backward:
 
-PUBLISHED, [writer, layer]     the wave up to which `writer` has written the layer's rows
-ADDED, [writer, layer]         the wave up to which `writer` has added to this rank's rows
+PUBLISHED, [writer, layer]     `writer` has written the layer's rows
+READ, [writer, layer]          `writer` has read this rank's rows, in a forward
+ADDED, [writer, layer]         `writer` has added to this rank's rows
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -28,13 +31,15 @@ from ..comm.layout import place_regions
 from ..comm.memory.heap import Status, SymmetricHeap
 
 KEYS, VALUES = 0, 1
+IN_FLIGHT = 2  # buffers per shape of layer, where all layers are checkpointed: one is read while the next is written
 
 
 class Flag(IntEnum):
-    """The signals of a layer from one rank to another."""
+    """The signals of a layer from one rank to another, in their order within a pass."""
 
     PUBLISHED = 0
-    ADDED = 1
+    READ = 1
+    ADDED = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,53 +57,74 @@ class LayerShape:
         return "float64" if self.dtype == "float64" else "float32"
 
 
-def buffer_regions(layers: list[LayerShape], *, tokens: int, world: int, apart: bool) -> tuple[list[Any], int]:
-    """The regions, one for each flag, then four of each layer, and the bytes of the heap (`apart`: of one rank)."""
+def slots_of(layers: Sequence[LayerShape], in_flight: int) -> list[int]:
+    """By layer, the number of its buffers: layers of one shape take turns in `in_flight` of them."""
+    slots: dict[tuple[LayerShape, int], int] = {}
+    met: Counter[LayerShape] = Counter()
+    found = []
+    for layer in layers:
+        found.append(slots.setdefault((layer, met[layer] % in_flight), len(slots)))
+        met[layer] += 1
+    return found
 
-    def rows(heads: int, width: int, dtype: str) -> tuple[tuple[int, ...], str, int]:
-        shape = (world, tokens, heads, width) if apart else (world * tokens, heads, width)
-        return shape, dtype, getattr(torch, dtype).itemsize
 
+def buffer_regions(
+    layers: Sequence[LayerShape], *, tokens: int, world: int, in_flight: int, gradients: bool, apart: bool
+) -> tuple[list[Any], int]:
+    """The regions, one for each flag, then two or with `gradients` four of each buffer, and the bytes of the heap
+    (`apart`: of one rank).
+    """
+    shapes = dict(zip(slots_of(layers, in_flight), layers, strict=True)).values()  # by slot, in their order
     flags = [((world, world * len(layers)), "int64", 8)] * len(Flag)
     data = [
-        rows(layer.heads, width, dtype)
-        for layer in layers
-        for dtype in (layer.dtype, layer.sum_dtype)
+        ((world, tokens, layer.heads, width), dtype, getattr(torch, dtype).itemsize)
+        for layer in shapes
+        for dtype in (layer.dtype, layer.sum_dtype)[: 1 + gradients]
         for width in (layer.key_width, layer.value_width)
     ]
     return place_regions([*flags, *data], world=world, apart=apart)
 
 
 class KVBuffers:
-    """Collective: all ranks of `beside`, the model's heap, open it with the same arguments. `token`: as a heap's."""
+    """Collective: all ranks of `beside`, the model's heap, open it with the same arguments. `token`: as a heap's.
+
+    `in_flight`: see `slots_of`, by default one for each layer; `gradients`: false for a model that is never trained.
+    """
 
     def __init__(
-        self, beside: SymmetricHeap, layers: list[LayerShape], *, tokens: int, token: str, timeout_s: float
+        self,
+        beside: SymmetricHeap,
+        layers: Sequence[LayerShape],
+        *,
+        tokens: int,
+        token: str,
+        timeout_s: float,
+        in_flight: int | None = None,
+        gradients: bool = True,
     ) -> None:
         self.rank, self.world, self.tokens, self.layers = beside.rank, beside.world, tokens, len(layers)
-        regions, size_bytes = buffer_regions(layers, tokens=tokens, world=beside.world, apart=beside.apart)
+        in_flight = in_flight or len(layers)
+        shape = {"tokens": tokens, "world": beside.world, "in_flight": in_flight, "gradients": gradients}
+        regions, size_bytes = buffer_regions(layers, **shape, apart=beside.apart)
         self.heap = heap = beside.another(size_bytes=size_bytes, slots=len(layers), token=token, timeout_s=timeout_s)
         self.failed = Status(heap)  # the number of the plan that the rank can't complete
+        self.slots = slots_of(layers, in_flight)
+        last = {slot: layer for layer, slot in enumerate(self.slots)}
+        self.stays = [last[slot] == layer for layer, slot in enumerate(self.slots)]
         ranks = range(self.world)
         flags, data = regions[: len(Flag)], regions[len(Flag) :]
         self._flags = [[heap.shard(each, rank)[0].view(self.world, self.layers) for rank in ranks] for each in flags]
-        # [layer][rows of keys, of values, of the keys' gradients, of the values']: by rank, or one for all
-        buffers = [[heap.shard(each, rank)[0] for rank in ranks] if heap.apart else [heap.whole(each)] for each in data]
-        self._buffers = [buffers[at : at + 4] for at in range(0, len(buffers), 4)]
+        # [slot][rows of keys, of values, of the keys' gradients, of the values'][rank]
+        buffers, kinds = [[heap.shard(each, rank)[0] for rank in ranks] for each in data], 2 + 2 * gradients
+        self._buffers = [buffers[at : at + kinds] for at in range(0, len(buffers), kinds)]
 
     def rows(self, layer: int, kind: int, piece: PlannedPiece, start: int, stop: int) -> torch.Tensor:
-        """Tokens `start` to `stop` of the sample, which begin in `piece`, and end there too unless buffers are joined:
-        a view [stop - start, heads, D].
-        """
-        return self._view(self._buffers[layer][kind], piece, start, stop)
+        """Tokens `start` to `stop` of the sample, which are in `piece`: a view [stop - start, heads, D]."""
+        first = piece.offset + start - piece.piece.start
+        return self._buffers[self.slots[layer]][kind][piece.rank][first : first + stop - start]
 
     def gradient_rows(self, layer: int, kind: int, piece: PlannedPiece, start: int, stop: int) -> torch.Tensor:
-        return self._view(self._buffers[layer][2 + kind], piece, start, stop)
-
-    def _view(self, buffers: list[torch.Tensor], piece: PlannedPiece, start: int, stop: int) -> torch.Tensor:
-        joined = not self.heap.apart
-        first = (piece.joint_offset if joined else piece.offset) + start - piece.piece.start
-        return buffers[0 if joined else piece.rank][first : first + stop - start]
+        return self.rows(layer, 2 + kind, piece, start, stop)
 
     def flags(self, flag: Flag, rank: int) -> torch.Tensor:
         """The flags that others have set for `rank`: int64 [writer, layer]."""
@@ -110,7 +136,6 @@ class KVBuffers:
 
     def clear_own_gradients(self) -> None:
         """Zeroes this rank's gradient buffers: what a minibatch that failed has left there."""
-        for layer in self._buffers:
-            for buffers in layer[2:]:
-                own = buffers[self.rank] if self.heap.apart else buffers[0][self.rank * self.tokens :][: self.tokens]
-                own.zero_()
+        for buffers in self._buffers:
+            for each in buffers[2:]:
+                each[self.rank].zero_()

@@ -15,13 +15,13 @@ from ..balance.pieces import Piece, SplitPlan
 from ..base.errors import PeerFailed, RanksDiffer, describe
 from ..engine.api import engine_of
 from ..engine.module import plain_class
-from .buffers import KVBuffers, LayerShape
+from .buffers import IN_FLIGHT, KVBuffers, LayerShape
 from .exchange import SequenceExchange
 from .layer import AttentionHook, LayerSplit
 from .sync import HostSync, KernelSync
 
 
-def enable_split(model: nn.Module, tokens: int) -> None:
+def enable_split(model: nn.Module, tokens: int, *, layers_in_flight: int | None = None) -> None:
     """Lets minibatches split sequences over ranks: `minibatch(model, tokens=…, split=packs.split)`. Collective.
 
         enable_packing(model); fully_shard(model); enable_split(model, tokens=26_000)
@@ -31,13 +31,20 @@ def enable_split(model: nn.Module, tokens: int) -> None:
     made with `split=True`. With replicas a sample is split over the ranks of one: `MinibatchSampler(replicas=…)`. A
     forward of two tokens finds out which layers attend, and how wide.
 
-    Raises TypeError for a model that is not sharded, ValueError for `tokens` below 1, NotImplementedError for what
+    `layers_in_flight`: how many layers have buffers at a time. By default 2 where activation checkpointing computes
+    each layer again by itself, or no parameter is trained; else all. With checkpoints of your own give the number of
+    layers that one of them computes again, or more.
+
+    Raises TypeError for a model that is not sharded, ValueError for numbers below 1, NotImplementedError for what
     can't be split (attention that is not `enable_packing`'s or gets no `pieces`, rotary frequencies that depend on the
     pack), RanksDiffer if arguments differ.
     """
     engine = engine_of(model, "enable_split")
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
         raise ValueError(f"tokens is {tokens!r}; give the tokens per rank that others may read, 1 or more")
+    in_flight = layers_in_flight
+    if in_flight is not None and (not isinstance(in_flight, int) or isinstance(in_flight, bool) or in_flight < 1):
+        raise ValueError(f"layers_in_flight is {in_flight!r}; give the number of layers that have buffers, 1 or more")
     for name, module in model.named_modules():
         kinds = getattr(module, "rope_type", None)  # of transformers' rotary embeddings; a dict by kind of layer
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
@@ -50,7 +57,11 @@ def enable_split(model: nn.Module, tokens: int) -> None:
         raise ValueError("enable_split was called on this model before")
     layers = _layers(model)
     shapes = [shape for _, shape in layers]
-    message = {"tokens": tokens, "layers": [asdict(shape) for shape in shapes]}
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    if in_flight is None:
+        few = not trains or _are_checkpointed(model, [module for module, _ in layers])
+        in_flight = IN_FLIGHT if few else len(layers)
+    message = {"tokens": tokens, "layers_in_flight": in_flight, "layers": [asdict(shape) for shape in shapes]}
     everyones = engine.exchange("enable_split", {**message, "token": uuid.uuid4().hex})
     for rank, theirs in enumerate(everyones):
         for name, value in message.items():
@@ -59,7 +70,8 @@ def enable_split(model: nn.Module, tokens: int) -> None:
                     f"enable_split: {name} is {value} on rank {engine.rank} and {theirs[name]} on rank {rank}"
                 )
     token = f"{everyones[0]['token']}-split-{engine.grid.replica}"
-    buffers = KVBuffers(engine.heap, shapes, tokens=tokens, token=token, timeout_s=engine.barrier.timeout_s)
+    sizes = {"tokens": tokens, "in_flight": in_flight, "gradients": trains}
+    buffers = KVBuffers(engine.heap, shapes, **sizes, token=token, timeout_s=engine.barrier.timeout_s)
     by = KernelSync if engine.transport.adds_by_kernel else HostSync
     sync, streams = by(buffers, engine), engine.streams.first.another()
     exchange = SequenceExchange(sync, streams, grid=engine.grid, in_order=engine.deterministic, debug=engine.debug)
@@ -117,6 +129,19 @@ def split_forward(model: nn.Module, split: SplitPlan | None) -> Iterator[None]:
         if failed:
             exchange.failed()
         exchange.end(failed=failed)
+
+
+def _are_checkpointed(model: nn.Module, attending: Sequence[nn.Module]) -> bool:
+    """True if each of these modules is alone in a layer that activation checkpointing computes again."""
+    alone = set()
+    for layer in model.modules():
+        by_transformers = hasattr(layer, "_gradient_checkpointing_func") and getattr(
+            layer, "gradient_checkpointing", False
+        )
+        if by_transformers or hasattr(layer, "_checkpoint_wrapped_module"):  # torch's wrapper
+            inside = [module for module in layer.modules() if module in attending]
+            alone.update(inside if len(inside) == 1 else ())
+    return alone == set(attending)
 
 
 class _AttentionRecorder(AttentionHook):

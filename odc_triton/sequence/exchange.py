@@ -3,12 +3,16 @@
 Per layer, for the pieces of one microbatch (see [Note: waves] in balance/pieces.py):
 
 forward     publish  writes keys and values of the own pieces that others read, and says so
-            fetch    waits for those before them on other ranks, and reads them
-backward    fetch    adds the gradients of what was read to the ranks that hold it, and says so
-            publish  waits for the additions of other ranks' pieces, and takes them
+            read     waits for those before them on other ranks, and reads them
+backward    read     reads them again
+            add      adds their gradients to the ranks that hold them, and says so
+            collect  waits for the additions of other ranks' pieces, and takes them
 
-Publish passes keys and values through and fetch takes them as its anchor, so autograd runs fetch's backward first:
-everything is added to others before this rank waits for what they add.
+[Note: reused buffers] Where buffers serve several layers, a layer's rows are written again in its recomputation. Before
+a buffer is written in a forward, this rank waits until others have read the layer that has it. In a backward it need
+not: it has collected that layer's gradients, and a rank adds them after it has read the rows. Rows of gradients are
+safe too: a rank adds to them after it has read that layer's keys and values, and their owner publishes these after it
+has taken the gradients of the layer before.
 """
 
 from __future__ import annotations
@@ -24,11 +28,14 @@ from ..balance.pieces import Piece, PlannedPiece, Read, SplitPlan
 from ..base.errors import RanksDiffer
 from ..comm.grid import Grid
 from ..engine.participant import Participant
+from ..engine.passes import in_backward_pass
 from ..engine.transport import Streams
 from .buffers import KEYS, VALUES, Flag
-from .fetched import Fetched, Rows
-from .sync import HostSync, Wait
-from .tree import RemoteRows, runs_of, within
+from .fetched import Fetched, Rows, Seen
+from .sync import HostSync, OwnFlag, Wait
+from .tree import runs_of, within
+
+_RUN_TOKENS = 65_536  # of other ranks, that attention reads at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,16 @@ class PieceState(Enum):
     DONE = 4  # its backward ran
 
 
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What a buffer has: rows of `layer`, written in the pass of `epoch`. `whom`: by rank, what it reads them for."""
+
+    layer: int
+    epoch: int
+    spans: list[Span]
+    whom: dict[int, str]
+
+
 class SequenceExchange(Participant):
     """Pieces of sequences in the minibatch protocol. `plan`: of the open minibatch, this replica's part; None while
     nothing is split there.
@@ -59,6 +76,8 @@ class SequenceExchange(Participant):
 
     name = "split"
 
+    run_tokens = _RUN_TOKENS
+
     def __init__(self, sync: HostSync, streams: Streams, *, grid: Grid, in_order: bool, debug: bool = False) -> None:
         """`streams`: its own, to copy and to add beside what the engine copies and adds. `in_order`: ranks add to a
         piece in their order, so that its gradients have the same bits in every run. `debug`: asserts
@@ -67,14 +86,14 @@ class SequenceExchange(Participant):
         self._grid = grid
         self.sync, self.streams, self.buffers = sync, streams, sync.buffers
         self.rank, self.world, self.tokens = self.buffers.rank, self.buffers.world, self.buffers.tokens
-        self.is_apart, self._in_order, self._debug = self.buffers.heap.apart, in_order, debug
+        self.is_apart, self.in_order, self._debug = self.buffers.heap.apart, in_order, debug
         self._waited: set[tuple[Flag, int, int]] = set()  # flags, layers and epochs that this rank has waited for
         self.plan: SplitPlan | None = None
         self._next: SplitPlan | None = None  # once all ranks have entered
         self._own: list[PlannedPiece] = []
-        self._epochs = 0  # used up by former plans: one per wave
+        self._epochs = 0  # used up by former plans: two per wave
         self._states: dict[Piece, list[PieceState]] = {}  # of own pieces, by layer
-        self.released: list[list[Fetched]] = []  # of each layer whose backward must fetch again
+        self._written: dict[int, _Written] = {}  # by buffer, in this plan
         self._must_clear = False
         self._forward_only = False
 
@@ -127,7 +146,7 @@ class SequenceExchange(Participant):
         self.plan, self._forward_only = plan, forward_only
         self._own = [] if plan is None else plan.of_rank(self.rank)
         self._states = {planned.piece: [PieceState.PENDING] * self.buffers.layers for planned in self._own}
-        self.released.clear()
+        self._written.clear()
         self._waited.clear()
         if plan is not None:
             self.sync.begin()
@@ -168,15 +187,15 @@ class SequenceExchange(Participant):
         """Every rank has left."""
         if self.plan is not None:
             self.sync.end()
-            self._epochs += self.plan.waves
+            self._epochs += 2 * self.plan.waves
             self._must_clear = failed
         self.plan = None
 
     # ------------------------------------------------------------------ what layers do
 
-    def _epoch(self, spans: Sequence[Span]) -> int:
-        """Of the pieces of one microbatch, which are of one wave."""
-        return self._epochs + self._planned(spans[0].piece).wave + 1
+    def _epoch(self, spans: Sequence[Span], *, backward: bool) -> int:
+        """Of a pass of the pieces of one microbatch, which are of one wave: odd for a forward."""
+        return self._epochs + 2 * self._planned(spans[0].piece).wave + 1 + backward
 
     def spans(self, bounds: Sequence[int], pieces: Sequence[Piece | None]) -> list[Span]:
         """The pack's pieces that are in the plan. Raises RuntimeError for pieces that need others and are not."""
@@ -224,9 +243,10 @@ class SequenceExchange(Participant):
             return others
         return [each for each in others if any(read.holder.piece == piece for read in self.reads(each.piece, window))]
 
-    def runs(self, spans: Iterable[Span], window: int | None) -> list[RemoteRows]:
+    def runs(self, spans: Iterable[Span], window: int | None) -> list[Read]:
         """All that these pieces read of other ranks."""
-        return runs_of((read for span in spans for read in self.reads(span.piece, window)), self.rank)
+        reads = (read for span in spans for read in self.reads(span.piece, window))
+        return runs_of(reads, self.rank, self.run_tokens)
 
     def start(self, layer: int, spans: list[Span], *, trains: bool) -> None:
         """The forward of these pieces in that layer; `trains`: their keys or values need gradients.
@@ -257,91 +277,109 @@ class SequenceExchange(Participant):
                     f"backward once for a pack with pieces, on the sum of its losses"
                 )
 
-    def publish(self, layer: int, spans: list[Span], window: int | None, rows: Rows) -> None:
-        """`rows`: keys and values [T, heads, D] of the pack."""
-        whom: set[int] = set()
+    def publish(self, layer: int, spans: list[Span], window: int | None, rows: Rows, *, again: bool = False) -> None:
+        """`rows`: keys and values [T, heads, D] of the pack. `again`: in a recomputation; see [Note: reused buffers].
+
+        Raises RuntimeError if a layer would lose its rows before its backward.
+        """
+        if again and self.buffers.stays[layer]:
+            return
+        epoch = self._epoch(spans, backward=again)
+        readers = [each for span in spans for each in reversed(self.readers(span.piece, window))]
+        whom = {each.rank: f"{each.piece} to read keys and values of layer {layer}" for each in readers}
+        self._empty(layer, epoch)
+        self._written[self.buffers.slots[layer]] = _Written(layer, epoch, spans, whom)
         for span in spans:
             planned = self._planned(span.piece)
             for kind, each in enumerate(rows):
                 place = self.buffers.rows(layer, kind, planned, span.piece.start, span.piece.start + planned.read)
                 place.copy_(each[span.first : span.first + planned.read])
-            whom |= {reader.rank for reader in self.readers(span.piece, window)}
-        self._tells(Flag.PUBLISHED, layer, spans)
-        self.sync.signal(Flag.PUBLISHED, whom, layer, self._epoch(spans))
+        self._tells(Flag.PUBLISHED, layer, epoch)
+        self.sync.signal(Flag.PUBLISHED, whom, layer, epoch)
 
-    def read(self, layer: int, spans: list[Span], run: RemoteRows, dtypes: Sequence[torch.dtype]) -> Rows | Fetched:
-        """Keys and values [tokens, heads, D] of `run`, which `spans` read, as views where buffers are joined, else as
-        copies, which have begun.
-        """
-        whom = {each.rank: f"keys and values of {each.piece} in layer {layer}" for each in reversed(run.holders)}
-        wait = self._wait_for(Flag.PUBLISHED, layer, spans, whom)
-        self.streams.go_on()
-        if not self.is_apart:
-            wait()
-            return tuple(self.buffers.rows(layer, kind, run.holders[0], run.low, run.high) for kind in (KEYS, VALUES))
-        held = [
-            tuple(self.buffers.rows(layer, kind, each, *self._bounds(run, each)) for kind in (KEYS, VALUES))
-            for each in run.holders
-        ]
-        fetched = Fetched(held, dtypes, self.streams)
-        fetched.start(wait)
-        return fetched
-
-    def _bounds(self, run: RemoteRows, holder: PlannedPiece) -> tuple[int, int]:
-        """The tokens of `run` that `holder` computes."""
-        return max(run.low, holder.piece.start), min(run.high, holder.piece.stop)
-
-    def fetch_ahead(self, done: list[Fetched]) -> None:
-        """Starts copying what the backward needs next, after that of `done`'s layer: that of the layer before."""
-        while self.released and self.released.pop() is not done:
-            pass
-        for each in self.released[-1] if self.released else ():
-            each.start()
-
-    def _wait_for(
-        self, flag: Flag, layer: int, spans: Sequence[Span], whom: dict[int, str], *, is_own_set: bool = True
-    ) -> Callable[[], None]:
-        """A function that waits for other ranks; `whom`: by rank, the purpose."""
-        epoch = self._epoch(spans)
-        if whom:
-            self._waited.add((flag, layer, epoch))
-        wait = Wait(flag=flag, layer=layer, epoch=epoch, whom=whom, is_own_set=is_own_set)
-        return partial(self.sync.wait, wait) if whom else lambda: None
-
-    def _tells(self, flag: Flag, layer: int, spans: Sequence[Span]) -> None:
-        if self._debug and (flag, layer, self._epoch(spans)) in self._waited:
-            raise AssertionError(
-                f"{spans[0].piece}: this rank has waited for {flag.name} flags of layer {layer} before it set its own, "
-                f"so ranks may wait in a circle: see [Note: forward progress]"
+    def _empty(self, layer: int, epoch: int) -> None:
+        """Waits until the buffer of `layer` can be written."""
+        former = self._written.get(self.buffers.slots[layer])
+        if former is None or (former.epoch - 1) // 2 != (epoch - 1) // 2:  # other waves have other rows
+            return
+        if epoch % 2:
+            doing = (Flag.PUBLISHED, layer, epoch)
+            self.streams.go_on()
+            self._wait_for(Flag.READ, former.layer, former.epoch, former.whom, sets_next=doing)()
+        elif any(self._states[span.piece][former.layer] is not PieceState.DONE for span in former.spans):
+            raise RuntimeError(
+                f"layer {layer} is computed again before the backward of layer {former.layer}, whose keys and values "
+                f"are in the same buffer: call enable_split(model, tokens=…, layers_in_flight=…) with the number of "
+                f"layers that one checkpoint computes again, or more"
             )
 
-    def add(
-        self,
-        layer: int,
-        spans: list[Span],
-        runs: Sequence[RemoteRows],
-        window: int | None,
-        gradients: Sequence[torch.Tensor | None],
-    ) -> None:
-        """Adds gradients of what was read. `gradients`: two for each run, [tokens, heads, D], contiguous, or None."""
-        self._require_first(layer, spans)
-        self._tells(Flag.ADDED, layer, spans)
-        beside = self._beside(layer, runs, window) if self._in_order else {}
-        if before := {rank: purpose for rank, purpose in beside.items() if rank < self.rank}:
-            self.streams.after_adds(self._wait_for(Flag.ADDED, layer, spans, before, is_own_set=False))
-        shown = Wait(flag=Flag.ADDED, layer=layer, epoch=self._epoch(spans), whom={}, is_own_set=False)
-        for at, run in enumerate(runs):
-            for kind in (KEYS, VALUES):
-                if (rows := gradients[2 * at + kind]) is not None:
-                    self.streams.add(rows, partial(self._add, shown, kind, run))
-        owners = {holder.rank for run in runs for holder in run.holders}
-        whom = owners | {rank for rank in beside if rank > self.rank}
-        self.streams.after_adds(partial(self.sync.signal, Flag.ADDED, whom, layer, self._epoch(spans)))
+    def require_written(self, layer: int, spans: list[Span]) -> None:
+        """In a backward. Raises RuntimeError if the buffer has another layer's rows."""
+        written, epoch = self._written[self.buffers.slots[layer]], self._epoch(spans, backward=True)
+        if not self.buffers.stays[layer] and (written.layer, written.epoch) != (layer, epoch):
+            raise RuntimeError(
+                f"layer {layer} was not computed again in the backward of {spans[0].piece}, and its keys and values "
+                f"are gone: checkpoint every layer that attends, or call enable_split(model, tokens=…, "
+                f"layers_in_flight={self.buffers.layers})"
+            )
 
-    def _beside(self, layer: int, runs: Sequence[RemoteRows], window: int | None) -> dict[int, str]:
+    def read(
+        self, layer: int, spans: list[Span], run: Read, dtypes: Sequence[torch.dtype], *, backward: bool = False
+    ) -> Fetched:
+        """Keys and values [tokens, heads, D] of `run`, which `spans` read. In a backward they are known to be there."""
+        held = tuple(self.buffers.rows(layer, kind, *run) for kind in (KEYS, VALUES))
+        kind = Fetched if self.is_apart else Seen
+        if backward:
+            return kind(held, dtypes, self.streams)
+        epoch = self._epoch(spans, backward=in_backward_pass() and not self.buffers.stays[layer])
+        whom = {run.holder.rank: f"keys and values of {run.holder.piece} in layer {layer}"}
+        return kind(held, dtypes, self.streams, self._wait_for(Flag.PUBLISHED, layer, epoch, whom))
+
+    def have_read(self, layer: int, spans: list[Span], runs: Sequence[Read]) -> None:
+        """After a forward's attention."""
+        if not self.buffers.stays[layer]:
+            epoch = self._epoch(spans, backward=False)
+            self._tells(Flag.READ, layer, epoch)
+            self.sync.signal(Flag.READ, {run.holder.rank for run in runs}, layer, epoch)
+
+    def _wait_for(
+        self,
+        flag: Flag,
+        layer: int,
+        epoch: int,
+        whom: dict[int, str],
+        *,
+        sets_next: OwnFlag | None = None,
+    ) -> Callable[[], None]:
+        """A function that waits for other ranks; `whom`: by rank, the purpose; `sets_next`: see `Wait`."""
+        if whom:
+            self._waited.add((flag, layer, epoch))
+        wait = Wait(flag=flag, layer=layer, epoch=epoch, whom=whom, sets_next=sets_next)
+        return partial(self.sync.wait, wait) if whom else lambda: None
+
+    def _tells(self, flag: Flag, layer: int, epoch: int) -> None:
+        if self._debug and (flag, layer, epoch) in self._waited:
+            raise AssertionError(
+                f"this rank has waited for {flag.name} flags of layer {layer} before it set its own, so ranks may wait "
+                f"in a circle: see [Note: forward progress]"
+            )
+
+    def begin_adding(self, layer: int, spans: list[Span], runs: Sequence[Read], window: int | None) -> Additions:
+        """What adds the gradients of `runs`."""
+        self._require_first(layer, spans)
+        epoch = self._epoch(spans, backward=True)
+        self._tells(Flag.ADDED, layer, epoch)
+        doing = (Flag.ADDED, layer, epoch)
+        beside = self._beside(layer, runs, window) if self.in_order else {}
+        if before := {rank: purpose for rank, purpose in beside.items() if rank < self.rank}:
+            self.streams.after_adds(self._wait_for(*doing, before, sets_next=doing))
+        whom = {run.holder.rank for run in runs} | {rank for rank in beside if rank > self.rank}
+        return Additions(self, Wait(flag=Flag.ADDED, layer=layer, epoch=epoch, whom={}, sets_next=doing), whom)
+
+    def _beside(self, layer: int, runs: Sequence[Read], window: int | None) -> dict[int, str]:
         """The other ranks that add to what this one reads, and what they do."""
         found: dict[int, str] = {}
-        for holder in (holder for run in runs for holder in run.holders):
+        for holder in dict.fromkeys(run.holder for run in runs):
             for reader in self.plan.readers(holder.piece):
                 if reader.rank not in (self.rank, holder.rank) and any(
                     read.holder is holder for read in self.reads(reader.piece, window)
@@ -349,18 +387,12 @@ class SequenceExchange(Participant):
                     found[reader.rank] = f"gradients of {holder.piece} from {reader.piece} in layer {layer}"
         return found
 
-    def _add(self, shown: Wait, kind: int, run: RemoteRows, rows: torch.Tensor) -> None:
-        for holder in run.holders:
-            low, high = self._bounds(run, holder)
-            place = self.buffers.gradient_rows(shown.layer, kind, holder, low, high)
-            purpose = f"gradients of {holder.piece} in layer {shown.layer}"
-            self.sync.add(shown, holder.rank, place, rows[low - run.low : high - run.low], purpose)
-
     def collect(
         self, layer: int, spans: list[Span], window: int | None, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """The gradients of the pack's keys and values, [T, heads, D] or None, with what others have added."""
         self._require_first(layer, spans)
+        self.require_written(layer, spans)
         readers_of = [self.readers(span.piece, window) for span in spans]
         if any(readers_of):
             gradients = [None if each is None else each.clone() for each in gradients]
@@ -372,7 +404,7 @@ class SequenceExchange(Participant):
             whom = {
                 each.rank: f"gradients of {span.piece} from {each.piece} in layer {layer}" for each in reversed(readers)
             }
-            self._wait_for(Flag.ADDED, layer, spans, whom)()
+            self._wait_for(Flag.ADDED, layer, self._epoch(spans, backward=True), whom)()
             planned = self._planned(span.piece)
             for kind, whole in enumerate(gradients):
                 stop = span.piece.start + planned.read
@@ -382,3 +414,27 @@ class SequenceExchange(Participant):
                     own.copy_(own.to(place.dtype) + place)
                 place.zero_()
         return list(gradients)
+
+
+class Additions:
+    """Of one layer's backward, of gradients to other ranks. `shown`: to peers, while another rank holds a lock; `whom`:
+    the ranks that wait for the end.
+    """
+
+    def __init__(self, exchange: SequenceExchange, shown: Wait, whom: set[int]) -> None:
+        self._exchange, self._shown, self._whom = exchange, shown, whom
+
+    def add(self, run: Read, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Of the run's keys and values, [tokens, heads, D]; None if there is none."""
+        for kind, rows in enumerate(gradients):
+            if rows is not None:
+                self._exchange.streams.add(rows.contiguous(), partial(self._add, run, kind))
+
+    def _add(self, run: Read, kind: int, rows: torch.Tensor) -> None:
+        place = self._exchange.buffers.gradient_rows(self._shown.layer, kind, *run)
+        purpose = f"gradients of {run.holder.piece} in layer {self._shown.layer}"
+        self._exchange.sync.add(self._shown, run.holder.rank, place, rows, purpose)
+
+    def end(self) -> None:
+        exchange, shown = self._exchange, self._shown
+        exchange.streams.after_adds(partial(exchange.sync.signal, Flag.ADDED, self._whom, shown.layer, shown.epoch))

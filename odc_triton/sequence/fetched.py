@@ -1,4 +1,4 @@
-"""Keys and values that a pack attends to, copied from the ranks that hold them, where memory is apart."""
+"""Keys and values that a pack attends to, copied from the rank that holds them, where memory is apart."""
 
 from __future__ import annotations
 
@@ -14,52 +14,53 @@ Rows = tuple[torch.Tensor, torch.Tensor]  # of keys and of values, [tokens, head
 
 
 class Fetched:
-    """`rows`: keys and values [P, heads, D] of P tokens that one or several ranks hold.
+    """A copy of `held`, in `dtypes`, from `start` until `free`."""
 
-    As with a unit's whole parameters (engine/gathered.py), the tensors stay and their storage comes and goes: freed
-    after the forward, filled again for the backward, so that autograd, which saves the tensors, keeps no copy. Filling
-    does not count as a change of what it has saved.
-    """
-
-    def __init__(self, held: Sequence[Rows], dtypes: Sequence[torch.dtype], streams: Streams) -> None:
-        """`held`: the rows of each piece, in order; `dtypes`: that keys and values get."""
-        self._held, self._streams = held, streams
+    def __init__(
+        self, held: Rows, dtypes: Sequence[torch.dtype], streams: Streams, wait: Callable[[], None] = lambda: None
+    ) -> None:
+        """`wait`: before the copy, on its stream."""
+        self._held, self._dtypes, self._streams, self._wait = held, dtypes, streams, wait
+        self._rows: list[torch.Tensor] = []
+        self._storage: torch.UntypedStorage | None = None
         self._copies: Copies | None = None
-        tokens = sum(len(keys) for keys, _ in held)
-        shapes = [(tokens, *each.shape[1:]) for each in held[0]]
-        sizes = [aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in zip(shapes, dtypes, strict=True)]
-        self._size_bytes, device = sum(sizes), held[0][0].device
-        self._storage = torch.empty(self._size_bytes, dtype=torch.uint8, device=device).untyped_storage()
-        self.rows: list[torch.Tensor] = []
-        for shape, dtype, offset in zip(shapes, dtypes, (0, sizes[0]), strict=True):
-            whole = torch.empty(0, dtype=dtype, device=device)
-            self.rows.append(whole.set_(self._storage, offset // dtype.itemsize, shape))
-        # With version counters of their own.
-        self._places = [rows.data.split([len(keys) for keys, _ in held]) for rows in self.rows]
-        self._storage.resize_(0)
 
     @torch.no_grad()
-    def start(self, wait: Callable[[], None] | None = None) -> None:
-        """Starts copying, after `wait`; does nothing if that has begun."""
-        if self._copies is not None:
-            return
-        self._streams.allocate(self._storage, self._size_bytes)
+    def start(self) -> None:
+        """Starts copying."""
+        device = self._held[0].device
+        sizes = [aligned(math.prod(x.shape) * t.itemsize) for x, t in zip(self._held, self._dtypes, strict=True)]
+        self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        self._streams.allocate(self._storage, sum(sizes))
+        for rows, dtype, offset in zip(self._held, self._dtypes, (0, sizes[0]), strict=True):
+            place = torch.empty(0, dtype=dtype, device=device)
+            self._rows.append(place.set_(self._storage, offset // dtype.itemsize, rows.shape))
 
         def copy() -> None:
-            if wait is not None:
-                wait()
-            for kind, places in enumerate(self._places):
-                for place, rows in zip(places, self._held, strict=True):
-                    place.copy_(rows[kind], non_blocking=True)
+            self._wait()
+            for place, rows in zip(self._rows, self._held, strict=True):
+                place.copy_(rows, non_blocking=True)
 
         self._copies = self._streams.copy(self._storage, copy)
 
-    def finish(self) -> None:
-        """From here on the current stream finds `rows` filled."""
-        self.start()
+    def finish(self) -> Rows:
+        """The rows, filled for the current stream from here on."""
         self._streams.wait(self._copies)
+        return tuple(self._rows)
 
     def free(self) -> None:
-        if self._copies is not None:
-            self._streams.free(self._storage, self._copies)
-            self._copies = None
+        self._streams.free(self._storage, self._copies)
+
+
+class Seen(Fetched):
+    """The same where ranks share one memory: views, which need no copy."""
+
+    def start(self) -> None:
+        pass
+
+    def finish(self) -> Rows:
+        self._wait()
+        return tuple(rows.to(dtype) for rows, dtype in zip(self._held, self._dtypes, strict=True))
+
+    def free(self) -> None:
+        pass

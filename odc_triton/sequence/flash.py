@@ -14,14 +14,14 @@ sequence, or past the longest length that is given, is never written. So the len
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from .attention import AttentionPart
+from .attention import AttentionPart, Pair, RowsBefore, sources
 
 # Private, but since torch 2.11 they differ in optional arguments only, and nothing public takes a log-sum-exp.
 _forward = torch.ops.aten._flash_attention_forward
@@ -71,9 +71,9 @@ def calls_of(parts: Sequence[AttentionPart]) -> list[KernelCall]:
 class FlashAttentionOfTree(torch.autograd.Function):
     """query [1, H, T, D], keys and values [1, Hkv, T, D] of a pack, on CUDA, in bf16 or fp16, to [1, H, T, D].
 
-    `parts`: rows start..end see rows low..high of `source`: 0 is the pack, n the n-th pair of `before`, keys and values
-    [1, Hkv, P, D], to be read after `ready()`. Every row is in one own part, which is causal; the others are not. Parts
-    are joined, and their gradients added, in fp32. Saved: what goes in, `out` and `lse`.
+    `parts`: rows start..end see rows low..high of `source`: 0 is the pack, the others are `before`'s, whose gradients
+    it adds. Every row is in one own part, which is causal; the others are not. Parts are joined, and their gradients
+    added, in fp32. Saved: what goes in, `out` and `lse`.
     """
 
     @staticmethod
@@ -84,48 +84,53 @@ class FlashAttentionOfTree(torch.autograd.Function):
         values: torch.Tensor,
         parts: Sequence[AttentionPart],
         scale: float | None,
-        ready: Callable[[], None] | None,
-        *before: torch.Tensor,
+        before: RowsBefore | None,
     ) -> torch.Tensor:
-        ctx.calls, ctx.scale = calls_of(parts), scale
-        ctx.sequences = _sequences(ctx.calls, query.device)
-        q, *sources = (_rows_first(each) for each in (query, keys, values, *before))
-        for call, sequences in zip(ctx.calls, ctx.sequences, strict=True):
-            if call.source and ready is not None:  # the copies proceed beside the pack's own parts
-                ready()
-            k, v = (each[call.keys] for each in sources[2 * call.source :][:2])
-            options = (*sequences, 0.0, call.is_causal, False)  # dropout, causal, debug
-            more, theirs, *state, _ = _forward(q[call.queries], k, v, *options, scale=scale)
-            if call.is_causal:
-                out, lse, ctx.state = more.to(torch.promote_types(q.dtype, torch.float32)), theirs, state
-                continue
-            theirs = theirs.masked_fill(theirs.isinf(), -torch.inf)  # see [Note: empty sequences]
-            mine = lse[:, call.queries]
-            share = torch.sigmoid(theirs - mine)  # exp(theirs - joined)
-            out[call.queries].lerp_(more.to(out.dtype), share.T[..., None])
-            lse[:, call.queries] = torch.logaddexp(mine, theirs)
+        calls = calls_of(parts)
+        ctx.calls = [*zip(calls, _sequences(calls, query.device), strict=True)]
+        ctx.scale, ctx.before, q = scale, before, _rows_first(query)
+        for source, pair in sources(keys, values, before):
+            pair = [_rows_first(each) for each in pair]
+            for call, sequences in (each for each in ctx.calls if each[0].source == source):
+                k, v = (each[call.keys] for each in pair)
+                options = (*sequences, 0.0, call.is_causal, False)  # dropout, causal, debug
+                more, theirs, *state, _ = _forward(q[call.queries], k, v, *options, scale=scale)
+                if call.is_causal:
+                    out, lse, ctx.state = more.to(torch.promote_types(q.dtype, torch.float32)), theirs, state
+                    continue
+                theirs = theirs.masked_fill(theirs.isinf(), -torch.inf)  # see [Note: empty sequences]
+                mine = lse[:, call.queries]
+                share = torch.sigmoid(theirs - mine)  # exp(theirs - joined)
+                out[call.queries].lerp_(more.to(out.dtype), share.T[..., None])
+                lse[:, call.queries] = torch.logaddexp(mine, theirs)
         # Rows first in memory, for the layer after it, and as the backward would else copy it for each call.
         out = _heads_first(out.to(query.dtype).contiguous())
-        ctx.save_for_backward(query, keys, values, *before, out, lse)
+        ctx.save_for_backward(query, keys, values, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        *given, out, lse = ctx.saved_tensors
-        gradient, out, *given = (_rows_first(each) for each in (gradient, out, *given))
-        gradient = gradient.contiguous()
-        found = [torch.zeros_like(each, dtype=lse.dtype) for each in given]
-        for call, sequences in zip(ctx.calls, ctx.sequences, strict=True):
-            rows = (call.queries, call.keys, call.keys)
-            where = (0, 2 * call.source + 1, 2 * call.source + 2)
-            qkv = [given[at][of] for at, of in zip(where, rows, strict=True)]
-            joined = out[call.queries], lse[:, call.queries].contiguous()  # of which the kernel takes no strides
-            options = (0.0, call.is_causal, *ctx.state)
-            of_call = _backward(gradient[call.queries], *qkv, *joined, *sequences, *options, scale=ctx.scale)
-            for at, of, each in zip(where, rows, of_call, strict=True):
-                found[at][of] += each
-        query, keys, values, *before = (_heads_first(each.to(out.dtype)) for each in found)
-        return query, keys, values, None, None, None, *before
+        query, keys, values, out, lse = ctx.saved_tensors
+        gradient, q, out = (_rows_first(each) for each in (gradient.contiguous(), query, out))
+        of_query = torch.zeros_like(q, dtype=lse.dtype)
+
+        def gradients(source: int, pair: Pair) -> list[torch.Tensor]:
+            pair = [_rows_first(each) for each in pair]
+            found = [torch.zeros_like(each, dtype=lse.dtype) for each in pair]
+            for call, sequences in (each for each in ctx.calls if each[0].source == source):
+                k, v = (each[call.keys] for each in pair)
+                joined = out[call.queries], lse[:, call.queries].contiguous()  # of which the kernel takes no strides
+                given = (gradient[call.queries], q[call.queries], k, v, *joined, *sequences, 0.0, call.is_causal)
+                places = of_query[call.queries], *(each[call.keys] for each in found)
+                for place, each in zip(places, _backward(*given, *ctx.state, scale=ctx.scale), strict=True):
+                    place += each
+            return [_heads_first(each) for each in found]
+
+        own = [_heads_first(of_query), *gradients(0, (keys, values))]
+        if ctx.before is not None:
+            pairs = ctx.before.each(backward=True)
+            ctx.before.add(((number, gradients(number, pair)) for number, pair in pairs), ctx.needs_input_grad[1:3])
+        return *(each.to(query.dtype) for each in own), None, None, None
 
 
 def _rows_first(x: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,8 @@ The host waits on a CPU. On a GPU the host only enqueues, so kernels set flags, 
 module may be loaded or memory allocated behind it, the queue of launches may be full. None of this can hang a GPU, as
 long as nothing would hang if all work of a rank, on whatever streams, ran one after another in the order in which it
 was enqueued. So: never enqueue a wait before the work that a peer needs to set that flag. Of each layer and wave a rank
-enqueues its publication before its fetch, and its additions before it collects, which is also the order on the host,
-and which [Note: waves] in balance/pieces.py shows to end. `fully_shard(debug=True)` asserts it.
+enqueues its publication before it reads, and its additions before it collects, which is also the order on the host, and
+which [Note: waves] in balance/pieces.py shows to end. `fully_shard(debug=True)` asserts it.
 The staged kernel obeys it too: copies are enqueued before the kernel that waits for them (kernels/staged.py).
 """
 
@@ -40,17 +40,20 @@ _JOIN_S = 10.0  # more than a look takes
 _SPINS_PER_S = 2e6  # more than a GPU makes: the watch ends a wait in time, this only if the host is gone
 
 
+OwnFlag = tuple[Flag, int, int]  # with its layer and epoch
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """For flags of one kind and layer, until they are at least `epoch`. `whom`: by rank, what for; `is_own_set`: this
-    rank sets its own flags of that kind, layer and epoch before.
+    """For flags of one kind and layer, until they are at least `epoch`. `whom`: by rank, what for; `sets_next`: the
+    flag, layer and epoch of its own flags that this rank sets next; None: it has just set those that it waits for.
     """
 
     flag: Flag
     layer: int
     epoch: int
     whom: dict[int, str]
-    is_own_set: bool = True
+    sets_next: OwnFlag | None = None
 
 
 class ShownWaits:
@@ -58,16 +61,21 @@ class ShownWaits:
 
     def __init__(self, buffers: KVBuffers, barrier: Barrier) -> None:
         self._layers, self._first, self._world = buffers.layers, buffers.heap.first, barrier.world
-        self._waits = Status(barrier.board)  # the wait's place among the rank's waits, and whom it is for; 0: none
+        self._far = 2 * len(Flag) * (self._layers + 1)  # more than two places of one pass are apart
+        self._waits = Status(barrier.board)  # where the rank waits, and what for and for whom; 0: it does not
         self._shown = 0
         barrier.blocked_on = self.blocked_on
 
+    def _place(self, flag: Flag, layer: int, epoch: int) -> int:
+        """Of a flag, in the order in which every rank sets its own: even, and odd just after it has set them."""
+        step = layer if epoch % 2 else self._layers - 1 - layer  # backwards go through the layers in reverse
+        return ((epoch * self._layers + step) * len(Flag) + flag) * 2
+
     def show(self, wait: Wait, *, writer: int) -> None:
         """Shows peers that this rank waits for `writer`."""
-        # Backwards go through the layers in reverse. Ranks set their own flags of a layer between even and odd places.
-        layer = wait.layer if wait.flag is Flag.PUBLISHED else self._layers - 1 - wait.layer
-        place = ((wait.epoch * len(Flag) + wait.flag) * self._layers + layer) * 2 + wait.is_own_set
-        self._show(place * self._world + self._first + writer)
+        is_set = self._place(wait.flag, wait.layer, wait.epoch) + 1
+        place = is_set if wait.sets_next is None else self._place(*wait.sets_next)
+        self._show((place * self._far + place - is_set + 1) * self._world + self._first + writer)
 
     def show_none(self) -> None:
         self._show(0)
@@ -79,11 +87,12 @@ class ShownWaits:
 
     def blocked_on(self, rank: int) -> int | None:
         """The rank that `rank` is blocked on, both as in messages. None if it shows no wait, or one that must be over,
-        as the other rank shows a later one: a rank that was stopped can't take back what it shows.
+        as the other rank is past the flag: a rank that was stopped can't take back what it shows.
         """
-        shown = self._waits.seen()
-        place, writer = divmod(shown[rank], self._world)
-        return None if place == 0 or shown[writer] // self._world >= place | 1 else writer
+        shown = [divmod(number, self._world) for number in self._waits.seen()]
+        number, writer = shown[rank]
+        place, past = divmod(number, self._far)
+        return None if number == 0 or shown[writer][0] // self._far >= place + 1 - past else writer
 
 
 class HostSync:

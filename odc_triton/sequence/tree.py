@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from ..balance.pieces import Piece, PlannedPiece, Read, SplitPlan, reads_of
 from .attention import SeenRows
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteRows:
-    """Tokens `low` up to, not including, `high` of one sample, in one or several pieces, all on other ranks."""
-
-    holders: tuple[PlannedPiece, ...]
-    low: int
-    high: int
-
-
-def runs_of(reads: Iterable[Read], rank: int) -> list[RemoteRows]:
-    """What the `reads` of one microbatch need of other ranks than `rank`: each row once."""
+def runs_of(reads: Iterable[Read], rank: int, most: int) -> list[Read]:
+    """What the `reads` of one microbatch need of other ranks than `rank`: each row once, up to `most` tokens a run."""
     rows: dict[PlannedPiece, tuple[int, int]] = {}
     for holder, low, high in reads:
         if holder.rank != rank:
             first, end = rows.get(holder, (low, high))
             rows[holder] = min(first, low), max(end, high)
-    runs: list[RemoteRows] = []
-    for holder in sorted(rows, key=lambda each: (each.piece.sample, each.piece.start)):
-        low, high = rows[holder]
-        before = runs[-1] if runs else None
-        if before and before.holders[0].piece.sample == holder.piece.sample and before.high == low:
-            runs[-1] = RemoteRows((*before.holders, holder), before.low, high)
-        else:
-            runs.append(RemoteRows((holder,), low, high))
-    return runs
+    holders = sorted(rows, key=lambda each: (each.piece.sample, each.piece.start))
+    bounds = ((holder, *rows[holder]) for holder in holders)
+    return [Read(of, at, min(at + most, high)) for of, low, high in bounds for at in range(low, high, most)]
 
 
 def within(window: int | None, piece: Piece, reads: Iterable[Read]) -> list[Read]:
@@ -47,7 +31,7 @@ def rows_before(
     pieces: Sequence[Piece | None],
     *,
     plan: SplitPlan | None,
-    runs: Sequence[RemoteRows],
+    runs: Sequence[Read],
     window: int | None,
 ) -> list[list[SeenRows]]:
     """For each document, in the order of positions. `runs`: the sources besides the pack, from 1.
@@ -59,7 +43,9 @@ def rows_before(
     read = {each.holder for rows in reads.values() for each in rows}
     if alone := [piece for piece, rows in reads.items() if not rows and piece not in read]:
         raise ValueError(f"{alone[0]} are its only piece here")
-    held = {each.piece: (at, run.low) for at, run in enumerate(runs, 1) for each in run.holders}
+    held: dict[Piece, list[tuple[int, Read]]] = {}
+    for at, run in enumerate(runs, 1):
+        held.setdefault(run.holder.piece, []).append((at, run))
     seen: list[list[SeenRows]] = []
     for piece in pieces:
         rows: list[SeenRows] = []
@@ -68,8 +54,10 @@ def rows_before(
             continue
         for holder, low, high in within(window, piece, reads[piece] if piece in reads else plan.reads(piece)):
             of = holder if isinstance(holder, Piece) else holder.piece
-            source, begin = held.get(of) or (0, of.start - first[of])
-            if source and rows and rows[-1].source == source:  # of the next piece in the same run
-                low = rows.pop().low + begin
-            rows.append(SeenRows(source, low - begin, high - begin))
+            for at, run in held.get(of, ()):
+                if run.low < high and low < run.high:
+                    rows.append(SeenRows(at, max(low, run.low) - run.low, min(high, run.high) - run.low))
+            if of not in held:
+                begin = of.start - first[of]
+                rows.append(SeenRows(0, low - begin, high - begin))
     return seen

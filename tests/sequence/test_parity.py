@@ -83,7 +83,7 @@ def test_as_whole_samples() -> None:
 
 
 def _by_the_kernel(rank: int, world: int, setup: Setup) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """The first step's gradients, and the longest document of each call, in two layers."""
+    """The first step's gradients, and the longest document of each call, in two layers: forward and backward attend."""
     varlen.varlen_attn = kernel = Varlen()
     AttentionTerms.fit_kernel = lambda *_: True
     _, found, _ = run(rank, world, setup)
@@ -98,7 +98,7 @@ def test_whole_documents_beside_a_piece_are_one_call_of_the_kernel() -> None:
     for found, _ in outcomes:
         for name, gradient in want.items():
             assert (found[name] - gradient).norm() <= 1e-12 * gradient.norm() + 1e-15 * largest, name
-    assert [calls for _, calls in outcomes] == [[], [40, 30] * 2]
+    assert [calls for _, calls in outcomes] == [[], [40, 30] * 4]
 
 
 def _by_flash(rank: int, world: int, setup: Setup) -> tuple[dict[str, torch.Tensor], int]:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from odc_triton import full_parameters, minibatch
 from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate, to_device
 from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
+from odc_triton.engine.api import engine_of
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.hf.enable import innermost
 from tests.support.families import causal_lm
@@ -67,7 +68,8 @@ DEALS: dict[str, Dealt] = {
 class Setup:
     """`change`: names in TRANSFORMS, joined by +; `empty_start`: samples begin with tokens not learned; `prefix`: so
     many with which all begin; `replicas`: of equally many ranks each; `half`: computes in bf16; `scale`: samples and
-    pieces are this many times as long; `compiler`: of the blocks, but for the plain model, before all else.
+    pieces are this many times as long; `compiler`: of the blocks, but for the plain model, before all else;
+    `in_flight`: layers that have buffers at a time; `run_tokens`: that attention reads of others at once.
     """
 
     family: str = "Qwen2"
@@ -83,6 +85,8 @@ class Setup:
     scale: int = 1
     replicas: int = 1
     compiler: str = ""
+    in_flight: int | None = None
+    run_tokens: int = 65_536
 
 
 def build(setup: Setup, *, replaced: bool) -> nn.Module:
@@ -137,7 +141,8 @@ def sharded(setup: Setup, rank: int, tokens: int = 48) -> nn.Module:
     if setup.replicas > 1:
         mesh = mesh_of((setup.replicas, len(DEALS[setup.deal]) // setup.replicas))
     model = fully_shard(build(setup, replaced=True), backend=setup.backend, mp_policy=policy, mesh=mesh)
-    enable_split(model, tokens=tokens * setup.scale)
+    enable_split(model, tokens=tokens * setup.scale, layers_in_flight=setup.in_flight)
+    engine_of(model).participant("split").run_tokens = setup.run_tokens
     return model
 
 
