@@ -111,7 +111,7 @@ class FlashAttentionOfTree(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, keys, values, out, lse = ctx.saved_tensors
-        gradient, q, out = (_rows_first(each) for each in (gradient.contiguous(), query, out))
+        gradient, q, out = _rows_first(gradient).contiguous(), _rows_first(query), _rows_first(out)
         of_query = torch.zeros_like(q, dtype=lse.dtype)
 
         def gradients(source: int, pair: Pair) -> list[torch.Tensor]:
