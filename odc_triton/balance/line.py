@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -93,6 +93,20 @@ def _nearest_cut(place: float, at: int, stop: int, first: int, last: int) -> int
     return min(cuts, key=lambda cut: (abs(cut - place), cut))
 
 
+def zigzag(strip: Strip, ranks: int, least: int) -> list[list[Entry]] | None:
+    """A sample in twice as many parts of equal tokens, of which a rank has one from the first and one from the last, so
+    that all ranks' cost the same. None if a part would have less than `least` tokens, or its pictures don't fit one.
+    """
+    if strip.start or strip.stop < 2 * ranks * least or strip.floor * 2 * ranks > strip.stop:
+        return None
+    cuts = [strip.stop * at // (2 * ranks) for at in range(2 * ranks + 1)]
+    cuts.pop(ranks)  # the last rank's are adjacent
+    parts = [[Piece(strip.sample, *bounds)] for bounds in pairwise(cuts)]
+    return [first + last for first, last in zip(parts[: ranks - 1], parts[: ranks - 1 : -1], strict=True)] + [
+        parts[ranks - 1]
+    ]
+
+
 def lay_waves(
     trees: Sequence[Sequence[Strip]],
     lengths: Sequence[int],
@@ -104,14 +118,18 @@ def lay_waves(
     whole: bool = False,
 ) -> list[list[list[Entry]]] | None:
     """By wave and rank, the parts of `trees`, of which a wave takes as many as the cap allows. One that fits only in
-    parts of equal tokens gets them; None if one alone does not fit.
+    parts of equal tokens gets them, a sample alone as a zigzag where that fits; None if one alone does not fit.
     """
     waves = []
     while trees:
         taken, wave = len(trees), None
         while taken and wave is None:
-            for by in (cost, None)[: 2 if taken == 1 else 1]:
-                parts = cut_line([*chain.from_iterable(trees[:taken])], [1.0] * ranks, by, least, whole=whole)
+            strips = [*chain.from_iterable(trees[:taken])]
+            ways = [cut_line(strips, [1.0] * ranks, cost, least, whole=whole)]
+            if taken == 1:
+                ways += [zigzag(strips[0], ranks, least)] if len(strips) == 1 else []
+                ways += [cut_line(strips, [1.0] * ranks, None, least, whole=whole)]
+            for parts in filter(None, ways):
                 most = max(count_tokens(part, lengths) for part in parts)
                 if wave is None and most <= token_cap:
                     wave = parts

@@ -11,8 +11,10 @@ by layer: a *wave*.
 3. A layer's attention publishes all of the microbatch's own pieces, then waits for others'. Its backward adds to all
    others', then waits for the additions to its own.
 Take the first wave that is not done. Each of its ranks has done its earlier waves, and other packs never wait, so
-each rank reaches it. Within it, waits follow the order publish(l) < attend(l) < publish(l + 1), then
-add(l) < collect(l) < add(l - 1), where attend(l) needs only others' publish(l) and collect(l) only others' add(l).
+each rank reaches it. Within it, waits follow the order publish(l) < attend(l) < publish(l + 1), then, with activation
+checkpointing again, publish(l) < attend(l) < add(l) < collect(l) < publish(l - 1), where attend(l) needs only others'
+publish(l), collect(l) only others' add(l), and, where n layers have buffers, publish(l) in a forward only others'
+attend(l - n).
 How deep the tree is does not matter: a branch of a branch reads rows of layer l, which wait for nobody's layer l.
 """
 
@@ -135,8 +137,8 @@ def reads_of(pieces: Iterable[Piece]) -> dict[Piece, tuple[Read, ...]]:
 class PlannedPiece:
     """A piece, the rank and the wave that compute it, and the place of its keys and values.
 
-    `read`: how many of its tokens, from the first, other ranks read. `offset`: the first row in the rank's own buffers,
-    in tokens; `joint_offset`: in one buffer for all ranks of its replica, in which a sample's rows are adjacent.
+    `read`: how many of its tokens, from the first, other ranks read. `offset`: the first row in the rank's buffers, in
+    tokens.
     """
 
     piece: Piece
@@ -144,7 +146,6 @@ class PlannedPiece:
     wave: int
     read: int
     offset: int
-    joint_offset: int
 
 
 class SplitPlan:
@@ -244,14 +245,11 @@ class SplitPlan:
             for holder, low, high in reads[piece]:
                 if places[holder][0] != places[piece][0]:
                     read[holder] = max(read[holder], high - low)
-        planned, offsets, joint = [], [0] * ranks, [0] * replicas
+        planned, offsets = [], [0] * ranks
         for piece in sorted(read, key=lambda piece: (piece.sample, piece.start)):
-            rank, count = places[piece][0], read[piece]
-            replica = rank * replicas // ranks
-            place = {"offset": offsets[rank], "joint_offset": joint[replica]}
-            planned.append(PlannedPiece(piece=piece, rank=rank, wave=waves[places[piece]], read=count, **place))
-            offsets[rank] += count
-            joint[replica] += count
+            rank, wave = places[piece][0], waves[places[piece]]
+            planned.append(PlannedPiece(piece=piece, rank=rank, wave=wave, read=read[piece], offset=offsets[rank]))
+            offsets[rank] += read[piece]
         return cls(planned, ranks=ranks, replicas=replicas, contents=contents)
 
 

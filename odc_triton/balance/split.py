@@ -21,7 +21,7 @@ from itertools import chain, cycle, zip_longest
 import numpy as np
 
 from .cost import CostModel
-from .line import LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price, shards_of, whole_strips
+from .line import LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price, shards_of, whole_strips, zigzag
 from .packing import checked_lengths, pack
 from .partition import BALANCED, balanced_partition, longest_first
 from .pieces import Entry, Piece, SplitPlan, named
@@ -284,6 +284,8 @@ class _Problem:
         """A wave of a few samples, each cut over all ranks, from the first and from the last in turn, as the beginning
         of a sample has many tokens.
         """
+        if len(samples) == 1 and (parts := zigzag(self.strips[samples[0]], self.ranks, self.least_tokens)):
+            return parts
         cuts = [self._line([each], shares[::way])[::way] for each, way in zip(samples, cycle((1, -1)), strict=False)]
         return [[*chain.from_iterable(parts)] for parts in zip(*cuts, strict=True)]
 

@@ -234,7 +234,9 @@ def test_longer_than_the_cap() -> None:
     assert max(tokens_of(pack, [3000, 10]) for rank in range(2) for pack in deal.packs(rank)) <= 2000
     assert deal.plan.lengths == {0: 3000}
     even = assign_split([3999], ranks=2, token_cap=2000, tokens=3000, cost=COST)
-    assert [[tokens_of(pack, [3999]) for pack in even.packs(rank)] for rank in range(2)] == [[2000], [1999]]
+    assert [[tokens_of(pack, [3999]) for pack in even.packs(rank)] for rank in range(2)] == [[1999], [2000]]
+    costs = [sum(COST.piece(each.start, each.stop, 0) for each in even.packs(rank)[0]) for rank in range(2)]
+    assert max(costs) < 1.001 * min(costs)
     with pytest.raises(ValueError, match=r"sample 0 has 3000 tokens, over the token_cap of 2000, .*pieces need 1500"):
         assign_split([3000, 10], ranks=2, token_cap=2000, tokens=100, cost=COST)
     with pytest.raises(
