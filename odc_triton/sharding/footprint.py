@@ -175,6 +175,7 @@ def memory_plan(
     tokens_per_microbatch: int = 0,
     gradient_checkpointing: bool = False,
     split_tokens: int = 0,
+    layers_in_flight: int | None = None,
     exact: bool = False,
     checkpoint_background: bool = False,
 ) -> MemoryPlan:
@@ -191,7 +192,7 @@ def memory_plan(
     view; on "cuda" the strategies `gathered`
     and `split` run, except in layers of `replace_layers`: what these read from the owners themselves, an
     embedding or a head, is never whole, nor is its gradient. Activations are an estimate, see
-    `activation_bytes_per_token`. `split_tokens`: what `enable_split` is given, `exact`: what `fully_shard` is;
+    `activation_bytes_per_token`. `split_tokens`, `layers_in_flight`: what `enable_split` is given, `exact`: what `fully_shard` is;
     `checkpoint_background`: with checkpoints that `train sft` writes in the background, for which each rank holds its
     masters and states once more on the host, pinned where the backend is "cuda". All three for ODC only.
 
@@ -276,7 +277,11 @@ def memory_plan(
             shard_bytes=trained_masters,
         )
     largest = max(specs, key=lambda spec: math.prod(spec.shape))
-    split_bytes = _split_bytes(model, largest.compute_dtype, split_tokens, world) if split_tokens else 0
+    split_bytes = 0
+    if split_tokens:
+        in_flight = layers_in_flight or (kv_buffers.IN_FLIGHT if gradient_checkpointing or not trained else None)
+        how = {"tokens": split_tokens, "world": world, "in_flight": in_flight, "gradients": bool(trained)}
+        split_bytes = _split_bytes(model, largest.compute_dtype, **how)
     return MemoryPlan(
         scheme=scheme,
         backend=backend,
@@ -309,7 +314,9 @@ def _state_bytes(sizes: _Sizes, optimizer: str, specs: Sequence[ParameterSpec]) 
     return tensors * sizes.shards(specs, "master_dtype") + scalar_bytes * len(specs)
 
 
-def _split_bytes(model: nn.Module, dtype: str, tokens: int, world: int) -> int:
+def _split_bytes(
+    model: nn.Module, dtype: str, *, tokens: int, world: int, in_flight: int | None, gradients: bool
+) -> int:
     """Of one rank. Raises ValueError for a config without heads."""
     config = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -320,9 +327,9 @@ def _split_bytes(model: nn.Module, dtype: str, tokens: int, world: int) -> int:
     layer = kv_buffers.LayerShape(
         heads=decoder.kv_heads, key_width=decoder.key_width, value_width=decoder.value_width, dtype=dtype
     )
-    layers = [layer] * config.num_hidden_layers
-    _, size_bytes = kv_buffers.buffer_regions(layers, tokens=tokens, world=world, apart=True)
-    return size_bytes
+    count = config.num_hidden_layers
+    sizes = {"tokens": tokens, "world": world, "in_flight": in_flight or count, "gradients": gradients}
+    return kv_buffers.buffer_regions([layer] * count, **sizes, apart=True)[1]
 
 
 class _Sizes:
