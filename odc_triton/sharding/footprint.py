@@ -192,9 +192,9 @@ def memory_plan(
     view; on "cuda" the strategies `gathered`
     and `split` run, except in layers of `replace_layers`: what these read from the owners themselves, an
     embedding or a head, is never whole, nor is its gradient. Activations are an estimate, see
-    `activation_bytes_per_token`. `split_tokens`, `layers_in_flight`: what `enable_split` is given, `exact`: what `fully_shard` is;
-    `checkpoint_background`: with checkpoints that `train sft` writes in the background, for which each rank holds its
-    masters and states once more on the host, pinned where the backend is "cuda". All three for ODC only.
+    `activation_bytes_per_token`. `split_tokens`, `layers_in_flight`: what `enable_split` is given, `exact`: what
+    `fully_shard` is; `checkpoint_background`: with checkpoints that `train sft` writes in the background, for which
+    each rank holds its masters and states once more on the host, pinned where the backend is "cuda". All for ODC only.
 
     Raises ValueError for world or replicas < 1, what is for ODC only with FSDP2, negative tokens, an unknown name, or a
     model without parameters.
