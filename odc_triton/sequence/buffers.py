@@ -31,6 +31,7 @@ from ..comm.layout import place_regions
 from ..comm.memory.heap import Status, SymmetricHeap
 
 KEYS, VALUES = 0, 1
+RUN_TOKENS = 65_536  # of other ranks, that attention reads at once
 IN_FLIGHT = 2  # buffers per shape of layer, where all layers are checkpointed: one is read while the next is written
 
 

@@ -30,12 +30,10 @@ from ..comm.grid import Grid
 from ..engine.participant import Participant
 from ..engine.passes import in_backward_pass
 from ..engine.transport import Streams
-from .buffers import KEYS, VALUES, Flag
+from .buffers import KEYS, RUN_TOKENS, VALUES, Flag
 from .fetched import Fetched, Rows, Seen
 from .sync import HostSync, OwnFlag, Wait
 from .tree import runs_of, within
-
-_RUN_TOKENS = 65_536  # of other ranks, that attention reads at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ class SequenceExchange(Participant):
 
     name = "split"
 
-    run_tokens = _RUN_TOKENS
+    run_tokens = RUN_TOKENS
 
     def __init__(self, sync: HostSync, streams: Streams, *, grid: Grid, in_order: bool, debug: bool = False) -> None:
         """`streams`: its own, to copy and to add beside what the engine copies and adds. `in_order`: ranks add to a

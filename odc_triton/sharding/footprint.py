@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +31,8 @@ from .peaks import (
     activation_bytes_per_token,
     fsdp2_whole_gradient_bytes,
     gathered_bytes,
+    long_bytes_per_token,
+    read_bytes,
     whole_gradient_bytes,
 )
 
@@ -75,6 +78,10 @@ class MemoryPlan:
     """Keys and values of `enable_split` that peers read, gradients that they add to, and flags."""
     muon_bytes: int
     """Rows of matrices that Muon reads whole and writes back, in bf16."""
+    read_bytes: int
+    """Rows of split sequences on other ranks, and their gradients, that attention has at once."""
+    offloaded_bytes: int
+    """Host memory for `offload_checkpoints`: of one microbatch."""
     checkpoint_host_bytes: int
     """Host memory for checkpoints written in the background: masters, optimizer states and buffers once more."""
     job_shared_bytes: int
@@ -104,8 +111,8 @@ class MemoryPlan:
 
     @property
     def activation_bytes(self) -> int:
-        """Of one microbatch; 0 where no estimate is known."""
-        return self.tokens_per_microbatch * (self.activation_bytes_per_token or 0)
+        """Of one microbatch, on the device; 0 where no estimate is known."""
+        return self.tokens_per_microbatch * (self.activation_bytes_per_token or 0) + self.read_bytes
 
     @property
     def private_bytes(self) -> int:
@@ -176,6 +183,7 @@ def memory_plan(
     gradient_checkpointing: bool = False,
     split_tokens: int = 0,
     layers_in_flight: int | None = None,
+    offload_checkpoints: bool = False,
     exact: bool = False,
     checkpoint_background: bool = False,
 ) -> MemoryPlan:
@@ -192,9 +200,13 @@ def memory_plan(
     view; on "cuda" the strategies `gathered`
     and `split` run, except in layers of `replace_layers`: what these read from the owners themselves, an
     embedding or a head, is never whole, nor is its gradient. Activations are an estimate, see
-    `activation_bytes_per_token`. `split_tokens`, `layers_in_flight`: what `enable_split` is given, `exact`: what
-    `fully_shard` is; `checkpoint_background`: with checkpoints that `train sft` writes in the background, for which
-    each rank holds its masters and states once more on the host, pinned where the backend is "cuda". All for ODC only.
+    `activation_bytes_per_token`.
+
+    `split_tokens`, `layers_in_flight`: what `enable_split` is given; with `gradient_checkpointing` activations are then
+    those of `long_bytes_per_token`. `offload_checkpoints`: what checkpointing keeps goes to the host. `exact`: what
+    `fully_shard` is given. `checkpoint_background`: with checkpoints that `train sft` writes in the background, for
+    which each rank holds its masters and states once more on the host, pinned where the backend is "cuda". All of these
+    for ODC only.
 
     Raises ValueError for world or replicas < 1, what is for ODC only with FSDP2, negative tokens, an unknown name, or a
     model without parameters.
@@ -208,11 +220,14 @@ def memory_plan(
     for name, value in (
         ("replicas", replicas if replicas > 1 else 0),
         ("split_tokens", split_tokens),
+        ("offload_checkpoints", offload_checkpoints),
         ("exact", exact),
         ("checkpoint_background", checkpoint_background),
     ):
         if value and scheme != "odc":
             raise ValueError(f"{name} is {value} for {scheme!r}: it is for 'odc' only, leave it out")
+    if offload_checkpoints and not gradient_checkpointing:
+        raise ValueError("offload_checkpoints needs gradient_checkpointing=True: nothing else is offloaded")
     for name, value, known in (
         ("scheme", scheme, SCHEMES),
         ("optimizer", optimizer, tuple(OPTIMIZER_STATES)),
@@ -277,11 +292,22 @@ def memory_plan(
             shard_bytes=trained_masters,
         )
     largest = max(specs, key=lambda spec: math.prod(spec.shape))
-    split_bytes = 0
+    itemsize, split_bytes, read, offloaded = sizes.itemsizes[largest.compute_dtype], 0, 0, 0
+    per_token = activation_bytes_per_token(model, itemsize=itemsize, gradient_checkpointing=gradient_checkpointing)
+    if offload_checkpoints:
+        checkpoint = itemsize * _text_config(model).hidden_size
+        offloaded = tokens_per_microbatch * checkpoint * _text_config(model).num_hidden_layers
+        per_token = per_token and per_token - checkpoint * (_text_config(model).num_hidden_layers - 2)
     if split_tokens:
+        decoder = _decoder(model, split_tokens)
         in_flight = layers_in_flight or (kv_buffers.IN_FLIGHT if gradient_checkpointing or not trained else None)
         how = {"tokens": split_tokens, "world": world, "in_flight": in_flight, "gradients": bool(trained)}
-        split_bytes = _split_bytes(model, largest.compute_dtype, **how)
+        split_bytes = _split_bytes(decoder, largest.compute_dtype, **how)
+        if gradient_checkpointing:
+            widths = {"itemsize": itemsize, "sum_itemsize": max(itemsize, 4) if backend == "cuda" else itemsize}
+            per_token = long_bytes_per_token(model, decoder, **widths, offloaded=offload_checkpoints)
+            run = min(kv_buffers.RUN_TOKENS, split_tokens)
+            read = read_bytes(decoder, tokens=run, **widths, apart=backend == "cuda")
     return MemoryPlan(
         scheme=scheme,
         backend=backend,
@@ -296,13 +322,11 @@ def memory_plan(
         buffer_bytes=buffer_bytes,
         gathered_bytes=gathered,
         transient_gradient_bytes=whole_gradients,
-        activation_bytes_per_token=activation_bytes_per_token(
-            model,
-            itemsize=sizes.itemsizes[largest.compute_dtype],
-            gradient_checkpointing=gradient_checkpointing,
-        ),
+        activation_bytes_per_token=per_token,
         tokens_per_microbatch=tokens_per_microbatch,
         split_bytes=split_bytes,
+        read_bytes=read,
+        offloaded_bytes=offloaded,
         muon_bytes=muon_bytes,
         checkpoint_host_bytes=host_bytes if checkpoint_background else 0,
         job_shared_bytes=job_shared + world * replicas * split_bytes,
@@ -314,22 +338,29 @@ def _state_bytes(sizes: _Sizes, optimizer: str, specs: Sequence[ParameterSpec]) 
     return tensors * sizes.shards(specs, "master_dtype") + scalar_bytes * len(specs)
 
 
-def _split_bytes(
-    model: nn.Module, dtype: str, *, tokens: int, world: int, in_flight: int | None, gradients: bool
-) -> int:
-    """Of one rank. Raises ValueError for a config without heads."""
+def _text_config(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = getattr(config, "num_attention_heads", None)
-    if heads is None:
-        raise ValueError(f"split_tokens is {tokens}, and {type(model).__name__} has no config with num_attention_heads")
-    decoder = Decoder.of(config)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _decoder(model: nn.Module, split_tokens: int) -> Decoder:
+    """Raises ValueError for a config without heads."""
+    config = _text_config(model)
+    if getattr(config, "num_attention_heads", None) is None:
+        name = type(model).__name__
+        raise ValueError(f"split_tokens is {split_tokens}, and {name} has no config with num_attention_heads")
+    return Decoder.of(config)
+
+
+def _split_bytes(
+    decoder: Decoder, dtype: str, *, tokens: int, world: int, in_flight: int | None, gradients: bool
+) -> int:
+    """Of one rank."""
     layer = kv_buffers.LayerShape(
         heads=decoder.kv_heads, key_width=decoder.key_width, value_width=decoder.value_width, dtype=dtype
     )
-    count = config.num_hidden_layers
-    sizes = {"tokens": tokens, "world": world, "in_flight": in_flight or count, "gradients": gradients}
-    return kv_buffers.buffer_regions([layer] * count, **sizes, apart=True)[1]
+    sizes = {"tokens": tokens, "world": world, "in_flight": in_flight or decoder.layers, "gradients": gradients}
+    return kv_buffers.buffer_regions([layer] * decoder.layers, **sizes, apart=True)[1]
 
 
 class _Sizes:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
+    from ..balance.decoder import Decoder
+
 ROOT = ""  # the unit of every parameter outside all blocks, as in comm/layout.py
 Units = dict[str, int]
 
@@ -89,3 +91,32 @@ def activation_bytes_per_token(model: nn.Module, *, itemsize: int, gradient_chec
         layer += (a + g) * (d * (4 + e) + 4)
     kept = layers * e * h + layer if gradient_checkpointing else layers * layer
     return kept + norm + config.vocab_size * (e + 4)
+
+
+def long_bytes_per_token(
+    model: nn.Module, decoder: Decoder, *, itemsize: int, sum_itemsize: int, offloaded: bool
+) -> int:
+    """Bytes at the peak of a microbatch with pieces of samples, per token: in the backward of a checkpointed layer's
+    attention. MLPs and norms are in chunks, and the head is fused, so they hold less. With e = `itemsize`, s =
+    `sum_itemsize`, hidden size h, A and G the widths of all queries and of all keys, d that of one:
+
+        e h layers                  checkpoints, with `offloaded` two of them
+      + e (3 h + 2 A + 2 G)         the first norm's output, the sum after attention and its gradient; q, k, v, output
+      + e (A + G)                   with q/k norms: their inputs
+      + e A + (s + e) (A + 2 G)     gradients of the output and, as sums and of one call, of q, k and v
+      + 2 e d + 4 heads             cosines and sines; log-sum-exp
+    """
+    config = model.config.get_text_config()
+    h, queries, keys = config.hidden_size, decoder.heads * decoder.key_width, decoder.kv_heads * decoder.key_width
+    kept = (2 if offloaded else decoder.layers) * h + 3 * h + 2 * (queries + keys) + queries + 2 * decoder.key_width
+    if any(name.endswith(".q_norm") for name, _ in model.named_modules()):
+        kept += queries + keys
+    return itemsize * kept + (sum_itemsize + itemsize) * (queries + 2 * keys) + 4 * decoder.heads
+
+
+def read_bytes(decoder: Decoder, *, tokens: int, itemsize: int, sum_itemsize: int, apart: bool) -> int:
+    """What attention holds of other ranks' rows, `tokens` at a time: their gradients; where memory is `apart` also two
+    copies of rows, one of them for the next call, and gradients that are being added.
+    """
+    row = decoder.kv_heads * (decoder.key_width + decoder.value_width)
+    return tokens * row * (2 * itemsize + 2 * sum_itemsize if apart else sum_itemsize)
