@@ -103,7 +103,8 @@ def long_bytes_per_token(
         e h layers                  checkpoints, with `offloaded` two of them
       + e (3 h + 2 A + 2 G)         the first norm's output, the sum after attention and its gradient; q, k, v, output
       + e (A + G)                   with q/k norms: their inputs
-      + e A + (s + e) (A + 2 G)     gradients of the output and, as sums and of one call, of q, k and v
+      + e A + s (A + 2 G)           gradients of the output, and sums of those of q, k and v
+      + e (A / 2 + 2 G)             gradients by one call, for one of two pieces
       + 2 e d + 4 heads             cosines and sines; log-sum-exp
     """
     config = model.config.get_text_config()
@@ -111,7 +112,8 @@ def long_bytes_per_token(
     kept = (2 if offloaded else decoder.layers) * h + 3 * h + 2 * (queries + keys) + queries + 2 * decoder.key_width
     if any(name.endswith(".q_norm") for name, _ in model.named_modules()):
         kept += queries + keys
-    return itemsize * kept + (sum_itemsize + itemsize) * (queries + 2 * keys) + 4 * decoder.heads
+    kept += queries // 2 + 2 * keys
+    return itemsize * kept + sum_itemsize * (queries + 2 * keys) + 4 * decoder.heads
 
 
 def read_bytes(decoder: Decoder, *, tokens: int, itemsize: int, sum_itemsize: int, apart: bool) -> int:
