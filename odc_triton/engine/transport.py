@@ -74,9 +74,14 @@ class Streams:
         """Frees memory: anything that reuses it follows the copies into it and what read them."""
         storage.resize_(0)
 
-    def add(self, gradient: torch.Tensor, work: Callable[[torch.Tensor], None]) -> None:
-        """Adds `gradient` to peers, by `work`, after all computation enqueued before."""
+    def add(
+        self, gradient: torch.Tensor, work: Callable[[torch.Tensor], None], *, most_bytes: int | None = None
+    ) -> None:
+        """Adds `gradient` to peers, by `work`, after all computation enqueued before. `most_bytes`: that may wait."""
         work(gradient)
+
+    def follow_adds(self) -> None:
+        """Makes the computation from here on follow all additions enqueued before."""
 
     def after_adds(self, work: Callable[[], None]) -> None:
         """Runs `work` after all additions enqueued before."""
@@ -159,16 +164,21 @@ class DeviceStreams(Streams):
                 copies.home.wait_stream(user)
         self.device.free(storage)
 
-    def add(self, gradient: torch.Tensor, work: Callable[[torch.Tensor], None]) -> None:
+    def add(
+        self, gradient: torch.Tensor, work: Callable[[torch.Tensor], None], *, most_bytes: int | None = None
+    ) -> None:
         self._add.wait_stream(self._current())
         self.device.enqueue(self._add, work, gradient)
         self._in_flight.append((self._add.record_event(), gradient))
         self._in_flight_bytes += gradient.nbytes
         while self._in_flight and self._in_flight[0][0].query():
             self._let_go()
-        while self._in_flight_bytes > self._most_bytes:
+        while self._in_flight_bytes > (self._most_bytes if most_bytes is None else most_bytes):
             self._current().wait_event(self._in_flight[0][0])
             self._let_go()
+
+    def follow_adds(self) -> None:
+        self._current().wait_stream(self._add)
 
     def after_adds(self, work: Callable[[], None]) -> None:
         self.device.enqueue(self._add, work)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .grpo_trainer import ODCGRPOTrainer as ODCGRPOTrainer
     from .loss import model_inputs as model_inputs
     from .loss import summed_loss as summed_loss
+    from .offload import offload_checkpoints as offload_checkpoints
     from .trainer import ODCTrainer as ODCTrainer
 
 _HOME = {
@@ -28,6 +29,7 @@ _HOME = {
     "compute_in_chunks": "chunks",
     "enable_packing": "enable",
     "model_inputs": "loss",
+    "offload_checkpoints": "offload",
     "packed_attention": "attention",
     "packed_mask": "attention",
     "summed_loss": "loss",
