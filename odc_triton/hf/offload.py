@@ -18,62 +18,70 @@ import torch
 from torch import nn
 
 from ..engine.api import engine_of
+from ..engine.module import plain_class
+from ..engine.participant import Participant
 from ..engine.transport import Streams
 
 
-def offload_checkpoints(model: nn.Module) -> OffloadedCheckpoints:
+def offload_checkpoints(model: nn.Module) -> None:
     """Moves what checkpointed layers keep between forward and backward to the host, and back one layer ahead.
 
         model.gradient_checkpointing_enable({"use_reentrant": False}); fully_shard(model); offload_checkpoints(model)
 
     Results are the same, bit by bit. Two layers' inputs stay on the device. Host memory: one microbatch's inputs of all
-    layers, kept until the model goes. What it returns counts the bytes.
+    layers, kept until the model goes.
 
     Raises TypeError for a model that is not sharded, ValueError if none of its layers is checkpointed, or if it was
     called before.
     """
-    streams = engine_of(model, "offload_checkpoints").streams
-    layers = [each for each in model.modules() if _is_checkpointed(each)]
-    if not layers:
+    engine = engine_of(model, "offload_checkpoints")
+    if not any(map(_is_checkpointed, model.modules())):
         raise ValueError(
-            f"no layer of {type(model).__name__} is checkpointed: call model.gradient_checkpointing_enable("
+            f"no layer of {plain_class(model).__name__} is checkpointed: call model.gradient_checkpointing_enable("
             f'{{"use_reentrant": False}}) before offload_checkpoints'
         )
-    if any(isinstance(each._gradient_checkpointing_func, _Offloading) for each in layers):
+    if engine.participant(OffloadedCheckpoints.name) is not None:
         raise ValueError("offload_checkpoints was called on this model before")
-    own = streams.first.another()
-    streams.also(own)
-    offloaded = OffloadedCheckpoints(own)
-    for layer in layers:
-        layer._gradient_checkpointing_func = _Offloading(layer._gradient_checkpointing_func, offloaded)
-    return offloaded
+    streams = engine.streams.first.another()
+    engine.streams.also(streams)
+    offloaded = OffloadedCheckpoints(streams)
+    engine.register(offloaded)
+
+    def wrap(*_: object) -> None:
+        for layer in filter(_is_checkpointed, model.modules()):
+            if not isinstance(layer._gradient_checkpointing_func, _Offloading):
+                layer._gradient_checkpointing_func = _Offloading(layer._gradient_checkpointing_func, offloaded)
+
+    model.register_forward_pre_hook(wrap)  # each time: Trainer calls gradient_checkpointing_enable again
 
 
 def _is_checkpointed(module: nn.Module) -> bool:
-    """True for a transformers layer whose calls are checkpointed. Models have the attributes too, and layers in them."""
-    is_on = hasattr(module, "_gradient_checkpointing_func") and getattr(module, "gradient_checkpointing", False)
-    return is_on and not any(hasattr(each, "_gradient_checkpointing_func") for each in _inside(module))
+    """True for a layer of transformers whose calls are checkpointed. The models around them have the attributes too."""
+    if not getattr(module, "gradient_checkpointing", False) or not hasattr(module, "_gradient_checkpointing_func"):
+        return False
+    return not any(hasattr(each, "_gradient_checkpointing_func") for each in module.modules() if each is not module)
 
 
-def _inside(module: nn.Module) -> list[nn.Module]:
-    return [each for each in module.modules() if each is not module]
+class OffloadedCheckpoints(Participant):
+    """`sent_bytes`: what went to the host in this minibatch; `host_bytes`: of the buffers."""
 
-
-class OffloadedCheckpoints:
-    """`count`: bytes that went to the host so far; `host_bytes`: of the buffers."""
+    name = "offload"
 
     def __init__(self, streams: Streams) -> None:
-        self.count = self.host_bytes = 0
+        self.sent_bytes = self.host_bytes = 0
         self._streams = streams
         self._free: list[torch.Tensor] = []
         self._last: Callable[[], _Kept | None] = lambda: None
+
+    def opened(self) -> None:
+        self.sent_bytes = 0
 
     def keep(self, x: torch.Tensor) -> _Kept:
         """Begins the copy of x to the host."""
         kept = _Kept(self._streams, x, self._buffer(x.nbytes), before=self._last)
         weakref.finalize(kept, self._free.append, kept.buffer)  # also if its backward never comes
         self._last = weakref.ref(kept)
-        self.count += x.nbytes
+        self.sent_bytes += x.nbytes
         return kept
 
     def _buffer(self, size_bytes: int) -> torch.Tensor:
@@ -139,8 +147,10 @@ class _Offloading:
         self._run, self._offloaded = run, offloaded
 
     def __call__(self, function: Callable[..., Any], hidden: torch.Tensor, *others: Any, **named: Any) -> Any:
+        its = hidden.data_ptr(), hidden.shape  # not the tensor: torch keeps the hooks as long as the graph
+
         def pack(x: torch.Tensor) -> Any:
-            return self._offloaded.keep(x) if x.data_ptr() == hidden.data_ptr() and x.shape == hidden.shape else x
+            return self._offloaded.keep(x) if (x.data_ptr(), x.shape) == its else x
 
         def unpack(kept: Any) -> torch.Tensor:
             return kept.take() if isinstance(kept, _Kept) else kept

@@ -71,7 +71,8 @@ class ODCTrainer(ShardedTrainer):
     refused: ClassVar[Mapping[str, str]] = ShardedTrainer.refused | {
         "packing": "TRL's packs would be taken for samples: leave it out, the trainer packs",
         "eval_packing": "TRL's packs would be taken for samples: leave it out, the trainer packs",
-        "activation_offloading": "SFTTrainer's step is not run: leave it out, or set gradient_checkpointing=True",
+        "activation_offloading": "SFTTrainer's step is not run: leave it out, and after fully_shard call "
+        "odc_triton.hf.offload_checkpoints(model)",
     }
 
     def __init__(

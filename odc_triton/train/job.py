@@ -26,6 +26,7 @@ from ..base.signals import STOPS, handling
 from ..checkpoint import load_pretrained_shards
 from ..comm.launch import Interrupted, die_with_parent, end_process, status_of
 from ..engine.api import engine_of
+from ..hf import offload_checkpoints
 from ..hf.enable import innermost
 from ..sharding.agree import default_mesh
 from ..sharding.shard import fully_shard
@@ -89,6 +90,8 @@ def _sharded(
         cost = replace(cost, quadratic=factor * cost.quadratic)
         if rank == 0 and not frozen:
             print(f"attention is planned by its measured cost, {factor:.2f} of its FLOPs'", flush=True)
+    if options.offload_checkpoints and not frozen:
+        offload_checkpoints(model)
     torch.manual_seed(options.seed + rank)  # dropout differs between ranks
     if options.model is not None:
         load_pretrained_shards(model, options.model)

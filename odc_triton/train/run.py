@@ -173,6 +173,8 @@ class Run(ABC):
         metrics = {"step": state.step, **metrics, "skipped": state.skipped}
         if self.engine.deterministic:
             metrics["repeated"] = state.repeated
+        if (offloaded := self.engine.participant("offload")) is not None:
+            metrics["offloaded_bytes"] = offloaded.sent_bytes  # of this rank
         if state.skipped > self.options.max_skipped:
             raise TooManySkipped(
                 f"step {state.step}: the loss is {metrics['loss']} and the gradient's norm {metrics['grad_norm']}; "

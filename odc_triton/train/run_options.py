@@ -68,6 +68,7 @@ class RunOptions:
     dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute; masters and sums of gradients are fp32")
     exact: bool = option(False, "sum gradients exactly: every run with the same ranks and packs has the same bits")
     gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, more time")
+    offload_checkpoints: bool = option(False, "what gradient checkpointing keeps waits in the host's memory")
     replace_layers: bool = option(False, "attention, embedding and linear layers read from and add to their owners")
     fused_head: bool | None = option(
         None,
@@ -98,7 +99,8 @@ class RunOptions:
     free: ClassVar[frozenset[str]] = frozenset(
         (
             *("out", "resume", "checkpoint_every", "checkpoint_minutes", "checkpoint_background", "keep"),
-            *("timeout_minutes", "max_skipped", "eval_every", "gradient_checkpointing", "fused_head", "replicas"),
+            *("timeout_minutes", "max_skipped", "eval_every", "replicas"),
+            *("gradient_checkpointing", "offload_checkpoints", "fused_head"),
             *("split_sequences", "split_tokens", "eval_samples", "report_to", "run_name", "project"),
         )
     )
@@ -172,8 +174,9 @@ class RunOptions:
                 raise ValueError(
                     f"{flag(one)} is {getattr(self, one)} and {flag(other)} is {getattr(self, other)}; give one of them"
                 )
-        needs = (("split_tokens", "split_sequences"), ("lora_alpha", "lora_rank"), ("lora_targets", "lora_rank"))
-        for name, needed in needs:
+        needs = {"split_tokens": "split_sequences", "lora_alpha": "lora_rank", "lora_targets": "lora_rank"}
+        needs["offload_checkpoints"] = "gradient_checkpointing"
+        for name, needed in needs.items():
             if getattr(self, name) != self.defaults()[name] and not getattr(self, needed):
                 raise ValueError(f"{flag(name)} is {getattr(self, name)}: give {flag(needed)} too, or leave it out")
         for name in ("eval_every", "eval_samples"):
