@@ -7,7 +7,7 @@ import torch
 
 from odc_triton.sequence.flash import FlashAttentionOfTree
 from tests.gpu.marks import MARKS
-from tests.support.trees import CASES, Tree, dense, random_tree, tensors_of, with_gradients
+from tests.support.trees import CASES, GivenRows, Tree, dense, random_tree, tensors_of, with_gradients
 
 pytestmark = MARKS
 LONG = [random_tree(seed, longest=300) for seed in range(4)]  # several blocks of the kernel
@@ -22,7 +22,7 @@ def test_as_with_a_mask(tree: Tree, dtype: torch.dtype, width: int) -> None:
     poison = torch.full((1 << 26,), torch.nan, device="cuda")  # what the kernel doesn't write shall show
     del poison
     found = with_gradients(
-        given, lambda q, k, v, *more: FlashAttentionOfTree.apply(q, k, v, tree.parts, None, None, *more)
+        given, lambda q, k, v, *more: FlashAttentionOfTree.apply(q, k, v, tree.parts, None, GivenRows(*more))
     )
     for name, each in want.items():
         # bf16 has 8 bits, and sums of some hundred products of it are rounded once in each part.
@@ -37,7 +37,7 @@ def test_the_host_does_not_wait() -> None:
     for mode in ("default", "error"):  # the kernels are loaded in the first round
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            out = FlashAttentionOfTree.apply(query, keys, values, CASES["fetched"].parts, None, None, *before)
-            torch.autograd.grad(out, (query, keys, values, *before), seed)
+            out = FlashAttentionOfTree.apply(query, keys, values, CASES["fetched"].parts, None, GivenRows(*before))
+            out.backward(seed)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 from odc_triton.sequence import flash
+from odc_triton.sequence.attention import Pair
 from odc_triton.sequence.flash import FlashAttentionOfTree, calls_of
 from tests.support.flash import Flash
-from tests.support.trees import CASES, Tree, dense, random_tree, tensors_of, with_gradients
+from tests.support.trees import CASES, GivenRows, Tree, dense, random_tree, tensors_of, with_gradients
 
 SCALE = 0.3
 
@@ -31,7 +33,7 @@ def test_as_with_a_mask(tree: Tree, kernel: Flash, scale: float | None) -> None:
     given = tensors_of(tree, torch.float64)
     want = with_gradients(given, lambda *qkv: dense(tree, scale, *qkv))
     found = with_gradients(
-        given, lambda q, k, v, *more: FlashAttentionOfTree.apply(q, k, v, tree.parts, scale, None, *more)
+        given, lambda q, k, v, *more: FlashAttentionOfTree.apply(q, k, v, tree.parts, scale, GivenRows(*more))
     )
     for name, each in want.items():
         assert (found[name] - each).abs().max() <= 1e-12 * each.abs().max() + 1e-14, name
@@ -46,7 +48,8 @@ def test_no_key_is_copied(name: str, calls: int, rows_first: bool, kernel: Flash
     """A call of the kernel has views of what was given, however it is laid out; there is one per depth and source."""
     given = tensors_of(CASES[name], torch.float64).values()
     query, keys, values, *before = (each if rows_first else each.contiguous() for each in given)
-    out = FlashAttentionOfTree.apply(query.requires_grad_(), keys, values, CASES[name].parts, None, None, *before)
+    rows = (query.requires_grad_(), keys, values)
+    out = FlashAttentionOfTree.apply(*rows, CASES[name].parts, None, GivenRows(*before))
     out.backward(torch.ones_like(query))
     assert len(kernel.calls) == 2 * calls
     for at, all_of in enumerate(((keys, *before[::2]), (values, *before[1::2]))):
@@ -74,10 +77,13 @@ def test_it_asks_for_what_is_fetched_after_the_parts_of_the_pack(kernel: Flash) 
     query, keys, values, *before = tensors_of(CASES["fetched"], torch.float64).values()
     asked: list[int] = []
 
-    def ready() -> None:
-        asked.append(len(kernel.calls))
+    class Asked(GivenRows):
+        def each(self, *, backward: bool = False) -> Iterator[tuple[int, Pair]]:
+            for each in super().each():
+                asked.append(len(kernel.calls))
+                yield each
 
-    FlashAttentionOfTree.apply(query, keys, values, CASES["fetched"].parts, None, ready, *before)
+    FlashAttentionOfTree.apply(query, keys, values, CASES["fetched"].parts, None, Asked(*before))
     assert asked == [2, 3]
 
 
@@ -93,8 +99,9 @@ def test_torch_takes_the_calls(tree: Tree) -> None:
     """Torch's own operators, whose arguments and shapes need no GPU."""
     leaves = [each.requires_grad_() for each in tensors_of(tree, torch.bfloat16, "meta").values()]
     query, keys, values, *before = leaves
-    out = FlashAttentionOfTree.apply(query, keys, values, tree.parts, None, None, *before)
+    out = FlashAttentionOfTree.apply(query, keys, values, tree.parts, None, GivenRows(*before))
     assert (out.shape, out.dtype) == (query.shape, query.dtype)
     assert out.grad_fn.saved_tensors[-1].dtype == torch.float32
-    for each, like in zip(torch.autograd.grad(out, leaves, torch.empty_like(out)), leaves, strict=True):
-        assert (each.shape, each.dtype) == (like.shape, like.dtype)
+    out.backward(torch.empty_like(out))
+    for leaf in leaves:
+        assert (leaf.grad.shape, leaf.grad.dtype) == (leaf.shape, leaf.dtype)

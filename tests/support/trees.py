@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from odc_triton.sequence.attention import AttentionPart, SeenRows, parts_of
+from odc_triton.sequence.attention import AttentionPart, Pair, RowsBefore, SeenRows, parts_of
 
 HEADS, KV_HEADS = 4, 2
 
@@ -30,6 +31,21 @@ class Tree:
     @property
     def parts(self) -> list[AttentionPart]:
         return parts_of(self.bounds, [[SeenRows(*rows) for rows in sees] for _, sees in self.documents])
+
+
+class GivenRows(RowsBefore):
+    """Keys and values, in turn, of each source besides the pack. Their gradients become `grad`."""
+
+    def __init__(self, *before: Tensor) -> None:
+        self.pairs = [*zip(before[::2], before[1::2], strict=True)]
+
+    def each(self, *, backward: bool = False) -> Iterator[tuple[int, Pair]]:
+        yield from enumerate(self.pairs, 1)
+
+    def add(self, gradients: Iterable[tuple[int, Sequence[Tensor]]], needed: Sequence[bool]) -> None:
+        for number, found in gradients:
+            for leaf, each, need in zip(self.pairs[number - 1], found, needed, strict=True):
+                leaf.grad = each.to(leaf.dtype) if need else None
 
 
 A, B = (0, 0, 6), (0, 6, 9)
@@ -100,4 +116,5 @@ def with_gradients(given: dict[str, Tensor], attention: Any) -> dict[str, Tensor
     leaves = {name: each.clone().requires_grad_() for name, each in given.items()}
     out = attention(*leaves.values())
     seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out)
-    return {"out": out.detach(), **dict(zip(leaves, torch.autograd.grad(out, leaves.values(), seed), strict=True))}
+    out.backward(seed)
+    return {"out": out.detach(), **{name: each.grad for name, each in leaves.items()}}
