@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, MinibatchSampler, PackedDataset, assign, count_target_tokens, pack_collate
 from odc_triton.balance.line import Strip, cut_line
-from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, PlannedPiece, SplitPlan
+from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
 from odc_triton.balance.queue import OwnCounter
 from odc_triton.balance.split import assign_split, readable_tokens
 
@@ -114,13 +114,10 @@ def check(given: dict, dealt: list[list[list[Entry]]], planned: SplitPlan | None
         assert [replace(each, wave=0) for each in plan.pieces] == [replace(each, wave=0) for each in planned.pieces]
         assert plan.tokens == read
         wait_graph(dealt).prepare()
-        for sample in plan.lengths:  # rows that others read do not overlap
-            offsets = [(each.joint_offset, each.joint_offset + each.read) for each in of_sample(plan, sample)]
-            assert all(a[1] == b[0] for a, b in itertools.pairwise(offsets))
+        for rank in range(ranks):  # rows that others read do not overlap
+            own = sorted((each.offset, each.offset + each.read) for each in plan.of_rank(rank))
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(own))
 
-
-def of_sample(plan: SplitPlan, sample: int) -> list[PlannedPiece]:
-    return [each for each in plan.pieces if each.piece.sample == sample]
 
 
 @settings(max_examples=500, deadline=None)
@@ -295,12 +292,7 @@ def test_waves_zigzag_and_riders() -> None:
     assert plan.waves == 2
     assert {each.piece.sample: each.wave for each in plan.pieces} == {0: 0, 1: 1}
     assert plan.tokens == [6, 4]
-    own = plan.of_rank(0)
-    assert [(each.offset, each.joint_offset, each.read) for each in own] == [
-        (0, 0, 4),
-        (4, 8, 0),
-        (4, 8, 2),
-    ]
+    assert [(each.offset, each.read) for each in plan.of_rank(0)] == [(0, 4), (4, 0), (4, 2)]
     with pytest.raises(ValueError, match=r"Piece\(sample=0, start=4, stop=4, parent=None\) has no tokens"):
         Piece(0, 4, 4)
 

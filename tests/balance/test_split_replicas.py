@@ -124,11 +124,10 @@ def check_buffers(plan: SplitPlan) -> None:
         assert (part.ranks, part.replicas) == (shards, 1)
         assert part.tokens == plan.tokens[replica * shards : (replica + 1) * shards]
         found += [(replica * shards + each.rank, each.piece, each.wave) for each in part.pieces]
-        rows, own = [], defaultdict(list)
+        own = defaultdict(list)
         for each in (each for each in part.pieces if each.read):
-            rows.append((each.joint_offset, each.joint_offset + each.read))
             own[each.rank].append((each.offset, each.offset + each.read))
-        for spans in (rows, *own.values()):
+        for spans in own.values():
             spans.sort()
             assert spans[0][0] == 0
             assert all(a[1] == b[0] for a, b in itertools.pairwise(spans)), "no row is shared, and none is lost"

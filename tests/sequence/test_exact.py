@@ -13,7 +13,7 @@ import torch
 
 from odc_triton import enable_split, fully_shard, repeating
 from odc_triton.engine.api import engine_of
-from odc_triton.sequence.exchange import SequenceExchange
+from odc_triton.sequence.exchange import Additions, SequenceExchange
 from tests.support import ranks, slow
 from tests.support.splitting import Dealt, P, Setup, build, plain, step_on
 
@@ -33,7 +33,7 @@ def _at_random_speeds(rank: int, world: int, run: int, backend: str) -> dict[str
         time.sleep(0.01 * numbers.random())
         return of(*given)
 
-    for name in ("publish", "read", "add", "collect"):
+    for name in ("publish", "read", "begin_adding", "collect"):
         setattr(exchange, name, partial(late, getattr(exchange, name)))
     return repeating(lambda: step_on(model, setup, rank, deal=TREE)[1])
 
@@ -54,14 +54,14 @@ def _gradients(rank: int, world: int, late: int, backend: str) -> dict[str, torc
     setup = Setup(backend=backend)
     model = fully_shard(build(setup, replaced=True), backend=backend, exact=True)
     enable_split(model, tokens=48)
-    add = SequenceExchange.add
+    begin_adding = SequenceExchange.begin_adding
 
-    def adds_late(self: SequenceExchange, *given: Any) -> None:
+    def adds_late(self: SequenceExchange, *given: Any) -> Additions:
         if rank == late:
             time.sleep(0.05)
-        add(self, *given)
+        return begin_adding(self, *given)
 
-    SequenceExchange.add = adds_late
+    SequenceExchange.begin_adding = adds_late
     return repeating(lambda: step_on(model, setup, rank, deal=DEAL)[1])
 
 

@@ -17,7 +17,7 @@ from odc_triton import enable_split, fully_shard, memory_plan, minibatch, repeat
 from odc_triton.balance import pack_collate
 from odc_triton.balance.pieces import PlannedPiece, SplitPlan
 from odc_triton.hf import summed_loss
-from odc_triton.sequence.exchange import SequenceExchange
+from odc_triton.sequence.exchange import Additions, SequenceExchange
 from tests.sequence.test_failures import assert_cause_alone, fails_once, right_after
 from tests.sequence.test_parity import FP64, assert_alike, compare
 from tests.sequence.test_trees import assert_alike as assert_as_dense
@@ -57,18 +57,18 @@ def _exact(rank: int, world: int, late: int, backend: str) -> dict[str, torch.Te
     setup = replace(SETUP, backend=backend)
     model = fully_shard(build(setup, replaced=True), mesh=mesh_of((2, 2)), backend=backend, exact=True)
     enable_split(model, tokens=48)
-    add = SequenceExchange.add
+    begin_adding = SequenceExchange.begin_adding
 
-    def adds_late(self: SequenceExchange, *given: Any) -> None:
+    def adds_late(self: SequenceExchange, *given: Any) -> Additions:
         if rank == late:
             time.sleep(0.05)
-        add(self, *given)
+        return begin_adding(self, *given)
 
-    SequenceExchange.add = adds_late
+    SequenceExchange.begin_adding = adds_late
     try:
         return repeating(lambda: step_on(model, setup, rank, deal=IN_ORDER)[1])
     finally:
-        SequenceExchange.add = add
+        SequenceExchange.begin_adding = begin_adding
 
 
 def _wrong_plans(rank: int, world: int) -> dict[str, str]:

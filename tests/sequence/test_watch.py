@@ -14,13 +14,12 @@ import torch
 from odc_kernels import streams
 from odc_kernels.linear_cross_entropy import _pulled
 from odc_kernels.peers import PeerShards, shards_of
-from odc_triton.balance.pieces import Piece, SplitPlan
+from odc_triton.balance.pieces import Piece, Read, SplitPlan
 from odc_triton.engine.transport import DeviceStreams, Streams
 from odc_triton.sequence import sync
 from odc_triton.sequence.buffers import Flag
 from odc_triton.sequence.exchange import SequenceExchange, Span
 from odc_triton.sequence.sync import KernelSync, Wait, _Look, _Running
-from odc_triton.sequence.tree import RemoteRows
 from tests.support.deadlines import LONG_S
 from tests.support.simulated import SimulatedDevice, SimulatedEvent
 from tests.support.splitting import Setup, sharded
@@ -127,9 +126,12 @@ ROWS = (torch.zeros(12, 1, 1), torch.zeros(12, 1, 1))
 
 
 def exchange_of_rank_1(*, layers: int = 1, debug: bool = False) -> tuple[SequenceExchange, SplitPlan]:
-    """Rank 1 reads rank 0's piece, and rank 2 reads both. Nothing is sent: the order alone counts."""
+    """Rank 1 reads rank 0's piece, and rank 2 reads both. Nothing is sent: the order alone counts. One buffer serves
+    all layers.
+    """
     place = buffers()
     place.rank, place.world, place.tokens, place.layers, place.heap.apart = 1, 3, 30, layers, False
+    place.slots, place.stays = [0] * layers, [layer == layers - 1 for layer in range(layers)]
     place.rows = place.gradient_rows = lambda _layer, _kind, _piece, start, stop: torch.zeros(stop - start, 1, 1)
     sent = {"begin": lambda: None, "signal": lambda *_: None, "wait": lambda _: None, "add": lambda *_: None}
     exchange = SequenceExchange(
@@ -145,6 +147,7 @@ def test_checkpointed_layers_without_gradients_need_no_backward() -> None:
     with torch.no_grad():
         for layer in range(2):
             exchange.start(layer, spans, trains=False)
+            exchange.publish(layer, spans, None, ROWS)
     with pytest.raises(RuntimeError, match="had no backward"):
         exchange.leave()
     exchange.collect(1, spans, None, ROWS)
@@ -153,20 +156,23 @@ def test_checkpointed_layers_without_gradients_need_no_backward() -> None:
 
 @pytest.mark.parametrize("debug", [True, False])
 def test_a_wait_before_what_peers_wait_for_is_found_in_debug(debug: bool) -> None:
-    (exchange, plan), spans = exchange_of_rank_1(debug=debug), [Span(MINE, 0, 12)]
-    before, run = (torch.zeros(8, 1, 1), torch.zeros(8, 1, 1)), RemoteRows((plan.pieces[0],), 0, 8)
+    (exchange, plan), spans = exchange_of_rank_1(layers=2, debug=debug), [Span(MINE, 0, 12)]
+    run = Read(plan.pieces[0], 0, 8)
     right = [
         partial(exchange.publish, 0, spans, None, ROWS),
         partial(exchange.read, 0, spans, run, [torch.float32] * 2),
-        partial(exchange.add, 0, spans, [run], None, before),
-        partial(exchange.collect, 0, spans, None, ROWS),
+        partial(exchange.have_read, 0, spans, [run]),
+        partial(exchange.publish, 1, spans, None, ROWS),
+        partial(exchange.begin_adding, 1, spans, [run], None),
+        partial(exchange.collect, 1, spans, None, ROWS),
     ]
-    for order, fails in (([0, 1, 2, 3], None), ([1, 0, 2, 3], "PUBLISHED"), ([0, 1, 3, 2], "ADDED")):
+    orders = {(): None, (1, 0): "PUBLISHED", (0, 1, 3, 2): "READ", (0, 1, 2, 3, 5, 4): "ADDED"}
+    for order, fails in orders.items():
         exchange.begin(plan)
         exchange._require_first = lambda *_: None  # which would find the second of these too
         with pytest.raises(AssertionError, match=f"for {fails} flags") if debug and fails else nullcontext():
-            for at in order:
-                right[at]()
+            for call in [right[at] for at in order] + right[len(order) :]:
+                call()
 
 
 def test_a_drain_waits_for_split_sequences_and_looks_at_their_waits(monkeypatch: pytest.MonkeyPatch) -> None:
