@@ -119,7 +119,6 @@ def check(given: dict, dealt: list[list[list[Entry]]], planned: SplitPlan | None
             assert all(a[1] == b[0] for a, b in itertools.pairwise(own))
 
 
-
 @settings(max_examples=500, deadline=None)
 @given(minibatches())
 def test_every_token_once_within_the_limits(given: dict) -> None:

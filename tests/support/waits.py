@@ -264,25 +264,48 @@ WAITS = (
     # ---------------------------------------------------------------------- split sequences
     Wait(
         "keys and values are copied after their flags have come",
-        "wait()",
+        "self._wait()",
         _SEQUENCE + "order.py::test_keys_and_values_are_read_after_their_flags_have_come[True]",
-        after="if wait is not None:",
+        after="def copy() -> None:",
     ),
     Wait(
         "attention waits for the copies of keys and values",
         "self._streams.wait(self._copies)",
         _SEQUENCE + "order.py::test_keys_and_values_are_read_after_their_flags_have_come[True]",
-        after="self.start()",
+        before="return tuple(self._rows)",
     ),
     Wait(
         "keys and values in joined memory are read after their flags have come",
-        "wait()",
+        "self._wait()",
         _SEQUENCE + "order.py::test_keys_and_values_are_read_after_their_flags_have_come[False]",
-        after="if not self.is_apart:",
+        after="def finish(self) -> Rows:",
+    ),
+    Wait(
+        "a buffer is written after others have read the layer before",
+        "self._wait_for(Flag.READ, former.layer, former.epoch, former.whom, sets_next=doing)()",
+        _SEQUENCE + "reused.py::test_a_late_reader_never_sees_the_next_layers_rows[cpu]",
+    ),
+    Wait(
+        "others hear that attention has read after it has",
+        "yield number, tuple(by_head(rows) for rows in read.finish())",
+        _SEQUENCE + "reused.py::test_a_late_reader_never_sees_the_next_layers_rows[cpu]",
+        "exchange.have_read(*self._of, self._runs); yield number, tuple(by_head(rows) for rows in read.finish())",
+    ),
+    Wait(
+        "attention that joins keys copies them before others hear that it has read",
+        "*(each.clone() for _, pair in before.each() for each in pair)",
+        _SEQUENCE + "order.py::test_others_write_their_next_layer_after_attention_has_read[False-AttentionOfJoined]",
+        "*(each for _, pair in before.each() for each in pair)",
+    ),
+    Wait(
+        "attention that joins keys copies them before they are freed",
+        "each.clone() for _, pair in ctx.before.each(backward=True)",
+        _SEQUENCE + "order.py::test_a_backward_reads_again[AttentionOfJoined]",
+        "each for _, pair in ctx.before.each(backward=True)",
     ),
     Wait(
         "additions to keys' gradients wait for earlier ranks, where sums are exact",
-        "after_adds(self._wait_for(Flag.ADDED, layer, spans, before, is_own_set=False))",
+        "after_adds(self._wait_for(*doing, before, sets_next=doing))",
         _SEQUENCE + "order.py::test_a_flag_follows_the_additions_and_these_follow_earlier_ranks_if_in_order[True]",
     ),
     Wait(
@@ -294,7 +317,7 @@ WAITS = (
     ),
     Wait(
         "gradients of keys are taken after their flags have come",
-        "self._wait_for(Flag.ADDED, layer, spans, whom)()",
+        "self._wait_for(Flag.ADDED, layer, self._epoch(spans, backward=True), whom)()",
         _SEQUENCE + "order.py::test_gradients_are_taken_after_the_flags_of_those_who_add",
     ),
     Wait(
