@@ -1,0 +1,117 @@
+"""Memory of split sequences with activation checkpointing: as planned, whatever the number of layers."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from odc_triton import enable_split, fully_shard, minibatch, replace_layers
+from odc_triton.balance import PackedDataset, pack_collate
+from odc_triton.balance.line import Strip, zigzag
+from odc_triton.balance.pieces import SplitPlan
+from odc_triton.engine.api import engine_of
+from odc_triton.hf import compute_in_chunks, enable_packing, offload_checkpoints, summed_loss
+from odc_triton.sharding.footprint import memory_plan
+from tests.support import ranks
+from tests.support.parity import TRANSFORMS
+
+LENGTH, WORLD = 2048, 2
+OWN = LENGTH // WORLD
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of tensors that operators have made here, and that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for each in tree_leaves(out):
+            if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in given | self._known:
+                self._count(each.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+        def freed() -> None:
+            self._known.discard(key)
+            self.now -= size
+
+        weakref.finalize(storage, freed)
+
+
+def _model(layers: int, device: str = "cpu") -> Qwen3ForCausalLM:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    with torch.device(device):
+        model = Qwen3ForCausalLM(
+            Qwen3Config(hidden_size=48, intermediate_size=96, vocab_size=64, num_hidden_layers=layers, **heads)
+        )
+    return TRANSFORMS["checkpointing"](model)
+
+
+def _most(rank: int, world: int, cells: list[tuple[int, bool]]) -> list[tuple[int, int]]:
+    """For each number of layers, with or without offloading: most bytes in a microbatch; bytes of the K/V heap."""
+    deal = [[each] for each in zigzag(Strip(0, 0, LENGTH), world, 1)]
+    ids = torch.randint(3, 64, (LENGTH,), generator=torch.Generator().manual_seed(0))
+    (pack,) = pack_collate(PackedDataset([{"input_ids": ids, "labels": ids.clone()}]).__getitems__(deal[rank]))
+    plan, found = SplitPlan.of(deal), []
+    for layers, offload in cells:
+        model = _model(layers)
+        enable_packing(model)
+        replace_layers(model, roles=["head"], verbose=False)
+        compute_in_chunks(model, 32)
+        model = fully_shard(model)
+        enable_split(model, tokens=OWN)
+        if offload:
+            offload_checkpoints(model)
+        for _ in range(2):
+            with minibatch(model, tokens=1, split=plan), LiveBytes() as live:
+                summed_loss(model, pack).backward()
+        found.append((live.most, engine_of(model).participant("split").buffers.heap.size_bytes))
+    return found
+
+
+def test_memory_is_as_planned_and_does_not_grow_with_layers() -> None:
+    cells = [(2, False), (6, False), (6, True)]
+    by_cell = zip(*ranks.run(_most, WORLD, cells), strict=True)
+    sizes = []
+    for (layers, offload), outcomes in zip(cells, by_cell, strict=True):
+        plan = memory_plan(
+            _model(layers, "meta"),
+            WORLD,
+            tokens_per_microbatch=OWN,
+            gradient_checkpointing=True,
+            split_tokens=OWN,
+            offload_checkpoints=offload,
+        )
+        most, heap_bytes = (max(each) for each in zip(*outcomes, strict=True))
+        kept = (2 if offload else layers) * OWN * 48 * 4
+        without = most - kept * (not offload)  # what comes back from the host is not made by an operator
+        assert without + kept == pytest.approx(plan.activation_bytes, rel=0.001)
+        assert heap_bytes == pytest.approx(WORLD * plan.split_bytes, rel=0.01)
+        sizes.append((without, heap_bytes))
+    (few, heap_of_few), (many, heap_of_many), (offloaded, _) = sizes
+    assert few == pytest.approx(many, rel=0.001) == offloaded
+    assert heap_of_many - heap_of_few < 4096  # flags
+
+
+@pytest.mark.parametrize(("given", "words"), [({"offload_checkpoints": True}, "needs gradient_checkpointing=True")])
+def test_refusals_of_the_plan(given: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        memory_plan(_model(1, "meta"), 2, **given)
+    with pytest.raises(ValueError, match="offload_checkpoints is True for 'fsdp2'"):
+        memory_plan(_model(1, "meta"), 2, scheme="fsdp2", gradient_checkpointing=True, offload_checkpoints=True)
