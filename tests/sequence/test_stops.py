@@ -29,14 +29,14 @@ from tests.support.replicas import mesh_of
 from tests.support.splitting import DEALS, Dealt, P, Setup, build, step_on
 
 
-def _ends_in(where: str, number: int, at_layer: int = 1) -> None:
-    """This rank's process gets that signal when it publishes (in its forward) or adds (in its backward)."""
+def _ends_in(where: str, number: int, at_layer: int = 1, *, in_recomputation: bool = False) -> None:
+    """This rank's process gets that signal when it publishes (in its forward), adds (in its backward) or has read."""
     own = getattr(SequenceExchange, where)
 
-    def dies(self: SequenceExchange, layer: int, *rest: Any) -> Any:
-        if layer == at_layer:
+    def dies(self: SequenceExchange, layer: int, *rest: Any, again: bool = False, **named: Any) -> Any:
+        if layer == at_layer and again == in_recomputation:
             os.kill(os.getpid(), number)
-        return own(self, layer, *rest)
+        return own(self, layer, *rest, **named, **({"again": True} if again else {}))
 
     setattr(SequenceExchange, where, dies)
 
@@ -44,7 +44,8 @@ def _ends_in(where: str, number: int, at_layer: int = 1) -> None:
 @dataclass(frozen=True, kw_only=True)
 class Stop:
     """`victim` stops in layer `layer` when it is about to `where`: "wait" is when it shows that it waits for a flag
-    of kind `flag`, which comes afterwards.
+    of kind `flag`, which comes afterwards. `in_flight`: layers with buffers, with checkpointing; `again`: it publishes
+    in its recomputation.
     """
 
     deal: Dealt
@@ -55,6 +56,8 @@ class Stop:
     signal: int = signal.SIGSTOP
     replicas: int = 1
     exact: bool = False
+    in_flight: int | None = None
+    again: bool = False
 
 
 _BESIDE: Dealt = [[[P(0, 0, 24), 3]], [[P(0, 24, 41)]], [[1]]]  # rank 2 is at the exit soon
@@ -64,18 +67,22 @@ _AWAY: Dealt = [[[0]], [], [[P(2, 0, 10)]], [[P(2, 10, 30)]]]  # replica 0 is at
 _THREE: Dealt = [[[0]], [], [], [[P(2, 0, 10), 1]], [[P(2, 10, 20)]], [[P(2, 20, 30)]]]
 STOPS = {
     "publishing, one at the exit": Stop(deal=_BESIDE, where="publish", victim=0),
-    "adding, one at the exit": Stop(deal=_BESIDE, where="add", victim=1),
+    "adding, one at the exit": Stop(deal=_BESIDE, where="begin_adding", victim=1),
     "publishing, one behind another": Stop(deal=_BEHIND, where="publish", victim=0, layer=0),
-    "adding, one behind another": Stop(deal=_BEHIND, where="add", victim=2),
+    "adding, one behind another": Stop(deal=_BEHIND, where="begin_adding", victim=2),
     "waiting": Stop(deal=_BESIDE, where="wait", victim=1),
     "publishing, waves on both replicas": Stop(deal=DEALS["2x2"], where="publish", victim=2, replicas=2),
-    "adding, waves on both replicas": Stop(deal=DEALS["2x2"], where="add", victim=1, replicas=2),
+    "adding, waves on both replicas": Stop(deal=DEALS["2x2"], where="begin_adding", victim=1, replicas=2),
     "publishing, a replica at the exit": Stop(deal=_AWAY, where="publish", victim=2, replicas=2),
     "waiting, a replica at the exit": Stop(deal=_AWAY, where="wait", victim=3, replicas=2),
     # Rank 5 waits for the lock that rank 4 holds, and rank 3 for rank 5.
     "adding under the lock": Stop(deal=_THREE, where="lock", victim=4, replicas=2),
     # Rank 5 waits for rank 4 before it adds, and rank 3 for both: all for a flag of the same layer.
-    "adding in order": Stop(deal=_THREE, where="add", victim=4, replicas=2, exact=True),
+    "adding in order": Stop(deal=_THREE, where="begin_adding", victim=4, replicas=2, exact=True),
+    # Rank 0 waits until rank 1 has read layer 0, as layer 1 has the same buffer.
+    "reading": Stop(deal=_BESIDE, where="have_read", victim=1, layer=0, in_flight=1),
+    "waiting for readers": Stop(deal=_BESIDE, where="wait", victim=0, flag=Flag.READ, in_flight=1),
+    "publishing again": Stop(deal=_BESIDE, where="publish", victim=0, layer=0, in_flight=1, again=True),
     "waiting to add in order": Stop(deal=_THREE, where="wait", victim=5, flag=Flag.ADDED, replicas=2, exact=True),
 }
 
@@ -96,15 +103,15 @@ def _stops(stop: Stop, rank: int, victim: psutil.Process, heap: SharedMemoryHeap
         return
     if stop.where != "wait":
         if rank == stop.victim:
-            _ends_in(stop.where, stop.signal, stop.layer)
+            _ends_in(stop.where, stop.signal, stop.layer, in_recomputation=stop.again)
         return
-    late = "publish" if stop.flag is Flag.PUBLISHED else "add"
+    late = {Flag.PUBLISHED: "publish", Flag.READ: "have_read", Flag.ADDED: "begin_adding"}[stop.flag]
     comes, show = getattr(SequenceExchange, late), ShownWaits.show
 
-    def comes_late(self: SequenceExchange, *given: Any) -> None:
+    def comes_late(self: SequenceExchange, *given: Any, **named: Any) -> Any:
         while rank != stop.victim and not _is_stopped(victim):
             time.sleep(0.01)
-        comes(self, *given)
+        return comes(self, *given, **named)
 
     def show_and_stop(self: ShownWaits, wait: Wait, **named: Any) -> None:
         show(self, wait, **named)
@@ -138,10 +145,10 @@ def _end_the_deadline(model: torch.nn.Module, stop: Stop, rank: int, victim: psu
 
 
 def _beside_one_that_stops(rank: int, world: int, stop: Stop, backend: str) -> tuple[str, list[int]]:
-    setup = Setup(replicas=stop.replicas)
+    setup = Setup(replicas=stop.replicas, change="none" if stop.in_flight is None else "checkpointing")
     mesh = mesh_of((stop.replicas, world // stop.replicas)) if stop.replicas > 1 else None
     model = fully_shard(build(setup, replaced=True), mesh=mesh, backend=backend, exact=stop.exact, timeout=LONG_S)
-    enable_split(model, tokens=48)
+    enable_split(model, tokens=48, layers_in_flight=stop.in_flight)
     pids = model._odc_engine.exchange("processes", {"pid": os.getpid()})
     victim = psutil.Process(pids[stop.victim]["pid"])
     if stop.signal == signal.SIGSTOP:
@@ -176,6 +183,10 @@ def _said_by_others(stop: Stop, backend: str) -> list[tuple[str, list[int]]]:
         slow("publishing, a replica at the exit", "cpu-interpreter"),
         ("waiting, a replica at the exit", "cpu"),
         slow("waiting, a replica at the exit", "cpu-interpreter"),
+        ("reading", "cpu"),
+        slow("reading", "cpu-interpreter"),
+        ("waiting for readers", "cpu"),
+        slow("publishing again", "cpu"),
         slow("adding under the lock", "cpu"),
         slow("adding in order", "cpu"),
         slow("adding in order", "cpu-interpreter"),
@@ -201,10 +212,12 @@ KILLS = {
         r"keys and values of tokens 8\.\.19 of sample 0 in layer 1",
     ),
     "adding": (
-        Stop(deal=DEALS["zigzag"], where="add", victim=1),
+        Stop(deal=DEALS["zigzag"], where="begin_adding", victim=1),
         "cpu-sharded",
         r"gradients of tokens \d+\.\.\d+ of sample 0 from tokens 8\.\.19 of sample 0 in layer 1",
     ),
+    "reading": (STOPS["reading"], "cpu", r"tokens 24\.\.40 of sample 0 to read keys and values of layer 0"),
+    "publishing again": (STOPS["publishing again"], "cpu", r"keys and values of tokens 0\.\.23 of sample 0 in layer 0"),
     "publishing, a replica at the exit": (STOPS["publishing, a replica at the exit"], "cpu", "sample 2 in layer 1"),
     "adding in order": (STOPS["adding in order"], "cpu-interpreter", ""),
     "adding, waves on both replicas": (STOPS["adding, waves on both replicas"], "cpu", "sample 0 in layer 1"),
@@ -239,7 +252,7 @@ def _killed_after_the_deadline(rank: int, world: int, setup: Setup) -> tuple[str
         check(self)
 
     if rank == 1:
-        _ends_in("add", signal.SIGSTOP)
+        _ends_in("begin_adding", signal.SIGSTOP)
     KernelSync.check = check_later
     with pytest.raises(OfRanks) as caught:
         step_on(model, setup, rank)

@@ -8,15 +8,17 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from odc_triton.balance.pieces import Entry, Piece, PlannedPiece, SplitPlan
 from odc_triton.engine.transport import Streams
 from odc_triton.sequence.buffers import Flag
 from odc_triton.sequence.exchange import SequenceExchange
-from odc_triton.sequence.layer import LayerSplit
+from odc_triton.sequence.layer import LayerSplit, RowsOfOthers
 from odc_triton.sequence.sync import Wait
 from tests.support.relatives import reads
 
@@ -45,15 +47,27 @@ TREES: dict[str, Pieces] = {
 }
 
 
-def steps_of(deal: Deal, *, in_order: bool = False, waits_first: bool = False, collects_first: bool = False) -> Steps:
-    """What ranks do in the packs with pieces, layer by layer: publish, attend; then, from the last layer on, add,
-    collect.
+def steps_of(
+    deal: Deal,
+    *,
+    in_order: bool = False,
+    in_flight: int = LAYERS,
+    waits_first: bool = False,
+    collects_first: bool = False,
+    empties_late: bool = False,
+) -> Steps:
+    """What ranks do in the packs with pieces, layer by layer: publish, attend; then, from the last layer on, publish
+    and attend again if the layer's buffer has served another since, add, collect.
 
-    `in_order`: a rank adds after lower ones that add to the same pieces (exact sums). The others drop rule 3.
+    `in_order`: a rank adds after lower ones that add to the same pieces (exact sums). `in_flight`: before it publishes,
+    a rank waits until others have attended to the layer that has the buffer. The others drop rule 3, or this one.
     """
     forward = ("attend", "publish") if waits_first else ("publish", "attend")
     backward = ("collect", "add") if collects_first else ("add", "collect")
-    calls = [*itertools.product(range(LAYERS), forward), *itertools.product(reversed(range(LAYERS)), backward)]
+    calls = [*itertools.product(range(LAYERS), forward)]
+    for layer in reversed(range(LAYERS)):
+        again = ("publish again", "attend again") if layer + in_flight < LAYERS else ()
+        calls += itertools.product([layer], (*again, *backward))
     packs = [[pack for pack in packs if isinstance(pack[0], Piece)] for packs in deal]
     pieces = [piece for of_rank in packs for pack in of_rank for piece in pack]
     sources = {piece: reads(pieces, piece) for piece in pieces}
@@ -72,8 +86,10 @@ def steps_of(deal: Deal, *, in_order: bool = False, waits_first: bool = False, c
         for piece in pack:
             added = [(source, each) for source in sources[piece] for each in readers[source] if in_order]
             others = {
-                "publish": [],
+                "publish": [(each, "attend") for each in readers[piece]],
                 "attend": [(each, "publish") for each in sources[piece]],
+                "publish again": [],
+                "attend again": [(each, "publish again") for each in sources[piece]],
                 # What is on the source's own rank is added to it by autograd.
                 "add": [
                     (each, "add")
@@ -82,7 +98,9 @@ def steps_of(deal: Deal, *, in_order: bool = False, waits_first: bool = False, c
                 ],
                 "collect": [(each, "add") for each in readers[piece]],
             }
-            yield from (place[each, layer, awaits] for each, awaits in others[kind] if rank_of[each] != rank)
+            of = layer - in_flight + empties_late if kind == "publish" else layer
+            if of >= 0:
+                yield from (place[each, of, awaits] for each, awaits in others[kind] if rank_of[each] != rank)
 
     return [
         [sorted(set(awaited(rank, pack, *call))) for pack in of_rank for call in calls]
@@ -113,9 +131,11 @@ class Recorded:
     epoch), and the ranks.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, in_flight: int) -> None:
         self.buffers, self.rank, self.world = self, rank, RANKS
         self.layers, self.tokens, self.heap = LAYERS, 99, SimpleNamespace(apart=False)
+        self.slots = [layer % in_flight for layer in range(LAYERS)]
+        self.stays = [layer + in_flight >= LAYERS for layer in range(LAYERS)]
         self.calls: list[tuple[bool, tuple[Flag, int, int], list[int]]] = []
 
     def begin(self) -> None:
@@ -136,9 +156,26 @@ class Recorded:
         pass
 
 
-def steps_of_code(deal: Deal, *, in_order: bool) -> Steps:
+class _Attends(torch.autograd.Function):
+    """Reads and adds as attention does."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: torch.Tensor, values: torch.Tensor, before: RowsOfOthers | None) -> torch.Tensor:
+        ctx.before = before
+        for _ in before.each() if before else ():
+            pass
+        return keys + values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.before:
+            ctx.before.add(ctx.before.each(backward=True), (True, True))
+        return gradient, gradient, None
+
+
+def steps_of_code(deal: Deal, *, in_order: bool, in_flight: int) -> Steps:
     """As `steps_of`, of what the exchange and autograd do: each wait, and each flag that is set."""
-    plan, of_ranks = SplitPlan.of(deal), [Recorded(rank) for rank in range(RANKS)]
+    plan, of_ranks = SplitPlan.of(deal), [Recorded(rank, in_flight) for rank in range(RANKS)]
     for recorded, packs in zip(of_ranks, deal, strict=True):
         exchange = SequenceExchange(recorded, Streams(), grid=None, in_order=in_order)
         exchange.begin(plan)
@@ -146,11 +183,18 @@ def steps_of_code(deal: Deal, *, in_order: bool) -> Steps:
             bounds = [0, *itertools.accumulate(map(len, pieces))]
             spans = exchange.spans(bounds, pieces)
             rows = torch.zeros(1, 1, bounds[-1], 1, requires_grad=True)
-            for layer in range(LAYERS):
+
+            def attend(rows: torch.Tensor, layer: int, exchange=exchange, spans=spans) -> torch.Tensor:
                 side, runs = LayerSplit(exchange, layer), exchange.runs(spans, None)
                 keys, values = side.publish(rows, 2 * rows, spans, None)
-                fetched = side.fetch(keys, values, spans, runs, None)
-                rows = keys + values + sum(each.sum() for each in fetched)
+                before = RowsOfOthers(side, spans, runs, None, (rows.dtype, rows.dtype)) if runs else None
+                out = _Attends.apply(keys, values, before)
+                return out * out  # what a recomputation is for
+
+            for layer in range(LAYERS):
+                rows = (
+                    checkpoint(attend, rows, layer, use_reentrant=False) if in_flight < LAYERS else attend(rows, layer)
+                )
             rows.sum().backward()
         exchange.leave()
     calls = [[(key, [*group]) for key, group in itertools.groupby(each.calls, lambda it: it[:2])] for each in of_ranks]
@@ -224,14 +268,14 @@ def test_no_plan_can_stop() -> None:
             assert {each.holder.piece: (each.low, each.high) for each in plan.reads(piece)} == reads(pieces, piece)
         assert plan.waves == 2
         # Every plan in one of two ways. Waits in the order of ranks are more than without.
-        assert stuck(steps_of(deal, in_order=at % 2 == 0)) is None, deal
+        assert stuck(steps_of(deal, in_order=at % 2 == 0, in_flight=1 + at % 3 % LAYERS)) is None, deal
 
 
-@pytest.mark.parametrize("in_order", [False, True])
-def test_waits_of_the_code(in_order: bool) -> None:
+@pytest.mark.parametrize(("in_order", "in_flight"), [(False, LAYERS), (True, LAYERS), (False, 1), (True, 1)])
+def test_waits_of_the_code(in_order: bool, in_flight: int) -> None:
     """They are no other than the walk has, and end."""
     for deal in DEALS[::8]:
-        found, want = (make(deal, in_order=in_order) for make in (steps_of_code, steps_of))
+        found, want = (make(deal, in_order=in_order, in_flight=in_flight) for make in (steps_of_code, steps_of))
         assert stuck(found) is None
         for mine, theirs in zip(found, want, strict=True):
             assert [{rank for rank, _ in step} for step in mine if step] == [
@@ -239,9 +283,9 @@ def test_waits_of_the_code(in_order: bool) -> None:
             ], deal
 
 
-@pytest.mark.parametrize("rule", ["waits_first", "collects_first"])
-def test_without_rule_3_a_plan_stops(rule: str) -> None:
-    states = [state for deal in DEALS[::8] if (state := stuck(steps_of(deal, **{rule: True})))]
+@pytest.mark.parametrize("rule", ["waits_first", "collects_first", "empties_late"])
+def test_without_a_rule_in_a_layer_a_plan_stops(rule: str) -> None:
+    states = [state for deal in DEALS[::8] if (state := stuck(steps_of(deal, in_flight=1, **{rule: True})))]
     assert len(states) > 1
 
 
@@ -265,4 +309,4 @@ def test_without_rules_1_and_2_a_plan_stops_and_is_refused(without: Callable, wo
 def test_no_two_waves_can_stop() -> None:
     for first, second in PAIRS:
         for one, other in itertools.product(first, second):
-            assert stuck(steps_of(after(one, other), in_order=True)) is None
+            assert stuck(steps_of(after(one, other), in_order=True, in_flight=1)) is None
