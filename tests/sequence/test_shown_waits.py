@@ -15,10 +15,9 @@ from odc_triton.balance.pieces import Piece, SplitPlan
 from odc_triton.comm.barrier import Barrier
 from odc_triton.comm.memory.heap import STATUS_SLOTS, StatusBoard
 from odc_triton.sequence.buffers import Flag
-from odc_triton.sequence.sync import ShownWaits, Wait
+from odc_triton.sequence.sync import OwnFlag, ShownWaits, Wait
 
-LAYERS, FIRST = 2, 3  # the first rank of the replica that computes pieces
-Signal = tuple[Flag, int, int]  # kind, layer, epoch
+LAYERS, FIRST = 3, 3  # the first rank of the replica that computes pieces
 
 
 class Board(StatusBoard):
@@ -37,8 +36,8 @@ class Board(StatusBoard):
         return True
 
 
-def _steps(plan: SplitPlan, rank: int, *, in_order: bool) -> list[Signal | Wait]:
-    """What a rank does in one wave, as in SequenceExchange."""
+def _steps(plan: SplitPlan, rank: int, *, in_order: bool, in_flight: int) -> list[OwnFlag | Wait]:
+    """What a rank does in one wave, as in SequenceExchange, where checkpointing computes all layers again."""
     own = [each.piece for each in plan.of_rank(rank)]
     sources = {read.holder.rank for piece in own for read in plan.reads(piece)} - {rank}
     readers = {each.rank for piece in own for each in plan.readers(piece)} - {rank}
@@ -50,15 +49,20 @@ def _steps(plan: SplitPlan, rank: int, *, in_order: bool) -> list[Signal | Wait]
         if reader.rank < rank
     }
 
-    def wait(flag: Flag, layer: int, whom: set[int], *, is_own_set: bool = True) -> Wait:
-        return Wait(flag=flag, layer=layer, epoch=1, whom=dict.fromkeys(whom, ""), is_own_set=is_own_set)
+    def wait(flag: Flag, layer: int, epoch: int, whom: set[int], sets_next: OwnFlag | None = None) -> Wait:
+        return Wait(flag=flag, layer=layer, epoch=epoch, whom=dict.fromkeys(whom, ""), sets_next=sets_next)
 
-    steps: list[Signal | Wait] = []
+    steps: list[OwnFlag | Wait] = []
     for layer in range(LAYERS):
-        steps += [(Flag.PUBLISHED, layer, 1), wait(Flag.PUBLISHED, layer, sources)]
+        own = (Flag.PUBLISHED, layer, 1)
+        steps += [wait(Flag.READ, layer - in_flight, 1, readers, own)] if layer >= in_flight else []
+        steps += [own, wait(*own, sources)]
+        steps += [(Flag.READ, layer, 1)] if layer + in_flight < LAYERS else []
     for layer in reversed(range(LAYERS)):
-        steps += [wait(Flag.ADDED, layer, beside, is_own_set=False)] if in_order else []
-        steps += [(Flag.ADDED, layer, 1), wait(Flag.ADDED, layer, readers)]
+        again, own = (Flag.PUBLISHED, layer, 2), (Flag.ADDED, layer, 2)
+        steps += [again, wait(*again, sources)] if layer + in_flight < LAYERS else []
+        steps += [wait(*own, beside, own)] if in_order else []
+        steps += [own, wait(*own, readers)]
     return steps
 
 
@@ -74,9 +78,9 @@ DEALS = [
 ]
 
 
-@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize(("in_order", "in_flight"), [(False, LAYERS), (True, 2), (False, 1)])
 @pytest.mark.parametrize("deal", DEALS, ids=str)
-def test_the_rank_that_stands_still_is_found(deal: list[list[int]], in_order: bool) -> None:
+def test_the_rank_that_stands_still_is_found(deal: list[list[int]], in_order: bool, in_flight: int) -> None:
     """It stops at any place, perhaps while it shows a wait that is over afterwards; others go as far as they can. A
     rank of another replica, at the exit, blames that rank alone.
     """
@@ -86,7 +90,7 @@ def test_the_rank_that_stands_still_is_found(deal: list[list[int]], in_order: bo
         for at, rank in enumerate(owners):
             dealt[rank].append(Piece(sample, at, at + 1))
     plan = SplitPlan.of([[pieces] for pieces in dealt])
-    programs = [_steps(plan, rank, in_order=in_order) for rank in range(world)]
+    programs = [_steps(plan, rank, in_order=in_order, in_flight=in_flight) for rank in range(world)]
     for victim, first_or_last in product(range(world), (min, max)):
         for stops_at, last in enumerate(programs[victim]):
             for shown in last.whom if isinstance(last, Wait) and last.whom else (None,):
@@ -95,7 +99,7 @@ def test_the_rank_that_stands_still_is_found(deal: list[list[int]], in_order: bo
 
 
 def _root_cause(
-    programs: list[list[Signal | Wait]],
+    programs: list[list[OwnFlag | Wait]],
     victim: int,
     stops_at: int,
     shown: int | None,
@@ -111,7 +115,7 @@ def _root_cause(
     places, signals = [0] * world, set()
 
     def late(step: Wait) -> list[int]:
-        return [peer for peer in step.whom if (peer, (step.flag, step.layer, 1)) not in signals]
+        return [peer for peer in step.whom if (peer, (step.flag, step.layer, step.epoch)) not in signals]
 
     def goes_on(rank: int) -> bool:
         """One step of a rank, if it can."""
