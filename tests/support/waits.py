@@ -12,6 +12,7 @@ _STREAMS = "tests/engine/test_streams.py::test_"
 _DRAINS = "tests/engine/test_drains.py::test_"
 _NEAR = "tests/kernels/test_near_and_far.py::test_"
 _SEQUENCE = "tests/sequence/test_"
+_OFFLOAD = "tests/hf/test_offload.py::test_copies_follow_what_is_computed_and_come_before_they_are_used[late]"
 
 
 @dataclass(frozen=True)
@@ -340,6 +341,17 @@ WAITS = (
         "the next plan waits for the watch of the one before",
         "self._watcher.join(_JOIN_S)",
         _SEQUENCE + "watch.py::test_the_watch_of_a_plan_does_not_stop_the_next",
+    ),
+    # ---------------------------------------------------------------------- checkpoints on the host
+    Wait(
+        "what was on the host is used after it has come back",
+        "self._streams.follow_adds()",
+        _OFFLOAD,
+    ),
+    Wait(
+        "what follows additions on the device waits for them",
+        "self._current().wait_stream(self._add)",
+        _OFFLOAD,
     ),
     # ---------------------------------------------------------------------- staged kernels
     Wait(
