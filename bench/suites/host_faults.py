@@ -123,7 +123,7 @@ class _Trap:
             self._strike()
 
     def on_signal(self, flag: Flag, ranks: Any, layer: int, epoch: int) -> None:
-        place = "forward" if flag is Flag.PUBLISHED else "backward"
+        place = "forward" if epoch % 2 else "backward"
         self.wave += place == "forward" and layer == 0
         here = self.wave >= self.fault.wave and layer == self.fault.layer
         for late in (False, True):

@@ -27,7 +27,7 @@ from odc_triton.base.events import total_s
 from odc_triton.engine.api import engine_of, minibatch
 from odc_triton.sequence.buffers import KVBuffers, LayerShape
 from odc_triton.sequence.exchange import SequenceExchange, Span
-from odc_triton.sequence.layer import LayerSplit
+from odc_triton.sequence.layer import LayerSplit, RowsOfOthers
 from odc_triton.sequence.sync import HostSync
 from odc_triton.sharding.shard import fully_shard
 from odc_triton.simulate.job import SPLIT
@@ -134,6 +134,23 @@ class _Sleep(torch.autograd.Function):
         return grad, None, None, None
 
 
+class _Sums(torch.autograd.Function):
+    """The sum of all keys and values; reads and adds as attention does."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: torch.Tensor, values: torch.Tensor, before: RowsOfOthers | None) -> torch.Tensor:
+        ctx.before, ctx.shape = before, keys.shape
+        read = (each.sum() for _, pair in (before.each() if before else ()) for each in pair)
+        return sum(read, keys.sum() + values.sum())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        if ctx.before is not None:
+            rows = ctx.before.each(backward=True)
+            ctx.before.add(((at, [gradient.expand_as(each) for each in pair]) for at, pair in rows), (True, True))
+        return gradient.expand(ctx.shape), gradient.expand(ctx.shape), None
+
+
 class SleepingLayer(nn.Module):
     def __init__(self, sleeper: Sleeper) -> None:
         super().__init__()
@@ -151,9 +168,8 @@ class SleepingLayer(nn.Module):
         keys = (y[:, :1] * torch.zeros(1, self.spans[-1].end)).view(1, 1, -1, 1)
         keys, values = self.side.publish(keys, keys, self.spans, None)
         runs = self.side.exchange.runs(self.spans, None)
-        read = self.side.fetch(keys, values, self.spans, runs, None) if runs else ()
-        self.side.ready()
-        y = self._sleep(y + sum(each.sum() for each in (keys, values, *read)), 1 - OUTSIDE_ATTENTION)
+        before = RowsOfOthers(self.side, self.spans, runs, None, (keys.dtype, values.dtype)) if runs else None
+        y = self._sleep(y + _Sums.apply(keys, values, before), 1 - OUTSIDE_ATTENTION)
         return self._sleep(y, OUTSIDE_ATTENTION / 2)
 
     def _sleep(self, x: torch.Tensor, part: float) -> torch.Tensor:

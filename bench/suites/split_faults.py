@@ -2,9 +2,9 @@
 
     python -m bench.suites.split_faults [--kills 20] [--soak-minutes 30] [--seed 0] [--trees] [--backend cpu] [--out F]
 
-kills   a rank is killed at each of five places, at random ranks, layers and minibatches. All others must name it
+kills   a rank is killed at each of eight places, at random ranks, layers and minibatches. All others must name it
         within 10 s, and nothing may stay.
-soak    random plans, with random sleeps before ranks publish, fetch, add and collect. No wait may reach the deadline,
+soak    random plans, with random sleeps before ranks publish, read, add and collect. No wait may reach the deadline,
         and gradients must be those of the model on whole samples.
 
 With --trees other samples branch off those in pieces; some of the soak's plans are the planner's own.
@@ -52,6 +52,7 @@ from .split_jobs import (
 )
 
 PLACES = ("waiting in a forward", "waiting in a backward", "publishing", "adding", "attending")
+REUSED = ("waiting for readers", "publishing again", "waiting in a recomputation")  # where layers share one buffer
 WITHIN_S = 10.0
 RANKS, SOAK_RANKS = 3, (3, 4)
 DEADLINE_S = 60.0
@@ -85,11 +86,18 @@ class Kill:
             victim=numbers.randrange(RANKS),
             minibatch=numbers.randrange(3),
             wave=numbers.randrange(2),
-            layer=numbers.randrange(LAYERS),
+            layer=numbers.randrange(LAYERS - (place in REUSED)),
             moment=numbers.random(),
             seed=numbers.randrange(2**31),
             trees=trees,
         )
+
+
+def _waits(flag: Flag, epoch: int) -> str:
+    """The place at which a rank waits for it."""
+    if flag is Flag.PUBLISHED:
+        return "waiting in a forward" if epoch % 2 else "waiting in a recomputation"
+    return "waiting for readers" if flag is Flag.READ else "waiting in a backward"
 
 
 class _Trap:
@@ -115,19 +123,20 @@ class _Trap:
         kill = self.kill
         return (place, self.minibatch, layer) == (kill.place, kill.minibatch, kill.layer) and self.wave >= kill.wave
 
-    def on_publish(self, layer: int, *rest: Any) -> None:
-        self.wave, self.layer = self.wave + (layer == 0), layer
-        if self.is_victim and self.third == 0 and self.is_at("publishing", layer):
+    def on_publish(self, layer: int, *rest: Any, again: bool) -> None:
+        self.wave, self.layer = self.wave + (layer == 0 and not again), layer
+        if self.is_victim and self.third == 0 and self.is_at("publishing again" if again else "publishing", layer):
             self.strike()
-        self.publish(layer, *rest)
+        self.publish(layer, *rest, again=again)
 
     def late_signal(self, flag: Flag, ranks: Any, layer: int, epoch: int) -> None:
-        if self.is_at("waiting in a forward" if flag is Flag.PUBLISHED else "waiting in a backward", layer):
+        if self.is_at(_waits(flag, epoch), layer):
             time.sleep(0.05)
         self.signal(flag, ranks, layer, epoch)
 
     def on_signal(self, flag: Flag, ranks: Any, layer: int, epoch: int) -> None:
-        here = self.is_at("publishing" if flag is Flag.PUBLISHED else "adding", layer)
+        publishing = "publishing" if epoch % 2 else "publishing again"
+        here = flag is not Flag.READ and self.is_at(publishing if flag is Flag.PUBLISHED else "adding", layer)
         if here and self.third == 1:  # rows are there, flags are not
             self.strike()
         self.signal(flag, ranks, layer, epoch)
@@ -143,7 +152,7 @@ class _Trap:
         self.add(shown, owner, *rest)
 
     def on_wait(self, wait: Any) -> None:
-        if self.is_at("waiting in a forward" if wait.flag is Flag.PUBLISHED else "waiting in a backward", wait.layer):
+        if self.is_at(_waits(wait.flag, wait.epoch), wait.layer):
             threading.Timer(0.04 * self.kill.moment, self.strike).start()
         self.wait(wait)
 
@@ -158,7 +167,7 @@ class _Trap:
 
 def computes_until_killed(rank: int, ranks: int, say: Say, kill: Kill, backend: str) -> None:
     """A rank of a job with a fault: says whom it names, and when."""
-    model, numbers = sharded(backend, DEADLINE_S), random.Random(kill.seed)
+    model, numbers = sharded(backend, DEADLINE_S, reused=kill.place in REUSED), random.Random(kill.seed)
     trap = _Trap(model, rank, kill, say)
     for number in range(kill.minibatch + 2):
         trap.minibatch, trap.wave = number, -1
@@ -222,14 +231,14 @@ def cells_of(row: dict) -> list[object]:
 
 def _at_random_speed(exchange: Any, numbers: random.Random) -> None:
     def late(function: Callable) -> Callable:
-        def called(*given: Any) -> Any:
+        def called(*given: Any, **named: Any) -> Any:
             if numbers.random() < 0.2:
                 time.sleep(min(numbers.expovariate(200), 0.2))
-            return function(*given)
+            return function(*given, **named)
 
         return called
 
-    for name in ("publish", "read", "add", "collect"):
+    for name in ("publish", "read", "begin_adding", "collect"):
         setattr(exchange, name, late(getattr(exchange, name)))
 
 
@@ -312,7 +321,7 @@ def run_soak(seconds: float, seed: int, backend: str, *, trees: bool = False) ->
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.suites.split_faults", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20, help="at each place")
-    parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
+    parser.add_argument("--places", nargs="+", choices=PLACES + REUSED, default=[*PLACES, *REUSED])
     parser.add_argument("--soak-minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", choices=BACKENDS, default="cpu")

@@ -216,12 +216,15 @@ def checkpoint_layers(model: nn.Module, wanted: bool) -> None:
             module.gradient_checkpointing = wanted
 
 
-def sharded(backend: str, timeout_s: float, replicas: int = 1) -> nn.Module:
+def sharded(backend: str, timeout_s: float, replicas: int = 1, *, reused: bool = False) -> nn.Module:
+    """`reused`: all layers share one buffer, and are computed again."""
     mesh, ranks = None, dist.get_world_size()
     if replicas > 1:
         mesh = dist.init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(build(), mesh=mesh, backend=backend, timeout=timedelta(seconds=timeout_s))
-    enable_split(model, tokens=TOKENS)
+    if reused:
+        checkpoint_layers(model, wanted=True)
+    enable_split(model, tokens=TOKENS, layers_in_flight=1 if reused else None)
     return model
 
 
