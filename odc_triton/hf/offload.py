@@ -42,9 +42,9 @@ def offload_checkpoints(model: nn.Module) -> None:
         )
     if engine.participant(OffloadedCheckpoints.name) is not None:
         raise ValueError("offload_checkpoints was called on this model before")
-    streams = engine.streams.first.another()
-    engine.streams.also(streams)
-    offloaded = OffloadedCheckpoints(streams)
+    own = engine.streams.first.another()
+    engine.streams.also(own)
+    offloaded = OffloadedCheckpoints(own)
     engine.register(offloaded)
 
     def wrap(*_: object) -> None:

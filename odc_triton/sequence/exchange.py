@@ -31,7 +31,7 @@ from ..engine.participant import Participant
 from ..engine.passes import in_backward_pass
 from ..engine.transport import Streams
 from .buffers import KEYS, RUN_TOKENS, VALUES, Flag
-from .fetched import Fetched, Rows, Seen
+from .fetched import Fetched, Rows, SharedRows
 from .sync import HostSync, OwnFlag, Wait
 from .tree import runs_of, within
 
@@ -56,7 +56,7 @@ class PieceState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _InBuffer:
     """What a buffer has: rows of `layer`, written in the pass of `epoch`. `whom`: by rank, what it reads them for."""
 
     layer: int
@@ -91,7 +91,7 @@ class SequenceExchange(Participant):
         self._own: list[PlannedPiece] = []
         self._epochs = 0  # used up by former plans: two per wave
         self._states: dict[Piece, list[PieceState]] = {}  # of own pieces, by layer
-        self._written: dict[int, _Written] = {}  # by buffer, in this plan
+        self._written: dict[int, _InBuffer] = {}  # by buffer, in this plan
         self._must_clear = False
         self._forward_only = False
 
@@ -286,7 +286,7 @@ class SequenceExchange(Participant):
         readers = [each for span in spans for each in reversed(self.readers(span.piece, window))]
         whom = {each.rank: f"{each.piece} to read keys and values of layer {layer}" for each in readers}
         self._empty(layer, epoch)
-        self._written[self.buffers.slots[layer]] = _Written(layer, epoch, spans, whom)
+        self._written[self.buffers.slots[layer]] = _InBuffer(layer, epoch, spans, whom)
         for span in spans:
             planned = self._planned(span.piece)
             for kind, each in enumerate(rows):
@@ -326,7 +326,7 @@ class SequenceExchange(Participant):
     ) -> Fetched:
         """Keys and values [tokens, heads, D] of `run`, which `spans` read. In a backward they are known to be there."""
         held = tuple(self.buffers.rows(layer, kind, *run) for kind in (KEYS, VALUES))
-        kind = Fetched if self.is_apart else Seen
+        kind = Fetched if self.is_apart else SharedRows
         if backward:
             return kind(held, dtypes, self.streams)
         epoch = self._epoch(spans, backward=in_backward_pass() and not self.buffers.stays[layer])

@@ -52,7 +52,7 @@ class Fetched:
         self._streams.free(self._storage, self._copies)
 
 
-class Seen(Fetched):
+class SharedRows(Fetched):
     """The same where ranks share one memory: views, which need no copy."""
 
     def start(self) -> None:

@@ -27,7 +27,6 @@ from ..comm.grid import Grid, grid_of, refuse_mesh
 from ..comm.layout import Plan, make_plan
 from ..comm.memory.heap import SymmetricHeap
 from ..comm.replicas import Replicas
-from ..engine.api import engine_of
 from ..engine.engine import Engine
 from ..engine.exact import ExactTarget
 from ..engine.gathered import GatheredParameters
@@ -167,8 +166,7 @@ def fully_shard(
             device.check(described.specs)
         agreement = _agree(setup, root, described)
         shards = _allocate(setup, root, described, agreement)
-        _attach(setup, root, described, shards, reshard_after_forward)
-        engine_of(root).attention = agreement.attention
+        _attach(setup, root, described, agreement, shards, reshard_after_forward)
     return module
 
 
@@ -268,7 +266,12 @@ def _allocate(setup: _Setup, module: nn.Module, described: Description, agreemen
 
 
 def _attach(
-    setup: _Setup, module: nn.Module, described: Description, shards: _Shards, reshard_after_forward: bool | int | None
+    setup: _Setup,
+    module: nn.Module,
+    described: Description,
+    agreement: _Agreement,
+    shards: _Shards,
+    reshard_after_forward: bool | int | None,
 ) -> None:
     """Makes the engine and the units; submodules that were sharded before join it. Publishes the first values."""
     engine = Engine(
@@ -298,6 +301,7 @@ def _attach(
         )
         attach_unit(owner, unit, engine)
         engine.units.append(unit)
+    engine.attention = agreement.attention
     engine.add(shards.parameters)
     engine.ignored |= {id(parameter): parameter for parameter in described.ignored}
     for other in described.inner:

@@ -350,7 +350,7 @@ def test_totals_add_up():
             for field in fields(plan)
             if field.name.endswith("_bytes") and not field.name.startswith("job_")
         ]
-        assert len(parts) == 11
+        assert len(parts) == 13
         assert plan.total_bytes == sum(parts) + plan.activation_bytes
         assert plan.job_bytes == plan.job_shared_bytes + 2 * (plan.total_bytes - plan.shared_bytes)
 
