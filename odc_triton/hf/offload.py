@@ -2,8 +2,8 @@
 
 Checkpointing keeps the input of each layer. Hooks of saved tensors copy it to a buffer of the host while the layer
 computes, and back while the layer after it runs backward. Both ways take one stream, so a buffer that is free can be
-filled at once. On a GPU buffers are pinned. On the CPU they are a mapping of their own, which the kernel can swap and
-counts as shared, not as the process's private memory.
+filled at once. On a GPU buffers are pinned. On the CPU they are a mapping of their own, which the kernel counts as
+shared memory (Pss_Shmem), not as the process's anonymous one.
 """
 
 from __future__ import annotations
@@ -104,6 +104,12 @@ def _mapped(size_bytes: int) -> torch.Tensor:
     try:
         os.posix_fallocate(fd, 0, size_bytes)
         return torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: {size_bytes / 1e9:.2f} GB of host memory for one layer's checkpoint; give packs fewer "
+            f"tokens, or leave offload_checkpoints out",
+        ) from None
     finally:
         os.close(fd)
 
@@ -146,7 +152,10 @@ class _Offloading:
     def __init__(self, run: Callable[..., Any], offloaded: OffloadedCheckpoints) -> None:
         self._run, self._offloaded = run, offloaded
 
-    def __call__(self, function: Callable[..., Any], hidden: torch.Tensor, *others: Any, **named: Any) -> Any:
+    def __call__(self, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        if not given:  # checkpointing keeps what has a name itself, not through hooks
+            return self._run(function, **named)
+        hidden = given[0]
         its = hidden.data_ptr(), hidden.shape  # not the tensor: torch keeps the hooks as long as the graph
 
         def pack(x: torch.Tensor) -> Any:
@@ -157,4 +166,4 @@ class _Offloading:
 
         # Checkpointing's own hooks are inside: these see what it saves itself.
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return self._run(function, hidden, *others, **named)
+            return self._run(function, *given, **named)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 
 from odc_triton import fully_shard, minibatch
 from odc_triton.engine.api import engine_of
-from odc_triton.engine.transport import DeviceStreams
+from odc_triton.engine.transport import DeviceStreams, Streams
 from odc_triton.hf import offload_checkpoints, summed_loss
 from odc_triton.hf.offload import OffloadedCheckpoints
 from odc_triton.sequence.enable import split_forward
@@ -93,9 +95,19 @@ def test_copies_follow_what_is_computed_and_come_before_they_are_used(kind: str)
         kept = [offloaded.keep(each.clone()) for each in made]
         for at in (3, 2, 1, 0):
             assert torch.equal(kept[at].take(), made[at])
+            assert [each._there is not None for each in kept] == [each == at - 1 for each in range(4)]  # one ahead
         assert torch.equal(kept[2].take(), made[2])  # a graph that is kept
         del kept
     assert offloaded.host_bytes == 4 * made[0].nbytes
+
+
+def test_no_memory_for_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"No space left on device: 0\.00 GB of host memory for one layer's checkpoint"):
+        OffloadedCheckpoints(Streams()).keep(torch.ones(3))
 
 
 def _private_bytes(rank: int, world: int) -> tuple[int, int, int]:
