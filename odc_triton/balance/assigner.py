@@ -21,8 +21,8 @@ class Assigner:
 
     `balance` and `token_cap`: see `MinibatchSampler`; `split_tokens`: of each rank, the most tokens that others may
     read, 0 without splitting; `shared_tokens`: the same for samples that share tokens, by default `split_tokens`;
-    `whole`: see `assign_shared`; `replicas`: see `assign_split`; `counter`: of a work queue, by default
-    `store_counter()`, made on first use; `extra` and `floors`: see `assign_split`, here by name of a sample.
+    `replicas`: see `assign_split`; `counter`: of a work queue, by default `store_counter()`, made on first use; `extra`
+    and `floors`: see `assign_split`, here by name of a sample.
     """
 
     rank: int
@@ -32,7 +32,6 @@ class Assigner:
     cost: CostModel
     split_tokens: int = 0
     shared_tokens: int | None = None
-    whole: bool = False
     replicas: int = 1
     counter: Counter | None = None
     extra: Sequence[float] | None = None
@@ -73,7 +72,6 @@ class Assigner:
                 tokens=self.split_tokens if self.shared_tokens is None else self.shared_tokens,
                 replicas=self.replicas,
                 names=names,
-                whole=self.whole,
                 extra=_named(self.extra, names),
             )
         split = self._split(lengths, names) if self.split_tokens else None

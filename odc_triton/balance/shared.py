@@ -52,17 +52,16 @@ def assign_shared(
     tokens: int = 0,
     replicas: int = 1,
     names: Sequence[int] | None = None,
-    whole: bool = False,
     extra: Sequence[float] | None = None,
 ) -> SharedAssignment:
     """Assigns samples of `lengths` tokens to `ranks`. None is cut or branched off before its last picture's last token.
 
     `tokens`: of each rank, the most tokens whose keys and values others may read; 0: no tree lies on several ranks.
     `replicas`: consecutive ranks of equal number that share memory, as all ranks of a tree must. `names`: of the
-    samples in packs and plan, by default their indices. `whole`: no completion is cut, for losses of whole ones.
-    `extra`: of each sample, what its first tokens cost besides, the pictures that others share with it among them.
-    Deterministic: every rank that calls it with the same arguments gets the same result. Raises as `checked_lengths`
-    and `CostModel.samples`, and ValueError for ranks, tokens, replicas or relatives that don't fit.
+    samples in packs and plan, by default their indices. `extra`: of each sample, what its first tokens cost besides,
+    the pictures that others share with it among them. Deterministic: every rank that calls it with the same arguments
+    gets the same result. Raises as `checked_lengths` and `CostModel.samples`, and ValueError for ranks, tokens,
+    replicas or relatives that don't fit.
     """
     shards = shards_of(ranks, replicas, tokens)
     lengths = checked_lengths(lengths, token_cap)
@@ -82,7 +81,6 @@ def assign_shared(
         token_cap=token_cap,
         cost=cost,
         tokens=tokens,
-        whole=whole,
     )
     found = problem.best() if replicas == 1 else _over_replicas(problem, replicas, shards)
     names = range(len(lengths)) if names is None else names
@@ -110,7 +108,6 @@ class _SharedProblem:
     token_cap: int
     cost: CostModel
     tokens: int
-    whole: bool
 
     def __post_init__(self) -> None:
         self.strips = {each.sample: each for each in chain.from_iterable(self.families)}
@@ -148,7 +145,7 @@ class _SharedProblem:
         while count and least > self.even_share * (1 + BALANCED):
             line, others = ([self.families[at] for at in places] for places in (order[:count], order[count:]))
             rest = self.part(others, self.ranks).apart()
-            for whole in (True,) if self.whole else (False, True):
+            for whole in (False, True):
                 if found := [*self._laid(line, rest, whole)]:
                     least = min(each.estimate for each in found)
                     # They must be better by the least gain.

@@ -14,6 +14,7 @@ packed rows instead of padded ones. A token whose mu is unknown (NaN) counts as 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -21,25 +22,20 @@ import torch
 Mode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
-@torch.no_grad()
-def importance_weights(
-    policy_logps: torch.Tensor, sampler_logps: torch.Tensor, lengths: torch.Tensor, *, mode: Mode, most: float
-) -> torch.Tensor:
-    """The weights [tokens], fp32, of the tokens' loss, for concatenated completions.
+@dataclass(frozen=True, kw_only=True)
+class Importance:
+    """`most`: the bound."""
 
-    `policy_logps` and `sampler_logps` are [tokens], `lengths` [completions] their tokens each. Tokens that are masked
-    in the loss must be removed before. `most`: the bound. Raises ValueError if the shapes don't match.
-    """
-    if policy_logps.shape != sampler_logps.shape or policy_logps.dim() != 1 or int(lengths.sum()) != len(policy_logps):
-        raise ValueError(
-            f"log-probabilities are {list(policy_logps.shape)} and {list(sampler_logps.shape)} for completions of "
-            f"{int(lengths.sum())} tokens: give one of each for every token"
-        )
-    difference = (policy_logps.float() - sampler_logps.float()).nan_to_num(nan=0.0)
-    if mode.startswith("sequence"):
-        owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-        difference = difference.new_zeros(len(lengths)).index_add(0, owner, difference)[owner]
-    ratio = difference.exp()
-    if mode.endswith("truncate"):
-        return ratio.clamp(max=most)
-    return ratio.masked_fill(ratio > most, 0.0)
+    mode: Mode
+    most: float
+
+    @property
+    def is_of_sequences(self) -> bool:
+        return self.mode.startswith("sequence")
+
+    def weights(self, log_ratios: torch.Tensor) -> torch.Tensor:
+        """The weights of the loss. `log_ratios`: log pi - log mu of each token, or of its whole completion."""
+        ratio = log_ratios.exp()
+        if self.mode.endswith("truncate"):
+            return ratio.clamp(max=self.most)
+        return ratio.masked_fill(ratio > self.most, 0.0)

@@ -6,7 +6,6 @@ completions count in the denominators as in TRL, so the update is the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,8 +94,8 @@ class Objective:
         `loss`: of `weight`s; sums are over tokens: `ratio`, `clipped`, `kl`.
         """
         log_ratio = logp - tokens.old
-        if self.loss == "gspo":
-            log_ratio = _means(log_ratio, tokens.counts)
+        if tokens.mean_log_ratio is not None:  # see [Note: ratios of whole completions]
+            log_ratio = tokens.mean_log_ratio + (logp - logp.detach())
         ratio = log_ratio.exp()
         if self.loss == "cispo":
             terms = -ratio.clamp(max=self.high).detach() * tokens.advantage * logp
@@ -120,16 +119,17 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTerms:
-    """Inputs of the loss of the n learned tokens of one pack, [n] each. counts: of each document, their sum is n."""
+    """Inputs of the loss of the n learned tokens of one pack, [n] each.
 
-    counts: Sequence[int]
+    [Note: ratios of whole completions] This rank may have some of a completion's n tokens. The completion's loss is
+    w f(m) (c_1 + ... + c_n), of its tokens' weight w, the mean m of their log-ratios, and their corrections c. Its
+    gradient for each token is w f'(m) times the mean of the corrections. So each token's loss is w f(m) times that
+    mean, where m has the gradient of the token's own log-ratio: no rank needs the gradients of another's tokens.
+    """
+
     advantage: Tensor
     weight: Tensor
     old: Tensor  # log-probabilities under the policy before the step
     reference: Tensor | None = None  # and under the reference model
     correction: Tensor | None = None  # importance weights, if another engine sampled
-
-
-def _means(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """Each value replaced by the mean of its document."""
-    return torch.cat([part.mean().expand(len(part)) for part in values.split(list(counts))]) if counts else values
+    mean_log_ratio: Tensor | None = None  # of the token's whole completion, for "gspo"

@@ -153,10 +153,10 @@ class HostSync:
             return []
         if time.monotonic() >= shown_s:
             self.waits.show(wait, writer=rank)
-        self._require_none_failed(purpose)
+        self.require_none_failed(purpose)
         return [self.buffers.heap.first + rank]
 
-    def _require_none_failed(self, purpose: str) -> None:
+    def require_none_failed(self, purpose: str) -> None:
         if failed := self._failed():
             self.waits.show_none()
             names, rank = ", ".join(f"rank {rank}" for rank in failed), self.buffers.heap.first + self.buffers.rank
@@ -352,7 +352,7 @@ class KernelSync(HostSync):
         late = [rank for rank in self._late_at_stop if rank in wait.whom]
         late = late or [rank for rank in wait.whom if not self._has_come(wait, rank)] or list(wait.whom)
         purpose, gone = wait.whom[late[0]], [first + rank for rank in self._gone_at_stop]
-        self._require_none_failed(purpose)
+        self.require_none_failed(purpose)
         self._barrier.require_alive(gone, purpose, lambda: gone)
         ranks = self._barrier.root_cause([first + rank for rank in late])
         names = ", ".join(f"rank {rank}" for rank in ranks)

@@ -7,12 +7,12 @@ torchrun --nproc-per-node 2 -m odc_triton.train.grpo --data PROMPTS --reward MOD
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..data.tokenizer import read_config
@@ -20,8 +20,7 @@ from ..engine.api import engine_of
 from ..hf.enable import innermost
 from ..policy.vllm_server import PolicyServer
 from ..rl.generation import CompletionEngine
-from ..rl.importance import importance_weights
-from ..rl.learned import Correction
+from ..rl.importance import Importance
 from ..rl.prompts import Prompts, joined_prompts, read_prompts
 from ..rl.rewards import Rewards
 from ..rl.transformers_engine import TransformersEngine
@@ -148,13 +147,14 @@ def _start(options: GrpoOptions, sharded: Sharded, prepared: Prepared[Prompts]) 
         return False
 
     completions = _engine(options, model, should_stop)
+    importance = Importance(mode=options.importance, most=options.importance_cap)
     run = GrpoRun(
         options=options,
         model=model,
         prepared=prepared,
         reference=reference,
         completions=completions,
-        correction=_correction(options) if completions.samples_elsewhere else None,
+        correction=importance if completions.samples_elsewhere else None,
         rewards=_rewards(options),
         cost=cost,
     )
@@ -179,14 +179,6 @@ def _engine(options: GrpoOptions, model: nn.Module, should_stop: Callable[[], bo
         limits = {"memory": options.vllm_memory, "max_tokens": min(options.token_cap, positions)}
         return VllmColocate(options.model, rank=rank, dtype=_DTYPES[options.dtype], **limits)
     return TransformersEngine(model, should_stop=should_stop, hold=options.hold_weights)
-
-
-def _correction(options: GrpoOptions) -> Correction:
-    def weights(old: Tensor, sampled: Tensor, counts: Sequence[int]) -> Tensor:
-        lengths = torch.tensor(counts, device=old.device)
-        return importance_weights(old, sampled, lengths, mode=options.importance, most=options.importance_cap)
-
-    return weights
 
 
 if __name__ == "__main__":

@@ -164,11 +164,6 @@ class GrpoOptions(RunOptions):
                 f"{self.needs_phases}, so none can be computed before the last one is there: leave --overlap-rollout "
                 f"out"
             )
-        if self.split_sequences and self.loss == "gspo":
-            raise ValueError(
-                "--loss is gspo, whose ratio is that of a whole sequence, and --split-sequences has parts of it on "
-                "several ranks: leave one of them out"
-            )
         if self.kl and self.lora_rank and self.init is not None:
             raise ValueError(
                 f"--kl is {self.kl} with --lora-rank {self.lora_rank}, and --init would draw other weights for the "
@@ -178,11 +173,6 @@ class GrpoOptions(RunOptions):
             raise ValueError(
                 f"--kl is {self.kl}, and the reference model does not run on parts of sequences: leave --kl or "
                 f"--split-sequences out"
-            )
-        if self.split_sequences and self.engine != "transformers" and self.importance.startswith("sequence"):
-            raise ValueError(
-                f"--importance is {self.importance}, the ratio of a whole sequence, and --split-sequences has parts of "
-                f"it on several ranks: give --importance token_truncate, or leave --split-sequences out"
             )
         if self.engine == "vllm-colocate" and self.model is None:
             raise ValueError("--engine is vllm-colocate, which loads the model's folder itself: give --model")

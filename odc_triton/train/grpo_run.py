@@ -22,7 +22,8 @@ from ..checkpoint.repeat import Replayable
 from ..engine.api import engine_of, minibatch
 from ..hf.enable import innermost, takes_branches
 from ..rl.generation import CompletionEngine, SamplingOptions, end_tokens_of
-from ..rl.learned import Correction, Learned
+from ..rl.importance import Importance
+from ..rl.learned import Learned
 from ..rl.objective import LearningRule, Objective
 from ..rl.overlap import OverlappedRollout
 from ..rl.prompts import Prompts, completion_seed, prompts_of_step
@@ -30,6 +31,7 @@ from ..rl.rewards import Rewards
 from ..rl.rollout import PromptSlot, Rollout, Sampler
 from ..rl.turns import RolloutFunction
 from ..sequence.enable import enable_split
+from ..sequence.sums import SampleSums
 from .agreement import StepSums
 from .grpo_options import GrpoOptions
 from .metrics import Metrics
@@ -91,7 +93,7 @@ class GrpoRun(Run):
         completions: CompletionEngine,
         rewards: Rewards,
         cost: CostModel,
-        correction: Correction | None = None,
+        correction: Importance | None = None,
     ) -> None:
         """`reference`: the model at the start, sharded, if there is a divergence to it. `completions` samples;
         `correction`: the importance weights if it is not the policy.
@@ -131,14 +133,16 @@ class GrpoRun(Run):
                 if split_tokens:
                     raise
                 shared_tokens = 0
-        by_sequence = options.engine != "transformers" and options.importance.startswith("sequence")
+        needs_sums = options.loss == "gspo" or (correction is not None and correction.is_of_sequences)
+        self.pieces: SampleSums | None = None
+        if needs_sums and (split_tokens or shared_tokens):
+            self.pieces = SampleSums(model, samples=self.per_step * options.generations)
         self.assigner = Assigner(
             rank=grid.rank,
             world=grid.world,
             balance=options.balance,
             split_tokens=split_tokens,
             shared_tokens=shared_tokens,
-            whole=options.loss == "gspo" or by_sequence,
             counter=counter,
             **limits,
         )
@@ -274,6 +278,7 @@ class GrpoRun(Run):
                         objective=self.objective,
                         temperature=self.options.temperature,
                         correction=self.correction,
+                        pieces=self.pieces,
                         device=device,
                     )
                     loss.backward()

@@ -11,7 +11,18 @@ import torch
 
 from tests.support import ranks
 from tests.support.relatives import DEALS, SHAPES
-from tests.support.tree_cells import CHANGES, LOSSES, MODELS, WORLD, Cell, Found, dense, joined, on_ranks
+from tests.support.tree_cells import (
+    CHANGES,
+    IMPORTANCE,
+    LOSSES,
+    MODELS,
+    WORLD,
+    Cell,
+    Found,
+    dense,
+    joined,
+    on_ranks,
+)
 
 # Their experts, or the softmax under their softcap, compute in fp32.
 IN_FP32 = ("Gemma2", "GptOss")
@@ -21,6 +32,7 @@ AXES: dict[str, Sequence[str]] = {
     "family": MODELS,
     "change": CHANGES,
     "loss": LOSSES,
+    "importance": IMPORTANCE,
 }
 
 
@@ -46,8 +58,8 @@ def _pairs(axes: Mapping[str, Sequence[str]], row: Mapping[str, str]) -> set[tup
 def cell_of(row: Mapping[str, str], number: int) -> Cell:
     """In fp64 where the model has it, on two backends in turn."""
     cell = Cell(**row, backend=("cpu", "cpu-sharded")[number % 2])
-    if cell.loss == "gspo" and cell.deal == "a cut prefix and branch":  # its ratio is of a completion in one piece
-        cell = replace(cell, deal="a cut prefix")
+    if cell.loss == "sft":
+        cell = replace(cell, importance="none")
     exact = cell.family not in IN_FP32 and cell.change != "autocast"
     return cell if exact else replace(cell, dtype=torch.float32)
 
@@ -57,12 +69,13 @@ FAST = [
     cell_of(dict(zip(AXES, row, strict=True)), number)
     for number, row in enumerate(
         [
-            ("a group", "two trees in a wave", "Qwen2", "none", "gspo"),
-            ("three levels", "a cut prefix and branch", "Qwen3", "checkpointing", "dapo"),
-            ("turns", "two waves", "Mistral", "none", "kl"),
-            ("another's prefix", "mixed", "GptOss", "none", "grpo"),
-            ("duplicates", "here and there", "Gemma2", "checkpointing", "cispo"),
-            ("nothing shared", "a cut prefix", "Llama", "autocast", "sft"),
+            ("a group", "two trees in a wave", "Qwen2", "none", "gspo", "none"),
+            ("a group", "cut completions", "Qwen2", "none", "gspo", "token_mask"),
+            ("three levels", "cut completions", "Qwen3", "checkpointing", "dapo", "sequence_mask"),
+            ("turns", "two waves", "Mistral", "none", "kl", "token_mask"),
+            ("another's prefix", "mixed", "GptOss", "none", "grpo", "sequence_truncate"),
+            ("duplicates", "here and there", "Gemma2", "checkpointing", "cispo", "none"),
+            ("nothing shared", "a cut prefix and branch", "Llama", "autocast", "gspo", "none"),
         ]
     )
 ]
@@ -83,6 +96,7 @@ def assert_alike(cell: Cell, found: Found, want: Found) -> None:
     # Rounding alone. A sum of fp32 numbers in another order differs by some 1e-6 of the largest.
     tolerance = 1e-12 if cell.dtype == torch.float64 else 5e-6
     assert found.loss == pytest.approx(want.loss, rel=tolerance, abs=tolerance), cell
+    assert found.sums == pytest.approx(want.sums, rel=tolerance), cell
     for sample, logp in want.logps.items():
         torch.testing.assert_close(found.logps[sample], logp, rtol=tolerance, atol=tolerance, msg=f"{cell}: {sample}")
     for name, gradient in want.gradients.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,10 +56,16 @@ def case(folder: Path, **changes: object) -> GrpoOptions:
 
 
 class Recorded:
-    """Completions that depend on prompt and seed only: of 1 to `max_new_tokens` tokens, some without an end."""
+    """Completions that depend on prompt and seed only: of 1 to `max_new_tokens` tokens, some without an end.
 
-    def __init__(self, vocabulary: int, *, elsewhere: bool = False, remotely: bool = False) -> None:
+    `near`: with log-probabilities that are near those of `write_prompts`' model.
+    """
+
+    def __init__(
+        self, vocabulary: int, *, elsewhere: bool = False, remotely: bool = False, near: bool = False
+    ) -> None:
         self.vocabulary, self.samples_elsewhere, self.samples_remotely = vocabulary, elsewhere, remotely
+        self.near = near
 
     def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[list[Sampled]]:
         return [[self._one(seed, options) for seed in request.seeds] for request in requests]
@@ -70,7 +77,10 @@ class Recorded:
         ended = length < options.max_new_tokens
         if ended:
             ids[-1] = options.end_tokens[0]
-        return Sampled(ids=ids, logps=torch.rand(length, generator=generator).log().tolist(), ended=ended)
+        logps = torch.rand(length, generator=generator).log()
+        if self.near:
+            logps = 0.02 * (logps + 1) - math.log(self.vocabulary)
+        return Sampled(ids=ids, logps=logps.tolist(), ended=ended)
 
     def sync(self, model: nn.Module) -> None:
         pass
@@ -130,8 +140,10 @@ def trl_loss(
     if elsewhere:
         then = padded(old or [each.detach() for each in own])
         apart = ((then - padded([one.logps for _, one in rows])) * mask * tool_mask).nan_to_num(nan=0.0)
-        assert options.importance == "token_truncate"
-        inputs["importance_sampling_ratio"] = apart.exp().clamp(max=options.importance_cap)
+        apart = apart.sum(1, keepdim=True) if options.importance.startswith("sequence") else apart
+        ratio, most = apart.exp(), options.importance_cap
+        bounded = most if options.importance.endswith("truncate") else 0.0
+        inputs["importance_sampling_ratio"] = ratio.masked_fill(ratio > most, bounded)
     if old is not None:
         inputs["old_per_token_logps"] = padded(old)
     if reference is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -140,9 +141,14 @@ class Grown:
         sample, of = self.samples[at], self.entries[at]
         piece = of if isinstance(of, Piece) else Piece(of, 0, len(sample.ids))
         stop = sample.learned // 2 if piece.parent is None else (piece.start + piece.stop + 1) // 2
-        if not piece.start < stop < piece.stop:
-            return [of]
-        return [replace(piece, stop=stop), replace(piece, start=stop, parent=None)]
+        return self.cut_at(at, stop) if piece.start < stop < piece.stop else [of]
+
+    def cut_at(self, at: int, *stops: int) -> list[Piece]:
+        """Entry `at` in pieces."""
+        of = self.entries[at]
+        piece = of if isinstance(of, Piece) else Piece(of, 0, len(self.samples[at].ids))
+        edges = pairwise([piece.start, *stops, piece.stop])
+        return [replace(piece, start=a, stop=b, parent=piece.parent if a == piece.start else None) for a, b in edges]
 
 
 def _one_pack(one: Grown, other: Grown, whole: list[int]) -> Deal:
@@ -165,6 +171,16 @@ def _cut_prefix_and_branch(one: Grown, other: Grown, whole: list[int]) -> Deal:
     *others, _ = one.entries[1:]
     start, *end = one.cut(len(one.entries) - 1)
     return [[[first, *end]], [[second]], [[*others, start]]]
+
+
+def _cut_completions(one: Grown, other: Grown, whole: list[int]) -> Deal:
+    """What is learned of two samples is on two and on three ranks."""
+    *others, last = one.entries[1:]
+    first, second = one.cut_at(0, one.samples[0].learned + 2)
+    start = 0 if isinstance(last, int) else last.start
+    third = (len(one.samples[-1].ids) - start) // 3
+    a, b, c = one.cut_at(len(one.entries) - 1, *(len(one.samples[-1].ids) - third * n for n in (2, 1)))
+    return [[[first, b, *others[1::2]]], [[second, a]], [[*others[::2], c]]]
 
 
 def _two_trees(one: Grown, other: Grown, whole: list[int]) -> Deal:
@@ -198,6 +214,7 @@ DEALS: dict[str, Callable[[Grown, Grown, list[int]], Deal]] = {
     "here and there": _here_and_there,
     "a cut prefix": _cut_prefix,
     "a cut prefix and branch": _cut_prefix_and_branch,
+    "cut completions": _cut_completions,
     "two trees in a wave": _two_trees,
     "two waves": _two_waves,
     "mixed": _mixed,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import Counter
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -23,8 +24,10 @@ from odc_triton.hf import enable_packing
 from odc_triton.hf.loss import predictions
 from odc_triton.nn.head import TokenLogProbs
 from odc_triton.rl import learned
+from odc_triton.rl.importance import Importance
 from odc_triton.rl.learned import Learned
 from odc_triton.rl.objective import LearningRule, Objective
+from odc_triton.sequence.sums import SampleSums
 from tests.sequence.test_branches import in_own_dtype
 from tests.support.families import causal_lm
 from tests.support.parity import TRANSFORMS
@@ -36,18 +39,20 @@ WORLD, ROOM = 3, 128
 LOSSES = ("sft", "grpo", "dapo", "gspo", "cispo", "kl")
 CHANGES = ("none", "checkpointing", "autocast", "lora")
 MODELS = ("Qwen2", "Qwen3", "Llama", "Mistral", "Gemma2", "GptOss")
-CLIP, LARGEST_RATIO, KL = 0.2, 1.2, 0.3
+IMPORTANCE = ("none", "token_mask", "sequence_truncate", "sequence_mask")
+CLIP, LARGEST_RATIO, KL, LARGEST_WEIGHT = 0.2, 1.2, 0.3, 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """`family`: of models; `change`: of CHANGES."""
+    """`family`: of models; `change`: of CHANGES; `importance`: of IMPORTANCE, not with "sft"."""
 
     shape: str = "a group"
     deal: str = "here and there"
     family: str = "Qwen2"
     change: str = "none"
     loss: str = "sft"
+    importance: str = "none"
     dtype: torch.dtype = torch.float64
     backend: str = "cpu"
     replicas: int = 1
@@ -58,11 +63,12 @@ class Cell:
 
 @dataclass(kw_only=True)
 class Found:
-    """`logps`: by sample, of its learned tokens; one rank's are parts, (first token, values)."""
+    """`logps`: by sample, of its learned tokens; one rank's are parts, (first token, values). `sums`: for the log."""
 
     loss: float
     targets: int
     logps: dict[int, Any]
+    sums: dict[str, float]
     gradients: dict[str, Tensor]
 
 
@@ -85,13 +91,18 @@ def own_log_probs(logits: Tensor, targets: Tensor) -> TokenLogProbs:
 
 
 @functools.cache
-def completions(cell: Cell) -> tuple[list[Sample], list[float], list[Tensor]]:
-    """The samples; of each its advantage and the log-probabilities before: near those of 97 equally likely tokens."""
+def completions(cell: Cell) -> tuple[list[Sample], list[float], list[Tensor], list[Tensor]]:
+    """The samples; of each its advantage and the log-probabilities before: near those of 97 equally likely tokens, and
+    those under another engine that sampled.
+    """
     samples, _ = dealt(cell.shape, cell.deal)
     generator = torch.Generator().manual_seed(5)
     noise = [torch.randn(len(each.ids) - each.learned, generator=generator, dtype=cell.dtype) for each in samples]
     advantage = [(-1) ** at * (0.5 + 0.25 * at) for at in range(len(samples))]
-    return samples, advantage, [0.5 * each - math.log(97) for each in noise]
+    old = [0.5 * each - math.log(97) for each in noise]
+    theirs = [each + 0.2 * torch.randn(len(each), generator=generator, dtype=cell.dtype) for each in old]
+    theirs[0][1] = math.nan
+    return samples, advantage, old, theirs
 
 
 # ------------------------------------------------------------------ plain torch
@@ -100,11 +111,11 @@ def completions(cell: Cell) -> tuple[list[Sample], list[float], list[Tensor]]:
 def dense(cell: Cell) -> Found:
     """By whole samples, one after another."""
     torch.set_num_threads(1)
-    samples, advantage, old = completions(cell)
+    samples, advantage, old, theirs = completions(cell)
     model = build(cell, plain=True)
     reference = build(cell, seed=1, plain=True) if cell.loss == "kl" else None
     targets = sum(len(each) for each in old)
-    total, logps = 0.0, {}
+    total, logps, sums = 0.0, {}, Counter()
     for at, sample in enumerate(samples):
         logp = _plain_log_probs(model, cell, sample)
         if cell.loss == "sft":
@@ -114,12 +125,19 @@ def dense(cell: Cell) -> Found:
             if reference is not None:
                 with torch.no_grad():
                     behind = _plain_log_probs(reference, cell, sample)
-            terms = _plain_terms(cell.loss, logp, old[at].to(logp.dtype), advantage[at], behind)
+            then = old[at].to(logp.dtype)
+            weights = _plain_weights(cell.importance, then, theirs[at].to(logp.dtype))
+            terms, ratio = _plain_terms(cell.loss, logp, then, advantage[at], weights, behind)
+            low, high = (0, LARGEST_RATIO) if cell.loss == "cispo" else (1 - CLIP, 1 + CLIP)
+            clipped = ratio > high if advantage[at] > 0 else (ratio < low)
+            sums.update({"ratio": ratio.sum().item(), "clipped": clipped.sum().item()})
+            if cell.importance != "none":
+                sums.update({"mismatch": (then - theirs[at]).nan_to_num(0.0).exp().sum().item()})
             loss = terms.mean() / len(samples) if cell.loss in ("grpo", "gspo") else terms.sum() / targets
         loss.backward()
         total += loss.item()
         logps[at] = logp.detach()
-    return Found(loss=total, targets=targets, logps=logps, gradients=gradients(model))
+    return Found(loss=total, targets=targets, logps=logps, sums=dict(sums), gradients=gradients(model))
 
 
 def _plain_log_probs(model: nn.Module, cell: Cell, sample: Sample) -> Tensor:
@@ -129,17 +147,30 @@ def _plain_log_probs(model: nn.Module, cell: Cell, sample: Sample) -> Tensor:
     return own_log_probs(logits, ids[sample.learned :]).logp
 
 
-def _plain_terms(loss: str, logp: Tensor, old: Tensor, advantage: float, behind: Tensor | None) -> Tensor:
-    """Of a completion's tokens, as in TRL."""
+def _plain_weights(importance: str, old: Tensor, theirs: Tensor) -> Tensor | float:
+    if importance == "none":
+        return 1.0
+    apart = (old - theirs).nan_to_num(0.0)
+    ratio = (apart.sum().expand(len(apart)) if importance.startswith("sequence") else apart).exp()
+    bounded = torch.full_like(ratio, LARGEST_WEIGHT if importance.endswith("truncate") else 0.0)
+    return torch.where(ratio > LARGEST_WEIGHT, bounded, ratio)
+
+
+def _plain_terms(
+    loss: str, logp: Tensor, old: Tensor, advantage: float, weights: Tensor | float, behind: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Of a completion's tokens, as in TRL; and their ratios."""
     ratio = (logp - old).exp()
     if loss == "gspo":
         ratio = (logp - old).mean().exp().expand(len(logp))
     if loss == "cispo":
-        return -ratio.clamp(max=LARGEST_RATIO).detach() * advantage * logp
-    terms = -torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+        terms = -ratio.clamp(max=LARGEST_RATIO).detach() * advantage * logp
+    else:
+        terms = -torch.min(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+    terms = terms * weights
     if behind is not None:
         terms = terms + KL * ((behind - logp).exp() - (behind - logp) - 1)
-    return terms
+    return terms, ratio.detach()
 
 
 # ------------------------------------------------------------------ on ranks
@@ -167,7 +198,7 @@ class _LogProbs:
 
 def on_ranks(rank: int, world: int, cell: Cell) -> Found:
     """This rank's part of the loss and of the log-probabilities; the targets and, from rank 0, gradients of all."""
-    samples, advantage, old = completions(cell)
+    samples, advantage, old, theirs = completions(cell)
     _, deal = dealt(cell.shape, cell.deal)
     rows = [
         {"input_ids": list(each.ids), "labels": [IGNORED] * each.learned + list(each.ids[each.learned :])}
@@ -182,7 +213,7 @@ def on_ranks(rank: int, world: int, cell: Cell) -> Found:
         samples=dict(enumerate(rows)),
         advantage=dict(enumerate(advantage)),
         weight={at: rule.weight(len(each)) for at, each in enumerate(old)},
-        sampled={at: [0.0] * len(each) for at, each in enumerate(old)},
+        sampled={at: each.tolist() for at, each in enumerate(theirs)},
         tokens=sum(map(len, old)),
     )
     for entry in itertools.chain.from_iterable(entries):
@@ -200,15 +231,18 @@ def on_ranks(rank: int, world: int, cell: Cell) -> Found:
         high=LARGEST_RATIO if kind == "cispo" else CLIP,
         kl=KL if cell.loss == "kl" else 0.0,
     )
-    how = {"reference": reference, "objective": objective, "temperature": 1.0, "correction": None}
-    total = 0.0
+    correction = Importance(mode=cell.importance, most=LARGEST_WEIGHT) if cell.importance != "none" else None
+    how = {"reference": reference, "objective": objective, "temperature": 1.0, "correction": correction}
+    how["pieces"] = SampleSums(model, samples=len(rows))
+    total, sums = 0.0, Counter()
     with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:
         for pack, of_pack in zip(packs, entries, strict=True):
             if cell.loss == "sft":
                 loss = -log_probs(model, pack)[0].sum() / mb.tokens
             else:
-                loss, _ = batch.loss(of_pack, model=model, device=torch.device("cpu"), **how)
+                loss, more = batch.loss(of_pack, model=model, device=torch.device("cpu"), **how)
                 loss = loss / batch.divisor
+                sums.update({name: more[name].item() for name in ("ratio", "clipped", "mismatch") if name in more})
             loss.backward()
             total += loss.item()
         targets = mb.tokens
@@ -218,7 +252,8 @@ def on_ranks(rank: int, world: int, cell: Cell) -> Found:
         for entry, part, values in zip(of_pack, parts, found.split([p.stop - p.start for p in parts]), strict=True):
             logps.setdefault(_sample(entry), []).append((part.start, values))
     found = gradients(model)
-    return Found(loss=total, targets=targets, logps=logps, gradients=found if rank == 0 else {})
+    found = found if rank == 0 else {}
+    return Found(loss=total, targets=targets, logps=logps, sums=dict(sums), gradients=found)
 
 
 def _sample(entry: Entry) -> int:
@@ -242,4 +277,7 @@ def joined(of_ranks: list[Found]) -> Found:
         sample: torch.cat([values for _, values in sorted(some, key=lambda part: (part[0], len(part[1])))])
         for sample, some in parts.items()
     }
-    return replace(of_ranks[0], loss=sum(each.loss for each in of_ranks), logps=logps)
+    sums = Counter()
+    for each in of_ranks:
+        sums.update(each.sums)
+    return replace(of_ranks[0], loss=sum(each.loss for each in of_ranks), logps=logps, sums=dict(sums))

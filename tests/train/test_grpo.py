@@ -38,7 +38,10 @@ def train(rank: int, world: int, jobs: list[GrpoOptions]) -> list[int]:
     from odc_triton.train import grpo
 
     grpo._engine = lambda wanted, *_: Recorded(
-        VOCABULARY, elsewhere=wanted.engine != "transformers", remotely=wanted.engine == "vllm-server"
+        VOCABULARY,
+        elsewhere=wanted.engine != "transformers",
+        remotely=wanted.engine == "vllm-server",
+        near=wanted.importance.startswith("sequence"),
     )
     relatives.LEAST_SHARED = 4  # prompts here are short
     counts, make = [], collate._collate
@@ -63,7 +66,7 @@ def sampled(request: Request, wanted: GrpoOptions, options: SamplingOptions) -> 
     """The completions of one prompt, by the rollout function if there is one."""
     from odc_triton.rl.turns import TurnEngine
 
-    engine = Recorded(VOCABULARY)
+    engine = Recorded(VOCABULARY, near=wanted.importance.startswith("sequence"))
     if wanted.rollout is None:
         return engine.generate([request], options)[0]
     made = turns(request.seeds, TurnEngine(engine, [request], options, None))
@@ -166,6 +169,22 @@ CASES = {
         "vllm_server": "http://127.0.0.1:1",
         "importance": "token_truncate",
     },
+}
+CASES["gspo, split, twice"] = {**CASES["dapo, split"], "loss": "gspo", "iterations": 2, "clip": 0.06}
+CASES["gspo, split, other engine"] = {
+    **CASES["dapo, split"],
+    "loss": "gspo",
+    "engine": "vllm-colocate",
+    "importance": "token_truncate",
+    "importance_cap": 0.02,
+    "clip_norm": 1e9,
+    "lr": 30.0,
+}
+CASES["dapo, split, other engine"] = {
+    **CASES["dapo, split"],
+    "engine": "vllm-colocate",
+    "importance": "sequence_mask",
+    "importance_cap": 1.2,
 }
 # Their packs compute a prompt for each completion.
 UNSHARED = {"dapo of a queue, twice", "dapo, nothing shared", "dapo, split over replicas"}

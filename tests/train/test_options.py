@@ -70,7 +70,6 @@ GRPO: list[tuple[dict[str, Any], str]] = [
     ({"reward_timeout_s": 0.0}, "--reward-timeout-s is 0.0; it must be positive"),
     ({"generations": 1}, "at least 2"),
     ({"loss": "cispo"}, "give --clip-high 5"),
-    ({"loss": "gspo", "split_sequences": True}, "a whole sequence"),
     ({"overlap_rollout": "on", "iterations": 2}, "--iterations is 2: later updates need the first one's"),
     ({"overlap_rollout": "on", "scale_rewards": "batch"}, "--scale-rewards is batch: the deviation is that of all"),
     ({"kl": 0.1, "split_sequences": True}, "leave --kl or --split-sequences out"),

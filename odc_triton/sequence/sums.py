@@ -1,0 +1,110 @@
+"""Sums over the tokens of whole samples whose pieces are on several ranks, for losses that need them: ratios of whole
+sequences. Each rank writes its part into memory of the host, also on GPUs, and waits for the others'.
+
+[Note: a wait between forward and backward] A rank writes its parts when the forward of its pack is done, before it waits
+for any. The forward needs other ranks' forwards alone, so every rank of the wave writes; and none is in its backward,
+where ranks wait for additions, before it has. So in [Note: waves] in balance/pieces.py
+attend(last layer) < write < wait < add(last layer), and waits still can't form a circle. Ranks that compute nothing of
+the wave's samples are not asked.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from ..balance.pieces import Piece, PlannedPiece
+from ..base.errors import PeerFailed
+from ..comm.layout import place_regions
+from ..comm.memory.heap import Status
+from ..comm.memory.shm import SharedMemoryHeap
+from ..engine.api import engine_of
+from .exchange import SequenceExchange
+
+_MOST = 2  # sums of a sample
+_SHOWN_S = 0.1  # peers see longer waits
+
+
+class SampleSums:
+    """Collective, after `enable_split`. `samples`: more than any number of a sample."""
+
+    def __init__(self, model: nn.Module, *, samples: int) -> None:
+        self._state = state = engine_of(model)
+        self._exchange = exchange = state.participant(SequenceExchange.name)
+        near, barrier = exchange.buffers.heap, state.barrier
+        self._rank, self._first, self._world = near.rank, near.first, barrier.world
+        token = state.exchange("sums over pieces", {"token": uuid.uuid4().hex})[0]["token"]
+        # Of a sample and rank: the number of the plan once its sums are there, then these.
+        (region,), size_bytes = place_regions(
+            [((samples, near.world, 1 + _MOST), "float64", 8)], world=near.world, apart=False
+        )
+        heap = SharedMemoryHeap(
+            rank=near.rank,
+            world=near.world,
+            size_bytes=size_bytes,
+            slots=0,
+            token=f"{token}-{near.first}",
+            timeout_s=barrier.timeout_s,
+        )
+        self._heap, self._parts = heap, heap.whole(region)
+        self._waits = Status(barrier.board)  # the last wave whose parts the rank has written, and for whom it waits
+        self._otherwise, barrier.blocked_on = barrier.blocked_on, self.blocked_on
+
+    def over_ranks(self, own: Mapping[int, torch.Tensor], counts: Callable[[Piece], bool]) -> dict[int, torch.Tensor]:
+        """By sample, sums over the tokens of all ranks: of `own`, 1 or 2 of each sample [k], in fp64, which are over
+        this rank's tokens. They have the same bits on all ranks.
+
+        Each rank with a piece that `counts` calls it with that sample, once in a microbatch, after the forward. Waits
+        for the device if there is one. Raises RankLost, DeadlineExceeded, PeerFailed, which name rank and sample.
+        """
+        plan, sync = self._exchange.plan, self._exchange.sync
+        pieces = () if plan is None else [each for each in plan.pieces if each.piece.sample in own]
+        others = [each for each in pieces if each.rank != self._rank and counts(each.piece)]
+        if not others:
+            return {**own}
+        self._state.drain("the forward of pieces")
+        ranks: dict[int, set[int]] = {}
+        for each in others:
+            ranks.setdefault(each.piece.sample, {self._rank}).add(each.rank)
+        for sample in ranks:
+            self._parts[sample, self._rank, 1 : 1 + len(own[sample])] = own[sample].cpu()
+            self._parts[sample, self._rank, 0] = sync.number
+        wave = sync.number << 16 | others[0].wave + 1
+        self._show(wave)
+        for each in others:
+            self._wait_for(each, wave)
+        found = {sample: self._parts[sample, sorted(of), 1:].sum(0) for sample, of in ranks.items()}
+        return {sample: found[sample][: len(each)].to(each) if sample in found else each for sample, each in own.items()}
+
+    def _wait_for(self, other: PlannedPiece, wave: int) -> None:
+        rank, sync = self._first + other.rank, self._exchange.sync
+        purpose, shown_s = f"the sums over {other.piece}", time.monotonic() + _SHOWN_S
+
+        def missing() -> list[int]:
+            if self._parts[other.piece.sample, other.rank, 0] == sync.number:
+                return []
+            if time.monotonic() >= shown_s:
+                self._show(wave, rank)
+            sync.require_none_failed(purpose)
+            return [rank]
+
+        with self._state.events.span("wait", label=purpose):
+            try:
+                self._state.barrier.wait_until(purpose, missing)
+            except PeerFailed:
+                self._show(wave)
+                raise
+        self._show(wave)
+
+    def _show(self, wave: int, rank: int = -1) -> None:
+        self._waits.show(wave * (self._world + 1) + rank + 1)
+
+    def blocked_on(self, rank: int) -> int | None:
+        """As `ShownWaits.blocked_on`: a wait is over if the other rank has written its parts of that wave."""
+        shown = [divmod(number, self._world + 1) for number in self._waits.seen()]
+        wave, other = shown[rank]
+        return other - 1 if other and shown[other - 1][0] < wave else self._otherwise(rank)
