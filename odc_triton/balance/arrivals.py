@@ -47,6 +47,7 @@ class Arrivals:
 
     `keeps`: what no rank has begun when the last group comes is `rest`, which ranks assign in another way, if packs of
     it would be too coarse. Else it is not, as such an assignment does not know how much ranks still have to compute.
+    A group that has a completion over `token_cap` is `rest` in any case.
     """
 
     ranks: int
@@ -73,13 +74,15 @@ class Arrivals:
         """
         self.left -= 1
         self._came += 1
-        if lengths:
+        if self.keeps and max(lengths.values(), default=0) > self.token_cap:
+            self.rest |= sorted(lengths.items())
+        elif lengths:
             members = deque(sorted(lengths.items(), key=lambda it: (-it[1], it[0])))
             cost = self.cost.sequence(shared) + math.fsum(self.cost.piece(shared, each) for each in lengths.values())
             self._pool.append(_Group(members, shared, cost))
             self._cost += cost
         if self.keeps and not self.left and self._is_coarse():
-            self.rest = {number: tokens for group in self._pool for number, tokens in sorted(group.members)}
+            self.rest |= {number: tokens for group in self._pool for number, tokens in sorted(group.members)}
             self._pool.clear()
         self._assign()
 

@@ -62,7 +62,7 @@ class Assigner:
         if not lengths:
             return MinibatchPacks()
         shared = None
-        if relatives is not None and max(lengths) <= self.token_cap:
+        if relatives is not None and (self.split_tokens or max(lengths) <= self.token_cap):
             shared = assign_shared(
                 lengths,
                 relatives,

@@ -34,7 +34,8 @@ Members = list[list[list[int]]]  # by rank and pack, the samples
 @dataclass(frozen=True, slots=True)
 class SharedAssignment:
     """`packs`: of each rank, its waves, then others, costliest first. `estimate`: the step's cost, raised by the gain
-    that trees over ranks must have. `plan`: of these, None without.
+    that trees over ranks must have; infinite, without packs, if samples over the cap don't fit as these. `plan`: of
+    these, None without.
     """
 
     packs: list[list[list[Entry]]]
@@ -64,7 +65,7 @@ def assign_shared(
     replicas or relatives that don't fit.
     """
     shards = shards_of(ranks, replicas, tokens)
-    lengths = checked_lengths(lengths, token_cap)
+    lengths = checked_lengths(lengths, token_cap, ranks=shards if tokens else 1)
     if relatives.lengths != lengths:
         raise ValueError(
             f"relatives are of other samples than the {len(lengths)} lengths: give find_relatives of these"
@@ -113,6 +114,7 @@ class _SharedProblem:
         self.strips = {each.sample: each for each in chain.from_iterable(self.families)}
         self.costs = [math.fsum(map(self._branch, family)) for family in self.families]  # the first starts at 0
         self.even_share = math.fsum(self.costs) / self.ranks
+        self.over = [max(each.stop for each in family) > self.token_cap for family in self.families]
 
     def part(self, families: list[list[Strip]], ranks: int) -> _SharedProblem:
         return replace(self, families=families, ranks=ranks)
@@ -125,8 +127,8 @@ class _SharedProblem:
 
     def apart(self) -> SharedAssignment:
         """The best whose ranks read nothing of each other."""
-        if not self.families:
-            return SharedAssignment([[] for _ in range(self.ranks)], 0.0)
+        if not self.families or any(self.over):
+            return SharedAssignment([[] for _ in range(self.ranks)], math.inf if any(self.over) else 0.0)
         found = [self.priced(members) for members in (self.together(), self.alone())]
         low, high = self.even_share, min(each.estimate for each in found)
         for _ in range(_HALVINGS):
@@ -140,9 +142,9 @@ class _SharedProblem:
 
     def over_ranks(self) -> Iterator[SharedAssignment]:
         """See [Note: trees over ranks]. Completions are cut too, unless others would have to read too many tokens."""
-        order = sorted(range(len(self.families)), key=lambda at: -self.costs[at])
-        count, least = len(order), math.inf
-        while count and least > self.even_share * (1 + BALANCED):
+        order = sorted(range(len(self.families)), key=lambda at: (not self.over[at], -self.costs[at]))
+        count, fewest, least = len(order), max(sum(self.over), 1), math.inf
+        while count >= fewest and least > self.even_share * (1 + BALANCED):
             line, others = ([self.families[at] for at in places] for places in (order[:count], order[count:]))
             rest = self.part(others, self.ranks).apart()
             for whole in (False, True):

@@ -21,6 +21,7 @@ from .importance import Importance
 from .objective import LearningRule, Objective, TokenTerms, advantages
 from .rollout import PromptSlot, Rollout
 
+
 @dataclass(kw_only=True)
 class Learned:
     """A rollout's completions that are learned, the same on every rank except `old`, which has this rank's only.
@@ -78,7 +79,7 @@ class Learned:
         entries: list[Entry],
         *,
         model: nn.Module,
-        reference: nn.Module | None,
+        reference: Callable[[Pack, float], Tensor] | None,
         objective: Objective,
         temperature: float,
         correction: Importance | None,
@@ -93,9 +94,8 @@ class Learned:
         """
         (pack,) = pack_collate([PackedDataset(self.samples)[entries]])
         pack = to_device(pack, device)
-        logp, entropy = _log_probs(model, pack, temperature)
-        with torch.no_grad():
-            behind = None if reference is None else _log_probs(reference, pack, temperature)[0]
+        logp, entropy = pack_log_probs(model, pack, temperature)
+        behind = None if reference is None else reference(pack, temperature)
         samples = [*map(number_of, entries)]
         parts = [self._predicted(entry) for entry in entries]
         counts = [*map(self._count, entries)]
@@ -161,7 +161,8 @@ class Learned:
         return slice(*(len(labels) - labels.count(IGNORED) for labels in before))
 
 
-def _log_probs(model: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
+def pack_log_probs(model: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of a pack's n targets, and entropies, [n] each."""
     logits, targets = predictions(model, pack)
     found = log_probs(logits / temperature, targets)
     return found.logp, found.entropy

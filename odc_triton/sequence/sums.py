@@ -78,7 +78,9 @@ class SampleSums:
         for each in others:
             self._wait_for(each, wave)
         found = {sample: self._parts[sample, sorted(of), 1:].sum(0) for sample, of in ranks.items()}
-        return {sample: found[sample][: len(each)].to(each) if sample in found else each for sample, each in own.items()}
+        return {
+            sample: found[sample][: len(each)].to(each) if sample in found else each for sample, each in own.items()
+        }
 
     def _wait_for(self, other: PlannedPiece, wave: int) -> None:
         rank, sync = self._first + other.rank, self._exchange.sync

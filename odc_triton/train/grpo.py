@@ -60,7 +60,7 @@ def check_before_start(options: GrpoOptions, ranks: int) -> None:
     tokenizer = load_any_tokenizer(options)
     enough = math.ceil(options.prompts_per_rank * ranks / min(options.data_weight, default=1.0))
     first = max(min(enough, _MOST_PROMPTS), _PROMPTS)
-    found = _read(options, tokenizer, first=first)
+    found = _read(options, tokenizer, ranks // (options.replicas or 1), first=first)
     learned = found[: len(options.data)]
     if all(len(each) + each.dropped < first for each in learned):
         mix_of(options, [len(each) for each in learned], ranks)
@@ -86,10 +86,10 @@ def check_before_start(options: GrpoOptions, ranks: int) -> None:
 
 def prepare(options: GrpoOptions, *, mesh: DeviceMesh) -> Prepared[Prompts]:
     """Rank 0 takes the folder; every rank reads the prompts. Collective."""
-    tokenizer, world = load_any_tokenizer(options), mesh.size()
+    tokenizer, world, shards = load_any_tokenizer(options), mesh.size(), mesh.size(mesh.ndim - 1)
 
     def read(folder: RunFolder) -> dict[str, Any]:
-        found = _read(options, tokenizer)
+        found = _read(options, tokenizer, shards)
         for prompts, use in zip(found, [*["to learn from"] * len(options.data), "to evaluate on"], strict=False):
             left_out = f", {prompts.dropped} left out as too long" if prompts.dropped else ""
             print(
@@ -100,7 +100,7 @@ def prepare(options: GrpoOptions, *, mesh: DeviceMesh) -> Prepared[Prompts]:
         return {"prepared": [each.digest() for each in found]}
 
     taken, folder = take_folder(options, read, mesh=mesh)
-    found = _read(options, tokenizer)
+    found = _read(options, tokenizer, shards)
     if [each.digest() for each in found] != taken["identity"]["prepared"]:
         raise ValueError(f"{', '.join(options.data)} is not the same here as on rank 0: give all ranks the same files")
     learned, evaluation = found[: len(options.data)], found[len(options.data) :]
@@ -125,9 +125,10 @@ def _largest(options: GrpoOptions, tokenizer: Any, found: list[Prompts]) -> dict
     }
 
 
-def _read(options: GrpoOptions, tokenizer: Any, *, first: int = 0) -> list[Prompts]:
-    """The prompts of each --data, and of --eval-data if any."""
-    how = {"most_tokens": options.token_cap - options.max_new_tokens, "drop_long": options.drop_long, "first": first}
+def _read(options: GrpoOptions, tokenizer: Any, ranks: int, *, first: int = 0) -> list[Prompts]:
+    """The prompts of each --data, and of --eval-data if any. `ranks`: of a replica."""
+    most_tokens = options.most_tokens(ranks) - options.max_new_tokens
+    how = {"most_tokens": most_tokens, "drop_long": options.drop_long, "first": first}
     return [read_prompts(name, tokenizer, **how) for name in (*options.data, options.eval_data) if name]
 
 
@@ -170,14 +171,15 @@ def _reference(options: GrpoOptions, sharded: Sharded) -> nn.Module:
 
 
 def _engine(options: GrpoOptions, model: nn.Module, should_stop: Callable[[], bool]) -> CompletionEngine:
-    rank = engine_of(model).rank
+    engine = engine_of(model)
     if options.vllm_server is not None:
         sync_timeout_s = 60 * options.timeout_minutes
         return VllmServer(options.vllm_server, sync_timeout_s=sync_timeout_s, max_lag_s=options.max_lag)
     if options.engine == "vllm-colocate":
-        positions = getattr(innermost(model).config.get_text_config(), "max_position_embeddings", options.token_cap)
-        limits = {"memory": options.vllm_memory, "max_tokens": min(options.token_cap, positions)}
-        return VllmColocate(options.model, rank=rank, dtype=_DTYPES[options.dtype], **limits)
+        longest = options.most_tokens(engine.grid.shards)
+        positions = getattr(innermost(model).config.get_text_config(), "max_position_embeddings", longest)
+        limits = {"memory": options.vllm_memory, "max_tokens": min(longest, positions)}
+        return VllmColocate(options.model, rank=engine.rank, dtype=_DTYPES[options.dtype], **limits)
     return TransformersEngine(model, should_stop=should_stop, hold=options.hold_weights)
 
 

@@ -169,11 +169,6 @@ class GrpoOptions(RunOptions):
                 f"--kl is {self.kl} with --lora-rank {self.lora_rank}, and --init would draw other weights for the "
                 f"reference model: give --model"
             )
-        if self.split_sequences and self.kl:
-            raise ValueError(
-                f"--kl is {self.kl}, and the reference model does not run on parts of sequences: leave --kl or "
-                f"--split-sequences out"
-            )
         if self.engine == "vllm-colocate" and self.model is None:
             raise ValueError("--engine is vllm-colocate, which loads the model's folder itself: give --model")
         if (self.vllm_server is not None) != (self.engine == "vllm-server"):

@@ -16,7 +16,7 @@ from ..balance.assigner import Assigner
 from ..balance.pieces import Entry, SplitPlan
 from ..balance.queue import QUEUE
 from ..balance.relatives import find_relatives
-from ..balance.split import readable_tokens
+from ..balance.split import assign_split, readable_tokens
 from ..base.errors import RolloutStopped
 from ..checkpoint.repeat import Replayable
 from ..engine.api import engine_of, minibatch
@@ -27,6 +27,7 @@ from ..rl.learned import Learned
 from ..rl.objective import LearningRule, Objective
 from ..rl.overlap import OverlappedRollout
 from ..rl.prompts import Prompts, completion_seed, prompts_of_step
+from ..rl.reference import Reference
 from ..rl.rewards import Rewards
 from ..rl.rollout import PromptSlot, Rollout, Sampler
 from ..rl.turns import RolloutFunction
@@ -100,7 +101,7 @@ class GrpoRun(Run):
         """
         engine = engine_of(model)
         self.prompts, self.evaluation, self.mix = prepared.data, prepared.evaluation, prepared.mix
-        self.reference, self.correction = reference, correction
+        self.correction = correction
         self.per_step = options.prompts_per_rank * engine.world
         epoch_steps = max(len(self.mix) // self.per_step, 1)
         super().__init__(options=options, model=model, identity=prepared.identity, epoch_steps=epoch_steps)
@@ -120,15 +121,13 @@ class GrpoRun(Run):
         self.shares_prefixes = options.share_prefixes == "auto" and able
         split_tokens = shared_tokens = 0
         if options.split_sequences and grid.shards > 1:
-            longest, samples = self.prompts.longest + options.max_new_tokens, self.per_step * options.generations
-            split_tokens = options.split_tokens or readable_tokens(
-                [longest], ranks=grid.world, samples=samples, **limits
-            )
-        if self.shares_prefixes and reference is None and options.balance != QUEUE and grid.shards > 1:
+            split_tokens = self._split_tokens(cost)
+        if self.shares_prefixes and options.balance != QUEUE and grid.shards > 1:
             shared_tokens = max(split_tokens, _tokens_of_trees(options, self.prompts.longest))
         if split_tokens or shared_tokens:
             try:
-                enable_split(model, max(split_tokens, shared_tokens))
+                for each in models:
+                    enable_split(each, max(split_tokens, shared_tokens))
             except NotImplementedError:  # of a compiled model, or of one with other attention
                 if split_tokens:
                     raise
@@ -137,6 +136,7 @@ class GrpoRun(Run):
         self.pieces: SampleSums | None = None
         if needs_sums and (split_tokens or shared_tokens):
             self.pieces = SampleSums(model, samples=self.per_step * options.generations)
+        self.reference = None if reference is None else Reference(reference, model)
         self.assigner = Assigner(
             rank=grid.rank,
             world=grid.world,
@@ -162,6 +162,24 @@ class GrpoRun(Run):
                 self.sampler, self.assigner, shares_prefixes=self.shares_prefixes, scale=options.scale_rewards
             )
             engine.register(self.overlapped)
+
+    def _split_tokens(self, cost: CostModel) -> int:
+        """Of a rank, the most tokens that others may read. Raises ValueError if the longest sample can't be split."""
+        options, shards, replicas = self.options, self.engine.grid.shards, self.engine.grid.replicas
+        longest = self.prompts.longest
+        prompts = [
+            longest if options.rollout else len(each.ids) for each in self.prompts
+        ]  # which a function may change
+        # A step that goes across the end of a pass may have a prompt twice.
+        lengths = [each + options.max_new_tokens for each in prompts for _ in range(2 * options.generations)]
+        samples, limits = (
+            -(-self.per_step * options.generations // replicas),
+            {"token_cap": options.token_cap, "cost": cost},
+        )
+        tokens = options.split_tokens or readable_tokens(lengths, ranks=shards, samples=samples, **limits)
+        number, length = prompts.index(longest), longest + options.max_new_tokens
+        assign_split([length], names=[number], ranks=shards, tokens=tokens, **limits)
+        return tokens
 
     def _function(self, name: str) -> RolloutFunction:
         vocabulary = innermost(self.model).config.get_text_config().vocab_size

@@ -194,6 +194,10 @@ class RunOptions:
                 f"--decay-steps is {self.decay_steps} and --schedule is {self.schedule}: give --schedule wsd"
             )
 
+    def most_tokens(self, ranks: int) -> int:
+        """Of a sample, whose pieces may be on all `ranks` of a replica, each of at most `token_cap` tokens."""
+        return self.token_cap * (ranks if self.split_sequences else 1)
+
     def require_replicas(self, replicas: int, ranks: int | None = None) -> None:
         """Raises ValueError for a number of replicas that does not go with `ranks`, or with other options."""
         said = f"--replicas is {replicas}" if self.replicas else f"there is a replica on each of {replicas} hosts"

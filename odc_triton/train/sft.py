@@ -216,9 +216,8 @@ def _joined(sets: list[TokenizedDataset] | list[SampleSubset], copies: Sequence[
 
 
 def _wanted(options: SftOptions, ranks: int) -> DataOptions:
-    """Options of the samples, whose pieces may be on all `ranks` of a replica, each of at most --token-cap tokens."""
-    longest = options.token_cap * (ranks if options.split_sequences else 1)
-    return DataOptions(max_tokens=longest, too_long=options.too_long)
+    """Options of the samples, whose pieces may be on all `ranks` of a replica."""
+    return DataOptions(max_tokens=options.most_tokens(ranks), too_long=options.too_long)
 
 
 def _readers(options: SftOptions) -> tuple[Any | None, Any]:

@@ -102,9 +102,7 @@ def test_assigned(samples: list[dict], ranks: int, token_cap: int, microbatch: f
 
 @settings(deadline=None)
 @given(SAMPLES, st.integers(2, 5), st.integers(12, 40), st.sampled_from([0.0, 3.0]), st.integers(1, 40))
-def test_assigned_over_ranks(
-    samples: list[dict], ranks: int, token_cap: int, microbatch: float, tokens: int
-) -> None:
+def test_assigned_over_ranks(samples: list[dict], ranks: int, token_cap: int, microbatch: float, tokens: int) -> None:
     """Every token of every sample is computed once in each tree that has it, within the limits; no way is better."""
     cost = CostModel(quadratic=0.01, linear=1.0, microbatch=microbatch)
     lengths = [len(each["input_ids"]) for each in samples]

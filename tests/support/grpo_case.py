@@ -61,9 +61,7 @@ class Recorded:
     `near`: with log-probabilities that are near those of `write_prompts`' model.
     """
 
-    def __init__(
-        self, vocabulary: int, *, elsewhere: bool = False, remotely: bool = False, near: bool = False
-    ) -> None:
+    def __init__(self, vocabulary: int, *, elsewhere: bool = False, remotely: bool = False, near: bool = False) -> None:
         self.vocabulary, self.samples_elsewhere, self.samples_remotely = vocabulary, elsewhere, remotely
         self.near = near
 

@@ -1,0 +1,58 @@
+"""The model that the divergence is from, inside of the policy's minibatches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..balance.collate import Pack
+from ..engine.api import engine_of
+from ..engine.participant import Participant
+from ..sequence.exchange import SequenceExchange
+from .learned import pack_log_probs
+
+
+class Reference(Participant):
+    """A sharded model that is never stepped, called with a pack after the policy's forward.
+
+    If `enable_split` was called on both models, its ranks read pieces by the policy's plan. In each wave they run the
+    policy's forward, this model's, and the backward, so [Note: waves] holds. After a minibatch that failed, the next
+    would fail too.
+    """
+
+    name = "reference"
+
+    def __init__(self, model: nn.Module, policy: nn.Module) -> None:
+        self.model, self._engine = model, engine_of(model)
+        engines = engine_of(policy), self._engine
+        self._policys, self._own = (each.participant(SequenceExchange.name) for each in engines)
+        if self._own is None:
+            return
+        engines[0].register(self)
+        found = [each.barrier.blocked_on for each in engines]
+        for each in engines:  # a rank that waits for a piece of one model may hold up pieces of the other
+            each.barrier.blocked_on = lambda rank: next((on for of in found if (on := of(rank)) is not None), None)
+
+    @torch.no_grad()
+    def __call__(self, pack: Pack, temperature: float) -> Tensor:
+        """Log-probabilities [n] of the pack's n learned tokens."""
+        self._follow()
+        return pack_log_probs(self.model, pack, temperature)[0]
+
+    def _follow(self) -> None:
+        """Opens the policy's plan, which may come late in a minibatch."""
+        if self._own is not None and self._own.plan is None and self._policys.plan is not None:
+            self._own.begin(self._policys.plan, forward_only=True)
+
+    def leave(self) -> None:
+        self._follow()  # on ranks without packs too
+        self._own.leave()
+
+    def failed(self) -> None:
+        self._own.failed()
+
+    def exit(self) -> None:
+        self._engine.drain("the reference model's forwards")  # raises if a wait of the device timed out
+
+    def settle(self, messages: list[None] | None) -> None:
+        self._own.settle(messages)
