@@ -1,9 +1,9 @@
 """Sums over the tokens of whole samples whose pieces are on several ranks, for losses that need them: ratios of whole
 sequences. Each rank writes its part into memory of the host, also on GPUs, and waits for the others'.
 
-[Note: a wait between forward and backward] A rank writes its parts when the forward of its pack is done, before it waits
-for any. The forward needs other ranks' forwards alone, so every rank of the wave writes; and none is in its backward,
-where ranks wait for additions, before it has. So in [Note: waves] in balance/pieces.py
+[Note: a wait between forward and backward] A rank writes its parts when the forward of its pack is done, before it
+waits for any. The forward needs other ranks' forwards alone, so every rank of the wave writes; and none is in its
+backward, where ranks wait for additions, before it has. So in [Note: waves] in balance/pieces.py
 attend(last layer) < write < wait < add(last layer), and waits still can't form a circle. Ranks that compute nothing of
 the wave's samples are not asked.
 """
