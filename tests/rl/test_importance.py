@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from odc_triton.rl.importance import importance_weights
+from odc_triton.rl.importance import Importance
 from odc_triton.train.grpo_options import GrpoOptions
 
 LENGTHS = torch.tensor([5, 1, 0, 7, 3, 6])
@@ -75,7 +75,12 @@ def _trls(mode: str, most: float) -> torch.Tensor:
 def test_as_trl(mode: str, most: float) -> None:
     mask = torch.arange(int(LENGTHS.max())) < LENGTHS[:, None]
     want = _trls(mode, most).expand(mask.shape)[mask]
-    got = importance_weights(*_logps(), LENGTHS, mode=mode, most=most)
+    importance, (policy, sampler) = Importance(mode=mode, most=most), _logps()
+    log_ratios = (policy - sampler).nan_to_num(0.0)
+    if importance.is_of_sequences:
+        sums = [part.sum().expand(len(part)) for part in log_ratios.split(LENGTHS.tolist())]
+        log_ratios = torch.cat(sums)
+    got = importance.weights(log_ratios)
     # Sums of up to 7 numbers in another order.
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     assert len(got.unique()) > 2
@@ -87,21 +92,3 @@ def test_defaults_are_trls() -> None:
     ours = {each.name: each.default for each in fields(GrpoOptions)}
     assert ours["importance"] == theirs["vllm_importance_sampling_mode"]
     assert ours["importance_cap"] == theirs["vllm_importance_sampling_clip_max"]
-
-
-def test_no_completions() -> None:
-    none = torch.empty(0)
-    for mode in ("token_mask", "sequence_truncate"):
-        got = importance_weights(none, none, torch.empty(0, dtype=torch.long), mode=mode, most=3.0)
-        assert got.shape == (0,)
-
-
-def test_refuses_other_shapes() -> None:
-    policy, sampler = _logps()
-    for arguments in [
-        (policy[:-1], sampler, LENGTHS),
-        (policy, sampler, LENGTHS[:-1]),
-        (policy[None], sampler[None], LENGTHS),
-    ]:
-        with pytest.raises(ValueError, match="give one of each for every token"):
-            importance_weights(*arguments, mode="token_mask", most=3.0)

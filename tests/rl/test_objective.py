@@ -123,7 +123,6 @@ def test_the_divergence_is_of_the_policy_from_the_reference() -> None:
     drawn = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3])
     logp = policy.log()[drawn]
     terms = TokenTerms(
-        counts=[8],
         advantage=torch.zeros(8),
         weight=torch.full((8,), 1 / 8),
         old=logp,

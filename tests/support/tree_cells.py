@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from odc_triton import enable_split, fully_shard, minibatch, split_forward
+from odc_triton import enable_split, fully_shard, minibatch
 from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
 from odc_triton.balance.collate import Pack
 from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
@@ -24,6 +24,7 @@ from odc_triton.hf import enable_packing
 from odc_triton.hf.loss import predictions
 from odc_triton.nn.head import TokenLogProbs
 from odc_triton.rl import learned
+from odc_triton.rl import reference as of_reference
 from odc_triton.rl.importance import Importance
 from odc_triton.rl.learned import Learned
 from odc_triton.rl.objective import LearningRule, Objective
@@ -177,18 +178,13 @@ def _plain_terms(
 
 
 class _LogProbs:
-    """In place of `learned._log_probs`: in the model's dtype. `known`: by pack, those of a reference; `found`: the
-    model's.
-    """
+    """In place of `learned.pack_log_probs`: in the model's dtype. `found`: by pack."""
 
-    def __init__(self, cell: Cell, model: nn.Module) -> None:
-        self.cell, self.model = cell, model
-        self.known: list[Tensor] = []
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
         self.found: list[Tensor] = []
 
     def __call__(self, model: nn.Module, pack: Pack, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        if model is not self.model:
-            return self.known[len(self.found) - 1], torch.zeros(())
         with torch.autocast("cpu", torch.bfloat16, enabled=self.cell.change == "autocast"):
             logits, targets = predictions(model, pack)
         made = own_log_probs(logits, targets)
@@ -219,12 +215,10 @@ def on_ranks(rank: int, world: int, cell: Cell) -> Found:
     for entry in itertools.chain.from_iterable(entries):
         batch.old[entry] = old[_sample(entry)][batch._predicted(entry)]
     model, reference = sharded(cell), None
-    log_probs = learned._log_probs = _LogProbs(cell, model)
+    log_probs = learned.pack_log_probs = _LogProbs(cell)
     if cell.loss == "kl":
-        reference = sharded(cell, seed=1)
-        of_reference = _LogProbs(cell, reference)
-        with torch.no_grad(), split_forward(reference, packs.split):
-            log_probs.known = [of_reference(reference, pack)[0] for pack in packs]
+        of_reference.pack_log_probs = _LogProbs(cell)
+        reference = of_reference.Reference(sharded(cell, seed=1), model)
     objective = Objective(
         loss=kind,
         low=CLIP,

@@ -72,7 +72,6 @@ GRPO: list[tuple[dict[str, Any], str]] = [
     ({"loss": "cispo"}, "give --clip-high 5"),
     ({"overlap_rollout": "on", "iterations": 2}, "--iterations is 2: later updates need the first one's"),
     ({"overlap_rollout": "on", "scale_rewards": "batch"}, "--scale-rewards is batch: the deviation is that of all"),
-    ({"kl": 0.1, "split_sequences": True}, "leave --kl or --split-sequences out"),
     ({"kl": 0.1, "lora_rank": 2}, "other weights for the reference model: give --model"),
     ({"engine": "vllm-server"}, "--vllm-server ADDRESS together"),
     ({"engine": "vllm-colocate"}, "give --model"),

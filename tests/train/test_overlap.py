@@ -129,7 +129,8 @@ def test_the_update_of_phases(folder: Path, tmp_path: Path, world: int, cases: d
         assert moved > 1e-3, f"{name}: the steps must change the weights for the comparison to say something"
         for each, value in want.items():
             apart = float((made[each] - value).abs().max()) / moved
-            assert apart <= 5e-6, f"{name}: {each}, fp32 sums in another order"
+            # The first steps of AdamW divide by the gradient.
+            assert apart <= 2e-5, f"{name}: {each}, fp32 sums in another order"
         lines, others = read_metrics(ours / "metrics.jsonl"), read_metrics(phased / "metrics.jsonl")
         for line, other in zip(lines, others, strict=True):
             for key in ("loss", "reward", "length", "entropy", "ratio", "grad_norm", "tokens"):
