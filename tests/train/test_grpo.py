@@ -235,8 +235,8 @@ def test_steps_are_trls(folder: Path, tmp_path: Path, cases: dict[str, dict], wo
     changed = {name: changes | function if name.startswith("turns") else changes for name, changes in cases.items()}
     jobs = {name: case(folder, out=str(tmp_path / name), **usual | changes) for name, changes in changed.items()}
     branches = dict(zip(jobs, map(sum, zip(*ranks.run(train, world, [*jobs.values()]), strict=True)), strict=True))
-    # Of gspo's few learned completions, those that come together make a pack: by chance none shares a prompt. Nor do few
-    # that are cut.
+    # Of gspo's few learned completions, those that come together make a pack: by chance none shares a prompt. Nor do
+    # few that are cut.
     by_chance = {name for name in jobs if name.endswith("gspo, overlapped") or "over the cap" in name}
     unshared = {name for name, count in branches.items() if count == 0}
     assert unshared - by_chance == UNSHARED & jobs.keys()
