@@ -65,6 +65,21 @@ def _gradients(rank: int, world: int, late: int, backend: str) -> dict[str, torc
     return repeating(lambda: step_on(model, setup, rank, deal=DEAL)[1])
 
 
+def _with_buffers(rank: int, world: int, in_flight: int, backend: str) -> dict[str, torch.Tensor]:
+    setup = Setup(backend=backend, change="checkpointing", sizes=(("num_hidden_layers", 5),))
+    model = fully_shard(build(setup, replaced=True), backend=backend, exact=True)
+    enable_split(model, tokens=48, layers_in_flight=in_flight)
+    return repeating(lambda: step_on(model, setup, rank, deal=DEAL)[1])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-sharded"])
+def test_however_many_layers_have_buffers(backend: str) -> None:
+    want, *others = ranks.run_all(4, *((_with_buffers, in_flight, backend) for in_flight in (5, 2, 1)))
+    for found in (found for of_ranks in others for found in of_ranks):
+        for name, gradient in want[0].items():
+            assert torch.equal(found[name], gradient), name
+
+
 @pytest.mark.parametrize("backend", ["cpu", "cpu-sharded", slow("cpu-interpreter")])
 def test_whoever_is_late(backend: str) -> None:
     (want, *_), *others = (ranks.run(_gradients, 4, late, backend) for late in (1, 3))

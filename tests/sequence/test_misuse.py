@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from odc_triton import MinibatchFailed, enable_split, fully_shard, minibatch, split_forward
 from odc_triton.balance import count_target_tokens
@@ -123,6 +125,40 @@ def _without_plan(rank: int, world: int) -> str:
     return "right"
 
 
+def _not_checkpointed(rank: int, world: int) -> str:
+    setup = replace(SETUP, in_flight=1)
+    model = sharded(setup, rank)
+
+    def body(pack: dict, tokens: int) -> None:
+        loss = summed_loss(model, pack) / tokens
+        model.gradient_checkpointing_enable()  # for the next minibatch
+        loss.backward()
+
+    return _minibatch(model, rank, body, setup)
+
+
+def _layers_in_one_checkpoint(rank: int, world: int, in_flight: int) -> str:
+    setup = replace(SETUP, in_flight=in_flight)
+    model = sharded(setup, rank)
+
+    said = "nothing"
+    try:
+        _is_right(step_on(model, setup, rank, loss_of=partial(checkpoint, summed_loss, use_reentrant=False))[1], setup)
+    except MinibatchFailed as error:
+        said = str(error)
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    _is_right(step_on(model, setup, rank)[1], setup)
+    return said
+
+
+def _wrong_numbers(rank: int, world: int) -> str:
+    model = fully_shard(build(SETUP, replaced=True))
+    said = [caught(lambda number=number: enable_split(model, 48, layers_in_flight=number)) for number in (0, True, "2")]
+    said.append(caught(lambda: enable_split(model, 48, layers_in_flight=1 + rank)))
+    return "; ".join(said)
+
+
 def _compiled_later(rank: int, world: int) -> str:
     model = sharded(SETUP, rank)
     model.model.layers[1].compile(backend="eager")
@@ -156,6 +192,13 @@ CALLS = [
     ((_attention_frozen, "model.layers.1.self_attn.q_proj.weight"), "right"),
     ((_without_plan,), "right"),
     ((_compiled_later,), "right"),
+    ((_not_checkpointed,), "was not computed again in the backward of tokens"),
+    ((_layers_in_one_checkpoint, 1), "layer 0 is computed again before the backward of layer 1"),
+    ((_layers_in_one_checkpoint, 2), "nothing"),
+    ((_wrong_numbers,), "ValueError: layers_in_flight is 0; give"),
+    ((_wrong_numbers,), "ValueError: layers_in_flight is True; give"),
+    ((_wrong_numbers,), "ValueError: layers_in_flight is '2'; give"),
+    ((_wrong_numbers,), "RanksDiffer: enable_split: layers_in_flight is"),
 ]
 
 

@@ -24,6 +24,10 @@ from tests.support.varlen import Varlen
 FP64 = torch.float64
 # A part computes in fp32 whatever the weights are: the softmax under a softcap. (Mixtures of experts have no fp64.)
 IN_FP32 = ("Gemma2",)
+# Attention reads five tokens of others at once.
+REUSED = Setup(
+    deal="zigzag", change="checkpointing", sizes=(("num_hidden_layers", 5),), in_flight=1, run_tokens=5, steps=2
+)
 
 
 def compare(*setups: Setup) -> None:
@@ -79,6 +83,12 @@ def test_as_whole_samples() -> None:
         Setup(family="GptOss", deal="tree", prefix=8, backend="cpu-sharded"),
         Setup(family="Mistral", deal="zigzag", backend="cpu-interpreter", change="checkpointing"),
         Setup(family="Qwen3", deal="zigzag", dtype=FP64, change="checkpointing+chunks"),
+        # Layers take turns in buffers.
+        replace(REUSED, dtype=FP64, in_flight=2),
+        replace(REUSED, family="Mistral", backend="cpu-sharded", change="reentrant"),
+        replace(REUSED, family="GptOss", deal="cut tree", prefix=8),
+        replace(REUSED, family="Qwen3Moe", backend="cpu-sharded", in_flight=2),
+        replace(REUSED, family="Llama", deal="tree waves", prefix=8, change="lora+checkpointing"),
     )
 
 
@@ -155,6 +165,21 @@ SLOW = [
         for backend in BACKENDS
     ),
     *(Setup(deal="zigzag", backend=backend, steps=20) for backend in BACKENDS),
+    *(
+        replace(REUSED, family=family, backend=backend, change=change, in_flight=in_flight)
+        for family in FAMILIES
+        for in_flight, backend, change in (
+            (1, "cpu", "reentrant"),
+            (2, "cpu-sharded", "checkpointing"),
+            (3, "cpu", "checkpointing"),
+        )
+    ),
+    *(replace(REUSED, family=family, dtype=FP64) for family in FAMILIES[:5]),
+    *(
+        replace(REUSED, deal=deal, backend="cpu-interpreter", prefix=8 * ("tree" in deal))
+        for deal in ("four", "cut tree")
+    ),
+    *(replace(REUSED, deal="2x2", replicas=2, backend=backend, in_flight=2) for backend in BACKENDS[:2]),
     *(
         Setup(family=family, compiler="aot_eager", backend=backend)
         for family in FAMILIES[2:6]

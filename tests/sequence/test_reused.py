@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from odc_triton import enable_split, fully_shard
 from odc_triton.engine.api import engine_of
 from odc_triton.engine.passes import in_backward_pass
 from odc_triton.sequence.attention import Pair
 from odc_triton.sequence.buffers import LayerShape, slots_of
 from odc_triton.sequence.layer import RowsOfOthers
 from tests.support import ranks
-from tests.support.splitting import Setup, plain, sharded, step_on
+from tests.support.splitting import Setup, build, plain, sharded, step_on
 
 SIX = (("num_hidden_layers", 6),)
 
@@ -64,6 +68,27 @@ def test_rows_of_so_many_layers_are_kept(change: str, in_flight: int | None, buf
     kept = {each.data_ptr() for buffer in exchange.buffers._buffers for kind in buffer for each in kind}
     assert len(kept) == 4 * buffers
     assert exchange.buffers.stays == [layer >= 6 - buffers for layer in range(6)]
+
+
+class _Two(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, **given)
+        return x
+
+
+@pytest.mark.parametrize(("together", "buffers"), [(1, 2), (2, 6)])
+def test_layers_in_torchs_wrapper(together: int, buffers: int) -> None:
+    """Few buffers are the default only where a checkpoint has one layer."""
+    model = build(Setup(sizes=SIX), replaced=False)
+    layers = [*model.model.layers] if together == 1 else [*map(_Two, model.model.layers[::2], model.model.layers[1::2])]
+    model.model.layers = nn.ModuleList(map(checkpoint_wrapper, layers))
+    enable_split(fully_shard(model), tokens=8)
+    assert len(engine_of(model).participant("split").buffers._buffers) == buffers
 
 
 def test_layers_of_one_shape_take_turns() -> None:

@@ -299,12 +299,6 @@ WAITS = (
         "*(each for _, pair in before.each() for each in pair)",
     ),
     Wait(
-        "attention that joins keys copies them before they are freed",
-        "each.clone() for _, pair in ctx.before.each(backward=True)",
-        _SEQUENCE + "order.py::test_a_backward_reads_again[AttentionOfJoined]",
-        "each for _, pair in ctx.before.each(backward=True)",
-    ),
-    Wait(
         "additions to keys' gradients wait for earlier ranks, where sums are exact",
         "after_adds(self._wait_for(*doing, before, sets_next=doing))",
         _SEQUENCE + "order.py::test_a_flag_follows_the_additions_and_these_follow_earlier_ranks_if_in_order[True]",
