@@ -72,7 +72,7 @@ def _with_buffers(rank: int, world: int, in_flight: int, backend: str) -> dict[s
     return repeating(lambda: step_on(model, setup, rank, deal=DEAL)[1])
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cpu-sharded"])
+@pytest.mark.parametrize("backend", ["cpu", slow("cpu-sharded")])
 def test_however_many_layers_have_buffers(backend: str) -> None:
     want, *others = ranks.run_all(4, *((_with_buffers, in_flight, backend) for in_flight in (5, 2, 1)))
     for found in (found for of_ranks in others for found in of_ranks):
