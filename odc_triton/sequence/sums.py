@@ -4,8 +4,8 @@ sequences. Each rank writes its part into memory of the host, also on GPUs, and 
 [Note: a wait between forward and backward] A rank writes its parts when the forward of its pack is done, before it
 waits for any. The forward needs other ranks' forwards alone, so every rank of the wave writes; and none is in its
 backward, where ranks wait for additions, before it has. So in [Note: waves] in balance/pieces.py
-attend(last layer) < write < wait < add(last layer), and waits still can't form a circle. Ranks that compute nothing of
-the wave's samples are not asked.
+attend(last layer) < write < wait < all of the backward, and waits still can't form a circle. Ranks that compute nothing
+of the wave's samples are not asked.
 """
 
 from __future__ import annotations
