@@ -72,6 +72,7 @@ class RowsOfOthers(RowsBefore):
         for number, pair in gradients:
             found = [by_token(each) if need else None for each, need in zip(pair, needed, strict=True)]
             additions.add(self._runs[number - 1], found)
+            del pair, found  # before the next run's are made
         additions.end()
 
 
