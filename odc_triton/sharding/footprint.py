@@ -226,6 +226,10 @@ def memory_plan(
     ):
         if value and scheme != "odc":
             raise ValueError(f"{name} is {value} for {scheme!r}: it is for 'odc' only, leave it out")
+    if layers_in_flight is not None and layers_in_flight < 1:
+        raise ValueError(
+            f"layers_in_flight is {layers_in_flight}; give the number of layers that have buffers, 1 or more"
+        )
     if offload_checkpoints and not gradient_checkpointing:
         raise ValueError("offload_checkpoints needs gradient_checkpointing=True: nothing else is offloaded")
     for name, value, known in (
@@ -295,9 +299,11 @@ def memory_plan(
     itemsize, split_bytes, read, offloaded = sizes.itemsizes[largest.compute_dtype], 0, 0, 0
     per_token = activation_bytes_per_token(model, itemsize=itemsize, gradient_checkpointing=gradient_checkpointing)
     if offload_checkpoints:
-        checkpoint = itemsize * _text_config(model).hidden_size
-        offloaded = tokens_per_microbatch * checkpoint * _text_config(model).num_hidden_layers
-        per_token = per_token and per_token - checkpoint * (_text_config(model).num_hidden_layers - 2)
+        layers, hidden = (getattr(_text_config(model), name, None) for name in ("num_hidden_layers", "hidden_size"))
+        if layers is None or hidden is None:
+            raise ValueError(f"offload_checkpoints: {type(model).__name__} has no config with layers and a hidden_size")
+        offloaded = tokens_per_microbatch * itemsize * hidden * layers
+        per_token = per_token and per_token - itemsize * hidden * (layers - 2)
     if split_tokens:
         decoder = _decoder(model, split_tokens)
         in_flight = layers_in_flight or (kv_buffers.IN_FLIGHT if gradient_checkpointing or not trained else None)
