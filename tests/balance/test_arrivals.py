@@ -72,6 +72,18 @@ def test_each_is_given_once(groups: list[Group], ranks: int, keeps: bool, chance
         assert len(pack) == 1 or 0 < tokens <= 100  # shared tokens count once
 
 
+def test_what_no_pack_holds_is_left_to_the_end() -> None:
+    """Where it can be cut, with the rest of its group, whatever comes after it."""
+    it = arrivals(2, 3, keeps=True)
+    it.is_free(0)
+    for each in numbered([(20, [30, 101]), (20, [100, 90]), (20, [40])]):
+        it.came(*each)
+    given_to = [number for packs in it.packs for pack in packs for number in pack]
+    assert set(it.rest) >= {0, 1}
+    assert sorted([*given_to, *it.rest]) == [*range(5)]
+    assert it.rest[1] == 101
+
+
 def test_the_costliest_first_and_a_long_one_alone() -> None:
     packs = drained(arrivals(1, 4), [(0, [30, 20]), (0, [120]), (20, [60, 50]), (0, [5])])
     assert packs == [[2], [3, 4, 5], [0, 1]]  # 60 and 30 more tokens, then 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from unittest import mock
 
@@ -137,6 +138,26 @@ def test_assigned_over_ranks(samples: list[dict], ranks: int, token_cap: int, mi
     if made.plan is not None:
         assert max(made.plan.tokens) <= tokens
         assert {each.piece for each in made.plan.pieces} <= {*pieces}
+
+
+def test_a_group_over_the_cap() -> None:
+    """Its prompt is computed once too. One that fits no wave is cut in samples, each of which computes it."""
+    cost, samples = CostModel(quadratic=0.0, linear=1.0), [*group(1000, 250, 2), sample([7] * 50, [8] * 50)]
+    lengths, relatives, names = [1250, 1250, 100], find_relatives(samples), range(3)
+    how = {"token_cap": 1000, "cost": cost}
+    made = assign_shared(lengths, relatives, ranks=2, tokens=2000, **how)
+    entries = [each for of_rank in made.packs for pack in of_rank for each in pack]
+    assert sum(len(each) if isinstance(each, Piece) else lengths[each] for each in entries) == 1250 + 251 + 100
+    small = how | {"token_cap": 700}
+    assert assign_shared(lengths, relatives, ranks=2, tokens=2000, **small).estimate == math.inf
+    for limits, computed in ((how, 1601), (small, 2600)):
+        by = [Assigner(rank=rank, world=2, balance="mini", split_tokens=2000, **limits) for rank in range(2)]
+        packs = [pack for each in by for pack in each.own(lengths, names, relatives)]
+        tokens = [sum(len(e) if isinstance(e, Piece) else lengths[e] for e in pack) for pack in packs]
+        assert sum(tokens) == computed
+        assert max(tokens) <= limits["token_cap"]
+    with pytest.raises(ValueError, match="over the token_cap of 1000"):
+        assign_shared(lengths, relatives, ranks=2, **how)
 
 
 def test_a_group_is_cut_over_ranks() -> None:

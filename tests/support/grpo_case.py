@@ -105,8 +105,10 @@ def trl_loss(
     *,
     old: list[Tensor] | None = None,
     reference: nn.Module | None = None,
-) -> tuple[Tensor, list[Tensor]]:
-    """TRL's `_compute_loss` of (prompt, completion) rows on one process, padded; and each row's log-probabilities."""
+) -> tuple[Tensor, list[Tensor], list[float]]:
+    """TRL's `_compute_loss` of (prompt, completion) rows on one process, padded; each row's log-probabilities; and its
+    metric of the divergence, if there is one.
+    """
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     width = max(len(one.ids) for _, one in rows)
@@ -168,7 +170,8 @@ def trl_loss(
         _metrics={"train": _Metrics()},
         accelerator=SimpleNamespace(num_processes=1, reduce=lambda value, **_: value, gather=lambda value: value),
     )
-    return GRPOTrainer._compute_loss(ours, model, inputs), [each.detach() for each in own]
+    loss = GRPOTrainer._compute_loss(ours, model, inputs)
+    return loss, [each.detach() for each in own], ours._metrics["train"]["kl"]
 
 
 class _Metrics(dict):

@@ -48,6 +48,7 @@ def train(rank: int, world: int, jobs: list[GrpoOptions]) -> list[int]:
 
     def counted(*given: object) -> dict:
         pack = make(*given)
+        assert pack["input_ids"].numel() <= wanted.token_cap
         counts[-1] += sum(each is not None and each.parent is not None for each in pack.get("pieces", ()))
         return pack
 
@@ -82,10 +83,13 @@ def sampled(request: Request, wanted: GrpoOptions, options: SamplingOptions) -> 
     ]
 
 
-def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch.Tensor], list[list[int]], list[float]]:
+def plain(
+    wanted: GrpoOptions, world: int
+) -> tuple[list[float], dict[str, torch.Tensor], list[list[int]], list[float], list[float]]:
     """The losses and final weights of the same job on one process: plain torch, SGD, TRL's advantages and loss.
 
-    Also the lengths of each step's completions, with their prompts, and their mean number of sampled tokens.
+    Also the lengths of each step's completions, with their prompts, their mean number of sampled tokens, and the
+    divergence in each iteration, if there is one.
     """
     from odc_triton.data.tokenizer import read_tokenizer
     from odc_triton.rl.prompts import completion_seed, read_prompts
@@ -100,7 +104,7 @@ def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch
     options = SamplingOptions(temperature=1.0, max_new_tokens=wanted.max_new_tokens, end_tokens=ends)
     passes = (Mix((len(prompts),)).order(each, f"prompts {wanted.seed}") for each in range(wanted.steps))
     in_order = itertools.chain.from_iterable(passes)
-    losses, lengths, means, masked, outside = [], [], [], 0, 0
+    losses, lengths, means, diverged, masked, outside = [], [], [], [], 0, 0
     for step in range(wanted.steps):
         chosen = [prompts[index] for index in itertools.islice(in_order, per_step)]
         rows, rewards = [], []
@@ -115,19 +119,20 @@ def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch
         outside += sum(one.own.count(0) for _, one in rows)
         old, of_step = None, 0.0
         for _ in range(wanted.iterations):
-            loss, found = trl_loss(model, rows, gained, wanted, old=old, reference=reference)
+            loss, found, kl = trl_loss(model, rows, gained, wanted, old=old, reference=reference)
             old = old or found
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), wanted.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
             of_step += loss.item() / wanted.iterations
+            diverged += kl
         losses.append(of_step)
         lengths.append([len(prompt) + len(one.ids) for prompt, one in rows])
         means.append(sum(sum(one.own) for _, one in rows) / len(rows))
     assert outside or not wanted.rollout, "no token would come from outside"
     assert masked or not wanted.mask_truncated, "no truncated completion would have taught something"
-    return losses, model.state_dict(), lengths, means
+    return losses, model.state_dict(), lengths, means, diverged
 
 
 CASES = {
@@ -200,8 +205,11 @@ TURNS = {
     "turns, grpo by batch, masked": {**CASES["grpo by batch, masked"], "max_new_tokens": 12},
     "turns, other engine": {"engine": "vllm-colocate", "importance": "token_truncate", "clip_norm": 1e9, "lr": 30.0},
 }
-MORE_TURNS = {f"turns, {name}": changes for name, changes in CASES.items() if f"turns, {name}" not in TURNS}
+MORE_TURNS = {f"turns, {name}": {**changes} for name, changes in CASES.items() if f"turns, {name}" not in TURNS}
+for changes in filter(lambda it: "split_sequences" in it, MORE_TURNS.values()):
+    changes["seed"] = TURNS["turns, dapo, split"]["seed"]
 MORE_TURNS["turns, gspo, overlapped"] = {**CASES["gspo, overlapped"], "max_new_tokens": 20}
+WHOLE_TURNS = {name: changes for name, changes in MORE_TURNS.items() if "split_sequences" not in changes}
 REPLICAS = {
     "dapo, split over replicas": {
         "replicas": 2,
@@ -211,13 +219,16 @@ REPLICAS = {
         **LONG,
     },
     "dapo, replicas": {"replicas": 2, "prompts_per_rank": 1},
+    "dapo, over the cap, replicas": {**CASES["dapo, over the cap, overlapped"], "replicas": 2},
 }
+OVER = {name: {**CASES[name], "split_tokens": 0} for name in CASES if "over the cap" in name or "split, kl" in name}
+OVER["dapo, over the cap, kl, queue"] = {**CASES["dapo, over the cap"], "kl": 0.05, "balance": "queue"}
 
 
 @pytest.mark.parametrize(
     ("cases", "world"),
-    [(CASES, 2), slow(REPLICAS, 4), (TURNS, 2), slow(MORE_TURNS, 2), slow(MORE_TURNS, 1)],
-    ids=["2 ranks", "2 x 2 ranks", "turns, 2 ranks", "more turns, 2 ranks", "turns, 1 rank"],
+    [(CASES, 2), slow(OVER, 3), slow(REPLICAS, 4), (TURNS, 2), slow(MORE_TURNS, 2), slow(WHOLE_TURNS, 1)],
+    ids=["2 ranks", "3 ranks", "2 x 2 ranks", "turns, 2 ranks", "more turns, 2 ranks", "turns, 1 rank"],
 )
 def test_steps_are_trls(folder: Path, tmp_path: Path, cases: dict[str, dict], world: int) -> None:
     """Losses and weights after three steps of SGD, of all cases in one launch."""
@@ -242,17 +253,18 @@ def test_steps_are_trls(folder: Path, tmp_path: Path, cases: dict[str, dict], wo
     assert unshared - by_chance == UNSHARED & jobs.keys()
     first = load_file(start / "model.safetensors")
     for name, wanted in jobs.items():
-        losses, weights, lengths, means = plain(wanted, world)
+        losses, weights, lengths, means, diverged = plain(wanted, world)
         if "over the cap" in name:
             assert max(map(max, lengths)) > wanted.token_cap
         if wanted.split_sequences:
             cost = CostModel.from_config(AutoConfig.from_pretrained(start))
-            how = {"ranks": world, "token_cap": wanted.token_cap, "tokens": wanted.split_tokens, "cost": cost}
+            how = {"ranks": world, "token_cap": wanted.token_cap, "tokens": wanted.split_tokens or 999, "cost": cost}
             how["replicas"] = wanted.replicas or 1
             assert any(assign_split(of_step, **how).plan for of_step in lengths), "no sample would be cut"
         found = read_metrics(tmp_path / name / "metrics.jsonl")
         assert [line["loss"] for line in found] == pytest.approx(losses, rel=1e-4, abs=2e-6), name
         assert [line["length"] for line in found] == pytest.approx(means)
+        assert [line["kl"] for line in found if wanted.kl] == pytest.approx(diverged, rel=1e-3, abs=1e-7), name
         made = load_file(tmp_path / name / "model" / "model.safetensors")
         moved = sum((weights[n] - first[n]).square().sum() for n in made).sqrt()
         apart = sum((weights[n] - made[n]).square().sum() for n in made).sqrt()

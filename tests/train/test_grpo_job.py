@@ -239,6 +239,32 @@ def test_before_the_ranks_start(folder: Path, tmp_path: Path) -> None:
         check_before_start(options(folder, tmp_path / "out", data=str(tmp_path / "no.jsonl")), 1)
 
 
+def over_the_cap(folder: Path, out: Path) -> GrpoOptions:
+    """No prompt fits with a completion."""
+    longest = max(len(json.loads(line)["prompt"]) for line in (folder / "prompts.jsonl").read_text().splitlines())
+    return options(folder, out, split_sequences=True, token_cap=longest, max_new_tokens=longest)
+
+
+def test_a_prompt_over_the_cap(folder: Path, tmp_path: Path) -> None:
+    """Split sequences take it as long as its pieces fit."""
+    from odc_triton.train.grpo import check_before_start
+
+    wanted = over_the_cap(folder, tmp_path / "out")
+    check_before_start(wanted, 2)
+    check_before_start(replace(wanted, replicas=2), 4)
+    for each, ranks_ in ((wanted, 1), (replace(wanted, split_sequences=False), 2)):
+        with pytest.raises(ValueError, match=r"the prompt has .* tokens, and 0 fit"):
+            check_before_start(each, ranks_)
+
+
+@pytest.mark.slow
+def test_pieces_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
+    """Are named before the first step."""
+    (end,) = jobs.run(2, replace(over_the_cap(folder, tmp_path / "out"), split_tokens=5))
+    said = r"ValueError: sample \d+ has .* over the token_cap of .*, and others may read 5 tokens .*pieces need"
+    assert re.match(said, end), end
+
+
 def test_a_model_without_an_end_token(folder: Path) -> None:
     from types import SimpleNamespace
 
