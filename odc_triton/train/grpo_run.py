@@ -166,16 +166,12 @@ class GrpoRun(Run):
     def _split_tokens(self, cost: CostModel) -> int:
         """Of a rank, the most tokens that others may read. Raises ValueError if the longest sample can't be split."""
         options, shards, replicas = self.options, self.engine.grid.shards, self.engine.grid.replicas
-        longest = self.prompts.longest
-        prompts = [
-            longest if options.rollout else len(each.ids) for each in self.prompts
-        ]  # which a function may change
+        longest, limits = self.prompts.longest, {"token_cap": options.token_cap, "cost": cost}
+        # A function of rollouts may change a prompt.
+        prompts = [longest if options.rollout else len(each.ids) for each in self.prompts]
         # A step that goes across the end of a pass may have a prompt twice.
         lengths = [each + options.max_new_tokens for each in prompts for _ in range(2 * options.generations)]
-        samples, limits = (
-            -(-self.per_step * options.generations // replicas),
-            {"token_cap": options.token_cap, "cost": cost},
-        )
+        samples = -(-self.per_step * options.generations // replicas)
         tokens = options.split_tokens or readable_tokens(lengths, ranks=shards, samples=samples, **limits)
         number, length = prompts.index(longest), longest + options.max_new_tokens
         assign_split([length], names=[number], ranks=shards, tokens=tokens, **limits)

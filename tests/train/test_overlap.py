@@ -128,9 +128,9 @@ def test_the_update_of_phases(folder: Path, tmp_path: Path, world: int, cases: d
         moved = max(float((want[each] - start[each]).abs().max()) for each in want)
         assert moved > 1e-3, f"{name}: the steps must change the weights for the comparison to say something"
         for each, value in want.items():
-            apart = float((made[each] - value).abs().max()) / moved
-            # The first steps of AdamW divide by the gradient.
-            assert apart <= 2e-5, f"{name}: {each}, fp32 sums in another order"
+            # Besides, the last bit of a weight: of a norm's, about 1, it is 8e-6 of the largest move.
+            apart = ((made[each] - value).abs() - torch.finfo(value.dtype).eps * value.abs()).max()
+            assert float(apart) <= 5e-6 * moved, f"{name}: {each}, fp32 sums in another order"
         lines, others = read_metrics(ours / "metrics.jsonl"), read_metrics(phased / "metrics.jsonl")
         for line, other in zip(lines, others, strict=True):
             for key in ("loss", "reward", "length", "entropy", "ratio", "grad_norm", "tokens"):
