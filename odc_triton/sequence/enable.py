@@ -31,9 +31,9 @@ def enable_split(model: nn.Module, tokens: int, *, layers_in_flight: int | None 
     made with `split=True`. With replicas a sample is split over the ranks of one: `MinibatchSampler(replicas=…)`. A
     forward of two tokens finds out which layers attend, and how wide.
 
-    `layers_in_flight`: how many layers have buffers at a time. By default 2 where activation checkpointing computes
-    each layer again by itself, or no parameter is trained; else all. With checkpoints of your own give the number of
-    layers that one of them computes again, or more.
+    `layers_in_flight`: how many layers have buffers at a time. The default is 2 if each layer is checkpointed by itself
+    or no parameter is trained, and all layers otherwise. If one checkpoint of yours covers several layers, give at
+    least that number.
 
     Raises TypeError for a model that is not sharded, ValueError for numbers below 1, NotImplementedError for what
     can't be split (attention that is not `enable_packing`'s or gets no `pieces`, rotary frequencies that depend on the

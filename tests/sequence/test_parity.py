@@ -70,7 +70,7 @@ def test_as_whole_samples() -> None:
         Setup(family="Qwen3", change="reentrant", empty_start=True),
         Setup(family="Gemma2", deal="zigzag", backend="cpu-sharded"),
         Setup(family="GptOss"),
-        # Pieces are told by positions.
+        # Their layers get the pieces with the position ids.
         Setup(family="StableLm", dtype=FP64, change="checkpointing"),
         Setup(family="Nemotron", deal="cut tree", prefix=8, backend="cpu-sharded", change="reentrant"),
         Setup(family="DeepseekV3", deal="zigzag"),  # experts, and keys wider than values
