@@ -46,13 +46,18 @@ def with_adapter(model: nn.Module, config: Any) -> nn.Module:
 
 
 def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
-    """Writes a sharded PEFT model's adapter into `folder`, as PEFT's `save_pretrained` would. Only rank 0 calls it."""
+    """Writes a sharded PEFT model's adapter into `folder`, as PEFT's `save_pretrained` would. Only rank 0 calls it.
+
+    An adapter "ref", as TRL names a frozen reference, is not written.
+    """
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    adapters = list(model.peft_config)
+    adapters = [name for name in model.peft_config if name != "ref"]
     if len(adapters) != 1:
-        raise ValueError(f"the model has adapters {adapters}; a model with exactly one can be saved")
+        raise ValueError(
+            f"the model has adapters {list(model.peft_config)}; one with exactly one besides 'ref' can be saved"
+        )
     (adapter,) = adapters
     parameters = sharded_parameters(model)
     weights = {

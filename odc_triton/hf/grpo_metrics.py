@@ -25,6 +25,7 @@ class Alone:
     """
 
     num_processes = 1
+    sync_gradients = False  # else TRL would adapt `entropy_coef` after every pack
 
     def __init__(self, device: torch.device, *, is_main_process: bool) -> None:
         self.device = device
@@ -55,6 +56,7 @@ class PackMetrics:
 
     def __init__(self, alone: Alone) -> None:
         self._alone = alone
+        self.share = 1.0  # the factor of the pack's loss
         self._means: dict[str, Tensor] = {}  # [sum, count]
         self._ends: dict[str, list[float]] = {}
 
@@ -66,6 +68,8 @@ class PackMetrics:
         if pair is None and name.endswith(("_min", "_max")):
             self._ends.setdefault(name, []).append(value)
             return
+        if name == "policy_loss":
+            pair = torch.tensor([self.share * value, 0.0])  # a part of a sum over packs
         if pair is None:  # a user's own metric: its mean over packs
             pair = torch.tensor([0.0, 0.0] if math.isnan(value) else [value, 1.0])
         pair = pair.double().cpu()

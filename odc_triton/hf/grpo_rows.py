@@ -83,10 +83,11 @@ def batch_of(rows: Sequence[Row], shared: Mapping[str, Tensor], device: torch.de
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AssignedRows:
-    """This rank's packs of a minibatch, and the number of all ranks' rows."""
+    """This rank's packs of a minibatch, and of all ranks the number of rows and `in_bonus`."""
 
     packs: list[list[Row]]
     all_rows: int
+    all_in_bonus: int
 
     @property
     def tokens(self) -> int:
@@ -110,7 +111,8 @@ def assign_rows(
     else:
         cap = max(lengths) if token_cap is None else token_cap
         packs = assign_one(lengths, rank=rank, ranks=ranks, token_cap=cap, balance="mini", cost=cost)
-    return AssignedRows(packs=[[rows[number_of(each)] for each in pack] for pack in packs], all_rows=len(rows))
+    own = [[rows[number_of(each)] for each in pack] for pack in packs]
+    return AssignedRows(packs=own, all_rows=len(rows), all_in_bonus=in_bonus(rows))
 
 
 def share_packs(
@@ -149,6 +151,11 @@ def row_tokens(row: Row) -> int:
 def counted(rows: Sequence[Row]) -> int:
     """Tokens that the loss counts: completions without the output of tools and environments."""
     return sum(int(row["tool_mask"].sum()) if "tool_mask" in row else len(row["completion_ids"]) for row in rows)
+
+
+def in_bonus(rows: Sequence[Row]) -> int:
+    """Tokens of the entropy bonus: those that the loss counts, or of these the ones with high entropies."""
+    return sum(int(row["entropy_mask"].sum()) if "entropy_mask" in row else counted([row]) for row in rows)
 
 
 def _described(value: Any) -> str:

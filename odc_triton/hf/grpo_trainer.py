@@ -13,11 +13,13 @@ of the N rows of all ranks, and t of their T counted tokens:
 | grpo, sapo, luspo, dr_grpo | n | n / N |
 | bnpo | t | t / T |
 
-The sum is then TRL's loss for one process and microbatch that has all rows.
+The sum is then TRL's loss for one process and microbatch that has all rows. TRL subtracts a coefficient times the mean
+entropy of a pack's e tokens, of E, before that: the coefficient is multiplied by e / E, and divided by the factor.
 
 [Note: the reference and vLLM] TRL would hold a whole reference model on every rank, and send shards to vLLM. While its
 constructor runs, `beta` is 0 and `use_vllm` False, so it makes neither. Then a reference model is made on the meta
-device, sharded, and loaded by rows; and `ShardedVllmGeneration` is made.
+device, sharded, and loaded by rows; and `ShardedVllmGeneration` is made. With adapters TRL would add a copy of them;
+here the reference is the adapter "ref" if there is one, else the model without adapters.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from ..nn.head import log_probs
 from ..sharding.shard import fully_shard
 from .enable import enable_packing, innermost, is_packed, takes_branches
 from .grpo_metrics import Alone, PackMetrics, merged
-from .grpo_rows import AssignedRows, Row, assign_rows, batch_of, counted, rows_of, share_packs
+from .grpo_rows import AssignedRows, Row, assign_rows, batch_of, counted, in_bonus, rows_of, share_packs
 from .loss import predictions
 from .neftune import embedding_noise
 from .sharded_trainer import ShardedTrainer
@@ -75,15 +77,16 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
 
     Pass the sharded model, on every rank, and TRL's other arguments. One step takes world *
     `per_device_train_batch_size` * `gradient_accumulation_steps` completions, assigned to the ranks by length, and its
-    loss is TRL's over all of them: see [Note: normalisers]. Metrics are those of all ranks. Options whose loss is not a
-    sum over completions or tokens (entropy bonus, top_entropy_quantile, a router's auxiliary loss) are refused, and
-    so are images and PEFT's adapters.
+    loss is TRL's over all of them: see [Note: normalisers]. Metrics, the entropy bonus and the quantile of
+    `top_entropy_quantile`, for which entropies are computed once more before a step, are those of all ranks. A router's
+    auxiliary loss is refused, as it is not a sum over completions or tokens, and so are images.
 
     Completions are sampled in evaluation mode, outside of minibatches, so ranks may decode different numbers of tokens.
     A step keeps TRL's phases: all completions are sampled before the first is computed (`train grpo` can overlap both).
     vLLM, in each rank's process or as a server on this host, reads the policy before it samples. With `beta`, a
-    reference model is loaded from the folder or hub id that the model came from, and sharded. Checkpoints are as
-    ODCTrainer's.
+    reference model is loaded from the folder or hub id that the model came from, and sharded. Of a model with PEFT's
+    adapters, added before `fully_shard`, the reference is its adapter "ref", or the model without adapters. Checkpoints
+    are as ODCTrainer's.
 
     token_cap: the most tokens of a pack; by default those of the minibatch's longest completion with its prompt, or,
     where a pack computes a prompt once for its completions, those of a whole group, if this is much faster and they
@@ -96,10 +99,9 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
     ImportError for another TRL.
     """
 
+    takes_adapters: ClassVar[bool] = True
     refused: ClassVar[Mapping[str, str]] = ShardedTrainer.refused | {
-        "entropy_coef": "the bonus is a mean over a microbatch's tokens, and packs differ: set 0",
         "label_smoothing_factor": "TRL's loss has no labels to smooth: leave it out",
-        "use_adaptive_entropy": "the bonus is a mean over a microbatch's tokens, and packs differ: leave it out",
         "cast_lm_head_to_fp32": "it replaces the head of a model that is sharded already: leave it out, the "
         "log-probabilities are in fp32",
         "sync_ref_model": "it would write into the reference's shards: leave it out",
@@ -133,7 +135,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         self._check_batch()
         self._share_prefixes = share_prefixes == "auto" and self._noise_alpha is None
         self.beta, self.use_vllm = beta, use_vllm
-        if beta:
+        if beta and not hasattr(model, "get_base_model"):
             with torch.random.fork_rng(devices=[]):  # TRL has seeded for its own shuffles by now
                 reference = self._sharded_reference()
             self.ref_model = self.accelerator.prepare_model(reference, device_placement=False, evaluation_mode=True)
@@ -142,16 +144,18 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
 
     def _check_arguments(self, args: GRPOConfig) -> None:
         super()._check_arguments(args)
-        if args.top_entropy_quantile != 1.0:
-            raise ValueError(
-                f"{type(args).__name__} has top_entropy_quantile={args.top_entropy_quantile}: the quantile is that "
-                f"of a microbatch's tokens on all ranks, and packs differ: set 1.0"
-            )
         accumulated = args.gradient_accumulation_steps
-        if accumulated > 1 and args.loss_type == "bnpo":
+        by_batch = {
+            "loss_type": args.loss_type == "bnpo",
+            "entropy_coef": args.entropy_coef != 0,
+            "use_adaptive_entropy": args.use_adaptive_entropy,
+            "top_entropy_quantile": args.top_entropy_quantile < 1,
+        }
+        given = [f"{name} {getattr(args, name)!r}" for name, is_set in by_batch.items() if is_set]
+        if accumulated > 1 and given:
             raise ValueError(
-                f"gradient_accumulation_steps is {accumulated} with loss_type 'bnpo', TRL's mean over batches of means "
-                f"over their tokens: set 1, and {accumulated} times the per_device_train_batch_size"
+                f"gradient_accumulation_steps is {accumulated} with {given[0]}, TRL's mean over batches of what their "
+                f"tokens give: set 1, and {accumulated} times the per_device_train_batch_size"
             )
         if args.steps_per_generation % accumulated:
             raise ValueError(
@@ -217,9 +221,12 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         """TRL's method in evaluation mode: a fused head has no logits in training."""
         training = self.model.training
         self.model.eval()
+        if not self.use_vllm:
+            self.model.unshard()  # the root's own: PEFT's `generate` never calls the root's forward
         try:
             return super()._generate_single_turn(*args, **kwargs)
         finally:
+            self.model.reshard()
             self.model.train(training)
 
     def _get_per_token_logps_and_entropies(
@@ -259,7 +266,8 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
             place, column = scored[taken, first:].nonzero(as_tuple=True)  # in the pack's order
             where = taken[place].to(input_ids.device), column.to(input_ids.device)
             logps = logps.index_put(where, found.logp)
-            entropies = entropies.index_put(where, found.entropy.detach())
+            entropy = found.entropy if self._entropy_bonus_enabled else found.entropy.detach()
+            entropies = entropies.index_put(where, entropy)
         return logps, entropies if compute_entropy else None, None
 
     def _packs(self, samples: list[dict[str, Tensor]], *, share: int) -> list[list[Entry]]:
@@ -288,11 +296,18 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         """One minibatch: forward and backward of this rank's packs. Returns the loss of all ranks' completions."""
         started = time.perf_counter()
         self._set_training(model)
-        rows, shared = rows_of(self._prepare_inputs(inputs))
+        inputs = self._prepare_inputs(inputs)
+        if self.top_entropy_quantile < 1:
+            inputs = inputs | {"entropy_mask": self._high_entropies(model, inputs)}
+        rows, shared = rows_of(inputs)
         loss, _, reports = self._run_minibatch(partial(self._minibatch, model, self._assign(rows), shared))
         metrics = self._metrics["train"]
         for name, value in merged(reports).items():
             metrics[name].append(value)
+        if self.use_adaptive_entropy:
+            self._adapt_entropy_coef(reports)
+        if self._entropy_bonus_enabled:
+            metrics["entropy_coef"].append(self.entropy_coef)
         self._step += 1
         metrics["step_time"].append(time.perf_counter() - started)
         return loss
@@ -303,20 +318,50 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         how = {"token_cap": self._token_cap, "cost": self._cost, "share": self._share_rows(self.model)}
         return assign_rows(gather_object(rows), **ranks, **how)
 
+    @torch.no_grad()
+    def _high_entropies(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+        """TRL's mask [B, C] of the tokens that are learned, by the quantile over all ranks' tokens. Collective."""
+        ids, masks = (
+            torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask")
+        )
+        counts = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        how = {"logits_to_keep": counts.shape[1], "compute_entropy": True}
+        _, entropies, _ = self._get_per_token_logps_and_entropies(model, ids, masks, **how)
+        return self.get_high_entropy_mask(entropies, counts, 1 - self.top_entropy_quantile)
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        """TRL's; in a minibatch the pack's part of what was found before, of all ranks' tokens."""
+        if isinstance(self.accelerator, Alone):
+            return self._entropy_mask
+        return super().get_high_entropy_mask(entropies, mask, threshold)
+
+    def _adapt_entropy_coef(self, reports: list[dict[str, Any]]) -> None:
+        """TRL's update of the coefficient at the end of a step, by the mean over all ranks' tokens."""
+        args, (total, count) = self.args, map(sum, zip(*(each["window"] for each in reports), strict=True))
+        self._last_world_entropy = total / max(count, 1.0)
+        if self._last_world_entropy <= args.entropy_target:
+            self.entropy_coef = min(self.entropy_coef + args.entropy_coef_delta, args.entropy_coef_max)
+        else:
+            self.entropy_coef = max(self.entropy_coef - args.entropy_coef_delta, args.entropy_coef_min)
+
     def _minibatch(
         self, model: nn.Module, assigned: AssignedRows, shared: Mapping[str, Tensor]
     ) -> tuple[Tensor, minibatch, dict[str, Any]]:
         """The loss of this rank's packs, as a part of that of all ranks, and their metrics, after the reduction."""
         device = self.args.device
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        coef = self.entropy_coef
         with self._alone() as metrics, minibatch(model, tokens=assigned.tokens) as mb:
             for rows in assigned.packs:
-                share = self._share(rows, all_rows=assigned.all_rows, all_tokens=mb.tokens)
-                loss = share * self.compute_loss(model, batch_of(rows, shared, device))
+                share = metrics.share = self._share(rows, all_rows=assigned.all_rows, all_tokens=mb.tokens)
+                self.entropy_coef = coef * in_bonus(rows) / max(assigned.all_in_bonus, 1) / (share or 1.0)
+                batch = batch_of(rows, shared, device)
+                self._entropy_mask = batch.get("entropy_mask")
+                loss = share * self.compute_loss(model, batch)
                 if loss.requires_grad:  # else no completion of this pack has a token
                     loss.backward()
                 loss_sum += loss.detach()
-        return loss_sum, mb, metrics.report()
+        return loss_sum, mb, metrics.report() | {"window": self._entropy_window_stats.tolist()}
 
     def _share(self, rows: list[Row], *, all_rows: int, all_tokens: int) -> float:
         """The factor of TRL's loss of a pack: [Note: normalisers]."""
@@ -329,19 +374,23 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
     @contextmanager
     def _alone(self) -> Iterator[PackMetrics]:
         """While packs are computed, TRL's loss runs no collective, and its metrics are kept for merging."""
-        accelerator, metrics = self.accelerator, self._metrics["train"]
+        accelerator, metrics, coef = self.accelerator, self._metrics["train"], self.entropy_coef
+        self._entropy_window_stats = torch.zeros(2, device=accelerator.device)
         self.accelerator = alone = Alone(accelerator.device, is_main_process=accelerator.is_main_process)
         self._metrics["train"] = kept = PackMetrics(alone)
         try:
             yield kept
         finally:
-            self.accelerator, self._metrics["train"] = accelerator, metrics
+            self.accelerator, self._metrics["train"], self.entropy_coef = accelerator, metrics, coef
 
     # ------------------------------------------------------------------ resuming
 
     def _loop_state(self) -> dict[str, Any]:
-        return {"grpo_step": self._step}
+        adaptive = {"entropy": [self.entropy_coef, self._last_world_entropy]} if self.use_adaptive_entropy else {}
+        return {"grpo_step": self._step} | adaptive
 
     def _load_loop_state(self, state: dict[str, Any]) -> None:
         """TRL would count from 0, and sample at other steps than the data change."""
         self._step = state["grpo_step"]
+        if self.use_adaptive_entropy and "entropy" in state:
+            self.entropy_coef, self._last_world_entropy = state["entropy"]

@@ -22,6 +22,7 @@ from tests.support.trl_tools import VOCABULARY
 # At the second update of the same completions ratios are not 1; so near to 1 some are clipped.
 TWICE = {"num_iterations": 2, "epsilon": 0.1}
 VLLM = {"use_vllm": True, "vllm_importance_sampling_clip_max": 1.01}
+ADAPTIVE = {"use_adaptive_entropy": True, "entropy_target": 4.0, "entropy_coef_delta": 0.04}
 # All prompts begin with 40 tokens, and those of a group are the same 81 or more.
 SHARED = {"before": 40}
 LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "sapo", "vespo")
@@ -80,6 +81,20 @@ GROUPS: dict[str, list[Run]] = {
         ("dapo", TWICE | TOOLS | {"tools": "functions"}),
         ("bnpo", TOOLS | {"tools": "environment"}),
     ],
+    "entropies": [
+        ("dapo", TWICE | {"entropy_coef": 0.1}),
+        ("bnpo", SHARED | {"entropy_coef": 0.1, "fused": True, "mask_truncated_completions": True}),
+        ("sapo", TWICE | {"top_entropy_quantile": 0.3, "entropy_coef": 0.1}),
+        ("dr_grpo", TWICE | SHARED | {"top_entropy_quantile": 0.5, "beta": 0.5, "exact": True, "token_cap": 180}),
+        ("luspo", TWICE | ADAPTIVE | {"entropy_target": 4.6}),  # of at most log 97
+        ("dapo", ADAPTIVE | {"rollout": True, "top_entropy_quantile": 0.4, "entropy_coef": 0.1}),
+    ],
+    "adapters": [
+        ("dapo", TWICE | {"lora": "base", "beta": 0.5, "epsilon": 1e-3}),
+        ("grpo", TWICE | SHARED | {"lora": "ref", "beta": 0.5, "fused": True}),
+        ("bnpo", TWICE | {"lora": "base", "gradient_checkpointing": False, "exact": True}),
+        ("vespo", VLLM | {"lora": "base", "vllm_importance_sampling_mode": "token_truncate"}),
+    ],
     "one rank": [
         ("dapo", {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "beta": 0.1}),
         ("dr_grpo", {"steps_per_generation": 2, "epsilon": 1e-3}),
@@ -119,8 +134,11 @@ def _assert_as_trl(loss_type: str, changes: dict[str, Any], results: list[dict],
         assert 0 < plain["logs"][1]["clip_ratio/region_mean"] < 1  # or clipping would not show
     if "beta" in changes:
         assert all("kl" in entry for entry in plain["logs"][:STEPS])
-        for name, weight in build("qwen2").named_parameters():  # the reference stays as it was
+        stays = () if "lora" in changes else build("qwen2").named_parameters()
+        for name, weight in stays:
             assert torch.equal(results[-1]["reference"][name], weight), name
+    if "use_adaptive_entropy" in changes:
+        assert len({entry["entropy_coef"] for entry in plain["logs"][:STEPS]}) == STEPS
     if "tools" in changes:
         assert 0 < plain["logs"][0]["tools/failure_frequency"] < 1
     if "before" in changes:
@@ -147,13 +165,13 @@ def _assert_shared(results: list[dict], *, outside: bool, off: bool) -> None:
 # ------------------------------------------------------------------ outside of minibatches
 
 
-def _sampled(rank: int, world: int, folder: str) -> list[list[int]] | None:
+def _sampled(rank: int, world: int, folder: str, lora: str | None = None) -> list[list[int]] | None:
     """Rank 0 samples, greedily, and rank 1 does not; then both train on what they sample."""
     from odc_triton.hf import ODCGRPOTrainer
 
     case.environment()
     args = case.arguments(folder, ROWS // world, generation_kwargs={"do_sample": False}, max_steps=1)
-    trainer = ODCGRPOTrainer(case.sharded(fused=True), args=args, **case.given())
+    trainer = ODCGRPOTrainer(case.sharded(fused=True, lora=lora), args=args, **case.given())
     trainer.model.train()
     prompts = [[5, 9, 3], [17, 40, 2, 8, 11], [6]]
     found = trainer._generate_single_turn(prompts, None, {}, 1)[0] if rank == 0 else None
@@ -162,14 +180,19 @@ def _sampled(rank: int, world: int, folder: str) -> list[list[int]] | None:
     return found
 
 
-def _assert_greedy(found: list[list[int]]) -> None:
-    model = build("qwen2").eval()
+def _assert_greedy(found: list[list[int]], lora: str | None = None) -> None:
+    model = case.adapted(build("qwen2"), lora).eval()
     for prompt, completion in zip([[5, 9, 3], [17, 40, 2, 8, 11], [6]], found, strict=True):
         ids = torch.tensor([prompt])
         for _ in range(case.MAX_TOKENS):
             ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
         want = ids[0, len(prompt) :].tolist()
         assert completion == want[: want.index(case.END) + 1 if case.END in want else None]
+
+
+@pytest.mark.slow
+def test_adapters_sample(tmp_path: Path) -> None:
+    _assert_greedy(ranks.run(_sampled, 2, str(tmp_path), "base")[0], "base")
 
 
 def _outside(rank: int, world: int, folder: str) -> dict[str, Any]:
@@ -206,19 +229,30 @@ FAILURES = {
 SAVING = TWICE | {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
 
-def _stopped(rank: int, world: int, folder: str, start: str) -> list[dict[str, Any]]:
-    whole = case.odc_run(rank, world, f"{folder}/whole", None, dict(SAVING))
+# With adapters the base is not in checkpoints.
+ADAPTED = ADAPTIVE | {"lora": "ref", "beta": 0.5, "entropy_target": 4.6}
+
+
+def _stopped(rank: int, world: int, folder: str, start: str | None, other: str, more: dict) -> list[dict[str, Any]]:
+    whole = case.odc_run(rank, world, f"{folder}/whole", start, SAVING | more)
     checkpoint = f"{folder}/whole/checkpoint-2"
-    return [whole, case.odc_run(rank, world, f"{folder}/resumed", start, dict(SAVING), checkpoint)]
+    return [whole, case.odc_run(rank, world, f"{folder}/resumed", other, SAVING | more, checkpoint)]
 
 
-def test_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [{}, slow(ADAPTED)], ids=["", "adapters"])
+def test_resume(tmp_path: Path, more: dict[str, Any]) -> None:
     """At the end of the second update of the same completions."""
-    start = _saved(tmp_path, seed=9)  # other weights, to be overwritten
-    whole, resumed = ranks.run(_stopped, 2, str(tmp_path), start)[0]
+    other = _saved(tmp_path, seed=9)  # other weights, to be overwritten
+    start = _saved(tmp_path) if more else None
+    whole, resumed = ranks.run(_stopped, 2, str(tmp_path), start, start or other, more)[0]
+    if more:
+        files = {file.name for file in (tmp_path / "whole" / "checkpoint-2").iterdir()}
+        assert "adapter_model.safetensors" in files
+        assert "model.safetensors" not in files
+        assert len({entry["entropy_coef"] for entry in whole["logs"][:4]}) > 1
     assert [entry["step"] for entry in resumed["logs"]] == [1, 2, 3, 4, 4]
     for got, want in zip(resumed["logs"][:4], whole["logs"], strict=False):
-        for name in want.keys() & {"loss", "grad_norm", "entropy", "clip_ratio/region_mean", "reward"}:
+        for name in want.keys() & {"loss", "grad_norm", "entropy", "clip_ratio/region_mean", "reward", "entropy_coef"}:
             # Sums over ranks come in another order.
             assert got[name] == pytest.approx(want[name], rel=1e-5, abs=1e-6), name
     for name, want in whole["weights"].items():
@@ -229,14 +263,13 @@ def test_resume(tmp_path: Path) -> None:
 
 
 REFUSED = [
-    ({"entropy_coef": 0.1}, "GRPOConfig has entropy_coef=0.1: the bonus is a mean"),
-    ({"use_adaptive_entropy": True}, "use_adaptive_entropy=True"),
-    ({"top_entropy_quantile": 0.2}, "top_entropy_quantile=0.2: the quantile is that of a microbatch's tokens"),
     ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True: it replaces the head"),
     ({"sync_ref_model": True}, "sync_ref_model=True: it would write into the reference's shards"),
     ({"use_transformers_continuous_batching": True}, "its attention would replace that of enable_packing"),
     ({"gradient_accumulation_steps": 2}, "steps_per_generation is 1, which gradient_accumulation_steps=2 does not"),
-    ({"gradient_accumulation_steps": 2, "loss_type": "bnpo"}, "with loss_type 'bnpo', TRL's mean over batches"),
+    ({"gradient_accumulation_steps": 2, "loss_type": "bnpo"}, "2 with loss_type 'bnpo', TRL's mean over batches"),
+    ({"gradient_accumulation_steps": 2, "entropy_coef": 0.1}, "2 with entropy_coef 0.1, TRL's mean over batches"),
+    ({"gradient_accumulation_steps": 2, "top_entropy_quantile": 0.2}, "2 with top_entropy_quantile 0.2, TRL's"),
     ({"beta": 0.1}, "hub id, which is unknown"),
     ({"use_vllm": True}, "vLLM loads the model from its folder or hub id, which is unknown"),
     ({"use_vllm": True, "loss_type": "vespo"}, "vllm_importance_sampling_mode is 'sequence_mask' with loss_type"),
@@ -246,7 +279,6 @@ REFUSED = [
 
 
 def _refusals(rank: int, world: int, folder: str) -> None:
-    import peft
     import transformers
     import trl
 
@@ -264,13 +296,12 @@ def _refusals(rank: int, world: int, folder: str) -> None:
             ODCGRPOTrainer(model, args=args, **given, **own)
         assert (args.beta, args.use_vllm) == (changes.get("beta", 0.0), changes.get("use_vllm", False))
     args = case.arguments(folder)
-    adapted = fully_shard(peft.get_peft_model(build("qwen2"), peft.LoraConfig(target_modules=["q_proj"])))
     for wrong, options, words in (
         (model, {}, r"args is a NoneType; give a trl\.GRPOConfig"),
         (model, {"args": transformers.TrainingArguments(folder, use_cpu=True)}, "args is a TrainingArguments"),
-        (adapted, {"args": args}, "model is a ODCPeftModel; give the transformers model that fully_shard returned"),
+        (fully_shard(nn.Linear(2, 2)), {"args": args}, "model is a ODCLinear; give the transformers model that"),
         (build("qwen2"), {"args": args}, "Qwen2ForCausalLM is not sharded"),
-        (model, {"args": args, "peft_config": object()}, "peft_config is given, but the model is sharded already"),
+        (model, {"args": args, "peft_config": object()}, "peft_config is given, .* call peft.get_peft_model before"),
         (fully_shard(build("qwen2")), {"args": args}, "does not keep a pack's documents apart"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from . import trl_tools
+from .families import with_lora
 from .models import build
 from .replicas import mesh_of
 
@@ -148,7 +149,19 @@ def model_of(start: str | None) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(start, attn_implementation="eager")
 
 
-def sharded(start: str | None = None, *, fused: bool = False, **how: Any) -> nn.Module:
+def adapted(model: nn.Module, lora: str | None) -> nn.Module:
+    """The model, with `lora` in PEFT's adapters; "ref": and with a copy of them, which TRL adds if there is a beta."""
+    if lora is None:
+        return model
+    model = with_lora(model)
+    if lora == "ref":
+        model.add_adapter("ref", model.peft_config["default"])
+        own = {name: value for name, value in model.state_dict().items() if ".default." in name}
+        model.load_state_dict({name.replace(".default.", ".ref."): own[name] for name in own}, strict=False)
+    return model
+
+
+def sharded(start: str | None = None, *, fused: bool = False, lora: str | None = None, **how: Any) -> nn.Module:
     from odc_triton import fully_shard, replace_layers
     from odc_triton.hf import enable_packing
 
@@ -156,7 +169,7 @@ def sharded(start: str | None = None, *, fused: bool = False, **how: Any) -> nn.
     enable_packing(model)
     if fused:
         assert replace_layers(model, roles=["head"], verbose=False).swapped["head"]
-    return fully_shard(model, **how)
+    return fully_shard(adapted(model, lora), **how)
 
 
 def plain_run(rank: int, world: int, folder: str, start: str | None, changes: dict[str, Any]) -> dict[str, Any]:
@@ -168,8 +181,10 @@ def plain_run(rank: int, world: int, folder: str, start: str | None, changes: di
 
     environment()
     without_vllm()
-    both = given(changes)
-    trainer = Plain(model_of(start), args=arguments(folder, **changes), **both)
+    both, lora = given(changes), changes.pop("lora", None)
+    trainer = Plain(adapted(model_of(start), lora and "base"), args=arguments(folder, **changes), **both)
+    if lora == "base" and trainer.beta:
+        trainer.model.delete_adapter("ref")  # as if TRL had added the adapters
     start_weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
     trainer.train()
     weights = {name: value.detach() for name, value in trainer.model.named_parameters()}
@@ -185,7 +200,7 @@ def odc_trainer(folder: str, world: int, start: str | None = None, **changes: An
 
     environment()
     own = {name: changes.pop(name) for name in ("token_cap", "share_prefixes") if name in changes}
-    how = {name: changes.pop(name) for name in ("fused", "exact", "mp_policy") if name in changes}
+    how = {name: changes.pop(name) for name in ("fused", "exact", "mp_policy", "lora") if name in changes}
     if replicas := changes.pop("replicas", None):
         how["mesh"] = mesh_of((replicas, world // replicas))
     both = given(changes) | own
