@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..balance import MinibatchSampler
 from ..balance.collate import PackedDataset, pack_collate
@@ -31,7 +31,8 @@ def measured(dataset: Any, indices: Sequence[int] | None = None) -> tuple[list[i
 
     Raises TypeError or ValueError for a data set without lengths or token ids.
     """
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+    is_stream = isinstance(dataset, IterableDataset)
+    if is_stream or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             f"{type(dataset).__name__} has no length: give a map-style data set; samples are assigned by their lengths"
         )
@@ -53,5 +54,9 @@ def tower_costs(model: nn.Module, pictures: list[list[int]] | None) -> list[floa
     """What each sample costs besides its tokens; None if no sample has pictures. `pictures`: by sample `values_of`."""
     if pictures is None or not any(pictures):
         return None
-    tower = TowerCost.from_config(innermost(model).config, trained=trains_tower(model))
+    tower = tower_cost(model)
     return [tower.sample(values) for values in pictures]
+
+
+def tower_cost(model: nn.Module) -> TowerCost:
+    return TowerCost.from_config(innermost(model).config, trained=trains_tower(model))

@@ -13,12 +13,13 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..balance import CostModel, MinibatchSampler
 from ..balance.collate import count_target_tokens
+from ..balance.strategies import assign_one
 from ..data.records import IGNORED
 from ..engine.api import minibatch
 from .chunks import compute_in_chunks
@@ -26,10 +27,16 @@ from .enable import ATTENTION_NAME, innermost, is_packed
 from .images import sees_pictures
 from .loss import predictions
 from .neftune import embedding_noise
-from .pack_loader import PackLoader, measured, tower_costs
+from .pack_loader import PackLoader, measured, tower_cost, tower_costs
 from .picture_records import OF_PICTURES, PictureRecords, has_picture_records
 from .sft_metrics import append, token_losses
 from .sharded_trainer import ShardedTrainer
+from .streams import StreamedPacks, refuse_other_streams
+
+_UNPACKED = (
+    "two samples fit into a pack, and the model's attention does not keep documents apart: call "
+    "odc_triton.hf.enable_packing(model) before fully_shard"
+)
 
 
 class ODCTrainer(ShardedTrainer):
@@ -54,6 +61,9 @@ class ODCTrainer(ShardedTrainer):
 
     It combines with another Trainer: `class Mine(ODCTrainer, SFTTrainer)` has SFTTrainer's losses and metrics, without
     `mean_token_accuracy` for a fused head. For another loss override `compute_loss`.
+
+    `train_dataset` may be an IterableDataset, torch's or `datasets`', the same on every rank, with `max_steps`. A step
+    takes its next samples, whose longest is then the token cap; a run that goes on reads those that were taken again.
 
     Records with "image" or "images" and no `input_ids`, as TRL has them, become samples one by one: `data_collator`, by
     default SFTTrainer's, gets a list of one record and returns what the model's processor makes of it, and `labels`.
@@ -100,6 +110,14 @@ class ODCTrainer(ShardedTrainer):
             raise ValueError("split=True: call odc_triton.enable_split(model, tokens=…) after fully_shard")
         if split and sampler is not None:
             raise ValueError("split=True with a sampler: give MinibatchSampler(…, split=True) instead")
+        self._is_streamed = isinstance(self.train_dataset, IterableDataset)
+        workers = self.args.dataloader_num_workers > 1
+        for name, given in (("a sampler", sampler), ("split=True", split), ("dataloader_num_workers above 1", workers)):
+            if self._is_streamed and given:
+                raise ValueError(
+                    f"{name} with an IterableDataset, whose samples each rank reads in order, a step at a time: leave "
+                    f"it out, or give a data set with a length"
+                )
         if pieces is not None:
             compute_in_chunks(model)
         if self._accumulated > 1 and sampler is not None:
@@ -119,16 +137,32 @@ class ODCTrainer(ShardedTrainer):
 
     # ------------------------------------------------------------------ data
 
-    def get_train_dataloader(self) -> PackLoader:
+    def get_train_dataloader(self) -> DataLoader:
         """This rank's packs, minibatch after minibatch."""
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset, whose samples have input_ids")
+        if self._is_streamed:
+            return self._streamed().loader(**self._loader_options())
         samples = self._samples(self.train_dataset)
         sampler = self._sampler or self._make_sampler(samples, self.args.per_device_train_batch_size)
         self._check_sampler(sampler)
         sampler.epoch = sampler.minibatch = 0
         self._sampler = sampler
         return self._pack_loader(samples, sampler)
+
+    def _streamed(self) -> StreamedPacks:
+        args, model = self.args, innermost(self.model)
+        if not is_packed(model):
+            raise ValueError(_UNPACKED)
+        ranks = {"rank": self._engine.rank, "ranks": self._engine.world}
+        cost = CostModel.from_config(model.config.get_text_config())
+        return StreamedPacks(
+            self.train_dataset,
+            self._engine.world * args.per_device_train_batch_size,
+            assign=partial(assign_one, balance="mini", cost=cost, **ranks),
+            tower=tower_cost(model) if sees_pictures(model) else None,
+            drop_last=args.dataloader_drop_last,
+        )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Packs, or Trainer's padded batches if there is a `compute_metrics`."""
@@ -172,15 +206,16 @@ class ODCTrainer(ShardedTrainer):
         return self._records.setdefault(id(dataset), made)
 
     def _pack_loader(self, dataset: Any, sampler: MinibatchSampler) -> PackLoader:
+        return PackLoader(dataset, sampler, **self._loader_options())
+
+    def _loader_options(self) -> dict[str, Any]:
         args = self.args
-        return PackLoader(
-            dataset,
-            sampler,
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory and self._engine.heap.device.type == "cuda",
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-        )
+        return {
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory and self._engine.heap.device.type == "cuda",
+            "persistent_workers": args.dataloader_persistent_workers,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+        }
 
     def _make_sampler(self, dataset: Any, samples_per_rank: int, *, whole: bool = False) -> MinibatchSampler:
         args = self.args
@@ -232,10 +267,7 @@ class ODCTrainer(ShardedTrainer):
             )
         packs_differ = self.model.config.get_text_config()._attn_implementation != ATTENTION_NAME
         if packs_differ and sum(sorted(sampler.lengths)[:2]) <= sampler.token_cap and len(sampler.lengths) > 1:
-            raise ValueError(
-                "two samples fit into a pack, and the model's attention does not keep documents apart: call "
-                "odc_triton.hf.enable_packing(model) before fully_shard"
-            )
+            raise ValueError(_UNPACKED)
 
     # ------------------------------------------------------------------ a step
 
@@ -251,6 +283,8 @@ class ODCTrainer(ShardedTrainer):
             )
         self._set_training(model)
         loss, mb, reports = self._run_minibatch(partial(self._minibatch, model, inputs))
+        if self._is_streamed:
+            refuse_other_streams([each["checksum"] for each in reports])
         self._target_tokens += mb.tokens
         if self._is_sft:
             self._total_train_tokens += sum(each["tokens"] for each in reports)
@@ -274,7 +308,8 @@ class ODCTrainer(ShardedTrainer):
                 loss.backward()
                 loss_sum += loss.detach()
         tokens = sum(pack["input_ids"].numel() for pack in inputs)
-        return loss_sum, mb, {"sums": self._sums[1:3].tolist(), "tokens": tokens} if self._is_sft else {}
+        mine = {"sums": self._sums[1:3].tolist(), "tokens": tokens} if self._is_sft else {}
+        return loss_sum, mb, mine | {"checksum": getattr(inputs, "checksum", None)}
 
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -388,10 +423,19 @@ class ODCTrainer(ShardedTrainer):
     # ------------------------------------------------------------------ resuming
 
     def _loop_state(self) -> dict[str, Any]:
+        if self._is_streamed:
+            return {"stream": {"samples_per_minibatch": self._engine.world * self.args.per_device_train_batch_size}}
         return {"sampler": self._sampler.state_dict(minibatches_done=self.state.global_step)}
 
     def _load_loop_state(self, state: dict[str, Any]) -> None:
         # Trainer skips the minibatches of the epoch.
+        if self._is_streamed or "stream" in state:
+            if state != (own := self._loop_state()):
+                raise ValueError(
+                    f"the checkpoint's run took samples by {state}, and this one by {own}, which would be others: "
+                    f"resume with the same kind of data set and as many samples per step"
+                )
+            return
         self._sampler.load_state_dict(state["sampler"] | {"minibatch": 0})
 
 

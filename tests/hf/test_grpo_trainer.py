@@ -76,6 +76,7 @@ GROUPS: dict[str, list[Run]] = {
         ("vespo", TWICE | VLLM | {"vllm_importance_sampling_mode": "token_truncate"}),
         ("grpo", VLLM | {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_mode": "colocate"}),
         ("bnpo", TWICE | {"rollout": True, "off_policy_mask_threshold": 1e-3}),
+        ("dapo", TWICE | {"streamed": True, "steps_per_generation": 2, "gradient_accumulation_steps": 2}),
     ],
     "tools": [
         ("dapo", TWICE | TOOLS | {"tools": "functions"}),

@@ -48,10 +48,13 @@ def _train(rank: int, world: int, folder: str, changes: dict[str, Any], plain: b
         pass
 
     environment()
-    if plain:
-        changes = changes | {"train_sampling_strategy": "sequential"}
+    streamed = "streamed" in changes
+    changes = {name: value for name, value in changes.items() if name != "streamed"}
+    if plain and not streamed:
+        changes |= {"train_sampling_strategy": "sequential"}
     args = _arguments(folder, {"per_device_train_batch_size": 4 // world} | changes)
-    data = Dataset.from_list(in_order() if plain else samples())
+    data = Dataset.from_list(in_order() if plain and not streamed else samples())
+    data = data.to_iterable_dataset() if streamed else data
     given = {"eval_dataset": Dataset.from_list(samples()), "processing_class": tokenizer()}
     model: nn.Module = build("qwen2") if plain else sharded_model()
     trainer = (SFTTrainer if plain else Ours)(model, args, train_dataset=data, **given)
@@ -60,7 +63,7 @@ def _train(rank: int, world: int, folder: str, changes: dict[str, Any], plain: b
     return {"logs": trainer.state.log_history, "weights": {name: value.detach() for name, value in weights.items()}}
 
 
-@pytest.mark.parametrize("changes", [{}, slow({"loss_type": "dft"})], ids=str)
+@pytest.mark.parametrize("changes", [{}, slow({"loss_type": "dft"}), slow({"streamed": True})], ids=str)
 def test_as_trl(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Losses, metrics and weights."""
     results = ranks.run(_train, 2, str(tmp_path / "odc"), changes)

@@ -105,6 +105,41 @@ def test_prompt_tuning_is_refused(tmp_path: Path) -> None:
         summed_loss(model, pack_collate([samples()[:2]])[0])
 
 
+def test_streams_are_refused(tmp_path: Path) -> None:
+    from odc_triton import fully_shard
+    from odc_triton.balance import MinibatchSampler
+    from odc_triton.hf import ODCTrainer
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(samples())
+
+    model, given = sharded_model(), {"train_dataset": Stream()}
+    sampler = MinibatchSampler(LENGTHS, 4, max(LENGTHS))
+    for changes, options, words in (
+        ({}, {"sampler": sampler}, "a sampler with an IterableDataset, whose samples each rank reads in order"),
+        ({"dataloader_num_workers": 2}, {}, "dataloader_num_workers above 1 with an IterableDataset"),
+        ({"max_steps": -1}, {}, "max_steps"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ODCTrainer(model, arguments(str(tmp_path), **changes), **given, **options)
+    args = arguments(str(tmp_path), save_strategy="steps", save_steps=1, max_steps=1)
+    with pytest.raises(ValueError, match="two samples fit into a pack"):
+        ODCTrainer(fully_shard(build("qwen2")), args, **given).train()
+    trainer = ODCTrainer(model, args, **given, eval_dataset=Stream())
+    with pytest.raises(TypeError, match="Stream has no length: give a map-style data set"):
+        trainer.evaluate()
+    trainer.train()
+    fewer = r"took samples by .*'samples_per_minibatch': 4.*, and this one by .*'samples_per_minibatch': 3"
+    for changes, data, words in (
+        ({"per_device_train_batch_size": 3}, Stream(), fewer),
+        ({}, samples(), "took samples by {'stream'.* and this one by {'sampler'"),
+    ):
+        args = arguments(str(tmp_path / "next"), **changes)
+        with pytest.raises(ValueError, match=words):
+            ODCTrainer(model, args, train_dataset=data).train(resume_from_checkpoint=f"{tmp_path}/checkpoint-1")
+
+
 def test_data_is_refused(tmp_path: Path) -> None:
     from torch.utils.data import DataLoader
 

@@ -118,12 +118,14 @@ def given(changes: dict[str, Any] | None = None) -> dict[str, Any]:
     prompts = [
         " ".join(alike + [f"w{3 + (7 * row + i) % 90}" for i in range(before + 1 + 3 * row % 8)]) for row in range(12)
     ]
+    streamed = changes.pop("streamed", False) if changes else False
     tools = changes.pop("tools", None) if changes else None
     if tools is not None:
         prompts = [[{"role": "user", "content": f"add {row} and {7**row}"}] for row in range(12)]
+    data = Dataset.from_dict({"prompt": prompts})
     return {
         "reward_funcs": [reward],
-        "train_dataset": Dataset.from_dict({"prompt": prompts}),
+        "train_dataset": data.to_iterable_dataset() if streamed else data,
         "eval_dataset": Dataset.from_dict(
             {"prompt": prompts[:ROWS]}
         ),  # or accelerate drops the last batch of some ranks

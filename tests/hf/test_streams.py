@@ -1,0 +1,150 @@
+"""ODCTrainer on data sets without a length, against transformers' own Trainer on one process and the same stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from tests.support import ranks
+from tests.support.models import build
+from tests.support.trainer_case import (
+    STEPS,
+    arguments,
+    assert_weights_alike,
+    logs,
+    pad,
+    samples,
+    sharded_model,
+    targets,
+    weights_of,
+)
+
+COUNT = 10  # steps of 4 samples, 4 and 2, then again from the first
+SAVING = {"save_strategy": "steps", "save_steps": 1}
+
+
+class Stream(IterableDataset):
+    """The first samples; each epoch begins at another one."""
+
+    def __init__(self, count: int = COUNT, first: int = 0) -> None:
+        self.count, self.epoch, self.first = count, 0, first
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        given = samples()[: self.count]
+        for index in range(self.count):
+            yield given[(index + self.epoch + self.first) % self.count]
+
+
+def _steps(drop_last: bool = False) -> list[list[dict[str, list[int]]]]:
+    found, stream = [], Stream()
+    for epoch in range(STEPS):
+        stream.set_epoch(epoch)
+        given = list(stream)
+        found += [given[at : at + 4] for at in range(0, COUNT - 3 if drop_last else COUNT, 4)]
+    return found[:STEPS]
+
+
+def _trained(
+    rank: int, world: int, folder: str, stream: Any, resume: str | None = None, **changes: Any
+) -> dict[str, Any]:
+    """What a run leaves; a step has 4 samples whatever the world."""
+    from odc_triton.hf import ODCTrainer
+
+    tokens = []
+
+    class Counted(ODCTrainer):
+        def training_step(self, model: Any, inputs: Any, *more: Any) -> torch.Tensor:
+            tokens.append(sum(pack["input_ids"].numel() for pack in inputs))
+            return super().training_step(model, inputs, *more)
+
+    args = arguments(folder, **{"per_device_train_batch_size": 4 // world} | changes)
+    trainer = Counted(sharded_model(seed=9 if resume else 0), args, train_dataset=stream)
+    trainer.train(resume_from_checkpoint=resume)
+    found = {key: logs(trainer, key) for key in ("loss", "target_tokens")}
+    return found | {"weights": weights_of(trainer.model), "tokens": tokens}
+
+
+def _each(rank: int, world: int, folder: str) -> dict[str, Any]:
+    from odc_triton.base.errors import RanksDiffer
+
+    found = {"whole": _trained(rank, world, f"{folder}/whole", Stream(), **SAVING)}
+    with pytest.raises(RanksDiffer, match="rank 1 read other samples than rank 0: give every rank the same stream"):
+        _trained(rank, world, f"{folder}/other", Stream(first=rank))
+    return found
+
+
+def _plain(folder: Path, data: Any) -> Any:
+    from transformers import Trainer
+
+    plain = Trainer(
+        build("qwen2"), arguments(str(folder / "plain"), use_cpu=True), train_dataset=data, data_collator=pad
+    )
+    plain.train()
+    return plain
+
+
+def _assert_alike(result: dict[str, Any], plain: Any, drop_last: bool = False) -> None:
+    assert result["target_tokens"] == [targets(step) for step in _steps(drop_last)]
+    torch.testing.assert_close(result["loss"], logs(plain, "loss"), rtol=1e-5, atol=0)
+    assert_weights_alike(result["weights"], {name: value.detach() for name, value in plain.model.named_parameters()})
+
+
+def test_as_plain(tmp_path: Path) -> None:
+    """Two ranks, and one that goes on from their second step."""
+    plain = _plain(tmp_path, Stream())
+    results = [each["whole"] for each in ranks.run(_each, 2, str(tmp_path))]
+    checkpoint = f"{tmp_path}/whole/checkpoint-2"
+    for step, of_ranks in zip(_steps(), zip(*(each["tokens"] for each in results), strict=True), strict=True):
+        lengths = [len(sample["input_ids"]) for sample in step]
+        assert sum(of_ranks) == sum(lengths)
+        assert max(of_ranks) - min(of_ranks) < max(lengths)
+    results.append(_trained(0, 1, f"{tmp_path}/resumed", Stream(), checkpoint, **SAVING))
+    for result in results:
+        _assert_alike(result, plain)
+
+
+class Once(IterableDataset):
+    """Samples that can be read once."""
+
+    def __init__(self, given: list[dict[str, list[int]]]) -> None:
+        self.given = iter(given)
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return self.given
+
+
+def _others(rank: int, world: int, folder: str) -> dict[str, Any]:
+    from datasets import Dataset
+
+    data = Dataset.from_list(samples()).to_iterable_dataset().shuffle(seed=3, buffer_size=5)
+    how = SAVING | {"dataloader_num_workers": 1}  # in a worker `datasets` shuffles otherwise
+    found = {"shuffled": _trained(rank, world, f"{folder}/shuffled", data, **how)}
+    found["resumed"] = _trained(rank, world, f"{folder}/resumed", data, f"{folder}/shuffled/checkpoint-4", **how)
+    found["dropped"] = _trained(rank, world, f"{folder}/dropped", Stream(), dataloader_drop_last=True)
+    found["once"] = _trained(rank, world, f"{folder}/once", Once(samples()[:COUNT]))
+    return found
+
+
+@pytest.mark.slow
+def test_other_streams(tmp_path: Path) -> None:
+    """A shuffled stream of `datasets` is shuffled anew in each epoch, also after resuming; others end."""
+    results = ranks.run(_others, 2, str(tmp_path))
+    plain = _plain(tmp_path, Once([sample for step in _steps(drop_last=True) for sample in step]))  # Trainer drops none
+    tokens = sum(targets([sample]) for sample in samples())
+    for result in results:
+        _assert_alike(result["dropped"], plain, drop_last=True)
+        assert result["once"]["target_tokens"] == [targets(step) for step in _steps()[:3]]
+        whole, resumed = result["shuffled"], result["resumed"]
+        assert sum(whole["target_tokens"][:3]) == tokens
+        assert whole["target_tokens"][:2] not in (whole["target_tokens"][3:5], [targets(samples()[:4])])
+        for key in ("loss", "target_tokens"):
+            assert resumed[key] == pytest.approx(whole[key], rel=1e-5)
+        assert_weights_alike(resumed["weights"], whole["weights"])
