@@ -40,7 +40,7 @@ class PackedDataset(torch.utils.data.Dataset):
                 "balance 'queue' assigns packs at run time, and a DataLoader would take them all at once: "
                 "iterate over the sampler, and inside each minibatch over what it yields"
             )
-        return MinibatchPacks.of((self[pack] for pack in packs), getattr(packs, "split", None))
+        return MinibatchPacks.like(packs, (self[pack] for pack in packs))
 
 
 Pack = dict[str, "torch.Tensor | int"]
@@ -80,13 +80,14 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
 
     A pack with pieces has instead of `labels` `shift_labels`, `[1, T]`, where position t has the label of the token
     after it; positions count in the sample; `pieces` is a `Piece` or None for each document. The list's `split` is the
-    minibatch's plan for `minibatch(split=…)`; None if no piece reads another pack's.
+    minibatch's plan for `minibatch(split=…)`; None if no piece reads another pack's. Its `samples` are
+    the minibatch's, of all ranks; 0 for packs that are not a MinibatchSampler's.
 
     Raises ValueError for an empty pack, a sample without tokens, ids that are not 1-D integers, labels of another
     length, a piece beyond its sample, a branch off a sample of the pack with other tokens, videos, and pictures that
     don't fit their tokens, one another or a piece, naming pack and sample.
     """
-    return MinibatchPacks.of((_collate(pack, at) for at, pack in enumerate(packs)), getattr(packs, "split", None))
+    return MinibatchPacks.like(packs, (_collate(pack, at) for at, pack in enumerate(packs)))
 
 
 def to_device(pack: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:

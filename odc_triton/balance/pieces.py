@@ -77,16 +77,25 @@ def named(entry: Entry, names: Sequence[int]) -> Entry:
 
 class MinibatchPacks(list):
     """One rank's packs of a minibatch. `split`: the plan of all ranks' pieces, None if none reads another pack's.
+    `samples`: of all ranks; 0 if unknown.
 
-    It survives a DataLoader's workers, pickling and pinning, also on a rank without packs.
+    They survive a DataLoader's workers, pickling and pinning, also on a rank without packs.
     """
 
     split: SplitPlan | None = None
+    samples: int = 0
 
     @classmethod
     def of(cls, packs: Iterable[Any], split: SplitPlan | None) -> MinibatchPacks:
         made = cls(packs)
         made.split = split
+        return made
+
+    @classmethod
+    def like(cls, others: Sequence[Any], packs: Iterable[Any]) -> MinibatchPacks:
+        """`packs` that were made of `others`, which may be a plain list."""
+        made = cls.of(packs, getattr(others, "split", None))
+        made.samples = getattr(others, "samples", 0)
         return made
 
 

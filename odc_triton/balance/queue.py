@@ -117,7 +117,7 @@ class QueuedPacks:
                 ...
 
     `packs`: the shared ones. `waves`: by rank, its parts of the waves, which it runs before it takes a pack.
-    `split`: the plan of the pieces in them, None without pieces.
+    `split`: the plan of the pieces in them, None without pieces. `samples`: in the minibatch.
 
     Take them inside the minibatch: ranks start together at its entry, and at its exit an incomplete one (a rank died, a
     microbatch raised) raises on every rank. The rank that computes a pack depends on timing; each pack is
@@ -135,7 +135,7 @@ class QueuedPacks:
         waves: Sequence[Sequence[list[Entry]]] | None = None,
         split: SplitPlan | None = None,
     ) -> None:
-        self.packs, self.split = packs, split
+        self.packs, self.split, self.samples = packs, split, 0
         self.waves = waves or [[] for _ in range(world)]
         self.taken: list[int] = []  # places in `packs` that this rank took
         self._key, self._counter, self._rank, self._world = key, counter, rank, world

@@ -18,7 +18,8 @@ from .strategies import BALANCES, Packs
 
 
 class MinibatchSampler:
-    """Yields, per minibatch, this rank's list of packs, which may be empty: lists of indices into the data set.
+    """Yields, per minibatch, this rank's list of packs, which may be empty: lists of indices into the data set. Its
+    `samples` are those of all ranks.
 
     Works as a DataLoader's `batch_sampler`, the data set wrapped in `PackedDataset` and
     `collate_fn=pack_collate`. A minibatch is the next world * samples_per_rank samples of a shuffle by seed
@@ -178,7 +179,9 @@ class MinibatchSampler:
             self.epoch, self.minibatch = divmod(epoch * len(self) + index + 1, len(self))
             samples = self._samples(order, index)
             relatives = None if self.relatives is None else self.relatives.among(samples)
-            yield self.assigner.own([self.lengths[i] for i in samples], samples, relatives)
+            own = self.assigner.own([self.lengths[i] for i in samples], samples, relatives)
+            own.samples = len(samples)
+            yield own
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the start of `epoch`; no effect if it is the current one."""

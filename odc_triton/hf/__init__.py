@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .grpo_trainer import ODCGRPOTrainer as ODCGRPOTrainer
     from .loss import model_inputs as model_inputs
     from .loss import summed_loss as summed_loss
+    from .loss import summed_losses as summed_losses
     from .offload import offload_checkpoints as offload_checkpoints
     from .trainer import ODCTrainer as ODCTrainer
 
@@ -33,6 +34,7 @@ _HOME = {
     "packed_attention": "attention",
     "packed_mask": "attention",
     "summed_loss": "loss",
+    "summed_losses": "loss",
 }
 __getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)
 __all__.remove("ODCGRPOTrainer")  # it needs TRL, an optional package

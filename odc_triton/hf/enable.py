@@ -144,6 +144,8 @@ def _probe(model: nn.Module, device: torch.device) -> None:
     """Leaves `model` on our attention; raises PackingUnsupported if it does not keep documents apart."""
     first, second = 5, 7  # tokens of the two documents
     vocabulary = model.get_input_embeddings().num_embeddings
+    routes = getattr(model.config.get_text_config(), "output_router_logits", False)
+    without = {"output_router_logits": False} if routes else {}  # their loss would take the prepared mask for padding
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (1, first + second), generator=generator).to(device)
     other = ids.clone()
@@ -152,7 +154,7 @@ def _probe(model: nn.Module, device: torch.device) -> None:
 
     def logits(ids: Tensor, positions: Tensor, **bounds: Any) -> Tensor:
         positions = text_positions(innermost(model), positions)
-        return model(input_ids=ids, position_ids=positions, use_cache=False, **bounds).logits.float()
+        return model(input_ids=ids, position_ids=positions, use_cache=False, **bounds, **without).logits.float()
 
     # 16-bit arithmetic differs between a pack and a document alone, and may route tokens to other experts.
     full_precision = next(model.parameters()).dtype in (torch.float32, torch.float64)

@@ -39,6 +39,8 @@ class Alone:
     def gather(self, tensor: Tensor) -> Tensor:
         return tensor
 
+    gather_for_metrics = gather
+
     def take_pair(self) -> Tensor | None:
         """The pair that was reduced since the last call: [sum, count]."""
         pair, self._pair = self._pair, None
@@ -56,7 +58,7 @@ class PackMetrics:
 
     def __init__(self, alone: Alone) -> None:
         self._alone = alone
-        self.share = 1.0  # the factor of the pack's loss
+        self.share, self.rows = 1.0, 1  # the factor of the pack's loss, and its completions
         self._means: dict[str, Tensor] = {}  # [sum, count]
         self._ends: dict[str, list[float]] = {}
 
@@ -70,8 +72,8 @@ class PackMetrics:
             return
         if name == "policy_loss":
             pair = torch.tensor([self.share * value, 0.0])  # a part of a sum over packs
-        if pair is None:  # a user's own metric: its mean over packs
-            pair = torch.tensor([0.0, 0.0] if math.isnan(value) else [value, 1.0])
+        if pair is None:  # a router's auxiliary loss, or a user's own metric: its mean over completions
+            pair = torch.tensor([0.0, 0.0] if math.isnan(value) else [value * self.rows, self.rows])
         pair = pair.double().cpu()
         self._means[name] = self._means[name] + pair if name in self._means else pair
 

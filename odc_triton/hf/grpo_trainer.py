@@ -14,7 +14,8 @@ of the N rows of all ranks, and t of their T counted tokens:
 | bnpo | t | t / T |
 
 The sum is then TRL's loss for one process and microbatch that has all rows. TRL subtracts a coefficient times the mean
-entropy of a pack's e tokens, of E, before that: the coefficient is multiplied by e / E, and divided by the factor.
+entropy of a pack's e tokens, of E, before that: the coefficient is multiplied by e / E, and divided by the factor. So
+is that of routers' auxiliary losses, whose mean over n rows it adds, by n / N.
 
 [Note: the reference and vLLM] TRL would hold a whole reference model on every rank, and send shards to vLLM. While its
 constructor runs, `beta` is 0 and `use_vllm` False, so it makes neither. Then a reference model is made on the meta
@@ -48,7 +49,7 @@ from ..sharding.shard import fully_shard
 from .enable import enable_packing, innermost, is_packed, takes_branches
 from .grpo_metrics import Alone, PackMetrics, merged
 from .grpo_rows import AssignedRows, Row, assign_rows, batch_of, counted, in_bonus, rows_of, share_packs
-from .loss import predictions
+from .loss import router_predictions
 from .neftune import embedding_noise
 from .sharded_trainer import ShardedTrainer
 
@@ -79,7 +80,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
     `per_device_train_batch_size` * `gradient_accumulation_steps` completions, assigned to the ranks by length, and its
     loss is TRL's over all of them: see [Note: normalisers]. Metrics, the entropy bonus and the quantile of
     `top_entropy_quantile`, for which entropies are computed once more before a step, are those of all ranks. A router's
-    auxiliary loss is refused, as it is not a sum over completions or tokens, and so are images.
+    auxiliary loss is of each completion with its prompt alone, see router_loss.py. Images are refused.
 
     Completions are sampled in evaluation mode, outside of minibatches, so ranks may decode different numbers of tokens.
     A step keeps TRL's phases: all completions are sampled before the first is computed (`train grpo` can overlap both).
@@ -92,7 +93,8 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
     where a pack computes a prompt once for its completions, those of a whole group, if this is much faster and they
     are no more than those of `per_device_train_batch_size` padded rows.
     share_prefixes: "auto": a pack computes what its completions' prompts share once, where the model can; not with
-    `neftune_noise_alpha`, whose noise each completion has of its own. "off": for each completion.
+    `neftune_noise_alpha`, whose noise each completion has of its own, or a router's auxiliary loss. "off": for each
+    completion.
     trainer: other arguments of GRPOTrainer.
 
     Raises ValueError or TypeError for a model that is not sharded and packed and for unsupported arguments,
@@ -133,7 +135,8 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         finally:
             args.beta, args.use_vllm = beta, use_vllm
         self._check_batch()
-        self._share_prefixes = share_prefixes == "auto" and self._noise_alpha is None
+        shares = share_prefixes == "auto" and self._noise_alpha is None and not self.aux_loss_enabled
+        self._share_prefixes, self._router_weight = shares, self.router_aux_loss_coef
         self.beta, self.use_vllm = beta, use_vllm
         if beta and not hasattr(model, "get_base_model"):
             with torch.random.fork_rng(devices=[]):  # TRL has seeded for its own shuffles by now
@@ -166,11 +169,6 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
 
     def _check_batch(self) -> None:
         """Checks that need TRL's view of model and tokenizer."""
-        if self.aux_loss_enabled:
-            raise ValueError(
-                f"the model's auxiliary loss has router_aux_loss_coef {self.router_aux_loss_coef}, and is a mean over "
-                f"a microbatch's tokens: set router_aux_loss_coef=0.0 in GRPOConfig"
-            )
         if self._is_vlm:
             raise TypeError(f"processing_class is a {type(self.processing_class).__name__}; give a tokenizer, for text")
         if not is_packed(self.model):
@@ -239,11 +237,12 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
         **images: Any,
-    ) -> tuple[Tensor, Tensor | None, None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Log-probabilities of the last `logits_to_keep` tokens, optionally entropies, by packs without padding.
 
         input_ids, attention_mask: [B, T]. Returns [B, logits_to_keep] in fp32, 0 where a token is masked. Serves the
         loss, with gradients, and old and reference log-probabilities. `batch_size` is not needed: packs have a cap.
+        `compute_aux_loss`: also the mean of the rows' routers' auxiliary losses, 0 of a row with nothing to predict.
 
         Raises ValueError for images.
         """
@@ -257,18 +256,20 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         labels = ids.masked_fill(~scored, IGNORED)
         samples = [{"input_ids": ids[row][masks[row]], "labels": labels[row][masks[row]]} for row in rows]
         logps, entropies = torch.zeros(2, len(ids), logits_to_keep, device=input_ids.device)
+        router_sum = logps.new_zeros(())
         for pack in self._packs(samples, share=self._share_rows(model)) if samples else []:
             taken = rows[[number_of(entry) for entry in pack]]
             packed = to_device(pack_collate([PackedDataset(samples)[pack]])[0], input_ids.device)
             with embedding_noise(model, self._noise_alpha, packed):
-                logits, targets = predictions(model, packed)
+                logits, targets, router = router_predictions(model, packed, compute_aux_loss)
+            router_sum = router_sum + router
             found = log_probs(logits.float() / self.temperature, targets)
             place, column = scored[taken, first:].nonzero(as_tuple=True)  # in the pack's order
             where = taken[place].to(input_ids.device), column.to(input_ids.device)
             logps = logps.index_put(where, found.logp)
             entropy = found.entropy if self._entropy_bonus_enabled else found.entropy.detach()
             entropies = entropies.index_put(where, entropy)
-        return logps, entropies if compute_entropy else None, None
+        return logps, entropies if compute_entropy else None, router_sum / len(ids) if compute_aux_loss else None
 
     def _packs(self, samples: list[dict[str, Tensor]], *, share: int) -> list[list[Entry]]:
         """Packs of this rank's `samples`; `share`: see `_share_rows`."""
@@ -354,7 +355,9 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         with self._alone() as metrics, minibatch(model, tokens=assigned.tokens) as mb:
             for rows in assigned.packs:
                 share = metrics.share = self._share(rows, all_rows=assigned.all_rows, all_tokens=mb.tokens)
-                self.entropy_coef = coef * in_bonus(rows) / max(assigned.all_in_bonus, 1) / (share or 1.0)
+                metrics.rows = len(rows)
+                self.entropy_coef = coef * in_bonus(rows) / max(assigned.all_in_bonus, 1) / share
+                self.router_aux_loss_coef = self._router_weight * len(rows) / assigned.all_rows / share
                 batch = batch_of(rows, shared, device)
                 self._entropy_mask = batch.get("entropy_mask")
                 loss = share * self.compute_loss(model, batch)
@@ -368,7 +371,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         if self.loss_type in _BY_ROWS:
             return len(rows) / all_rows
         if self.loss_type == "bnpo":
-            return counted(rows) / max(all_tokens, 1)
+            return max(counted(rows), 1) / max(all_tokens, 1)  # without tokens TRL's loss is 0
         return 1.0
 
     @contextmanager
@@ -382,6 +385,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
             yield kept
         finally:
             self.accelerator, self._metrics["train"], self.entropy_coef = accelerator, metrics, coef
+            self.router_aux_loss_coef = self._router_weight
 
     # ------------------------------------------------------------------ resuming
 

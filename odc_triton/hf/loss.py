@@ -14,7 +14,9 @@ from ..data.records import IGNORED
 from .attention import PREPARED_MASK
 from .enable import innermost, is_packed, takes_branches, takes_prepared_mask
 from .images import picture_inputs
+from .router_loss import router_losses, router_weight
 
+NO_ROUTER_LOSS = "set model.config.output_router_logits = False"
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -69,26 +71,38 @@ def summed_loss(model: nn.Module, pack: Mapping[str, Any]) -> Tensor:
     A pack of several documents needs `enable_packing(model)` first; a single document does not. On a GPU, a pack
     without `target_positions` (`pack_collate` gives them) makes the host wait for the device to find them.
 
-    Raises ValueError if `labels` is not [1, T], and for a model that has a router's loss added to its own (see
-    [Note: a router's loss]) or PEFT's prompt tuning.
+    Raises ValueError if `labels` is not [1, T], for PEFT's prompt tuning, and for a model whose config has a router's
+    auxiliary loss, which `summed_losses` returns too.
     """
+    refuse_router_loss(model, f"which this leaves out: call odc_triton.hf.summed_losses, or {NO_ROUTER_LOSS}")
     logits, targets = predictions(model, pack)
     return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
-def _refuse_router_loss(model: nn.Module) -> None:
-    """[Note: a router's loss] transformers adds it to the loss that a forward with labels returns, which is not used
-    here, so it would be dropped silently. It can't be added to a sum over tokens either: it is a product of two means
-    over the tokens of one forward, so it depends on the samples of the pack.
+def summed_losses(model: nn.Module, pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """`summed_loss`, and the sum of the routers' auxiliary losses of the pack's samples: scalars in fp32.
+
+    The second is 0 if the model's config has none. It is to be divided by the samples of all ranks:
+
+        with minibatch(model, tokens=count_target_tokens(packs)) as mb:
+            for pack in packs:
+                loss, router = summed_losses(model, pack)
+                (loss / mb.tokens + 0.001 * router / packs.samples).backward()
+
+    `packs.samples`: of all ranks in the minibatch; what a MinibatchSampler yields has it, and `pack_collate` keeps it.
+
+    Raises ValueError as `summed_loss`, for a model without routers' logits, and for packs with pieces of samples.
     """
-    config = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    weight = getattr(config, "router_aux_loss_coef", None)
-    if weight and getattr(config, "output_router_logits", False):
+    logits, targets, router = router_predictions(model, pack, bool(router_weight(model)))
+    return F.cross_entropy(logits.float(), targets, reduction="sum"), router
+
+
+def refuse_router_loss(model: nn.Module, instead: str) -> None:
+    """Raises ValueError for a model with a router's auxiliary loss. `instead`: why it can't be, and what to do."""
+    if weight := router_weight(model):
         raise ValueError(
-            f"{type(model).__name__} adds a router's auxiliary loss (output_router_logits=True, router_aux_loss_coef="
-            f"{weight}), whose means over a forward's tokens are not a sum over packs: set "
-            f"model.config.output_router_logits = False, or write a loss of your own without summed_loss"
+            f"{type(innermost(model)).__name__} adds a router's auxiliary loss (output_router_logits=True, "
+            f"router_aux_loss_coef={weight}), {instead}"
         )
 
 
@@ -105,10 +119,10 @@ def refuse_prompt_learning(model: nn.Module) -> None:
 def predictions(model: nn.Module, pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """(logits [n, V], targets [n]) of the pack's n target tokens, in their order.
 
-    The logits may be a fused head's, which `cross_entropy` and `odc_triton.log_probs` take. Raises as `summed_loss`.
+    The logits may be a fused head's, which `cross_entropy` and `odc_triton.log_probs` take. A router's auxiliary loss
+    is not computed. Raises ValueError if `labels` is not [1, T], and for PEFT's prompt tuning.
     """
     refuse_prompt_learning(model)
-    _refuse_router_loss(innermost(model))
     shifted = "shift_labels" in pack
     labels = pack["shift_labels" if shifted else "labels"]
     if labels.ndim != 2 or labels.shape[0] != 1:
@@ -118,8 +132,27 @@ def predictions(model: nn.Module, pack: Mapping[str, Any]) -> tuple[Tensor, Tens
     if positions is None:
         positions = (labels != IGNORED).nonzero().flatten()
     inputs = model_inputs(pack, model)
+    if router_weight(model):
+        inputs["output_router_logits"] = False  # else it would compute its own loss, of the whole pack
     if "logits_to_keep" in _parameters(model):
         logits = model(**inputs, logits_to_keep=positions).logits
     else:
         logits = model(**inputs).logits[:, positions]
     return logits[0], labels[positions]
+
+
+def router_predictions(model: nn.Module, pack: Mapping[str, Any], wanted: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`predictions`, and the sum of the routers' auxiliary losses of the pack's samples; 0 unless `wanted`."""
+    layers: list[Tensor] = []
+    body, asked = innermost(model).base_model, {"output_router_logits": True}
+    hooks = wanted and (  # only the body, without the head, is asked for them
+        body.register_forward_pre_hook(lambda _, args, given: (args, given | asked), with_kwargs=True),
+        body.register_forward_hook(lambda _, args, output: layers.extend(output.get("router_logits") or ())),
+    )
+    try:
+        logits, targets = predictions(model, pack)
+    finally:
+        for hook in hooks or ():
+            hook.remove()
+    router = router_losses(model, layers, pack).sum() if wanted else torch.zeros((), device=targets.device)
+    return logits, targets, router

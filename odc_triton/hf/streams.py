@@ -60,7 +60,7 @@ class StreamedPacks(IterableDataset):
         extra = [self.tower.sample(values) for values in pictures] if self.tower else None
         own = self.assign(lengths, token_cap=max(lengths), extra=extra)
         packs = pack_collate([[samples[i] for i in pack] for pack in own])
-        packs.checksum = 0  # of all ranks' samples
+        packs.samples, packs.checksum = len(samples), 0  # of all ranks' samples
         for sample in samples:
             packs.checksum = zlib.crc32(torch.as_tensor(sample["input_ids"]).numpy().tobytes(), packs.checksum)
         return packs

@@ -25,10 +25,11 @@ from ..engine.api import minibatch
 from .chunks import compute_in_chunks
 from .enable import ATTENTION_NAME, innermost, is_packed
 from .images import sees_pictures
-from .loss import predictions
+from .loss import router_predictions
 from .neftune import embedding_noise
 from .pack_loader import PackLoader, measured, tower_cost, tower_costs
 from .picture_records import OF_PICTURES, PictureRecords, has_picture_records
+from .router_loss import router_weight
 from .sft_metrics import append, token_losses
 from .sharded_trainer import ShardedTrainer
 from .streams import StreamedPacks, refuse_other_streams
@@ -101,9 +102,10 @@ class ODCTrainer(ShardedTrainer):
         self._sampler = sampler
         self._target_tokens = 0
         self._is_sft = any(each.__name__ == "SFTTrainer" for each in type(self).__mro__)  # which has metrics of tokens
-        # Of this rank: loss, entropy, most likely targets, targets.
-        self._sums = torch.zeros(4, dtype=torch.float64, device=self.args.device)
-        self._rows: Tensor | None = None  # the same of each row of a padded batch
+        # Of this rank: loss, entropy, most likely targets, targets, routers' auxiliary losses.
+        self._sums = torch.zeros(5, dtype=torch.float64, device=self.args.device)
+        self._rows: Tensor | None = None  # the first four of each row of a padded batch
+        self._all_samples = 0  # of all ranks in this minibatch
         pieces = self._engine.participant("split")
         self._split_tokens = pieces.tokens if split and pieces is not None else 0
         if split and not self._split_tokens:
@@ -289,7 +291,9 @@ class ODCTrainer(ShardedTrainer):
         if self._is_sft:
             self._total_train_tokens += sum(each["tokens"] for each in reports)
             sums = [sum(column) for column in zip(*(each["sums"] for each in reports), strict=True)]
-            append(self._metrics["train"], sums, mb.tokens, self._total_train_tokens)
+            append(self._metrics["train"], sums[:2], mb.tokens, self._total_train_tokens)
+            if router_weight(model):
+                self._metrics["train"]["aux_loss"].append(sums[2] / self._all_samples)
         return loss
 
     def _minibatch(
@@ -298,6 +302,9 @@ class ODCTrainer(ShardedTrainer):
         """The loss of this rank's packs, as a part of that of all ranks, and its metrics, after the reduction."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.args.device)
         split = getattr(inputs, "split", None)
+        self._all_samples = getattr(inputs, "samples", 0)
+        if router_weight(model) and not self._all_samples:
+            raise ValueError("a router's auxiliary loss needs the samples of all ranks: use a MinibatchSampler's packs")
         self._sums.zero_()
         with minibatch(model, tokens=count_target_tokens(inputs), split=split) as mb:
             tokens = max(mb.tokens, 1)
@@ -308,33 +315,39 @@ class ODCTrainer(ShardedTrainer):
                 loss.backward()
                 loss_sum += loss.detach()
         tokens = sum(pack["input_ids"].numel() for pack in inputs)
-        mine = {"sums": self._sums[1:3].tolist(), "tokens": tokens} if self._is_sft else {}
+        mine = {"sums": self._sums[[1, 2, 4]].tolist(), "tokens": tokens} if self._is_sft else {}
         return loss_sum, mb, mine | {"checksum": getattr(inputs, "checksum", None)}
 
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """A pack's summed loss divided by `num_items_in_batch`, the target tokens of all ranks.
+        """A pack's summed loss divided by `num_items_in_batch`, the target tokens of all ranks. In training
+        a router's auxiliary loss is added: of each sample, weighted and divided by the samples of all ranks.
 
         Override it for a custom loss: a sum over the pack, divided in the same way. It must not wait for other ranks,
         which may have another number of packs.
         """
         if return_outputs:  # Trainer's own evaluation, of padded batches
             return self._padded_loss(model, inputs)
-        logits, targets = predictions(model, inputs)
+        weight = router_weight(model) if model.training else 0.0
+        logits, targets, router = router_predictions(model, inputs, bool(weight))
+        self._sums[4] += router.detach()
+        balance = weight * router / max(self._all_samples, 1)
         if not self._is_sft:
             smoothing = self.args.label_smoothing_factor
             loss = F.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=smoothing)
-            return loss / num_items_in_batch
+            return loss / num_items_in_batch + balance
         sums = token_losses(logits, targets, self.args, measured=True).sum(1)
         self._sums[1:3] += sums[1:].detach()
-        return sums[0] / num_items_in_batch
+        return sums[0] / num_items_in_batch + balance
 
     def _padded_loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
         """The mean over a padded batch's target tokens, and the model's outputs."""
         labels = inputs["labels"][:, 1:]
         taken = labels != IGNORED
         given = {name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False}
+        if router_weight(model):
+            given["output_router_logits"] = False
         if sees_pictures(innermost(model)) and is_packed(innermost(model)):
             # Its attention gets no positions: without padding, and so without a mask, each row is a document.
             rows, length = inputs["input_ids"].shape
@@ -353,7 +366,7 @@ class ODCTrainer(ShardedTrainer):
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, Any, Any]:
         found = super().prediction_step(*args, **kwargs)
         if self._rows is not None:  # accelerate drops rows that only pad the last batches
-            self._sums += self.accelerator.gather_for_metrics(self._rows).sum(0)
+            self._sums[:4] += self.accelerator.gather_for_metrics(self._rows).sum(0)
             self._rows = None
         return found
 
@@ -415,7 +428,7 @@ class ODCTrainer(ShardedTrainer):
 
     def _mean_loss(self, sums: Sequence[float]) -> float:
         """The loss from an evaluation's sums over all ranks; also appends SFTTrainer's metrics."""
-        loss, *others, targets = sums
+        loss, *others, targets, _ = sums
         if self._is_sft:
             append(self._metrics["eval"], others, targets, self._total_train_tokens)
         return loss / targets if targets else float("nan")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..balance.collate import Pack, PackedDataset, pack_collate, to_device
 from ..balance.pieces import Entry, number_of
 from ..data.records import IGNORED
-from ..hf.loss import predictions
+from ..hf.loss import NO_ROUTER_LOSS, predictions, refuse_router_loss
 from ..nn.head import log_probs
 from ..sequence.sums import SampleSums
 from .generation import Sampled
@@ -163,6 +163,7 @@ class Learned:
 
 def pack_log_probs(model: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probabilities of a pack's n targets, and entropies, [n] each."""
+    refuse_router_loss(model, f"which train grpo leaves out: use ODCGRPOTrainer, or {NO_ROUTER_LOSS}")
     logits, targets = predictions(model, pack)
     found = log_probs(logits / temperature, targets)
     return found.logp, found.entropy

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from ..engine.module import ODCModule
+from ..hf.router_loss import router_weight
 from .generation import Request, Sampled, SamplingOptions
 
 _POLL_S = 0.5
@@ -64,11 +65,14 @@ class TransformersEngine:
             no_repeat_ngram_size=0,
             min_new_tokens=0,
         )
+        given = {name: value.to(device) for name, value in (inputs or {}).items()}
+        if router_weight(model):
+            given["output_router_logits"] = False  # transformers can't compute their loss of a cache's tokens
         with _evaluating(model), self._whole():
             made = model.generate(
                 input_ids=ids,
                 attention_mask=there,
-                **{name: value.to(device) for name, value in (inputs or {}).items()},
+                **given,
                 generation_config=config,
                 logits_processor=LogitsProcessorList([draw]),
                 stopping_criteria=StoppingCriteriaList([_StopCheck(self._should_stop)]),

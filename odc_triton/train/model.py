@@ -11,11 +11,14 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..balance import CostModel
+from ..base.options import flag
 from ..checkpoint import meta_causal_lm, with_adapter
 from ..hf import PackingUnsupported, compute_in_chunks, enable_packing
 from ..hf.enable import innermost, takes_branches
 from ..hf.images import TOWER, tower_of
+from ..hf.loss import refuse_router_loss
 from .run_options import RunOptions
+from .sft_options import SftOptions
 
 
 def build_model(
@@ -35,6 +38,8 @@ def build_model(
         enable_packing(model)
     except PackingUnsupported as error:
         raise PackingUnsupported(f"{options.model or options.init}: {error}") from error
+    if isinstance(options, SftOptions):
+        weigh_routers(model, options)
     if options.needs_branches and not takes_branches(innermost(model)):
         raise PackingUnsupported(
             f"--share-prefixes: {type(model).__name__} does not pass on to its attention what samples of a pack share: "
@@ -55,6 +60,18 @@ def build_model(
     if options.split_sequences:
         compute_in_chunks(model)
     return model.train(), cost
+
+
+def weigh_routers(model: nn.Module, options: SftOptions) -> None:
+    """Writes `router_aux_loss` into the config. Raises ValueError for other models, and for pieces of samples."""
+    config, weight = model.config.get_text_config(), options.router_aux_loss
+    if weight is not None:
+        if weight and not hasattr(config, "router_aux_loss_coef"):
+            raise ValueError(f"--router-aux-loss: {type(model).__name__} has no router's auxiliary loss: leave it out")
+        config.output_router_logits, config.router_aux_loss_coef = weight > 0, weight
+    for name in ("split_sequences", "share_prefixes"):
+        if getattr(options, name):
+            refuse_router_loss(model, f"a mean over whole samples: leave {flag(name)} out, or give --router-aux-loss 0")
 
 
 def name_special_tokens(model: nn.Module, tokenizer: Any) -> None:

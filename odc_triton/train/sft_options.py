@@ -28,6 +28,12 @@ class SftOptions(RunOptions):
     truncate: bool = option(False, "cut samples longer than --token-cap; without it they are an error")
     drop_long: bool = option(False, "leave out samples longer than --token-cap")
     fetch_images: bool = option(False, "read pictures from http and https addresses in the data, too")
+    router_aux_loss: float | None = option(
+        None,
+        "weight of the auxiliary loss that balances the routers of a mixture of experts; 0: off; by default as the "
+        "model's config says",
+        group="What is computed",
+    )
     eval_fraction: float = option(0.0, "fraction of --data to hold out for evaluation", group="Evaluation")
     eval_sample_tokens: int = option(64, "most tokens to generate for each of --eval-samples")
 
@@ -42,6 +48,8 @@ class SftOptions(RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_positive("epochs", "eval_sample_tokens")
+        if self.router_aux_loss is not None:
+            self._require_not_negative("router_aux_loss")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"--eval-fraction is {self.eval_fraction}; it must be at least 0 and less than 1")
 

@@ -22,9 +22,10 @@ from ..checkpoint.repeat import Replayable
 from ..data.dataset import Samples
 from ..data.order import Mix
 from ..engine.api import engine_of, minibatch
-from ..hf import summed_loss
+from ..hf import summed_losses
 from ..hf.enable import innermost
 from ..hf.pack_loader import tower_costs
+from ..hf.router_loss import router_weight
 from ..sequence.enable import enable_split, split_forward
 from .metrics import Metrics
 from .run import Picture, Run, shared_counter
@@ -189,9 +190,10 @@ class SftRun(Run):
 
     def train_step(self) -> Metrics:
         start_s = time.monotonic()
-        loss_sum, tokens = self._minibatch()
+        sums, tokens = self._minibatch()
         lr = self.lr
-        agreed = self.update(loss_sum.item())
+        agreed = self.update(sums[0].item(), sums[1:].tolist())
+        balance = {"aux_loss": agreed.sums[0] / self.sampler.samples_per_minibatch} if router_weight(self.model) else {}
         self.state.tokens += tokens
         self.state.sampler = self.sampler.state_dict()
         took_s = time.monotonic() - start_s
@@ -199,6 +201,7 @@ class SftRun(Run):
             {
                 "epoch": self.state.sampler["epoch"] + self.state.sampler["minibatch"] / self.epoch_steps,
                 "loss": agreed.loss_sum / tokens,
+                **balance,
                 "lr": lr,
                 "grad_norm": agreed.norm,
                 "tokens": self.state.tokens,
@@ -209,8 +212,11 @@ class SftRun(Run):
         )
 
     def _minibatch(self) -> tuple[torch.Tensor, int]:
-        """This rank's loss, summed over its targets, and the targets of all ranks, after the reduction."""
+        """This rank's loss, summed over its targets, and that of routers, over its samples, [2]; and the targets of all
+        ranks, after the reduction.
+        """
         device = self.engine.heap.device
+        weight = router_weight(self.model) / self.sampler.samples_per_minibatch  # in all, as the rest is dropped
         problem: Exception | None = None
         try:
             counted, packs, split = self.next_packs()
@@ -219,16 +225,16 @@ class SftRun(Run):
         packs = Replayable(packs) if self.engine.deterministic else packs  # which keeps them all
 
         def run() -> tuple[torch.Tensor, int]:
-            loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+            sums = torch.zeros(2, dtype=torch.float64, device=device)
             with minibatch(self.model, tokens=counted, split=split) as mb:
                 if problem is not None:
                     raise problem
                 for pack in packs:
                     self.stop_signal.check_peers()
-                    loss = summed_loss(self.model, to_device(pack, device))
-                    (loss / mb.tokens).backward()
-                    loss_sum += loss.detach()
-            return loss_sum, mb.tokens
+                    loss, router = summed_losses(self.model, to_device(pack, device))
+                    (loss / mb.tokens + weight * router).backward()
+                    sums += torch.stack([loss.detach(), router.detach()])
+            return sums, mb.tokens
 
         return self.run_minibatch(run)
 
@@ -260,7 +266,7 @@ class SftRun(Run):
         def add(packs: Iterable[list[Entry]]) -> None:
             nonlocal loss_sum, targets
             for collated in self._made(data, packs):
-                loss_sum += summed_loss(self.model, to_device(collated, device))
+                loss_sum += summed_losses(self.model, to_device(collated, device))[0]
                 targets += count_target_tokens([collated])
 
         self.model.eval()

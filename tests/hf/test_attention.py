@@ -290,7 +290,7 @@ def test_summed_loss_projects_targets_only_and_may_have_none():
 
 
 def test_a_routers_loss_is_refused():
-    """It can't be summed, unless it weighs nothing or the family has none."""
+    """`summed_loss` would leave it out, unless it weighs nothing or the family has none."""
     pack = make_pack()
     for name in ("Mixtral", "DeepseekV3"):
         model = build(name)
@@ -300,7 +300,9 @@ def test_a_routers_loss_is_refused():
         if name == "Mixtral":
             with_labels = model(input_ids=pack["input_ids"], labels=pack["input_ids"], use_cache=False)
             assert with_labels.aux_loss > 0  # transformers adds it
-            refusal = r"output_router_logits=True, router_aux_loss_coef=0\.001\).*set model\.config"
+            refusal = (
+                r"output_router_logits=True, router_aux_loss_coef=0\.001\).*hf\.summed_losses, or set model\.config"
+            )
             with pytest.raises(ValueError, match=refusal):
                 hf.summed_loss(model, pack)
             model.config.router_aux_loss_coef = 0.0

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from torch import nn
 
+from odc_triton import fully_shard
+from odc_triton.hf import enable_packing
 from tests.support import ranks, slow
 from tests.support.models import build
-from tests.support.trainer_case import assert_weights_alike, in_order, samples, sharded_model, weights_of
+from tests.support.trainer_case import assert_weights_alike, in_order, samples, weights_of
 from tests.support.trl_case import environment, tokenizer
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11")
@@ -56,7 +58,10 @@ def _train(rank: int, world: int, folder: str, changes: dict[str, Any], plain: b
     data = Dataset.from_list(in_order() if plain and not streamed else samples())
     data = data.to_iterable_dataset() if streamed else data
     given = {"eval_dataset": Dataset.from_list(samples()), "processing_class": tokenizer()}
-    model: nn.Module = build("qwen2") if plain else sharded_model()
+    model: nn.Module = build("mixtral" if "router_aux_loss_coef" in changes else "qwen2")
+    if not plain:
+        enable_packing(model)
+        model = fully_shard(model)
     trainer = (SFTTrainer if plain else Ours)(model, args, train_dataset=data, **given)
     trainer.train()
     weights = dict(model.named_parameters()) if plain else weights_of(model) if rank == 0 else {}
@@ -77,3 +82,17 @@ def test_as_trl(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert {"entropy", "mean_token_accuracy", "num_tokens"} <= plain["logs"][0].keys()
     assert any(entry.get("mean_token_accuracy") for entry in plain["logs"])
     assert_weights_alike(results[0]["weights"], plain["weights"])
+
+
+@pytest.mark.parametrize("streamed", [{}, slow({"streamed": True})], ids=str)
+def test_a_routers_loss_as_trl(tmp_path: Path, streamed: dict[str, Any]) -> None:
+    """On microbatches of one sample, by SFTConfig's coefficient. An evaluation leaves it out."""
+    changes = streamed | {"router_aux_loss_coef": 0.5, "eval_strategy": "no"}
+    alone = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    ours = ranks.run(_train, 2, str(tmp_path / "odc"), changes)
+    (plain,) = ranks.run(_train, 1, str(tmp_path / "plain"), changes | alone, True)
+    for result in ours:
+        for got, want in zip(result["logs"][:3], plain["logs"], strict=False):
+            for name in ("loss", "aux_loss", "grad_norm", "num_tokens"):
+                assert got[name] == pytest.approx(want[name], rel=1e-4), name
+    assert_weights_alike(ours[0]["weights"], plain["weights"])

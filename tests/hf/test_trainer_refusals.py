@@ -140,6 +140,23 @@ def test_streams_are_refused(tmp_path: Path) -> None:
             ODCTrainer(model, args, train_dataset=data).train(resume_from_checkpoint=f"{tmp_path}/checkpoint-1")
 
 
+def test_a_routers_loss_without_the_number_of_samples_is_refused(tmp_path: Path) -> None:
+    from odc_triton import fully_shard
+    from odc_triton.balance.collate import pack_collate
+    from odc_triton.hf import ODCTrainer, enable_packing
+
+    class OwnBatches(ODCTrainer):
+        def get_train_dataloader(self) -> list:
+            return [pack_collate([samples()[:2]])]
+
+    model = build("mixtral")
+    model.config.output_router_logits = True
+    enable_packing(model)
+    model, args = fully_shard(model), arguments(str(tmp_path))
+    with pytest.raises(ValueError, match="needs the samples of all ranks: use a MinibatchSampler's packs"):
+        OwnBatches(model, args, train_dataset=samples()).train()
+
+
 def test_data_is_refused(tmp_path: Path) -> None:
     from torch.utils.data import DataLoader
 

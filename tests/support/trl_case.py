@@ -44,7 +44,7 @@ class Recorded:
         if self.use_vllm:
             self.vllm_generation.sync_weights()
         first = self.accelerator.process_index * len(prompt_ids)
-        step = self._step * getattr(self, "_accumulated", 1)  # TRL counts batches
+        step = self.state.global_step
         if self.tools:
             completions = [trl_tools.completion(step, first + i, prompt) for i, prompt in enumerate(prompt_ids)]
         else:
