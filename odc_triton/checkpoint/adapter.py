@@ -55,9 +55,7 @@ def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> 
 
     adapters = [name for name in model.peft_config if name != "ref"]
     if len(adapters) != 1:
-        raise ValueError(
-            f"the model has adapters {list(model.peft_config)}; one with exactly one besides 'ref' can be saved"
-        )
+        raise ValueError(f"the model has adapters {[*model.peft_config]}; exactly one besides 'ref' can be saved")
     (adapter,) = adapters
     parameters = sharded_parameters(model)
     weights = {

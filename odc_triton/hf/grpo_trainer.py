@@ -36,7 +36,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..balance import CostModel
 from ..balance.collate import PackedDataset, pack_collate, to_device
 from ..balance.packing import best_fit_decreasing
 from ..balance.pieces import Entry, number_of
@@ -148,17 +147,12 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
     def _check_arguments(self, args: GRPOConfig) -> None:
         super()._check_arguments(args)
         accumulated = args.gradient_accumulation_steps
-        by_batch = {
-            "loss_type": args.loss_type == "bnpo",
-            "entropy_coef": args.entropy_coef != 0,
-            "use_adaptive_entropy": args.use_adaptive_entropy,
-            "top_entropy_quantile": args.top_entropy_quantile < 1,
-        }
-        given = [f"{name} {getattr(args, name)!r}" for name, is_set in by_batch.items() if is_set]
-        if accumulated > 1 and given:
+        has_bonus = args.entropy_coef or args.use_adaptive_entropy
+        if accumulated > 1 and (args.loss_type == "bnpo" or has_bonus or args.top_entropy_quantile < 1):
             raise ValueError(
-                f"gradient_accumulation_steps is {accumulated} with {given[0]}, TRL's mean over batches of what their "
-                f"tokens give: set 1, and {accumulated} times the per_device_train_batch_size"
+                f"gradient_accumulation_steps is {accumulated} with loss_type 'bnpo', an entropy bonus or a "
+                f"top_entropy_quantile, which TRL takes over the tokens of each batch: set 1, and {accumulated} times "
+                f"the per_device_train_batch_size"
             )
         if args.steps_per_generation % accumulated:
             raise ValueError(
@@ -287,10 +281,6 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         shares = self._share_prefixes and takes_branches(innermost(model))
         return self.args.per_device_train_batch_size // self._accumulated if shares else 0
 
-    @property
-    def _cost(self) -> CostModel:
-        return CostModel.from_config(self.model.config.get_text_config())
-
     # ------------------------------------------------------------------ a step
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -326,9 +316,8 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
             torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask")
         )
         counts = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        how = {"logits_to_keep": counts.shape[1], "compute_entropy": True}
-        _, entropies, _ = self._get_per_token_logps_and_entropies(model, ids, masks, **how)
-        return self.get_high_entropy_mask(entropies, counts, 1 - self.top_entropy_quantile)
+        found = self._get_per_token_logps_and_entropies(model, ids, masks, counts.shape[1], compute_entropy=True)
+        return self.get_high_entropy_mask(found[1], counts, 1 - self.top_entropy_quantile)
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         """TRL's; in a minibatch the pack's part of what was found before, of all ranks' tokens."""

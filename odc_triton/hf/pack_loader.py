@@ -54,9 +54,5 @@ def tower_costs(model: nn.Module, pictures: list[list[int]] | None) -> list[floa
     """What each sample costs besides its tokens; None if no sample has pictures. `pictures`: by sample `values_of`."""
     if pictures is None or not any(pictures):
         return None
-    tower = tower_cost(model)
+    tower = TowerCost.from_config(innermost(model).config, trained=trains_tower(model))
     return [tower.sample(values) for values in pictures]
-
-
-def tower_cost(model: nn.Module) -> TowerCost:
-    return TowerCost.from_config(innermost(model).config, trained=trains_tower(model))

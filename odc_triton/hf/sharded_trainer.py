@@ -29,6 +29,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.utils import is_accelerate_available
 
+from ..balance import CostModel
 from ..checkpoint import save_pretrained
 from ..checkpoint.dcp import METADATA
 from ..checkpoint.folder import load_checkpoint, write_checkpoint
@@ -130,6 +131,10 @@ class ShardedTrainer(Trainer):
             made["mixed_precision"] = "no"
         made["kwargs_handlers"].append(AutocastKwargs(cache_enabled=False))
         return made
+
+    @property
+    def _cost(self) -> CostModel:
+        return CostModel.from_config(self.model.config.get_text_config())
 
     # ------------------------------------------------------------------ a step
 

@@ -1,4 +1,4 @@
-"""A stream of samples as a trainer takes it: of each step the lengths are known when its samples have been read."""
+"""A stream of samples as a trainer takes it: the lengths of a step's samples are known when they have been read."""
 
 from __future__ import annotations
 
@@ -8,73 +8,69 @@ from itertools import count, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from ..balance.collate import pack_collate
 from ..balance.pieces import MinibatchPacks
-from ..balance.strategies import Packs
 from ..balance.tower import TowerCost
 from ..base.errors import RanksDiffer
 from .pack_loader import measured
 
 
-class StreamedPacks(IterableDataset):
-    """This rank's packs of each minibatch, collated, epoch after epoch.
+class StreamedSteps(IterableDataset):
+    """Lists of `samples_per_minibatch` samples, the last of an epoch shorter or left out; epoch after epoch.
 
-    Every rank reads the whole stream. A minibatch is the next `samples_per_minibatch`; its packs have at most the
-    tokens of its longest sample. At its end the stream begins anew, after `set_epoch` if it has that.
-
-    assign: `assign_one` of this rank, without lengths, cap and extra costs. tower: of a model that sees pictures.
+    A new epoch begins with the stream's `set_epoch`, if it has that.
     """
 
-    def __init__(
-        self,
-        stream: IterableDataset,
-        samples_per_minibatch: int,
-        *,
-        assign: Callable[..., Packs],
-        tower: TowerCost | None,
-        drop_last: bool,
-    ) -> None:
-        self.stream, self.samples_per_minibatch, self.assign, self.tower = stream, samples_per_minibatch, assign, tower
+    def __init__(self, stream: IterableDataset, samples_per_minibatch: int, *, drop_last: bool) -> None:
+        self.stream, self.samples_per_minibatch = stream, samples_per_minibatch
         self.least = samples_per_minibatch if drop_last else 1
 
-    def loader(self, **options: Any) -> DataLoader:
-        """A DataLoader of minibatches."""
-        return DataLoader(self, batch_size=None, collate_fn=_as_it_is, **options)
-
-    def __iter__(self) -> Iterator[MinibatchPacks]:
+    def __iter__(self) -> Iterator[list[Mapping[str, Any]]]:
         for epoch in count():
             if hasattr(self.stream, "set_epoch"):
                 self.stream.set_epoch(epoch)
-            samples = iter(self.stream)
-            taken = list(islice(samples, self.samples_per_minibatch))
-            if len(taken) < self.least:
+            samples, steps = iter(self.stream), 0
+            while len(taken := list(islice(samples, self.samples_per_minibatch))) >= self.least:
+                yield taken
+                steps += 1
+            if not steps:
                 return  # Trainer stops, and says so
-            while len(taken) >= self.least:
-                yield self._packs(taken)
-                taken = list(islice(samples, self.samples_per_minibatch))
 
-    def _packs(self, samples: list[Mapping[str, Any]]) -> MinibatchPacks:
-        lengths, _, pictures = measured(samples)
-        extra = [self.tower.sample(values) for values in pictures] if self.tower else None
-        own = self.assign(lengths, token_cap=max(lengths), extra=extra)
-        packs = pack_collate([[samples[i] for i in pack] for pack in own])
-        packs.samples, packs.checksum = len(samples), 0  # of all ranks' samples
-        for sample in samples:
-            packs.checksum = zlib.crc32(torch.as_tensor(sample["input_ids"]).numpy().tobytes(), packs.checksum)
-        return packs
+    def state_dict(self, **_: Any) -> dict[str, Any]:
+        """As MinibatchSampler's, without a position: Trainer skips the steps that were taken."""
+        return {"streamed": True, "samples_per_minibatch": self.samples_per_minibatch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        own = self.state_dict()
+        if any(state.get(name) != value for name, value in own.items()):
+            raise ValueError(
+                f"the checkpoint's run took samples by {state}, and this one by {own}, which would be others: resume "
+                f"with the same kind of data set and as many samples per step"
+            )
+
+
+def collate_step(samples: list[Mapping[str, Any]], *, assign: Callable, tower: TowerCost | None) -> MinibatchPacks:
+    """This rank's packs of a step's samples, collated. Their `checksum` is of all samples, which ranks have to share.
+
+    assign: `assign_one` of this rank, which gets lengths, their longest as `token_cap`, and `extra`. tower: of a model
+    that sees pictures. Both can be pickled, for a DataLoader's worker.
+    """
+    lengths, _, pictures = measured(samples)
+    extra = [tower.sample(values) for values in pictures] if tower else None
+    own = assign(lengths, token_cap=max(lengths), extra=extra)
+    packs = pack_collate([[samples[i] for i in pack] for pack in own])
+    ids = torch.cat([torch.as_tensor(sample["input_ids"]) for sample in samples])
+    packs.samples, packs.checksum = len(samples), zlib.crc32(ids.numpy().tobytes())
+    return packs
 
 
 def refuse_other_streams(checksums: Sequence[int | None]) -> None:
-    """Raises RanksDiffer unless all ranks' minibatches had the same samples."""
+    """Raises RanksDiffer unless all ranks read the same samples; None for data sets that have a length."""
     for rank, checksum in enumerate(checksums):
         if checksum != checksums[0]:
             raise RanksDiffer(
                 f"rank {rank} read other samples than rank 0: give every rank the same stream as train_dataset, by the "
                 f"same seed and not split by rank; the trainer assigns its samples to the ranks"
             )
-
-
-def _as_it_is(packs: MinibatchPacks) -> MinibatchPacks:
-    return packs

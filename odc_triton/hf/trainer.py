@@ -17,22 +17,23 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..balance import CostModel, MinibatchSampler
+from ..balance import MinibatchSampler
 from ..balance.collate import count_target_tokens
 from ..balance.strategies import assign_one
+from ..balance.tower import TowerCost
 from ..data.records import IGNORED
 from ..engine.api import minibatch
 from .chunks import compute_in_chunks
 from .enable import ATTENTION_NAME, innermost, is_packed
-from .images import sees_pictures
+from .images import sees_pictures, trains_tower
 from .loss import router_predictions
 from .neftune import embedding_noise
-from .pack_loader import PackLoader, measured, tower_cost, tower_costs
+from .pack_loader import PackLoader, measured, tower_costs
 from .picture_records import OF_PICTURES, PictureRecords, has_picture_records
 from .router_loss import router_weight
 from .sft_metrics import append, token_losses
 from .sharded_trainer import ShardedTrainer
-from .streams import StreamedPacks, refuse_other_streams
+from .streams import StreamedSteps, collate_step, refuse_other_streams
 
 _UNPACKED = (
     "two samples fit into a pack, and the model's attention does not keep documents apart: call "
@@ -113,13 +114,11 @@ class ODCTrainer(ShardedTrainer):
         if split and sampler is not None:
             raise ValueError("split=True with a sampler: give MinibatchSampler(…, split=True) instead")
         self._is_streamed = isinstance(self.train_dataset, IterableDataset)
-        workers = self.args.dataloader_num_workers > 1
-        for name, given in (("a sampler", sampler), ("split=True", split), ("dataloader_num_workers above 1", workers)):
-            if self._is_streamed and given:
-                raise ValueError(
-                    f"{name} with an IterableDataset, whose samples each rank reads in order, a step at a time: leave "
-                    f"it out, or give a data set with a length"
-                )
+        if self._is_streamed and (sampler is not None or split or self.args.dataloader_num_workers > 1):
+            raise ValueError(
+                "a sampler, split=True or dataloader_num_workers above 1 with an IterableDataset, whose samples every "
+                "rank reads in order, a step at a time: leave them out, or give a data set with a length"
+            )
         if pieces is not None:
             compute_in_chunks(model)
         if self._accumulated > 1 and sampler is not None:
@@ -144,27 +143,24 @@ class ODCTrainer(ShardedTrainer):
         if self.train_dataset is None:
             raise ValueError("training needs a train_dataset, whose samples have input_ids")
         if self._is_streamed:
-            return self._streamed().loader(**self._loader_options())
+            return self._stream_loader()
         samples = self._samples(self.train_dataset)
         sampler = self._sampler or self._make_sampler(samples, self.args.per_device_train_batch_size)
         self._check_sampler(sampler)
         sampler.epoch = sampler.minibatch = 0
         self._sampler = sampler
-        return self._pack_loader(samples, sampler)
+        return self._loader(PackLoader, samples, sampler)
 
-    def _streamed(self) -> StreamedPacks:
-        args, model = self.args, innermost(self.model)
-        if not is_packed(model):
+    def _stream_loader(self) -> DataLoader:
+        if not is_packed(model := innermost(self.model)):
             raise ValueError(_UNPACKED)
-        ranks = {"rank": self._engine.rank, "ranks": self._engine.world}
-        cost = CostModel.from_config(model.config.get_text_config())
-        return StreamedPacks(
-            self.train_dataset,
-            self._engine.world * args.per_device_train_batch_size,
-            assign=partial(assign_one, balance="mini", cost=cost, **ranks),
-            tower=tower_cost(model) if sees_pictures(model) else None,
-            drop_last=args.dataloader_drop_last,
-        )
+        args, ranks = self.args, {"rank": self._engine.rank, "ranks": self._engine.world}
+        count = self._engine.world * args.per_device_train_batch_size
+        self._sampler = StreamedSteps(self.train_dataset, count, drop_last=args.dataloader_drop_last)
+        assign = partial(assign_one, balance="mini", cost=self._cost, **ranks)
+        tower = TowerCost.from_config(model.config, trained=trains_tower(model)) if sees_pictures(model) else None
+        collate = partial(collate_step, assign=assign, tower=tower)
+        return self._loader(DataLoader, self._sampler, batch_size=None, collate_fn=collate)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Packs, or Trainer's padded batches if there is a `compute_metrics`."""
@@ -177,7 +173,8 @@ class ODCTrainer(ShardedTrainer):
         if chosen is None:
             raise ValueError("evaluation needs an eval_dataset, whose samples have input_ids")
         samples = self._samples(chosen)
-        return self._pack_loader(samples, self._make_sampler(samples, self.args.per_device_eval_batch_size, whole=True))
+        sampler = self._make_sampler(samples, self.args.per_device_eval_batch_size, whole=True)
+        return self._loader(PackLoader, samples, sampler)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         self._check_padded(test_dataset)
@@ -207,17 +204,16 @@ class ODCTrainer(ShardedTrainer):
         made = PictureRecords(dataset, self.data_collator, self.processing_class)
         return self._records.setdefault(id(dataset), made)
 
-    def _pack_loader(self, dataset: Any, sampler: MinibatchSampler) -> PackLoader:
-        return PackLoader(dataset, sampler, **self._loader_options())
-
-    def _loader_options(self) -> dict[str, Any]:
+    def _loader(self, kind: type[DataLoader], *given: Any, **options: Any) -> DataLoader:
         args = self.args
-        return {
-            "num_workers": args.dataloader_num_workers,
-            "pin_memory": args.dataloader_pin_memory and self._engine.heap.device.type == "cuda",
-            "persistent_workers": args.dataloader_persistent_workers,
-            "prefetch_factor": args.dataloader_prefetch_factor,
-        }
+        return kind(
+            *given,
+            **options,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and self._engine.heap.device.type == "cuda",
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
 
     def _make_sampler(self, dataset: Any, samples_per_rank: int, *, whole: bool = False) -> MinibatchSampler:
         args = self.args
@@ -229,7 +225,7 @@ class ODCTrainer(ShardedTrainer):
             seed=args.seed if args.data_seed is None else args.data_seed,
             rank=self._engine.rank,
             world=self._engine.world,
-            cost=CostModel.from_config(self.model.config.get_text_config()),
+            cost=self._cost,
             drop_last=args.dataloader_drop_last and not whole,
             split=0 if whole else self._split_tokens,
             replicas=self._engine.grid.replicas,
@@ -285,8 +281,7 @@ class ODCTrainer(ShardedTrainer):
             )
         self._set_training(model)
         loss, mb, reports = self._run_minibatch(partial(self._minibatch, model, inputs))
-        if self._is_streamed:
-            refuse_other_streams([each["checksum"] for each in reports])
+        refuse_other_streams([each["checksum"] for each in reports])
         self._target_tokens += mb.tokens
         if self._is_sft:
             self._total_train_tokens += sum(each["tokens"] for each in reports)
@@ -315,8 +310,8 @@ class ODCTrainer(ShardedTrainer):
                 loss.backward()
                 loss_sum += loss.detach()
         tokens = sum(pack["input_ids"].numel() for pack in inputs)
-        mine = {"sums": self._sums[[1, 2, 4]].tolist(), "tokens": tokens} if self._is_sft else {}
-        return loss_sum, mb, mine | {"checksum": getattr(inputs, "checksum", None)}
+        sums, checksum = self._sums[[1, 2, 4]].tolist(), getattr(inputs, "checksum", None)
+        return loss_sum, mb, {"sums": sums, "tokens": tokens, "checksum": checksum}
 
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -436,19 +431,10 @@ class ODCTrainer(ShardedTrainer):
     # ------------------------------------------------------------------ resuming
 
     def _loop_state(self) -> dict[str, Any]:
-        if self._is_streamed:
-            return {"stream": {"samples_per_minibatch": self._engine.world * self.args.per_device_train_batch_size}}
         return {"sampler": self._sampler.state_dict(minibatches_done=self.state.global_step)}
 
     def _load_loop_state(self, state: dict[str, Any]) -> None:
         # Trainer skips the minibatches of the epoch.
-        if self._is_streamed or "stream" in state:
-            if state != (own := self._loop_state()):
-                raise ValueError(
-                    f"the checkpoint's run took samples by {state}, and this one by {own}, which would be others: "
-                    f"resume with the same kind of data set and as many samples per step"
-                )
-            return
         self._sampler.load_state_dict(state["sampler"] | {"minibatch": 0})
 
 

@@ -290,9 +290,10 @@ REFUSED = [
     ({"sync_ref_model": True}, "sync_ref_model=True: it would write into the reference's shards"),
     ({"use_transformers_continuous_batching": True}, "its attention would replace that of enable_packing"),
     ({"gradient_accumulation_steps": 2}, "steps_per_generation is 1, which gradient_accumulation_steps=2 does not"),
-    ({"gradient_accumulation_steps": 2, "loss_type": "bnpo"}, "2 with loss_type 'bnpo', TRL's mean over batches"),
-    ({"gradient_accumulation_steps": 2, "entropy_coef": 0.1}, "2 with entropy_coef 0.1, TRL's mean over batches"),
-    ({"gradient_accumulation_steps": 2, "top_entropy_quantile": 0.2}, "2 with top_entropy_quantile 0.2, TRL's"),
+    *(
+        ({"gradient_accumulation_steps": 2} | changes, "is 2 with loss_type 'bnpo', an entropy bonus or a top_entropy")
+        for changes in ({"loss_type": "bnpo"}, {"entropy_coef": 0.1}, {"top_entropy_quantile": 0.2})
+    ),
     ({"beta": 0.1}, "hub id, which is unknown"),
     ({"use_vllm": True}, "vLLM loads the model from its folder or hub id, which is unknown"),
     ({"use_vllm": True, "loss_type": "vespo"}, "vllm_importance_sampling_mode is 'sequence_mask' with loss_type"),
