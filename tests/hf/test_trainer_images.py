@@ -123,6 +123,23 @@ def test_costs_count_the_tower(tmp_path: Path) -> None:
     assert frozen[0] == pytest.approx(trained[0] / 3)
 
 
+def test_costs_of_a_stream_count_the_tower(tmp_path: Path) -> None:
+    """The sample with pictures is alone on its rank. It has as many tokens as each of the others."""
+    (seen,) = FAMILIES["qwen2_5_vl"].samples([(9, 3)])
+    data = [seen, *FAMILIES["qwen2_5_vl"].samples([(len(seen["input_ids"]), 0)] * 3)]
+    assert len({len(each["input_ids"]) for each in data}) == 1
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(data)
+
+    trainer = ODCTrainer(sharded("qwen2_5_vl"), arguments(str(tmp_path)), train_dataset=Stream())
+    collate = trainer.get_train_dataloader().collate_fn
+    assign = partial(collate.keywords["assign"], ranks=2)
+    found = [collate(data, assign=partial(assign, rank=rank)) for rank in range(2)]
+    assert sorted(sum(len(pack["cu_seq_lens_q"]) - 1 for pack in packs) for packs in found) == [1, 3]
+
+
 def pad(family: str, batch: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Rows as the processors of Qwen-VL and Gemma3 make them."""
     longest = max(len(each["input_ids"]) for each in batch)
