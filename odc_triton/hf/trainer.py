@@ -189,7 +189,8 @@ class ODCTrainer(ShardedTrainer):
 
     def _check_padded(self, dataset: Any) -> None:
         """Default collators would pad pixel values, or drop them."""
-        if self._has_collator or has_picture_records(dataset) or not hasattr(dataset, "__getitem__"):
+        can_look = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)  # read once, maybe
+        if self._has_collator or has_picture_records(dataset) or not can_look:
             return
         if any(isinstance(sample, Mapping) and sample.get("pixel_values") is not None for sample in dataset):
             raise ValueError(
