@@ -253,7 +253,7 @@ SAVING = TWICE | {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
 
 # With adapters the base is not in checkpoints.
-ADAPTED = ADAPTIVE | {"lora": "ref", "beta": 0.5, "entropy_target": 4.6}
+ADAPTED = ADAPTIVE | {"lora": "ref", "beta": 0.5, "entropy_target": 4.6, "streamed": True}
 
 
 def _stopped(rank: int, world: int, folder: str, start: str | None, other: str, more: dict) -> list[dict[str, Any]]:
