@@ -10,7 +10,7 @@ from torch import nn
 
 from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
 from odc_triton.balance.collate import count_target_tokens, pack_collate, to_device
-from odc_triton.hf import enable_packing, summed_loss
+from odc_triton.hf import enable_packing, summed_losses
 from odc_triton.nn.functional.log_probs import token_log_probs
 from odc_triton.nn.replace import replace_layers
 from tests.support import ranks
@@ -40,7 +40,8 @@ def _microbatches(model: nn.Module, packs: list[dict[str, Any]]) -> dict[str, in
         here = [to_device(pack, "cpu") for pack in packs]
         with HostWaits(model) as waits:
             for pack in here:
-                (summed_loss(model, pack) / mb.tokens).backward()
+                loss, router = summed_losses(model, pack)
+                (loss / mb.tokens + router).backward()
     return dict(waits.found)
 
 
@@ -48,6 +49,8 @@ def _counted(
     rank: int, world: int, name: str, roles: tuple[str, ...], change: str, bf16: bool, choice: str
 ) -> dict[str, int]:
     model = build(name)
+    if name == "Qwen3Moe":
+        model.config.output_router_logits = True
     enable_packing(model)
     if roles:
         replace_layers(model, roles=roles, choice=choice, verbose=False)

@@ -185,6 +185,22 @@ def test_a_routers_loss_as_trl(tmp_path: Path) -> None:
         assert_alike(of_ranks, of_trl, batches=ROWS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_type", ["bnpo", "dapo", "dr_grpo"])
+def test_a_routers_loss_in_other_packs(tmp_path: Path, loss_type: str) -> None:
+    """In one pack that has all rows the factor is 1. Masked completions count as 0."""
+    torch.manual_seed(0)
+    causal_lm("Mixtral").save_pretrained(start := str(tmp_path / "model"))
+    changes = ROUTER | {"loss_type": loss_type, "mask_truncated_completions": True}
+    (whole,) = ranks.run(case.odc_run, 1, str(tmp_path / "whole"), start, changes | {"token_cap": 4096})
+    assert whole["packs"] == [1] * STEPS
+    ours = ranks.run(case.odc_run, 2, str(tmp_path / "packs"), start, changes)
+    assert all(sum(packs) > 2 for packs in zip(*(each["packs"] for each in ours), strict=True))
+    assert_alike(
+        ours, whole | {"start": {name: each.detach() for name, each in case.model_of(start).named_parameters()}}
+    )
+
+
 # ------------------------------------------------------------------ outside of minibatches
 
 

@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from odc_triton import fully_shard
 from odc_triton.balance.collate import count_target_tokens, pack_collate
+from odc_triton.hf import ODCTrainer, enable_packing
 from tests.support.models import build
 from tests.support.trainer_case import (
+    arguments,
     assert_weights_alike,
     logs,
     odc_trainer,
+    pad,
     plain_trainer,
     sample_loss,
     samples,
@@ -103,3 +107,19 @@ def test_accelerate_divides_nothing() -> None:
             torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-6)  # sums in another order
     finally:
         accelerator.gradient_accumulation_steps = 1  # of all of the process's accelerators
+
+
+def test_a_padded_evaluation_of_a_mixture_is_of_its_logits(tmp_path: Path) -> None:
+    """Not of its routers' logits too."""
+    model = build("mixtral")
+    model.config.output_router_logits = True
+    enable_packing(model)
+    shapes = []
+    ODCTrainer(
+        fully_shard(model),
+        arguments(str(tmp_path), per_device_eval_batch_size=3, dataloader_pin_memory=False),
+        eval_dataset=samples()[:7],
+        data_collator=pad,
+        compute_metrics=lambda seen: shapes.append(seen.predictions.shape) or {},
+    ).evaluate()
+    assert [(rows, words) for rows, _, words in shapes] == [(7, 97)]

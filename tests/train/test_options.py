@@ -58,6 +58,7 @@ SFT: list[tuple[dict[str, Any], str]] = [
     ({"split_tokens": 9}, "--split-tokens is 9: give --split-sequences too"),
     ({"offload_checkpoints": True}, "--offload-checkpoints is True: give --gradient-checkpointing too"),
     ({"split_sequences": True, "split_tokens": -1}, "--split-tokens is -1; it must be at least 0"),
+    ({"router_aux_loss": -1.0}, "--router-aux-loss is -1.0; it must be at least 0"),
     ({"report_to": ("mlflow",)}, "--report-to is 'mlflow'; give one of tensorboard, wandb, trackio"),
     ({"report_to": ("wandb", "wandb")}, "--report-to has wandb 2 times; give it once"),
 ]
