@@ -22,7 +22,7 @@ after each chunk would make the result depend on how the vocabulary was cut. `sc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,7 +54,7 @@ class HeadOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class _VocabularyPart:
+class VocabularyPart:
     """Rows start..stop-1 of an owner's shard; `first`: the first one's index in the vocabulary."""
 
     owner: int
@@ -136,7 +136,7 @@ def linear_cross_entropy(
         eager = not h.is_cuda if eager is None else eager
         chunk = chunk or _default_chunk(h, weight, backward=False, eager=eager)
         logits = h.new_empty(tokens, chunk)
-        for part, rows in _pulled(weight, chunk):
+        for part, rows in pulled(weight, parts_of(weight, chunk), chunk):
             logits_TV = logits[:, : len(rows)]
             torch.mm(h, rows.t(), out=logits_TV)
             online_softmax(
@@ -193,7 +193,7 @@ def linear_cross_entropy_grad(
     dh_sum = (
         None if dh is None else dh.zero_() if dh.dtype == torch.float32 else torch.zeros_like(dh, dtype=torch.float32)
     )
-    for part, rows in _pulled(weight, chunk):
+    for part, rows in pulled(weight, parts_of(weight, chunk), chunk):
         dz_TV = logits[:, : len(rows)]
         torch.mm(h, rows.t(), out=dz_TV)
         softmax_grad(
@@ -211,12 +211,12 @@ def linear_cross_entropy_grad(
             tile=tile,
         )
         if dh_sum is not None:
-            _add_product(dh_sum, dz_TV, rows, beta=1)
+            add_product(dh_sum, dz_TV, rows, beta=1)
         if gradient is not None:
             dw_VD = dw[: len(rows)]
-            _add_product(dw_VD, dz_TV.t(), h, beta=0)
+            add_product(dw_VD, dz_TV.t(), h, beta=0)
             if isinstance(gradient, PeerShards):
-                scatter(gradient=dw_VD, peers=_rows_of(gradient, part))
+                scatter(gradient=dw_VD, peers=rows_of(gradient, part))
             else:
                 gradient(part.owner, part.start, dw_VD)
     if dh_sum is not None and dh_sum is not dh:
@@ -235,23 +235,25 @@ def _default_chunk(h: torch.Tensor, weight: PeerShards, *, backward: bool, eager
     )
 
 
-def _parts(weight: PeerShards, chunk: int) -> list[_VocabularyPart]:
+def parts_of(weight: PeerShards, chunk: int) -> list[VocabularyPart]:
     """All rows of the vocabulary, in the order in which `rank` takes them."""
     return [
-        _VocabularyPart(owner, start, min(start + chunk, weight.rows(owner)), owner * weight.rows_per_owner + start)
+        VocabularyPart(owner, start, min(start + chunk, weight.rows(owner)), owner * weight.rows_per_owner + start)
         for owner in ((weight.rank + index) % weight.world for index in range(weight.world))
         for start in range(0, weight.rows(owner), chunk)
     ]
 
 
-def _pulled(weight: PeerShards, chunk: int, on: Device | None = None) -> Iterator[tuple[_VocabularyPart, torch.Tensor]]:
-    """Every part with its rows: own ones in place, others' in one of two buffers, until the next is asked for.
+def pulled(
+    weight: PeerShards, parts: Sequence[VocabularyPart], chunk: int, on: Device | None = None
+) -> Iterator[tuple[VocabularyPart, torch.Tensor]]:
+    """Every part, of at most `chunk` rows, with its rows: own ones in place, others' in one of two buffers, until the
+    next is asked for.
     On the CPU all are in place: there is no link. `on`: a device to use instead of a GPU, to simulate one.
 
     On a GPU the next part is pulled on another stream while the caller's work on the current one runs. A pull waits for
     the caller's work that was enqueued before: on the part before the current one, whose buffer it reuses.
     """
-    parts = _parts(weight, chunk)
     own = weight.shards[weight.rank]
     on = on or device_of(own)
     far = weight.world > 1 and on is not None
@@ -282,7 +284,7 @@ def _pulled(weight: PeerShards, chunk: int, on: Device | None = None) -> Iterato
             compute.wait_stream(pull)
 
 
-def _rows_of(peers: PeerShards, part: _VocabularyPart) -> PeerShards:
+def rows_of(peers: PeerShards, part: VocabularyPart) -> PeerShards:
     """A part of one owner's rows, as shards. The address is computed on the device, without a synchronisation."""
     rows = peers.shards[part.owner][part.start : part.stop]
     skipped_bytes = part.start * peers.row_elements * rows.element_size()
@@ -291,9 +293,9 @@ def _rows_of(peers: PeerShards, part: _VocabularyPart) -> PeerShards:
     return PeerShards(table=table, shape=tuple(rows.shape), rank=0, dtype=rows.dtype, near=near, exact=peers.exact)
 
 
-def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: int) -> None:
+def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: int) -> None:
     """out = beta out + a b, summed in fp32; see [Note: fp32 sums]."""
-    if a.dtype == torch.float32:
+    if a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=beta, out=out)
     elif out.is_cuda:
         torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, out=out)

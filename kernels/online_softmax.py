@@ -24,9 +24,9 @@ from .tiles import ONLINE_SOFTMAX, SoftmaxTile
 COLUMN_MULTIPLE = 16
 """Rows of logits begin at multiples of this many elements, so that loads of 2-byte values are joined into vectors."""
 
-_LOWEST = -1e30  # below any logit, yet finite: -inf minus -inf is not a number
+LOWEST = -1e30  # below any logit, yet finite: -inf minus -inf is not a number
 _DEEP = -200.0  # a log-probability: its exp is 0 in fp32, and 0 times it is 0 where -inf would give NaN
-_VECTOR = tl.constexpr(COLUMN_MULTIPLE)
+VECTOR = tl.constexpr(COLUMN_MULTIPLE)
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def load_scaled(logits, t_in, v, count, scale):
 
     It reads up to the next multiple of 16 columns, so that loads stay vectors for any `count`, and discards the rest.
     """
-    readable = tl.cdiv(count, _VECTOR) * _VECTOR
+    readable = tl.cdiv(count, VECTOR) * VECTOR
     z = tl.load(logits, mask=t_in[:, None] & (v < readable)[None, :], other=0.0).to(tl.float32)
     known = (v < count)[None, :]
     return tl.where(known, tl.where(known, z, 0.0) * scale, float("-inf"))
@@ -111,7 +111,7 @@ def softmax_grad_kernel(
     if HAS_ENTROPY:
         ent = tl.load(entropy + t, mask=t_in, other=0.0)
         g_ent = tl.load(g_entropy + t, mask=t_in, other=0.0)
-    writable = tl.cdiv(count, _VECTOR) * _VECTOR  # as `load_scaled` reads
+    writable = tl.cdiv(count, VECTOR) * VECTOR  # as `load_scaled` reads
     for start in range(0, count, BLOCK_V):
         v = start + tl.arange(0, BLOCK_V)
         pointers = logits + t[:, None] * stride + v[None, :]
@@ -133,13 +133,13 @@ class SoftmaxState:
     picked: torch.Tensor
 
     @classmethod
-    def of(cls, tokens: int, device: torch.device) -> SoftmaxState:
+    def of(cls, tokens: int, device: torch.device, dtype: torch.dtype = torch.float32) -> SoftmaxState:
         """Before the first chunk."""
 
         def full(value: float) -> torch.Tensor:
-            return torch.full((tokens,), value, dtype=torch.float32, device=device)
+            return torch.full((tokens,), value, dtype=dtype, device=device)
 
-        return cls(maximum=full(_LOWEST), total=full(0.0), moment=full(0.0), picked=full(float("nan")))
+        return cls(maximum=full(LOWEST), total=full(0.0), moment=full(0.0), picked=full(float("nan")))
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """logp, lse and entropy after the last chunk."""
@@ -150,7 +150,7 @@ class SoftmaxState:
 def _online_softmax_eager(
     logits: torch.Tensor, first: int, targets: torch.Tensor, state: SoftmaxState, scale: float
 ) -> None:
-    z = logits.float().mul_(scale)
+    z = logits.to(state.maximum.dtype).mul_(scale)
     higher = torch.maximum(state.maximum, z.amax(1))
     fall = state.maximum - higher
     y = targets - first

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .engine.api import register_fsdp_forward_method as register_fsdp_forward_method
     from .fsdp2.bridge import use_odc as use_odc
     from .fsdp2.record import record_timeline as record_timeline
+    from .nn.head import divergence as divergence
     from .nn.head import log_probs as log_probs
     from .nn.replace import replace_layers as replace_layers
     from .nn.verification import verify as verify
@@ -63,6 +64,7 @@ _HOME = {
     "MixedPrecisionPolicy": "sharding.shard",
     "enable_split": "sequence.enable",
     "fully_shard": "sharding.shard",
+    "divergence": "nn.head",
     "log_probs": "nn.head",
     "memory_plan": "sharding.footprint",
     "offer_policy": "policy.offer",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .chunks import compute_in_chunks as compute_in_chunks
     from .enable import enable_packing as enable_packing
     from .grpo_trainer import ODCGRPOTrainer as ODCGRPOTrainer
+    from .loss import distillation_loss as distillation_loss
     from .loss import model_inputs as model_inputs
     from .loss import summed_loss as summed_loss
     from .loss import summed_losses as summed_losses
@@ -28,6 +29,7 @@ _HOME = {
     "ODCTrainer": "trainer",
     "PackingUnsupported": "attention",
     "compute_in_chunks": "chunks",
+    "distillation_loss": "loss",
     "enable_packing": "enable",
     "model_inputs": "loss",
     "offload_checkpoints": "offload",

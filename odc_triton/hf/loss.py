@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.records import IGNORED
+from ..nn.head import FusedLogits, divergence
 from .attention import PREPARED_MASK
 from .enable import innermost, is_packed, takes_branches, takes_prepared_mask
 from .images import picture_inputs
@@ -77,6 +78,32 @@ def summed_loss(model: nn.Module, pack: Mapping[str, Any]) -> Tensor:
     refuse_router_loss(model, f"which this leaves out: call odc_triton.hf.summed_losses, or {NO_ROUTER_LOSS}")
     logits, targets = predictions(model, pack)
     return F.cross_entropy(logits.float(), targets, reduction="sum")
+
+
+def distillation_loss(
+    model: nn.Module, teacher: nn.Module, pack: Mapping[str, Any], *, beta: float = 0.5, temperature: float = 1.0
+) -> Tensor:
+    """The divergence of `model` from `teacher` summed over the pack's target tokens: a scalar in fp32.
+
+    Call it in `minibatch(model)` and divide by the *global* number of targets, as with `summed_loss`. `teacher` is
+    sharded over the same ranks and read on demand: it needs no minibatch, and no gradients. With fused heads in both
+    neither's logits are ever whole. Arguments and errors are those of `odc_triton.divergence` and `summed_loss`.
+    """
+    refuse_router_loss(model, f"which this leaves out: {NO_ROUTER_LOSS}")
+    logits, _ = predictions(model, pack)
+    return divergence(logits, frozen_logits(teacher, pack), beta=beta, temperature=temperature).sum()
+
+
+@torch.no_grad()
+def frozen_logits(model: nn.Module, pack: Mapping[str, Any]) -> Tensor | FusedLogits:
+    """Logits of the pack's targets by a model that is only read. A fused head stays fused, also in evaluation mode."""
+    head = innermost(model).get_output_embeddings()
+    training = head.training
+    head.train()
+    try:
+        return predictions(model, pack)[0]
+    finally:
+        head.train(training)
 
 
 def summed_losses(model: nn.Module, pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

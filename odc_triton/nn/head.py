@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from .choice import AUTO
-from .functional import token_log_probs
+from .functional import token_divergence, token_log_probs
 
 _REMEDY = (
     "Use the model's own loss (labels=...), torch.nn.functional.cross_entropy, or their .log_probs(targets); for "
@@ -187,6 +187,51 @@ def log_probs(logits: torch.Tensor | FusedLogits, targets: torch.Tensor, *, igno
     ignored = targets == ignore_index
     logp = every.gather(-1, targets.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1).masked_fill(ignored, 0.0)
     return TokenLogProbs(logp=logp, entropy=-(every.exp() * every).sum(-1))
+
+
+def divergence(
+    student: torch.Tensor | FusedLogits,
+    teacher: torch.Tensor | FusedLogits,
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """[...], of each token between the distributions of two models' logits, [..., V] each, both computed or neither.
+
+    Equal to TRL's `generalized_jsd_loss`: beta 0 is KL(teacher || student), 1 is KL(student || teacher), between them
+    Jensen-Shannon of the mixture (1 - beta) student + beta teacher. `temperature` divides the logits. In fp32, or fp64
+    for logits in fp64. Only the student gets gradients. Where one vocabulary is longer, its last words don't count.
+
+    Raises ValueError for other shapes, for logits of which one is a fused head's, and for a beta outside 0..1.
+    """
+    fused = [isinstance(each, FusedLogits) for each in (student, teacher)]
+    if fused[0] != fused[1] or student.shape[:-1] != teacher.shape[:-1]:
+        raise ValueError(
+            f"the student's logits are {_described(student)}, the teacher's {_described(teacher)}: give those of the "
+            f"same tokens, and replace the role 'head' in both models or in neither"
+        )
+    if not 0 <= beta <= 1 or not 0 < temperature < math.inf:
+        raise ValueError(f"beta is {beta}, temperature {temperature}: give 0 to 1, and a positive number")
+    if fused[0]:
+        scales = {"scale": student._scale / temperature, "teacher_scale": teacher._scale / temperature}
+        heads = student._h, student._weight, teacher._h, teacher._weight
+        return token_divergence(*heads, beta=beta, **scales, choice=student._choice)
+    words = min(student.shape[-1], teacher.shape[-1])
+    log_p, log_q = (
+        (each[..., :words].to(torch.promote_types(each.dtype, torch.float32)) / temperature).log_softmax(-1)
+        for each in (student, teacher.detach())
+    )
+    log_m = log_q if beta == 1 else log_p
+    if 0 < beta < 1:
+        log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
+    found = 0.0 if beta == 1 else (beta or 1.0) * F.kl_div(log_m, log_q, reduction="none", log_target=True).sum(-1)
+    if beta:
+        found = found + ((1 - beta) or 1.0) * F.kl_div(log_m, log_p, reduction="none", log_target=True).sum(-1)
+    return found
+
+
+def _described(logits: torch.Tensor | FusedLogits) -> str:
+    return repr(logits) if isinstance(logits, FusedLogits) else f"a tensor of {tuple(logits.shape)}"
 
 
 def _cross_entropy(

@@ -12,7 +12,7 @@ from tests.support import place  # isort: skip
 
 from odc_kernels.device import adds_in_bulk
 from odc_kernels.linear import linear_ref
-from odc_kernels.linear_cross_entropy import _parts, _pulled
+from odc_kernels.linear_cross_entropy import parts_of, pulled
 from odc_kernels.linear_staged import linear_dx_staged, linear_staged
 from odc_kernels.peers import ALL, PeerShards, shards_of
 from odc_kernels.staged import StagedWeight, check, pull
@@ -120,13 +120,13 @@ def test_a_buffer_is_filled_again_after_a_kernel_has_read_it(kernel: str) -> Non
 def test_the_heads_parts_come_before_they_are_read_and_stay_till_then(kind: str, reads_late: bool) -> None:
     device, (_, peers) = SimulatedDevice(kind), _peers()
     read: list[torch.Tensor] = []
-    for _, rows in _pulled(peers, CHUNK, on=device):
+    for _, rows in pulled(peers, parts_of(peers, CHUNK), CHUNK, on=device):
         if reads_late:  # as a kernel
             device.enqueue(device.current(), lambda rows=rows: read.append(rows.clone()))
         else:
             read.append(rows.clone())
     assert device.has_come(device.current().record_event())
-    parts = _parts(peers, CHUNK)
+    parts = parts_of(peers, CHUNK)
     assert len(read) == len(parts) > WORLD
     for rows, part in zip(read, parts, strict=True):
         assert torch.equal(rows, peers.shards[part.owner][part.start : part.stop])
@@ -134,7 +134,7 @@ def test_the_heads_parts_come_before_they_are_read_and_stay_till_then(kind: str,
 
 def test_the_heads_buffers_are_freed_after_the_last_copy() -> None:
     device, (_, peers) = SimulatedDevice(), _peers()
-    parts = _pulled(peers, CHUNK, on=device)
+    parts = pulled(peers, parts_of(peers, CHUNK), CHUNK, on=device)
     for _ in range(4):  # the own rows, and the first of the next owner's
         next(parts)
     pulls = device.streams[-1]

@@ -54,7 +54,7 @@ def attention(kind: str, dtype: torch.dtype) -> tuple[dict[str, nn.Parameter], d
 
 def test_all_operators_are_in_this_file() -> None:
     ours = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("odc::")}
-    both = ("linear", "embedding", "qkv", "token_log_probs")
+    both = ("linear", "embedding", "qkv", "token_log_probs", "token_divergence")
     assert ours == {"odc::whole_weight", *(f"odc::{name}{kind}" for name in both for kind in ("", "_grad"))}
 
 

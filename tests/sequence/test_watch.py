@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from odc_kernels import streams
-from odc_kernels.linear_cross_entropy import _pulled
+from odc_kernels.linear_cross_entropy import parts_of, pulled
 from odc_kernels.peers import PeerShards, shards_of
 from odc_triton.balance.pieces import Piece, Read, SplitPlan
 from odc_triton.engine.transport import DeviceStreams, Streams
@@ -106,7 +106,7 @@ def test_the_head_pulls_on_one_stream() -> None:
     device, shards = SimulatedDevice(), shards_of(torch.randn(6, 4), 2)
     peers = PeerShards.of(shards, shape=(6, 4), aligned=False)
     for _ in range(2):
-        assert sum(1 for _ in _pulled(peers, 2, on=device)) == 4
+        assert sum(1 for _ in pulled(peers, parts_of(peers, 2), 2, on=device)) == 4
         assert len(device.streams) == 2, "the current one and that"
 
 

@@ -4,6 +4,7 @@ Each takes parameters as their module's forward sees them, sharded or not, as di
 sharded one is added directly to its owners, so autograd gets None for it.
 """
 
+from .divergence import token_divergence as token_divergence
 from .embedding import embedding as embedding
 from .linear import linear as linear
 from .log_probs import token_log_probs as token_log_probs

@@ -9,7 +9,7 @@ import torch
 from odc_kernels.peers import PeerShards
 
 from ..choice import AUTO, TABLE, choose
-from ..operand import add_rows, resolve
+from ..operand import AddRows, add_rows, resolve
 
 
 def token_log_probs(
@@ -68,11 +68,11 @@ def _token_log_probs(
 
     output = linear_cross_entropy(
         h=h,
-        weight=_peers(handle, weight),
+        weight=peers_of(handle, weight),
         targets=targets,
         ignore_index=ignore_index,
         logit_scale=scale,
-        eager=_is_eager(h, weight.shape, handle, choice),
+        eager=is_eager(h, weight.shape, handle, choice),
     )
     return output.logp, output.entropy, output.lse
 
@@ -130,15 +130,9 @@ def _token_log_probs_grad(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from odc_kernels.linear_cross_entropy import HeadOutput, linear_cross_entropy_grad
 
-    peers = _peers(handle, weight)
+    peers = peers_of(handle, weight)
     dh = torch.empty_like(h) if needs_dh else h.new_empty(0)
-    dw, sink = None, None
-    if needs_dw and handle is not None:
-        sharded = resolve(handle)
-        sink = sharded.open_sink() if sharded.wants_gradient() else None
-    elif needs_dw:
-        dw = torch.zeros(peers.shape, dtype=torch.float32, device=h.device)
-        sink = lambda _, at, rows: add_rows(dw, at, rows)  # noqa: E731
+    dw, sink = head_sink(handle, peers, h) if needs_dw else (None, None)
     linear_cross_entropy_grad(
         h=h,
         weight=peers,
@@ -150,7 +144,7 @@ def _token_log_probs_grad(
         dh=dh if needs_dh else None,
         ignore_index=ignore_index,
         logit_scale=scale,
-        eager=_is_eager(h, peers.shape, handle, choice),
+        eager=is_eager(h, peers.shape, handle, choice),
     )
     return dh, h.new_empty(0) if dw is None else dw.to(h.dtype)
 
@@ -165,13 +159,24 @@ def _(h: torch.Tensor, weight: torch.Tensor | None, handle: torch.Tensor | None,
     )
 
 
-def _is_eager(h: torch.Tensor, shape: tuple[int, ...], handle: torch.Tensor | None, choice: str) -> bool:
+def head_sink(
+    handle: torch.Tensor | None, peers: PeerShards, h: torch.Tensor
+) -> tuple[torch.Tensor | None, PeerShards | AddRows | None]:
+    """An unsharded head's gradient, in fp32 or fp64, and what adds to it, or to a sharded one's; None: not wanted."""
+    if handle is not None:
+        sharded = resolve(handle)
+        return None, sharded.open_sink() if sharded.wants_gradient() else None
+    dw = torch.zeros(peers.shape, dtype=torch.promote_types(h.dtype, torch.float32), device=h.device)
+    return dw, lambda _, at, rows: add_rows(dw, at, rows)
+
+
+def is_eager(h: torch.Tensor, shape: tuple[int, ...], handle: torch.Tensor | None, choice: str) -> bool:
     where = {"shape": tuple(shape), "tokens": len(h), "device_type": h.device.type}
     table = TABLE if handle is None else resolve(handle).table
     return choose("log_probs", **where, given=choice, table=table).backend == "eager"
 
 
-def _peers(handle: torch.Tensor | None, weight: torch.Tensor | None) -> PeerShards:
+def peers_of(handle: torch.Tensor | None, weight: torch.Tensor | None) -> PeerShards:
     if handle is not None:
         return resolve(handle).compute_peers
     return PeerShards.local(weight.detach())
