@@ -123,7 +123,10 @@ def test_heads_that_are_cut_otherwise_or_have_other_words(worlds: tuple, more: i
 @pytest.mark.parametrize("beta", BETAS)
 def test_large_logits_and_equal_heads(beta: float, eager: bool) -> None:
     """A word that is next to impossible for one of them counts in a KL divergence by what it costs: up to 160."""
-    h, teacher_h = torch.tensor([[80.0, 0.0], [-80.0, 0.0], [1.0, 80.0]]), torch.tensor([[0.0, 2.0], [0.0, -90.0], [0.0, 2.0]])
+    h, teacher_h = (
+        torch.tensor([[80.0, 0.0], [-80.0, 0.0], [1.0, 80.0]]),
+        torch.tensor([[0.0, 2.0], [0.0, -90.0], [0.0, 2.0]]),
+    )
     whole = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
     given, g = (h, whole, teacher_h, whole), torch.tensor([1.0, -2.0, 0.5])
     found, want = run(given, beta, g, eager=eager), oracle(given, beta, g)

@@ -137,6 +137,24 @@ def test_token_log_probs(choice: str) -> None:
                 check(OPS.token_log_probs_grad.default, *args)
 
 
+@pytest.mark.parametrize("choice", ["eager", "triton, bf16"])
+def test_token_divergence(choice: str) -> None:
+    choice, _, dtype = choice.partition(", ")
+    dtype = BF16 if dtype else torch.float32
+    weight, theirs = parameter(N, K, dtype=dtype), parameter(N, 5, dtype=dtype, trains=False)
+    with handles(weight, theirs, by_kernels=choice == "triton") as (w, t):
+        for tokens, named in ((4, (w, t)), (4, (None, None)), (0, (w, None))):
+            h, teacher_h = torch.randn(tokens, K, dtype=dtype), torch.randn(tokens, 5, dtype=dtype)
+            rest = (0.3, 0.5, 2.0, choice)
+            check(OPS.token_divergence.default, h.requires_grad_(), weight, teacher_h, theirs, *named, *rest)
+            with torch.no_grad():
+                saved = OPS.token_divergence(h, weight, teacher_h, theirs, *named, *rest)
+            own = [each.detach() if of is None else None for each, of in zip((weight, theirs), named, strict=True)]
+            for needs in ((True, True), (True, False)):
+                args = (h.detach(), teacher_h, *own, *saved, torch.randn(tokens), *named, *needs, *rest)
+                check(OPS.token_divergence_grad.default, *args)
+
+
 def test_whole_weight() -> None:
     for weight in (parameter(N, K), parameter(N, dtype=BF16, trains=False), parameter(0, K)):
         with handles(weight) as (w,):

@@ -130,8 +130,7 @@ def _token_divergence_grad(
         dh=dh,
         eager=is_eager(h, peers.shape, handle, choice),
     )
-    nothing = h.new_empty(0)
-    return nothing if dh is None else dh, nothing if dw is None else dw.to(h.dtype)
+    return h.new_empty(0) if dh is None else dh, h.new_empty(0) if dw is None else dw.to(h.dtype)
 
 
 @_token_divergence_grad.register_fake
