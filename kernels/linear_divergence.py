@@ -26,13 +26,13 @@ from .linear_cross_entropy import AddRows, VocabularyPart, add_product, chunk_ro
 from .online_softmax import LOWEST, VECTOR, SoftmaxState, load_scaled, online_softmax
 from .peers import PeerShards, check_alike
 from .scatter import scatter
-from .tiles import ONLINE_SOFTMAX, SoftmaxTile
+from .tiles import DIVERGENCE, SoftmaxTile
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class HeadInput:
     """Logits scale · h Wᵀ. h: [T, D], contiguous; weight: [V, D], of h's dtype."""
 
     h: torch.Tensor
@@ -104,11 +104,11 @@ def divergence_kernel(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Chunks:
+class _LogitChunks:
     """Both heads' logits, a chunk of the vocabulary at a time."""
 
-    student: Head
-    teacher: Head
+    student: HeadInput
+    teacher: HeadInput
     beta: float
     chunk: int
     eager: bool
@@ -158,12 +158,12 @@ class _Chunks:
 @torch.no_grad()
 def linear_divergence(
     *,
-    student: Head,
-    teacher: Head,
+    student: HeadInput,
+    teacher: HeadInput,
     beta: float = 0.5,
     chunk: int | None = None,
     eager: bool | None = None,
-    tile: SoftmaxTile = ONLINE_SOFTMAX,
+    tile: SoftmaxTile = DIVERGENCE,
 ) -> DivergenceOutput:
     """D of each token, and what its gradient needs.
 
@@ -198,8 +198,8 @@ def linear_divergence(
 @torch.no_grad()
 def linear_divergence_grad(
     *,
-    student: Head,
-    teacher: Head,
+    student: HeadInput,
+    teacher: HeadInput,
     beta: float = 0.5,
     output: DivergenceOutput,
     g: torch.Tensor,
@@ -207,7 +207,7 @@ def linear_divergence_grad(
     dh: torch.Tensor | None,
     chunk: int | None = None,
     eager: bool | None = None,
-    tile: SoftmaxTile = ONLINE_SOFTMAX,
+    tile: SoftmaxTile = DIVERGENCE,
 ) -> None:
     """Writes the gradient of the student's h into `dh` and adds that of its weight to `gradient`; None: not needed.
 
@@ -244,8 +244,8 @@ def linear_divergence_grad(
 
 
 def _chunks(
-    student: Head, teacher: Head, beta: float, chunk: int | None, eager: bool | None, tile: SoftmaxTile
-) -> _Chunks:
+    student: HeadInput, teacher: HeadInput, beta: float, chunk: int | None, eager: bool | None, tile: SoftmaxTile
+) -> _LogitChunks:
     for name, head in (("student", student), ("teacher", teacher)):
         shape, h = head.weight.shape, head.h
         if len(shape) != 2 or 0 in shape or h.ndim != 2 or h.shape[1] != shape[1] or not h.is_contiguous():
@@ -265,7 +265,7 @@ def _chunks(
         sizes = {"columns": h.shape[1] + teacher.h.shape[1], "world": student.weight.world}
         sizes |= {"element_bytes": h.element_size(), "backward": True, "eager": eager}
         chunk = -(-chunk_rows(tokens=len(h), vocabulary=student.weight.shape[0], **sizes) // 32) * 16
-    return _Chunks(student=student, teacher=teacher, beta=beta, chunk=chunk, eager=eager, tile=tile)
+    return _LogitChunks(student=student, teacher=teacher, beta=beta, chunk=chunk, eager=eager, tile=tile)
 
 
 def _common_parts(own: PeerShards, other: PeerShards, chunk: int) -> list[tuple[VocabularyPart, VocabularyPart]]:

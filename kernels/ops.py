@@ -4,6 +4,7 @@ from .embedding import embedding, embedding_grad
 from .gather import gather
 from .linear import linear, linear_dx
 from .linear_cross_entropy import HeadOutput, linear_cross_entropy, linear_cross_entropy_grad
+from .linear_divergence import DivergenceOutput, HeadInput, linear_divergence, linear_divergence_grad
 from .linear_staged import linear_dx_staged, linear_staged
 from .peers import ALL, PeerShards
 from .qkv import qkv
@@ -15,6 +16,8 @@ from .wgrad import wgrad
 
 __all__ = [
     "ALL",
+    "DivergenceOutput",
+    "HeadInput",
     "HeadOutput",
     "PeerShards",
     "QkNorm",
@@ -29,6 +32,8 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_grad",
+    "linear_divergence",
+    "linear_divergence_grad",
     "linear_dx",
     "linear_dx_staged",
     "linear_staged",

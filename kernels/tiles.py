@@ -95,6 +95,7 @@ EMBEDDING = EmbeddingTile()  # a 16-byte load per thread in bf16
 # Most runs of equal tokens are one to three rows long; 128 rows balance the two levels of the long ones.
 EMBEDDING_GRAD = EmbeddingGradTile()
 ONLINE_SOFTMAX = SoftmaxTile()
+DIVERGENCE = SoftmaxTile(v=256)  # of two logits: longer rows spill on sm_80 and sm_120
 QKV_FEW = QkvTile(t=64, num_warps=8, num_stages=4)  # many loads in flight: the weights cross a link
 QKV_MANY = QkvTile(t=128, num_warps=8)
 QKV_WIDE = QkvTile(t=64, num_warps=8, num_stages=2)  # heads of 256

@@ -14,6 +14,7 @@ from odc_kernels import (
     flags,
     gather,
     linear,
+    linear_divergence,
     linear_staged,
     online_softmax,
     qkv,
@@ -36,6 +37,7 @@ def cases() -> Iterator[Case]:
     yield from _of_flags()
     yield from _of_embedding()
     yield from _of_head()
+    yield from _of_divergence()
     for dtype in TYPES:
         yield from _of_linear(dtype)
         yield from _of_staged(dtype)
@@ -176,6 +178,23 @@ def _of_head() -> Iterator[Case]:
             signature={**data, **given, **sizes, "vocabulary": "i32", "ignore_index": "i32"},
             constants={"HAS_ENTROPY": True, **blocks},
             aligned=("logits", "targets", *given, "stride"),
+            num_warps=tile.num_warps,
+        )
+
+
+def _of_divergence() -> Iterator[Case]:
+    tile = tiles.DIVERGENCE
+    sums = dict.fromkeys(("lse", "lse_teacher", "theirs", "own"), "*fp32")
+    numbers = dict.fromkeys(("scale", "scale_teacher", "log_share", "log_share_teacher"), "fp32")
+    sizes = dict.fromkeys(("tokens", "stride", "stride_teacher", "count"), "i32")
+    for dtype, is_grad in product(TYPES, (False, True)):
+        data = {"student": f"*{dtype}", "teacher": f"*{dtype}"}
+        yield Case(
+            name=f"linear_divergence {'dz' if is_grad else 'sums'} {dtype}",
+            kernel=linear_divergence.divergence_kernel,
+            signature={**data, **sums, **numbers, **sizes},
+            constants={"IS_GRAD": is_grad, "IS_FORWARD_KL": False, "BLOCK_T": tile.t, "BLOCK_V": tile.v},
+            aligned=(*data, *sums, "stride", "stride_teacher"),
             num_warps=tile.num_warps,
         )
 

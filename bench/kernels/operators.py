@@ -19,7 +19,9 @@ from odc_kernels.linear_cross_entropy import (
     linear_cross_entropy_grad_ref,
     linear_cross_entropy_ref,
 )
+from odc_kernels.linear_divergence import DivergenceOutput, HeadInput, linear_divergence, linear_divergence_grad
 from odc_kernels.scatter import scatter, scatter_ref
+from odc_triton import divergence
 from odc_triton.engine.exact import ExactSum
 
 from .products import of_products
@@ -228,6 +230,50 @@ def _cross_entropy_grad(problem: Problem) -> Prepared:
     return Prepared(run=run, check=check, baselines=baselines, work=work, whole_bytes=head.logits_bytes)
 
 
+def _divergence(problem: Problem) -> Prepared:
+    """Forward and backward; the teacher's head is of the same size."""
+    student, teacher = (_Head(problem, backward=True) for _ in range(2))
+    g, dh = problem.sums(problem.tokens), problem.poisoned(*student.h.shape)
+    before = problem.sums().mul_(0.1)
+    gradient = problem.shards(before)
+    given = {
+        "student": HeadInput(h=student.h, weight=student.given["weight"]),
+        "teacher": HeadInput(h=teacher.h, weight=teacher.given["weight"]),
+        "eager": False,
+    }
+
+    def run() -> DivergenceOutput:
+        output = linear_divergence(**given)
+        linear_divergence_grad(**given, output=output, g=g, gradient=gradient, dh=dh)
+        return output
+
+    def whole(part: slice, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        h, weight = (each.detach().to(dtype).requires_grad_() for each in (student.h[part], student.whole))
+        theirs = teacher.h[part].to(dtype) @ teacher.whole.to(dtype).t()
+        found = divergence(h @ weight.t(), theirs)
+        (found * g[part].to(found.dtype)).sum().backward()
+        return found.detach(), h.grad, weight.grad
+
+    def check() -> Results:
+        dh.fill_(torch.nan)
+        output, want = run(), before.double()
+        for part in student.parts:
+            apart, want_dh, want_dw = whole(part, torch.float64)
+            want += want_dw
+            yield "divergence", output.divergence[part].to(dh.dtype), apart
+            yield "dh", dh[part], want_dh
+        for rows, now, _ in added(problem, before, gradient):
+            yield "dw", now.to(dh.dtype), want[rows]
+
+    return Prepared(
+        run=run,
+        check=check,
+        baselines={"torch, whole logits": lambda: whole(slice(None), student.h.dtype)},
+        work=problem.work(flops=8 * student.flops, moved=3 * student.h.numel(), reads=True, adds=True),
+        whole_bytes=2 * student.logits_bytes,
+    )
+
+
 _CROSS_ENTROPY = ("linear_cross_entropy", "online_softmax")
 OPERATORS = (
     Operator(name="gather", kernels=("gather",), layers=Model.layers, prepare=_gather, has_tokens=False),
@@ -245,6 +291,13 @@ OPERATORS = (
         kernels=_CROSS_ENTROPY,
         layers=Model.head,
         prepare=_cross_entropy_grad,
+        reduces=True,
+    ),
+    Operator(
+        name="linear_divergence",
+        kernels=("linear_divergence", *_CROSS_ENTROPY),
+        layers=Model.head,
+        prepare=_divergence,
         reduces=True,
     ),
     *of_products(),

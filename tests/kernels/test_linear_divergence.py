@@ -12,7 +12,7 @@ import torch
 
 from tests.support import place  # isort: skip
 
-from odc_kernels.linear_divergence import Head, linear_divergence, linear_divergence_grad
+from odc_kernels.linear_divergence import HeadInput, linear_divergence, linear_divergence_grad
 from odc_kernels.peers import PeerShards, join
 from odc_kernels.tiles import SoftmaxTile
 from tests.support.place import split
@@ -60,8 +60,8 @@ def run(given: Matrices, beta: float, g: torch.Tensor, *, worlds: tuple[int, int
     rank = worlds[0] // 2
     own = PeerShards.of(split(whole, worlds[0]), shape=whole.shape, rank=rank)
     theirs = PeerShards.of(split(teacher_whole, worlds[1]), shape=teacher_whole.shape, rank=worlds[1] // 2)
-    both = {"student": Head(h=h, weight=own, scale=SCALES[0]), "beta": beta}
-    both |= {"teacher": Head(h=teacher_h, weight=theirs, scale=SCALES[1]), "chunk": 16, "tile": TILE} | how
+    both = {"student": HeadInput(h=h, weight=own, scale=SCALES[0]), "beta": beta}
+    both |= {"teacher": HeadInput(h=teacher_h, weight=theirs, scale=SCALES[1]), "chunk": 16, "tile": TILE} | how
     output = linear_divergence(**both)
     wide = torch.float64 if h.dtype == torch.float64 else torch.float32
     dh, before = torch.full(h.shape, torch.nan, dtype=h.dtype), torch.randn(whole.shape, dtype=wide)
@@ -146,8 +146,11 @@ def test_chunks_do_not_show(chunk: int | None) -> None:
 def test_what_is_frozen_gets_no_gradient() -> None:
     given, g = heads(7, 20, 4, 6, torch.float32), torch.randn(7)
     h, whole, teacher_h, teacher_whole = given
-    student = Head(h=h, weight=PeerShards.local(whole), scale=SCALES[0])
-    both = {"student": student, "teacher": Head(h=teacher_h, weight=PeerShards.local(teacher_whole), scale=SCALES[1])}
+    student = HeadInput(h=h, weight=PeerShards.local(whole), scale=SCALES[0])
+    both = {
+        "student": student,
+        "teacher": HeadInput(h=teacher_h, weight=PeerShards.local(teacher_whole), scale=SCALES[1]),
+    }
     output, (_, want, _) = linear_divergence(**both), oracle(given, 0.5, g)
     dh = torch.full(h.shape, torch.nan)
     linear_divergence_grad(**both, output=output, g=g, gradient=None, dh=dh)
@@ -157,14 +160,17 @@ def test_what_is_frozen_gets_no_gradient() -> None:
 
 def test_wrong_inputs_are_named() -> None:
     h, whole, teacher_h, teacher_whole = heads(7, 20, 4, 6, torch.float32)
-    student = Head(h=h, weight=PeerShards.local(whole))
-    teacher = Head(h=teacher_h, weight=PeerShards.local(teacher_whole))
-    shorter = Head(h=teacher_h[:5].contiguous(), weight=teacher.weight)
+    student = HeadInput(h=h, weight=PeerShards.local(whole))
+    teacher = HeadInput(h=teacher_h, weight=PeerShards.local(teacher_whole))
+    shorter = HeadInput(h=teacher_h[:5].contiguous(), weight=teacher.weight)
     for heads_of, said in [
         ((student, shorter), r"the student has \(tokens, device\) \(7, .*, the teacher \(5, "),
-        ((Head(h=h, weight=teacher.weight), teacher), r"the student's h is \(7, 4\) and its weight \(20, 6\)"),
-        ((student, Head(h=teacher_h.half(), weight=teacher.weight)), "the teacher's h is torch.float16 and its weight"),
-        ((student, Head(h=teacher_h.long(), weight=teacher.weight)), "the teacher's h is torch.int64"),
+        ((HeadInput(h=h, weight=teacher.weight), teacher), r"the student's h is \(7, 4\) and its weight \(20, 6\)"),
+        (
+            (student, HeadInput(h=teacher_h.half(), weight=teacher.weight)),
+            "the teacher's h is torch.float16 and its weight",
+        ),
+        ((student, HeadInput(h=teacher_h.long(), weight=teacher.weight)), "the teacher's h is torch.int64"),
     ]:
         with pytest.raises(ValueError, match=said):
             linear_divergence(student=heads_of[0], teacher=heads_of[1])

@@ -11,6 +11,7 @@ from odc_kernels.embedding import embedding, embedding_grad
 from odc_kernels.gather import gather
 from odc_kernels.linear import linear, linear_dx
 from odc_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_grad
+from odc_kernels.linear_divergence import HeadInput, linear_divergence, linear_divergence_grad
 from odc_kernels.peers import ALL, PeerShards
 from odc_kernels.scatter import scatter
 from odc_kernels.wgrad import wgrad
@@ -84,3 +85,16 @@ def test_linear_cross_entropy() -> None:
     )
     torch.testing.assert_close(torch.cat(peers).flatten().tolist(), [0.347, -0.173, -0.173], **near)
     torch.testing.assert_close(dh.item(), 0.5, **near)
+
+
+def test_linear_divergence() -> None:
+    peers, h = [torch.zeros(1, 1), torch.zeros(1, 1)], torch.ones(1, 1)
+    both = {
+        "student": HeadInput(h=h, weight=of(shards([[math.log(3)]], [[0]]), 0)),
+        "teacher": HeadInput(h=h, weight=of(shards([[0]], [[0]]), 0)),
+        "beta": 0.0,
+    }
+    found, dh = linear_divergence(**both), torch.full_like(h, torch.nan)
+    assert found.divergence.item() == pytest.approx(0.144, abs=5e-4)
+    linear_divergence_grad(**both, output=found, g=torch.ones(1), gradient=of(peers, 0), dh=dh)
+    assert torch.cat(peers).flatten().tolist() == pytest.approx([0.25, -0.25])  # times h

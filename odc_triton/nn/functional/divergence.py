@@ -57,10 +57,10 @@ def _token_divergence(
     teacher_scale: float,
     choice: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    from odc_kernels.linear_divergence import Head, linear_divergence  # here, as importing triton takes a second
+    from odc_kernels.linear_divergence import HeadInput, linear_divergence  # here, as importing triton takes a second
 
-    student = Head(h=h, weight=peers_of(handle, weight), scale=scale)
-    teacher = Head(h=teacher_h, weight=peers_of(teacher_handle, teacher_weight), scale=teacher_scale)
+    student = HeadInput(h=h, weight=peers_of(handle, weight), scale=scale)
+    teacher = HeadInput(h=teacher_h, weight=peers_of(teacher_handle, teacher_weight), scale=teacher_scale)
     eager = is_eager(h, weight.shape, handle, choice)
     found = linear_divergence(student=student, teacher=teacher, beta=beta, eager=eager)
     return found.divergence, found.own, found.lse, found.lse_teacher
@@ -115,14 +115,14 @@ def _token_divergence_grad(
     teacher_scale: float,
     choice: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from odc_kernels.linear_divergence import DivergenceOutput, Head, linear_divergence_grad
+    from odc_kernels.linear_divergence import DivergenceOutput, HeadInput, linear_divergence_grad
 
     peers = peers_of(handle, weight)
     dh = torch.empty_like(h) if needs_dh else None
     dw, sink = head_sink(handle, peers, h) if needs_dw else (None, None)
     linear_divergence_grad(
-        student=Head(h=h, weight=peers, scale=scale),
-        teacher=Head(h=teacher_h, weight=peers_of(teacher_handle, teacher_weight), scale=teacher_scale),
+        student=HeadInput(h=h, weight=peers, scale=scale),
+        teacher=HeadInput(h=teacher_h, weight=peers_of(teacher_handle, teacher_weight), scale=teacher_scale),
         beta=beta,
         output=DivergenceOutput(divergence=divergence, own=own, lse=lse, lse_teacher=lse_teacher),
         g=g.contiguous(),
