@@ -149,6 +149,19 @@ def test_trl(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11")
+def test_trl_dpo(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    losses = [re.findall(r"loss ([\d.]+) -> ([\d.]+);", _run("trl_dpo.py", n, str(tmp_path / str(n)))) for n in (1, 2)]
+    ((start, end),), ((start_2, end_2),) = losses
+    assert float(start) == pytest.approx(float(start_2), rel=1e-6) == pytest.approx(0.693147, rel=1e-5)
+    assert float(end) < 0.4
+    assert float(end_2) == pytest.approx(float(end), rel=1e-3)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "2").config.hidden_size == 64
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11")
 def test_trl_grpo(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

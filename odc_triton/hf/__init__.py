@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .attention import packed_attention as packed_attention
     from .attention import packed_mask as packed_mask
     from .chunks import compute_in_chunks as compute_in_chunks
+    from .dpo_trainer import ODCDPOTrainer as ODCDPOTrainer
     from .enable import enable_packing as enable_packing
     from .grpo_trainer import ODCGRPOTrainer as ODCGRPOTrainer
     from .loss import distillation_loss as distillation_loss
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .trainer import ODCTrainer as ODCTrainer
 
 _HOME = {
+    "ODCDPOTrainer": "dpo_trainer",
     "ODCGRPOTrainer": "grpo_trainer",
     "ODCTrainer": "trainer",
     "PackingUnsupported": "attention",
@@ -39,4 +41,5 @@ _HOME = {
     "summed_losses": "loss",
 }
 __getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)
-__all__.remove("ODCGRPOTrainer")  # it needs TRL, an optional package
+for _name in ("ODCDPOTrainer", "ODCGRPOTrainer"):
+    __all__.remove(_name)  # they need TRL, an optional package

@@ -4,18 +4,30 @@
 numbers of packs, so they must not wait for each other.
 
 TRL has two kinds of metrics. One is a mean: it reduces [sum, count] and keeps sum / count. `Alone` keeps the pair,
-and `PackMetrics` adds pairs. The other is the least or the largest of gathered values, and its name ends in _min or
-_max. Both merge exactly, by name.
+and `PackMetrics` adds pairs; where TRL keeps a mean without such a pair, the trainer says what it is over. The other is
+the least or the largest of gathered values, and its name ends in _min or _max, or begins with it. Both merge exactly,
+by name.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+TRL, GET_TRL = "1.16.", 'pip install "odc-triton[trl]"'
+
+
+def check_trl(name: str) -> None:
+    """Raises ImportError for another TRL than our trainer `name` is written for."""
+    import trl
+
+    if not trl.__version__.startswith(TRL):
+        raise ImportError(f"{name} is written for TRL {TRL}*, and {trl.__version__} is here: {GET_TRL}")
 
 
 class Alone:
@@ -27,9 +39,10 @@ class Alone:
     num_processes = 1
     sync_gradients = False  # else TRL would adapt `entropy_coef` after every pack
 
-    def __init__(self, device: torch.device, *, is_main_process: bool) -> None:
-        self.device = device
-        self.is_main_process = is_main_process  # TRL reports its timings there
+    def __init__(self, accelerator: Any) -> None:
+        self.device = accelerator.device
+        self.is_main_process = accelerator.is_main_process  # TRL reports its timings there
+        self.autocast, self.unwrap_model = accelerator.autocast, accelerator.unwrap_model
         self._pair: Tensor | None = None
 
     def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
@@ -54,26 +67,35 @@ class Alone:
 
 
 class PackMetrics:
-    """Replaces TRL's lists of metrics while packs are computed: `metrics[name].append(value)`."""
+    """Replaces TRL's lists of metrics while packs are computed: `metrics[name].append(value)`.
+
+    rows: of the pack, which means are over; counts: by name what others are over. Nothing is kept of a mean over 0.
+    """
 
     def __init__(self, alone: Alone) -> None:
         self._alone = alone
-        self.share, self.rows = 1.0, 1  # the factor of the pack's loss, and its completions
+        self.share = 1.0  # the factor of the pack's loss
+        self.rows, self.counts = 1, {}
         self._means: dict[str, Tensor] = {}  # [sum, count]
         self._ends: dict[str, list[float]] = {}
 
     def __getitem__(self, name: str) -> _Metric:
         return _Metric(self, name)
 
+    def __setitem__(self, name: str, values: list[float]) -> None:
+        """TRL's running total of tokens, which the trainer counts after the step."""
+
     def add(self, name: str, value: float) -> None:
         pair = self._alone.take_pair()
-        if pair is None and name.endswith(("_min", "_max")):
+        if pair is None and _ends(name) & {"min", "max"}:
             self._ends.setdefault(name, []).append(value)
             return
         if name == "policy_loss":
             pair = torch.tensor([self.share * value, 0.0])  # a part of a sum over packs
-        if pair is None:  # a router's auxiliary loss, or a user's own metric: its mean over completions
-            pair = torch.tensor([0.0, 0.0] if math.isnan(value) else [value * self.rows, self.rows])
+        if pair is None:  # also a router's auxiliary loss, or a user's own metric
+            if not (count := self.counts.get(name, self.rows)):
+                return
+            pair = torch.tensor([0.0, 0.0] if math.isnan(value) else [value * count, count], dtype=torch.float64)
         pair = pair.double().cpu()
         self._means[name] = self._means[name] + pair if name in self._means else pair
 
@@ -91,6 +113,18 @@ class _Metric:
         self._metrics.add(self._name, value)
 
 
+@contextmanager
+def alone(trainer: Any, mode: str) -> Iterator[PackMetrics]:
+    """While packs are computed, the loss of TRL's `trainer` runs no collective, and metrics are kept for merging."""
+    accelerator, metrics = trainer.accelerator, trainer._metrics[mode]
+    trainer.accelerator = replaced = Alone(accelerator)
+    trainer._metrics[mode] = kept = PackMetrics(replaced)
+    try:
+        yield kept
+    finally:
+        trainer.accelerator, trainer._metrics[mode] = accelerator, metrics
+
+
 def merged(reports: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """The metrics of the minibatch, from all ranks' `PackMetrics.report()`. NaN if no rank has a value."""
     pairs: dict[str, tuple[float, float]] = {}
@@ -105,9 +139,15 @@ def merged(reports: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return means | {name: _end(name, values) for name, values in ends.items()}
 
 
+def _ends(name: str) -> set[str]:
+    """Its first and last words, of which one is min or max if it is the least or the largest of gathered values."""
+    words = name.split("_")
+    return {words[0], words[-1]}
+
+
 def _end(name: str, values: list[float]) -> float:
     """The least or the largest; NaN, of completions without tokens, does not count."""
     some = [value for value in values if not math.isnan(value)]
     if not some:
         return math.nan
-    return min(some) if name.endswith("_min") else max(some)
+    return min(some) if "min" in _ends(name) else max(some)

@@ -28,7 +28,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -40,29 +39,23 @@ from ..balance.collate import PackedDataset, pack_collate, to_device
 from ..balance.packing import best_fit_decreasing
 from ..balance.pieces import Entry, number_of
 from ..balance.relatives import find_relatives
-from ..checkpoint import load_pretrained_shards, meta_causal_lm
 from ..data.records import IGNORED
 from ..engine.api import minibatch
 from ..nn.head import log_probs
-from ..sharding.shard import fully_shard
-from .enable import enable_packing, innermost, is_packed, takes_branches
-from .grpo_metrics import Alone, PackMetrics, merged
+from .enable import innermost, is_packed, takes_branches
+from .grpo_metrics import GET_TRL, TRL, Alone, PackMetrics, alone, check_trl, merged
 from .grpo_rows import AssignedRows, Row, assign_rows, batch_of, counted, in_bonus, rows_of, share_packs
 from .loss import router_predictions
 from .neftune import embedding_noise
 from .sharded_trainer import ShardedTrainer
 
-_TRL = "1.16."
-_GET_TRL = 'pip install "odc-triton[trl]"'
-
 try:
-    import trl
     from accelerate.utils import gather_object
     from trl import GRPOConfig, GRPOTrainer
 
     from .grpo_vllm import ShardedVllmGeneration
 except ImportError as error:
-    raise ImportError(f"ODCGRPOTrainer needs TRL {_TRL}*: {_GET_TRL}") from error
+    raise ImportError(f"ODCGRPOTrainer needs TRL {TRL}*: {GET_TRL}") from error
 
 _BY_ROWS = ("grpo", "sapo", "luspo", "dr_grpo")
 
@@ -119,8 +112,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         share_prefixes: Literal["auto", "off"] = "auto",
         **trainer: Any,
     ) -> None:
-        if not trl.__version__.startswith(_TRL):
-            raise ImportError(f"ODCGRPOTrainer is written for TRL {_TRL}*, and {trl.__version__} is here: {_GET_TRL}")
+        check_trl("ODCGRPOTrainer")
         if not isinstance(args, GRPOConfig):
             raise TypeError(f"args is a {type(args).__name__}; give a trl.GRPOConfig")
         if token_cap is not None and token_cap < 1:
@@ -139,7 +131,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         self.beta, self.use_vllm = beta, use_vllm
         if beta and not hasattr(model, "get_base_model"):
             with torch.random.fork_rng(devices=[]):  # TRL has seeded for its own shuffles by now
-                reference = self._sharded_reference()
+                reference = self._sharded_reference(f"beta is {beta}")
             self.ref_model = self.accelerator.prepare_model(reference, device_placement=False, evaluation_mode=True)
         if use_vllm:
             self.vllm_generation, self._last_loaded_step = ShardedVllmGeneration(self), -1
@@ -185,27 +177,6 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
                 f"{args.steps_per_generation} make {wanted}: make it where torchrun has set its variables, and on "
                 f"CPUs with use_cpu=True"
             )
-
-    def _sharded_reference(self) -> nn.Module:
-        source = self.model.config._name_or_path
-        if not source:
-            raise ValueError(
-                f"beta is {self.args.beta}, and the reference model is loaded from the model's folder or hub id, which "
-                f"is unknown: load the model by from_pretrained, or set model.config._name_or_path"
-            )
-        reference = meta_causal_lm(model=source)
-        enable_packing(reference)
-        reference.requires_grad_(False)
-        grid = self._engine.grid
-        reference = fully_shard(
-            reference,
-            mesh=grid.mesh if grid.mesh.ndim == 1 else None,  # two dimensions are all ranks of the job
-            mp_policy=self._engine.units[0].policy,
-            backend=self._engine.heap.device.type,
-            timeout=timedelta(seconds=self._engine.barrier.timeout_s),
-        )
-        load_pretrained_shards(reference, source)
-        return reference.eval()
 
     # ------------------------------------------------------------------ outside of minibatches
 
@@ -366,15 +337,12 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
     @contextmanager
     def _alone(self) -> Iterator[PackMetrics]:
         """While packs are computed, TRL's loss runs no collective, and its metrics are kept for merging."""
-        accelerator, metrics, coef = self.accelerator, self._metrics["train"], self.entropy_coef
-        self._entropy_window_stats = torch.zeros(2, device=accelerator.device)
-        self.accelerator = alone = Alone(accelerator.device, is_main_process=accelerator.is_main_process)
-        self._metrics["train"] = kept = PackMetrics(alone)
+        coef, self._entropy_window_stats = self.entropy_coef, torch.zeros(2, device=self.accelerator.device)
         try:
-            yield kept
+            with alone(self, "train") as kept:
+                yield kept
         finally:
-            self.accelerator, self._metrics["train"], self.entropy_coef = accelerator, metrics, coef
-            self.router_aux_loss_coef = self._router_weight
+            self.entropy_coef, self.router_aux_loss_coef = coef, self._router_weight
 
     # ------------------------------------------------------------------ resuming
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,8 +19,10 @@ from .images import trains_tower
 class PackLoader(DataLoader):
     """This rank's packs of each minibatch, collated: `DataLoader` with a MinibatchSampler, whose epoch can be set."""
 
-    def __init__(self, dataset: Any, sampler: MinibatchSampler, **loader: Any) -> None:
-        super().__init__(PackedDataset(dataset), batch_sampler=sampler, collate_fn=pack_collate, **loader)
+    def __init__(
+        self, dataset: Any, sampler: MinibatchSampler, collate_fn: Callable = pack_collate, **loader: Any
+    ) -> None:
+        super().__init__(PackedDataset(dataset), batch_sampler=sampler, collate_fn=collate_fn, **loader)
 
     def set_epoch(self, epoch: int) -> None:
         self.batch_sampler.set_epoch(epoch)

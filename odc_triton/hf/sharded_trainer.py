@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,12 +31,14 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.utils import is_accelerate_available
 
 from ..balance import CostModel
-from ..checkpoint import save_pretrained
+from ..checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
 from ..checkpoint.dcp import METADATA
 from ..checkpoint.folder import load_checkpoint, write_checkpoint
 from ..checkpoint.repeat import repeating
 from ..engine.api import engine_of, minibatch
 from ..nn.operand import is_sharded
+from ..sharding.shard import fully_shard
+from .enable import enable_packing
 from .loss import refuse_prompt_learning
 
 SHARDS = "odc"  # folder within a checkpoint: masters and optimizer states, see checkpoint/folder.py
@@ -160,6 +163,28 @@ class ShardedTrainer(Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _sharded_reference(self, needed: str) -> nn.Module:
+        """The model as it was loaded, frozen, on the model's ranks. `needed`: why, for the error without a source."""
+        source = self.model.config._name_or_path
+        if not source:
+            raise ValueError(
+                f"{needed}, and the reference model is loaded from the model's folder or hub id, which "
+                f"is unknown: load the model by from_pretrained, or set model.config._name_or_path"
+            )
+        reference = meta_causal_lm(model=source)
+        enable_packing(reference)
+        reference.requires_grad_(False)
+        grid = self._engine.grid
+        reference = fully_shard(
+            reference,
+            mesh=grid.mesh if grid.mesh.ndim == 1 else None,  # two dimensions are all ranks of the job
+            mp_policy=self._engine.units[0].policy,
+            backend=self._engine.heap.device.type,
+            timeout=timedelta(seconds=self._engine.barrier.timeout_s),
+        )
+        load_pretrained_shards(reference, source)
+        return reference.eval()
 
     # ------------------------------------------------------------------ saving and resuming
 

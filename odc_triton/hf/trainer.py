@@ -80,10 +80,11 @@ class ODCTrainer(ShardedTrainer):
     """
 
     takes_adapters: ClassVar[bool] = True
+    _count_targets = staticmethod(count_target_tokens)  # of packs: the terms of their losses
     refused: ClassVar[Mapping[str, str]] = ShardedTrainer.refused | {
         "packing": "TRL's packs would be taken for samples: leave it out, the trainer packs",
         "eval_packing": "TRL's packs would be taken for samples: leave it out, the trainer packs",
-        "activation_offloading": "SFTTrainer's step is not run: leave it out, and after fully_shard call "
+        "activation_offloading": "TRL's step is not run: leave it out, and after fully_shard call "
         "odc_triton.hf.offload_checkpoints(model)",
     }
 
@@ -217,22 +218,24 @@ class ODCTrainer(ShardedTrainer):
         )
 
     def _make_sampler(self, dataset: Any, samples_per_rank: int, *, whole: bool = False) -> MinibatchSampler:
-        args = self.args
-        lengths, floors, values = self._measured(dataset)
+        args, sizes = self.args, self._sizes(dataset)
         return MinibatchSampler(
-            lengths,
-            samples_per_rank,
-            token_cap=max(lengths),
+            samples_per_rank=samples_per_rank,
+            token_cap=max(sizes["lengths"]),
             seed=args.seed if args.data_seed is None else args.data_seed,
             rank=self._engine.rank,
             world=self._engine.world,
-            cost=self._cost,
             drop_last=args.dataloader_drop_last and not whole,
             split=0 if whole else self._split_tokens,
             replicas=self._engine.grid.replicas,
-            extra=tower_costs(self.model, values),
-            floors=floors,
+            **sizes,
         )
+
+    def _sizes(self, dataset: Any) -> dict[str, Any]:
+        """What a sampler is told of the samples' sizes."""
+        lengths, floors, values = self._measured(dataset)
+        extra = tower_costs(self.model, values)
+        return {"lengths": lengths, "cost": self._cost, "extra": extra, "floors": floors}
 
     def _measured(self, dataset: Any) -> tuple[list[int], list[int], list[list[int]]]:
         """`measured` of the whole data set. Records are processed for it: once, and by each rank a part of them."""
@@ -302,7 +305,7 @@ class ODCTrainer(ShardedTrainer):
         if router_weight(model) and not self._all_samples:
             raise ValueError("a router's auxiliary loss needs the samples of all ranks: use a MinibatchSampler's packs")
         self._sums.zero_()
-        with minibatch(model, tokens=count_target_tokens(inputs), split=split) as mb:
+        with minibatch(model, tokens=self._count_targets(inputs), split=split) as mb:
             tokens = max(mb.tokens, 1)
             for pack in inputs:
                 pack = self._prepare_inputs(pack)
@@ -378,7 +381,7 @@ class ODCTrainer(ShardedTrainer):
         super()._track_num_input_tokens({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs:
+        if "loss" in logs and self._target_tokens:
             logs["target_tokens"], self._target_tokens = self._target_tokens, 0
         super().log(logs, start_time)
 
@@ -408,9 +411,9 @@ class ODCTrainer(ShardedTrainer):
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.args.device)
         with torch.no_grad():
             for packs in dataloader:
+                self._sums[3] += self._count_targets(packs)
                 for pack in packs:
                     loss_sum += self.compute_loss(self.model, self._prepare_inputs(pack), num_items_in_batch=1)
-                self._sums[3] += count_target_tokens(packs)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self._sums[0] = loss_sum
         reports = self._engine.exchange("evaluation", {"sums": self._sums.tolist()})

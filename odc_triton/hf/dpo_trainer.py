@@ -1,0 +1,201 @@
+"""`ODCDPOTrainer`: TRL's DPOTrainer, whose step is one minibatch of this rank's packs.
+
+TRL prepares the data, and its own loss runs on one pack after another: pair_trainer.py. The loss "sft", a mean over
+chosen tokens, gets the weight that makes it one over those of all ranks. A reference is read within the minibatch,
+before the policy's forward of the same pack, and TRL's loss gets its log-probabilities as if they were precomputed.
+
+[Note: the reference] TRL would load a whole reference model, or add an adapter to a model that is sharded already.
+While its constructor runs it is given an empty module instead, and no log-probabilities are precomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..nn.head import FusedLogits, log_probs
+from ..nn.operand import is_sharded
+from .enable import innermost, takes_branches
+from .grpo_metrics import GET_TRL, TRL
+from .loss import predictions
+from .neftune import embedding_noise
+from .pair_trainer import PairTrainer, refuse_unpacked
+
+try:
+    from trl import DPOConfig, DPOTrainer
+except ImportError as error:
+    raise ImportError(f"ODCDPOTrainer needs TRL {TRL}*: {GET_TRL}") from error
+
+_LOGPS = ["ref_chosen_logps", "ref_rejected_logps"]
+
+
+class ODCDPOTrainer(PairTrainer, DPOTrainer):
+    """TRL's DPOTrainer on a model of `fully_shard`.
+
+        enable_packing(model)
+        model = fully_shard(model)
+        trainer = ODCDPOTrainer(model, args=DPOConfig(...), train_dataset=pairs, processing_class=tokenizer)
+        trainer.train()
+
+    Pass the sharded model, on every rank, and TRL's other arguments. One step takes world *
+    `per_device_train_batch_size` * `gradient_accumulation_steps` pairs, assigned to the ranks by what they cost; the
+    tokens that documents of a pack begin with are computed once. Loss and metrics are TRL's over all ranks' pairs. With
+    a fused head there are no `logits/…` and no `mean_token_accuracy`. Losses that sort a batch are refused, and so are
+    images. Evaluation, checkpoints and resuming are as ODCTrainer's.
+
+    The reference is `ref_model`, sharded; or the log-probabilities of the columns `ref_chosen_logps` and
+    `ref_rejected_logps`; or with `precompute_ref_log_probs` the model's before training, computed in each run; or the
+    adapter "ref" of a PEFT model, else that without adapters, also if they are trained already; or a model that is
+    loaded from the folder or hub id that the model came from, and sharded.
+
+    sampler, share_prefixes: as PairTrainer's. trainer: other arguments of DPOTrainer.
+
+    Raises ValueError or TypeError for a model that is not sharded and packed and for unsupported arguments,
+    ImportError for another TRL.
+    """
+
+    config = DPOConfig
+    refused: ClassVar[Mapping[str, str]] = PairTrainer.refused | {
+        "sync_ref_model": "it would write into the reference's shards: leave it out",
+    }
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        ref_model: nn.Module | None = None,
+        args: DPOConfig | None = None,
+        **trainer: Any,
+    ) -> None:
+        if ref_model is not None:
+            if not is_sharded(ref_model) or ref_model is model:
+                raise ValueError(
+                    f"ref_model is {'the model itself' if ref_model is model else 'not sharded'}: call enable_packing "
+                    f"and fully_shard on one of its own, or leave it out"
+                )
+            refuse_unpacked("ref_model", ref_model)
+        precomputes, nothing = getattr(args, "precompute_ref_log_probs", None), nn.Identity()
+        nothing.config = getattr(model, "config", None)
+        try:  # see [Note: the reference]
+            if precomputes:
+                args.precompute_ref_log_probs = False
+            super().__init__(model, args, ref_model=nothing, **trainer)
+        finally:
+            if precomputes:
+                args.precompute_ref_log_probs = True
+        if self.aux_loss_enabled:
+            raise ValueError(
+                f"the model's auxiliary loss has router_aux_loss_coef {self.router_aux_loss_coef}, and is a mean over "
+                f"a batch's tokens: set router_aux_loss_coef=0.0 in DPOConfig"
+            )
+        self.precompute_ref_logps = True  # TRL's loss finds them in each pack
+        self._loss_weights = self.loss_weights
+        self._set_reference(ref_model)
+        self.train_dataset = self._precompute_ref_logps(self.train_dataset, "train", args.per_device_train_batch_size)
+        size, given = args.per_device_eval_batch_size, self._eval_datasets
+        made = {name: self._precompute_ref_logps(each, name, size) for name, each in given.items()}
+        self.eval_dataset = made if given is self.eval_dataset else made.get("eval")
+
+    def _check_arguments(self, args: DPOConfig) -> None:
+        super()._check_arguments(args)
+        for each in {"aot", "aot_unpaired"} & {*args.loss_type}:
+            raise ValueError(f"DPOConfig has loss_type {each!r}, which sorts a batch, and packs differ: choose another")
+
+    @property
+    def _eval_datasets(self) -> dict[str, Any]:
+        given = self.eval_dataset
+        return given if isinstance(given, dict) else {} if given is None else {"eval": given}
+
+    # ------------------------------------------------------------------ the reference
+
+    def _set_reference(self, ref_model: nn.Module | None) -> None:
+        datasets = [self.train_dataset, *self._eval_datasets.values()]
+        known = self.args.precompute_ref_log_probs or all(map(_has_logps, datasets))
+        if ref_model is None and not known and not hasattr(self.model, "get_base_model"):
+            with torch.random.fork_rng(devices=[]):  # TRL has seeded for its own shuffles by now
+                ref_model = self._sharded_reference("there is no ref_model")
+        if ref_model is not None:
+            self._shares = self._shares and takes_branches(innermost(ref_model))
+            ref_model = self.accelerator.prepare_model(ref_model.eval(), device_placement=False, evaluation_mode=True)
+        self.ref_model = ref_model
+
+    @torch.no_grad()
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """The data set with the reference's log-probabilities, if the arguments ask for them. Collective."""
+        if not self.args.precompute_ref_log_probs or _has_logps(dataset):
+            return dataset
+        model, samples, mine = self.ref_model or self.model, self._samples(dataset), {}
+        model.eval()
+        for packs in self._make_sampler(samples, self.args.precompute_ref_batch_size or batch_size, whole=True):
+            for pack in packs:
+                (batch,) = self._collate([[samples[index] for index in pack]])
+                logps = self.compute_ref_log_probs(partial(self._outputs, model), self._prepare_inputs(batch))
+                mine |= zip(map(str, pack), torch.stack(logps, 1).tolist(), strict=True)
+        found: dict[str, list[float]] = {}
+        for each in self._engine.exchange(f"reference log-probabilities of {name}", {"logps": mine}):
+            found |= each["logps"]
+        columns = zip(*(found[str(index)] for index in range(len(samples))), strict=True)
+        for column, values in zip(_LOGPS, columns, strict=True):
+            dataset = dataset.add_column(column, list(values))
+        return dataset
+
+    # ------------------------------------------------------------------ a pack
+
+    def _count_targets(self, packs: Sequence[Mapping[str, Any]]) -> int:
+        pairs = super()._count_targets(packs)
+        if "sft" in self.loss_types:
+            mine = [sum(int(_counts(pack)[0]) for pack in packs), pairs]
+            reports = self._engine.exchange("count chosen tokens", {"counts": mine})
+            chosen, every = map(sum, zip(*(each["counts"] for each in reports), strict=True))
+            self._chosen_per_pair = chosen / max(every, 1)
+        return pairs
+
+    def _mean_loss_of(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        if _LOGPS[0] not in inputs:
+            logps = self.compute_ref_log_probs(partial(self._outputs, self.ref_model or model), inputs)
+            inputs = inputs | dict(zip(_LOGPS, logps, strict=True))
+        chosen, rejected = map(int, _counts(inputs))
+        by_tokens = {"entropy": chosen + rejected, "logits/rejected": rejected}
+        self._pack_metrics.counts = by_tokens | dict.fromkeys(("logits/chosen", "mean_token_accuracy"), chosen)
+        if "sft" in self.loss_types:
+            share = chosen / (self._chosen_per_pair * self._pack_metrics.rows)
+            weights = zip(self.loss_types, self._loss_weights, strict=True)
+            self.loss_weights = [weight * share if name == "sft" else weight for name, weight in weights]
+        return self._compute_loss(partial(self._outputs, model), inputs, False)
+
+    def _outputs(
+        self, model: nn.Module, *, input_ids: Tensor, pack: Mapping[str, Any], targets: Tensor, **_: Any
+    ) -> SimpleNamespace:
+        """As TRL's fused head returns, [2n, S - 1] each, 0 where there is no target; of one row without padding."""
+        with embedding_noise(model, self._noise_alpha, pack):
+            logits, ids = predictions(model, pack)
+        logits = logits.float()
+        scored = log_probs(logits, ids)
+        found = {"log_probs": scored.logp, "entropy": scored.entropy.detach()}
+        with torch.no_grad():
+            if not isinstance(logits, FusedLogits):
+                found |= {"mean_logits": logits.mean(-1), "is_top1": logits.argmax(-1) == ids}
+                if self.use_weighting:
+                    found["log_sum_sq_probs"] = (2 * logits.log_softmax(-1)).logsumexp(-1)
+            elif self.use_weighting:
+                raise ValueError("use_weighting needs all probabilities, which a fused head does not have: set False")
+            else:
+                found |= {"mean_logits": torch.zeros_like(scored.logp), "is_top1": torch.zeros_like(ids).bool()}
+                unknown = ("logits/chosen", "logits/rejected", "mean_token_accuracy")
+                self._pack_metrics.counts |= dict.fromkeys(unknown, 0)
+        shape, at = (len(input_ids), input_ids.shape[1] - 1), targets.unbind()
+        return SimpleNamespace(**{name: each.new_zeros(shape).index_put(at, each) for name, each in found.items()})
+
+
+def _counts(batch: Mapping[str, Tensor]) -> list[Tensor]:
+    """The completion's tokens of chosen and of rejected rows."""
+    return [part.sum() for part in batch["completion_mask"][:, 1:].chunk(2)]
+
+
+def _has_logps(dataset: Any) -> bool:
+    return set(_LOGPS) <= set(dataset.column_names or ())
