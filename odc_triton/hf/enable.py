@@ -23,6 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from ..balance.pieces import Piece
 from .attention import PREPARED_MASK, REMEDY, PackingUnsupported, packed_attention, packed_mask, tell_by_positions
 from .images import text_positions
+from .scores import every_token, give_token_scores
 
 ATTENTION_NAME = "odc_packed"
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
@@ -73,6 +74,8 @@ class _Seen:
 def enable_packing(model: nn.Module) -> None:
     """Makes a transformers causal LM attend within the documents of a pack, and checks that it does.
 
+    Or a sequence classifier on a decoder, whose forward then takes `logits_to_keep` for the scores of single tokens.
+
     Call it on the plain model, before `fully_shard`. Probe forwards of 12 tokens, in eval mode, without
     gradients and with the random state kept, show that every layer calls `packed_attention` with the
     documents' boundaries, that a document's logits do not change with its neighbour's tokens, and (for fp32
@@ -94,12 +97,14 @@ def enable_packing(model: nn.Module) -> None:
                 f"({error!r}): correct its config, or load its weights first."
             ) from error
         enable_packing(probed)
+        give_token_scores(innermost(model))
         model.set_attn_implementation(_packed(model.config))
         for name in ("_odc_prepared_mask", "_odc_takes_branches"):
             setattr(innermost(model), name, getattr(innermost(probed), name))
         if tell_by_positions in innermost(probed)._forward_pre_hooks.values():
             innermost(model).register_forward_pre_hook(tell_by_positions, with_kwargs=True)
         return
+    give_token_scores(innermost(model))
     former = _implementations(model.config)
     training = [module for module in model.modules() if module.training]
     device = next(model.parameters()).device
@@ -145,7 +150,8 @@ def _probe(model: nn.Module, device: torch.device) -> None:
     first, second = 5, 7  # tokens of the two documents
     vocabulary = model.get_input_embeddings().num_embeddings
     routes = getattr(model.config.get_text_config(), "output_router_logits", False)
-    without = {"output_router_logits": False} if routes else {}  # their loss would take the prepared mask for padding
+    options = {"output_router_logits": False} if routes else {}  # their loss would take the prepared mask for padding
+    options |= every_token(innermost(model))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (1, first + second), generator=generator).to(device)
     other = ids.clone()
@@ -154,7 +160,7 @@ def _probe(model: nn.Module, device: torch.device) -> None:
 
     def logits(ids: Tensor, positions: Tensor, **bounds: Any) -> Tensor:
         positions = text_positions(innermost(model), positions)
-        return model(input_ids=ids, position_ids=positions, use_cache=False, **bounds, **without).logits.float()
+        return model(input_ids=ids, position_ids=positions, use_cache=False, **bounds, **options).logits.float()
 
     # 16-bit arithmetic differs between a pack and a document alone, and may route tokens to other experts.
     full_precision = next(model.parameters()).dtype in (torch.float32, torch.float64)
@@ -206,6 +212,7 @@ def _probe_branches(model: nn.Module, ids: Tensor, wanted: Tensor, tolerance: fl
             position_ids=text_positions(innermost(model), torch.cat([positions, positions[start:]])[None]),
             pieces=(Piece(0, 0, length), Piece(1, start, length, parent=0)),
             use_cache=False,
+            **every_token(innermost(model)),
             **bounds,
         ).logits.float()
         return bool((found[:, length:] - wanted[:, start:]).abs().max() <= tolerance * wanted.abs().max())
