@@ -14,7 +14,8 @@ from ..balance.collate import Pack, PackedDataset, pack_collate, to_device
 from ..balance.pieces import Entry, number_of
 from ..data.records import IGNORED
 from ..hf.loss import NO_ROUTER_LOSS, predictions, refuse_router_loss
-from ..nn.head import log_probs
+from ..hf.reference import Teacher
+from ..nn.head import FusedLogits, log_probs
 from ..sequence.sums import SampleSums
 from .generation import Sampled
 from .importance import Importance
@@ -79,8 +80,9 @@ class Learned:
         entries: list[Entry],
         *,
         model: nn.Module,
-        reference: Callable[[Pack, float], Tensor] | None,
+        reference: Callable[[Pack], Tensor | FusedLogits] | None,
         objective: Objective,
+        teacher: Teacher | None = None,
         temperature: float,
         correction: Importance | None,
         device: torch.device,
@@ -89,13 +91,20 @@ class Learned:
         """The summed loss of one pack, a scalar, to be divided by `divisor`, and sums over its tokens for the log.
 
         The first call for an entry keeps its log-probabilities: before the first update the policy is the one that
-        sampled. `correction`: the importance weights, if another engine sampled. `pieces`: sums over a completion's
-        pieces, which is needed where other ranks have some.
+        sampled. `reference`: gives logits of a pack's targets. `correction`: the importance weights, if another engine
+        sampled. `pieces`: sums over a completion's pieces, which is needed where other ranks have some.
         """
         (pack,) = pack_collate([PackedDataset(self.samples)[entries]])
         pack = to_device(pack, device)
-        logp, entropy = pack_log_probs(model, pack, temperature)
-        behind = None if reference is None else reference(pack, temperature)
+        refuse_router_loss(model, f"which train grpo leaves out: use ODCGRPOTrainer, or {NO_ROUTER_LOSS}")
+        logits, targets = predictions(model, pack)
+        own_weight = 1.0 if teacher is None else 1.0 - teacher.weight
+        with torch.set_grad_enabled(own_weight > 0):
+            found = log_probs(logits / temperature, targets)
+        logp, behind = found.logp, None
+        if reference is not None:
+            with torch.no_grad():
+                behind = log_probs(reference(pack) / temperature, targets).logp
         samples = [*map(number_of, entries)]
         parts = [self._predicted(entry) for entry in entries]
         counts = [*map(self._count, entries)]
@@ -105,7 +114,7 @@ class Learned:
         repeats = torch.tensor(counts)
         weights = mean = None
         terms_of_tokens, of_sequences = [logp.detach() - old], correction is not None and correction.is_of_sequences
-        sums = {"tokens": torch.tensor(len(logp)), "entropy": entropy.detach().sum()}
+        sums = {"tokens": torch.tensor(len(logp)), "entropy": found.entropy.detach().sum()}
         if correction is not None:
             sampled = [self.sampled[sample][part] for sample, part in zip(samples, parts, strict=True)]
             theirs = torch.tensor([each for part in sampled for each in part], dtype=logp.dtype, device=logp.device)
@@ -134,6 +143,10 @@ class Learned:
             mean_log_ratio=mean,
         )
         loss, more = objective(logp, terms)
+        if teacher is not None:
+            apart = teacher.divergence(logits, pack)
+            loss = own_weight * loss + teacher.weight * (apart * terms.weight).sum()
+            more["divergence"] = apart.detach().sum()
         return loss, sums | more
 
     def _over_completions(self, entries: list[Entry], values: Tensor, pieces: SampleSums | None) -> Tensor:
@@ -159,11 +172,3 @@ class Learned:
             return slice(0, len(self.sampled[entry]))
         before = (self.samples[entry.sample]["labels"][: edge + 1] for edge in (entry.start, entry.stop))
         return slice(*(len(labels) - labels.count(IGNORED) for labels in before))
-
-
-def pack_log_probs(model: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of a pack's n targets, and entropies, [n] each."""
-    refuse_router_loss(model, f"which train grpo leaves out: use ODCGRPOTrainer, or {NO_ROUTER_LOSS}")
-    logits, targets = predictions(model, pack)
-    found = log_probs(logits / temperature, targets)
-    return found.logp, found.entropy

@@ -47,7 +47,8 @@ class Rewards:
 
         Raises ValueError with the module or function and the remedy.
         """
-        self._running()
+        if self.names:
+            self._running()
 
     def score(
         self,

@@ -165,8 +165,10 @@ class Sampler:
 
     def group(self, made: dict[str, Any]) -> tuple[list[Sampled], Tensor, Tensor]:
         """Of one message: the completions, their rewards [functions, completions], and totals [completions]."""
-        totals = torch.tensor(self.rewards.total(made["rewards"]), dtype=torch.float64)
-        return [_unpacked(one) for one in made["sampled"]], torch.tensor(made["rewards"], dtype=torch.float64), totals
+        sampled, scores = [_unpacked(one) for one in made["sampled"]], made["rewards"]
+        rewards = torch.tensor(scores, dtype=torch.float64).view(len(scores), len(sampled))
+        totals = self.rewards.total(scores) if scores else [math.nan] * len(sampled)  # without functions
+        return sampled, rewards, torch.tensor(totals, dtype=torch.float64)
 
     def joined(self, slots: list[PromptSlot], messages: Iterable[dict[str, Any]]) -> Rollout:
         made = sorted(messages, key=lambda each: each["slot"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from ..rl.vllm_server import VllmServer
 from . import prepare as preparing
 from .grpo_options import GrpoOptions
 from .grpo_run import GrpoRun
-from .job import OnMetrics, Sharded, main_of, run_job, train
+from .job import OnMetrics, Sharded, load_frozen, load_teacher, main_of, run_job, train
 from .metrics import Metrics
 from .prepare import Prepared, load_any_tokenizer, mix_of, take_folder
 from .run_folder import RunFolder
@@ -137,7 +136,8 @@ def _rewards(options: GrpoOptions) -> Rewards:
 
 
 def _start(options: GrpoOptions, sharded: Sharded, prepared: Prepared[Prompts]) -> GrpoRun:
-    reference = _reference(options, sharded) if options.kl else None
+    reference = load_frozen(options, sharded) if options.kl else None
+    teacher = load_teacher(options, sharded)
     model, cost = sharded(options)
     run: GrpoRun | None = None
 
@@ -154,20 +154,13 @@ def _start(options: GrpoOptions, sharded: Sharded, prepared: Prepared[Prompts]) 
         model=model,
         prepared=prepared,
         reference=reference,
+        teacher=teacher,
         completions=completions,
         correction=importance if completions.samples_elsewhere else None,
         rewards=_rewards(options),
         cost=cost,
     )
     return run
-
-
-def _reference(options: GrpoOptions, sharded: Sharded) -> nn.Module:
-    """The model at the start, without adapters and dropout, never stepped."""
-    model, _ = sharded(replace(options, lora_rank=0, lora_alpha=None, lora_targets="all-linear"), frozen=True)
-    model.eval()
-    model.get_output_embeddings().train()  # a fused head computes whole logits in evaluation
-    return model
 
 
 def _engine(options: GrpoOptions, model: nn.Module, should_stop: Callable[[], bool]) -> CompletionEngine:

@@ -45,8 +45,9 @@ class GrpoOptions(RunOptions):
     )
 
     reward: tuple[str, ...] = option(
-        REQUIRED,
-        "module:function of a reward f(prompts, completions, **columns) -> numbers; repeatable",
+        (),
+        "module:function of a reward f(prompts, completions, **columns) -> numbers; repeatable; needed without "
+        "--teacher",
         group="Rewards",
     )
     reward_weight: tuple[float, ...] = option((), "weight of each --reward, in their order; repeatable; 1 by default")
@@ -118,8 +119,16 @@ class GrpoOptions(RunOptions):
                 f"--max-lag is {self.max_lag:g} s, and ranks wait for each other for {self.timeout_minutes:g} minutes: "
                 f"give less than --timeout-minutes"
             )
-        if not self.reward:
-            raise ValueError("--reward is missing: give --reward module:function, as in --reward my_rewards:length")
+        if not self.reward and self.teacher is None:
+            raise ValueError(
+                "--reward is missing: give --reward module:function, as in --reward my_rewards:length, or a --teacher"
+            )
+        if self.teacher is not None and bool(self.reward) != (self.teacher_weight < 1):
+            what = ", ".join(self.reward) or "missing"
+            raise ValueError(
+                f"--reward is {what} and --teacher-weight is {self.teacher_weight:g}: the loss is WEIGHT times the "
+                f"divergence and 1 - WEIGHT times that of the rewards; give rewards and less than 1, or neither"
+            )
         if self.rollout is not None and not _FUNCTION.fullmatch(self.rollout):
             raise ValueError(f"--rollout is {self.rollout!r}; give module:function, as in --rollout my_tools:rollout")
         for name in self.reward:

@@ -21,13 +21,13 @@ from ..base.errors import RolloutStopped
 from ..checkpoint.repeat import Replayable
 from ..engine.api import engine_of, minibatch
 from ..hf.enable import innermost, takes_branches
+from ..hf.reference import Reference
 from ..rl.generation import CompletionEngine, SamplingOptions, end_tokens_of
 from ..rl.importance import Importance
 from ..rl.learned import Learned
 from ..rl.objective import LearningRule, Objective
 from ..rl.overlap import OverlappedRollout
 from ..rl.prompts import Prompts, completion_seed, prompts_of_step
-from ..rl.reference import Reference
 from ..rl.rewards import Rewards
 from ..rl.rollout import PromptSlot, Rollout, Sampler
 from ..rl.turns import RolloutFunction
@@ -37,10 +37,10 @@ from .agreement import StepSums
 from .grpo_options import GrpoOptions
 from .metrics import Metrics
 from .prepare import Prepared
-from .run import Picture, Run, Sample, shared_counter
+from .run import OF_TEACHER, Picture, Run, Sample, shared_counter
 
 Stepped = tuple[Rollout, Learned, StepSums, Metrics]  # the last: seconds
-_SUMS = ("tokens", "entropy", "ratio", "clipped", "kl", "mismatch")  # over tokens, of all ranks
+_SUMS = ("tokens", "entropy", "ratio", "clipped", "kl", "mismatch", "divergence")  # over tokens, of all ranks
 
 
 class GrpoRun(Run):
@@ -72,6 +72,7 @@ class GrpoRun(Run):
             values={"ratio": "of the policy", "mismatch": "of the engine"},
         ),
         Picture(title="Loss", label="loss", values={"loss": "training"}),
+        OF_TEACHER,
     )
     tokens = "sampled tokens"
     goal = ("reward", "the mean reward")
@@ -91,13 +92,14 @@ class GrpoRun(Run):
         model: nn.Module,
         prepared: Prepared[Prompts],
         reference: nn.Module | None,
+        teacher: nn.Module | None = None,
         completions: CompletionEngine,
         rewards: Rewards,
         cost: CostModel,
         correction: Importance | None = None,
     ) -> None:
-        """`reference`: the model at the start, sharded, if there is a divergence to it. `completions` samples;
-        `correction`: the importance weights if it is not the policy.
+        """`reference`: the model at the start, sharded, if there is a divergence to it; `teacher`: another one,
+        to learn from. `completions` samples; `correction`: the importance weights if it is not the policy.
         """
         engine = engine_of(model)
         self.prompts, self.evaluation, self.mix = prepared.data, prepared.evaluation, prepared.mix
@@ -116,7 +118,7 @@ class GrpoRun(Run):
             function=None if options.rollout is None else self._function(options.rollout),
         )
         grid, limits = engine.grid, {"token_cap": options.token_cap, "cost": cost, "replicas": engine.grid.replicas}
-        models = [each for each in (model, reference) if each is not None]
+        models = [each for each in (model, reference, teacher) if each is not None]
         able = all(takes_branches(innermost(each)) for each in models)
         self.shares_prefixes = options.share_prefixes == "auto" and able
         split_tokens = shared_tokens = 0
@@ -137,6 +139,7 @@ class GrpoRun(Run):
         if needs_sums and (split_tokens or shared_tokens):
             self.pieces = SampleSums(model, samples=self.per_step * options.generations)
         self.reference = None if reference is None else Reference(reference, model)
+        self.teacher = self.teacher_of(teacher)
         self.assigner = Assigner(
             rank=grid.rank,
             world=grid.world,
@@ -154,7 +157,7 @@ class GrpoRun(Run):
             rows=self.per_step * options.generations,
             most_tokens=options.max_new_tokens,
             mask_truncated=options.mask_truncated,
-            keep_all=reference is not None,
+            keep_all=len(models) > 1,
         )
         self.overlapped: OverlappedRollout | None = None
         if options.overlaps:
@@ -289,6 +292,7 @@ class GrpoRun(Run):
                         entries,
                         model=self.model,
                         reference=self.reference,
+                        teacher=self.teacher,
                         objective=self.objective,
                         temperature=self.options.temperature,
                         correction=self.correction,
@@ -323,11 +327,11 @@ class GrpoRun(Run):
         rewards = made.totals.flatten()
         lengths = [sum(one.own) for (one,) in made.sampled]
         self.samples = [self._sample(made, place) for place in range(len(slots))[: self.options.eval_samples]]
-        return {
+        of_rewards = {
             "eval_reward": rewards.nanmean().item(),
             "eval_pass": (rewards >= self.options.pass_reward).double().mean().item(),
-            "eval_length": sum(lengths) / len(lengths),
         }
+        return (of_rewards if len(made.rewards) else {}) | {"eval_length": sum(lengths) / len(lengths)}
 
     def _sample(self, made: Rollout, place: int) -> Sample:
         """The completion of the evaluation's prompt at `place`, with its rewards; NaN where no function applied."""
@@ -336,12 +340,12 @@ class GrpoRun(Run):
             return self.sampler.tokenizer.decode(ids, skip_special_tokens=True)
 
         (one,) = made.sampled[place]
-        scores = zip(self.sampler.rewards.names, made.rewards[:, place, 0].tolist(), strict=True)
+        scores = dict(zip(self.sampler.rewards.names, made.rewards[:, place, 0].tolist(), strict=True))
         return {
             "prompt": decoded(one.prompt or made.slots[place].prompt.ids),
             "completion": decoded(one.ids),
-            "reward": made.totals[place, 0].item(),
-            **({f"rewards/{name}": score for name, score in scores} if len(made.rewards) > 1 else {}),
+            **({"reward": made.totals[place, 0].item()} if scores else {}),
+            **({f"rewards/{name}": score for name, score in scores.items()} if len(scores) > 1 else {}),
             "ended": one.ended,
         }
 
@@ -351,10 +355,12 @@ class GrpoRun(Run):
         rewards = made.totals
         flat = [one for group in made.sampled for one in group]
         lengths = [sum(one.own) for one in flat]
-        metrics = {
+        of_rewards = {
             "reward": rewards.nanmean().item(),
             "reward_std": rewards[~rewards.isnan()].std(correction=0).item(),
             "groups_learned": (rewards != rewards[:, :1]).any(1).double().mean().item(),
+        }
+        metrics = (of_rewards if len(made.rewards) else {}) | {
             "length": sum(lengths) / len(lengths),
             "length_max": max(lengths),
             "truncated": sum(not one.ended for one in flat) / len(flat),
@@ -372,6 +378,8 @@ class GrpoRun(Run):
             del by_name["kl"]
         if self.correction is None:
             del by_name["mismatch"]
+        if self.teacher is None:
+            del by_name["divergence"]
         return {name: value / tokens if tokens else math.nan for name, value in by_name.items()}
 
     def close(self) -> None:

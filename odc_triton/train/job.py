@@ -32,7 +32,7 @@ from ..sharding.agree import default_mesh
 from ..sharding.shard import fully_shard
 from .loop import Loop, OnMetrics, lost_within
 from .metrics import Metrics
-from .model import build_model, precision
+from .model import build_model, frozen_options, precision
 from .prepare import Prepared
 from .run import Run
 from .run_options import RunOptions
@@ -78,8 +78,8 @@ def _sharded(
     options: RunOptions, *, frozen: bool = False, prepared: Prepared, mesh: DeviceMesh
 ) -> tuple[nn.Module, CostModel]:
     rank, timeout = mesh.get_rank(), timedelta(minutes=options.timeout_minutes)
-    longest, largest_token = prepared.longest, prepared.largest_token
-    model, cost = build_model(options, prepared.tokenizer, longest=longest, largest_token=largest_token, rank=rank)
+    sizes = {"longest": prepared.longest, "largest_token": prepared.largest_token}
+    model, cost = build_model(options, prepared.tokenizer, **sizes, rank=1 if frozen else rank)  # only rank 0 prints
     if frozen:
         model.requires_grad_(False)
     exact = options.exact or None  # None: by torch.use_deterministic_algorithms
@@ -96,6 +96,18 @@ def _sharded(
     if options.model is not None:
         load_pretrained_shards(model, options.model)
     return model, cost
+
+
+def load_frozen(options: RunOptions, sharded: Sharded, model: str | None = None) -> nn.Module:
+    """`model`, or the run's own as it starts, sharded, without adapters and dropout, never stepped. Collective."""
+    made, _ = sharded(frozen_options(options, model), frozen=True)
+    made.eval()
+    made.get_output_embeddings().train()  # a fused head computes whole logits in evaluation
+    return made
+
+
+def load_teacher(options: RunOptions, sharded: Sharded) -> nn.Module | None:
+    return None if options.teacher is None else load_frozen(options, sharded, options.teacher)
 
 
 def run_job(job: Callable[[Options], Metrics], options: Options) -> Metrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -56,7 +57,8 @@ def build_model(
         for parameter in tower:
             parameter.requires_grad = False
     # After the adapters, so that it reports attention layers that they keep from fusing.
-    replace(model, options, rank, try_head=options.split_sequences and options.fused_head is None)
+    wants_head = options.split_sequences or options.teacher is not None
+    replace(model, options, rank, try_head=wants_head and options.fused_head is None)
     if options.split_sequences:
         compute_in_chunks(model)
     return model.train(), cost
@@ -72,6 +74,14 @@ def weigh_routers(model: nn.Module, options: SftOptions) -> None:
     for name in ("split_sequences", "share_prefixes"):
         if getattr(options, name):
             refuse_router_loss(model, f"a mean over whole samples: leave {flag(name)} out, or give --router-aux-loss 0")
+
+
+def frozen_options(options: RunOptions, model: str | None = None) -> RunOptions:
+    """The options of a model that is only read: `model`, or the run's own before it gets adapters."""
+    changes: dict[str, Any] = {"lora_rank": 0, "lora_alpha": None, "lora_targets": "all-linear"}
+    if model is not None:
+        changes |= {"model": model, "init": None, "tokenizer": options.tokenizer or options.model}
+    return dataclasses.replace(options, freeze_vision_tower=False, **changes)
 
 
 def name_special_tokens(model: nn.Module, tokenizer: Any) -> None:

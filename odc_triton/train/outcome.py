@@ -112,7 +112,7 @@ def in_words(job: type[Run], metrics: list[Metrics], *, ranks: int) -> str:
     first, last = metrics[0], metrics[-1]
     seconds = sum(line["seconds"] for line in metrics)
     idle = sum(line["idle"] * line["seconds"] for line in metrics) / seconds if seconds else 0.0
-    name, words = job.goal
+    name, words = job.goal if job.goal[0] in first else ("loss", "the loss")
     text = (
         f"{last['step']} steps over {last['tokens']:,} {job.tokens} on {ranks} rank{'s' if ranks > 1 else ''}: {words} "
         f"went from {_number(first[name])} to {_number(last[name])}. {'They were' if ranks > 1 else 'It was'} idle "

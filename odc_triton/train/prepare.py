@@ -19,8 +19,9 @@ from ..comm.grid import grid_of
 from ..data.order import Mix
 from ..data.records import DataError
 from ..data.tokenizer import read_tokenizer
+from ..hf.enable import innermost
 from ..sharding.agree import patient_barrier
-from .model import build_model, require_peft
+from .model import build_model, frozen_options, require_peft
 from .run_folder import RunFolder, require_same
 from .run_options import RunOptions
 from .trackers import require_trackers
@@ -155,9 +156,22 @@ def check_before_start(options: RunOptions, ranks: int, tokenizer: Any, *, longe
     `longest`: tokens of the longest of the first samples; `largest_token`: of these.
     """
     require_trackers(options.report_to)
-    build_model(options, tokenizer, longest=longest, largest_token=largest_token, rank=1)  # not 0, which prints
-    if options.model is not None and Path(options.model).is_dir():
-        require_weights(options.model)
+    sizes = {"longest": longest, "largest_token": largest_token, "rank": 1}  # not 0, which prints
+    model, _ = build_model(options, tokenizer, **sizes)
+    if options.teacher is not None:
+        try:
+            teacher, _ = build_model(frozen_options(options, options.teacher), tokenizer, **sizes)
+        except ValueError as error:
+            raise ValueError(f"--teacher {options.teacher}: {error}") from error
+        words = [innermost(each).config.get_text_config().vocab_size for each in (model, teacher)]
+        if words[0] != words[1]:
+            raise ValueError(
+                f"--teacher {options.teacher} has a vocab_size of {words[1]} and the model one of {words[0]}: the "
+                f"divergence is of distributions over the same tokens; give a teacher of the same family"
+            )
+    for folder in (options.model, options.teacher):
+        if folder is not None and Path(folder).is_dir():
+            require_weights(folder)
     folder = RunFolder(options.out)
     folder.lock(resume=options.resume)
     try:

@@ -20,6 +20,7 @@ from ..base.events import Event, total_s
 from ..checkpoint.repeat import repeating
 from ..engine.api import engine_of
 from ..engine.participant import StepPart
+from ..hf.reference import Teacher
 from .agreement import StepSums, clip, own_gradients, square_norm, sum_up
 from .metrics import Metrics
 from .optimizers import make_optimizer, make_schedule
@@ -68,6 +69,9 @@ class Picture:
     values: dict[str, str]
 
 
+OF_TEACHER = Picture(title="Divergence from the teacher", label="per token", values={"divergence": "training"})
+
+
 class Run(ABC):
     """Model, optimizer and where the run stands; what it learns from is its kind's own."""
 
@@ -103,6 +107,13 @@ class Run(ABC):
         self._summed_s = time.monotonic()
 
     # ------------------------------------------------------------------ a step
+
+    def teacher_of(self, model: nn.Module | None) -> Teacher | None:
+        """`model`, sharded, as the one to learn from, if there is one. After `enable_split` of both."""
+        if model is None:
+            return None
+        how = {name: getattr(self.options, f"teacher_{name}") for name in ("beta", "temperature", "weight")}
+        return Teacher(model, self.model, **how)
 
     @abstractmethod
     def train_step(self) -> Metrics | None:

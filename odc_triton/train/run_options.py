@@ -76,6 +76,18 @@ class RunOptions:
         "that can be fused",
     )
 
+    teacher: str | None = option(
+        None,
+        "a transformers causal LM with the same tokens: local folder or hub id; the model learns its distributions, "
+        "which are never stored",
+        group="Distillation",
+    )
+    teacher_beta: float = option(
+        0.5, "the divergence. 0: KL(teacher || model); 1: KL(model || teacher); between them: Jensen-Shannon"
+    )
+    teacher_temperature: float = option(1.0, "what both models' logits are divided by in the divergence")
+    teacher_weight: float = option(1.0, "of the divergence in the loss; the rest, 1 - WEIGHT, is the job's own loss")
+
     eval_data: str | None = option(None, "what to evaluate on, in the same forms as --data", group="Evaluation")
     eval_every: int = option(0, "steps between evaluations, besides the last one; 0: only the last")
     eval_samples: int = option(0, "held-out samples to complete greedily at each evaluation, written to samples.jsonl")
@@ -114,6 +126,7 @@ class RunOptions:
             object.__setattr__(self, "data", (self.data,))
         require_one_model(self)
         self._require_positive("steps", "lr", "clip_norm", "timeout_minutes", "lora_alpha", "keep", "replicas")
+        self._require_positive("teacher_temperature", "teacher_weight")
         self._require_not_negative("warmup_steps", "weight_decay", "checkpoint_every", "checkpoint_minutes")
         self._require_not_negative(
             "eval_samples", "eval_every", "max_skipped", "lora_rank", "split_tokens", "decay_steps"
@@ -121,8 +134,9 @@ class RunOptions:
         self._require_positive(self.per_rank)
         require_token_cap(self)
         require_seed(self)
-        if not 0 <= self.lr_floor <= 1:
-            raise ValueError(f"--lr-floor is {self.lr_floor}; it must be between 0 and 1")
+        for name in ("lr_floor", "teacher_beta", "teacher_weight"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{flag(name)} is {getattr(self, name)}; it must be between 0 and 1")
         if self.init is not None and self.tokenizer is None:
             raise ValueError("--init has no tokenizer: give --tokenizer, a folder, a hub id or a tokenizer.json")
         for name, given in (*(("data", each) for each in self.data), ("eval_data", self.eval_data)):
@@ -176,6 +190,7 @@ class RunOptions:
                 )
         needs = {"split_tokens": "split_sequences", "lora_alpha": "lora_rank", "lora_targets": "lora_rank"}
         needs["offload_checkpoints"] = "gradient_checkpointing"
+        needs |= dict.fromkeys(("teacher_beta", "teacher_temperature", "teacher_weight"), "teacher")
         for name, needed in needs.items():
             if getattr(self, name) != self.defaults()[name] and not getattr(self, needed):
                 raise ValueError(f"{flag(name)} is {getattr(self, name)}: give {flag(needed)} too, or leave it out")

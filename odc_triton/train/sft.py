@@ -39,7 +39,7 @@ from ..data.sources import RecordSource, open_source
 from ..data.store import contents
 from ..data.tokenizer import TextEncoder, read_config
 from . import prepare as preparing
-from .job import OnMetrics, Sharded, main_of, run_job, train
+from .job import OnMetrics, Sharded, load_teacher, main_of, run_job, train
 from .metrics import Metrics
 from .prepare import Prepared, load_any_tokenizer, mix_of, take_folder
 from .run_folder import RunFolder
@@ -73,10 +73,12 @@ def run_sft(options: SftOptions) -> Metrics:
 
 
 def _start(options: SftOptions, sharded: Sharded, prepared: Prepared[Samples]) -> SftRun:
+    teacher = load_teacher(options, sharded)
     model, cost = sharded(options)
     return SftRun(
         options=options,
         model=model,
+        teacher=teacher,
         data=prepared.data,
         evaluation=prepared.evaluation,
         tokenizer=prepared.tokenizer,

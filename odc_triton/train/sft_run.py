@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..balance import CostModel, MinibatchSampler, QueuedPacks
@@ -24,11 +25,12 @@ from ..data.order import Mix
 from ..engine.api import engine_of, minibatch
 from ..hf import summed_losses
 from ..hf.enable import innermost
+from ..hf.loss import router_predictions
 from ..hf.pack_loader import tower_costs
 from ..hf.router_loss import router_weight
 from ..sequence.enable import enable_split, split_forward
 from .metrics import Metrics
-from .run import Picture, Run, shared_counter
+from .run import OF_TEACHER, Picture, Run, shared_counter
 from .samples import Completions
 from .sft_options import SftOptions
 from .vision import one_ahead, require_continuing
@@ -50,7 +52,10 @@ class SftRun(Run):
         "target_tokens_per_s": "targets per s",
         "idle": "idle",
     }
-    pictures = (Picture(title="Loss", label="loss per token", values={"loss": "training", "eval_loss": "evaluation"}),)
+    pictures = (
+        Picture(title="Loss", label="loss per token", values={"loss": "training", "eval_loss": "evaluation"}),
+        OF_TEACHER,
+    )
     tokens = "target tokens"
     goal = ("loss", "the loss")
     bar: ClassVar = {
@@ -66,6 +71,7 @@ class SftRun(Run):
         *,
         options: SftOptions,
         model: nn.Module,
+        teacher: nn.Module | None = None,
         data: Samples,
         evaluation: Samples | None = None,
         mix: Mix | None = None,
@@ -73,8 +79,8 @@ class SftRun(Run):
         cost: CostModel | None = None,
         identity: dict[str, Any] | None = None,
     ) -> None:
-        """`mix`: of `data` in an epoch; by default each sample once. `tokenizer`: for sample generations, if
-        `eval_samples` is set.
+        """`teacher`: to learn from, sharded as `model` is. `mix`: of `data` in an epoch; by default each sample once.
+        `tokenizer`: for sample generations, if `eval_samples` is set.
         """
         self.data, self.evaluation = data, evaluation
         engine = engine_of(model)
@@ -102,7 +108,8 @@ class SftRun(Run):
         )
         super().__init__(options=options, model=model, identity=identity, epoch_steps=len(self.sampler))
         if splits:
-            self._enable_split()
+            self._enable_split(teacher)
+        self.teacher = self.teacher_of(teacher)
         self._target_counts = data.target_counts
         self._epoch = iter(self.sampler)
         self._completions = (
@@ -136,9 +143,9 @@ class SftRun(Run):
             print(f"--share-prefixes saves {tokens} of {total} tokens, {part:.0%} of the time, at most", flush=True)
         return relatives
 
-    def _enable_split(self) -> None:
-        """Raises ValueError if the longest sample, also of those to evaluate on, can't be split, or the one with the
-        most tokens before the end of its pictures.
+    def _enable_split(self, teacher: nn.Module | None) -> None:
+        """Of the model and its teacher. Raises ValueError if the longest sample, also of those to evaluate on, can't be
+        split, or the one with the most tokens before the end of its pictures.
         """
         tokens, shards, cap = self.sampler.split_tokens, self.engine.grid.shards, self.options.token_cap
         checked = []  # (number, tokens, floor)
@@ -153,7 +160,9 @@ class SftRun(Run):
                 tokens = max(tokens, needed)
         for number, length, floor in checked:
             assign_split([length], floors=[floor], names=[number], ranks=shards, tokens=tokens, **self._limits)
-        enable_split(self.model, tokens)
+        for model in (self.model, teacher):
+            if model is not None:
+                enable_split(model, tokens)
 
     @property
     def _limits(self) -> dict[str, Any]:
@@ -193,7 +202,11 @@ class SftRun(Run):
         sums, tokens = self._minibatch()
         lr = self.lr
         agreed = self.update(sums[0].item(), sums[1:].tolist())
-        balance = {"aux_loss": agreed.sums[0] / self.sampler.samples_per_minibatch} if router_weight(self.model) else {}
+        more = {}
+        if router_weight(self.model):
+            more["aux_loss"] = agreed.sums[0] / self.sampler.samples_per_minibatch
+        if self.teacher is not None:
+            more["divergence"] = agreed.sums[1] / tokens
         self.state.tokens += tokens
         self.state.sampler = self.sampler.state_dict()
         took_s = time.monotonic() - start_s
@@ -201,7 +214,7 @@ class SftRun(Run):
             {
                 "epoch": self.state.sampler["epoch"] + self.state.sampler["minibatch"] / self.epoch_steps,
                 "loss": agreed.loss_sum / tokens,
-                **balance,
+                **more,
                 "lr": lr,
                 "grad_norm": agreed.norm,
                 "tokens": self.state.tokens,
@@ -212,9 +225,7 @@ class SftRun(Run):
         )
 
     def _minibatch(self) -> tuple[torch.Tensor, int]:
-        """This rank's loss, summed over its targets, and that of routers, over its samples, [2]; and the targets of all
-        ranks, after the reduction.
-        """
+        """This rank's sums of `_losses` over its packs, [3], and the targets of all ranks, after the reduction."""
         device = self.engine.heap.device
         weight = router_weight(self.model) / self.sampler.samples_per_minibatch  # in all, as the rest is dropped
         problem: Exception | None = None
@@ -225,18 +236,28 @@ class SftRun(Run):
         packs = Replayable(packs) if self.engine.deterministic else packs  # which keeps them all
 
         def run() -> tuple[torch.Tensor, int]:
-            sums = torch.zeros(2, dtype=torch.float64, device=device)
+            sums = torch.zeros(3, dtype=torch.float64, device=device)
             with minibatch(self.model, tokens=counted, split=split) as mb:
                 if problem is not None:
                     raise problem
                 for pack in packs:
                     self.stop_signal.check_peers()
-                    loss, router = summed_losses(self.model, to_device(pack, device))
-                    (loss / mb.tokens + weight * router).backward()
-                    sums += torch.stack([loss.detach(), router.detach()])
+                    losses = self._losses(to_device(pack, device))
+                    (losses[0] / mb.tokens + weight * losses[1]).backward()
+                    sums += torch.stack(losses).detach()
             return sums, mb.tokens
 
         return self.run_minibatch(run)
+
+    def _losses(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A pack's summed loss, the sum of its samples' routers' losses, and its divergence from the teacher, if any."""
+        logits, targets, router = router_predictions(self.model, pack, bool(router_weight(self.model)))
+        nothing, weight = torch.zeros_like(router), 0.0 if self.teacher is None else self.teacher.weight
+        own = F.cross_entropy(logits.float(), targets, reduction="sum") if weight < 1 else nothing
+        if self.teacher is None:
+            return own, router, nothing
+        apart = self.teacher.divergence(logits, pack).sum()
+        return weight * apart + (1 - weight) * own, router, apart
 
     # ------------------------------------------------------------------ evaluation
 

@@ -15,8 +15,9 @@ from odc_triton.balance.pieces import Piece
 from odc_triton.data.order import Mix
 from odc_triton.data.records import IGNORED
 from odc_triton.hf import enable_packing
+from odc_triton.hf.loss import predictions
 from odc_triton.rl.generation import Sampled
-from odc_triton.rl.learned import Learned, pack_log_probs
+from odc_triton.rl.learned import Learned
 from odc_triton.rl.objective import LearningRule, Objective, TokenTerms, advantages
 from odc_triton.rl.prompts import Prompt, completion_seed, prompts_of_step, read_prompts
 from odc_triton.rl.rollout import PromptSlot, Rollout
@@ -109,8 +110,8 @@ def test_a_policy_does_not_diverge_from_itself(temperature: float) -> None:
     objective = Objective(loss="dapo", low=0.2, high=0.2, kl=1.0)
     how = {"model": model, "objective": objective, "correction": None, "device": torch.device("cpu")}
 
-    def reference(pack: Pack, temperature: float) -> torch.Tensor:
-        return pack_log_probs(model, pack, temperature)[0].detach()
+    def reference(pack: Pack) -> torch.Tensor:
+        return predictions(model, pack)[0].detach()
 
     _, found = learned.loss([0], reference=reference, temperature=temperature, **how)
     assert found["kl"] == 0

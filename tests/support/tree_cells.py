@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from odc_triton import enable_split, fully_shard, minibatch
 from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
-from odc_triton.balance.collate import Pack
 from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
 from odc_triton.data.records import IGNORED
 from odc_triton.hf import enable_packing
 from odc_triton.hf.loss import predictions
+from odc_triton.hf.reference import Reference
 from odc_triton.nn.head import TokenLogProbs
 from odc_triton.rl import learned
-from odc_triton.rl import reference as of_reference
 from odc_triton.rl.importance import Importance
 from odc_triton.rl.learned import Learned
 from odc_triton.rl.objective import LearningRule, Objective
@@ -178,18 +177,16 @@ def _plain_terms(
 
 
 class _LogProbs:
-    """In place of `learned.pack_log_probs`: in the model's dtype. `found`: by pack."""
+    """In place of `learned.log_probs`: in the model's dtype. `found`: the policy's, by pack."""
 
-    def __init__(self, cell: Cell) -> None:
-        self.cell = cell
+    def __init__(self) -> None:
         self.found: list[Tensor] = []
 
-    def __call__(self, model: nn.Module, pack: Pack, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.cell.change == "autocast"):
-            logits, targets = predictions(model, pack)
+    def __call__(self, logits: Tensor, targets: Tensor) -> TokenLogProbs:
         made = own_log_probs(logits, targets)
-        self.found.append(made.logp.detach())
-        return made.logp, made.entropy
+        if torch.is_grad_enabled():  # else the reference's
+            self.found.append(made.logp.detach())
+        return made
 
 
 def on_ranks(rank: int, world: int, cell: Cell) -> Found:
@@ -215,10 +212,10 @@ def on_ranks(rank: int, world: int, cell: Cell) -> Found:
     for entry in itertools.chain.from_iterable(entries):
         batch.old[entry] = old[_sample(entry)][batch._predicted(entry)]
     model, reference = sharded(cell), None
-    log_probs = learned.pack_log_probs = _LogProbs(cell)
+    log_probs = learned.log_probs = _LogProbs()
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=cell.change == "autocast")
     if cell.loss == "kl":
-        of_reference.pack_log_probs = _LogProbs(cell)
-        reference = of_reference.Reference(sharded(cell, seed=1), model)
+        reference = Reference(sharded(cell, seed=1), model)
     objective = Objective(
         loss=kind,
         low=CLIP,
@@ -232,9 +229,12 @@ def on_ranks(rank: int, world: int, cell: Cell) -> Found:
     with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:
         for pack, of_pack in zip(packs, entries, strict=True):
             if cell.loss == "sft":
-                loss = -log_probs(model, pack)[0].sum() / mb.tokens
+                with autocast:
+                    found = predictions(model, pack)
+                loss = -log_probs(*found).logp.sum() / mb.tokens
             else:
-                loss, more = batch.loss(of_pack, model=model, device=torch.device("cpu"), **how)
+                with autocast:
+                    loss, more = batch.loss(of_pack, model=model, device=torch.device("cpu"), **how)
                 loss = loss / batch.divisor
                 sums.update({name: more[name].item() for name in ("ratio", "clipped", "mismatch") if name in more})
             loss.backward()

@@ -14,12 +14,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from odc_triton import MinibatchFailed, enable_split, fully_shard
 from odc_triton.base.errors import OfRanks
+from odc_triton.data.records import IGNORED
 from odc_triton.hf import summed_loss
-from odc_triton.rl.reference import Reference
+from odc_triton.hf.reference import Reference
 from odc_triton.sequence.exchange import SequenceExchange
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S
@@ -42,7 +44,9 @@ def _models() -> tuple[nn.Module, Reference]:
 def _loss_of(reference: Reference) -> Callable[[nn.Module, dict], torch.Tensor]:
     def loss_of(model: nn.Module, pack: dict) -> torch.Tensor:
         loss = summed_loss(model, pack)
-        assert -reference(pack, 1.0).sum() == pytest.approx(loss.item(), rel=1e-5)  # their weights are the same
+        targets = pack["shift_labels"][0] if "shift_labels" in pack else pack["labels"][0, 1:]
+        theirs = F.cross_entropy(reference(pack).float(), targets[targets != IGNORED], reduction="sum")
+        assert theirs.item() == pytest.approx(loss.item(), rel=1e-5)  # their weights are the same
         return loss
 
     return loss_of

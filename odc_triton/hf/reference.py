@@ -1,4 +1,4 @@
-"""The model that the divergence is from, inside of the policy's minibatches."""
+"""Models that are read inside of another one's minibatches and never stepped: a reference, a teacher."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from ..balance.collate import Pack
 from ..engine.api import engine_of
 from ..engine.participant import Participant
+from ..nn.head import FusedLogits, divergence
 from ..sequence.exchange import SequenceExchange
-from .learned import pack_log_probs
+from .loss import predictions
 
 
 class Reference(Participant):
-    """A sharded model that is never stepped, called with a pack after the policy's forward.
+    """A sharded model that is never stepped, called with a pack after the forward of the one that is, `policy`.
 
     If `enable_split` was called on both models, its ranks read pieces by the policy's plan. In each wave they run the
     policy's forward, this model's, and the backward, so [Note: waves] holds. After a minibatch that failed, the next
@@ -34,10 +35,10 @@ class Reference(Participant):
             each.barrier.blocked_on = lambda rank: next((on for of in found if (on := of(rank)) is not None), None)
 
     @torch.no_grad()
-    def __call__(self, pack: Pack, temperature: float) -> Tensor:
-        """Log-probabilities [n] of the pack's n learned tokens."""
+    def __call__(self, pack: Pack) -> Tensor | FusedLogits:
+        """Logits [n, V] that predict the pack's n targets."""
         self._follow()
-        return pack_log_probs(self.model, pack, temperature)[0]
+        return predictions(self.model, pack)[0]
 
     def _follow(self) -> None:
         """Opens the policy's plan, which may come late in a minibatch."""
@@ -56,3 +57,21 @@ class Reference(Participant):
 
     def settle(self, messages: list[None] | None) -> None:
         self._own.settle(messages)
+
+
+class Teacher(Reference):
+    """A reference from whose whole distribution the model learns, as in TRL's `generalized_jsd_loss`.
+
+    beta: 0 for KL(teacher || model), 1 for KL(model || teacher), between them Jensen-Shannon. temperature: divides both
+    models' logits. weight: of the divergence in the loss, the rest of which, `1 - weight`, is the job's own.
+    """
+
+    name = "teacher"
+
+    def __init__(self, model: nn.Module, policy: nn.Module, *, beta: float, temperature: float, weight: float) -> None:
+        super().__init__(model, policy)
+        self.weight, self._how = weight, {"beta": beta, "temperature": temperature}
+
+    def divergence(self, logits: Tensor | FusedLogits, pack: Pack) -> Tensor:
+        """[n], in fp32, between the distributions of the pack's n targets. `logits`: the model's, [n, V]."""
+        return divergence(logits, self(pack), **self._how)

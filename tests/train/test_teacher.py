@@ -1,0 +1,159 @@
+"""`--teacher`: supervised fine-tuning against plain torch on one process, with TRL's divergence; wrong teachers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from odc_triton.balance import MinibatchSampler
+from odc_triton.balance.collate import count_target_tokens, pack_collate
+from odc_triton.data.dataset import DataOptions
+from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
+from odc_triton.train import sft
+from odc_triton.train.metrics import read_metrics
+from odc_triton.train.sft_options import SftOptions
+from tests.support import jobs, slow
+from tests.support.sft_case import LICENSE, QWEN2, case, write_case
+from tests.support.tokenized import tokenize_file
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11")
+
+STEPS = 3
+FRACTION = 1e-4  # of what the steps changed: fp32, sums in another order
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a model, start/, and a wider teacher/."""
+    folder = write_case(tmp_path_factory.mktemp("teacher"), records=40, characters=200)
+    for seed, (name, changes) in enumerate({"start": {}, "teacher": {"hidden_size": 48}}.items()):
+        save(folder / name, seed, changes)
+    return folder
+
+
+def save(at: Path, seed: int, changes: dict[str, Any]) -> None:
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(**QWEN2 | changes, initializer_range=0.2)  # distributions that are far from even
+    AutoModelForCausalLM.from_config(config).save_pretrained(at)
+
+
+def options(folder: Path, out: Path, **changes: Any) -> SftOptions:
+    usual = {"init": None, "model": str(folder / "start"), "teacher": str(folder / "teacher"), "out": str(out)}
+    usual |= {"optimizer": "sgd", "lr": 0.5, "schedule": "constant", "warmup_steps": 0, "steps": STEPS}
+    return case(folder, **usual | {"samples_per_rank": 4, "clip_norm": 1e9} | changes)
+
+
+def plain(folder: Path, wanted: SftOptions) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses and divergences per token, and the final weights, of eight samples a step."""
+    with mock.patch.dict(os.environ, TRL_EXPERIMENTAL_SILENCE="1"):
+        from trl.experimental.gkd import GKDTrainer
+
+    model, teacher = (AutoModelForCausalLM.from_pretrained(each) for each in (wanted.model, wanted.teacher))
+    encoder = TextEncoder.of(load_tokenizer(wanted.tokenizer))
+    data = tokenize_file(folder / "data.jsonl", encoder, DataOptions(max_tokens=256))
+    sampler = MinibatchSampler(data.lengths.tolist(), 8, 256, rank=0, world=1, drop_last=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=wanted.lr)
+    how = {"beta": wanted.teacher_beta, "temperature": wanted.teacher_temperature, "reduction": "sum"}
+    losses, apart = [], []
+    for _, packs in zip(range(STEPS), sampler, strict=False):
+        samples = pack_collate([[data[index]] for pack in packs for index in pack])
+        total = count_target_tokens(samples)
+        found = []
+        for sample in samples:
+            ids, labels = sample["input_ids"], sample["labels"]
+            with torch.no_grad():
+                theirs = teacher(input_ids=ids).logits[:, :-1]
+            own = model(input_ids=ids).logits[:, :-1]
+            divergence = GKDTrainer.generalized_jsd_loss(own, theirs, labels=labels[:, 1:], **how)
+            loss = wanted.teacher_weight * divergence
+            loss = loss + (1 - wanted.teacher_weight) * F.cross_entropy(own[0], labels[0, 1:], reduction="sum")
+            (loss / total).backward()
+            found.append((loss.item() / total, divergence.item() / total))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(loss for loss, _ in found))
+        apart.append(sum(divergence for _, divergence in found))
+    return losses, apart, model.state_dict()
+
+
+CASES = {"Jensen-Shannon": {}}
+MORE = {
+    "forward, with the labels": {"teacher_beta": 0.0, "teacher_weight": 0.25},
+    "reverse, at a temperature": {"teacher_beta": 1.0, "teacher_temperature": 2.0},
+    "logits as numbers": {"fused_head": False, "teacher_beta": 0.3, "teacher_temperature": 0.7},
+    "split": {"split_sequences": True, "token_cap": 100, "truncate": False, "gradient_checkpointing": True},
+    "replaced layers, a queue": {"replace_layers": True, "balance": "queue"},
+    "exact": {"exact": True},
+}
+
+
+@pytest.mark.parametrize("cases", [CASES, slow(MORE)], ids=["usual", "more"])
+def test_steps_are_plain_torchs(folder: Path, tmp_path: Path, cases: dict[str, dict]) -> None:
+    wanted = {name: options(folder, tmp_path / name, **changes) for name, changes in cases.items()}
+    assert jobs.run(2, *wanted.values()) == [jobs.ENDED] * len(wanted)
+    first = load_file(folder / "start" / "model.safetensors")
+    for name, each in wanted.items():
+        losses, apart, weights = plain(folder, each)
+        found = read_metrics(tmp_path / name / "metrics.jsonl")
+        assert [line["loss"] for line in found] == pytest.approx(losses, rel=1e-5), name
+        assert [line["divergence"] for line in found] == pytest.approx(apart, rel=1e-5), name
+        assert apart[-1] < apart[0], name
+        for key, value in load_file(tmp_path / name / "model" / "model.safetensors").items():
+            moved = (weights[key] - first[key]).norm()
+            assert moved > 0, f"{name}: {key}"
+            assert (weights[key] - value).norm() < FRACTION * moved, f"{name}: {key}"
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_teacher_on_another_number_of_ranks(folder: Path, tmp_path: Path) -> None:
+    usual = {"steps": 2 * STEPS, "checkpoint_every": STEPS, "optimizer": "adamw", "lr": 1e-2}
+    whole = options(folder, tmp_path / "whole", **usual)
+    assert jobs.run(2, whole) == [jobs.ENDED]
+    checkpoint = tmp_path / "whole" / "checkpoints" / f"step-{STEPS:08d}"
+    again = options(folder, tmp_path / "again", **usual | {"samples_per_rank": 8, "resume": str(checkpoint)})
+    assert jobs.run(1, again) == [jobs.ENDED]
+    want, found = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "again"))
+    assert [line["divergence"] for line in found] == pytest.approx(
+        [line["divergence"] for line in want[STEPS:]], rel=1e-4
+    )
+    other = options(folder, tmp_path / "whole", **usual | {"teacher_beta": 1.0, "resume": "auto"})
+    with pytest.raises(ValueError, match=r"--teacher-beta was 0\.5 and is 1\.0"):
+        sft.check_before_start(other, 2)
+
+
+def test_wrong_teachers_are_refused_before_the_start(folder: Path, tmp_path: Path) -> None:
+    save(tmp_path / "other", 2, {"vocab_size": 400})
+    save(tmp_path / "short", 2, {"max_position_embeddings": 16})
+    (tmp_path / "empty").mkdir()
+    for at, said in {
+        tmp_path / "other": "has a vocab_size of 400 and the model one of 300",
+        tmp_path / "short": "short: the longest sample has .* tokens and the model takes at most 16",
+        tmp_path / "empty": "empty",
+        LICENSE: "LICENSE",
+    }.items():
+        with pytest.raises((OSError, ValueError), match=said):
+            sft.check_before_start(options(folder, tmp_path / "out", teacher=str(at)), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"teacher": None, "teacher_beta": 1.0}, "--teacher-beta is 1.0: give --teacher too"),
+        ({"teacher_beta": 1.5}, "--teacher-beta is 1.5; it must be between 0 and 1"),
+        ({"teacher_weight": 0.0}, "--teacher-weight is 0.0; it must be positive"),
+        ({"teacher_weight": 1.5}, "--teacher-weight is 1.5; it must be between 0 and 1"),
+        ({"teacher_temperature": 0.0}, "--teacher-temperature is 0.0; it must be positive"),
+    ],
+)
+def test_wrong_options_are_named(folder: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        options(folder, folder / "out", **changes)
