@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import sys
 from pathlib import Path
 from unittest import mock
@@ -11,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from odc_triton.balance import CostModel
@@ -28,8 +30,12 @@ from tests.support.sft_case import VOCABULARY
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of seven prompts, so that a step of four goes across the end of a pass."""
-    return write_prompts(tmp_path_factory.mktemp("grpo"), prompts=7)
+    """Of seven prompts, so that a step of four goes across the end of a pass. With a teacher/ of another width."""
+    folder = write_prompts(tmp_path_factory.mktemp("grpo"), prompts=7)
+    torch.manual_seed(4)
+    config = AutoConfig.from_pretrained(folder, hidden_size=48, initializer_range=0.2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "teacher")
+    return folder
 
 
 def train(rank: int, world: int, jobs: list[GrpoOptions]) -> list[int]:
@@ -83,6 +89,23 @@ def sampled(request: Request, wanted: GrpoOptions, options: SamplingOptions) -> 
     ]
 
 
+def divergences(
+    model: nn.Module, teacher: nn.Module, rows: list[tuple[list[int], Sampled]], wanted: GrpoOptions
+) -> list[torch.Tensor]:
+    """Of each completion's own tokens."""
+    with mock.patch.dict(os.environ, TRL_EXPERIMENTAL_SILENCE="1"):
+        from trl.experimental.gkd import GKDTrainer
+
+    found, how = [], {"beta": wanted.teacher_beta, "temperature": wanted.teacher_temperature, "reduction": "none"}
+    for prompt, one in rows:
+        ids, own = torch.tensor([prompt + one.ids]), torch.tensor(one.own, dtype=torch.bool)
+        with torch.no_grad():
+            theirs = teacher(input_ids=ids).logits[:, len(prompt) - 1 : -1][:, own]
+        logits = model(input_ids=ids, use_cache=False).logits[:, len(prompt) - 1 : -1][:, own]
+        found.append(GKDTrainer.generalized_jsd_loss(logits, theirs, **how).sum(-1)[0])
+    return found
+
+
 def plain(
     wanted: GrpoOptions, world: int
 ) -> tuple[list[float], dict[str, torch.Tensor], list[list[int]], list[float], list[float]]:
@@ -98,6 +121,7 @@ def plain(
     prompts = read_prompts(wanted.data[0], tokenizer, most_tokens=wanted.token_cap * world)
     model = AutoModelForCausalLM.from_pretrained(wanted.model)
     reference = AutoModelForCausalLM.from_pretrained(wanted.model) if wanted.kl else None
+    teacher = AutoModelForCausalLM.from_pretrained(wanted.teacher) if wanted.teacher else None
     optimizer = torch.optim.SGD(model.parameters(), lr=wanted.lr)
     per_step = wanted.prompts_per_rank * world
     ends = (tokenizer.eos_token_id,)
@@ -112,7 +136,8 @@ def plain(
             seeds = [completion_seed(wanted.seed, step, place, n) for n in range(wanted.generations)]
             group = sampled(Request(ids=prompt.ids, seeds=seeds), wanted, options)
             texts = [tokenizer.decode(one.ids, skip_special_tokens=True) for one in group]
-            rewards.append(vowels(texts, [prompt.columns["wanted"]] * len(texts)))
+            wanted_texts = [prompt.columns["wanted"]] * len(texts)
+            rewards.append(vowels(texts, wanted_texts) if wanted.reward else [0.0] * len(texts))
             rows += [(one.prompt or prompt.ids, one) for one in group]
         gained = trl_advantages(torch.tensor(rewards, dtype=torch.float64), wanted.scale_rewards)
         masked += sum(not one.ended and gain != 0 for (_, one), gain in zip(rows, gained.flatten(), strict=True))
@@ -121,12 +146,19 @@ def plain(
         for _ in range(wanted.iterations):
             loss, found, kl = trl_loss(model, rows, gained, wanted, old=old, reference=reference)
             old = old or found
+            if teacher is not None:
+                apart = divergences(model, teacher, rows, wanted)
+                means_of_rows = torch.stack([each.mean() for each in apart])
+                of_teacher = torch.cat(apart).mean() if wanted.loss == "dapo" else means_of_rows.mean()
+                loss = (1 - wanted.teacher_weight) * loss + wanted.teacher_weight * of_teacher
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), wanted.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
             of_step += loss.item() / wanted.iterations
             diverged += kl
+        if teacher is not None:  # of the last iteration
+            diverged.append(torch.cat(apart).mean().item())
         losses.append(of_step)
         lengths.append([len(prompt) + len(one.ids) for prompt, one in rows])
         means.append(sum(sum(one.own) for _, one in rows) / len(rows))
@@ -161,6 +193,7 @@ CASES = {
     "dapo, fused head": {"fused_head": True, "clip_high": 0.28},
     "dapo, nothing shared": {"share_prefixes": "off"},
     "dapo, overlapped": {"overlap_rollout": "on"},
+    "teacher": {"reward": (), "teacher": "teacher", "overlap_rollout": "on"},
     "gspo, overlapped": {
         "overlap_rollout": "on",
         "loss": "gspo",
@@ -174,6 +207,19 @@ CASES = {
         "vllm_server": "http://127.0.0.1:1",
         "importance": "token_truncate",
     },
+}
+TEACHERS = {
+    "teacher, rewards": {"teacher": "teacher", "teacher_weight": 0.4, "teacher_beta": 1.0, "teacher_temperature": 1.5},
+    "teacher, rewards, grpo, twice": {
+        "teacher": "teacher",
+        "teacher_weight": 0.4,
+        "teacher_beta": 0.0,
+        "loss": "grpo",
+        "iterations": 2,
+        "clip": 0.01,
+    },
+    "teacher, split": {**CASES["dapo, split"], "reward": (), "teacher": "teacher", "gradient_checkpointing": True},
+    "teacher, logits as numbers": {"reward": (), "teacher": "teacher", "fused_head": False, "max_new_tokens": 6},
 }
 CASES["gspo, split, twice"] = {**CASES["dapo, split"], "loss": "gspo", "iterations": 2, "clip": 0.06}
 CASES["gspo, split, other engine"] = {
@@ -227,8 +273,11 @@ OVER["dapo, over the cap, kl, queue"] = {**CASES["dapo, over the cap"], "kl": 0.
 
 @pytest.mark.parametrize(
     ("cases", "world"),
-    [(CASES, 2), slow(OVER, 3), slow(REPLICAS, 4), (TURNS, 2), slow(MORE_TURNS, 2), slow(WHOLE_TURNS, 1)],
-    ids=["2 ranks", "3 ranks", "2 x 2 ranks", "turns, 2 ranks", "more turns, 2 ranks", "turns, 1 rank"],
+    [
+        *((CASES, 2), slow(OVER, 3), slow(REPLICAS, 4), (TURNS, 2), slow(MORE_TURNS, 2), slow(WHOLE_TURNS, 1)),
+        slow(TEACHERS, 2),
+    ],
+    ids=["2 ranks", "3 ranks", "2 x 2 ranks", "turns, 2 ranks", "more turns, 2 ranks", "turns, 1 rank", "teachers"],
 )
 def test_steps_are_trls(folder: Path, tmp_path: Path, cases: dict[str, dict], world: int) -> None:
     """Losses and weights after three steps of SGD, of all cases in one launch."""
@@ -244,6 +293,9 @@ def test_steps_are_trls(folder: Path, tmp_path: Path, cases: dict[str, dict], wo
     }
     function = {"rollout": "tests.rollouts:turns"}
     changed = {name: changes | function if name.startswith("turns") else changes for name, changes in cases.items()}
+    for name, changes in changed.items():
+        if "teacher" in changes:
+            changed[name] = changes | {"teacher": str(folder / "teacher")}
     jobs = {name: case(folder, out=str(tmp_path / name), **usual | changes) for name, changes in changed.items()}
     branches = dict(zip(jobs, map(sum, zip(*ranks.run(train, world, [*jobs.values()]), strict=True)), strict=True))
     # Of gspo's few learned completions, those that come together make a pack: by chance none shares a prompt. Nor do
@@ -264,7 +316,8 @@ def test_steps_are_trls(folder: Path, tmp_path: Path, cases: dict[str, dict], wo
         found = read_metrics(tmp_path / name / "metrics.jsonl")
         assert [line["loss"] for line in found] == pytest.approx(losses, rel=1e-4, abs=2e-6), name
         assert [line["length"] for line in found] == pytest.approx(means)
-        assert [line["kl"] for line in found if wanted.kl] == pytest.approx(diverged, rel=1e-3, abs=1e-7), name
+        apart = "divergence" if wanted.teacher else "kl"
+        assert [line[apart] for line in found if apart in line] == pytest.approx(diverged, rel=1e-3, abs=1e-7), name
         made = load_file(tmp_path / name / "model" / "model.safetensors")
         moved = sum((weights[n] - first[n]).square().sum() for n in made).sqrt()
         apart = sum((weights[n] - made[n]).square().sum() for n in made).sqrt()
