@@ -127,7 +127,8 @@ class GrpoOptions(RunOptions):
             what = ", ".join(self.reward) or "missing"
             raise ValueError(
                 f"--reward is {what} and --teacher-weight is {self.teacher_weight:g}: the loss is WEIGHT times the "
-                f"divergence and 1 - WEIGHT times that of the rewards; give rewards and less than 1, or neither"
+                f"divergence and 1 - WEIGHT times that of the rewards; give --reward and a --teacher-weight below 1, "
+                f"or neither"
             )
         if self.rollout is not None and not _FUNCTION.fullmatch(self.rollout):
             raise ValueError(f"--rollout is {self.rollout!r}; give module:function, as in --rollout my_tools:rollout")

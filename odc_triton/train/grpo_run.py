@@ -327,11 +327,11 @@ class GrpoRun(Run):
         rewards = made.totals.flatten()
         lengths = [sum(one.own) for (one,) in made.sampled]
         self.samples = [self._sample(made, place) for place in range(len(slots))[: self.options.eval_samples]]
-        of_rewards = {
-            "eval_reward": rewards.nanmean().item(),
-            "eval_pass": (rewards >= self.options.pass_reward).double().mean().item(),
-        }
-        return (of_rewards if len(made.rewards) else {}) | {"eval_length": sum(lengths) / len(lengths)}
+        metrics = {"eval_length": sum(lengths) / len(lengths)}
+        if self.options.reward:
+            metrics["eval_reward"] = rewards.nanmean().item()
+            metrics["eval_pass"] = (rewards >= self.options.pass_reward).double().mean().item()
+        return metrics
 
     def _sample(self, made: Rollout, place: int) -> Sample:
         """The completion of the evaluation's prompt at `place`, with its rewards; NaN where no function applied."""
@@ -355,17 +355,16 @@ class GrpoRun(Run):
         rewards = made.totals
         flat = [one for group in made.sampled for one in group]
         lengths = [sum(one.own) for one in flat]
-        of_rewards = {
-            "reward": rewards.nanmean().item(),
-            "reward_std": rewards[~rewards.isnan()].std(correction=0).item(),
-            "groups_learned": (rewards != rewards[:, :1]).any(1).double().mean().item(),
-        }
-        metrics = (of_rewards if len(made.rewards) else {}) | {
+        metrics = {
             "length": sum(lengths) / len(lengths),
             "length_max": max(lengths),
             "truncated": sum(not one.ended for one in flat) / len(flat),
         }
-        if len(self.sampler.rewards.names) > 1:
+        if self.options.reward:
+            metrics["reward"] = rewards.nanmean().item()
+            metrics["reward_std"] = rewards[~rewards.isnan()].std(correction=0).item()
+            metrics["groups_learned"] = (rewards != rewards[:, :1]).any(1).double().mean().item()
+        if len(self.options.reward) > 1:
             for name, scores in zip(self.sampler.rewards.names, made.rewards, strict=True):
                 metrics[f"rewards/{name}"] = scores.nanmean().item()
         return metrics
