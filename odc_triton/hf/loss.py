@@ -86,8 +86,9 @@ def distillation_loss(
     """The divergence of `model` from `teacher` summed over the pack's target tokens: a scalar in fp32.
 
     Call it in `minibatch(model)` and divide by the *global* number of targets, as with `summed_loss`. `teacher` is
-    sharded over the same ranks and read on demand: it needs no minibatch, and no gradients. With fused heads in both
-    neither's logits are ever whole. Arguments and errors are those of `odc_triton.divergence` and `summed_loss`.
+    sharded over the same ranks and read on demand: it needs no minibatch. It is set to evaluation mode, and needs no
+    gradients. With fused heads in both neither's logits are ever whole. Arguments and errors are those of
+    `odc_triton.divergence` and `summed_loss`.
     """
     refuse_router_loss(model, f"which this leaves out: {NO_ROUTER_LOSS}")
     logits, _ = predictions(model, pack)
@@ -96,14 +97,14 @@ def distillation_loss(
 
 @torch.no_grad()
 def frozen_logits(model: nn.Module, pack: Mapping[str, Any]) -> Tensor | FusedLogits:
-    """Logits of the pack's targets by a model that is only read. A fused head stays fused, also in evaluation mode."""
-    head = innermost(model).get_output_embeddings()
-    training = head.training
-    head.train()
+    """Logits of the pack's targets by a model that is only read: in evaluation mode, but for a fused head's."""
+    if model.training:
+        model.eval()
+    head = innermost(model).get_output_embeddings().train()  # a fused head computes whole logits in evaluation
     try:
         return predictions(model, pack)[0]
     finally:
-        head.train(training)
+        head.eval()
 
 
 def summed_losses(model: nn.Module, pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

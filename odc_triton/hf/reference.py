@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from ..balance.collate import Pack
@@ -10,7 +9,7 @@ from ..engine.api import engine_of
 from ..engine.participant import Participant
 from ..nn.head import FusedLogits, divergence
 from ..sequence.exchange import SequenceExchange
-from .loss import predictions
+from .loss import frozen_logits
 
 
 class Reference(Participant):
@@ -34,11 +33,10 @@ class Reference(Participant):
         for each in engines:  # a rank that waits for a piece of one model may hold up pieces of the other
             each.barrier.blocked_on = lambda rank: next((on for of in found if (on := of(rank)) is not None), None)
 
-    @torch.no_grad()
     def __call__(self, pack: Pack) -> Tensor | FusedLogits:
         """Logits [n, V] that predict the pack's n targets."""
         self._follow()
-        return predictions(self.model, pack)[0]
+        return frozen_logits(self.model, pack)
 
     def _follow(self) -> None:
         """Opens the policy's plan, which may come late in a minibatch."""

@@ -101,9 +101,7 @@ def _sharded(
 def load_frozen(options: RunOptions, sharded: Sharded, model: str | None = None) -> nn.Module:
     """`model`, or the run's own as it starts, sharded, without adapters and dropout, never stepped. Collective."""
     made, _ = sharded(frozen_options(options, model), frozen=True)
-    made.eval()
-    made.get_output_embeddings().train()  # a fused head computes whole logits in evaluation
-    return made
+    return made.eval()
 
 
 def load_teacher(options: RunOptions, sharded: Sharded) -> nn.Module | None:

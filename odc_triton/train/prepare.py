@@ -150,6 +150,14 @@ def _check_resumed(options: RunOptions, folder: RunFolder, identity: dict[str, A
     require_same(saved, identity, where=path.absolute().parent.parent)
 
 
+def _has_tokens(model: str, tokenizer: Any) -> bool:
+    """True if the model's own tokenizer has all tokens of `tokenizer`, by the same numbers."""
+    try:
+        return tokenizer.get_vocab().items() <= read_tokenizer(model).get_vocab().items()
+    except (OSError, ValueError):
+        return False
+
+
 def check_before_start(options: RunOptions, ranks: int, tokenizer: Any, *, longest: int, largest_token: int) -> None:
     """Raises OSError and ValueError for errors that would occur later in the run. Leaves only the folder `out`.
 
@@ -164,10 +172,11 @@ def check_before_start(options: RunOptions, ranks: int, tokenizer: Any, *, longe
         except ValueError as error:
             raise ValueError(f"--teacher {options.teacher}: {error}") from error
         words = [innermost(each).config.get_text_config().vocab_size for each in (model, teacher)]
-        if words[0] != words[1]:
+        if words[0] != words[1] and not _has_tokens(options.teacher, tokenizer):  # else one has rows as padding
             raise ValueError(
-                f"--teacher {options.teacher} has a vocab_size of {words[1]} and the model one of {words[0]}: the "
-                f"divergence is of distributions over the same tokens; give a teacher of the same family"
+                f"--teacher {options.teacher} has a vocab_size of {words[1]} and the model one of {words[0]}, and no "
+                f"tokenizer with the same tokens: the divergence is of distributions over the same tokens, so give a "
+                f"teacher of the same family"
             )
     for folder in (options.model, options.teacher):
         if folder is not None and Path(folder).is_dir():

@@ -250,7 +250,7 @@ class SftRun(Run):
         return self.run_minibatch(run)
 
     def _losses(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A pack's summed loss, the sum of its samples' routers' losses, and its divergence from the teacher, if any."""
+        """Of a pack the summed loss, that of its samples' routers, and the divergence from the teacher, if any."""
         logits, targets, router = router_predictions(self.model, pack, bool(router_weight(self.model)))
         nothing, weight = torch.zeros_like(router), 0.0 if self.teacher is None else self.teacher.weight
         own = F.cross_entropy(logits.float(), targets, reduction="sum") if weight < 1 else nothing

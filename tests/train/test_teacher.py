@@ -17,26 +17,28 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from odc_triton.balance import MinibatchSampler
 from odc_triton.balance.collate import count_target_tokens, pack_collate
 from odc_triton.data.dataset import DataOptions
-from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
+from odc_triton.data.tokenizer import TextEncoder, load_tokenizer, to_transformers
 from odc_triton.train import sft
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.sft_options import SftOptions
 from tests.support import jobs, slow
-from tests.support.sft_case import LICENSE, QWEN2, case, write_case
+from tests.support.sft_case import LICENSE, QWEN2, VOCABULARY, case, write_case
 from tests.support.tokenized import tokenize_file
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11")
 
 STEPS = 3
+MODELS = {"start": {}, "teacher": {"hidden_size": 48}, "padded": {"vocab_size": VOCABULARY + 20}}
 FRACTION = 1e-4  # of what the steps changed: fp32, sums in another order
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a model, start/, and a wider teacher/."""
+    """With a model, start/, a wider teacher/, and a padded/ one with the model's tokenizer and more rows."""
     folder = write_case(tmp_path_factory.mktemp("teacher"), records=40, characters=200)
-    for seed, (name, changes) in enumerate({"start": {}, "teacher": {"hidden_size": 48}}.items()):
+    for seed, (name, changes) in enumerate(MODELS.items()):
         save(folder / name, seed, changes)
+    to_transformers(load_tokenizer(folder / "tokenizer.json")).save_pretrained(folder / "padded")
     return folder
 
 
@@ -48,6 +50,8 @@ def save(at: Path, seed: int, changes: dict[str, Any]) -> None:
 
 def options(folder: Path, out: Path, **changes: Any) -> SftOptions:
     usual = {"init": None, "model": str(folder / "start"), "teacher": str(folder / "teacher"), "out": str(out)}
+    if changes.get("teacher") in MODELS:
+        changes["teacher"] = str(folder / changes["teacher"])
     usual |= {"optimizer": "sgd", "lr": 0.5, "schedule": "constant", "warmup_steps": 0, "steps": STEPS}
     return case(folder, **usual | {"samples_per_rank": 4, "clip_norm": 1e9} | changes)
 
@@ -73,6 +77,7 @@ def plain(folder: Path, wanted: SftOptions) -> tuple[list[float], list[float], d
             with torch.no_grad():
                 theirs = teacher(input_ids=ids).logits[:, :-1]
             own = model(input_ids=ids).logits[:, :-1]
+            theirs = theirs[..., : own.shape[-1]]
             divergence = GKDTrainer.generalized_jsd_loss(own, theirs, labels=labels[:, 1:], **how)
             loss = wanted.teacher_weight * divergence
             loss = loss + (1 - wanted.teacher_weight) * F.cross_entropy(own[0], labels[0, 1:], reduction="sum")
@@ -93,6 +98,7 @@ MORE = {
     "split": {"split_sequences": True, "token_cap": 100, "truncate": False, "gradient_checkpointing": True},
     "replaced layers, a queue": {"replace_layers": True, "balance": "queue"},
     "exact": {"exact": True},
+    "a teacher whose vocabulary is padded": {"teacher": "padded"},
 }
 
 
@@ -134,8 +140,9 @@ def test_wrong_teachers_are_refused_before_the_start(folder: Path, tmp_path: Pat
     save(tmp_path / "other", 2, {"vocab_size": 400})
     save(tmp_path / "short", 2, {"max_position_embeddings": 16})
     (tmp_path / "empty").mkdir()
+    sft.check_before_start(options(folder, tmp_path / "out", teacher="padded"), 2)
     for at, said in {
-        tmp_path / "other": "has a vocab_size of 400 and the model one of 300",
+        tmp_path / "other": "has a vocab_size of 400 and the model one of 300, and no tokenizer",
         tmp_path / "short": "short: the longest sample has .* tokens and the model takes at most 16",
         tmp_path / "empty": "empty",
         LICENSE: "LICENSE",
