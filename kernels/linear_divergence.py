@@ -29,6 +29,7 @@ from .scatter import scatter
 from .tiles import DIVERGENCE, SoftmaxTile
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_LEAST = tl.constexpr(LOWEST)  # of a log-probability: its exp is 0, and 0 times it is 0 where -inf would give NaN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +83,13 @@ def divergence_kernel(
     e = tl.load(own + t, mask=t_in, other=0.0)
     for start in range(0, count, BLOCK_V):
         v = start + tl.arange(0, BLOCK_V)
-        v_in = (v < count)[None, :]
         at = student + t[:, None] * stride + v[None, :]
         at_teacher = teacher + t[:, None] * stride_teacher + v[None, :]
-        log_p = tl.where(v_in, load_scaled(at, t_in, v, count, scale) - total, 0.0)
-        log_q = tl.where(v_in, load_scaled(at_teacher, t_in, v, count, scale_teacher) - total_teacher, 0.0)
-        p, q = tl.where(v_in, tl.exp(log_p), 0.0), tl.where(v_in, tl.exp(log_q), 0.0)
+        log_p = load_scaled(at, t_in, v, count, scale) - total
+        log_q = load_scaled(at_teacher, t_in, v, count, scale_teacher) - total_teacher
+        log_p = tl.maximum(log_p, _LEAST, propagate_nan=tl.PropagateNan.ALL)
+        log_q = tl.maximum(log_q, _LEAST, propagate_nan=tl.PropagateNan.ALL)
+        p, q = tl.exp(log_p), tl.exp(log_q)
         of_p, of_q = log_p + log_share, log_q + log_share_teacher
         higher = tl.maximum(of_p, of_q)
         log_m = higher + tl.log(tl.exp(of_p - higher) + tl.exp(of_q - higher))
@@ -132,7 +134,7 @@ class _LogitChunks:
         totals, scales = (sums.lse, sums.lse_teacher), (self.student.scale, self.teacher.scale)
         if self.eager:
             log_p, log_q = (
-                logits.to(total.dtype).mul(scale).sub_(total[:, None])
+                logits.to(total.dtype).mul(scale).sub_(total[:, None]).clamp_(min=LOWEST)
                 for logits, total, scale in zip((z, u), totals, scales, strict=True)
             )
             log_m = torch.logaddexp(log_p + shares[0], log_q + shares[1])

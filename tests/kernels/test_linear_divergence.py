@@ -137,6 +137,18 @@ def test_large_logits_and_equal_heads(beta: float, eager: bool) -> None:
             assert each.abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("eager", [False, True], ids=["kernel", "eager"])
+@pytest.mark.parametrize("beta", BETAS)
+def test_a_logit_of_minus_infinity_has_no_part(beta: float, eager: bool) -> None:
+    h, g = torch.tensor([[256.0]]).half(), torch.ones(1)
+    wholes = [torch.tensor([[-60000.0], [a / 256], [b / 256]]).half() for a, b in ((1, 2), (2, 1))]  # beyond fp16
+    divergence, dh, dw = run((h, wholes[0], h, wholes[1]), beta, g, eager=eager)
+    want = oracle((h, wholes[0][1:], h, wholes[1][1:]), beta, g)
+    assert dw[0] == 0
+    assert dh.isfinite().all()
+    close((divergence, want[1], dw[1:]), want, torch.float16)
+
+
 @pytest.mark.parametrize("chunk", [32, None])
 def test_chunks_do_not_show(chunk: int | None) -> None:
     given, g = heads(5, 150, 8, 8, torch.float32), torch.randn(5)
