@@ -133,10 +133,11 @@ def test_as_trl(tmp_path: Path, group: str, world: int) -> None:
     (plain,) = ranks.run(_each, 1, str(tmp_path), str(tmp_path), False, group)
     ours = ranks.run(_each, world, str(tmp_path), str(tmp_path), True, group)
     for changes, of_trl, *of_ranks in zip(GROUPS[group], plain, *ours, strict=True):
-        if "gradient_accumulation_steps" in changes:  # of batches
-            for entry in (*of_trl["logs"], *(entry for result in of_ranks for entry in result["logs"])):
-                for name in ("min_reward", "max_reward"):
-                    entry.pop(name, None)
+        skipped = ("min_reward", "max_reward") if "gradient_accumulation_steps" in changes else ()  # of batches
+        skipped += ("accuracy", "eval_accuracy") if "bf16" in changes else ()  # pairs of nearly the same rewards
+        for entry in (*of_trl["logs"], *(entry for result in of_ranks for entry in result["logs"])):
+            for name in skipped:
+                entry.pop(name, None)
         assert_alike(of_ranks, of_trl, tolerance=5e-2 if "bf16" in changes else 1e-5)
         assert {"min_reward", "mean_reward", "accuracy", "margin"} & of_trl["logs"][0].keys()
     if group == "others":
