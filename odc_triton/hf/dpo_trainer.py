@@ -116,7 +116,9 @@ class ODCDPOTrainer(PairTrainer, DPOTrainer):
     def _set_reference(self, ref_model: nn.Module | None) -> None:
         datasets = [self.train_dataset, *self._eval_datasets.values()]
         known = self.args.precompute_ref_log_probs or all(map(_has_logps, datasets))
-        if ref_model is None and not known and not hasattr(self.model, "get_base_model"):
+        if ref_model is None and not known and hasattr(self.model, "get_base_model"):
+            self._check_adapters()
+        elif ref_model is None and not known:
             with torch.random.fork_rng(devices=[]):  # TRL has seeded for its own shuffles by now
                 ref_model = self._sharded_reference("there is no ref_model")
         if ref_model is not None:

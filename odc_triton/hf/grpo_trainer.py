@@ -129,7 +129,9 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         shares = share_prefixes == "auto" and self._noise_alpha is None and not self.aux_loss_enabled
         self._share_prefixes, self._router_weight = shares, self.router_aux_loss_coef
         self.beta, self.use_vllm = beta, use_vllm
-        if beta and not hasattr(model, "get_base_model"):
+        if beta and hasattr(model, "get_base_model"):
+            self._check_adapters()
+        elif beta:
             with torch.random.fork_rng(devices=[]):  # TRL has seeded for its own shuffles by now
                 reference = self._sharded_reference(f"beta is {beta}")
             self.ref_model = self.accelerator.prepare_model(reference, device_placement=False, evaluation_mode=True)

@@ -17,6 +17,7 @@ autocast, as in plain Trainer, but without the cache of cast weights, which woul
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -138,6 +139,19 @@ class ShardedTrainer(Trainer):
     @property
     def _cost(self) -> CostModel:
         return CostModel.from_config(self.model.config.get_text_config())
+
+    def _check_adapters(self) -> None:
+        """Warns where TRL's reference would be a copy of the adapters, which are trained already. Collective."""
+        if "ref" in self.model.peft_config:
+            return
+        parts = [value.to_local() for name, value in self.model.named_parameters() if "lora_B" in name]
+        trained = any(bool(each.any()) for each in parts)
+        if any(each["trained"] for each in self._engine.exchange("look at the adapters", {"trained": trained})):
+            warnings.warn(
+                "the adapters are trained already, and the reference is the model without them: for TRL's, add a copy "
+                'of them named "ref" before fully_shard',
+                stacklevel=3,
+            )
 
     # ------------------------------------------------------------------ a step
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..balance.collate import Pack, PackedDataset, pack_collate, to_device
 from ..balance.pieces import Entry, number_of
 from ..data.records import IGNORED
-from ..hf.loss import NO_ROUTER_LOSS, predictions, refuse_router_loss
+from ..hf.loss import predictions
 from ..hf.reference import Teacher
 from ..nn.head import FusedLogits, log_probs
 from ..sequence.sums import SampleSums
@@ -96,7 +96,6 @@ class Learned:
         """
         (pack,) = pack_collate([PackedDataset(self.samples)[entries]])
         pack = to_device(pack, device)
-        refuse_router_loss(model, f"which train grpo leaves out: use ODCGRPOTrainer, or {NO_ROUTER_LOSS}")
         logits, targets = predictions(model, pack)
         own_weight = 1.0 if teacher is None else 1.0 - teacher.weight
         with torch.set_grad_enabled(own_weight > 0):

@@ -21,6 +21,7 @@ from ..base.errors import RolloutStopped
 from ..checkpoint.repeat import Replayable
 from ..engine.api import engine_of, minibatch
 from ..hf.enable import innermost, takes_branches
+from ..hf.loss import NO_ROUTER_LOSS, refuse_router_loss
 from ..hf.reference import Reference
 from ..rl.generation import CompletionEngine, SamplingOptions, end_tokens_of
 from ..rl.importance import Importance
@@ -101,6 +102,7 @@ class GrpoRun(Run):
         """`reference`: the model at the start, sharded, if there is a divergence to it; `teacher`: another one,
         to learn from. `completions` samples; `correction`: the importance weights if it is not the policy.
         """
+        refuse_router_loss(model, f"which train grpo leaves out: use ODCGRPOTrainer, or {NO_ROUTER_LOSS}")
         engine = engine_of(model)
         self.prompts, self.evaluation, self.mix = prepared.data, prepared.evaluation, prepared.mix
         self.correction = correction

@@ -81,6 +81,8 @@ def frozen_options(options: RunOptions, model: str | None = None) -> RunOptions:
     changes: dict[str, Any] = {"lora_rank": 0, "lora_alpha": None, "lora_targets": "all-linear"}
     if model is not None:
         changes |= {"model": model, "init": None, "tokenizer": options.tokenizer or options.model}
+    if isinstance(options, SftOptions):
+        changes["router_aux_loss"] = 0.0
     return dataclasses.replace(options, freeze_vision_tower=False, **changes)
 
 

@@ -150,12 +150,12 @@ def _check_resumed(options: RunOptions, folder: RunFolder, identity: dict[str, A
     require_same(saved, identity, where=path.absolute().parent.parent)
 
 
-def _has_tokens(model: str, tokenizer: Any) -> bool:
-    """True if the model's own tokenizer has all tokens of `tokenizer`, by the same numbers."""
+def _has_tokens(model: str, tokenizer: Any, *, otherwise: bool) -> bool:
+    """True if the model's own tokenizer has all tokens of `tokenizer`, by the same numbers; without one `otherwise`."""
     try:
         return tokenizer.get_vocab().items() <= read_tokenizer(model).get_vocab().items()
     except (OSError, ValueError):
-        return False
+        return otherwise
 
 
 def check_before_start(options: RunOptions, ranks: int, tokenizer: Any, *, longest: int, largest_token: int) -> None:
@@ -172,11 +172,11 @@ def check_before_start(options: RunOptions, ranks: int, tokenizer: Any, *, longe
         except ValueError as error:
             raise ValueError(f"--teacher {options.teacher}: {error}") from error
         words = [innermost(each).config.get_text_config().vocab_size for each in (model, teacher)]
-        if words[0] != words[1] and not _has_tokens(options.teacher, tokenizer):  # else one has rows as padding
+        if not _has_tokens(options.teacher, tokenizer, otherwise=words[0] == words[1]):
             raise ValueError(
                 f"--teacher {options.teacher} has a vocab_size of {words[1]} and the model one of {words[0]}, and no "
-                f"tokenizer with the same tokens: the divergence is of distributions over the same tokens, so give a "
-                f"teacher of the same family"
+                f"tokenizer with the model's tokens: the divergence is of distributions over the same tokens, so give "
+                f"a teacher of the same family"
             )
     for folder in (options.model, options.teacher):
         if folder is not None and Path(folder).is_dir():

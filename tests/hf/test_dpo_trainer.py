@@ -14,7 +14,7 @@ import torch
 
 from tests.support import dpo_case as case
 from tests.support import ranks, slow
-from tests.support.families import causal_lm
+from tests.support.families import causal_lm, with_lora
 from tests.support.trl_case import assert_alike
 
 pytestmark = [
@@ -210,7 +210,7 @@ def _refusals(rank: int, world: int, folder: str) -> None:
     from transformers import TrainingArguments
 
     from odc_triton import MinibatchFailed, fully_shard
-    from odc_triton.hf import ODCDPOTrainer
+    from odc_triton.hf import ODCDPOTrainer, enable_packing
 
     case.environment()
     given = {"train_dataset": case.dataset([0, 1]), "processing_class": case.tokenizer()}
@@ -235,6 +235,10 @@ def _refusals(rank: int, world: int, folder: str) -> None:
         with pytest.raises((TypeError, ValueError), match=words):
             ODCDPOTrainer(wrong, **{"args": args} | given | options)
     assert not args.precompute_ref_log_probs
+    adapted = with_lora(case.model_of(None))
+    enable_packing(adapted)
+    with pytest.warns(UserWarning, match="the adapters are trained already, and the reference is the model without"):
+        ODCDPOTrainer(fully_shard(adapted), args=args, **given)
     fused = case.sharded(None, fused=True)
     weighted = case.arguments(folder, use_weighting=True, eval_strategy="no")
     with pytest.raises(MinibatchFailed, match="use_weighting needs all probabilities"):
