@@ -76,6 +76,11 @@ class PairTrainer(ODCTrainer):
     # ------------------------------------------------------------------ data
 
     def _samples(self, dataset: Any) -> Any:
+        if not hasattr(dataset, "__len__"):
+            raise TypeError(
+                f"{type(dataset).__name__} has no length, and pairs are assigned by what they cost: give a data set, "
+                f"such as datasets.Dataset.from_list(list(stream.take(n)))"
+            )
         return self._remove_unused_columns(dataset) if hasattr(dataset, "column_names") else dataset
 
     def _sizes(self, dataset: Any) -> dict[str, Any]:

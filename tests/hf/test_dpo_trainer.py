@@ -235,6 +235,10 @@ def _refusals(rank: int, world: int, folder: str) -> None:
         with pytest.raises((TypeError, ValueError), match=words):
             ODCDPOTrainer(wrong, **{"args": args} | given | options)
     assert not args.precompute_ref_log_probs
+    for name in ("eval_dataset", "train_dataset"):
+        stream = case.dataset([0, 1]).to_iterable_dataset()
+        with pytest.raises(TypeError, match="IterableDataset"):
+            ODCDPOTrainer(model, case.sharded(None), args, **given | {name: stream}).evaluate()
     adapted = with_lora(case.model_of(None))
     enable_packing(adapted)
     with pytest.warns(UserWarning, match="the adapters are trained already, and the reference is the model without"):
