@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 from ..nn.head import FusedLogits, log_probs
 from ..nn.operand import is_sharded
 from .enable import innermost, takes_branches
-from .grpo_metrics import GET_TRL, TRL
 from .loss import predictions
 from .neftune import embedding_noise
 from .pair_trainer import PairTrainer, refuse_unpacked
+from .trl_metrics import GET_TRL, TRL
 
 try:
     from trl import DPOConfig, DPOTrainer

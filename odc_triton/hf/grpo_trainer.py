@@ -43,11 +43,11 @@ from ..data.records import IGNORED
 from ..engine.api import minibatch
 from ..nn.head import log_probs
 from .enable import innermost, is_packed, takes_branches
-from .grpo_metrics import GET_TRL, TRL, Alone, PackMetrics, alone, check_trl, merged
 from .grpo_rows import AssignedRows, Row, assign_rows, batch_of, counted, in_bonus, rows_of, share_packs
 from .loss import router_predictions
 from .neftune import embedding_noise
 from .sharded_trainer import ShardedTrainer
+from .trl_metrics import GET_TRL, TRL, Alone, PackMetrics, alone, check_trl, merged
 
 try:
     from accelerate.utils import gather_object

@@ -24,8 +24,8 @@ from ..balance.relatives import find_relatives
 from ..data.records import IGNORED
 from ..engine.api import minibatch
 from .enable import innermost, is_packed, takes_branches
-from .grpo_metrics import alone, check_trl, merged
 from .trainer import ODCTrainer
+from .trl_metrics import alone, check_trl, merged
 
 
 def completions(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

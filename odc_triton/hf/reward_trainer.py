@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from ..data.records import IGNORED
 from .enable import innermost
-from .grpo_metrics import GET_TRL, TRL
 from .loss import predictions
 from .neftune import embedding_noise
 from .pair_trainer import PairTrainer
 from .scores import gives_token_scores
+from .trl_metrics import GET_TRL, TRL
 
 try:
     from trl import RewardConfig, RewardTrainer

@@ -232,7 +232,7 @@ class ODCTrainer(ShardedTrainer):
         )
 
     def _sizes(self, dataset: Any) -> dict[str, Any]:
-        """What a sampler is told of the samples' sizes."""
+        """Of the samples, as MinibatchSampler takes it."""
         lengths, floors, values = self._measured(dataset)
         extra = tower_costs(self.model, values)
         return {"lengths": lengths, "cost": self._cost, "extra": extra, "floors": floors}

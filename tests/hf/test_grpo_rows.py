@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from odc_triton.balance import CostModel
-from odc_triton.hf.grpo_metrics import Alone, PackMetrics, merged
 from odc_triton.hf.grpo_rows import assign_rows, batch_of, counted, rows_of
+from odc_triton.hf.trl_metrics import Alone, PackMetrics, merged
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7], [8], [9, 10]]
