@@ -173,6 +173,7 @@ def _with_routers(rank: int, world: int, run: Callable, folder: str, start: str,
     ]
 
 
+@pytest.mark.slow
 def test_a_routers_loss_as_trl(tmp_path: Path) -> None:
     """On microbatches of one row, whose losses TRL averages; prompts are computed for each completion."""
     torch.manual_seed(0)

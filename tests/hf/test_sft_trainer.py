@@ -84,7 +84,8 @@ def test_as_trl(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert_weights_alike(results[0]["weights"], plain["weights"])
 
 
-@pytest.mark.parametrize("streamed", [{}, slow({"streamed": True})], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("streamed", [{}, {"streamed": True}], ids=str)
 def test_a_routers_loss_as_trl(tmp_path: Path, streamed: dict[str, Any]) -> None:
     """On microbatches of one sample, by SFTConfig's coefficient. An evaluation leaves it out."""
     changes = streamed | {"router_aux_loss_coef": 0.5, "eval_strategy": "no"}
