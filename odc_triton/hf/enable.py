@@ -23,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from ..balance.pieces import Piece
 from .attention import PREPARED_MASK, REMEDY, PackingUnsupported, packed_attention, packed_mask, tell_by_positions
 from .images import text_positions
-from .scores import every_token, give_token_scores
+from .scores import every_token, give_token_scores, gives_token_scores
 
 ATTENTION_NAME = "odc_packed"
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
@@ -83,9 +83,11 @@ def enable_packing(model: nn.Module) -> None:
     attention. State-space, linear-attention and convolution mixers carry state across documents and are refused.
     For a model on the meta device a small one of its class and config is probed, with random weights (`stand_in`).
 
-    Raises PackingUnsupported if a check fails; the former attention is then restored.
+    Raises PackingUnsupported if a check fails; the former attention is then restored. ValueError for PEFT's prompt
+    tuning.
     """
     name = type(model).__name__
+    refuse_prompt_learning(model)
     if not hasattr(model, "set_attn_implementation"):
         raise PackingUnsupported(f"{name} is not a transformers model with a settable attention. {REMEDY}")
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -118,12 +120,24 @@ def enable_packing(model: nn.Module) -> None:
         model.set_attn_implementation(former)
         known = isinstance(error, PackingUnsupported)
         reason = str(error) if known else f"the probe raised {error!r}. {REMEDY}"
+        if not known and hasattr(innermost(model), "score") and not gives_token_scores(innermost(model)):
+            reason = f"it gives a score of each row, and none of single tokens. {REMEDY}"
         raise PackingUnsupported(f"{name} can't be trained on packs: {reason}") from error
     finally:
         _register(packed_attention, packed_mask)
         for module in training:
             module.training = True
     _use_flash_attention_3(model.config.get_text_config())
+
+
+def refuse_prompt_learning(model: nn.Module) -> None:
+    """Raises ValueError for PEFT's prompt, prefix and P-tuning, which put tokens before a row, not before documents."""
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"adapter {name!r} is {config.peft_type.value}, whose virtual tokens come before a batch's rows, and a "
+                f"pack is one row of several documents: use one within the layers, such as peft.LoraConfig"
+            )
 
 
 def _use_flash_attention_3(config: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..data.records import IGNORED
 from ..nn.head import FusedLogits, divergence
 from .attention import PREPARED_MASK
-from .enable import innermost, is_packed, takes_branches, takes_prepared_mask
+from .enable import innermost, is_packed, refuse_prompt_learning, takes_branches, takes_prepared_mask
 from .images import picture_inputs
 from .router_loss import router_losses, router_weight
 
@@ -132,16 +132,6 @@ def refuse_router_loss(model: nn.Module, instead: str) -> None:
             f"{type(innermost(model)).__name__} adds a router's auxiliary loss (output_router_logits=True, "
             f"router_aux_loss_coef={weight}), {instead}"
         )
-
-
-def refuse_prompt_learning(model: nn.Module) -> None:
-    """Raises ValueError for PEFT's prompt, prefix and P-tuning, which put tokens before a row, not before documents."""
-    for name, config in (getattr(model, "peft_config", None) or {}).items():
-        if getattr(config, "is_prompt_learning", False):
-            raise ValueError(
-                f"adapter {name!r} is {config.peft_type.value}, whose virtual tokens come before a batch's rows, and a "
-                f"pack is one row of several documents: use one within the layers, such as peft.LoraConfig"
-            )
 
 
 def predictions(model: nn.Module, pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -103,6 +103,19 @@ def test_prompt_tuning_is_refused(tmp_path: Path) -> None:
         ODCTrainer(model, arguments(str(tmp_path)), train_dataset=samples())
     with pytest.raises(ValueError, match=words):
         summed_loss(model, pack_collate([samples()[:2]])[0])
+    with pytest.raises(ValueError, match=words):
+        enable_packing(peft.get_peft_model(build("qwen2"), options))
+
+
+def test_classifiers_without_scores_of_tokens_are_refused() -> None:
+    from transformers import GPTNeoXConfig, GPTNeoXForSequenceClassification
+
+    from odc_triton.hf import PackingUnsupported, enable_packing
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32}
+    model = GPTNeoXForSequenceClassification(GPTNeoXConfig(vocab_size=97, num_labels=1, pad_token_id=0, **sizes))
+    with pytest.raises(PackingUnsupported, match=r"GPTNeoXForSequenceClassification .* it gives a score of each row"):
+        enable_packing(model)
 
 
 def test_streams_are_refused(tmp_path: Path) -> None:
