@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from odc_triton.balance import CostModel
 from odc_triton.hf.grpo_rows import assign_rows, batch_of, counted, rows_of
@@ -118,7 +119,7 @@ def test_metrics_merge_as_if_there_were_one_pack() -> None:
     values = torch.rand(6, generator=generator)
     ranks = []
     for packs in ([values[:1], values[1:4]], [values[4:]], []):  # the last rank has none
-        alone = Alone(CPU, is_main_process=True)
+        alone = Alone(Accelerator(cpu=True))
         metrics = PackMetrics(alone)
         for pack in packs:
             total = alone.reduce(torch.stack([pack.sum(), torch.tensor(float(len(pack)))]), reduction="sum")

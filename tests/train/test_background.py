@@ -67,14 +67,14 @@ def test_the_last_checkpoint_waits_for_the_one_before(wanted: SftOptions) -> Non
 def test_a_failed_minibatch_leaves_the_checkpoint_being_written_whole(
     wanted: SftOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    summed_loss, calls = sft_run.summed_loss, iter(range(STEPS))
+    router_predictions, calls = sft_run.router_predictions, iter(range(STEPS))
 
     def failing(*given: object) -> torch.Tensor:
         if next(calls) == SAVED:
             raise ZeroDivisionError("in the minibatch after the save")
-        return summed_loss(*given)
+        return router_predictions(*given)
 
-    monkeypatch.setattr(sft_run, "summed_loss", failing)
+    monkeypatch.setattr(sft_run, "router_predictions", failing)
     with pytest.raises(MinibatchFailed, match="in the minibatch after the save"):
         train_sft(wanted)
     assert kept(wanted) == [f"step-{SAVED:08d}"]
