@@ -1,9 +1,9 @@
 """DPO's update by ODCDPOTrainer, beside TRL's DPOTrainer on a model of torch's FSDP2: 2 ranks, step by step in turn.
 
-    python -m bench.suites.dpo [--steps 7] [--out bench/results/dpo.json]
+    python -m bench.suites.dpo [--steps 3] [--out bench/results/dpo.json]
 
 Prompts and completions have random words, and lengths that were drawn before anything was measured, with heavy tails.
-A step takes the same pairs in both. TRL's pads them in batches of several sizes; ratios are to the fastest. The bound
+A step takes the same pairs in both. TRL's pads them in batches, in several settings; ratios are to the fastest. The bound
 is counted from lengths alone: what FSDP2's slowest rank computes in each batch, with its padding, over an equal part of
 what the pairs' documents cost, with each prompt computed once.
 """
@@ -39,7 +39,8 @@ from ..reports.versus import LONG_CONFIG
 from .prefixes_trainer import _timed
 
 PAIRS = 8  # of a rank and step
-BATCHES = (1, 2, 4, 8)  # pairs that TRL's trainer computes at once
+# TRL's trainer: pairs that it computes at once, and FSDP2's reshard_after_forward. Larger batches are slower.
+ARMS = {"FSDP2, 1 pair": (1, None), "FSDP2, 1 pair, without resharding": (1, False), "FSDP2, 2 pairs": (2, None)}
 # Median and largest tokens of prompts and completions: of chats, and of long prompts.
 CASES = {"chats": ((160, 768), (120, 512)), "long prompts": ((512, 1536), (96, 256))}
 _SIGMA = 0.9
@@ -91,9 +92,9 @@ def _model(seed: int) -> PreTrainedModel:
     return Qwen2ForCausalLM(Qwen2Config(**LONG_CONFIG))
 
 
-def _by_fsdp2(model: PreTrainedModel) -> PreTrainedModel:
+def _by_fsdp2(model: PreTrainedModel, reshard: bool | None) -> PreTrainedModel:
     for part in (*model.model.layers, model):
-        fsdp2_fully_shard(part)
+        fsdp2_fully_shard(part, reshard_after_forward=reshard)
     return model
 
 
@@ -117,24 +118,31 @@ def measure(case: str, steps: int) -> tuple[dict[str, list[float]], list[Lengths
         for each in models:
             enable_packing(each)
         ours = ODCDPOTrainer(*(fully_shard(each) for each in models), DPOConfig(**args), **given)
-        theirs = _Fsdp2DpoTrainer(*(_by_fsdp2(_model(seed)) for seed in (0, 1)), DPOConfig(**args), **given)
-        optimizers = [torch.optim.AdamW(each.model.parameters(), lr=1e-6) for each in (ours, theirs)]
-        seconds: dict[str, list[float]] = {"odc": []} | {f"fsdp2, {batch}": [] for batch in BATCHES}
+        theirs = {
+            reshard: _Fsdp2DpoTrainer(
+                *(_by_fsdp2(_model(seed), reshard) for seed in (0, 1)), DPOConfig(**args), **given
+            )
+            for reshard in (None, False)
+        }
+        optimizers = {
+            name: torch.optim.AdamW(each.model.parameters(), lr=1e-6) for name, each in {"ODC": ours, **theirs}.items()
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in ("ODC", *ARMS)}
         loader, of_steps, disturbed = ours.get_train_dataloader(), [], 0
         for number, (packs, chosen) in enumerate(zip(loader, _chosen(ours), strict=False)):
             if number > steps:
                 break
-            own = [theirs.train_dataset[index] for index in chosen[rank * PAIRS :][:PAIRS]]
+            own = [ours.train_dataset[index] for index in chosen[rank * PAIRS :][:PAIRS]]
             for name in in_turn(list(seconds), number):
 
                 def update(name: str = name, packs: Any = packs, own: Any = own) -> None:
-                    if name == "odc":
-                        ours.training_step(ours.model, packs)
+                    batch, reshard = ARMS.get(name, (0, "ODC"))
+                    if batch:
+                        theirs[reshard].update(own, batch)
                     else:
-                        theirs.update(own, int(name.split()[-1]))
-                    optimizer = optimizers[name != "odc"]
-                    optimizer.step()
-                    optimizer.zero_grad()
+                        ours.training_step(ours.model, packs)
+                    optimizers[reshard].step()
+                    optimizers[reshard].zero_grad()
 
                 took_s, was_disturbed = _timed(update)
                 if number:  # the first round warms up
@@ -159,19 +167,19 @@ def _chosen(trainer: ODCDPOTrainer) -> list[list[int]]:
 
 
 def main() -> int:
-    options = options_of(__doc__, steps=7)
+    options = options_of(__doc__, steps=3)
     single_thread_environment()
     cost, rows, start_s = CostModel.from_config(Qwen2Config(**LONG_CONFIG)), [], time.monotonic()
     for case in CASES:
         seconds, of_steps, disturbed = launch(measure, case, options.steps, ranks=RANKS)[0]
         medians = {name: statistics.median(each) for name, each in seconds.items()}
-        best = min((name for name in seconds if name != "odc"), key=medians.__getitem__)
-        bounds = [bound(lengths, int(best.split()[-1]), cost) for lengths in of_steps]
-        gain = median_ratio(seconds[best], seconds["odc"])
+        best = min(ARMS, key=medians.__getitem__)
+        bounds = [bound(lengths, ARMS[best][0], cost) for lengths in of_steps]
+        gain = median_ratio(seconds[best], seconds["ODC"])
         row = {"case": case, "best": best, "gain": gain, "bound": statistics.median(bounds), "median_s": medians}
         row |= {
             "of_bound": statistics.median(
-                theirs / own / limit for theirs, own, limit in zip(seconds[best], seconds["odc"], bounds, strict=True)
+                theirs / own / limit for theirs, own, limit in zip(seconds[best], seconds["ODC"], bounds, strict=True)
             )
         }
         rows.append(row | {"steps": options.steps, "disturbed": disturbed, "turns": len(seconds) * options.steps})
