@@ -3,9 +3,9 @@
     python -m bench.suites.dpo [--steps 3] [--out bench/results/dpo.json]
 
 Prompts and completions have random words, and lengths that were drawn before anything was measured, with heavy tails.
-A step takes the same pairs in both. TRL's pads them in batches, in several settings; ratios are to the fastest. The bound
-is counted from lengths alone: what FSDP2's slowest rank computes in each batch, with its padding, over an equal part of
-what the pairs' documents cost, with each prompt computed once.
+A step takes the same pairs in both. TRL's pads them in batches, in several settings; ratios are to the fastest. The
+bound is counted from lengths alone: what FSDP2's slowest rank computes in each batch, with its padding, over an equal
+part of what the pairs' documents cost, with each prompt computed once.
 """
 
 from __future__ import annotations
