@@ -152,6 +152,8 @@ def _check_resumed(options: RunOptions, folder: RunFolder, identity: dict[str, A
 
 def _has_tokens(model: str, tokenizer: Any, *, otherwise: bool) -> bool:
     """True if the model's own tokenizer has all tokens of `tokenizer`, by the same numbers; without one `otherwise`."""
+    if Path(model).is_dir() and not any(Path(model).glob("*token*")):  # transformers would make an empty one
+        return otherwise
     try:
         return tokenizer.get_vocab().items() <= read_tokenizer(model).get_vocab().items()
     except (OSError, ValueError):

@@ -140,7 +140,8 @@ def test_wrong_teachers_are_refused_before_the_start(folder: Path, tmp_path: Pat
     save(tmp_path / "other", 2, {"vocab_size": 400})
     save(tmp_path / "short", 2, {"max_position_embeddings": 16})
     (tmp_path / "empty").mkdir()
-    sft.check_before_start(options(folder, tmp_path / "out", teacher="padded"), 2)
+    for teacher in ("padded", "teacher"):  # the latter has no tokenizer
+        sft.check_before_start(options(folder, tmp_path / "out", teacher=teacher), 2)
     for at, said in {
         tmp_path / "other": "has a vocab_size of 400 and the model one of 300, and no tokenizer",
         tmp_path / "short": "short: the longest sample has .* tokens and the model takes at most 16",
