@@ -175,11 +175,11 @@ def linear_divergence(
     `chunk`: words at a time, a multiple of 16; by default as many as keep memory near 1/8 of one head's logits.
     `eager`: in plain torch, the default on the CPU. Raises ValueError for other shapes, dtypes or devices.
     """
-    chunks, made = _chunks(student, teacher, beta, chunk, eager, tile), student.h.new_empty
+    chunks = _chunks(student, teacher, beta, chunk, eager, tile)
     wide = torch.promote_types(student.h.dtype, torch.float32)
     states = [SoftmaxState.of(len(each.h), each.h.device, wide) for each in (student, teacher)]
     if len(student.h):
-        nothing = made(len(student.h), dtype=torch.int64).fill_(-1)
+        nothing = torch.full((len(student.h),), -1, device=student.h.device)  # no target
         for part, _, z, u in chunks:
             for logits, state, head in ((z, states[0], student), (u, states[1], teacher)):
                 online_softmax(

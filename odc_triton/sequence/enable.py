@@ -31,8 +31,8 @@ def enable_split(model: nn.Module, tokens: int, *, layers_in_flight: int | None 
     made with `split=True`. With replicas a sample is split over the ranks of one: `MinibatchSampler(replicas=…)`. A
     forward of two tokens finds out which layers attend, and how wide.
 
-    `layers_in_flight`: how many layers have buffers at a time. The default is 2 if each layer is checkpointed by itself
-    or no parameter is trained, and all layers otherwise. If one checkpoint of yours covers several layers, give at
+    `layers_in_flight`: how many layers have buffers at the same time. By default 2, where each layer is checkpointed by
+    itself or nothing is trained; else all layers. If one checkpoint of yours covers several layers, give at
     least that number.
 
     Raises TypeError for a model that is not sharded, ValueError for numbers below 1, NotImplementedError for what
