@@ -84,8 +84,11 @@ class Barrier:
 
     def show(self, *, minibatch: int, broken: bool) -> None:
         """Shows peers where this rank is."""
-        self._broken.show((_BLAMES + self._blamed[0] if self._blamed else 1) if broken else 0)
+        self._broken.show(self._blame() if broken else 0)
         self._minibatch.show(minibatch)
+
+    def _blame(self) -> int:
+        return _BLAMES + self._blamed[0] if self._blamed else 1
 
     def _key(self, number: int, rank: int) -> str:
         return f"barrier/{number}/{rank}"
@@ -275,6 +278,8 @@ class Barrier:
             ranks = [rank for rank in range(self.world) if rank in ranks or not excused[rank]]
         self.require_alive(ranks, purpose, lambda: ranks)
         self._blamed = list(error.ranks)
+        if self.board is not None:
+            self._broken.show(self._blame())  # before this rank leaves: others are about to miss it
         raise error
 
     def _is_alive(self, rank: int) -> bool:
