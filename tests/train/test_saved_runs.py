@@ -1,6 +1,7 @@
 """Runs that older versions saved go on: what tests/data holds is resumed by today's code.
 
-`python -m tests.train.test_saved_runs FILE.tar.xz` saves such runs; those here were saved by the versions in their names.
+`python -m tests.train.test_saved_runs FILE.tar.xz` saves such runs; the names of those here say
+which version saved them.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def test_an_option_that_a_saved_run_lacks_had_its_default() -> None:
 def test_other_samples_are_another_run(saved: Path) -> None:
     out = saved / "sft" / "out"
     identity = json.loads((out / "run.json").read_text())["identity"]
-    same = identity | {"prepared": [contents(*(out / "data").glob("*.npz"))]}
+    same = identity | {"prepared": [contents(min((out / "data").glob("*.npz"), key=os.path.getmtime))]}
     require_same(identity, same, where=out)
     other = next((saved / "lora" / "out" / "data").glob("*.npz"))
     # Another file of the same samples.
