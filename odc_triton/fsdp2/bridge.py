@@ -27,17 +27,7 @@ from ..engine.participant import Participant
 from ..engine.passes import Passes
 from ..engine.protocol import Protocol
 from ..engine.transport import Streams, Transport
-from ..nn.tuned import Tuned
-from ..sharding.agree import (
-    AGREEING,
-    PEERS,
-    agree_on_plan,
-    all_came,
-    compare_surroundings,
-    open_barrier,
-    open_heap,
-    refusing,
-)
+from ..sharding.agree import AGREEING, agree, all_came, open_barrier, open_heap, refusing
 from ..sharding.backend import Backend, backend_of
 from .found import FsdpUnit, find_units, fsdp_modules, mesh_of, refuse_accumulation
 from .unit import BridgedParameter, BridgedUnit, ReducedZeros
@@ -87,10 +77,7 @@ def use_odc(
         device.check(list(plan.parameters))
         factor = _divide_factor(units, divide_factor)
     options = {"divide_factor": factor, "timeout": str(timeout), "backend": device.name, "world": grid.world}
-    agreed = agree_on_plan(barrier, grid, plan, options, device, call=_CALL)
-    with refusing(barrier, PEERS, call=_CALL):
-        problem = device.unusable_peers(agreed.devices)
-    compare_surroundings(barrier, problem, Tuned(), call=_CALL)
+    agreed = agree(barrier, grid, plan, options, device, call=_CALL)
     heap = open_heap(barrier, grid, device, plan, agreed)
     engine = BridgedEngine(
         model,

@@ -9,11 +9,11 @@ import math
 import os
 import platform
 import uuid
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,15 @@ from ..comm.barrier import Barrier
 from ..comm.grid import Grid
 from ..comm.layout import Plan, first_difference
 from ..comm.memory.heap import SymmetricHeap
-from ..comm.memory.rendezvous import Look
 from ..comm.memory.shm import SharedMemoryHeap
 from ..comm.peers import PeerStatus
 from ..comm.process_group import start_process_group
-from ..nn.tuned import Tuned
+from ..nn.tuned import Tuned, default_folder
+from ..nn.tuned import load as load_tuned
 from .backend import Backend, backend_of
 
 AGREEING = "the same model on every rank"
-PEERS = "GPUs that reach each other"
+_PEERS = "GPUs that reach each other"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,23 +45,20 @@ class Agreed:
     """The ranks' knowledge of each other once their plans agree. `token`: a secret name for heaps, made by rank 0.
 
     `devices`: of this replica's ranks, by `device_id`; `indices`: these devices' numbers in each rank's process.
+    `tuned`: the tables that all of them read.
     """
 
     token: str
     devices: list[str | None]
     indices: list[int | None]
-
-    @property
-    def shares_device(self) -> bool:
-        """True if two ranks share a device, or number theirs alike."""
-        return min(len(set(self.devices)), len(set(self.indices))) < len(self.devices)
+    tuned: Tuned
 
 
 def open_barrier(grid: Grid, timeout: timedelta) -> Barrier:
     """A barrier of its own for this call: the n-th fully_shard over these ranks."""
     ranks = "-".join(str(rank) for rank in grid.ranks)
     return Barrier.under_prefix(
-        dist.distributed_c10d._get_default_store(),
+        distributed_c10d._get_default_store(),
         f"odc/{uuid.uuid5(uuid.NAMESPACE_OID, ranks).hex}",
         rank=grid.rank,
         ranks=grid.ranks,
@@ -69,23 +66,19 @@ def open_barrier(grid: Grid, timeout: timedelta) -> Barrier:
     )
 
 
-def _look(barrier: Barrier, grid: Grid) -> Look:
+def _look(barrier: Barrier, grid: Grid, ranks: list[int]) -> None:
     """Raises RankLost if one of these ranks, as the replica's heap numbers them, is gone."""
-
-    def look(ranks: list[int]) -> None:
-        ranks = [grid.first + rank for rank in ranks]
-        barrier.require_alive(ranks, "the shared heap", lambda: ranks)
-
-    return look
+    ranks = [grid.first + rank for rank in ranks]
+    barrier.require_alive(ranks, "the shared heap", lambda: ranks)
 
 
-def show_life(barrier: Barrier, grid: Grid, heap: SymmetricHeap, token: str) -> None:
+def _show_life(barrier: Barrier, grid: Grid, heap: SymmetricHeap, token: str) -> None:
     """Lets the barrier separate dead ranks from late ones, by the heap that this replica shares. Collective."""
     heap.first = grid.first
     barrier.exchange("the shared heap is open", {})
     board: SymmetricHeap | PeerStatus = heap
     if grid.replicas > 1:
-        board = PeerStatus(heap=heap, barrier=barrier, store=dist.distributed_c10d._get_default_store(), token=token)
+        board = PeerStatus(heap=heap, barrier=barrier, store=distributed_c10d._get_default_store(), token=token)
         barrier.exchange("the replicas are connected", {})
     barrier.watch(board)
 
@@ -105,10 +98,10 @@ def patient_barrier(grid: Grid, timeout: timedelta) -> Iterator[Barrier]:
         slots=0,
         token=f"{token}-{grid.replica}",
         timeout_s=barrier.timeout_s,
-        look=_look(barrier, grid),
+        look=partial(_look, barrier, grid),
     )
     try:
-        show_life(barrier, grid, heap, token)
+        _show_life(barrier, grid, heap, token)
         barrier.timeout_s = math.inf
         yield barrier
     finally:
@@ -119,17 +112,17 @@ def patient_barrier(grid: Grid, timeout: timedelta) -> Iterator[Barrier]:
 
 def open_heap(barrier: Barrier, grid: Grid, device: Backend, plan: Plan, agreed: Agreed) -> SymmetricHeap:
     """The memory of `plan` that this replica's ranks share; from then on the barrier knows who is alive. Collective."""
+    devices = agreed.devices
     heap = device.open_heap(
         plan,
         grid.shard_mesh,
         token=f"{agreed.token}-{grid.replica}",
         timeout_s=barrier.timeout_s,
-        look=_look(barrier, grid),
-        shared=agreed.shares_device,
+        look=partial(_look, barrier, grid),
+        shared=min(len(set(devices)), len(set(agreed.indices))) < len(devices),
     )
-    here = agreed.devices[heap.rank]
-    heap.near = frozenset(rank for rank, theirs in enumerate(agreed.devices) if theirs == here)
-    show_life(barrier, grid, heap, agreed.token)
+    heap.near = frozenset(rank for rank, theirs in enumerate(devices) if theirs == devices[heap.rank])
+    _show_life(barrier, grid, heap, agreed.token)
     return heap
 
 
@@ -143,24 +136,20 @@ def refusing(barrier: Barrier, purpose: str, *, call: str = "fully_shard") -> It
         raise
 
 
-def agree_on_plan(
+def agree(
     barrier: Barrier, grid: Grid, plan: Plan, options: dict[str, Any], device: Backend, *, call: str = "fully_shard"
 ) -> Agreed:
-    """All ranks compare their plans. `call`: who asks, for messages. Raises RanksDiffer with the first difference."""
+    """All ranks compare plans, options, devices and tuned tables. `call`: who asks, for messages. Collective.
+
+    Raises, on all ranks: RanksDiffer with the first difference, RuntimeError for devices that can't be peers. A
+    container may hide from one rank what another sees, so each rank looks at the devices itself.
+    """
     digest, lines = plan.fingerprint(options)
-    mine = {
-        "token": uuid.uuid4().hex,
-        "device": device.device_id(),
-        "index": device.device_index(),
-        "host": host_name(),
-    }
-    messages = barrier.exchange(f"{call}: {AGREEING}", {"digest": digest, **mine})
-    _raise_refusal(messages, call)
-    different = [rank for rank, theirs in enumerate(messages) if theirs["digest"] != digest]
-    disagree = len({theirs["digest"] for theirs in messages}) > 1
-    if disagree:
+    mine = {"token": uuid.uuid4().hex, "device": device.device_id(), "index": device.device_index()}
+    messages = _exchange(barrier, AGREEING, {"digest": digest, "host": host_name(), **mine}, call)
+    if len({theirs["digest"] for theirs in messages}) > 1:
         details = barrier.exchange(f"{call}: the first difference", {"lines": lines})
-        rank = (different or [0])[0]
+        rank = next((rank for rank, theirs in enumerate(messages) if theirs["digest"] != digest), 0)
         raise RanksDiffer(
             f"{call}: rank {barrier.rank} and rank {rank} differ: "
             f"{first_difference(lines, details[rank]['lines'])}. All ranks must build the same model and options."
@@ -168,43 +157,34 @@ def agree_on_plan(
     together = messages[grid.first : grid.first + grid.shards]
     instead = 'Give a mesh ("replicate", "shard") whose second dimension stays within a host'
     _require_one_host([theirs["host"] for theirs in together], grid.first, instead, call=call)
-    return Agreed(
-        token=messages[0]["token"],
-        devices=[theirs["device"] for theirs in together],
-        indices=[theirs["index"] for theirs in together],
-    )
-
-
-def compare_surroundings(barrier: Barrier, problem: str | None, tuned: Tuned, *, call: str = "fully_shard") -> None:
-    """Raises on all ranks, before anything is allocated: RuntimeError if one of them sees devices that can't be peers,
-    RanksDiffer if they read different tables.
-
-    A container may hide from one rank what another sees, so they exchange it.
-    """
-    messages = barrier.exchange(f"{call}: {PEERS}", {"problem": problem, "tuned": tuned.digest})
-    _raise_refusal(messages, call)
-    for rank, theirs in enumerate(messages):
+    devices = [theirs["device"] for theirs in together]
+    with refusing(barrier, _PEERS, call=call):
+        problem = device.unusable_peers(devices)
+        tuned = load_tuned(device.place(devices), default_folder())
+    found = _exchange(barrier, _PEERS, {"problem": problem, "tuned": tuned.digest}, call)
+    for rank, theirs in enumerate(found):
         if theirs["problem"] is not None:
             raise RuntimeError(f"{call}: rank {rank} finds that {theirs['problem']}")
-    different = [rank for rank, theirs in enumerate(messages) if theirs["tuned"] != messages[0]["tuned"]]
-    if different:
+    if different := [rank for rank, theirs in enumerate(found) if theirs["tuned"] != found[0]["tuned"]]:
         raise RanksDiffer(
             f"{call}: ranks {different} and rank 0 read different tuned tables: give all ranks the same ODC_TUNED "
             f"folder, or ODC_TUNED=off"
         )
-    if tuned.unused is not None and barrier.rank == 0:
-        warnings.warn(tuned.unused, stacklevel=4)
+    indices = [theirs["index"] for theirs in together]
+    return Agreed(token=messages[0]["token"], devices=devices, indices=indices, tuned=tuned)
 
 
-def all_came(barrier: Barrier, purpose: str, *, call: str) -> None:
+def all_came(barrier: Barrier, purpose: str, *, call: str = "fully_shard") -> None:
     """All ranks got this far. Raises RanksDiffer on all of them if one was `refusing`."""
-    _raise_refusal(barrier.exchange(f"{call}: {purpose}", {}), call)
+    _exchange(barrier, purpose, {}, call)
 
 
-def _raise_refusal(messages: list[dict[str, Any]], call: str) -> None:
+def _exchange(barrier: Barrier, purpose: str, message: dict[str, Any], call: str) -> list[dict[str, Any]]:
+    messages = barrier.exchange(f"{call}: {purpose}", message)
     for rank, theirs in enumerate(messages):
         if "refused" in theirs:
             raise RanksDiffer(f"{call}: rank {rank} could not shard its model: {theirs['refused']}")
+    return messages
 
 
 _DIMENSIONS = ("replicate", "shard")

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..comm.layout import EXACT, ParameterSpec, find_units
 from ..engine.engine import Engine
+from ..engine.module import ODCModule
 from ..engine.parameter import ShardedParameter, has_gradient_hooks
 from ..nn.choice import Entry
-from ..nn.operand import ReadsOnDemand, is_sharded
+from ..nn.operand import ReadsOnDemand
 
 SHARDABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -87,7 +88,7 @@ def find_parameters(root: nn.Module, unit_names: list[str], ignored: set[nn.Para
     found: dict[int, FoundParameter] = {}
 
     def visit(module: nn.Module, prefix: str, unit: str) -> None:
-        if is_sharded(module):
+        if isinstance(module, ODCModule):
             return
         if prefix in units:
             unit = prefix
@@ -179,7 +180,7 @@ def _inner_engines(module: nn.Module, mesh: DeviceMesh, exact: bool) -> list[Eng
     inner: dict[int, Engine] = {}
     below = {id(child) for child in module.modules()}
     for name, child in module.named_modules():
-        if not is_sharded(child) or id(child._odc_engine) in inner:
+        if not isinstance(child, ODCModule) or id(child._odc_engine) in inner:
             continue
         engine = child._odc_engine
         outside = [unit.name for unit in engine.units if id(unit.module) not in below]

@@ -9,7 +9,9 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +19,15 @@ from torch import nn
 
 from ..base.errors import RanksDiffer
 from ..comm.barrier import Barrier
+from ..comm.layout import place_regions
 from ..comm.memory.heap import SymmetricHeap
+from ..comm.memory.shm import SharedMemoryHeap
 from ..comm.replicas import Replicas
+from ..engine.module import ODCModule
 from ..engine.parameter import Residency, ShardedParameter
 from ..engine.unit import Slot
-from ..nn.operand import is_sharded
 from .agree import all_came, refusing
 from .collect import FoundParameter, dtype_name
-from .relay import Relay
 
 _PURPOSE = "initial values"
 
@@ -55,7 +58,7 @@ def write_initial_values(
     random_state = torch.get_rng_state()
     buffers = _buffers(root)
     wanted = [buffers[name] for name in _on_meta_of_any_rank(buffers, barrier)]
-    relay = Relay(_PURPOSE, token=token, heap=heap, barrier=barrier, replicas=replicas)
+    relay = _Relay(token=token, heap=heap, barrier=barrier, replicas=replicas)
     with refusing(barrier, _PURPOSE):
         writer = _Writer(root, found, parameters, relay)
         writer.visit(root, "", None)
@@ -69,13 +72,13 @@ def write_initial_values(
         # Ranks that had the same random state keep the same one: rank 0 has drawn for all of them.
         if torch.equal(random_state, state_before):
             torch.set_rng_state(state_after.clone())
-        all_came(barrier, _PURPOSE, call="fully_shard")
+        all_came(barrier, _PURPOSE)
     if names := writer.without_initialiser:
         warnings.warn(
             f"{len(names)} tensors hold NaN until loaded, because their modules have no initialiser here: "
             f"{', '.join(names[:8])}{', …' if len(names) > 8 else ''}. Load a checkpoint; or give the modules a "
             f"reset_parameters(); or, for a transformers model, call fully_shard once on the whole model.",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 
@@ -102,6 +105,60 @@ def _on_meta_of_any_rank(buffers: dict[str, tuple[nn.Module, str]], barrier: Bar
             if other != first:
                 raise RanksDiffer(f"buffer {name}: {first} on rank 0 and {other} on rank {rank}")
     return names
+
+
+class _Relay:
+    """Brings tensors of rank 0 of the first replica to all ranks, which make the same calls in the same order.
+
+    `heap`: of this replica's ranks; `barrier`: of all replicas'. The ranks of a replica share the memory; each other
+    replica's rank 0 gets the values from the first one's.
+    """
+
+    def __init__(self, *, token: str, heap: SymmetricHeap, barrier: Barrier, replicas: Replicas) -> None:
+        self.is_source = barrier.rank == 0
+        self._token, self._heap, self._barrier, self._replicas = token, heap, barrier, replicas
+        self._all_came = partial(all_came, barrier, _PURPOSE)
+
+    def allocate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors of these shapes and dtypes, on the host, that the replica's ranks share until all drop them."""
+        if not tensors:
+            return []
+        described = [(tuple(each.shape), dtype_name(each.dtype), each.itemsize) for each in tensors]
+        regions, size_bytes = place_regions(described, world=1, apart=False)
+        self._all_came()  # nobody waits for the memory of a rank that failed
+        memory = SharedMemoryHeap(
+            rank=self._heap.rank,
+            world=self._heap.world,
+            size_bytes=size_bytes,
+            slots=0,
+            token=f"{self._token}-{self._barrier.passed}",
+            timeout_s=self._barrier.timeout_s,
+            look=self._look,
+        )
+        memory.close()  # its tensors stay
+        return [memory.whole(region) for region in regions]
+
+    def publish(self, shared: Sequence[torch.Tensor]) -> None:
+        """The source has written these tensors, which a replica's ranks share: afterwards all ranks may read them."""
+        if self._replicas.count > 1:
+            self._all_came()  # nobody waits in a collective for a rank that failed
+            for tensor in shared if self._heap.rank == 0 else ():
+                self._replicas.broadcast(tensor)
+        self._all_came()
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The source's `tensors`, to be read only. Of the other ranks' tensors only shapes and dtypes matter."""
+        shared = self.allocate(tensors)
+        if self.is_source:
+            for into, tensor in zip(shared, tensors, strict=True):
+                into.copy_(tensor)
+        self.publish(shared)
+        return shared
+
+    def _look(self, ranks: list[int]) -> None:
+        """Raises RankLost if one of these ranks of the replica is gone."""
+        ranks = [self._heap.first + rank for rank in ranks]
+        self._barrier.require_alive(ranks, _PURPOSE, lambda: ranks)
 
 
 @dataclass(slots=True)
@@ -131,7 +188,7 @@ class _Writer:
     """
 
     def __init__(
-        self, root: nn.Module, found: list[FoundParameter], parameters: list[ShardedParameter], relay: Relay
+        self, root: nn.Module, found: list[FoundParameter], parameters: list[ShardedParameter], relay: _Relay
     ) -> None:
         self._relay = relay
         # By unit: where parameters are registered; those whose first place is in it.
@@ -157,7 +214,7 @@ class _Writer:
     @torch.no_grad()
     def visit(self, module: nn.Module, path: str, model: Any) -> None:
         """`path`: its name in the root; `model`: the nearest PreTrainedModel at or above it."""
-        if is_sharded(module) or module in self._visited:
+        if isinstance(module, ODCModule) or module in self._visited:
             return
         self._visited.add(module)
         if hasattr(module, "_initialize_weights"):

@@ -1,7 +1,7 @@
 """`fully_shard`: from a module to shards in the heap, an engine, and units.
 
-In four steps: `describe` what to shard; `agree` on it with the other ranks; `allocate` memory and fill it;
-`attach` engine and units to the module.
+In four steps: describe what to shard; agree on it with the other ranks; allocate memory and fill it; attach engine and
+units to the module.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,7 +21,6 @@ from torch.distributed.tensor import DTensor, Shard
 from odc_kernels.staged import Staging
 
 from ..base.deadlines import Timeout, timedelta_of
-from ..comm.barrier import Barrier
 from ..comm.grid import Grid, grid_of, refuse_mesh
 from ..comm.layout import Plan, make_plan
 from ..comm.memory.heap import SymmetricHeap
@@ -30,62 +28,20 @@ from ..comm.replicas import Replicas
 from ..engine.engine import Engine
 from ..engine.exact import ExactTarget
 from ..engine.gathered import GatheredParameters
+from ..engine.module import ODCModule
 from ..engine.module import attach as attach_unit
 from ..engine.parameter import ShardedParameter
 from ..engine.shard import HeapShard
 from ..engine.transport import Streams, Target, Transport
 from ..engine.unit import Slot, Unit
-from ..nn.choice import Entry
-from ..nn.operand import ReadsOnDemand, is_sharded
-from ..nn.tuned import default_folder, warn_of_untuned
-from ..nn.tuned import load as load_tuned
-from .agree import (
-    AGREEING,
-    PEERS,
-    Agreed,
-    agree_on_plan,
-    compare_surroundings,
-    default_mesh,
-    open_barrier,
-    open_heap,
-    refusing,
-)
+from ..nn.operand import ReadsOnDemand
+from ..nn.tuned import Tuned, warn_of_untuned
+from .agree import AGREEING, agree, default_mesh, open_barrier, open_heap, refusing
 from .backend import Backend, backend_of
 from .collect import SHARDABLE_DTYPES, Description, describe, dtype_name
 from .initialize import write_initial_values
 
 Module = TypeVar("Module", bound=nn.Module)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Setup:
-    """The ranks that shard together, their devices and options."""
-
-    grid: Grid
-    device: Backend
-    barrier: Barrier
-    policy: MixedPrecisionPolicy
-    timeout: timedelta
-    debug: bool
-    exact: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Agreement:
-    """Known to all ranks before anything is allocated."""
-
-    plan: Plan
-    agreed: Agreed
-    tables: list[tuple[Entry, ...]]  # how operators run, by parameter
-    attention: dict[str, float]  # what it costs
-    on_demand: set[int]  # slots of the parameters that are never whole
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Shards:
-    transport: Transport
-    replicas: Replicas
-    parameters: list[ShardedParameter]
 
 
 def fully_shard(
@@ -155,18 +111,31 @@ def fully_shard(
         _check_mesh(mesh, device)
         grid = grid_of(mesh)
         barrier = open_barrier(grid, timeout)
-        setup = _Setup(
-            grid=grid, device=device, barrier=barrier, policy=policy, timeout=timeout, debug=debug, exact=exact
-        )
         root, units = (module, None) if modules[0] is module else _together(modules)
         with refusing(barrier, AGREEING):
             described = describe(
                 root, grid.mesh, policy, ignored_params or set(), home=device.mesh_device, exact=exact, units=units
             )
             device.check(described.specs)
-        agreement = _agree(setup, root, described)
-        shards = _allocate(setup, root, described, agreement)
-        _attach(setup, root, described, agreement, shards, reshard_after_forward)
+        plan = _plan(described, grid, device)
+        options = {"policy": policy, "debug": debug, "exact": exact, "timeout": timeout, "backend": device.name}
+        options |= {"world": grid.world, "replicas": grid.replicas}
+        agreed = agree(barrier, grid, plan, {name: str(value) for name, value in options.items()}, device)
+        heap = open_heap(barrier, grid, device, plan, agreed)
+        transport = device.transport(heap, device.streams(), barrier.timeout_s)
+        replicas = Replicas(grid, barrier, heap.device)
+        parameters = _allocate(described, plan, grid, device, transport, agreed.tuned, exact=exact)
+        token = f"{agreed.token}-{grid.replica}-initial"
+        write_initial_values(root, described.found, parameters, barrier, replicas, token=token, heap=heap)
+        if grid.rank == 0:
+            _warn(root, plan, device, agreed.tuned)
+        engine = Engine(
+            grid=grid, transport=transport, barrier=barrier, replicas=replicas, deterministic=exact, debug=debug
+        )
+        engine.attention = agreed.tuned.attention
+        _attach(engine, root, described, parameters, policy, reshard_after_forward)
+        engine.publish()
+        barrier.exchange("sharded", {})
     return module
 
 
@@ -189,62 +158,38 @@ def _together(modules: list[nn.Module]) -> tuple[nn.Module, list[str]]:
 def _check_placements(module: nn.Module, placement_of: Any, ignored: set[nn.Parameter]) -> None:
     """Raises NotImplementedError if FSDP2's `shard_placement_fn` asks for another split than on dim 0."""
     for name, parameter in module.named_parameters() if placement_of is not None else ():
-        if parameter in ignored or isinstance(parameter, DTensor):
-            continue
-        placement = placement_of(parameter)
-        if placement is not None and placement not in (Shard(0), Shard(-parameter.ndim)):
+        known = parameter in ignored or isinstance(parameter, DTensor)
+        placement = None if known else placement_of(parameter)
+        if placement not in (None, Shard(0), Shard(-parameter.ndim)):
             raise NotImplementedError(
                 f"shard_placement_fn returned {placement} for {name}: parameters are split on dim 0, return Shard(0) "
                 f"or None"
             )
 
 
-def _agree(setup: _Setup, module: nn.Module, described: Description) -> _Agreement:
-    """Compares models, options and devices of all ranks. Raises RanksDiffer or RuntimeError on all ranks."""
-    grid, device, barrier = setup.grid, setup.device, setup.barrier
-    plan = make_plan(
-        described.specs,
-        world=grid.shards,
-        itemsizes={dtype_name(dtype): dtype.itemsize for dtype in (*SHARDABLE_DTYPES, torch.int64)},
-        apart=device.apart,
-    )
-    options = {
-        "policy": str(setup.policy),
-        "debug": setup.debug,
-        "exact": setup.exact,
-        "timeout": str(setup.timeout),
-        "backend": device.name,
-    }
-    options |= {"world": grid.world, "replicas": grid.replicas}
-    agreed = agree_on_plan(barrier, grid, plan, options, device)
-    with refusing(barrier, PEERS):
-        problem = device.unusable_peers(agreed.devices)
-        tuned = load_tuned(device.place(agreed.devices), default_folder())
-        tables = [tuned.table(spec.compute_dtype) for spec in described.specs]
-        on_demand = described.read_on_demand(device.mesh_device, tables)
-    compare_surroundings(barrier, problem, tuned)
-    if grid.rank == 0 and any(isinstance(each, ReadsOnDemand) for each in module.modules()):
-        warn_of_untuned(device.name, tuned)
-    return _Agreement(
-        plan=plan,
-        agreed=agreed,
-        tables=tables,
-        attention=tuned.attention,
-        on_demand=on_demand,
-    )
+def _plan(described: Description, grid: Grid, device: Backend) -> Plan:
+    itemsizes = {dtype_name(dtype): dtype.itemsize for dtype in (*SHARDABLE_DTYPES, torch.int64)}
+    return make_plan(described.specs, world=grid.shards, itemsizes=itemsizes, apart=device.apart)
 
 
-def _allocate(setup: _Setup, module: nn.Module, described: Description, agreement: _Agreement) -> _Shards:
-    """Opens the heap and fills it with rank 0's values. Drops the tensors that `described` found on the way."""
-    grid, device, barrier, plan = setup.grid, setup.device, setup.barrier, agreement.plan
-    heap = open_heap(barrier, grid, device, plan, agreement.agreed)
-    replicas = Replicas(grid, barrier, heap.device)
-    transport = device.transport(heap, device.streams(), barrier.timeout_s)
-    target = ExactTarget if setup.exact else Target
+def _allocate(
+    described: Description,
+    plan: Plan,
+    grid: Grid,
+    device: Backend,
+    transport: Transport,
+    tuned: Tuned,
+    *,
+    exact: bool,
+) -> list[ShardedParameter]:
+    """The parameters in the heap, not filled yet."""
+    heap, tables = transport.heap, [tuned.table(spec.compute_dtype) for spec in described.specs]
+    on_demand = described.read_on_demand(device.mesh_device, tables)
     staging = Staging(transport.streams.device)
-    wholes = _whole_tensors(plan, heap, transport.streams, agreement.on_demand, device)
-    places = zip(plan.parameters, plan.compute, plan.gradient, wholes, agreement.tables, strict=True)
-    parameters = [
+    wholes = _whole_tensors(plan, heap, transport.streams, on_demand, device)
+    target = ExactTarget if exact else Target
+    places = zip(plan.parameters, plan.compute, plan.gradient, wholes, tables, strict=True)
+    return [
         ShardedParameter(
             shard=HeapShard(
                 spec=spec, slot=slot, compute=compute, gradient=gradient, heap=heap, grid=grid, target=target
@@ -258,58 +203,42 @@ def _allocate(setup: _Setup, module: nn.Module, described: Description, agreemen
         )
         for slot, (spec, compute, gradient, (whole, gathered), table) in enumerate(places)
     ]
-    found = described.found
-    token = f"{agreement.agreed.token}-{grid.replica}-initial"
-    write_initial_values(module, found, parameters, barrier, replicas, token=token, heap=heap)
-    _warn_of_low_precision_masters(plan, grid.rank)
-    return _Shards(transport=transport, replicas=replicas, parameters=parameters)
 
 
 def _attach(
-    setup: _Setup,
+    engine: Engine,
     module: nn.Module,
     described: Description,
-    agreement: _Agreement,
-    shards: _Shards,
+    parameters: list[ShardedParameter],
+    policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | int | None,
 ) -> None:
-    """Makes the engine and the units; submodules that were sharded before join it. Publishes the first values."""
-    engine = Engine(
-        grid=setup.grid,
-        transport=shards.transport,
-        barrier=setup.barrier,
-        replicas=shards.replicas,
-        deterministic=setup.exact,
-        debug=setup.debug,
-    )
+    """Makes the units; submodules that were sharded before join the engine. Drops the tensors that were found."""
     by_unit: dict[str, list[Slot]] = {name: [] for name in [*described.unit_names, ""]}
-    for entry, parameter in [*zip(described.found, shards.parameters, strict=True), *described.tied]:
+    for entry, parameter in [*zip(described.found, parameters, strict=True), *described.tied]:
         for owner, attribute, unit in entry.places:
             by_unit[unit].append(Slot(owner, attribute, parameter))
+    if described.is_list:
+        del by_unit[""]
     for name, slots in by_unit.items():
-        if name == "" and described.is_list:
-            continue
         owner = module.get_submodule(name)
         unit = Unit(
             name=name,
             module=owner,
             slots=slots,
-            policy=setup.policy,
+            policy=policy,
             passes=engine.passes,
             prefetch=engine.prefetch,
             reshard_after_forward=None if reshard_after_forward is None else bool(reshard_after_forward),
         )
         attach_unit(owner, unit, engine)
         engine.units.append(unit)
-    engine.attention = agreement.attention
-    engine.add(shards.parameters)
+    engine.add(parameters)
     engine.ignored |= {id(parameter): parameter for parameter in described.ignored}
     for other in described.inner:
         engine.absorb(other)
     engine.name_parameters(module)
     described.forget()
-    engine.publish()
-    setup.barrier.exchange("sharded", {})
 
 
 def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, ignored_params: Any) -> None:
@@ -322,7 +251,7 @@ def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, igno
             f"fully_shard does not support containers that do not implement forward: call it on the parent or the "
             f"children of this {type(module).__name__}"
         )
-    if is_sharded(module):
+    if isinstance(module, ODCModule):
         raise ValueError(f"{type(module).__name__} is sharded already: call fully_shard once per module, blocks first")
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy is a {type(mp_policy).__name__}; give a MixedPrecisionPolicy")
@@ -394,11 +323,15 @@ def _whole_tensors(
     return [found[slot] for slot in range(len(plan.parameters))]
 
 
-def _warn_of_low_precision_masters(plan: Plan, rank: int) -> None:
+def _warn(module: nn.Module, plan: Plan, device: Backend, tuned: Tuned) -> None:
+    if tuned.unused is not None:
+        warnings.warn(tuned.unused, stacklevel=3)
+    if any(isinstance(each, ReadsOnDemand) for each in module.modules()):
+        warn_of_untuned(device.name, tuned)
     low = [s for s in plan.parameters if s.reduce_dtype is not None and s.master_dtype in ("bfloat16", "float16")]
-    if low and rank == 0:
+    if low:
         warnings.warn(
             f"{len(low)} trainable parameters are {low[0].master_dtype} ({low[0].name}, …): small updates are lost to "
             f"rounding. Load the model in fp32 and pass mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16).",
-            stacklevel=4,
+            stacklevel=3,
         )
