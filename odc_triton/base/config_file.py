@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import typing
@@ -12,22 +13,6 @@ from typing import Any
 from .files import write_file
 from .options import flag, without_none
 
-# Names of some options in TRL, axolotl and transformers.
-_ELSEWHERE = {
-    "base_model": "model",
-    "learning_rate": "lr",
-    "lr_scheduler_type": "schedule",
-    "max_grad_norm": "clip_norm",
-    "max_length": "token_cap",
-    "max_seq_length": "token_cap",
-    "max_steps": "steps",
-    "micro_batch_size": "samples_per_rank",
-    "model_name_or_path": "model",
-    "num_train_epochs": "epochs",
-    "output_dir": "out",
-    "per_device_train_batch_size": "samples_per_rank",
-    "sequence_len": "token_cap",
-}
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text, in quotes"}
 
 
@@ -44,11 +29,8 @@ def read_config(path: str | os.PathLike, kind: type, **others: type) -> dict[str
         name = str(key).replace("-", "_")
         if name not in hints:
             close = difflib.get_close_matches(name, hints, n=1)
-            close = close or [name for name in (_ELSEWHERE.get(name),) if name in hints]
             hint = f"; did you mean {_key(close[0])}?" if close else "; --help lists the names"
             raise ValueError(f"{path}: there is no option {key}{hint}")
-        if name in found:
-            raise ValueError(f"{path}: {_key(name)} appears twice; keep one")
         found[name] = None if value is None else _value(f"{path}: {key}", value, hints[name])
     return {name: value for name, value in found.items() if value is not None}
 
@@ -80,15 +62,13 @@ def _pairs(path: str | os.PathLike) -> list[tuple[Any, Any]]:
         values = yaml.safe_load(text)
     except OSError as error:
         raise ValueError(f"{path} can't be read ({error.strerror}): give a file of options to --config") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: give a YAML file of options to --config") from error
-    except yaml.YAMLError as error:
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} has no options: give lines such as 'token-cap: 4096'")
-    keys = [node.value for node, _ in tree.value]
+    keys = [str(node.value).replace("-", "_") for node, _ in tree.value]
     if twice := next((key for key in keys if keys.count(key) > 1), None):
-        raise ValueError(f"{path}: {twice} appears twice; keep one")
+        raise ValueError(f"{path}: {_key(twice)} appears twice; keep one")
     return list(values.items())
 
 
@@ -102,10 +82,8 @@ def _value(where: str, value: Any, hint: Any) -> Any:
             raise ValueError(f"{where} is {value!r}; choose one of {', '.join(typing.get_args(hint))}")
         return value
     if hint is float and type(value) in (int, str):  # YAML takes 1e-5 for text: it wants 1.0e-5
-        try:
+        with contextlib.suppress(ValueError):
             return float(value)
-        except ValueError:
-            pass
     if type(value) is not hint:
         raise ValueError(f"{where} is {value!r}; give {_WANTED[hint]}")
     return value

@@ -258,7 +258,7 @@ def in_columns(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[
 def table(rows: Sequence[Sequence[object]], columns: Sequence[str]) -> str:
     """An aligned Markdown table: numbers right-aligned, floats with four digits, None as a dash.
 
-    `rows`: one sequence of cells per row. Raises ValueError if a row has more or fewer cells than columns.
+    `rows`: one sequence of cells per row.
     """
     texts, numeric = _cells(rows, columns)
     texts = [[cell.replace("\\", "\\\\").replace("|", "\\|") for cell in row] for row in texts]
@@ -273,11 +273,6 @@ def table(rows: Sequence[Sequence[object]], columns: Sequence[str]) -> str:
 
 def _cells(rows: Sequence[Sequence[object]], columns: Sequence[str]) -> tuple[list[list[str]], list[bool]]:
     """The table as one-line texts, heading first, and which columns hold numbers ("12 ms" is one)."""
-    if not columns:
-        raise ValueError("the table has 0 columns; name at least one")
-    for index, row in enumerate(rows):
-        if len(row) != len(columns):
-            raise ValueError(f"row {index} has {len(row)} cells for {len(columns)} columns; give one per column")
     texts = [[_text(cell) for cell in row] for row in (columns, *rows)]
     number = re.compile(r"(–|nan|[-+−±<>≤≥~]?\s?(\d|inf))")
     numeric = [bool(rows) and all(map(number.match, column[1:])) for column in zip(*texts, strict=True)]
@@ -295,20 +290,14 @@ def _text(cell: object) -> str:
 
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1a1a1a; --faint: #5f5f5f; --paper: #fff; --line: #d5d5d5; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #ececec; --faint: #a8a8a8; --paper: #16181c; --line: #3a3d44; }
-}
-body { max-width: 1200px; margin: 2rem auto; padding: 0 1rem; color: var(--ink); background: var(--paper);
-       font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-img { width: 100%; height: auto; background: #fff; border-radius: 6px; }
-.wide { overflow-x: auto; } .wide img { display: block; min-width: 45rem; } table { border-collapse: collapse; }
-th, td { padding: .35rem .8rem; text-align: left; border-bottom: 1px solid var(--line); }
+body { max-width: 1200px; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }
+img { width: 100%; height: auto; }
+table { border-collapse: collapse; display: block; overflow-x: auto; }
+th, td { padding: .35rem .8rem; text-align: left; border-bottom: 1px solid #d5d5d5; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; vertical-align: top; min-width: 12rem; }
-dt { color: var(--faint); } dd { margin: 0; overflow-wrap: anywhere; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
+dd { margin: 0; overflow-wrap: anywhere; }
 """
 
 
@@ -374,16 +363,17 @@ def _in_words(tracks: Tracks) -> str:
 
 def _html_image(figure: Figure, words: str) -> str:
     data = base64.b64encode(_png(figure)).decode()
-    return f'<div class="wide"><img alt="{escape(words)}" src="data:image/png;base64,{data}"></div>'
+    return f'<img alt="{escape(words)}" src="data:image/png;base64,{data}">'
 
 
 def _html_table(rows: Sequence[Sequence[str]], kinds: Sequence[str]) -> str:
     """`rows`: the heading first. `kinds`: of each column, a class of the style, or ""."""
-    lines = []
-    for tag, row in zip(("th", *["td"] * len(rows)), rows, strict=False):
-        attributes = [f' class="{kind}"' if kind else "" for kind in kinds]
-        cells = zip(attributes, row, strict=True)
-        lines.append("<tr>" + "".join(f"<{tag}{each}>{escape(cell)}</{tag}>" for each, cell in cells) + "</tr>")
-    head, *body = lines
-    body = "\n".join(body)
-    return f'<div class="wide"><table>\n<thead>{head}</thead>\n<tbody>{body}</tbody>\n</table></div>'
+    marks = [f' class="{kind}"' if kind else "" for kind in kinds]
+
+    def line(row: Sequence[str], tag: str) -> str:
+        cells = (f"<{tag}{mark}>{escape(cell)}</{tag}>" for mark, cell in zip(marks, row, strict=True))
+        return f"<tr>{''.join(cells)}</tr>"
+
+    head, *body = rows
+    lines = "\n".join(line(row, "td") for row in body)
+    return f"<table>\n<thead>{line(head, 'th')}</thead>\n<tbody>{lines}</tbody>\n</table>"

@@ -158,22 +158,19 @@ def excerpt(tracks: Tracks, *, minibatches: Container[int]) -> dict[str, list[Ev
         if not wanted:
             have = sorted({event.minibatch for event in events})
             raise ValueError(f"{name!r} has no event in the minibatches asked for; it has minibatches {have}")
-        spans: dict[int, tuple[float, float]] = {}
-        for event in wanted:
-            start_s, end_s = spans.get(event.minibatch, (event.start_s, event.end_s))
-            spans[event.minibatch] = min(start_s, event.start_s), max(end_s, event.end_s)
+        spans = {
+            number: window_s([e for e in wanted if e.minibatch == number]) for number in {e.minibatch for e in wanted}
+        }
         cut_s: dict[int, float] = {}
         pauses_s = reached_s = wanted[0].start_s
         for minibatch, (start_s, end_s) in sorted(spans.items(), key=lambda item: item[1]):
             pauses_s += max(0.0, start_s - reached_s)
             reached_s = max(reached_s, end_s)
             cut_s[minibatch] = pauses_s
-        chosen[name] = [_earlier(event, cut_s[event.minibatch]) for event in wanted]
+        chosen[name] = [
+            replace(e, start_s=e.start_s - cut_s[e.minibatch], end_s=e.end_s - cut_s[e.minibatch]) for e in wanted
+        ]
     return chosen
-
-
-def _earlier(event: Event, by_s: float) -> Event:
-    return replace(event, start_s=event.start_s - by_s, end_s=event.end_s - by_s)
 
 
 def headline(events: Sequence[Event]) -> tuple[str, str, str]:
@@ -201,16 +198,14 @@ def shares(rank: list[Segment], edges_s: np.ndarray) -> dict[str, np.ndarray]:
 
     `rank`: its segments, in order and not overlapping; `edges_s` (n + 1,) ascending; each result (n,).
     """
-    result = {}
+    found = {}
     for state in STATES:
         own = np.array([(s.start_s, s.end_s) for s in rank if s.state == state]).reshape(-1, 2)
-        spent_s = np.repeat(np.cumsum(own[:, 1] - own[:, 0]), 2)
-        if own.size:
-            spent_s[::2] -= own[:, 1] - own[:, 0]
-            result[state] = np.diff(np.interp(edges_s, own.ravel(), spent_s)) / np.diff(edges_s)
-        else:
-            result[state] = np.zeros(len(edges_s) - 1)
-    return result
+        # Time spent in it, at the start and at the end of each of its segments.
+        spent_s = np.cumsum(np.stack([np.zeros(len(own)), own[:, 1] - own[:, 0]], axis=1))
+        at_edges_s = np.interp(edges_s, own.ravel(), spent_s) if len(own) else np.zeros(len(edges_s))
+        found[state] = np.diff(at_edges_s) / np.diff(edges_s)
+    return found
 
 
 def whole(amounts: np.ndarray) -> np.ndarray:
@@ -257,15 +252,17 @@ def chrome_trace(tracks: Tracks) -> dict:
     compared.
     """
     trace: list[dict] = []
-    for pid, (name, events) in enumerate(tracks.items(), start=1):
+
+    def name(kind: str, text: str, pid: int, tid: int = 1) -> None:
+        trace.append({"ph": "M", "name": f"{kind}_name", "pid": pid, "tid": tid, "args": {"name": text}})
+        number = {"sort_index": pid if kind == "process" else tid}
+        trace.append({"ph": "M", "name": f"{kind}_sort_index", "pid": pid, "tid": tid, "args": number})
+
+    for pid, (variant, events) in enumerate(tracks.items(), start=1):
         start_s, _ = window_s(events)
-        trace.append(_metadata("process_name", pid, {"name": name}))
-        trace.append(_metadata("process_sort_index", pid, {"sort_index": pid}))
+        name("process", variant, pid)
         for elsewhere, rank in sorted({(event.is_elsewhere, event.rank) for event in events}):
-            tid = _thread(rank, elsewhere)
-            name = f"rank {rank}{', elsewhere' if elsewhere else ''}"
-            trace.append(_metadata("thread_name", pid, {"name": name}, tid=tid))
-            trace.append(_metadata("thread_sort_index", pid, {"sort_index": tid - 1}, tid=tid))
+            name("thread", f"rank {rank}{', elsewhere' if elsewhere else ''}", pid, _thread(rank, elsewhere))
         # Viewers nest a thread's spans in file order: a parent comes before what it contains.
         for event in sorted(events, key=lambda e: (e.start_s, -e.end_s)):
             # Round both ends, not start and length: then a child never ends after its parent.
@@ -287,10 +284,6 @@ def chrome_trace(tracks: Tracks) -> dict:
 
 def _thread(rank: int, elsewhere: bool) -> int:
     return rank + 1 + (_ELSEWHERE if elsewhere else 0)
-
-
-def _metadata(name: str, pid: int, args: dict, *, tid: int = 1) -> dict:
-    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
 
 
 def save_trace(tracks: Tracks, path: str | Path) -> None:

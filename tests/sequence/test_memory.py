@@ -113,7 +113,7 @@ def test_memory_is_as_planned_and_does_not_grow_with_layers() -> None:
     ("given", "words"),
     [
         ({"offload_checkpoints": True}, "needs gradient_checkpointing=True"),
-        ({"split_tokens": 9, "layers_in_flight": 0}, "layers_in_flight is 0; give the number"),
+        ({"split_tokens": 9, "layers_in_flight": 0}, "layers_in_flight is 0; give a whole number"),
     ],
 )
 def test_refusals_of_the_plan(given: dict, words: str) -> None:

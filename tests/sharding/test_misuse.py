@@ -106,6 +106,7 @@ def _options(rank: int, world: int) -> dict[str, str]:
         "backend": lambda: fully_shard(net(), backend="nvshmem"),
         "timeout": lambda: fully_shard(net(), timeout="30"),
         "zero timeout": lambda: fully_shard(net(), timeout=0),
+        "endless timeout": lambda: fully_shard(net(), timeout=float("inf")),
     }
     return {name: caught(action) for name, action in cases.items()}
 
@@ -143,6 +144,7 @@ def test_options() -> None:
         "reshard_after_forward": "TypeError.*'yes'",
         "backend": "ValueError.*'nvshmem'.*'cpu'",
         "timeout": "ValueError: timeout is '30'; it must be a positive timedelta or number of seconds",
+        "endless timeout": "ValueError: timeout is inf; it must be a positive timedelta or number of seconds",
         "zero timeout": "ValueError: timeout is 0; it must be a positive timedelta or number of seconds",
     }
     (messages,) = ranks.run(_options, 1)
