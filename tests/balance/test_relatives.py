@@ -6,7 +6,9 @@ import json
 from itertools import groupby
 from unittest import mock
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -15,7 +17,7 @@ from odc_triton.balance import CostModel, MinibatchSampler, PackedDataset, count
 from odc_triton.balance.pieces import Piece
 from odc_triton.balance.relatives import Relatives, find_relatives
 from odc_triton.data.order import Mix, in_families
-from tests.balance.test_shared import LEAST, SAMPLES, common, group, sample
+from tests.balance.test_shared import LEAST, SAMPLES, common, group, sample, shown
 
 
 def fields(of: Relatives) -> list:
@@ -196,3 +198,65 @@ def test_savings() -> None:
     tokens, part = find_relatives(samples).savings(cost, token_cap=101)
     assert (tokens, part) == (2 * 99, pytest.approx(2 * cost.sequence(99) / (3 * cost.sequence(101))))
     assert find_relatives(samples).savings(cost, token_cap=100) == (0, 0)
+
+
+# ---------------------------------------------------------------- pictures
+
+
+PROMPT = [*range(10, 60)]
+
+
+@pytest.mark.parametrize(
+    ("other", "start"),
+    [
+        (shown(PROMPT, [7] * 5, [(40, 1)]), 49),
+        (shown(PROMPT[:41], [7] * 5, [(40, 1)]), 0),  # branches off within the picture's tokens
+        (shown(PROMPT[:42], [7] * 5, [(40, 1)]), 41),
+        (shown(PROMPT, [7] * 5, [(40, 2)]), 0),  # another picture
+        (shown(PROMPT, [7] * 5, [(45, 1)]), 0),
+        (shown(PROMPT, [7] * 5), 0),
+        (shown([*PROMPT[:40], 9, *PROMPT[41:]], [7] * 5), 0),  # the picture's token, spelled
+        (shown(PROMPT, [7] * 5, [(40, 1), (48, 1)]), 0),  # one more after what is shared
+        (shown(PROMPT, [7] * 5, [(40, 1)], learned=20), 0),  # learned before the picture
+        (shown(PROMPT, [7] * 5, [(40, 1)], learned=5), 44),
+    ],
+)
+def test_who_branches_off(other: dict, start: int) -> None:
+    samples = [shown(PROMPT, [6] * 5, [(40, 1)]), other]
+    relatives = find_relatives(samples)
+    starts = [each.start for each in relatives.entries([0, 1]) if isinstance(each, Piece)]
+    assert max(starts, default=0) == start
+
+
+def test_the_plans_digest_has_the_pictures() -> None:
+    """Else ranks that read other pictures would not notice."""
+    pairs = [[shown(PROMPT, [answer] * 5, [(40, number)]) for answer in (6, 7)] for number in (1, 2)]
+    one, other = map(find_relatives, pairs)
+    assert one.shared.tolist() == other.shared.tolist() == [0, 50]
+    assert not {*one.contents} & {*other.contents}
+
+
+@pytest.mark.parametrize("change", ["bf16", "mask", "grid", "none"])
+def test_all_fields_of_pictures_count(change: str) -> None:
+    def made(answer: int, changed: bool) -> dict:
+        each = {**shown(PROMPT, [answer] * 5, [(40, 1)]), "token_type_ids": None}
+        each["token_type_ids"] = each.pop("mm_token_type_ids")  # as Gemma3's processor calls it
+        values = torch.tensor(each["pixel_values"])
+        if change == "bf16":
+            values = values.bfloat16() + changed
+        if change == "grid":
+            each["image_grid_thw"] = torch.tensor([[1, 2, 1] if changed else [1, 1, 2]])
+        if change == "mask":
+            each["pixel_attention_mask"] = np.full((1, 2), int(changed))
+        return each | {"pixel_values": values}
+
+    alike, differ = (find_relatives([made(6, False), made(7, changed)]) for changed in (False, True))
+    assert alike.shared.tolist() == [0, 50]
+    assert differ.shared[1] == (50 if change == "none" else 0)
+
+
+def test_floors_of_a_part() -> None:
+    samples = [{**shown(PROMPT, [5]), "token_type_ids": [1] * 51}, shown(PROMPT, [6], [(40, 1)])]
+    relatives = find_relatives(samples)
+    assert relatives.floors == [0, 41], "types of a text are not those of pictures"
+    assert relatives.among([1, 0]).floors == [41, 0]

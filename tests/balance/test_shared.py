@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from odc_triton.balance import CostModel, PackedDataset, pack_collate
 from odc_triton.balance.assigner import Assigner
 from odc_triton.balance.pieces import Piece, reads_of
-from odc_triton.balance.relatives import LEAST_SHARED, find_relatives
+from odc_triton.balance.relatives import LEAST_SHARED, find_relatives, floor_of
 from odc_triton.balance.shared import assign_shared
 from odc_triton.balance.strategies import assign
 from odc_triton.sequence.tree import rows_before
@@ -24,6 +26,19 @@ IGNORED = -100
 
 def sample(prompt: list[int], answer: list[int]) -> dict[str, list[int]]:
     return {"input_ids": prompt + answer, "labels": [IGNORED] * len(prompt) + answer}
+
+
+def shown(prompt: list[int], answer: list[int], pictures: list[tuple[int, int]] = (), learned: int = 0) -> dict:
+    """`pictures`: (place, number), the number a picture's content; its token is 9, at that place of all tokens."""
+    ids = prompt + answer
+    sample: dict[str, Any] = {"labels": [IGNORED] * (len(prompt) - learned) + ids[len(prompt) - learned :]}
+    if pictures:
+        places = [place for place, _ in pictures]
+        ids = [9 if at in places else token for at, token in enumerate(ids)]
+        values = [np.full((2, 3), number, dtype=np.float32) for _, number in pictures]
+        sample |= {"pixel_values": np.concatenate(values), "image_grid_thw": np.array([[1, 1, 2]] * len(pictures))}
+        sample["mm_token_type_ids"] = [int(at in places) for at in range(len(ids))]
+    return sample | {"input_ids": ids}
 
 
 # Of few different tokens, so that samples meet at every depth.
@@ -76,68 +91,81 @@ def test_each_token_is_computed_once_in_a_pack(samples: list[dict], numbers: obj
         assert all(high <= first for _, _, high in earlier)
 
 
-@settings(deadline=None)
-@given(SAMPLES, st.integers(1, 5), st.integers(12, 40), st.sampled_from([0.0, 3.0]))
-@example([sample([1, 1, 0], [1])] * 3, 2, 12, 0.0)
-def test_assigned(samples: list[dict], ranks: int, token_cap: int, microbatch: float) -> None:
+_PICTURES = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 1)), max_size=2, unique_by=lambda it: it[0])
+SHOWN = st.lists(
+    st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=6), st.lists(st.integers(0, 1), min_size=1, max_size=6))
+    .flatmap(lambda it: st.tuples(st.just(it), _PICTURES))
+    .map(lambda it: shown(*it[0], sorted(each for each in it[1] if each[0] < len(it[0][0] + it[0][1])))),
+    min_size=1,
+    max_size=10,
+)
+
+
+def contents(each: dict, tokens: int) -> list:
+    """The first tokens, a picture's with its number."""
+    numbers = iter(each["pixel_values"][::2, 0].tolist() if "pixel_values" in each else ())
+    types = each.get("mm_token_type_ids", [0] * len(each["input_ids"]))
+    return [(token, next(numbers) if of else None) for token, of in zip(each["input_ids"], types, strict=True)][:tokens]
+
+
+@settings(max_examples=200, deadline=None)
+@given(SAMPLES | SHOWN, st.integers(1, 5), st.integers(12, 40), st.sampled_from([0.0, 3.0]), st.integers(1, 40))
+@example([sample([1, 1, 0], [1])] * 3, 2, 12, 0.0, 1)
+def test_assigned(samples: list[dict], ranks: int, token_cap: int, microbatch: float, tokens: int) -> None:
+    """Every token of every sample is computed once in each tree that has it, within the limits and no picture cut; no
+    way is better.
+    """
     cost = CostModel(quadratic=0.01, linear=1.0, microbatch=microbatch)
-    lengths = [len(each["input_ids"]) for each in samples]
-    with mock.patch("odc_triton.balance.relatives.LEAST_SHARED", LEAST):
-        relatives = find_relatives(samples)
-        made = assign_shared(lengths, relatives, ranks=ranks, token_cap=token_cap, cost=cost)
-    assert len(made.packs) == ranks
-    members = [each.sample if isinstance(each, Piece) else each for of in made.packs for pack in of for each in pack]
-    assert sorted(members) == list(range(len(samples)))
-
-    def price(pack: list) -> float:
-        bounds = [(each.start, each.stop) if isinstance(each, Piece) else (0, lengths[each]) for each in pack]
-        assert sum(stop - start for start, stop in bounds) <= token_cap
-        return microbatch + sum(0.01 * (stop**2 - start**2) + stop - start for start, stop in bounds)
-
-    real = max(sum(map(price, of_rank)) for of_rank in made.packs)
-    assert made.estimate == pytest.approx(real)
-    dense = assign(lengths, ranks=ranks, token_cap=token_cap, balance="mini", cost=cost)
-    alone = max(sum(cost.pack(lengths[i] for i in pack) for pack in packs) for packs in dense)
-    assert made.estimate <= alone * (1 + 1e-9)
-
-
-@settings(deadline=None)
-@given(SAMPLES, st.integers(2, 5), st.integers(12, 40), st.sampled_from([0.0, 3.0]), st.integers(1, 40))
-def test_assigned_over_ranks(samples: list[dict], ranks: int, token_cap: int, microbatch: float, tokens: int) -> None:
-    """Every token of every sample is computed once in each tree that has it, within the limits; no way is better."""
-    cost = CostModel(quadratic=0.01, linear=1.0, microbatch=microbatch)
-    lengths = [len(each["input_ids"]) for each in samples]
-    how = {"ranks": ranks, "token_cap": token_cap, "cost": cost}
+    lengths, floors = [len(each["input_ids"]) for each in samples], [floor_of(each) for each in samples]
+    extra = [10.0 * floor for floor in floors]
+    how = {"ranks": ranks, "token_cap": token_cap, "cost": cost, "extra": extra}
     with (
         mock.patch("odc_triton.balance.relatives.LEAST_SHARED", LEAST),
         mock.patch("odc_triton.balance.shared.LEAST_TOKENS", 2),
     ):
         relatives = find_relatives(samples)
         apart = assign_shared(lengths, relatives, **how)
-        made = assign_shared(lengths, relatives, **how, tokens=tokens)
-    assert made.estimate <= apart.estimate * (1 + 1e-9)
-    entries = [each for of_rank in made.packs for pack in of_rank for each in pack]
+        over_ranks = assign_shared(lengths, relatives, **how, tokens=tokens)
+
+    def price(pack: list) -> float:
+        pieces = [each if isinstance(each, Piece) else Piece(each, 0, lengths[each]) for each in pack]
+        assert sum(map(len, pieces)) <= token_cap
+        own = sum(0.01 * (each.stop**2 - each.start**2) + len(each) for each in pieces)
+        return microbatch + own + sum(extra[each.sample] for each in pieces if each.start == 0)
+
+    for made in (apart, over_ranks):
+        assert relatives.floors == floors
+        assert len(made.packs) == ranks
+        real = max(sum(map(price, of_rank)) for of_rank in made.packs)
+        assert made.estimate == pytest.approx(real) if made.plan is None else made.estimate >= real * (1 - 1e-9)
+        check_tokens(samples, floors, [each for of_rank in made.packs for pack in of_rank for each in pack])
+    dense = assign(lengths, balance="mini", **how)
+    alone = max(sum(map(price, packs)) for packs in dense)
+    assert over_ranks.estimate <= apart.estimate * (1 + 1e-9)
+    assert apart.estimate <= alone * (1 + 1e-9)
+    assert apart.plan is None
+    if over_ranks.plan is not None:
+        assert max(over_ranks.plan.tokens) <= tokens
+
+
+def check_tokens(samples: list[dict], floors: list[int], entries: list) -> None:
     pieces = [each for each in entries if isinstance(each, Piece)]
-    reads = reads_of(pieces)
     ids = {each: samples[each.sample]["input_ids"] for each in pieces}
-    for piece, before in reads.items():
+    for piece, before in reads_of(pieces).items():
         assert [read.high for read in before[-1:]] == [piece.start] * (piece.start > 0)
-        assert [ids[read.holder][at] for read in before for at in range(read.low, read.high)] == ids[piece][
-            : piece.start
-        ]
-    own = {each: (0, lengths[each]) for each in entries if isinstance(each, int)}
+        read = [ids[read.holder][at] for read in before for at in range(read.low, read.high)]
+        assert read == ids[piece][: piece.start]
+        assert piece.start == 0 or piece.start >= floors[piece.sample]
+        if piece.parent is not None:
+            assert piece.start >= floors[piece.parent]
+            assert contents(samples[piece.sample], piece.start) == contents(samples[piece.parent], piece.start)
+    own = {each: (0, len(samples[each]["input_ids"])) for each in entries if isinstance(each, int)}
     for piece in sorted(pieces, key=lambda each: each.start):
         first, end = own.get(piece.sample, (piece.start, piece.start))
         assert end == piece.start
         own[piece.sample] = first, piece.stop
     assert sorted(own) == list(range(len(samples)))
-    assert all(end == lengths[each] for each, (_, end) in own.items())
-    for of_rank in made.packs:
-        for pack in of_rank:
-            assert sum(len(each) if isinstance(each, Piece) else lengths[each] for each in pack) <= token_cap
-    if made.plan is not None:
-        assert max(made.plan.tokens) <= tokens
-        assert {each.piece for each in made.plan.pieces} <= {*pieces}
+    assert all(end == len(samples[each]["input_ids"]) for each, (_, end) in own.items())
 
 
 def test_a_group_over_the_cap() -> None:
@@ -249,6 +277,7 @@ def test_wrong_relatives_and_limits_are_refused() -> None:
         ({"tokens": -1}, "tokens is -1: give the tokens per rank"),
         ({"replicas": 3}, "replicas is 3: give a divisor of the 2 ranks"),
         ({"ranks": 0}, "ranks is 0: give the number of ranks"),
+        ({"extra": [1.0]}, "extra has 1 costs for 3 samples"),
     ):
         with pytest.raises(ValueError, match=words):
             assign_shared([150] * 3, relatives, **how | changes)
