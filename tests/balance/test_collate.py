@@ -50,9 +50,6 @@ def test_labels_default_to_the_input_and_targets_are_counted():
     assert packs[0]["labels"].tolist() == [[-100, 2, 3]]
     assert packs[1]["labels"].tolist() == [[-100, -100, 6]]
     assert count_target_tokens(packs) == 3
-
-
-def test_no_packs_give_no_inputs():
     assert pack_collate([]) == []
     assert count_target_tokens([]) == 0
 
@@ -73,9 +70,8 @@ def test_a_models_loss_over_a_pack_sums_the_counted_targets_of_each_document_alo
     assert count_target_tokens([packed]) == count_target_tokens(alone) == 3 + 4
 
 
-@pytest.mark.parametrize("num_workers", [0])
-@pytest.mark.parametrize("balance", ["mini", "micro", "global", "local"])
-def test_a_dataloader_goes_end_to_end(balance, num_workers):
+@pytest.mark.parametrize("balance", ["mini", "global"])
+def test_a_dataloader_goes_end_to_end(balance):
     """Every token of every sample arrives once, whole and under the cap, over both ranks."""
     lengths = [(i * 37) % 60 + 1 for i in range(24)]
     dataset = [{"input_ids": [1000 * i + t for t in range(n)]} for i, n in enumerate(lengths)]
@@ -86,7 +82,6 @@ def test_a_dataloader_goes_end_to_end(balance, num_workers):
             PackedDataset(dataset),
             batch_sampler=MinibatchSampler(lengths, 3, 100, balance, seed=1, rank=rank, world=2),
             collate_fn=pack_collate,
-            num_workers=num_workers,
         )
         assert len(loader) == 4
         for packs in loader:
@@ -102,18 +97,6 @@ def test_a_dataloader_goes_end_to_end(balance, num_workers):
                 seen += [pack["input_ids"][0, a:b].tolist() for a, b in bounds]
     assert sorted(seen) == [sample["input_ids"] for sample in dataset]
     assert targets == sum(n - 1 for n in lengths)
-
-
-def test_a_rank_without_packs_gets_an_empty_minibatch():
-    loaders = [
-        DataLoader(
-            PackedDataset([{"input_ids": [1, 2]}]),
-            batch_sampler=MinibatchSampler([2], 1, 8, rank=rank, world=2),
-            collate_fn=pack_collate,
-        )
-        for rank in range(2)
-    ]
-    assert sorted(len(packs) for loader in loaders for packs in loader) == [0, 1]
 
 
 @pytest.mark.parametrize(

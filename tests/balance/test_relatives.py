@@ -11,9 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
-from odc_triton.balance import CostModel, MinibatchSampler, PackedDataset, count_target_tokens, pack_collate
+from odc_triton.balance import CostModel, MinibatchSampler
 from odc_triton.balance.pieces import Piece
 from odc_triton.balance.relatives import Relatives, find_relatives
 from odc_triton.data.order import Mix, in_families
@@ -133,14 +132,6 @@ def test_the_order_is_the_seeds_and_the_epochs_and_not_the_ranks() -> None:
     epochs = [[sorted(each.sample for each in entries(packs)) for packs in one] for _ in range(2)]
     assert epochs[0] == found
     assert epochs[1] != found
-
-
-def test_a_loop_of_ones_own() -> None:
-    """A DataLoader's packs have every target once, and each prompt once."""
-    loader = DataLoader(PackedDataset(DATA), batch_sampler=sampler(world=1), collate_fn=pack_collate)
-    packs = [pack for packs in loader for pack in packs]
-    assert count_target_tokens(packs) == sum(LENGTHS) - 4 * sum(range(40, 52))
-    assert sum(pack["input_ids"].numel() for pack in packs) == sum(LENGTHS) - 3 * sum(range(39, 51))
 
 
 def test_with_weights_drop_last_and_split() -> None:

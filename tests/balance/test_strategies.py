@@ -67,28 +67,6 @@ def test_packs_are_few_and_even():
         assert max(costs_of(packs, lengths)) <= 1.02 * min(costs_of(packs, lengths))
 
 
-@pytest.mark.parametrize("count", [1, 5])
-def test_a_count_of_packs_out_of_reach_is_refused(count):
-    with pytest.raises(ValueError, match=rf"count is {count}: 4 samples .* make from 2 to 4"):
-        pack([5, 5, 5, 5], token_cap=10, cost=COST, count=count)
-
-
-@settings(deadline=None)
-@given(lengths_lists, st.integers(1, 6), st.sampled_from(BALANCES))
-def test_every_dealing_holds_every_sample_once_under_the_cap(lengths, ranks, balance):
-    lengths = lengths + [1] * (-len(lengths) % ranks)  # a multiple of the ranks works under every balance
-    dealt = assign(lengths, ranks=ranks, token_cap=CAP, balance=balance, cost=COST)
-    assert len(dealt) == ranks
-    check_packs([members for packs in dealt for members in packs], lengths, CAP)
-    for packs in dealt:
-        costs = costs_of(packs, lengths)
-        assert costs == sorted(costs, reverse=True)
-    if balance != "mini":
-        assert len({len(packs) for packs in dealt}) == 1
-    if balance in ("micro", "local"):
-        assert {sum(map(len, packs)) for packs in dealt} == {len(lengths) // ranks}
-
-
 def test_local_keeps_each_ranks_own_run_one_sample_a_microbatch():
     dealt = assign([3, 9, 5, 1, 2, 8], ranks=2, token_cap=9, balance="local")
     assert dealt == [[[1], [2], [0]], [[5], [4], [3]]]
@@ -129,15 +107,6 @@ def test_who_waits_less():
     assert total["mini"][1] < 0.9 * total["global"][0]
 
 
-def test_the_cost_model_decides():
-    lengths = [100, 50, 50]
-    by_tokens = assign(lengths, ranks=2, token_cap=200, balance="mini", cost=CostModel(quadratic=0.0, linear=1.0))
-    assert sorted(sum(lengths[i] for p in packs for i in p) for packs in by_tokens) == [100, 100]
-    assert assign(lengths, ranks=2, token_cap=200, balance="mini") == assign(
-        lengths, ranks=2, token_cap=200, balance="mini", cost=COST
-    )
-
-
 def test_too_few_samples_for_equal_counts_are_refused_with_the_remedy():
     # Three samples that cannot share a pack: one rank would need two microbatches, the other has one.
     with pytest.raises(ValueError, match=r"leave a rank with 1, but every rank needs 2 .*'mini'"):
@@ -149,69 +118,60 @@ def test_too_few_samples_for_equal_counts_are_refused_with_the_remedy():
     assert sorted(map(len, assign([9, 9, 9], ranks=2, token_cap=10, balance="mini"))) == [1, 2]
 
 
-@pytest.mark.parametrize("balance", BALANCES)
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"lengths": []}, "lengths is empty"),
-        ({"lengths": [3, 0]}, r"lengths\[1\] is 0"),
-        ({"lengths": [3, 11]}, r"lengths\[1\] is 11 tokens, over the token_cap of 10: raise the cap"),
-        ({"ranks": 0}, "ranks is 0"),
-        ({"token_cap": 0}, "token_cap is 0"),
-    ],
-)
-def test_refused(balance, change, message):
-    with pytest.raises(ValueError, match=message):
-        assign(**{"lengths": [3, 4], "ranks": 2, "token_cap": 10, "balance": balance, **change})
-
-
-def test_an_unknown_balance_is_refused_with_the_names():
-    with pytest.raises(ValueError, match="balance is 'best': choose one of mini, micro, global, local"):
-        assign([1], ranks=1, token_cap=1, balance="best")
-
-
-@pytest.mark.parametrize("balance", BALANCES)
-def test_one_ranks_part_is_what_it_gets_in_the_whole(balance):
-    generator = random.Random(4)
-    lengths = [generator.randint(1, 1000) for _ in range(24)]
-    whole = assign(lengths, ranks=4, token_cap=1000, balance=balance)
-    for rank in range(4):
-        assert assign_one(lengths, rank=rank, ranks=4, token_cap=1000, balance=balance) == whole[rank]
-
-
 @pytest.mark.parametrize("balance", [*BALANCES, "queue"])
 @settings(deadline=None)
 @given(st.data())
-def test_what_samples_cost_besides_their_tokens_counts(balance, data):
-    """A picture as costly as two long samples: whoever has it gets less of the rest, and it comes first."""
-    ranks = data.draw(st.integers(2, 4))
-    lengths = data.draw(st.lists(st.integers(1, CAP), min_size=ranks, max_size=24))
-    lengths += [1] * (-len(lengths) % ranks)
-    extra = data.draw(st.lists(st.floats(0, 2 * COST.sequence(CAP)), min_size=len(lengths), max_size=len(lengths)))
-    how = {"ranks": ranks, "token_cap": CAP, "cost": COST}
+def test_every_dealing_holds_every_sample_once_under_the_cap(balance, data):
+    """A picture may cost as much as two long samples: whoever has it gets less of the rest, and it comes first."""
+    ranks = data.draw(st.integers(1, 6))
+    lengths = data.draw(lengths_lists)
+    lengths += [1] * (-len(lengths) % ranks)  # a multiple of the ranks works under every balance
+    pictures = st.lists(st.floats(0, 2 * COST.sequence(CAP)), min_size=len(lengths), max_size=len(lengths))
+    extra = data.draw(st.none() | pictures)
+    how = {"ranks": ranks, "token_cap": CAP, "cost": COST, "extra": extra}
     costs = COST.samples(lengths, extra)
 
     def of(members: list[int]) -> float:
         return sum(costs[i] for i in members)
 
     if balance == "queue":
-        packs = queue_packs(lengths, **how, extra=extra)
+        packs = queue_packs(lengths, **how)
         check_packs(packs, lengths, CAP)
         assert all(len(each) == 1 or of(each) <= sum(costs) / ranks / 16 * (1 + 1e-9) for each in packs)
         assert of(packs[0]) == pytest.approx(max(map(of, packs)))
-        assert queue_packs(lengths, **how, extra=[0.0] * len(lengths)) == queue_packs(lengths, **how)
         return
-    dealt = assign(lengths, **how, balance=balance, extra=extra)
+    dealt = assign(lengths, **how, balance=balance)
+    assert len(dealt) == ranks
     check_packs([each for packs in dealt for each in packs], lengths, CAP)
     for rank, packs in enumerate(dealt):
         assert [*map(of, packs)] == sorted(map(of, packs), reverse=True)
-        assert assign_one(lengths, rank=rank, **how, balance=balance, extra=extra) == packs
+        assert assign_one(lengths, rank=rank, **how, balance=balance) == packs
+    if balance != "mini":
+        assert len({len(packs) for packs in dealt}) == 1
+        if balance != "global":
+            assert {sum(map(len, packs)) for packs in dealt} == {len(lengths) // ranks}
+        return
     loads = [sum(map(of, packs)) for packs in dealt]
-    if balance == "mini":  # no single move from the heaviest rank makes it lighter by more than the tolerance
-        assert max(loads) <= max(sum(loads) / ranks + max(costs), max(costs)) + 1e-9
-        heavy = max(range(ranks), key=loads.__getitem__)
-        own = [i for members in dealt[heavy] for i in members]
-        assert all(max(loads[heavy] - costs[i], min(loads) + costs[i]) >= loads[heavy] * 0.998 for i in own)
-    assert assign(lengths, **how, balance=balance, extra=[0.0] * len(lengths)) == assign(
-        lengths, **how, balance=balance
-    )
+    assert max(loads) <= max(sum(loads) / ranks + max(costs), max(costs)) + 1e-9
+    heavy = max(
+        range(ranks), key=loads.__getitem__
+    )  # no single move from it makes it lighter by more than the tolerance
+    own = [i for members in dealt[heavy] for i in members]
+    assert all(max(loads[heavy] - costs[i], min(loads) + costs[i]) >= loads[heavy] * 0.998 for i in own)
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+def test_refused(balance):
+    for change, message in (
+        ({"lengths": []}, "lengths is empty"),
+        ({"lengths": [3, 0]}, r"lengths\[1\] is 0"),
+        ({"lengths": [3, 11]}, r"lengths\[1\] is 11 tokens, over the token_cap of 10: raise the cap"),
+        ({"ranks": 0}, "ranks is 0"),
+        ({"token_cap": 0}, "token_cap is 0"),
+        ({"balance": "best"}, "balance is 'best': choose one of mini, micro, global, local"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            assign(**{"lengths": [3, 4], "ranks": 2, "token_cap": 10, "balance": balance, **change})
+    for count in (1, 5):
+        with pytest.raises(ValueError, match=rf"count is {count}: 4 samples .* make from 2 to 4"):
+            pack([5, 5, 5, 5], token_cap=10, cost=COST, count=count)
