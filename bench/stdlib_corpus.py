@@ -86,14 +86,14 @@ def write_text(folder: Path, records: list[dict[str, str]], config: dict[str, An
 
     It is trained on the records, with `config["vocab_size"]` words. `count`: number of lines; the records repeat.
     """
-    from odc_triton.data.tokenizer import save_tokenizer, train_tokenizer
+    from odc_triton.data.tokenizer import train_tokenizer
 
     lines = [json.dumps(record) + "\n" for record in records]
     count = len(lines) if count is None else count
     (folder / "data.jsonl").write_text("".join((lines * -(-count // len(lines)))[:count]))
     texts = (record["prompt"] + record["completion"] for record in records)
     tokenizer = train_tokenizer(texts, vocab_size=config["vocab_size"])
-    save_tokenizer(tokenizer, folder / "tokenizer.json")
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"} | config))
     return tokenizer
 

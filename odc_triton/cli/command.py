@@ -281,11 +281,10 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
     inspect.add_argument(
         "--data-weight", type=float, action="append", default=[], help="weight of each file, as in training; repeatable"
     )
-    inspect.add_argument("--tokenizer", help="folder, hub id or tokenizer.json (default: lengths in bytes of UTF-8)")
+    inspect.add_argument("--tokenizer", required=True, help="folder, hub id or tokenizer.json")
     inspect.add_argument("--model", help="config.json, folder or hub id of a model: names the token ids that it lacks")
     inspect.add_argument("--token-cap", type=int, default=4096, help="most tokens in a sample (default: 4096)")
     inspect.add_argument("--fetch-images", action="store_true", help="fetch pictures that are on the network")
-    inspect.add_argument("--json", action="store_true", help="print everything as JSON")
     inspect.set_defaults(run=_inspect_data)
 
 
@@ -305,7 +304,6 @@ def _inspect_data(options: argparse.Namespace) -> int:
         model=options.model,
         token_cap=options.token_cap,
         fetch_images=options.fetch_images,
-        as_json=options.json,
         savings=lambda data, token_cap: find_relatives(data.undecoded()).savings(cost, token_cap=token_cap),
     )
     print(text)

@@ -49,7 +49,6 @@ class DataOptions:
 
     max_tokens: int = 2048  # of the longest sample, prompt and end token included
     too_long: TooLong = "truncate"  # or stop with an error, or leave it out
-    batch_records: int = 1024  # most records per call of the tokenizer; affects only speed and memory
 
     def __post_init__(self) -> None:
         # A sample needs a token to predict and one to predict it from.
@@ -57,8 +56,6 @@ class DataOptions:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 2 tokens")
         if self.too_long not in get_args(TooLong):
             raise ValueError(f"too_long is {self.too_long!r}; it must be one of {', '.join(get_args(TooLong))}")
-        if self.batch_records < 1:
-            raise ValueError(f"batch_records is {self.batch_records}; it must be at least 1")
 
 
 @dataclass(kw_only=True)
@@ -243,11 +240,11 @@ def tokenize_source(
     encoder: TextEncoder,
     path: str | os.PathLike,
     options: DataOptions | None = None,
-    progress: Callable[[int, float], None] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> DataSummary:
     """Writes the samples of `source`, in its order, for `TokenizedDataset.load`, atomically.
 
-    `progress` is called after each batch with the records done and their fraction of the source.
+    `progress` is called after each batch with the records done.
     Raises DataError for unusable records, for too long a sample if the options require it, and if none is left; OSError
     if the file can't be written.
     """
@@ -267,7 +264,7 @@ def tokenize_source(
                 files[column].write(np.asarray(values, _COLUMNS[column]).tobytes())
 
             write("offsets", 0)
-            for batch in batches(source, options.batch_records):
+            for batch in batches(source):
                 encoded = encode_records(batch, encoder, options.max_tokens)
                 for sample in samples_of(zip(batch, encoded, strict=True), options, summary):
                     write("spans", np.asarray(sample.spans) + (summary.tokens - len(sample.ids)))
@@ -277,7 +274,7 @@ def tokenize_source(
                     if shown is not None:
                         shown.add(sample.pictures, sample.floor)
                 if progress is not None:
-                    progress(summary.records, batch[-1].end / max(source.total(), 1))
+                    progress(summary.records)
             require_samples(source.name, summary, options)
             shapes = summary.shapes(spans_written)
             columns = {name: (file, _COLUMNS[name], shapes[name]) for name, file in files.items()}

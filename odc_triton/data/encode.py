@@ -10,7 +10,7 @@ from .records import DataError, Record, content_text
 from .tokenizer import TextEncoder
 from .vision import PictureProcessor, SeenPictures
 
-_BATCH_CHARACTERS = 4_000_000  # of text per call of the tokenizer
+_BATCH_RECORDS, _BATCH_CHARACTERS = 1024, 4_000_000  # most per call of the tokenizer; a record may be larger alone
 
 
 class Encoded(NamedTuple):
@@ -86,14 +86,13 @@ def _contents(messages: list[dict[str, Any]], vision: PictureProcessor | None) -
     return [each | {"content": content(each)} if "content" in each else each for each in messages]
 
 
-def batches(records: Iterable[Record], most: int) -> Iterator[list[Record]]:
-    """Batches of `most` records, or fewer if they are long."""
+def batches(records: Iterable[Record]) -> Iterator[list[Record]]:
     batch: list[Record] = []
     characters = 0
     for record in records:
         batch.append(record)
         characters += record.characters
-        if len(batch) == most or characters > _BATCH_CHARACTERS:
+        if len(batch) == _BATCH_RECORDS or characters > _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
     if batch:

@@ -33,12 +33,11 @@ _FIELDS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def record_of(where: str, value: Any, end: int = 0, folder: str | None = None) -> Record:
-    """The record in one line or row. `where`: its name in errors; `end`, `folder`: as in `Record`. Raises DataError."""
+def record_of(where: str, value: Any, *, folder: str | None = None) -> Record:
+    """The record in one line or row. `where`: its name in errors; `folder`: as in `Record`. Raises DataError."""
     if not isinstance(value, dict):
         raise DataError(f"{where}: {kind_of(value)}, not an object with {FORMS}")
     fields = {name: each for name, each in value.items() if each is not None}
-    place = {"where": where, "end": end}
     form = _recognised(where, fields, names_of(value))
     if form in ("messages", "conversations", "prompt and completion as messages"):
         messages, learned_from = _conversation(where, fields, form)
@@ -50,8 +49,8 @@ def record_of(where: str, value: Any, end: int = 0, folder: str | None = None) -
             tools=read_tools(where, fields),
             pictures=pictures,
             folder=folder,
+            where=where,
             characters=sum(len(message_text(each)) for each in messages) + PICTURE_CHARACTERS * len(pictures),
-            **place,
         )
     name, pictures = given_pictures(where, fields)
     if pictures:
@@ -65,9 +64,8 @@ def record_of(where: str, value: Any, end: int = 0, folder: str | None = None) -
         prompt, completion = _alpaca(where, fields)
     else:
         prompt, completion = string(where, fields, "prompt"), string(where, fields, "completion")
-    return Record(
-        form=form, prompt=prompt, completion=completion, characters=len(prompt or "") + len(completion), **place
-    )
+    characters = len(prompt or "") + len(completion)
+    return Record(form=form, prompt=prompt, completion=completion, where=where, characters=characters)
 
 
 def _recognised(where: str, fields: dict, names: str) -> Form:

@@ -1,4 +1,4 @@
-"""Files of JSON: one value a line, one array of values, or one value over several lines; compressed or not.
+"""Files of JSON: one value a line, or one array of values; compressed or not.
 
 Read line by line, memory does not grow with the file. An array is read whole.
 """
@@ -22,7 +22,7 @@ from .records import DataError
 # Tokenising a line takes about a hundred times its size in memory.
 LARGEST_LINE_BYTES = 16 * 2**20
 _LARGEST_ARRAY_BYTES = 2 * 2**30
-Value = tuple[str, Any, int]  # its name in errors, itself, the byte of the file where it ends
+Value = tuple[str, Any]  # its name in errors, itself
 _EACH_LINE = 'every line must hold one whole JSON object, as {"text": "…"} for plain text'
 _ARRAY = "a file that begins with '[' must be one JSON array; or write one object a line"
 
@@ -35,7 +35,7 @@ def read_json(path: str | os.PathLike) -> Iterator[Value]:
     """
     try:
         with opened(path) as raw, unpacked(raw, path) as file:
-            yield from _values(os.fspath(path), file, raw)
+            yield from _values(os.fspath(path), file)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
@@ -82,12 +82,11 @@ def require_bounded(where: str, line: str | bytes) -> None:
         )
 
 
-def _values(path: str, file: BinaryIO, raw: BinaryIO) -> Iterator[Value]:
-    end, first = 0, True
+def _values(path: str, file: BinaryIO) -> Iterator[Value]:
+    first = True
     lines = iter(lambda: file.readline(LARGEST_LINE_BYTES + 1), b"")
     for number, line in enumerate(lines, start=1):
         where = f"{path}, line {number}"
-        end += len(line)
         if not line.strip():
             continue
         if first and line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
@@ -97,27 +96,11 @@ def _values(path: str, file: BinaryIO, raw: BinaryIO) -> Iterator[Value]:
                     f"{path} is a JSON array of more than {_LARGEST_ARRAY_BYTES / 2**30:g} GiB, which would be read "
                     "whole; write one object a line"
                 )
-            values = parse_json(path, content, _ARRAY)
-            for row, value in enumerate(values):
-                yield f"{path}, row {row}", value, os.fstat(raw.fileno()).st_size * (row + 1) // len(values)
+            yield from ((f"{path}, row {row}", value) for row, value in enumerate(parse_json(path, content, _ARRAY)))
             return
         require_bounded(where, line)
-        try:
-            value = parse_json(where, line)
-        except DataError:
-            value = _whole(line + file.read(LARGEST_LINE_BYTES)) if first else None
-            if value is None:
-                raise
         first = False
-        yield where, value, end if file is raw else raw.tell()
-
-
-def _whole(content: bytes) -> Any:
-    """One value over several lines; None if it is something else."""
-    try:
-        return json.loads(content.decode("utf-8-sig"))
-    except (ValueError, RecursionError):
-        return None
+        yield where, parse_json(where, line)
 
 
 def parse_json(where: str, raw: bytes, remedy: str = _EACH_LINE) -> Any:

@@ -41,7 +41,7 @@ def _values(path: Path, count_tokens: CountTokens | None) -> Iterator[tuple[str,
         yield from ((f"{path}, sample {n}", length) for n, length in enumerate(lengths))
         return
     if path.suffix == ".json":
-        yield from ((where, value) for where, value, _ in read_json(path))
+        yield from read_json(path)
         return
     for number, raw in enumerate(path.read_bytes().splitlines(), start=1):
         where = f"{path}, line {number}"

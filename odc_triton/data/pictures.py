@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import io
 import os
-import threading
 import time
-import urllib.error
-import urllib.request
 import warnings
 from typing import Any
 
@@ -21,9 +18,6 @@ LARGEST_PICTURE_BYTES = 20 * 2**20
 FETCH_S = 20.0  # for one picture, redirects included
 # Others are documents, which Pillow gives to other programs, or so rare that their readers are little tested.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-# Of urllib's own, without those of files and ftp, to which a server might redirect.
-_HANDLERS = ("ProxyHandler", "UnknownHandler", "HTTPHandler", "HTTPSHandler", "HTTPErrorProcessor")
-_HANDLERS += ("HTTPDefaultErrorHandler", "HTTPRedirectHandler")
 
 
 class PictureError(ValueError):
@@ -51,7 +45,7 @@ def read_picture(source: str | bytes, folder: str | None, *, fetch: bool) -> byt
         except ValueError as error:  # of no regular file
             raise PictureError("it is not a regular file") from error
     if len(content) > LARGEST_PICTURE_BYTES:
-        raise PictureError(f"it has more than {LARGEST_PICTURE_BYTES / 2**20:.3g} MiB: make it smaller")
+        raise _too_large()
     return content
 
 
@@ -77,46 +71,25 @@ def decode_picture(content: bytes) -> Any:
 
 def fetch_picture(url: str) -> bytes:
     """The content at an http(s) URL. Raises PictureError, also after `FETCH_S` seconds and `LARGEST_PICTURE_BYTES`."""
-    deadline, found = time.monotonic() + FETCH_S, []
+    import httpx
 
-    def run() -> None:
-        try:
-            found.append(_fetched(url, deadline))
-        except Exception as error:  # of urllib, http.client, ssl, the socket
-            if isinstance(error, urllib.error.HTTPError):
-                error.close()
-            found.append(error)
-
-    # A server that sends a byte now and then would keep a socket within any timeout of its own.
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(FETCH_S)
-    match found:
-        case [bytes(content)]:
-            return content
-        case [PictureError() as error]:
-            raise error
-        case [] | [TimeoutError()]:
-            raise PictureError(f"its server did not send it within {FETCH_S:g} s")
-        case [error]:
-            reason = error.reason if type(error) is urllib.error.URLError else error
-            raise PictureError(f"it cannot be fetched: {reason}")
+    deadline, content = time.monotonic() + FETCH_S, bytearray()
+    try:
+        with httpx.stream("GET", url, follow_redirects=True, timeout=FETCH_S) as answer:
+            answer.raise_for_status()
+            for part in answer.iter_bytes():
+                content += part
+                if len(content) > LARGEST_PICTURE_BYTES:
+                    raise _too_large()
+                # A server that sends a byte now and then stays within any timeout of a socket.
+                if time.monotonic() > deadline:
+                    raise httpx.ReadTimeout("")
+    except httpx.TimeoutException as error:
+        raise PictureError(f"its server did not send it within {FETCH_S:g} s") from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise PictureError(f"it cannot be fetched: {error}") from error
+    return bytes(content)
 
 
-def _fetched(url: str, deadline: float) -> bytes:
-    request = urllib.request.Request(url, headers={"User-Agent": "odc-triton"})
-    opener = urllib.request.OpenerDirector()
-    for name in _HANDLERS:
-        opener.add_handler(getattr(urllib.request, name)())
-    parts, size = [], 0
-    with opener.open(request, timeout=FETCH_S) as answer:
-        while part := answer.read1(2**16):
-            parts.append(part)
-            size += len(part)
-            if size > LARGEST_PICTURE_BYTES:
-                raise PictureError(f"it has more than {LARGEST_PICTURE_BYTES / 2**20:.3g} MiB: make it smaller")
-            if time.monotonic() > deadline:
-                raise TimeoutError
-        if answer.length:
-            raise PictureError(f"its server sent {answer.length} bytes too few")
-    return b"".join(parts)
+def _too_large() -> PictureError:
+    return PictureError(f"it has more than {LARGEST_PICTURE_BYTES / 2**20:.3g} MiB: make it smaller")

@@ -48,7 +48,7 @@ def prepare_data(
     options: DataOptions | None = None,
     *,
     folder: str | os.PathLike,
-    progress: Callable[[int, float], None] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> TokenizedDataset:
     """The samples of the source `name` (see `sources.open_source`), from `folder` if they were prepared before.
 

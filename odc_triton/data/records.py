@@ -41,7 +41,6 @@ class Record:
     pictures: tuple[str | bytes, ...] = ()  # a path, a URL, or the picture as it is encoded
     folder: str | None = None  # that paths are relative to
     where: str  # its name in errors
-    end: int  # where it ends in its source: in bytes of a file, in rows of a table
     characters: int  # in all its texts; a picture counts as `PICTURE_CHARACTERS`, so that batches hold few
 
 

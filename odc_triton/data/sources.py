@@ -43,15 +43,11 @@ class RecordSource(ABC):
 
     def __iter__(self) -> Iterator[Record]:
         """All records, from the first. Raises DataError."""
-        return (record_of(*row, self.folder) for row in self.rows())
+        return (record_of(*row, folder=self.folder) for row in self.rows())
 
     @abstractmethod
     def rows(self) -> Iterator[Value]:
-        """(name in errors, value, end) of each record, unchecked. Raises DataError."""
-
-    @abstractmethod
-    def total(self) -> int:
-        """The last record's `end`: bytes of a file, rows of a table."""
+        """(name in errors, value) of each record, unchecked. Raises DataError."""
 
     @abstractmethod
     def fingerprint(self) -> str | None:
@@ -66,21 +62,15 @@ class RecordFiles(RecordSource):
         self.paths, self.name, self.kind = paths, str(paths[0]) if name is None else name, kind
 
     def __iter__(self) -> Iterator[Record]:
-        return (record_of(*row, os.path.dirname(path)) for path, row in self._rows())
+        return (record_of(*row, folder=os.path.dirname(path)) for path, row in self._rows())
 
     def rows(self) -> Iterator[Value]:
         return (row for _, row in self._rows())
 
     def _rows(self) -> Iterator[tuple[str | os.PathLike, Value]]:
-        before = 0
         for path in self.paths:
             values = read_json(path) if self.kind == "JSON" else read_table(path, self.kind)
-            for where, value, end in _not_empty(str(path), values):
-                yield path, (where, value, before + end)
-            before += os.path.getsize(path)
-
-    def total(self) -> int:
-        return sum(map(os.path.getsize, self.paths))
+            yield from ((path, row) for row in _not_empty(str(path), values))
 
     def fingerprint(self) -> str:
         """Path, size and both times. The inode's change time can't be set by hand, so it also detects a file that was
@@ -94,17 +84,14 @@ class RecordFiles(RecordSource):
 
 
 class RecordRows(RecordSource):
-    """Any table: an iterable of dicts that has a length and can be iterated more than once."""
+    """Any table: an iterable of dicts that can be iterated more than once."""
 
     def __init__(self, table: Any, name: str, fingerprint: str | None = None, folder: str | None = None) -> None:
         self.table, self.name, self._fingerprint, self.folder = table, name, fingerprint, folder
 
     def rows(self) -> Iterator[Value]:
-        rows = ((f"{self.name}, row {row}", without_nulls(each), row + 1) for row, each in enumerate(self.table))
+        rows = ((f"{self.name}, row {row}", without_nulls(each)) for row, each in enumerate(self.table))
         return _not_empty(self.name, rows)
-
-    def total(self) -> int:
-        return len(self.table)
 
     def fingerprint(self) -> str | None:
         return self._fingerprint

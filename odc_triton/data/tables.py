@@ -30,8 +30,8 @@ def read_table(path: str | os.PathLike, kind: str) -> Iterator[Value]:
     row = -1
     try:
         rows = _loaded(path, kind) if kind in LOADED else _cells(path, _DELIMITERS[kind])
-        for row, (fields, end) in enumerate(rows):
-            yield f"{path}, row {row}", fields, end
+        for row, fields in enumerate(rows):
+            yield f"{path}, row {row}", fields
     except DataError:
         raise
     except Exception as error:  # of the file system, the unpackers, csv, and arrow in its library
@@ -66,7 +66,7 @@ def _without_none(value: Any) -> Any:
     return [_without_none(each) for each in value] if isinstance(value, list) else value
 
 
-def _loaded(path: str | os.PathLike, kind: str) -> Iterator[tuple[dict, int]]:
+def _loaded(path: str | os.PathLike, kind: str) -> Iterator[dict]:
     why = f"{path} is a table ({kind})"
     with opened(path) as file:
         for batch in LOADED[kind](file, why):
@@ -78,7 +78,7 @@ def _loaded(path: str | os.PathLike, kind: str) -> Iterator[tuple[dict, int]]:
             step = _rows(batch.num_rows, batch.nbytes)
             for start in range(0, batch.num_rows, step):
                 for fields in batch.slice(start, step).to_pylist():
-                    yield without_nulls(decode(fields)), file.tell()
+                    yield without_nulls(decode(fields))
 
 
 def _parquet(file: BinaryIO, why: str) -> Iterator[Any]:
@@ -106,7 +106,7 @@ def _arrow(file: BinaryIO, why: str) -> Iterator[Any]:
 LOADED = {"Parquet": _parquet, "Arrow": _arrow}
 
 
-def _cells(path: str | os.PathLike, delimiter: str) -> Iterator[tuple[dict, int]]:
+def _cells(path: str | os.PathLike, delimiter: str) -> Iterator[dict]:
     csv.field_size_limit(LARGEST_LINE_BYTES)
     with opened(path) as raw, unpacked(raw, path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
 
@@ -126,4 +126,4 @@ def _cells(path: str | os.PathLike, delimiter: str) -> Iterator[tuple[dict, int]
                     f"{path}, row {row}: the header has {len(columns)} columns and this row {len(cells)} cells; is a "
                     "quotation mark missing?"
                 )
-            yield dict(zip(columns, cells, strict=True)), raw.tell()
+            yield dict(zip(columns, cells, strict=True))

@@ -1,4 +1,4 @@
-"""Text to token ids: our own small byte-level BPE, and one interface for it and transformers' tokenizers.
+"""Text to token ids: one interface for transformers' tokenizers and small byte-level ones trained here.
 
 A model's config is read here too, for its vocabulary.
 
@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.files import atomic_file, read_json_object, reading
+from ..base.files import read_json_object, reading
 from .chat import ChatTemplate
 from .vision import PictureProcessor
 
@@ -37,14 +37,11 @@ COMPLETION = "<|completion|>"
 SPECIAL_TOKENS = (END, PAD, PROMPT, COMPLETION)  # ids 0 to 3
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 8192, sample_bytes: int = 16_000_000) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 8192) -> Tokenizer:
     """A byte-level BPE: every text has an encoding, and decoding gives it back.
 
-    It learns from the texts until they exceed `sample_bytes` bytes of UTF-8; the rest is not read. `vocab_size`
-    tokens include the special tokens and the 256 bytes; the vocabulary is smaller if the texts have too few pairs
-    to merge.
-
-    Raises ValueError for a vocabulary too small.
+    `vocab_size` tokens include the special tokens and the 256 bytes; the vocabulary is smaller if the texts have too
+    few pairs to merge. Raises ValueError for a vocabulary too small.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -60,14 +57,8 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 8192, sample_byte
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_head(texts, sample_bytes), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
-
-
-def save_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike) -> None:
-    """Writes a `tokenizer.json`, atomically."""
-    with atomic_file(path) as file:
-        file.write(tokenizer.to_str().encode())
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
@@ -218,14 +209,6 @@ def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         (tokenizer.bos_token_id, tokenizer.eos_token_id),
     )
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _head(texts: Iterable[str], limit_bytes: int) -> Iterator[str]:
-    for text in texts:
-        yield text
-        limit_bytes -= len(text.encode())
-        if limit_bytes < 0:
-            return
 
 
 def read_config(source: str) -> Any:

@@ -246,15 +246,15 @@ def _tokenize(options: SftOptions, encoder: TextEncoder, folder: RunFolder, want
     return paths
 
 
-def _now_and_then(source: str) -> Callable[[int, float], None]:
+def _now_and_then(source: str) -> Callable[[int], None]:
     """Prints the progress of preparing `source`, every `_REPORT_S` seconds."""
     reported_s = time.monotonic()
 
-    def report(records: int, fraction: float) -> None:
+    def report(records: int) -> None:
         nonlocal reported_s
         if time.monotonic() - reported_s >= _REPORT_S:
             reported_s = time.monotonic()
-            print(f"{source}: {records} records prepared, {fraction:.0%} of the data", flush=True)
+            print(f"{source}: {records} records prepared", flush=True)
 
     return report
 

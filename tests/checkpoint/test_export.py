@@ -41,7 +41,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
 def test_export(tmp_path: Path, saved: tuple[Path, dict], capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from odc_triton.data.tokenizer import save_tokenizer, train_tokenizer
+    from odc_triton.data.tokenizer import train_tokenizer
 
     weights = saved[1]
     shutil.copytree(saved[0], tmp_path / "run")
@@ -49,7 +49,7 @@ def test_export(tmp_path: Path, saved: tuple[Path, dict], capsys: pytest.Capture
     plain.config.save_pretrained(tmp_path / "config")
     settings = json.loads((tmp_path / "config" / "config.json").read_text())
     (tmp_path / "config" / "config.json").write_text(json.dumps(settings | {"eos_token_id": None}))
-    save_tokenizer(train_tokenizer(["some words, some more words"] * 9, vocab_size=300), tmp_path / "tokenizer.json")
+    train_tokenizer(["some words, some more words"] * 9, vocab_size=300).save(str(tmp_path / "tokenizer.json"))
     config, tokenizer = str(tmp_path / "config" / "config.json"), str(tmp_path / "tokenizer.json")
     for dtype in ("fp32", "bf16"):
         out = tmp_path / dtype

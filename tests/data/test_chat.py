@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from odc_triton.data import chat
+from odc_triton.data import chat, encode
 from odc_triton.data.dataset import DataOptions
 from odc_triton.data.encode import encode_records
 from odc_triton.data.inspection import never_ends
@@ -137,7 +137,7 @@ def test_samples_against_the_text(tokenizers, tmp_path_factory, name, messages, 
         assert all(label == -100 for label in cut_labels[1:])
 
 
-def test_forms_may_be_mixed_and_long_files_come_in_batches(tokenizers, tmp_path):
+def test_forms_may_be_mixed_and_long_files_come_in_batches(tokenizers, tmp_path, monkeypatch):
     tokenizer = tokenizers["chatml"]
     records = [
         {"messages": said("hello", "yes")},
@@ -147,8 +147,8 @@ def test_forms_may_be_mixed_and_long_files_come_in_batches(tokenizers, tmp_path)
     ] * 3
     data = tokenized(tmp_path, *records, encoder=TextEncoder.of(tokenizer))
     for batch_records in (1, 5):
-        again = tokenized(tmp_path, *records, encoder=TextEncoder.of(tokenizer), batch_records=batch_records)
-        assert samples_of(again) == samples_of(data)
+        monkeypatch.setattr(encode, "_BATCH_RECORDS", batch_records)
+        assert samples_of(tokenized(tmp_path, *records, encoder=TextEncoder.of(tokenizer))) == samples_of(data)
     ids, labels, _ = expected(tokenizer, WRITERS["chatml"][1](records[3]["messages"]))
     assert samples_of(data)[3] == (ids, labels)
     assert data.summary.samples == 12

@@ -80,13 +80,10 @@ def test_too_long(tmp_path):
         tokenized(tmp_path, *GROWING, max_tokens=4, too_long="drop")
     with pytest.raises(DataError, match=r"data.jsonl, line 3: 8 tokens, more than the cap of 7; raise"):
         tokenized(tmp_path, *GROWING, max_tokens=7, too_long="error")
-
-
-def test_progress_reaches_the_end(tmp_path):
-    path = write_lines(tmp_path / "data.jsonl", *[{"text": "ab"}] * 5)
-    calls = []
-    tokenize_file(path, CHARACTERS, DataOptions(batch_records=2), lambda *done: calls.append(done))
-    assert calls == [(2, 0.4), (4, 0.8), (5, 1.0)]
+    with pytest.raises(ValueError, match="max_tokens is 1; it must be at least 2"):
+        DataOptions(max_tokens=1)
+    with pytest.raises(ValueError, match="too_long is 'cut'; it must be one of error, truncate, drop"):
+        DataOptions(too_long="cut")
 
 
 @settings(max_examples=60, deadline=None)
@@ -94,13 +91,10 @@ def test_progress_reaches_the_end(tmp_path):
     records=RECORDS,
     max_tokens=st.integers(2, 14),
     too_long=st.sampled_from(["truncate", "drop"]),
-    batch_records=st.integers(1, 5),
     ascii_only=st.booleans(),
     marks=st.booleans(),
 )
-def test_samples_against_a_plain_loop(
-    tmp_path_factory, records, max_tokens, too_long, batch_records, ascii_only, marks
-):
+def test_samples_against_a_plain_loop(tmp_path_factory, records, max_tokens, too_long, ascii_only, marks):
     path = tmp_path_factory.getbasetemp() / "random.jsonl"
     lines = [json.dumps(record, ensure_ascii=ascii_only) for record in records]
     path.write_bytes("\n\r\n".join(lines).encode())
@@ -121,7 +115,7 @@ def test_samples_against_a_plain_loop(
         if any(label != -100 for label in labels[1:]):
             expected.append((ids, labels))
 
-    options = DataOptions(max_tokens=max_tokens, too_long=too_long, batch_records=batch_records)
+    options = DataOptions(max_tokens=max_tokens, too_long=too_long)
     if not expected:
         with pytest.raises(DataError, match="leaves no sample"):
             tokenize_file(path, encoder, options)
@@ -247,16 +241,6 @@ def test_load_names_a_missing_file_and_another_format(stored, tmp_path):
     for name in ("one.npy", "packed.npz"):
         with pytest.raises(DataError, match=f"{name} is not a prepared data set"):
             TokenizedDataset.load(tmp_path / name)
-
-
-def test_options_are_checked():
-    for wrong, message in (
-        ({"max_tokens": 1}, "max_tokens is 1; it must be at least 2"),
-        ({"too_long": "cut"}, "too_long is 'cut'; it must be one of error, truncate, drop"),
-        ({"batch_records": 0}, "batch_records is 0; it must be at least 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            DataOptions(**wrong)
 
 
 def test_importing_costs_neither_torch_nor_transformers():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bz2
 import csv
 import gzip
 import io
@@ -19,8 +18,7 @@ import pyarrow.parquet
 import pytest
 
 from odc_triton.data import json_files
-from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_source
-from odc_triton.data.json_files import LARGEST_LINE_BYTES
+from odc_triton.data.dataset import TokenizedDataset, tokenize_source
 from odc_triton.data.records import DataError
 from odc_triton.data.sources import open_source
 from odc_triton.data.tokenizer import TextEncoder
@@ -112,18 +110,12 @@ def ipc(opened: Callable) -> Callable:
 FILES: dict[str, Callable[[list], bytes]] = {
     "with a mark.jsonl": lambda records: b"\xef\xbb\xbf" + lines(records),
     "data.jsonl.gz": lambda records: packed(lines(records)),
-    "data.jsonl.bz2": lambda records: bz2.compress(lines(records)),
     "data.jsonl.xz": lambda records: lzma.compress(lines(records)),
     "data.jsonl.zst": lambda records: zstd(lines(records)),
-    "no ending": lambda records: packed(lines(records)),
     "array.json": lambda records: b"\xef\xbb\xbf" + json.dumps(records, indent=1).encode(),
-    "array in a line.json": lambda records: b"\n [" + b" , ".join(json.dumps(r).encode() for r in records) + b"]",
-    "array.json.gz": lambda records: packed(json.dumps(records).encode()),
     "data.csv": lambda records: b"\xef\xbb\xbf" + table(",")(records),
     "data's é.TSV": table("\t"),
-    "data.csv.zst": lambda records: zstd(table(",")(records)),
     "data.parquet": arrow(lambda sink, rows: pa.parquet.write_table(rows, sink, row_group_size=1)),
-    "parquet of no ending [1] *": arrow(lambda sink, rows: pa.parquet.write_table(rows, sink)),
     "file.arrow": arrow(ipc(pa.ipc.new_file)),
     "stream.arrow": arrow(ipc(pa.ipc.new_stream)),
 }
@@ -150,35 +142,11 @@ def test_every_form_in_every_file(tmp_path, encoder, wanted, name):
         if is_csv and form == "prompt and completion as messages":
             continue  # a prompt that is written as text is text
         (tmp_path / name).write_bytes(FILES[name](records))
-        source, ends = open_source(str(tmp_path / name)), []
-        tokenize_source(source, encoder, tmp_path / "out.npz", progress=lambda *at, ends=ends: ends.append(at))
+        source = open_source(str(tmp_path / name))
+        tokenize_source(source, encoder, tmp_path / "out.npz")
         assert samples_of(TokenizedDataset.load(tmp_path / "out.npz")) == wanted[form], form
-        ((count, fraction),) = ends
-        assert count == len(records)
-        assert 0 < fraction <= 1
         assert {record.form for record in source} == {"messages" if form == "tools" else form}
-        assert [where for where, *_ in source.rows()] == [record.where for record in source]
-
-
-def test_one_document_over_several_lines(tmp_path):
-    path = tmp_path / "one.json"
-    path.write_text(json.dumps({"prompt": "a", "completion": "b"}, indent=2))
-    assert [(record.prompt, record.completion) for record in open_source(str(path))] == [("a", "b")]
-    path.write_text(json.dumps({"prompt": "a", "completion": "b"}, indent=2) + "\n{}")
-    with pytest.raises(DataError, match=r"one\.json, line 1: not valid JSON.*every line must hold one whole JSON"):
-        list(open_source(str(path)))
-
-
-def test_json_lines_keep_what_a_table_has_no_place_for(tmp_path):
-    """Nulls in arguments, and other fields in each record: an array and packed lines are no tables either."""
-    records = [
-        {"messages": [*said("a"), {"role": "assistant", "tool_calls": [{"function": {"arguments": each}}]}]}
-        for each in ({"a": 1, "b": None}, {"a": "x"})
-    ]
-    for name in ("data.jsonl.zst", "array.json"):
-        (tmp_path / name).write_bytes(FILES[name](records))
-        found = [record.messages for record in open_source(str(tmp_path / name))]
-        assert found == [record["messages"] for record in records]
+        assert [where for where, _ in source.rows()] == [record.where for record in source]
 
 
 def test_unlike_structs_and_numbers_of_tables(tmp_path):
@@ -205,7 +173,7 @@ def test_unlike_structs_and_numbers_of_tables(tmp_path):
     datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "json.parquet")
     for name in ("plain", "json"):
         source = open_source(str(tmp_path / f"{name}.parquet"))
-        (_, first, _), (_, second, _) = source.rows()
+        (_, first), (_, second) = source.rows()
         assert first["messages"] == [said("a")[0], {"role": "assistant", "content": "b", "x": 1}], name
         assert first["tools"] == [TOOLS[0], {"name": "sub", "p": {"b": "x"}}], name
         assert (str(first["score"]), second["score"], first["none"]) == ("nan", 1.0, None), name
@@ -217,22 +185,16 @@ def test_unlike_structs_and_numbers_of_tables(tmp_path):
     ("name", "content", "message"),
     [
         ("data.csv", b"", "is empty; it needs at least one record"),
-        ("data.csv", b"text\n", "is empty; it needs at least one record"),
         ("data.csv", b"text,n\na,1\nb\n", "row 1: the header has 2 columns and this row 1 cells; is a quotation"),
-        ("data.csv", b"text,n\na,1,2\n", "row 0: the header has 2 columns and this row 3 cells"),
         ("data.csv", b'text\na\n"b', "cannot be read as CSV after row 0: unexpected end of data"),
         ("data.csv", b"text\n\xff\n", "cannot be read as CSV: .*can't decode byte 0xff"),
         ("data.csv", b"text,text\na,b\n", "has the column 'text' 2 times; rename all but one"),
-        ("data.csv", b"words\na\n", r"row 0: needs 'text'.*it has 'words'"),
         ("data.parquet", b"PAR1\0\0\0\0PAR1", "cannot be read as Parquet: "),
-        ("data.parquet", FILES["data.parquet"]([{"text": 3}]), "row 0: 'text' must be a string, not a number"),
         ("data.parquet", FILES["data.parquet"]([{"text": "a"}, {"text": None}]), r"row 1: needs.* 'text' \(null\)"),
-        ("data.arrow", b"\xff\xff\xff\xff\x10", "cannot be read as Arrow: "),
         ("data.parquet.gz", packed(b"PAR1"), "is a packed Parquet file, which can't be read in parts; unpack"),
         ("data.jsonl.gz", packed(b'{"text": "a"}' * 99)[:-9], "cannot be read: "),
         ("data.jsonl.gz", packed(b'{"text": "a"}\n{"txt": "b"}'), r"line 2: needs 'text'.*it has 'txt'"),
         ("data.jsonl.zst", zstd(b"x" * 999)[:-4], "cannot be read: "),
-        ("data.jsonl.xz", lzma.compress(b"x" * 999)[:40] + b"\0" * 40, "cannot be read: "),
         ("data.json", b'[{"text": "a"}', "not valid JSON: .*that begins with '\\[' must be one JSON array; or write"),
         ("data.json", b'[{"text": "a"}, ["b"]]', r"row 1: a list, not an object with 'text'"),
         ("data.json", b"[" * 100_000, "nested too deeply"),
@@ -269,21 +231,6 @@ def test_what_is_past_the_bound_is_named_and_not_read_whole(tmp_path, monkeypatc
         file.truncate(50 * 2**30)  # a hole: what is read whole does not fit into memory
     with pytest.raises(DataError, match=rf"{name},? {remedy}"):
         list(open_source(str(path)))
-
-
-def test_the_longest_line_is_read(tmp_path):
-    path = tmp_path / "data.jsonl"
-    for spare, records in ((0, 2), (-1, None)):
-        line = b'{"text": "a", "x": "%s"}' % (b"x" * (LARGEST_LINE_BYTES - 23 - spare))
-        assert len(line) == LARGEST_LINE_BYTES - 1 - spare
-        path.write_bytes(line + b'\n{"text": "b"}\n')
-        if records is None:
-            with pytest.raises(DataError, match="line 1: longer than 16 MiB"):
-                tokenize_file(path, CHARACTERS, DataOptions())
-        else:
-            assert tokenize_file(path, CHARACTERS).summary.records == records
-    (tmp_path / "data.csv").write_text(f"text\n{'x' * 200_000}\n")  # more than csv's own limit
-    assert [len(record.completion) for record in open_source(str(tmp_path / "data.csv"))] == [200_000]
 
 
 @pytest.mark.timeout(LONG_S)
@@ -335,9 +282,7 @@ def test_folder(tmp_path, monkeypatch, files, splits):
         source = open_source(str(folder) if split is None else f"{folder}:{split}")
         records = list(source)
         assert [record.completion for record in records] == [text for each in wanted for text in (each, "and")]
-        assert [record.where for record in records][-1].startswith(f"{folder}/{wanted[-1]}, ")
-        sizes = [(folder / each).stat().st_size for each in wanted]
-        assert sum(sizes[:-1]) <= records[-1].end <= source.total() == sum(sizes)
+        assert records[-1].where.startswith(f"{folder}/{wanted[-1]}, ")
 
 
 @pytest.mark.parametrize(
@@ -358,7 +303,7 @@ def test_folder_that_is_refused(tmp_path, files, split, message):
 def test_what_needs_no_library(tmp_path):
     """JSON and CSV, packed by what Python has; all else names the library in one line."""
     own = ["with a mark.jsonl", "data.jsonl.gz", "array.json", "data.csv"]
-    others = ["data.parquet", "file.arrow", "data.jsonl.zst", "data.csv.zst"]
+    others = ["data.parquet", "file.arrow", "data.jsonl.zst"]
     for name in own + others:
         (tmp_path / name).write_bytes(FILES[name](RECORDS["text"]))
     (tmp_path / "saved").mkdir()

@@ -175,7 +175,7 @@ def test_rows_with_pictures_are_read_in_small_parts(tmp_path, monkeypatch):
 
 def test_batches_hold_few_pictures():
     one = record(FORMS["TRL"][0])
-    assert [len(each) for each in batches([one] * 120, 1024)] == [50, 50, 20]
+    assert [len(each) for each in batches([one] * 120)] == [50, 50, 20]
 
 
 def test_folder_is_that_of_each_file(tmp_path):

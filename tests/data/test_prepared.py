@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from odc_triton.data import encode
 from odc_triton.data.dataset import DataOptions, TokenizedDataset, split_samples
 from odc_triton.data.prepared import prepare_data
 from odc_triton.data.records import DataError
@@ -50,7 +51,6 @@ def test_any_change_is_another_file(path, tmp_path):
         with pytest.raises(AssertionError, match="tokenised again"):
             prepare_data(str(path), replace(encoder, encode_batch=never), options, folder=folder)
         prepare_data(str(path), encoder, options, folder=folder)
-    prepare_data(str(path), NEVER, DataOptions(batch_records=1), folder=folder)  # changes no sample
     prepare_data(os.path.relpath(path), NEVER, folder=folder)
     with pytest.raises(ValueError, match=r"data\.jsonl or its encoder has no fingerprint"):
         prepare_data(str(path), CHARACTERS, folder=folder)
@@ -102,13 +102,14 @@ def test_damaged_file_is_made_anew(path, tmp_path, damage):
     assert samples_of(prepare_data(str(path), NEVER, folder=tmp_path / "kept")) == wanted
 
 
-def test_nothing_is_left_of_a_preparation_that_failed(path, tmp_path):
+def test_nothing_is_left_of_a_preparation_that_failed(path, tmp_path, monkeypatch):
     folder = tmp_path / "kept"
     with path.open("a") as file:
         file.write("broken\n")
-    seen, one = [], DataOptions(batch_records=1)
+    monkeypatch.setattr(encode, "_BATCH_RECORDS", 1)
+    seen = []
     with pytest.raises(DataError, match="line 3: not valid JSON"):
-        prepare_data(str(path), ENCODER, one, folder=folder, progress=lambda *_: seen.append(list(folder.iterdir())))
+        prepare_data(str(path), ENCODER, folder=folder, progress=lambda *_: seen.append(list(folder.iterdir())))
     assert seen == [[], []]  # also while it ran: a kill leaves nothing
     assert list(folder.iterdir()) == []
 
@@ -153,10 +154,11 @@ def test_samples_are_pages_of_the_file(path, tmp_path):
     assert samples_of(pickle.loads(pickle.dumps(unnamed))) == samples_of(unnamed)
 
 
-def test_memory_does_not_grow_with_the_file(tmp_path):
+def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch):
     records = ({"text": f"{number} " + "word " * 600} for number in range(2000))
     path = write_lines(tmp_path / "data.jsonl", *records)
-    options = DataOptions(max_tokens=5000, batch_records=64)
+    monkeypatch.setattr(encode, "_BATCH_RECORDS", 64)
+    options = DataOptions(max_tokens=5000)
     tracemalloc.start()  # which sees what numpy allocates, and no pages of files
     try:
         data = prepare_data(str(path), ENCODER, options, folder=tmp_path / "kept")

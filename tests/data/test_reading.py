@@ -150,10 +150,10 @@ def test_pictures_of_a_server(server):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("missing", "it cannot be fetched: HTTP Error 404"),
-        ("file", "it cannot be fetched: HTTP Error 302.*'file:///etc/hostname' is not allowed"),
-        ("ftp", "it cannot be fetched: .*unknown url type: ftp"),
-        ("short", "its server sent 9 bytes too few"),
+        ("missing", "it cannot be fetched: .*404"),
+        ("file", "it cannot be fetched: .*protocol"),
+        ("ftp", "it cannot be fetched: .*protocol"),
+        ("short", "it cannot be fetched: peer closed connection"),
         ("endless", "it has more than 0.125 MiB: make it smaller"),
         ("slow", r"its server did not send it within 0.2 s"),
     ],

@@ -7,8 +7,8 @@ import hashlib
 import pytest
 
 from odc_triton.data import sources
-from odc_triton.data.dataset import DataOptions, tokenize_source
 from odc_triton.data.dataset import TokenizedDataset as Data
+from odc_triton.data.dataset import tokenize_source
 from odc_triton.data.prepared import prepare_data
 from odc_triton.data.records import DataError
 from odc_triton.data.sources import RecordFiles, RecordRows, open_source
@@ -23,12 +23,9 @@ ROWS = [
 
 def test_rows_are_read_like_lines(tmp_path):
     path = write_lines(tmp_path / "data.jsonl", {"text": "ab"}, {"prompt": "a", "completion": "xy"})
-    calls = []
-    one = DataOptions(batch_records=1)
-    tokenize_source(RecordRows(ROWS[:2], "rows"), CHARACTERS, tmp_path / "rows.npz", one, lambda *a: calls.append(a))
+    tokenize_source(RecordRows(ROWS[:2], "rows"), CHARACTERS, tmp_path / "rows.npz")
     tokenize_source(RecordFiles([path]), CHARACTERS, tmp_path / "lines.npz")
     assert samples_of(Data.load(tmp_path / "rows.npz")) == samples_of(Data.load(tmp_path / "lines.npz"))
-    assert calls == [(1, 0.5), (2, 1.0)]
     assert [record.form for record in RecordRows(ROWS, "rows")] == ["text", "prompt and completion", "messages"]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import string
-
 import pytest
 
 from odc_triton.data.tokenizer import (
@@ -13,7 +11,6 @@ from odc_triton.data.tokenizer import (
     SPECIAL_TOKENS,
     TextEncoder,
     load_tokenizer,
-    save_tokenizer,
     to_transformers,
     train_tokenizer,
 )
@@ -37,18 +34,6 @@ def test_training_is_repeatable_and_keeps_its_size(trained, some_corpus):
         train_tokenizer(texts, vocab_size=259)
 
 
-def test_training_reads_no_more_than_its_sample():
-    read = []
-
-    def texts():
-        for letter in string.ascii_letters:
-            read.append(letter)
-            yield letter * 10
-
-    train_tokenizer(texts(), vocab_size=300, sample_bytes=35)
-    assert read == ["a", "b", "c", "d"]
-
-
 def test_file_and_transformers_give_the_same_samples(trained, tmp_path):
     import transformers
 
@@ -57,7 +42,7 @@ def test_file_and_transformers_give_the_same_samples(trained, tmp_path):
         {"prompt": "def f():\n", "completion": "    return 1\n"},
         {"text": "import é"},
     )
-    save_tokenizer(trained, tmp_path / "tokenizer.json")
+    trained.save(str(tmp_path / "tokenizer.json"))
     to_transformers(trained).save_pretrained(tmp_path / "model")
     expected = samples_of(tokenize_file(path, TextEncoder.of(trained)))
     loaded = load_tokenizer(tmp_path / "tokenizer.json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from odc_triton.data.tokenizer import save_tokenizer, train_tokenizer
+from odc_triton.data.tokenizer import train_tokenizer
 from odc_triton.train.sft_options import SftOptions
 from tests.support.deadlines import LONG_S
 
@@ -51,7 +51,7 @@ def write_case(folder: Path, *, config: dict | None = None, records: int = 40, c
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in texts))
     tokenizer = train_tokenizer((r["prompt"] + r["completion"] for r in texts), vocab_size=VOCABULARY)
-    save_tokenizer(tokenizer, folder / "tokenizer.json")
+    tokenizer.save(str(folder / "tokenizer.json"))
     config = config or {}
     plain = GPT2 if config.get("model_type") == "gpt2" else QWEN2
     (folder / "config.json").write_text(json.dumps(plain | config))

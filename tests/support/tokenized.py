@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,12 +15,11 @@ def tokenize_file(
     path: str | os.PathLike,
     encoder: TextEncoder,
     options: DataOptions | None = None,
-    progress: Callable[[int, float], None] | None = None,
 ) -> TokenizedDataset:
     """The samples of a file of JSON lines, in its order."""
     with TemporaryDirectory() as folder:
         prepared = Path(folder) / "data.npz"
-        tokenize_source(RecordFiles([path]), encoder, prepared, options, progress)
+        tokenize_source(RecordFiles([path]), encoder, prepared, options)
         data = TokenizedDataset.load(prepared)
     data.path = None
     return data
