@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import pickle
 import tracemalloc
-import zipfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -179,19 +178,6 @@ def test_only_the_completion_is_learned(template, folder, tmp_path):
     )
 
 
-def test_texts_are_encoded_as_without_pictures(folder, tmp_path, processors):
-    """A processor's template may write nothing for a plain text, so contents are given to it as lists."""
-    processor = processors("smolvlm")
-    plain = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "yes"}]
-    data = prepared(folder, tmp_path, processor, {"messages": plain}, {"text": "and no"})
-    assert "User: why" in processor.tokenizer.decode(data[0]["input_ids"])
-    assert processor.tokenizer.decode(data[1]["input_ids"]) == "and no<|end|>"
-    assert data.pictures is data.floors is None
-    assert set(data[0]) == {"input_ids", "labels"}
-    with zipfile.ZipFile(data.path) as archive:  # as before there were pictures
-        assert archive.namelist() == ["tokens.npy", "offsets.npy", "spans.npy", "meta.npy"]
-
-
 def test_tokenizer_alone(folder, tmp_path):
     tokenizer = make_tokenizer(CHATML)
     parts, plain = (
@@ -203,7 +189,7 @@ def test_tokenizer_alone(folder, tmp_path):
         prepared(folder, tmp_path, tokenizer, {"messages": CONVERSATIONS["one picture"]})
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llava"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 def test_cuts_are_behind_the_pictures(family, folder, tmp_path, processors):
     record = {"messages": [user(A, B, text("the user asks")), assistant("yes and no and again yes")]}
     (floor,) = prepared(folder, tmp_path, processors(family), record).floors
@@ -221,7 +207,7 @@ def test_cuts_are_behind_the_pictures(family, folder, tmp_path, processors):
         prepared(folder, tmp_path, processors(family), record, max_tokens=floor, too_long="error")
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "idefics3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_text_that_spells_a_picture_is_refused(family, folder, tmp_path, processors):
     processor = processors(family)
     spelled = [

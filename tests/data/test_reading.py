@@ -166,8 +166,3 @@ def test_wrong_answers(server, monkeypatch, name, message):
     with pytest.raises(PictureError, match=message):
         fetch_picture(f"{server}/{name}")
     assert time.monotonic() - begin < 19
-
-
-def test_no_server():
-    with pytest.raises(PictureError, match=r"it cannot be fetched: .*refused"):
-        fetch_picture("http://127.0.0.1:9/a.png")

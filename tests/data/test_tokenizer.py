@@ -58,7 +58,7 @@ def test_file_and_transformers_give_the_same_samples(trained, tmp_path):
     assert (auto.eos_token, auto.pad_token_id) == (END, 1)
 
 
-def test_model_tokenizer_keeps_its_beginning_of_sequence():
+def test_model_tokenizer_keeps_its_beginning_of_sequence(tmp_path):
     import tokenizers
     import transformers
 
@@ -76,6 +76,9 @@ def test_model_tokenizer_keeps_its_beginning_of_sequence():
         TextEncoder.of(transformers.PreTrainedTokenizerFast(tokenizer_object=words, **options))
     with pytest.raises(ValueError, match=r"has no <\|end\|> token, so odc-triton did not make it"):
         TextEncoder.of(words)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer.json: "):
+        load_tokenizer(tmp_path / "tokenizer.json")
 
 
 TEXTS = ["some words, some more words", "", f"{END} written out"]
@@ -107,9 +110,3 @@ def test_a_tokenizer_with_code_or_settings_of_its_own_is_asked_itself(trained, s
     want = tokenizer(TEXTS, add_special_tokens=False)["input_ids"]
     assert TextEncoder.of(tokenizer).encode_batch(TEXTS) == want
     assert want != to_transformers(trained)(TEXTS, add_special_tokens=False)["input_ids"]
-
-
-def test_file_that_is_no_tokenizer_is_refused(tmp_path):
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer.json: "):
-        load_tokenizer(tmp_path / "tokenizer.json")

@@ -27,7 +27,7 @@ def test_processor_of_a_folder(tmp_path, family):
     assert read.tokenizer.get_vocab() == made.tokenizer.get_vocab()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "idefics3", "llava"])
 def test_processor_of_separate_files(tmp_path, family):
     """As many models on the hub have them, with the names of the torchvision classes."""
     made = make_processor(family)
