@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, pairwise, zip_longest
 from typing import NamedTuple
 
@@ -31,9 +31,9 @@ class Strip(NamedTuple):
     floor: int = 0
     extra: float = 0.0
 
-    def price(self, cost: CostModel, start: int, stop: int) -> float:
-        """Of its sample's tokens `start` to `stop`."""
-        return cost.piece(start, stop, self.learned) + (self.extra if start == 0 else 0.0)
+    def price(self, cost: CostModel, start: int = 0, stop: int | None = None) -> float:
+        """Of its sample's tokens `start` to `stop`; by default of the whole sample."""
+        return cost.piece(start, self.stop if stop is None else stop, self.learned) + self.extra * (start == 0)
 
     def reach(self, cost: CostModel, price: float) -> float:
         """The token up to which it costs `price`; in proportion where it is not cut."""
@@ -59,7 +59,7 @@ def cut_line(
     """
     if cost is None:
         cost, strips = _BY_TOKENS, [each._replace(extra=0.0) for each in strips]
-    ranks, line = len(shares), math.fsum(each.price(cost, each.start, each.stop) for each in strips)
+    ranks, line = len(shares), math.fsum(each.price(cost, each.start) for each in strips)
     parents = {each.parent for each in strips}
     ends = np.cumsum(shares)
     ends = (ends * (line / ends[-1])).tolist()
@@ -81,7 +81,7 @@ def cut_line(
             if end < stop:
                 rank += 1
             at = end
-        begin += strip.price(cost, start, stop)
+        begin += strip.price(cost, start)
     return parts
 
 
@@ -102,9 +102,8 @@ def zigzag(strip: Strip, ranks: int, least: int) -> list[list[Entry]] | None:
     cuts = [strip.stop * at // (2 * ranks) for at in range(2 * ranks + 1)]
     cuts.pop(ranks)  # the last rank's are adjacent
     parts = [[Piece(strip.sample, *bounds)] for bounds in pairwise(cuts)]
-    return [first + last for first, last in zip(parts[: ranks - 1], parts[: ranks - 1 : -1], strict=True)] + [
-        parts[ranks - 1]
-    ]
+    outer = zip(parts[: ranks - 1], parts[: ranks - 1 : -1], strict=True)
+    return [*(first + last for first, last in outer), parts[ranks - 1]]
 
 
 def lay_waves(
@@ -125,21 +124,29 @@ def lay_waves(
         taken, wave = len(trees), None
         while taken and wave is None:
             strips = [*chain.from_iterable(trees[:taken])]
-            ways = [cut_line(strips, [1.0] * ranks, cost, least, whole=whole)]
-            if taken == 1:
-                ways += [zigzag(strips[0], ranks, least)] if len(strips) == 1 else []
-                ways += [cut_line(strips, [1.0] * ranks, None, least, whole=whole)]
-            for parts in filter(None, ways):
+            for parts in _cuts(strips, ranks, cost, least, whole, by_tokens=taken == 1):
                 most = max(count_tokens(part, lengths) for part in parts)
-                if wave is None and most <= token_cap:
+                if most <= token_cap:
                     wave = parts
-            # A part has about as many tokens of each tree, so this is near the most that fit.
-            taken = taken if wave is not None else min(taken - 1, max(1, taken * token_cap // most))
+                    break
+            else:
+                # A part has about as many tokens of each tree, so this is near the most that fit.
+                taken = min(taken - 1, max(1, taken * token_cap // most))
         if wave is None:
             return None
         waves.append(wave)
         trees = trees[taken:]
     return waves
+
+
+def _cuts(
+    strips: Sequence[Strip], ranks: int, cost: CostModel, least: int, whole: bool, *, by_tokens: bool
+) -> Iterator[list[list[Entry]]]:
+    yield cut_line(strips, [1.0] * ranks, cost, least, whole=whole)
+    if by_tokens:
+        if len(strips) == 1 and (parts := zigzag(strips[0], ranks, least)):
+            yield parts
+        yield cut_line(strips, [1.0] * ranks, None, least, whole=whole)
 
 
 def shards_of(ranks: int, replicas: int, tokens: int = 0) -> int:
@@ -162,7 +169,7 @@ def price(entries: Sequence[Entry], strips: Sequence[Strip] | Mapping[int, Strip
 
     def of(each: Entry) -> float:
         strip = strips[number_of(each)]
-        return strip.price(cost, *((each.start, each.stop) if isinstance(each, Piece) else (0, strip.stop)))
+        return strip.price(cost, each.start, each.stop) if isinstance(each, Piece) else strip.price(cost)
 
     return math.fsum(map(of, entries))
 

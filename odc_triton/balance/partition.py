@@ -67,6 +67,7 @@ def refine(
     count, items = len(groups), len(costs)
     if max(map(len, groups)) < 2:  # exchanging single items makes the heaviest group no lighter
         return [list(members) for members in groups]
+    tokens, token_cap = ([0] * items, 0) if tokens is None else (tokens, token_cap)
     load = np.array([math.fsum(costs[i] for i in members) for members in groups])
     if load.max() <= load.mean() * (1 + BALANCED):
         return [sorted(members) for members in groups]
@@ -76,11 +77,8 @@ def refine(
     for index, members in enumerate(groups):
         group[list(members)] = index
     size = np.array([len(members) for members in groups])
-    capped = token_cap is not None
-    if capped:
-        weight = np.concatenate([np.asarray(tokens, dtype=np.int64), np.zeros(count, dtype=np.int64)])
-        weights = np.array([sum(tokens[i] for i in members) for members in groups])
-
+    weight = np.concatenate([np.asarray(tokens, dtype=np.int64), np.zeros(count, dtype=np.int64)])
+    weights = np.array([sum(tokens[i] for i in members) for members in groups])
     everything = np.arange(len(cost))
 
     def near(load: np.ndarray) -> np.ndarray:
@@ -100,9 +98,8 @@ def refine(
         if equal_sizes:
             refused |= (partners >= items) & (size[theirs] >= size[heavy])
         after[:, refused] = np.inf
-        if capped:
-            out = weight[mine, None] - weight[None, partners]
-            after[(weights[theirs] + out > token_cap) | (weights[heavy] - out > token_cap)] = np.inf
+        out = weight[mine, None] - weight[None, partners]
+        after[(weights[theirs] + out > token_cap) | (weights[heavy] - out > token_cap)] = np.inf
         best = int(after.argmin()) if after.size else 0
         # The margin, above rounding, makes every exchange a true descent: the loop ends.
         if not after.size or after.flat[best] >= load[heavy] * (1 - 1e-9):
@@ -124,12 +121,9 @@ def refine(
             unsettled[heavy] = False
             continue
         other = int(group[take])
-        delta = cost[give] - cost[take]
-        load[heavy] -= delta
-        load[other] += delta
-        if capped:
-            weights[heavy] -= weight[give] - weight[take]
-            weights[other] += weight[give] - weight[take]
+        for sums, of in ((load, cost), (weights, weight)):
+            sums[heavy] -= of[give] - of[take]
+            sums[other] += of[give] - of[take]
         group[give] = other
         if take < items:
             group[take] = heavy

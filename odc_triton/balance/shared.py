@@ -112,7 +112,7 @@ class _SharedProblem:
 
     def __post_init__(self) -> None:
         self.strips = {each.sample: each for each in chain.from_iterable(self.families)}
-        self.costs = [math.fsum(map(self._branch, family)) for family in self.families]  # the first starts at 0
+        self.costs = [self._together(family) for family in self.families]
         self.even_share = math.fsum(self.costs) / self.ranks
         self.over = [max(each.stop for each in family) > self.token_cap for family in self.families]
 
@@ -196,8 +196,9 @@ class _SharedProblem:
                     tokens = each.start
                 parts[-1].append(each)
                 tokens += own
-        costs = [self._whole(part[0]) + math.fsum(map(self._branch, part[1:])) for part in parts]
-        tokens = [part[0].stop + sum(each.stop - each.start for each in part[1:]) for part in parts]
+        whole = [[part[0]._replace(start=0), *part[1:]] for part in parts]
+        costs = [*map(self._together, whole)]
+        tokens = [sum(each.stop - each.start for each in part) for part in whole]
         members = []
         for own in balanced_partition(costs, self.ranks):
             packs = best_fit_decreasing([tokens[at] for at in own], token_cap=self.token_cap) if own else []
@@ -207,7 +208,7 @@ class _SharedProblem:
     def alone(self) -> Members:
         """As LB-Mini."""
         strips, members = [*chain.from_iterable(self.families)], []
-        for places in balanced_partition([*map(self._whole, strips)], self.ranks):
+        for places in balanced_partition([each.price(self.cost) for each in strips], self.ranks):
             own = [strips[at] for at in places]
             packs = pack([each.stop for each in own], token_cap=self.token_cap, cost=self.cost) if own else []
             members.append([[own[at].sample for at in places] for places in packs])
@@ -220,12 +221,13 @@ class _SharedProblem:
         for family in sorted(range(len(self.families)), key=lambda at: -self.costs[at]):
             shares = False
             for each in self.families[family]:
-                cost, count = (self._branch(each), each.stop - each.start) if shares else (self._whole(each), each.stop)
+                begin = each.start if shares else 0
+                whole, cost, count = each.price(self.cost), each.price(self.cost, begin), each.stop - begin
                 if tokens + count > self.token_cap:
-                    cost, count = self._whole(each) + self.cost.microbatch, math.inf
+                    cost, count = whole + self.cost.microbatch, math.inf
                 if load + cost > most * (1 + 1e-9):
                     members.append([])
-                    load, cost, count = 0.0, self._whole(each) + self.cost.microbatch, math.inf
+                    load, cost, count = 0.0, whole + self.cost.microbatch, math.inf
                     if len(members) > self.ranks or cost > most * (1 + 1e-9):
                         return None
                 if count == math.inf:
@@ -248,9 +250,6 @@ class _SharedProblem:
         """Of a microbatch."""
         return price(entries, self.strips, self.cost) + self.cost.microbatch * bool(entries)
 
-    def _whole(self, strip: Strip) -> float:
-        return strip.price(self.cost, 0, strip.stop)
-
-    def _branch(self, strip: Strip) -> float:
-        """Its cost where what it branches off is in the same pack."""
-        return strip.price(self.cost, strip.start, strip.stop)
+    def _together(self, strips: Sequence[Strip]) -> float:
+        """Their cost where what each branches off is in the same pack."""
+        return math.fsum(each.price(self.cost, each.start) for each in strips)

@@ -197,7 +197,7 @@ class _Problem:
     def __post_init__(self) -> None:
         self.least_tokens = _least_tokens(self.token_cap)
         self.lengths = lengths = [each.stop for each in self.strips]
-        self.prices = [each.price(self.cost, 0, each.stop) for each in self.strips]
+        self.prices = [each.price(self.cost) for each in self.strips]
         self.order = sorted(range(len(lengths)), key=lambda i: (lengths[i] <= self.token_cap, -self.prices[i]))
         self.costs = [self.prices[i] for i in self.order]
         self.even_share = math.fsum(self.costs) / self.ranks
@@ -224,10 +224,11 @@ class _Problem:
                         break
         if best is not None:
             return best
-        waves = self.even_waves(over)
+        strips = [self.strips[sample] for sample in self.order[:over]]  # each a wave, in equal parts, if floors allow
+        waves = [cut_line([each], self.even, None, self.least_tokens) for each in strips]
         most = [max(count_tokens(part, self.lengths) for part in wave) for wave in waves]
         if (needed := self.most_read(waves)) > self.tokens or max(most) > self.token_cap:
-            sample = self.strips[self.order[most.index(max(most)) if max(most) > self.token_cap else 0]]
+            sample = strips[most.index(max(most)) if max(most) > self.token_cap else 0]
             raise ValueError(
                 f"sample {self.names[sample.sample]} has {sample.stop} tokens, over the token_cap of "
                 f"{self.token_cap}, and others may read {self.tokens} tokens of each rank, but this minibatch's pieces "
@@ -268,8 +269,10 @@ class _Problem:
         """Waves of the samples, laid longest first or last on the line, whichever lets others read fewer tokens, or
         fanned out; None if they exceed the limits.
         """
-        found = [waves for order in (samples, samples[::-1])[: len(samples)] if (waves := self._waves(order))]
-        waves = min(found, key=self.most_read, default=None)
+        limits = {"ranks": self.ranks, "token_cap": self.token_cap, "cost": self.cost, "least": self.least_tokens}
+        orders = ([[self.strips[sample]] for sample in order] for order in (samples, samples[::-1])[: len(samples)])
+        found = (lay_waves(trees, self.lengths, **limits) for trees in orders)
+        waves = min(filter(None, found), key=self.most_read, default=None)
         if waves and self.most_read(waves) <= self.tokens:
             return waves
         return [fan] if len(samples) <= _FANNED and self._fit(fan := self._fan(samples, self.even)) else None
@@ -300,11 +303,6 @@ class _Problem:
             return len(each) if isinstance(each, Piece) and each.stop < self.lengths[each.sample] else 0
 
         return max(sum(map(read, chain.from_iterable(parts))) for parts in zip(*waves, strict=True))
-
-    def even_waves(self, count: int) -> Waves:
-        """The first `count` samples of the order, each a wave, in equal parts, which fit the cap if floors do."""
-        strips = [self.strips[sample] for sample in self.order[:count]]
-        return [cut_line([each], self.even, None, self.least_tokens) for each in strips]
 
     def assign(self, count: int, waves: Waves) -> SplitAssignment:
         """The assignment that splits the first `count` samples of the order, as in `waves`."""
@@ -344,8 +342,3 @@ class _Problem:
         cuts = (cut(self.order[:count], each) for each in shares for cut in how)
         ways = ([[*pieces, *own] for pieces, own in zip(cut, whole, strict=True)] for cut in chain(cuts, [wave]))
         return next(filter(self._fit, ways), None)
-
-    def _waves(self, samples: list[int]) -> Waves | None:
-        """By wave and rank, the parts of `samples`; None if the parts of one alone do not fit the cap."""
-        limits = {"ranks": self.ranks, "token_cap": self.token_cap, "cost": self.cost, "least": self.least_tokens}
-        return lay_waves([[self.strips[sample]] for sample in samples], self.lengths, **limits)

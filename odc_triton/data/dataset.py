@@ -18,10 +18,11 @@ import operator
 import os
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
+from itertools import chain, pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal, get_args
@@ -333,36 +334,52 @@ def require_samples(name: str, summary: DataSummary, options: DataOptions) -> No
 
 
 class SampleSubset(Samples):
-    """Some samples of a data set, in its order, without a copy."""
+    """Samples of one or several data sets, without a copy of their tokens; one may be there several times."""
 
-    def __init__(self, data: TokenizedDataset, indices: np.ndarray) -> None:
-        """`indices`: [samples] int64, ascending, of `data`."""
-        self.data, self.indices = data, indices
+    def __init__(self, sets: Sequence[Samples], indices: np.ndarray) -> None:
+        """`indices`: [samples] int64, of the samples of all `sets`, one set after the other."""
+        self.sets, self.indices = sets, indices
+        self._begins = np.cumsum([0, *map(len, sets)])
 
     @property
     def lengths(self) -> np.ndarray:
-        return self.data.lengths[self.indices]
+        return np.concatenate([each.lengths for each in self.sets])[self.indices]
 
     @property
     def target_counts(self) -> np.ndarray:
-        return self.data.target_counts[self.indices]
+        return np.concatenate([each.target_counts for each in self.sets])[self.indices]
 
     @property
     def largest_token(self) -> int:
-        return self.data.largest_token
+        return max(each.largest_token for each in self.sets)
 
     def _of_pictures(self, name: str) -> list | None:
-        values = self.data._of_pictures(name)
-        return None if values is None else [values[index] for index in self.indices]
+        values = [each._of_pictures(name) for each in self.sets]
+        if all(each is None for each in values):
+            return None
+        without = {"values": [], "floors": 0}[name]
+        whole = [([without] * len(each) if own is None else own) for each, own in zip(self.sets, values, strict=True)]
+        joined = [*chain.from_iterable(whole)]
+        return [joined[index] for index in self.indices]
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def _sample(self, index: int) -> dict[str, np.ndarray]:
-        return self.data[int(self.indices[index])]
+        number = int(self.indices[index])
+        which = int(np.searchsorted(self._begins, number, side="right")) - 1
+        return self.sets[which][number - int(self._begins[which])]
 
     def undecoded(self) -> SampleSubset:
-        return SampleSubset(self.data.undecoded(), self.indices)
+        return SampleSubset([each.undecoded() for each in self.sets], self.indices)
+
+
+def mixture(sets: Sequence[Samples], copies: Sequence[int] | None = None) -> SampleSubset:
+    """Several data sets as one, in order; of each its copies, one after the other, as `order.Mix` numbers them."""
+    begins = np.cumsum([0, *map(len, sets)])
+    numbers = [np.arange(*bounds) for bounds in pairwise(begins.tolist())]
+    copies = [1] * len(sets) if copies is None else copies
+    return SampleSubset(sets, np.concatenate([np.tile(own, n) for own, n in zip(numbers, copies, strict=True)]))
 
 
 def held_out(total: int, evaluation: float) -> int:
@@ -392,4 +409,4 @@ def split_samples(data: TokenizedDataset, evaluation: float, *, seed: int = 0) -
     keys = np.fromiter((generator.random() for _ in range(total)), np.float64, total)
     aside = np.zeros(total, bool)
     aside[np.argsort(keys, kind="stable")[:count]] = True
-    return SampleSubset(data, np.flatnonzero(~aside)), SampleSubset(data, np.flatnonzero(aside))
+    return SampleSubset([data], np.flatnonzero(~aside)), SampleSubset([data], np.flatnonzero(aside))

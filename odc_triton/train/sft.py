@@ -26,13 +26,13 @@ from ..data.dataset import (
     SampleSubset,
     TokenizedDataset,
     held_out,
+    mixture,
     require_samples,
     samples_of,
     split_samples,
 )
 from ..data.encode import encode_records
 from ..data.inspection import never_ends
-from ..data.mixture import Mixture
 from ..data.prepared import prepare_data, prepared_path
 from ..data.records import DataError, Record
 from ..data.sources import RecordSource, open_source
@@ -214,7 +214,7 @@ def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared[Samples]:
 
 
 def _joined(sets: list[TokenizedDataset] | list[SampleSubset], copies: Sequence[int] | None = None) -> Samples:
-    return sets[0] if len(sets) == 1 else Mixture(sets, copies)
+    return sets[0] if len(sets) == 1 else mixture(sets, copies)
 
 
 def _wanted(options: SftOptions, ranks: int) -> DataOptions:

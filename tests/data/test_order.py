@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc_triton.data.dataset import split_samples
-from odc_triton.data.mixture import Mixture
+from odc_triton.data.dataset import mixture, split_samples
 from odc_triton.data.order import Mix, shuffled
 from tests.support.records import samples_of, tokenized
 
@@ -101,7 +100,7 @@ def test_weights_that_are_refused(weights, message):
 def test_a_mixture_reads_like_one_data_set(tmp_path):
     sets = [tokenized(tmp_path, *({"text": word * n} for n in range(1, many))) for word, many in (("a", 4), ("b", 9))]
     train, held_out = split_samples(sets[1], 3)
-    whole = Mixture([sets[0], train], [3, 1])
+    whole = mixture([sets[0], train], [3, 1])
     wanted = samples_of(sets[0]) * 3 + samples_of(train)
     assert samples_of(whole) == wanted
     assert len(whole) == 3 * 3 + 5
@@ -109,4 +108,4 @@ def test_a_mixture_reads_like_one_data_set(tmp_path):
     assert whole.target_counts.tolist() == [sum(label != -100 for label in labels[1:]) for _, labels in wanted]
     assert whole.largest_token == ord("b")
     assert whole[-1]["input_ids"].tolist() == wanted[-1][0]
-    assert samples_of(Mixture([held_out, sets[0]])) == samples_of(held_out) + samples_of(sets[0])
+    assert samples_of(mixture([held_out, sets[0]])) == samples_of(held_out) + samples_of(sets[0])

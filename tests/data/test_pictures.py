@@ -13,8 +13,7 @@ import pytest
 from odc_triton.balance import find_relatives, values_of
 from odc_triton.cli.command import main
 from odc_triton.data import encode
-from odc_triton.data.dataset import DataOptions, SampleSubset, TokenizedDataset, split_samples
-from odc_triton.data.mixture import Mixture
+from odc_triton.data.dataset import DataOptions, SampleSubset, TokenizedDataset, mixture, split_samples
 from odc_triton.data.prepared import prepare_data
 from odc_triton.data.records import DataError
 from odc_triton.data.tokenizer import TextEncoder
@@ -271,11 +270,11 @@ def test_pictures_are_in_the_prepared_file(tmp_path, processors):
     assert [*first.pictures, *second.pictures] == [data.pictures[at] for at in (*first.indices, *second.indices)]
     assert first.floors == [data.floors[at] for at in first.indices]
     texts = tokenize_file(write_lines(tmp_path / "texts.jsonl", {"text": "a"}), TextEncoder.of(processor.tokenizer))
-    mixed = Mixture([texts, data], [2, 1])
+    mixed = mixture([texts, data], [2, 1])
     assert mixed.pictures == [[], [], *data.pictures]
     assert mixed.floors == [0, 0, *data.floors]
     assert mixed[2].keys() == data[0].keys()
-    assert Mixture([texts]).pictures is Mixture([texts]).floors is None
+    assert mixture([texts]).pictures is mixture([texts]).floors is None
     alone = TokenizedDataset.load(data.path)
     assert alone.text(0)["input_ids"].tolist() == data[0]["input_ids"].tolist()
     with pytest.raises(ValueError, match=r"sample 0 has pictures: give TokenizedDataset.load the model's processor"):
@@ -293,10 +292,10 @@ def test_undecoded_samples_share_as_decoded_ones_and_need_no_processor(tmp_path,
     made.save(tmp_path / "data.npz")
     decoded = TokenizedDataset.load(tmp_path / "data.npz", processor=processors("qwen2_5_vl"))
     unread = TokenizedDataset.load(tmp_path / "data.npz")
-    halves = [SampleSubset(unread, np.asarray(part)) for part in ([0, 2], [1, 3])]
+    halves = [SampleSubset([unread], np.asarray(part)) for part in ([0, 2], [1, 3])]
     want = find_relatives(decoded)
     assert [each.parent for each in want.strips(range(4))].count(None) == 2
-    for each, order in ((unread, [0, 1, 2, 3]), (Mixture(halves), [0, 2, 1, 3])):
+    for each, order in ((unread, [0, 1, 2, 3]), (mixture(halves), [0, 2, 1, 3])):
         found = find_relatives(each.undecoded())
         assert found.floors == [want.floors[at] for at in order]
         pairs = {(order[strip.sample], strip.start) for strip in found.strips(range(4)) if strip.parent is not None}
