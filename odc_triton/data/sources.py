@@ -36,18 +36,18 @@ _MAGIC = {b"PAR1": "Parquet", b"ARROW1": "Arrow", b"\xff\xff\xff\xff": "Arrow"}
 
 
 class RecordSource(ABC):
-    """Records in a fixed order. Errors call the source by its `name`. Pictures' paths are relative to `folder`."""
+    """Records in a fixed order. Errors call the source by its `name`."""
 
     name: str
-    folder: str | None = None
 
     def __iter__(self) -> Iterator[Record]:
         """All records, from the first. Raises DataError."""
-        return (record_of(*row, folder=self.folder) for row in self.rows())
+        return (record_of(where, value, folder=folder) for where, value, folder in self.rows())
 
     @abstractmethod
-    def rows(self) -> Iterator[Value]:
-        """(name in errors, value) of each record, unchecked. Raises DataError."""
+    def rows(self) -> Iterator[tuple[str, Any, str | None]]:
+        """(name in errors, value, the folder that pictures' paths are relative to) of each record, unchecked. Raises
+        DataError."""
 
     @abstractmethod
     def fingerprint(self) -> str | None:
@@ -61,16 +61,10 @@ class RecordFiles(RecordSource):
         """`name`: of a folder; by default the first file's."""
         self.paths, self.name, self.kind = paths, str(paths[0]) if name is None else name, kind
 
-    def __iter__(self) -> Iterator[Record]:
-        return (record_of(*row, folder=os.path.dirname(path)) for path, row in self._rows())
-
-    def rows(self) -> Iterator[Value]:
-        return (row for _, row in self._rows())
-
-    def _rows(self) -> Iterator[tuple[str | os.PathLike, Value]]:
+    def rows(self) -> Iterator[tuple[str, Any, str | None]]:
         for path in self.paths:
             values = read_json(path) if self.kind == "JSON" else read_table(path, self.kind)
-            yield from ((path, row) for row in _not_empty(str(path), values))
+            yield from ((*row, os.path.dirname(path)) for row in _not_empty(str(path), values))
 
     def fingerprint(self) -> str:
         """Path, size and both times. The inode's change time can't be set by hand, so it also detects a file that was
@@ -89,9 +83,9 @@ class RecordRows(RecordSource):
     def __init__(self, table: Any, name: str, fingerprint: str | None = None, folder: str | None = None) -> None:
         self.table, self.name, self._fingerprint, self.folder = table, name, fingerprint, folder
 
-    def rows(self) -> Iterator[Value]:
+    def rows(self) -> Iterator[tuple[str, Any, str | None]]:
         rows = ((f"{self.name}, row {row}", without_nulls(each)) for row, each in enumerate(self.table))
-        return _not_empty(self.name, rows)
+        return ((*row, self.folder) for row in _not_empty(self.name, rows))
 
     def fingerprint(self) -> str | None:
         return self._fingerprint

@@ -93,7 +93,7 @@ def read_prompts(name: str, tokenizer: Any, *, most_tokens: int, drop_long: bool
 def _encoded(name: str, tokenizer: Any, encoder: TextEncoder, first: int) -> Iterator[tuple[str, Any, dict, list[int]]]:
     """(name in errors, prompt, columns, tokens) of each record."""
     batch: list[tuple[str, Any, dict]] = []
-    for number, (where, row) in enumerate(open_source(name).rows()):
+    for number, (where, row, _) in enumerate(open_source(name).rows()):
         if first and number == first:
             break
         batch.append((where, _prompt_of(where, row), {k: v for k, v in row.items() if k not in _NOT_COLUMNS}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import groupby
 from unittest import mock
 
@@ -145,18 +144,6 @@ def test_with_weights_drop_last_and_split() -> None:
         assert [len(of) for of in packs] == [10] * 3
         assert any(isinstance(each, Piece) for of in packs for each in of)
     assert minibatches(split=True) == minibatches()
-
-
-def test_a_position_is_resumed_on_other_ranks() -> None:
-    first = sampler()
-    for _, _ in zip(range(2), first, strict=False):
-        pass
-    state = json.loads(json.dumps(first.state_dict()))
-    other = sampler(world=4, samples_per_rank=2, seed=1)
-    other.load_state_dict(state)
-    assert (other.minibatch, other.seed) == (2, 5)
-    expected = [*sampler(world=4, samples_per_rank=2)]
-    assert [*other] == expected[2:]
 
 
 def test_a_position_with_other_relatives_is_refused() -> None:

@@ -190,13 +190,6 @@ def test_the_right_line_of_a_batch_is_named(tmp_path):
             tokenize_file(path, TextEncoder.of(make_tokenizer(template)))
 
 
-def test_nobody_says_anything(tokenizers, tmp_path):
-    path = write_lines(tmp_path / "data.jsonl", {"messages": [{"role": "user", "content": "a"}]})
-    for name in ("chatml", "marked"):
-        with pytest.raises(DataError, match=r"leaves no sample.*1 dropped with nothing to learn.*role is 'assistant'"):
-            tokenize_file(path, TextEncoder.of(tokenizers[name]))
-
-
 def test_long_conversations_come_in_portions(tokenizers, tmp_path, monkeypatch):
     conversations = [said(*["why", "yes and no"] * turns) for turns in (1, 40, 7, 1)]
     path = write_lines(tmp_path / "data.jsonl", *({"messages": each} for each in conversations))

@@ -146,7 +146,7 @@ def test_every_form_in_every_file(tmp_path, encoder, wanted, name):
         tokenize_source(source, encoder, tmp_path / "out.npz")
         assert samples_of(TokenizedDataset.load(tmp_path / "out.npz")) == wanted[form], form
         assert {record.form for record in source} == {"messages" if form == "tools" else form}
-        assert [where for where, _ in source.rows()] == [record.where for record in source]
+        assert [where for where, *_ in source.rows()] == [record.where for record in source]
 
 
 def test_unlike_structs_and_numbers_of_tables(tmp_path):
@@ -173,7 +173,7 @@ def test_unlike_structs_and_numbers_of_tables(tmp_path):
     datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "json.parquet")
     for name in ("plain", "json"):
         source = open_source(str(tmp_path / f"{name}.parquet"))
-        (_, first), (_, second) = source.rows()
+        (_, first, _), (_, second, _) = source.rows()
         assert first["messages"] == [said("a")[0], {"role": "assistant", "content": "b", "x": 1}], name
         assert first["tools"] == [TOOLS[0], {"name": "sub", "p": {"b": "x"}}], name
         assert (str(first["score"]), second["score"], first["none"]) == ("nan", 1.0, None), name

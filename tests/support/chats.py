@@ -37,46 +37,28 @@ THINKING = (
 )
 
 
-def chatml(messages: list[dict]) -> Pieces:
-    pieces = []
-    for message in messages:
-        learned = message["role"] == "assistant"
-        pieces += [(f"<|im_start|>{message['role']}\n", False), (f"{message['content']}<|im_end|>\n", learned)]
-    return pieces
+def _writer(
+    header: str, end: str, *, after: str = "", before: str = "", strips: bool = False
+) -> Callable[[list[dict]], Pieces]:
+    """`end`: of what is learned of a message; `after`: what follows that."""
+
+    def write(messages: list[dict]) -> Pieces:
+        pieces = [(before, False)]
+        for message in messages:
+            content = message["content"].strip() if strips else message["content"]
+            pieces += [(header.format(message["role"]), False), (content + end, message["role"] == "assistant")]
+            pieces.append((after, False))
+        return [each for each in pieces if each[0]]
+
+    return write
 
 
-def marked(messages: list[dict]) -> Pieces:
-    pieces = []
-    for message in messages:
-        learned = message["role"] == "assistant"
-        pieces += [(f"<|im_start|>{message['role']}\n", False), (f"{message['content']}<|im_end|>", learned)]
-        pieces.append(("\n", False))
-    return pieces
-
-
-def marked_words(messages: list[dict]) -> Pieces:
-    pieces = []
-    for message in messages:
-        learned = message["role"] == "assistant"
-        pieces += [(f"<|im_start|>{message['role']}\n", False), (message["content"], learned)]
-        pieces.append(("<|im_end|>\n", False))
-    return pieces
-
-
-def llama(messages: list[dict]) -> Pieces:
-    pieces = [("<|begin|>", False)]
-    for message in messages:
-        learned = message["role"] == "assistant"
-        pieces.append((f"<|header|>{message['role']}<|/header|>\n\n", False))
-        pieces.append((f"{message['content'].strip()}<|eot|>", learned))
-    return pieces
-
-
+chatml = _writer("<|im_start|>{}\n", "<|im_end|>\n")
 WRITERS: dict[str, tuple[str, Callable[[list[dict]], Pieces]]] = {
     "chatml": (CHATML, chatml),
-    "marked": (MARKED, marked),
-    "marked words": (MARKED_WORDS, marked_words),
-    "llama": (LLAMA, llama),
+    "marked": (MARKED, _writer("<|im_start|>{}\n", "<|im_end|>", after="\n")),
+    "marked words": (MARKED_WORDS, _writer("<|im_start|>{}\n", "", after="<|im_end|>\n")),
+    "llama": (LLAMA, _writer("<|header|>{}<|/header|>\n\n", "<|eot|>", before="<|begin|>", strips=True)),
 }
 
 
