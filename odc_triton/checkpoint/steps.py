@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from ..base.errors import CheckpointCorrupt
 from ..base.files import remove_folder
-from ..comm.memory.locks import ByteLocks
+from ..comm.memory.heap import ByteLocks
 from ..engine.api import engine_of
 from .folder import Manifest, load_checkpoint, unfinished, verify, write_checkpoint
 

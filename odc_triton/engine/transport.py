@@ -22,8 +22,7 @@ from odc_kernels.peers import PeerShards
 from odc_kernels.streams import Device
 
 from ..base.errors import DeadlineExceeded
-from ..comm.memory.heap import SymmetricHeap
-from ..comm.memory.shm import SharedMemoryHeap
+from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
 from ..nn.operand import AddRows, add_rows
 
 # A stream reads one owner at a time, and ranks are not in step, so which one is as good as random. Of the links of 8

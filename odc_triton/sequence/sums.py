@@ -20,8 +20,7 @@ from torch import nn
 from ..balance.pieces import Piece, PlannedPiece
 from ..base.errors import PeerFailed
 from ..comm.layout import place_regions
-from ..comm.memory.heap import Status
-from ..comm.memory.shm import SharedMemoryHeap
+from ..comm.memory.heap import SharedMemoryHeap, Status
 from ..engine.api import engine_of
 from .exchange import SequenceExchange
 

@@ -28,8 +28,7 @@ from ..base.errors import RanksDiffer, describe
 from ..comm.barrier import Barrier
 from ..comm.grid import Grid
 from ..comm.layout import Plan, first_difference
-from ..comm.memory.heap import SymmetricHeap
-from ..comm.memory.shm import SharedMemoryHeap
+from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
 from ..comm.peers import PeerStatus
 from ..comm.process_group import start_process_group
 from ..nn.tuned import Tuned, default_folder

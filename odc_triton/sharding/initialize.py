@@ -20,8 +20,7 @@ from torch import nn
 from ..base.errors import RanksDiffer
 from ..comm.barrier import Barrier
 from ..comm.layout import place_regions
-from ..comm.memory.heap import SymmetricHeap
-from ..comm.memory.shm import SharedMemoryHeap
+from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
 from ..comm.replicas import Replicas
 from ..engine.module import ODCModule
 from ..engine.parameter import Residency, ShardedParameter

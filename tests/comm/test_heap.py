@@ -21,10 +21,8 @@ from odc_triton import fully_shard
 from odc_triton.base.errors import DeadlineExceeded
 from odc_triton.comm.layout import Region
 from odc_triton.comm.memory.cuda import check_socket_folder
-from odc_triton.comm.memory.heap import LEFT, PID, STATUS_SLOTS
-from odc_triton.comm.memory.locks import ByteLocks
+from odc_triton.comm.memory.heap import LEFT, PID, STATUS_SLOTS, ByteLocks, SharedMemoryHeap, _new_memfd
 from odc_triton.comm.memory.rendezvous import receive_files, send_files
-from odc_triton.comm.memory.shm import SharedMemoryHeap, _new_memfd
 from tests.support import leftovers, ranks
 from tests.support.deadlines import LONG_S, SHORT_S
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from odc_triton.comm.layout import Region
-from odc_triton.comm.memory.shm import SharedMemoryHeap
+from odc_triton.comm.memory.heap import SharedMemoryHeap
 from odc_triton.engine import transport as accumulate
 from odc_triton.engine.transport import LockedTransport, Streams, Target
 from odc_triton.nn.operand import add_rows

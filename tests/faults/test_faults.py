@@ -306,7 +306,7 @@ def test_stopped(where: str, tmp_path: Path) -> None:
 def _killed_at_the_start(rank: int, world: int, call: str, victim: int, where: str) -> tuple:
     from odc_triton import fully_shard, use_odc
     from odc_triton.comm.barrier import Barrier
-    from odc_triton.comm.memory import shm
+    from odc_triton.comm.memory import heap
 
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -317,7 +317,7 @@ def _killed_at_the_start(rank: int, world: int, call: str, victim: int, where: s
         if where == "before":
             die()
         place, name = (
-            (Barrier, "exchange") if "barrier" in where else (shm, "send_files" if rank == 0 else "receive_files")
+            (Barrier, "exchange") if "barrier" in where else (heap, "send_files" if rank == 0 else "receive_files")
         )
         setattr(place, name, die)
     return _guarded(lambda: shard(model, timeout=LONG_S))

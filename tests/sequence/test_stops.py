@@ -18,8 +18,7 @@ import torch
 
 from odc_triton import enable_split, fully_shard, repeating
 from odc_triton.base.errors import OfRanks
-from odc_triton.comm.memory.heap import PID
-from odc_triton.comm.memory.shm import SharedMemoryHeap
+from odc_triton.comm.memory.heap import PID, SharedMemoryHeap
 from odc_triton.sequence.buffers import Flag
 from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.sequence.sync import KernelSync, ShownWaits, Wait

@@ -3,5 +3,5 @@
 from ...base.lazy import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
-    __name__, {"ApartHeap": "shm", "CudaHeap": "cuda", "SharedMemoryHeap": "shm", "SymmetricHeap": "heap"}
+    __name__, {"ApartHeap": "heap", "CudaHeap": "cuda", "SharedMemoryHeap": "heap", "SymmetricHeap": "heap"}
 )

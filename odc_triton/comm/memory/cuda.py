@@ -12,9 +12,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ..layout import ALIGNMENT_BYTES, Region
-from .heap import SymmetricHeap
+from .heap import SharedMemoryHeap, SymmetricHeap
 from .rendezvous import Look, look_at_nobody
-from .shm import SharedMemoryHeap
 
 _SOCKET_PATH_BYTES = 107  # Linux's limit, without the final zero
 _HEADER_BYTES = ALIGNMENT_BYTES  # a mark that shows peers that they have mapped the right memory
