@@ -10,9 +10,9 @@ from ..comm.barrier import Barrier
 from ..comm.grid import Grid
 from ..comm.replicas import Replicas
 from .collectives import NoCollectives
-from .entry import OrderOfArrival, Trained
 from .exact_sums import ExactSums
 from .parameter import ShardedParameter
+from .participant import OrderOfArrival, Trained
 from .passes import Passes
 from .protocol import Protocol
 from .transport import Transport

@@ -1,8 +1,20 @@
-"""A feature's part in the minibatch protocol: what it sends at the barriers, and what follows from all messages."""
+"""A feature's part in the minibatch protocol: what it sends at the barriers, and what follows from all messages.
+
+And the parts that every engine has: target tokens, which parameters train, the order of additions.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import operator
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import torch
+
+from ..base.errors import RanksDiffer
+from .shard import Shard
 
 
 class Participant:
@@ -66,3 +78,113 @@ class StepPart:
 
     def settle(self, reports: list[Any]) -> None:
         """Takes all ranks' reports, by rank. Must decide the same on all of them."""
+
+
+class Tokens(Participant):
+    """`total`: the target tokens of all ranks in the last minibatch that all entered; None if no rank gave its own.
+
+    `divisor`: what gradients are divided by, unless the user chose a factor: losses are divided by the tokens already,
+    else by the number of ranks, as FSDP2 does. `late`: by what instead, if given inside the minibatch.
+    """
+
+    name = "tokens"
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self.total: int | None = None
+        self.late: float | None = None
+        self._scope = contextlib.ExitStack()
+
+    @property
+    def divisor(self) -> int:
+        return self._world if self.total is None else 1
+
+    def entry(self, given: Any) -> int | None:
+        """`given`: any integer of at least 0, from Python, numpy or a tensor of one element."""
+        if given is None:
+            return None
+        try:
+            count = -1 if isinstance(given, bool) else operator.index(given)
+        except TypeError:
+            count = -1
+        if count < 0:
+            raise ValueError(f"tokens is {given!r}; give this rank's number of target tokens, an int of at least 0")
+        return count
+
+    def entered(self, messages: list[int | None]) -> None:
+        missing = [rank for rank, count in enumerate(messages) if count is None]
+        if missing and len(missing) < len(messages):
+            raise RanksDiffer(f"tokens was given on some ranks but not on ranks {missing}; give it on all or on none")
+        self.total = None if missing else sum(messages)
+
+    def opened(self) -> None:
+        self.late = None
+        if self.total is not None:
+            self._scope.enter_context(_undivided())
+
+    def leave(self) -> None:
+        self._scope.close()
+
+    def exit(self) -> float | None:
+        return self.late
+
+    def settle(self, messages: list[float | None] | None) -> None:
+        if messages is not None and len(set(messages)) > 1:
+            raise RanksDiffer(f"by rank, gradients were to be divided by {messages}: call divide_by alike on all ranks")
+
+
+@contextlib.contextmanager
+def _undivided() -> Iterator[None]:
+    """Meanwhile `Accelerator.backward` does not divide the loss by `gradient_accumulation_steps`.
+
+    A minibatch with tokens has any number of backwards, whose losses are divided by all ranks' tokens already.
+    """
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    if state is None:
+        yield
+        return
+    options = state().plugin_kwargs  # as the setter of Accelerator.gradient_accumulation_steps does
+    steps = options.get("num_steps", 1)
+    options["num_steps"] = 1
+    try:
+        yield
+    finally:
+        options["num_steps"] = steps
+
+
+class Trained(Participant):
+    """Compares which of the shards require a gradient: one bit each, in hexadecimal."""
+
+    name = "trained"
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+
+    def entry(self, given: None) -> str:
+        bits = "".join(str(int(shard.sharded.requires_grad)) for shard in self._shards)
+        return f"{int(bits or '0', 2):x}"
+
+    def entered(self, messages: list[str]) -> None:
+        if len(set(messages)) < 2:
+            return
+        masks = [f"{int(mask, 16):0{len(self._shards)}b}" for mask in messages]
+        for shard, *bits in zip(self._shards, *masks, strict=True):
+            if len(set(bits)) > 1:
+                frozen = [rank for rank, bit in enumerate(bits) if bit == "0"]
+                raise RanksDiffer(
+                    f"{shard.name} is frozen on ranks {frozen} only, so its gradient would lack their part: "
+                    f"call requires_grad_() with the same value on all ranks"
+                )
+
+
+class OrderOfArrival(Participant):
+    """Gradients are added in the order of their arrival: `torch.use_deterministic_algorithms(True)` is refused."""
+
+    name = "order of arrival"
+
+    def __init__(self, refusal: str) -> None:
+        self._refusal = refusal
+
+    def entry(self, given: None) -> None:
+        if torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError(self._refusal)

@@ -19,12 +19,10 @@ from ..base.errors import DeadlineExceeded, MinibatchFailed, MinibatchToRepeat, 
 from ..comm.barrier import Barrier
 from ..comm.grid import Grid
 from ..comm.replicas import Replicas
-from .entry import Hyperparameters, Tokens
-from .optimizer_watch import OptimizerWatch
-from .participant import Participant
-from .publication import Publication
+from .participant import Participant, Tokens
 from .shard import Shard, Zeros, clear_gradients, copy_masters, reduce_gradients
 from .state import Phase, RankState
+from .steps import Hyperparameters, OptimizerWatch, Publication
 from .transport import Transport
 
 

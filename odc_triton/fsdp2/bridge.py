@@ -22,8 +22,7 @@ from ..comm.barrier import Barrier
 from ..comm.grid import Grid, grid_of
 from ..comm.layout import Plan, place_regions
 from ..comm.replicas import Replicas
-from ..engine.entry import OrderOfArrival, Trained
-from ..engine.participant import Participant
+from ..engine.participant import OrderOfArrival, Participant, Trained
 from ..engine.passes import Passes
 from ..engine.protocol import Protocol
 from ..engine.transport import Streams, Transport
