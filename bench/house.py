@@ -45,7 +45,7 @@ FEATURES = {
     "background checkpoints": Feature(
         ("checkpoint/background.py",), r"(?i:.*background.*)|is_dropped|writers?|Asked|asked"
     ),
-    "hyperparameters": Feature(("engine/optimizer_watch.py", "engine/hyperparameters.py"), r"(?i:hyperparameters)"),
+    "hyperparameters": Feature(("engine/steps.py",), r"(?i:hyperparameters)"),
 }
 
 

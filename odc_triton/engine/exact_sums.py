@@ -10,8 +10,8 @@ import torch
 from ..base.errors import MinibatchToRepeat, RanksDiffer
 from .exact import Added, ExactSum
 from .participant import Participant
+from .protocol import Protocol
 from .shard import HeapShard
-from .state import RankState
 
 
 class ExactSums(Participant):
@@ -23,9 +23,9 @@ class ExactSums(Participant):
     name = "exact"
     saved_as = "odc_scales"
 
-    def __init__(self, shards: Sequence[HeapShard], state: RankState) -> None:
+    def __init__(self, shards: Sequence[HeapShard], protocol: Protocol) -> None:
         """`shards`: of the engine; some may be added later."""
-        self._shards, self._state = shards, state
+        self._shards, self._protocol = shards, protocol
         self._largest = torch.zeros(0)
 
     def _sums(self) -> dict[int, ExactSum]:
@@ -68,7 +68,7 @@ class ExactSums(Participant):
             if everyones and (why := each.settle(everyones)) is not None:
                 refused[self._shards[place].name] = why
         if refused:
-            raise MinibatchToRepeat(self._state.number, refused)
+            raise MinibatchToRepeat(self._protocol.number, refused)
 
     def state(self) -> dict[str, list[int]]:
         """The scales, by parameter: the bits of the next sums depend on them."""

@@ -156,10 +156,10 @@ class Passes(Participant):
     def backward_begins(self, number: int | None) -> None:
         """A backward of a forward in minibatch `number` is running; None: of one outside of minibatches."""
         protocol = self.protocol
-        protocol.refuse_in_child("a backward")
         self._graph_is_kept = torch.is_grad_enabled()
         if self.in_backward:
             return
+        protocol.refuse_in_child("a backward")
         if not protocol.is_open:
             raise RuntimeError("backward outside of a minibatch: put it into `with minibatch(model):`")
         if number != protocol.number:

@@ -161,12 +161,14 @@ def _numbers(value: Any) -> list[float]:
     return list(values) if all(isinstance(each, (int, float)) for each in values) else []
 
 
-class Publication:
+class Publication(Participant):
     """This rank's count of publications, which peers wait for outside of a minibatch.
 
     `number`: publications so far; 0 before the first. `max_lag_s`: how long readers outside of the job may hold the
     next one back.
     """
+
+    name = "publication"
 
     def __init__(self, heap: SymmetricHeap, barrier: Barrier) -> None:
         self._first, self._barrier = heap.first, barrier
@@ -196,11 +198,14 @@ class Publication:
         self.number += 1
         self.published.show(self.number)
 
-    def agree(self, number: int) -> None:
-        """Continues from a number that all ranks agreed on at a barrier, with everything published."""
-        self.number = self._announced = number
-        self.published.show(number)
-        self.stepping.show(number)
+    def entry(self, given: None) -> int:
+        return self.number
+
+    def entered(self, messages: list[int]) -> None:
+        """All ranks continue from the highest number, with everything published."""
+        self.number = self._announced = max(messages)
+        self.published.show(self.number)
+        self.stepping.show(self.number)
 
     def wait_readable(self) -> None:
         """Waits until every owner has published as often as this rank has."""

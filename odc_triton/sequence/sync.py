@@ -28,7 +28,7 @@ from odc_kernels.streams import Device, device_of
 from ..base.errors import DeadlineExceeded, PeerFailed
 from ..comm.barrier import Barrier
 from ..comm.memory.heap import Status
-from ..engine.state import RankState
+from ..engine.protocol import Protocol
 from .buffers import Flag, KVBuffers
 
 _NAP_S = 20e-6
@@ -98,7 +98,7 @@ class ShownWaits:
 class HostSync:
     """By the host."""
 
-    def __init__(self, buffers: KVBuffers, state: RankState) -> None:
+    def __init__(self, buffers: KVBuffers, state: Protocol) -> None:
         self.buffers, self._state, self._barrier = buffers, state, state.barrier
         self.waits = ShownWaits(buffers, self._barrier)
 
@@ -240,7 +240,7 @@ class KernelSync(HostSync):
     wait takes longer than the deadline, it ends all waits. Results are rubbish then, and `check` raises.
     """
 
-    def __init__(self, buffers: KVBuffers, state: RankState) -> None:
+    def __init__(self, buffers: KVBuffers, state: Protocol) -> None:
         super().__init__(buffers, state)
         device, ranks = buffers.heap.device, range(buffers.world)
         self._tables = {
