@@ -339,7 +339,7 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     places = [] if options.backend == "cpu-sharded" else places_of(read_topology(), every_pair=options.pairs == "all")
     if options.backend == "cuda" and not places:
-        parser.error("--backend cuda needs two GPUs that this process sees; `odc-triton topo` shows them")
+        parser.error("--backend cuda needs two GPUs that this process sees; `odc-triton doctor` counts them")
     if not places:
         places = [ON_CPU]
         print("Two processes on the CPU: this tries the control flow, and its figures say nothing of links.")

@@ -36,7 +36,7 @@ def test_docstrings(text: str, rst: str) -> None:
 
 def test_every_command_and_option_is_described() -> None:
     pages = {parser.prog: (parser, page(parser, line)) for parser, line in leaves(make_parser())}
-    assert {"odc-triton train sft", "odc-triton data inspect", "odc-triton topo"} <= pages.keys()
+    assert {"odc-triton train sft", "odc-triton data inspect", "odc-triton doctor"} <= pages.keys()
     for parser, text in pages.values():
         for action in parser._actions:
             names = [name for name in action.option_strings if action.dest != "help"]

@@ -56,7 +56,6 @@ def make_parser(only: str | None = None) -> argparse.ArgumentParser:
         "simulate": _SIMULATE,
         "profile": _PROFILE,
         "tune": _TUNE,
-        "topo": _add_topo,
         "doctor": _add_doctor,
     }
     for name, add in adds.items():
@@ -317,25 +316,10 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
         description="Checks versions, the GPUs and their links, and trains a small model on two ranks. The exit "
         "status is 1 if there is a problem.",
     )
-    doctor.add_argument("--json", action="store_true", help="print everything that was found as JSON")
     doctor.set_defaults(run=_doctor)
 
 
-def _add_topo(commands: argparse._SubParsersAction) -> None:
-    about = "Shows the links between GPUs: speed, access, atomics."
-    topo = commands.add_parser("topo", help="show the links between GPUs", description=about)
-    topo.set_defaults(run=_topo)
-
-
-def _doctor(options: argparse.Namespace) -> int:
+def _doctor(_: argparse.Namespace) -> int:
     from .doctor import main as examine
 
-    return examine(options.json)
-
-
-def _topo(options: argparse.Namespace) -> int:
-    from ..machine.probe import read_topology
-    from .doctor import draw_matrix
-
-    print(draw_matrix(read_topology()))
-    return 0
+    return examine()

@@ -1,4 +1,4 @@
-"""The NVIDIA driver's answers about GPUs and their links, in the form of the files that `simulate --topology` reads.
+"""The NVIDIA driver's answers about GPUs and their links.
 
 Answers are NVML's own numbers, which probe.py interprets:
 

@@ -99,5 +99,5 @@ def refuse_unusable(topology: Topology, uuids_of_ranks: Sequence[str | None]) ->
     more = f" The same holds for {count} of {len(part.pairs)} pairs." if count > 1 else ""
     raise RuntimeError(
         f"{names[0]} and {names[1]} can't hold shards of one model: {reason}. {remedy[0].upper()}{remedy[1:]}.{more} "
-        f"`odc-triton topo` shows all pairs."
+        f"`odc-triton doctor` checks all pairs."
     )

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-
-from ..machine.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +47,8 @@ def find_device(name: str) -> GpuKind:
 
 
 def read_seconds(
-    pair_gbs: Sequence[Sequence[float]],
-    port_gbs: Sequence[float],
+    ranks: int,
+    gbs: float,
     shard_bytes: float,
     *,
     starts_s: Sequence[float],
@@ -60,10 +59,9 @@ def read_seconds(
     """Seconds that each round of each reader takes: [readers][rounds].
 
     Reader r starts at `starts_s[r]` and pulls `shard_bytes` from one owner after the other (rank + 1, rank + 2, ...;
-    0, 1, 2, ... unless `rotated`), `rounds` times without pause. Owner o sends at most `pair_gbs[o][r]` to reader r,
-    and `port_gbs[o] / n` to each of n readers. Each pull begins with `latency_s`. GB/s are 10^9 bytes per second.
+    0, 1, 2, ... unless `rotated`), `rounds` times without pause. An owner sends `gbs / n` to each of n readers. Each
+    pull begins with `latency_s`. GB/s are 10^9 bytes per second.
     """
-    ranks = len(port_gbs)
     order = [[(r + k) % ranks for k in range(1, ranks)] for r in range(ranks)]
     if not rotated:
         order = [sorted(owners) for owners in order]
@@ -77,10 +75,8 @@ def read_seconds(
     while any(p < total for p in place):
         flowing = [r for r in range(ranks) if place[r] < total and opens_s[r] <= now_s]
         at = {r: order[r][place[r] % (ranks - 1)] for r in flowing}
-        readers = [0] * ranks
-        for owner in at.values():
-            readers[owner] += 1
-        rate = {r: 1e9 * min(pair_gbs[o][r], port_gbs[o] / readers[o]) for r, o in at.items()}
+        readers = Counter(at.values())
+        rate = {r: 1e9 * gbs / readers[o] for r, o in at.items()}
         next_s = min(
             [opens_s[r] for r in range(ranks) if place[r] < total and opens_s[r] > now_s]
             + [now_s + left[r] / rate[r] for r in flowing]
@@ -98,110 +94,55 @@ def read_seconds(
     return took
 
 
-def slowdown(
-    pair_gbs: Sequence[Sequence[float]], port_gbs: Sequence[float], *, rounds: int = 3, seed: int = 0
-) -> float:
+def slowdown(ranks: int, *, rounds: int = 3, seed: int = 0) -> float:
     """The slowdown of an average read when all ranks read all the time, relative to one reader; 1 or more.
 
     Readers start at random times within the first read, as ODC does not synchronise them.
     """
-    ranks = len(port_gbs)
     if ranks < 3:
         return 1.0  # one reader per port
-    quick = 1e9
-    alone = [
-        sum(quick / (1e9 * min(pair_gbs[o][r], port_gbs[o])) for o in range(ranks) if o != r) for r in range(ranks)
-    ]
+    alone_s = ranks - 1.0  # at one second per shard
     generator = random.Random(seed)
-    starts_s = [generator.random() * max(alone) for _ in range(ranks)]
-    took = read_seconds(pair_gbs, port_gbs, quick, starts_s=starts_s, rounds=rounds)
-    return max(1.0, sum(map(sum, took)) / (rounds * sum(alone)))
+    starts_s = [generator.random() * alone_s for _ in range(ranks)]
+    took = read_seconds(ranks, 1.0, 1e9, starts_s=starts_s, rounds=rounds)
+    return max(1.0, sum(map(sum, took)) / (rounds * ranks * alone_s))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """`nodes` equal nodes of `len(port_gbs)` GPUs each. GB/s (10^9 bytes) per direction, as reached in practice.
+    """`nodes` equal nodes of `gpus` GPUs each. GB/s (10^9 bytes) per direction, as reached in practice.
 
-    `pair_gbs[owner][reader]` is between two GPUs of a node, `port_gbs` a GPU's total in each direction (with a
-    switch, the same as a pair's; in a mesh, the sum of the pairs'), `nic_gbs` per GPU to other nodes. A pull from one
-    owner adds `latency_s`, as does a step of a collective; between nodes both add `nic_latency_s`.
+    `gbs` is what a GPU's port carries, to any of its node through a switch, `nic_gbs` per GPU to other nodes. A pull
+    from one owner adds `latency_s`, as does a step of a collective; between nodes both add `nic_latency_s`.
 
     Collectives take `sm_share` of the SMs while bytes move; reads and adds go through the copy engine.
 
-    Raises ValueError for sizes that don't match and for numbers that are not finite and positive.
+    Raises ValueError for numbers that are not finite and positive.
     """
 
-    pair_gbs: tuple[tuple[float, ...], ...]
-    port_gbs: tuple[float, ...]
+    gpus: int
+    gbs: float
     nodes: int = 1
     nic_gbs: float = 25.0
     latency_s: float = 5e-6
     nic_latency_s: float = 15e-6
     sm_share: float = 0.0
-    sharing: bool = field(default=True)
 
     def __post_init__(self) -> None:
-        size = len(self.port_gbs)
-        if size < 1 or len(self.pair_gbs) != size or any(len(row) != size for row in self.pair_gbs):
-            raise ValueError(f"Links: {size} ports and {len(self.pair_gbs)} rows of pairs: give one of each per GPU")
-        if self.nodes < 1:
-            raise ValueError(f"Links: nodes is {self.nodes}: give 1 or more")
-        pairs = [gbs for o, row in enumerate(self.pair_gbs) for r, gbs in enumerate(row) if o != r]
-        for name, values in (("pair_gbs", pairs), ("port_gbs", self.port_gbs), ("nic_gbs", [self.nic_gbs])):
-            for gbs in values:
-                if math.isnan(gbs) or gbs <= 0:
-                    raise ValueError(f"Links: {name} has {gbs} GB/s: bandwidths must be positive")
+        for name in ("gpus", "nodes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Links: {name} is {getattr(self, name)}: give 1 or more")
+        for name in ("gbs", "nic_gbs"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"Links: {name} has {getattr(self, name)} GB/s: bandwidths must be positive")
         for name in ("latency_s", "nic_latency_s", "sm_share"):
             if not 0 <= getattr(self, name) < (1 if name == "sm_share" else math.inf):
                 raise ValueError(f"Links: {name} is {getattr(self, name)}: give 0 or more, and a share below 1")
 
     @classmethod
-    def switched(cls, gpus: int, gbs: float, **others: object) -> Links:
-        """`gpus` in a node, with ports that carry `gbs` each, to any other GPU."""
-        return cls(pair_gbs=((gbs,) * gpus,) * gpus, port_gbs=(gbs,) * gpus, **others)  # type: ignore[arg-type]
-
-    @classmethod
     def none(cls, gpus: int, nodes: int = 1) -> Links:
         """Communication that takes no time, as on the CPU backend, where ranks share memory."""
-        free = {"latency_s": 0.0, "nic_latency_s": 0.0, "nic_gbs": math.inf, "nodes": nodes, "sharing": False}
-        return cls.switched(gpus, math.inf, **free)
-
-    @classmethod
-    def from_topology(cls, topology: Topology, *, gpus: int, efficiency: float = 0.8, **others: object) -> Links:
-        """One node's links as the driver reports them; `efficiency`: reached over nominal bandwidth.
-
-        Raises ValueError if the number of GPUs is not `gpus`, and, naming them, for pairs that can't hold shards of one
-        model or whose bandwidth is unknown.
-        """
-        devices = topology.devices
-        if len(devices) != gpus:
-            raise ValueError(
-                f"the topology has {len(devices)} GPUs, but a node must have {gpus}: give --gpus {len(devices)} "
-                "(times --nodes), or the snapshot of a node of that size"
-            )
-        gbs = [[0.0] * gpus for _ in devices]
-        ports = [0.0] * gpus
-        place = {device.uuid: index for index, device in enumerate(devices)}
-        for pair in topology.pairs:
-            names = f"{pair.one.label} and {pair.other.label}"
-            if pair.is_unusable:
-                raise ValueError(f"{names} can't read or add to each other ({pair.access.name}): leave one of them out")
-            if pair.gbs is None:
-                raise ValueError(f"the bandwidth between {names} is unknown: leave --topology out and give --gpu")
-            o, r = place[pair.one.uuid], place[pair.other.uuid]
-            gbs[o][r] = gbs[r][o] = pair.gbs * efficiency
-            # Links to different peers add up; behind a switch, or one slot, all peers share the same links.
-            shared = pair.through_switch or not pair.nvlinks
-            for each in (o, r):
-                ports[each] = max(ports[each], gbs[o][r]) if shared else ports[each] + gbs[o][r]
-        if gpus == 1:
-            ports = [math.inf]
-        return cls(pair_gbs=tuple(map(tuple, gbs)), port_gbs=tuple(ports), **others)  # type: ignore[arg-type]
-
-    @property
-    def gpus(self) -> int:
-        """Of each node."""
-        return len(self.port_gbs)
+        return cls(gpus=gpus, gbs=math.inf, nodes=nodes, nic_gbs=math.inf, latency_s=0.0, nic_latency_s=0.0)
 
     @property
     def ranks(self) -> int:
@@ -209,37 +150,29 @@ class Links:
 
     @cached_property
     def _slowdown(self) -> float:
-        return slowdown(self.pair_gbs, self.port_gbs) if self.sharing and math.isfinite(self.port_gbs[0]) else 1.0
+        return slowdown(self.gpus) if math.isfinite(self.gbs) else 1.0
 
-    def read_s(self, whole_bytes: float, *, hybrid: bool) -> list[float]:
-        """Seconds for each rank to read, or add to, a tensor of `whole_bytes`, one owner after the other.
+    def read_s(self, whole_bytes: float, *, hybrid: bool) -> float:
+        """Seconds for a rank to read, or add to, a tensor of `whole_bytes`, one owner after the other.
 
         All ranks do so concurrently, unsynchronised, so `slowdown` is included. `hybrid`: the owners are the node's
         GPUs; else all ranks, those on other nodes through the reader's own network port.
         """
-        owners = self.gpus if hybrid else self.ranks
-        shard = whole_bytes / owners
-        seconds = []
-        for reader in range(self.gpus):
-            peers = [o for o in range(self.gpus) if o != reader]
-            near = sum(shard / (1e9 * min(self.pair_gbs[o][reader], self.port_gbs[o])) for o in peers)
-            far = 0 if hybrid else self.ranks - self.gpus
-            seconds.append(
-                near * self._slowdown
-                + len(peers) * self.latency_s
-                + far * (shard / (1e9 * self.nic_gbs) + self.nic_latency_s)
-            )
-        return seconds * self.nodes
+        shard = whole_bytes / (self.gpus if hybrid else self.ranks)
+        near, far = self.gpus - 1, 0 if hybrid else self.ranks - self.gpus
+        return near * (shard / (1e9 * self.gbs) * self._slowdown + self.latency_s) + far * (
+            shard / (1e9 * self.nic_gbs) + self.nic_latency_s
+        )
 
     def collective_s(self, whole_bytes: float, *, hybrid: bool) -> float:
         """Seconds of an all-gather or reduce-scatter of `whole_bytes` over the node, or (not `hybrid`) all ranks.
 
-        Rings over all links: bytes (n - 1) / n over the slowest GPU's links. Between nodes every byte enters a node
+        Rings: bytes (n - 1) / n through each port. Between nodes every byte enters a node
         once, through all its network ports together, and the number of steps grows with the logarithm of the nodes.
         """
         near = (self.gpus - 1) * self.latency_s
         if self.gpus > 1:
-            near += whole_bytes * (self.gpus - 1) / self.gpus / (1e9 * min(self.port_gbs))
+            near += whole_bytes * (self.gpus - 1) / self.gpus / (1e9 * self.gbs)
         if hybrid or self.nodes == 1:
             return near
         far = whole_bytes * (self.nodes - 1) / self.nodes / (1e9 * self.nic_gbs * self.gpus)

@@ -201,7 +201,7 @@ class Job:
         token_bytes = self.layers * self.model.kv_width * _KV_BYTES
         # As a tensor over these ranks, whose own part costs nothing; the rank holds none of these tokens.
         others = ranks / (ranks - 1)
-        return others * max(self.links.read_s(fetched * token_bytes, hybrid=not self.split_across_hosts))
+        return others * self.links.read_s(fetched * token_bytes, hybrid=not self.split_across_hosts)
 
     @cached_property
     def plans(self) -> dict[str, MemoryPlan]:

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..balance.relatives import Relatives, find_relatives
-from ..base.files import read_json_object, write_file
+from ..base.files import write_file
 from ..base.options import REQUIRED, flag, option, require_at_least
 from ..base.report import save_timeline, table
 from ..base.trace import save_trace
 from ..data.dataset import TokenizedDataset
-from ..machine.probe import read_topology
-from ..machine.topology import Topology
 from .hardware import GpuKind, Links, find_device
 from .models import Model
 from .study import (
@@ -43,8 +41,7 @@ class SimulateOptions:
     model: str = option("qwen2.5-7b", "a built-in name, or a transformers config.json")
     gpus: int = option(8, "GPUs of the job, all nodes together")
     nodes: int = option(1, "nodes, with equally many GPUs each")
-    gpu: str | None = option(None, "v100, a100, a6000, l40s, h100, h200 or b200; by default --topology's or a100")
-    topology: str | None = option(None, "snapshot of one node's GPUs and links (JSON)")
+    gpu: str = option("a100", "v100, a100, a6000, l40s, h100, h200 or b200")
     minibatch: str = option("1,2,4,8", "samples per GPU and step; several with commas; too large ones are left out")
     token_cap: int | None = option(None, "most tokens in a microbatch; by default the longest sequence, at least 4096")
     split_sequences: bool = option(False, "also split long sequences over each node's GPUs, as one more setting")
@@ -186,40 +183,15 @@ def _lengths(options: SimulateOptions) -> tuple[list[int], str, Relatives | None
 def _machine(options: SimulateOptions) -> tuple[GpuKind, Links, str]:
     each = options.gpus // options.nodes
     nodes = f"{options.nodes} nodes of " if options.nodes > 1 else ""
-    if options.topology is None:
-        name = options.gpu or "a100"
-        kind = find_device(name)
-        links = usual_links(
-            kind,
-            each,
-            nodes=options.nodes,
-            efficiency=options.link_efficiency,
-            nic_gbs=(options.nic_gbs or 0.0) / options.link_efficiency,
-        )
-        return kind, links, f"{nodes}{each} x {name.upper()}, {links.port_gbs[0]:.0f} GB/s each"
-    topology = _snapshot(Path(options.topology))
-    name = options.gpu or (topology.devices[0].name if topology.devices else "nothing")
-    kind = find_device(name)
-    links = Links.from_topology(
-        topology,
-        gpus=each,
-        efficiency=options.link_efficiency,
+    kind = find_device(options.gpu)
+    links = usual_links(
+        kind,
+        each,
         nodes=options.nodes,
-        nic_gbs=options.nic_gbs or kind.nic_gbs * options.link_efficiency,
-        sm_share=0.1,
+        efficiency=options.link_efficiency,
+        nic_gbs=(options.nic_gbs or 0.0) / options.link_efficiency,
     )
-    return kind, links, f"{nodes}{each} x {name}, {topology.key}"
-
-
-def _snapshot(path: Path) -> Topology:
-    remedy = "give a snapshot of the driver's answers"
-    content = read_json_object(path, remedy)
-    if "devices" not in content:
-        raise ValueError(f"{path} has no `devices`: {remedy}")
-    try:
-        return read_topology(content, ())
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} can't be read ({type(error).__name__}: {error}): {remedy}") from error
+    return kind, links, f"{nodes}{each} x {options.gpu.upper()}, {links.gbs:.0f} GB/s each"
 
 
 def _write(out: Path, text: str, rows: list[Row], drawn: int) -> None:

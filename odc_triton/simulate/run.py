@@ -30,22 +30,22 @@ from .lanes import Clock, EventRecorder, Lanes, Outcome, last_rank
 
 @dataclass(frozen=True, kw_only=True)
 class _Moves:
-    """Seconds of one transfer of the root's bytes, then of each block's: a number, or (ranks,)."""
+    """Seconds of one transfer of the root's bytes, then of each block's."""
 
-    read: list[Clock]
-    add: list[Clock]
-    last_add: list[Clock]  # of the last microbatch, where FSDP2 also reduces over the nodes
+    read: list[float]
+    add: list[float]
+    last_add: list[float]  # of the last microbatch, where FSDP2 also reduces over the nodes
 
     @classmethod
     def of(cls, job: Job, schedule: str) -> _Moves:
         links, hybrid = job.links, job.hybrid
 
         @cache
-        def moved(n_bytes: int, *, last: bool = False) -> Clock:
+        def moved(n_bytes: int, *, last: bool = False) -> float:
             if job.model is None:
                 return 0.0
             if schedule == "odc":
-                return np.array(links.read_s(n_bytes, hybrid=hybrid))
+                return links.read_s(n_bytes, hybrid=hybrid)
             across = 2 * links.replicas_s(n_bytes / links.gpus) if last and hybrid else 0.0
             return links.collective_s(n_bytes, hybrid=hybrid) + across
 

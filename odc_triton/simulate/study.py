@@ -86,9 +86,9 @@ def make_job(
 
 def usual_links(kind: GpuKind, gpus: int, *, nodes: int = 1, efficiency: float = 0.8, nic_gbs: float = 0.0) -> Links:
     """`nodes` nodes, each with `gpus` of a kind on a switch. `nic_gbs` 0: the usual for the kind."""
-    return Links.switched(
-        gpus,
-        kind.link_gbs * efficiency,
+    return Links(
+        gpus=gpus,
+        gbs=kind.link_gbs * efficiency,
         nodes=nodes,
         nic_gbs=(nic_gbs or kind.nic_gbs) * efficiency,
         sm_share=_COLLECTIVE_SMS,

@@ -13,7 +13,6 @@ from odc_triton.simulate.hardware import DEVICES
 from odc_triton.simulate.models import Model
 from odc_triton.simulate.predict import SimulateOptions, _machine
 from odc_triton.simulate.study import SETTINGS, Row, make_job, named_lengths, rank_settings, usual_links, verdict
-from tests.support.snapshots import SNAPSHOTS
 
 Say = Callable[..., tuple[int, str, str]]
 
@@ -62,33 +61,10 @@ def test_a_file_of_lengths_to_a_table_and_pictures(say: Say, tmp_path: Path) -> 
     assert {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"} <= set(SETTINGS)
 
 
-def test_a_snapshot_names_the_machine(say: Say) -> None:
-    options = (
-        "--lengths",
-        "aime",
-        "--minibatch",
-        "2",
-        "--trials",
-        1,
-        "--topology",
-        SNAPSHOTS / "hgx-h100-nvswitch.json",
-    )
-    status, text, _ = say(*options, "--model", "gpt-oss-20b")
-    assert status == 0
-    assert "gpt-oss-20b (20.9 B parameters, 4.2 B active) on" in text
-    assert "8 x NVIDIA H100 80GB HBM3, nvswitch-18x25" in text
-    status, text, _ = say(*options, "--gpus", 16, "--nodes", 2)
-    assert status == 0
-    assert "2 nodes of 8 x NVIDIA H100" in text
-
-
-@pytest.mark.parametrize("topology", [None, str(SNAPSHOTS / "hgx-h100-nvswitch.json")])
 @pytest.mark.parametrize(("nic_gbs", "reached_gbs"), [(None, 25.0), (7.0, 7.0)])
-def test_only_the_usual_speed_between_nodes_is_derated(
-    topology: str | None, nic_gbs: float | None, reached_gbs: float
-) -> None:
+def test_only_the_usual_speed_between_nodes_is_derated(nic_gbs: float | None, reached_gbs: float) -> None:
     options = {"gpu": "h100", "gpus": 16, "nodes": 2, "link_efficiency": 0.5}
-    _, links, _ = _machine(SimulateOptions(lengths="aime", topology=topology, nic_gbs=nic_gbs, **options))
+    _, links, _ = _machine(SimulateOptions(lengths="aime", nic_gbs=nic_gbs, **options))
     assert links.nic_gbs == reached_gbs
 
 
@@ -131,7 +107,6 @@ def test_a_slow_rank_is_met_by_the_queue() -> None:
             "'nowhere.txt' is neither a file nor one of chat, longalign, swe-smith, aime",
         ),
         (("--token-cap", 1000), 1, "are longer than --token-cap 1000 (the longest: "),
-        (("--topology", "nowhere.json"), 1, "nowhere.json"),
         (("--gpus", 9, "--nodes", 2), 2, "9 gpus don't divide by 2 nodes: give a multiple of 2"),
         (("--gpus", 0), 2, "gpus is 0; give at least 1"),
         (("--trials", 0), 2, "trials is 0"),
@@ -153,14 +128,9 @@ def test_what_is_refused(say: Say, arguments: tuple, status: int, message: str) 
     assert "Traceback" not in err
 
 
-def test_too_few_sequences_and_files_that_are_no_snapshots(say: Say, tmp_path: Path) -> None:
+def test_too_few_sequences(say: Say, tmp_path: Path) -> None:
     few = tmp_path / "few.txt"
     few.write_text("5 6 7 " * 7)
     status, out, _ = say("--lengths", few, "--gpus", 8, "--trials", 1)
     assert status == 0
     assert "minibatches of more than 2 per GPU are left out: the 21 sequences can't fill one\n" in out
-    for content in ("{", "[]", '{"devices": [{"index": 0}]}'):
-        (tmp_path / "snap.json").write_text(content)
-        status, _, err = say("--lengths", "aime", "--topology", tmp_path / "snap.json")
-        assert status == 1
-        assert "give a snapshot of the driver's answers" in err

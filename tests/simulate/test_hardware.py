@@ -9,97 +9,55 @@ import numpy as np
 import pytest
 
 from odc_triton.data.lengths import read_lengths
-from odc_triton.machine.probe import read_topology
-from odc_triton.machine.topology import Topology
 from odc_triton.simulate.hardware import DEVICES, Links, find_device, read_seconds, slowdown
 from odc_triton.simulate.models import Model
 from odc_triton.simulate.study import NAMED, draw, lengths_of_file, log_normal, named_lengths
 from tests.support.records import tokenized
-from tests.support.snapshots import load as snapshot
-
-
-def load(name: str) -> Topology:
-    return read_topology(snapshot(name), ())
-
-
-def same(ranks: int, gbs: float) -> list[list[float]]:
-    return [[gbs] * ranks] * ranks
 
 
 def test_one_reader_alone_and_two_at_one_port() -> None:
     """3 ranks, 1 GB shards, ports of 10 GB/s: 0.2 s alone; two that pull from one owner at once get half each."""
-    alone = read_seconds(same(3, 10), [10] * 3, 1e9, starts_s=[0, 100, 200])
+    alone = read_seconds(3, 10, 1e9, starts_s=[0, 100, 200])
     assert [each[0] for each in alone] == pytest.approx([0.2] * 3)
     # Rotated and in step, no two readers are ever at one owner.
-    assert [each[0] for each in read_seconds(same(3, 10), [10] * 3, 1e9, starts_s=[0] * 3)] == pytest.approx([0.2] * 3)
+    assert [each[0] for each in read_seconds(3, 10, 1e9, starts_s=[0] * 3)] == pytest.approx([0.2] * 3)
     # 0 reads 1, 2; 1 reads 0, 2; 2 reads 0, 1. At owner 0 ranks 1 and 2 share for 0.2 s, while 0 has read 1 and 2.
-    told = read_seconds(same(3, 10), [10] * 3, 1e9, starts_s=[0] * 3, rotated=False)
+    told = read_seconds(3, 10, 1e9, starts_s=[0] * 3, rotated=False)
     assert [each[0] for each in told] == pytest.approx([0.2, 0.3, 0.3])
 
 
-def test_links_of_their_own_are_not_shared() -> None:
-    """In a mesh a pair's link is the limit, not the port, whoever else reads there."""
-    told = read_seconds(same(4, 10), [30] * 4, 1e9, starts_s=[0] * 4, rotated=False)
-    assert [each[0] for each in told] == pytest.approx([0.3] * 4)
-    assert slowdown(same(4, 10), [30] * 4) == pytest.approx(1.0)
-
-
 def test_latency_and_rounds() -> None:
-    told = read_seconds(same(2, 10), [10] * 2, 1e9, starts_s=[0.0, 0.0], rounds=3, latency_s=0.01)
+    told = read_seconds(2, 10, 1e9, starts_s=[0.0, 0.0], rounds=3, latency_s=0.01)
     assert told == [pytest.approx([0.11] * 3)] * 2
 
 
 def test_readers_out_of_step_meet_at_ports() -> None:
     """Who once shares a port leaves it together for the next one: the convoy stays. Twice as long and no more."""
-    told = slowdown(same(8, 10), [10] * 8, rounds=6)
-    assert 1.3 < told < 2.0
-    assert told == slowdown(same(8, 20), [20] * 8, rounds=6)
-    assert slowdown(same(2, 10), [10] * 2) == 1.0
+    assert 1.3 < slowdown(8, rounds=6) < 2.0
+    assert slowdown(2) == 1.0
 
 
 def test_reads_and_collectives_in_seconds() -> None:
-    links = Links.switched(4, 100.0, nodes=2, nic_gbs=10.0, latency_s=1e-3, nic_latency_s=2e-3, sharing=False)
+    links = Links(gpus=4, gbs=100.0, nodes=2, nic_gbs=10.0, latency_s=1e-3, nic_latency_s=2e-3)
     whole = 8e9
     near = links.read_s(whole, hybrid=True)
-    assert near == pytest.approx([3 * (2e9 / 100e9 + 1e-3)] * 8)
+    assert near == pytest.approx(3 * (slowdown(4) * 2e9 / 100e9 + 1e-3))
     # Of 8 owners 4 are on the other node, each through this rank's own port.
-    assert links.read_s(whole, hybrid=False) == pytest.approx([3 * (1e9 / 100e9 + 1e-3) + 4 * (1e9 / 10e9 + 2e-3)] * 8)
+    far = 4 * (1e9 / 10e9 + 2e-3)
+    assert links.read_s(whole, hybrid=False) == pytest.approx(3 * (slowdown(4) * 1e9 / 100e9 + 1e-3) + far)
     assert links.collective_s(whole, hybrid=True) == pytest.approx(6e9 / 100e9 + 3e-3)
     # Half of the bytes enter each node once, through its four network ports.
     assert links.collective_s(whole, hybrid=False) == pytest.approx(4e9 / 40e9 + 2e-3)
     assert links.replicas_s(2e9) == pytest.approx(1e9 / 10e9 + 2e-3)
-    assert Links.switched(4, 100.0).replicas_s(2e9) == 0.0
-    assert Links.none(4).read_s(whole, hybrid=False) == [0.0] * 4
-
-
-def test_topologies_of_snapshots() -> None:
-    switch = Links.from_topology(load("hgx-h100-nvswitch"), gpus=8, efficiency=1.0)
-    # 18 links of 26.562 GB/s, all of them to any one peer.
-    assert switch.port_gbs == pytest.approx([18 * 26.562] * 8)
-    assert switch.pair_gbs[0][7] == pytest.approx(18 * 26.562)
-    mesh = Links.from_topology(load("a100-nvlink-mesh"), gpus=4, efficiency=1.0)
-    assert mesh.pair_gbs[0][1] == pytest.approx(100.0)
-    assert mesh.port_gbs == pytest.approx([300.0] * 4)
-    slots = Links.from_topology(load("pcie-with-atomics"), gpus=3, efficiency=1.0)
-    # A slot's lanes are the same ones for both peers; the third GPU has 8, the others 16.
-    assert slots.port_gbs == pytest.approx([16 * 1.969, 16 * 1.969, 8 * 1.969])
-    # One after the other over 4 links, a read takes three times as long as a ring over all 12.
-    assert mesh.read_s(4e9, hybrid=True)[0] > 2.5 * mesh.collective_s(4e9, hybrid=True)
-
-
-def test_topologies_that_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"has 8 GPUs, but a node must have 4: give --gpus 8"):
-        Links.from_topology(load("hgx-h100-nvswitch"), gpus=4)
-    with pytest.raises(ValueError, match="can't read or add to each other"):
-        Links.from_topology(load("pcie-only"), gpus=len(load("pcie-only").devices))
+    assert Links(gpus=4, gbs=100.0).replicas_s(2e9) == 0.0
+    assert Links.none(4).read_s(whole, hybrid=False) == 0.0
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"port_gbs": (1.0,)}, "1 ports and 2 rows"),
-        ({"port_gbs": (1.0, math.nan)}, "port_gbs has nan"),
-        ({"pair_gbs": ((0, -1.0), (1.0, 0))}, "pair_gbs has -1.0"),
+        ({"gpus": 0}, "gpus is 0"),
+        ({"gbs": math.nan}, "gbs has nan"),
         ({"nodes": 0}, "nodes is 0"),
         ({"nic_gbs": 0.0}, "nic_gbs has 0.0"),
         ({"latency_s": -1.0}, "latency_s is -1.0"),
@@ -108,7 +66,7 @@ def test_topologies_that_are_refused() -> None:
 )
 def test_links_that_are_refused(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Links(**{"pair_gbs": ((0.0, 1.0), (1.0, 0.0)), "port_gbs": (1.0, 1.0), **change})
+        Links(**{"gpus": 2, "gbs": 1.0, **change})
 
 
 @pytest.mark.parametrize("name", NAMED)

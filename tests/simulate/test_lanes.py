@@ -83,7 +83,7 @@ def test_closed_forms_without_communication(lengths: list[int], ranks: int, fact
 def test_every_second_is_accounted_for_with_communication(
     lengths: list[int], ranks: int, gbs: float, nodes: int
 ) -> None:
-    links = Links.switched(ranks, gbs, nodes=nodes, nic_gbs=gbs / 2)
+    links = Links(gpus=ranks, gbs=gbs, nodes=nodes, nic_gbs=gbs / 2)
     job = a_job(ranks, links=links, model=TINY, prefetch=True, overlap=True, barrier_s=0.01, memory_gbs=1000)
     for schedule in SCHEDULES:
         for balance in ("mini", "queue") if schedule == "odc" else ("mini",):
@@ -111,7 +111,7 @@ def slow_fsdp(work: list[list[float]], layers: int, forward_share: float, read_s
 
 
 def test_blocking_collectives_against_brute_force() -> None:
-    links = Links.switched(4, 10.0, latency_s=0)
+    links = Links(gpus=4, gbs=10.0, latency_s=0)
     job = a_job(4, links=links, model=ROOTLESS, forward_share=0.25)
     read_s, add_s = (4_000_000 * n * 3 / 4 / 10e9 for n in (2, 4))
     for seed in range(5):
@@ -126,7 +126,7 @@ def test_reads_hide_behind_compute_and_compute_behind_reads() -> None:
     lengths = [5000, 5000]
     work_s = COST.sequence(5000)
     for gbs in (1000.0, 0.01):
-        links = Links.switched(2, gbs, latency_s=0.0, sharing=False)
+        links = Links(gpus=2, gbs=gbs, latency_s=0.0)
         job = a_job(2, links=links, model=ROOTLESS, prefetch=True, overlap=True)
         read_s, add_s = (4_000_000 * n / 2 / (gbs * 1e9) for n in (2, 4))
         told = simulate([lengths], job=job, schedule="odc", balance="mini", token_cap=CAP)
@@ -155,7 +155,7 @@ def test_whoever_is_free_takes_the_next_pack_of_the_queue(lengths: list[int], ra
 def test_a_rank_of_the_queue_is_free_after_its_transfers() -> None:
     """Two short packs take rank 1 less work than the long one takes rank 0, but with twice the reads and adds."""
     long, short = 10_000, 6000
-    job = a_job(2, links=Links.switched(2, 0.1, latency_s=0.0), model=ROOTLESS)
+    job = a_job(2, links=Links(gpus=2, gbs=0.1, latency_s=0.0), model=ROOTLESS)
     told = simulate([[long, short, short, short]], job=job, schedule="odc", balance="queue", token_cap=CAP)
     assert 2 * COST.sequence(short) < COST.sequence(long)
     assert told.microbatches == [[2, 2]]
@@ -198,7 +198,7 @@ def test_jitter_is_seeded_hurts_a_barrier_and_averages_out_without_one() -> None
 
 @pytest.mark.parametrize(("schedule", "balance"), [(s, "mini") for s in SCHEDULES] + [("odc", "queue")])
 def test_the_timeline_says_what_the_outcome_says(schedule: str, balance: str) -> None:
-    links = Links.switched(4, 2.0)
+    links = Links(gpus=4, gbs=2.0)
     job = a_job(4, links=links, model=TINY, prefetch=True, overlap=True, barrier_s=0.05, memory_gbs=1.0)
     lengths = lengths_of(12)
     told = simulate([lengths], job=job, schedule=schedule, balance=balance, token_cap=CAP, timeline=True)
@@ -214,7 +214,7 @@ def test_the_timeline_says_what_the_outcome_says(schedule: str, balance: str) ->
 
 def test_collectives_take_sms_from_compute_and_the_copy_engine_does_not() -> None:
     lengths = lengths_of(8)
-    job = a_job(2, links=Links.switched(2, 1.0, sm_share=0.2), model=TINY, prefetch=True, overlap=True)
+    job = a_job(2, links=Links(gpus=2, gbs=1.0, sm_share=0.2), model=TINY, prefetch=True, overlap=True)
     busy = {s: simulate([lengths], job=job, schedule=s, balance="mini", token_cap=CAP).busy_s.sum() for s in SCHEDULES}
     assert busy["odc"] == pytest.approx(sum(map(COST.sequence, lengths)))
     # Never slower than 1 / (1 - 0.2) in compute.

@@ -97,7 +97,7 @@ def test_what_crosses_links_takes_its_time() -> None:
     model, kind = Model.find("qwen2.5-7b"), find_device("a100")
     times = []
     for gbs in (200.0, 2.0):
-        job = make_job(model, kind, Links.switched(8, gbs))
+        job = make_job(model, kind, Links(gpus=8, gbs=gbs))
         piece = Piece(0, 30_000, 40_000)
         alone = job.seconds([40_000]) - job.seconds([30_000])
         times.append(job.pack_seconds([piece]) - alone)
@@ -111,7 +111,7 @@ def test_keys_and_values_stay_in_a_node(hybrid: bool) -> None:
     model, kind = Model.find("qwen2.5-7b"), find_device("a100")
     times = {}
     for nodes, across, nic_gbs in ((1, False, 1), (2, False, 1), (2, True, 1), (2, True, 10)):
-        job = make_job(model, kind, Links.switched(4, 200.0, nodes=nodes, nic_gbs=nic_gbs), hybrid=hybrid)
+        job = make_job(model, kind, Links(gpus=4, gbs=200.0, nodes=nodes, nic_gbs=nic_gbs), hybrid=hybrid)
         job = replace(job, split_across_hosts=across)
         times[nodes, across, nic_gbs] = job.kv_seconds([Piece(0, 30_000, 40_000)])
     alone, within, across, fast = times.values()
@@ -122,7 +122,7 @@ def test_keys_and_values_stay_in_a_node(hybrid: bool) -> None:
 def test_waits_in_a_wave_and_transfers_are_not_work() -> None:
     """6 s and 2 s of work, 1 s in which the later piece's rank fetches keys and values; then 1 s more on that rank."""
     model = replace(toy([(2, 1)] * 2, root=(0, 1), cost=COST), kv_width=1000)
-    links = Links.switched(2, 0.096, latency_s=0.0)  # of 6,000 tokens: 2 layers x 1,000 elements x 8 bytes
+    links = Links(gpus=2, gbs=0.096, latency_s=0.0)  # of 6,000 tokens: 2 layers x 1,000 elements x 8 bytes
     job = replace(JOB, links=links, model=model, layers=2, seconds=lambda tokens: sum(tokens) / 1000)
     assigned = [[[[Piece(0, 0, 6000)]], [[Piece(0, 6000, 8000)], [1000]]]]
     how = {"schedule": "odc", "balance": "split", "token_cap": CAP, "timeline": True}

@@ -1,23 +1,53 @@
-"""`odc-triton doctor`: problems that would keep ranks from training here; and the picture of `odc-triton topo`.
+"""`odc-triton doctor`: problems that would keep ranks from training here.
 
-The report has results of torch, NVML's status of pairs of GPUs, and one real trial of two ranks.
+It has results of torch, NVML's status of pairs of GPUs, and one real trial of two ranks.
 """
 
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Callable, Mapping
-from json import dumps
+from dataclasses import dataclass
 
 from ...machine.probe import read_topology
 from ...machine.topology import Topology
+from .findings import NOTE, PROBLEM, WIDTH, Finding, count
 from .gpus import check_gpus, check_peers
-from .matrix import draw_matrix
-from .report import Report, as_json, render
 from .software import Software, check_tested, check_torch, check_triton, installed_software
 from .trial import check_ranks, try_ranks
 
-__all__ = ["draw_matrix", "examine", "main"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The result of `examine`."""
+
+    topology: Topology
+    software: Software
+    findings: tuple[Finding, ...]
+
+    @property
+    def problems(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.level == PROBLEM)
+
+
+def render(report: Report) -> str:
+    """The findings as a table of at most 100 columns."""
+    wide = max(len(finding.topic) for finding in report.findings)
+    lines = []
+    for finding in report.findings:
+        head = f"{finding.level:<7}  {finding.topic:<{wide}}  "
+        space = " " * len(head)
+        lines += _wrap(finding.text, head, space)
+        if finding.remedy:
+            lines += _wrap(finding.remedy, f"{space}-> ", f"{space}   ")
+    problems, notes = len(report.problems), sum(finding.level == NOTE for finding in report.findings)
+    lines += ["", f"{count(problems, 'problem') if problems else 'No problems'}, {count(notes, 'note')}."]
+    return "\n".join(lines)
+
+
+def _wrap(text: str, first: str, rest: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
 
 
 def examine() -> Report:
@@ -41,8 +71,8 @@ def diagnose(topology: Topology, software: Software, environment: Mapping[str, s
     return Report(topology=topology, software=software, findings=findings)
 
 
-def main(json: bool = False, examine: Callable[[], Report] = examine) -> int:
+def main(examine: Callable[[], Report] = examine) -> int:
     """Prints the report; returns 1 if there is a problem."""
     report = examine()
-    print(dumps(as_json(report), indent=2) if json else render(report))
+    print(render(report))
     return 1 if report.problems else 0

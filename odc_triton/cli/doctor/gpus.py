@@ -49,7 +49,7 @@ def check_peers(topology: Topology) -> Iterator[Finding]:
         # This process's job may use the other GPUs.
         if bad := sum(map(len, unusable_pairs(topology).values())):
             text = f"{bad} of {len(topology.pairs)} pairs of this machine's GPUs can't share a model's shards"
-            yield Finding(NOTE, "peers", text, "`odc-triton topo` shows which, and why")
+            yield Finding(NOTE, "peers", text, "`nvidia-smi topo -p2p rwa` shows which")
     elif bad := unusable_pairs(part):
         for (reason, remedy), pairs in bad.items():
             names = ", ".join(f"{pair.one.label}-{pair.other.label}" for pair in pairs[:4])
