@@ -1,4 +1,4 @@
-"""JSON over HTTP to one server, each request with a deadline. Contacts that address only: no proxy, no redirect."""
+"""JSON over HTTP to one server, each request with a timeout. Contacts that address only: no proxy, no redirect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import http.client
 import json
 import socket
 import threading
-import time
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -57,9 +56,9 @@ class Server:
 
     def _ask(self, method: str, path: str, body: str | None, timeout_s: float) -> Any:
         what = f"{method} {path}"
-        deadline, aborts = time.monotonic() + timeout_s, self._aborts
+        aborts = self._aborts
         try:
-            status, content = self._exchange(method, path, body, deadline)
+            status, content = self._exchange(method, path, body, timeout_s, aborts)
         except TimeoutError:
             raise GenerationFailed(
                 f"the server at {self.address} did not answer {what} within {timeout_s:g} s: see its log, or give more "
@@ -85,39 +84,21 @@ class Server:
                 f"the server at {self.address} did not answer {what} with JSON: {_text(content)}: is it vLLM?"
             ) from None
 
-    def _exchange(self, method: str, path: str, body: str | None, deadline: float) -> tuple[int, bytes]:
-        aborts = self._aborts
-        connection = self._kind(self.host, self.port, timeout=_left(deadline))
-        connection.connect()
-        raw = connection.sock
-        with self._lock:
-            is_aborted = self._aborts != aborts  # while it connected
-            self._open.add(raw)
-        try:
-            if is_aborted:
-                raise ConnectionAbortedError("another request failed")
-            connection.request(method, self._path + path, body, {"Content-Type": "application/json"})
-            raw.settimeout(_left(deadline))
-            with connection.getresponse() as response:
-                parts = []
-                while not response.isclosed():  # Python 3.13 closes it, and the socket, with its last byte
-                    raw.settimeout(_left(deadline))
-                    if not (part := response.read1(2**20)):
-                        break
-                    parts.append(part)
-                if response.length:
-                    raise http.client.IncompleteRead(b"", response.length)
-                return response.status, b"".join(parts)
-        finally:
+    def _exchange(self, method: str, path: str, body: str | None, timeout_s: float, aborts: int) -> tuple[int, bytes]:
+        with contextlib.closing(self._kind(self.host, self.port, timeout=timeout_s)) as connection:
+            connection.connect()
+            raw = connection.sock
             with self._lock:
-                self._open.discard(raw)
-            connection.close()
-
-
-def _left(deadline: float) -> float:
-    if (left := deadline - time.monotonic()) <= 0:
-        raise TimeoutError
-    return left
+                if self._aborts != aborts:  # while it connected
+                    raise ConnectionAbortedError
+                self._open.add(raw)
+            try:
+                connection.request(method, self._path + path, body, {"Content-Type": "application/json"})
+                with connection.getresponse() as response:
+                    return response.status, response.read()
+            finally:
+                with self._lock:
+                    self._open.discard(raw)
 
 
 def _said(refusal: bytes) -> str:

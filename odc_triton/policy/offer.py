@@ -23,7 +23,6 @@ import struct
 import threading
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -138,7 +137,12 @@ class _Contents:
             parts = [(self._apart_bytes, value.numel())]
             self._apart.append(value.detach().cpu())
             self._apart_bytes += aligned(value.nbytes)
-            return {"dtype": _name(value.dtype), "shape": list(value.shape), "file": 0, "parts": parts}
+            return {
+                "dtype": str(value.dtype).removeprefix("torch."),
+                "shape": list(value.shape),
+                "file": 0,
+                "parts": parts,
+            }
         shard = value.shard
         if not any(shard.heap is each for each in self._heaps):
             self._heaps.append(shard.heap)
@@ -150,10 +154,6 @@ class _Contents:
             "file": file + 1,
             "parts": parts,
         }
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _file(contents: Iterable[bytes]) -> int:
@@ -204,12 +204,8 @@ class _OfferServer:
                         self._drop(key.fileobj, selector)
                 for reader, (number, since_s) in [*self._pins.items()]:
                     if time.monotonic() - since_s > self._max_lag_s and self._begun() > number:
-                        log.warning(
-                            "%s held publication %d of the policy back for %g s (max_lag): it is dropped",
-                            _described(reader),
-                            number + 1,
-                            self._max_lag_s,
-                        )
+                        (pid, _), lag_s = peer_of(reader), self._max_lag_s
+                        log.warning("reader %d held the policy back for %g s (max_lag): it is dropped", pid, lag_s)
                         self._drop(reader, selector)
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
@@ -252,12 +248,3 @@ class _OfferServer:
         self._readers.discard(reader)
         if self._pins.pop(reader, None) is not None:
             self._show()
-
-
-def _described(reader: socket.socket) -> str:
-    pid, _ = peer_of(reader)
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        command = "gone"
-    return f"reader {pid} ({command[:80]})"

@@ -60,8 +60,7 @@ class Rewards:
         """The reward of each function for each completion, [function][sample]; NaN where a function returned None.
 
         `columns`: as many values as completions for each of the dataset's other columns. Raises
-        RewardFailed, after at most two timeouts: to name the prompt, a function that failed on the batch is called
-        again on one completion at a time.
+        RewardFailed. To name the prompt, a function that raised is called again, on one completion at a time.
         """
         batch = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         batch = {name: list(values) for name, values in {**columns, **batch}.items()}
@@ -102,20 +101,22 @@ class Rewards:
 
     def _rewards_of(self, function: int, batch: dict[str, list]) -> list[float]:
         reward, count = f"reward {self.names[function]}", len(batch["prompts"])
-        deadline = self._deadline()
+        self._running()  # starting the process does not count
+        deadline = time.monotonic() + self.timeout_s
         try:
             answer = self._call(function, batch, deadline)
         except TimeoutError:
             raise RewardFailed(
-                f"{reward} did not return within its timeout of {self.timeout_s:g} s for {count} completions: make it "
-                f"faster, or raise --reward-timeout-s. "
-                f"{self._culprit(function, batch)}"
+                f"{reward} did not return within its timeout of {self.timeout_s:g} s for {count} completions, the "
+                f"first of the prompt {_prompt(batch, 0)}: make it faster, or raise --reward-timeout-s"
             ) from None
         except ProcessEnded as end:
-            raise RewardFailed(f"in {reward} {end}. {self._culprit(function, batch)}") from None
+            raise RewardFailed(
+                f"in {reward} {end}; it had {count} completions, the first of the prompt {_prompt(batch, 0)}"
+            ) from None
         if "raised" in answer:
             where = self._culprit(function, batch, deadline)
-            raise RewardFailed(f"{reward} raised {answer['raised']}. {where}\n{answer['trace']}")
+            raise RewardFailed(f"{reward} raised {answer['raised']}{where}\n{answer['trace']}")
         if "returned" in answer:
             raise RewardFailed(f"{reward} returned {answer['returned']}: return a list of {count} numbers")
         rewards = answer["rewards"]
@@ -124,21 +125,16 @@ class Rewards:
         for index, each in enumerate(rewards):
             if isinstance(each, str):
                 raise RewardFailed(
-                    f"{reward} returned {each} for {_prompt(batch, index)}: return a finite number, or None where it "
+                    f"{reward} returned {each} for {_place(batch, index)}: return a finite number, or None where it "
                     f"does not apply"
                 )
             if each is not None and abs(each) * max(1.0, abs(self.weights[function])) > _LARGEST:
                 raise RewardFailed(
                     f"{reward} returned {each:g}, with the weight {self.weights[function]:g}, for "
-                    f"{_prompt(batch, index)}: means and deviations of such rewards overflow; return numbers up to "
+                    f"{_place(batch, index)}: means and deviations of such rewards overflow; return numbers up to "
                     f"{_LARGEST:g}"
                 )
         return [math.nan if each is None else each for each in rewards]
-
-    def _deadline(self) -> float:
-        """A whole timeout from now: starting the process does not count."""
-        self._running()
-        return time.monotonic() + self.timeout_s
 
     def _call(self, function: int, batch: dict[str, list], deadline: float) -> dict[str, Any]:
         process = self._running()
@@ -149,28 +145,23 @@ class Rewards:
             process.kill()
             raise
 
-    def _culprit(self, function: int, batch: dict[str, list], deadline: float | None = None) -> str:
-        """The completion that a function fails on, as text: calls it on one at a time until `deadline`, by default for
-        a whole timeout.
-        """
-        count = len(batch["prompts"])
-        if count == 1:
-            return f"It had {_prompt(batch, 0)}"
-        deadline = deadline or self._deadline()
-        for index in range(count):
+    def _culprit(self, function: int, batch: dict[str, list], deadline: float) -> str:
+        """The completion that a function raises on, as text: calls it on one at a time until `deadline`."""
+        for index in range(len(batch["prompts"])):
+            one = {name: values[index : index + 1] for name, values in batch.items()}
             try:
-                one = {name: values[index : index + 1] for name, values in batch.items()}
                 answer = self._call(function, one, deadline)
-            except TimeoutError:
-                return f"Called on one completion at a time, it was at {_prompt(batch, index)} when time was up"
-            except ProcessEnded as end:
-                return f"Called on one completion at a time, {end} at {_prompt(batch, index)}"
+            except (TimeoutError, ProcessEnded):
+                break
             if "raised" in answer:
-                return f"Called on one completion at a time, it raises at {_prompt(batch, index)}"
-        return f"On each of the {count} completions alone it returns"
+                return f", as it does alone at {_place(batch, index)}"
+        return ""
+
+
+def _place(batch: dict[str, list], index: int) -> str:
+    return f"completion {index + 1} of {len(batch['prompts'])}, of the prompt {_prompt(batch, index)}"
 
 
 def _prompt(batch: dict[str, list], index: int) -> str:
-    prompts = batch["prompts"]
-    prompt = prompts[index] if isinstance(prompts[index], str) else repr(prompts[index])
-    return f"completion {index + 1} of {len(prompts)}, of the prompt {prompt[:_PROMPT_CHARACTERS]!r}"
+    prompt = batch["prompts"][index]
+    return repr((prompt if isinstance(prompt, str) else repr(prompt))[:_PROMPT_CHARACTERS])

@@ -27,17 +27,14 @@ _POLL_S = 0.5
 class TransformersEngine:
     """Samples from `model`, sharded.
 
-    `should_stop`, called about twice a second, may raise; if it returns True, decoding stops. `hold`: keep whole
-    weights during a rollout, which on a GPU saves gathering them for each token.
+    `should_stop`, called about twice a second, may raise; if it returns True, decoding stops.
     """
 
     samples_elsewhere = False
     samples_remotely = False
 
-    def __init__(
-        self, model: nn.Module, *, should_stop: Callable[[], bool] = lambda: False, hold: bool = False
-    ) -> None:
-        self.model, self._should_stop, self._holds = model, should_stop, hold
+    def __init__(self, model: nn.Module, *, should_stop: Callable[[], bool] = lambda: False) -> None:
+        self.model, self._should_stop = model, should_stop
 
     @torch.no_grad()
     def generate(
@@ -88,16 +85,14 @@ class TransformersEngine:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        # The root's own at least: PEFT's `generate` never calls the root's forward.
-        modules = self.model.modules() if self._holds else [self.model]
-        units = [each for each in modules if isinstance(each, ODCModule)]
+        """The root's own weights: PEFT's `generate` never calls the root's forward."""
+        if isinstance(self.model, ODCModule):
+            self.model.unshard()
         try:
-            for unit in units:
-                unit.unshard()
             yield
         finally:
-            for unit in units:
-                unit.reshard()
+            if isinstance(self.model, ODCModule):
+                self.model.reshard()
 
 
 @contextmanager

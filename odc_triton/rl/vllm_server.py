@@ -19,7 +19,7 @@ _TOGETHER = 256  # requests in flight per rank: vLLM batches them
 class VllmServer:
     """A `CompletionEngine` on the vLLM server at `address`, such as http://127.0.0.1:8000; nothing is sent elsewhere.
 
-    `timeout_s`: of each completion; `sync_timeout_s`: of one read of the policy; `max_lag_s`: as of `offer_policy`.
+    `timeout_s`: of each completion; `sync_timeout_s`: of one read of the policy.
     `generate` raises GenerationFailed if the server is gone, late, or gives an unexpected answer. So does `sync` if it
     can't read the policy: see `PolicyServer.refresh`.
     """
@@ -27,16 +27,9 @@ class VllmServer:
     samples_elsewhere = True
     samples_remotely = True
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        timeout_s: float = 600.0,
-        sync_timeout_s: float = 600.0,
-        max_lag_s: float = 30.0,
-    ) -> None:
+    def __init__(self, address: str, *, timeout_s: float = 600.0, sync_timeout_s: float = 600.0) -> None:
         self.server = PolicyServer(address, timeout_s=sync_timeout_s)
-        self._http, self._timeout_s, self._max_lag_s = self.server.http, timeout_s, max_lag_s
+        self._http, self._timeout_s = self.server.http, timeout_s
         self._model_name: str | None = None
         self._offer: PolicyOffer | None = None
 
@@ -83,7 +76,7 @@ class VllmServer:
     def sync(self, model: nn.Module) -> None:
         """The server reads the policy, and no rank sends anything. Every rank calls it."""
         if self._offer is None:
-            self._offer = offer_policy(model, max_lag=self._max_lag_s)
+            self._offer = offer_policy(model, max_lag=0.0)  # no rank publishes while the server reads: all wait
         self.server.refresh(model, self._offer)
 
     def abort(self) -> None:

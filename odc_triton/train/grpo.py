@@ -166,14 +166,13 @@ def _start(options: GrpoOptions, sharded: Sharded, prepared: Prepared[Prompts]) 
 def _engine(options: GrpoOptions, model: nn.Module, should_stop: Callable[[], bool]) -> CompletionEngine:
     engine = engine_of(model)
     if options.vllm_server is not None:
-        sync_timeout_s = 60 * options.timeout_minutes
-        return VllmServer(options.vllm_server, sync_timeout_s=sync_timeout_s, max_lag_s=options.max_lag)
+        return VllmServer(options.vllm_server, sync_timeout_s=60 * options.timeout_minutes)
     if options.engine == "vllm-colocate":
         longest = options.most_tokens(engine.grid.shards)
         positions = getattr(innermost(model).config.get_text_config(), "max_position_embeddings", longest)
         limits = {"memory": options.vllm_memory, "max_tokens": min(longest, positions)}
         return VllmColocate(options.model, rank=engine.rank, dtype=_DTYPES[options.dtype], **limits)
-    return TransformersEngine(model, should_stop=should_stop, hold=options.hold_weights)
+    return TransformersEngine(model, should_stop=should_stop)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,6 @@ class GrpoOptions(RunOptions):
         "prompts: a file, folder or hub id with `prompt`, text or messages, and columns for the reward "
         "functions; repeatable",
     )
-    balance: Literal["mini", "queue"] = option(
-        "mini", "how completions are assigned to the ranks; queue: at run time, for ranks that are not equally fast"
-    )
     steps: int | None = option(None, "steps, each with a rollout; by default one pass over the prompts", group="Steps")
     lr: float = option(1e-6, "peak learning rate; Muon's is scaled to match AdamW's")
 
@@ -63,18 +60,12 @@ class GrpoOptions(RunOptions):
         "module:function that makes the completions in any number of turns: f(prompts, engine), as TRL's rollout_func",
     )
     decode_at_once: int = option(64, "most completions that a rank decodes together; fewer balance ranks better")
-    hold_weights: bool = option(
-        False, "on a GPU: keep whole weights during a rollout, instead of gathering for each token"
-    )
     engine: Literal["transformers", "vllm-server", "vllm-colocate"] = option(
         "transformers",
         "what samples. transformers: the sharded model itself; vllm-server: a running vLLM; vllm-colocate: a vLLM in "
         "the ranks' processes. vLLM gets the weights before each rollout",
     )
     vllm_server: str | None = option(None, "address of a running vLLM server, such as http://127.0.0.1:8000")
-    max_lag: float = option(
-        30.0, "with vllm-server: seconds for which it may hold the next update back while it reads the policy"
-    )
     vllm_memory: float = option(0.3, "with vllm-colocate: share of a GPU's memory for vLLM")
     importance: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = option(
         "sequence_mask",
@@ -100,10 +91,8 @@ class GrpoOptions(RunOptions):
     free: ClassVar[frozenset[str]] = RunOptions.free | {
         "share_prefixes",
         "decode_at_once",
-        "hold_weights",
         "reward_timeout_s",
         "vllm_server",
-        "max_lag",
         "vllm_memory",
     }
 
@@ -113,12 +102,7 @@ class GrpoOptions(RunOptions):
         if not 0 < self.vllm_memory < 1:
             raise ValueError(f"--vllm-memory is {self.vllm_memory}; it must be between 0 and 1")
         self._require_positive("importance_cap", "clip", "clip_high", "iterations")
-        self._require_not_negative("kl", "max_lag")
-        if self.engine == "vllm-server" and self.max_lag >= 60 * self.timeout_minutes:
-            raise ValueError(
-                f"--max-lag is {self.max_lag:g} s, and ranks wait for each other for {self.timeout_minutes:g} minutes: "
-                f"give less than --timeout-minutes"
-            )
+        self._require_not_negative("kl")
         if not self.reward and self.teacher is None:
             raise ValueError(
                 "--reward is missing: give --reward module:function, as in --reward my_rewards:length, or a --teacher"

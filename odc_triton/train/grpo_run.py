@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ..balance import CostModel
 from ..balance.assigner import Assigner
 from ..balance.pieces import Entry, SplitPlan
-from ..balance.queue import QUEUE
 from ..balance.relatives import find_relatives
 from ..balance.split import assign_split, readable_tokens
 from ..base.errors import RolloutStopped
@@ -38,7 +37,7 @@ from .agreement import StepSums
 from .grpo_options import GrpoOptions
 from .metrics import Metrics
 from .prepare import Prepared
-from .run import OF_TEACHER, Picture, Run, Sample, shared_counter
+from .run import Run, Sample, shared_counter
 
 Stepped = tuple[Rollout, Learned, StepSums, Metrics]  # the last: seconds
 _SUMS = ("tokens", "entropy", "ratio", "clipped", "kl", "mismatch", "divergence")  # over tokens, of all ranks
@@ -48,35 +47,6 @@ class GrpoRun(Run):
     """Reinforcement learning by GRPO: one step is a rollout and `iterations` updates."""
 
     kind = "train grpo"
-    title = "Reinforcement learning by GRPO"
-    columns: ClassVar = {
-        "step": "step",
-        "reward": "reward",
-        "eval_pass": "held-out pass rate",
-        "loss": "loss",
-        "length": "tokens per completion",
-        "truncated": "cut",
-        "rollout_s": "rollout s",
-        "scoring_s": "scoring s",
-        "sync_s": "sync s",
-        "update_s": "update s",
-        "hidden_s": "hidden s",
-        "idle": "idle",
-    }
-    pictures = (
-        Picture(title="Reward", label="reward", values={"reward": "training", "eval_reward": "held out, greedy"}),
-        Picture(title="Pass rate of held-out prompts", label="share", values={"eval_pass": "greedy"}),
-        Picture(title="Length", label="tokens", values={"length": "mean", "length_max": "longest"}),
-        Picture(
-            title="Ratio of probabilities to those sampled from",
-            label="mean ratio",
-            values={"ratio": "of the policy", "mismatch": "of the engine"},
-        ),
-        Picture(title="Loss", label="loss", values={"loss": "training"}),
-        OF_TEACHER,
-    )
-    tokens = "sampled tokens"
-    goal = ("reward", "the mean reward")
     bar: ClassVar = {
         "reward": ("reward", ".3f"),
         "length": ("length", ".0f"),
@@ -109,12 +79,11 @@ class GrpoRun(Run):
         self.per_step = options.prompts_per_rank * engine.world
         epoch_steps = max(len(self.mix) // self.per_step, 1)
         super().__init__(options=options, model=model, identity=prepared.identity, epoch_steps=epoch_steps)
-        counter = shared_counter(options, engine.world)
         self.sampler = Sampler(
             engine,
             completions=completions,
             rewards=rewards,
-            counter=counter,
+            counter=shared_counter(options, engine.world),
             tokenizer=prepared.tokenizer,
             columns=self.prompts.columns,
             function=None if options.rollout is None else self._function(options.rollout),
@@ -126,7 +95,7 @@ class GrpoRun(Run):
         split_tokens = shared_tokens = 0
         if options.split_sequences and grid.shards > 1:
             split_tokens = self._split_tokens(cost)
-        if self.shares_prefixes and options.balance != QUEUE and grid.shards > 1:
+        if self.shares_prefixes and grid.shards > 1:
             shared_tokens = max(split_tokens, _tokens_of_trees(options, self.prompts.longest))
         if split_tokens or shared_tokens:
             try:
@@ -145,10 +114,9 @@ class GrpoRun(Run):
         self.assigner = Assigner(
             rank=grid.rank,
             world=grid.world,
-            balance=options.balance,
+            balance="mini",
             split_tokens=split_tokens,
             shared_tokens=shared_tokens,
-            counter=counter,
             **limits,
         )
         self.end_tokens = end_tokens_of(model, prepared.tokenizer)
@@ -229,9 +197,8 @@ class GrpoRun(Run):
         numbers, samples = [*batch.samples], [*batch.samples.values()]
         relatives = find_relatives(samples) if self.shares_prefixes else None
         own = self.assigner.own([*map(batch.length, numbers)], numbers, relatives)
-        packs = Replayable(own)  # later iterations use the packs that were taken from a queue
         for _ in range(options.iterations):
-            agreed = self.update(*self._minibatch(batch, packs, lambda: own.split))
+            agreed = self.update(*self._minibatch(batch, own, lambda: own.split))
             loss += agreed.loss_sum / options.iterations
             if self.was_skipped:
                 break

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
 
 from ..base.errors import MinibatchFailed, OdcError, OfRanks
 from ..checkpoint.background import BackgroundCheckpoints
 from ..checkpoint.steps import Checkpoints
 from ..comm.launch import Interrupted
-from ..engine.participant import StepPart
 from .metrics import Metrics, MetricsFile, Progress, read_metrics
 from .outcome import gather_events, in_words, save_model, write_report
 from .prepare import Prepared
@@ -29,32 +25,6 @@ def lost_within(error: BaseException) -> OfRanks | None:
     while found is not None and not isinstance(found, OfRanks):
         found = found.__cause__ or found.__context__
     return found
-
-
-def saves_in_background(wanted: bool | None, device: torch.device) -> bool:
-    """By default only where ranks compute on GPUs: on the CPU the writer takes a core from a rank's step."""
-    return device.type == "cuda" if wanted is None else wanted
-
-
-class SaveClock(StepPart):
-    """Saving every so many minutes, by rank 0's clock; `is_due`: the same on all ranks."""
-
-    name = "save"
-
-    def __init__(self, minutes: float) -> None:
-        self._minutes = minutes
-        self.is_due = False
-        self.restart()
-
-    def restart(self) -> None:
-        """A checkpoint was saved."""
-        self._saved_s = time.monotonic()
-
-    def report(self) -> bool:
-        return self._minutes > 0 and time.monotonic() - self._saved_s > 60 * self._minutes
-
-    def settle(self, reports: list[bool]) -> None:
-        self.is_due = reports[0]
 
 
 class Records:
@@ -98,11 +68,12 @@ class Loop:
         self.saved_step = -1
         self._is_first = run.engine.rank == 0
         self._records: Records | None = None
-        self._in_background = saves_in_background(run.options.checkpoint_background, run.engine.heap.device)
+        # By default only where ranks compute on GPUs: on the CPU the writer takes a core from a rank's step.
+        wanted = run.options.checkpoint_background
+        self._in_background = run.engine.heap.device.type == "cuda" if wanted is None else wanted
         self.background = BackgroundCheckpoints(self.checkpoints, model=run.model)
-        self._clock = SaveClock(run.options.checkpoint_minutes)
         run.stop_signal = stop
-        run.parts += [self._clock, self.background]
+        run.parts.append(self.background)
 
     def run_to_the_end(self) -> Metrics:
         try:
@@ -138,12 +109,9 @@ class Loop:
         self.background.wait()
         if run.stop is not None and run.state.step < run.steps:
             if self._is_first:
-                path = self.checkpoints.folder / f"step-{run.state.step:08d}"
-                saved = (
-                    f"saved in {path}"
-                    if self.saved_step == run.state.step
-                    else "not saved, because its weights are not finite or unchanged"
-                )
+                saved = f"saved in {self.checkpoints.folder / f'step-{run.state.step:08d}'}"
+                if self.saved_step != run.state.step:
+                    saved = "not saved, because its weights are not finite or unchanged"
                 print(f"stopped after step {run.state.step} of {run.steps}, {saved}; continue with --resume auto")
             raise Interrupted(run.stop)
         if run.was_skipped and not run.is_sound():
@@ -187,19 +155,19 @@ class Loop:
         return step == self.run.steps or (every > 0 and step % every == 0)
 
     def _save_where_due(self) -> None:
-        """Saves by steps and by the clock, at the end, and when the run is stopped.
+        """Saves every so many steps, at the end, and when the run is stopped.
 
-        A step may have been skipped because of the weights themselves. So after a skipped step nothing is saved by
-        steps or by the clock; at the end or on a stop only sound weights are saved, and no older checkpoint is removed.
+        A step may have been skipped because of the weights themselves. So after a skipped step only the end or a stop
+        saves, and only sound weights, and no older checkpoint is removed.
         """
         run, options = self.run, self.run.options
         by_steps = options.checkpoint_every > 0 and run.state.step % options.checkpoint_every == 0
-        last = options.checkpoints and run.state.step == run.steps
+        last = options.checkpoint_every > 0 and run.state.step == run.steps
         stops = run.stop is not None and run.state.step < run.steps and run.state.step > self.saved_step
         if run.was_skipped:
             if (last or stops) and run.is_sound():
                 self._save(prune=False, ends=True)
-        elif by_steps or last or stops or self._clock.is_due:
+        elif by_steps or last or stops:
             self._save(prune=True, ends=last or stops)
 
     def _save(self, *, prune: bool, ends: bool) -> None:
@@ -213,7 +181,6 @@ class Loop:
             self.background.wait(quiet_s=0.0)
             self.checkpoints.save(model=run.model, **how)
         self.saved_step = step
-        self._clock.restart()
         run.reset_timer()
 
     def _finish(self, metrics: Metrics) -> None:
@@ -221,10 +188,10 @@ class Loop:
         events = gather_events(run)
         if self._records is not None:
             trackers, ranks = self._records.trackers, run.engine.world
-            summary = in_words(type(run), read_metrics(self.out / "metrics.jsonl"), ranks=ranks)
-            if trackers:  # they take it while the model is written
-                trackers.finish(metrics, summary)
-            written = write_report(self.out, type(run), run.options, events, ranks=ranks)
+            lines = read_metrics(self.out / "metrics.jsonl")
+            summary = in_words(lines, ranks=ranks)
+            trackers.finish(metrics, summary)  # they take it while the model is written
+            written = write_report(run, lines, events, summary)
             folder = save_model(run, self.out, self.prepared.tokenizer)
             trackers.close(within_s=min(END_S, run.engine.barrier.timeout_s / 2))  # the others wait below
             written = ", ".join([*written, "metrics.jsonl"])

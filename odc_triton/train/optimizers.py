@@ -10,18 +10,10 @@ from torch.optim import Optimizer
 
 from ..engine.api import engine_of
 from ..optim import ChainedOptimizer, Muon
-from .sft_options import SftOptions
-
-# Torch's implementations of one arithmetic.
-_ADAMW = {
-    "adamw": {},
-    "adamw_plain": {"foreach": False, "fused": False},
-    "adamw_foreach": {"foreach": True},
-    "adamw_fused": {"fused": True},
-}
+from .run_options import RunOptions
 
 
-def make_optimizer(model: nn.Module, options: SftOptions) -> Optimizer:
+def make_optimizer(model: nn.Module, options: RunOptions) -> Optimizer:
     """The run's optimizer of a sharded model; all groups have the same learning rate.
 
     Raises ValueError if Muon has no matrix to step.
@@ -31,7 +23,7 @@ def make_optimizer(model: nn.Module, options: SftOptions) -> Optimizer:
     if options.optimizer == "sgd":
         return torch.optim.SGD(trained, **how)
     if options.optimizer != "muon":
-        return torch.optim.AdamW(trained, **how, **_ADAMW[options.optimizer])
+        return torch.optim.AdamW(trained, **how)
     of_blocks = {id(each.sharded) for each in engine_of(model).parameters if each.spec.is_block_matrix}
     matrices = [parameter for parameter in trained if id(parameter) in of_blocks]
     others = [parameter for parameter in trained if id(parameter) not in of_blocks]
@@ -41,7 +33,7 @@ def make_optimizer(model: nn.Module, options: SftOptions) -> Optimizer:
     return ChainedOptimizer(muon, torch.optim.AdamW(others, **how)) if others else muon
 
 
-def make_schedule(options: SftOptions, steps: int) -> Callable[[int], float]:
+def make_schedule(options: RunOptions, steps: int) -> Callable[[int], float]:
     """The factor of the peak learning rate at a step, counted from 0, of `steps`: transformers' schedules.
 
     Their warm-up begins with a step of factor 0, which would be wasted: here it begins with their second one.
@@ -56,7 +48,7 @@ def make_schedule(options: SftOptions, steps: int) -> Callable[[int], float]:
             unused, **warmup, **ends, min_lr_rate=options.lr_floor
         )
     elif options.schedule == "wsd":
-        decay = min(options.decay_steps or max(steps // 10, 1), max(steps - options.warmup_steps, 0))
+        decay = min(max(steps // 10, 1), max(steps - options.warmup_steps, 0))
         made = optimization.get_wsd_schedule(
             unused, **warmup, **ends, num_decay_steps=decay, min_lr_ratio=options.lr_floor
         )

@@ -60,27 +60,10 @@ class TooManySkipped(RuntimeError):
     """More steps than `max_skipped` had a loss or a gradient that is not finite."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Picture:
-    """Curves of the report: metrics by name, with what the legend calls them."""
-
-    title: str
-    label: str
-    values: dict[str, str]
-
-
-OF_TEACHER = Picture(title="Divergence from the teacher", label="per token", values={"divergence": "training"})
-
-
 class Run(ABC):
     """Model, optimizer and where the run stands; what it learns from is its kind's own."""
 
     kind: ClassVar[str]  # the command that starts it
-    title: ClassVar[str]  # of the report
-    columns: ClassVar[dict[str, str]]  # of the report's table: metrics by name, with their headings
-    pictures: ClassVar[tuple[Picture, ...]]
-    tokens: ClassVar[str]  # what the metrics count by this name
-    goal: ClassVar[tuple[str, str]]  # the metric that is to change, and what it is called
     bar: ClassVar[dict[str, tuple[str, str]]]  # what the progress bar shows: metrics with their formats, by label
 
     def __init__(

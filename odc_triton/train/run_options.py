@@ -27,31 +27,20 @@ class RunOptions:
 
     steps: int | None = option(None, "optimizer steps", group="Steps")
     token_cap: int = option(4096, "most tokens in one pack, which is one microbatch; sets the memory needed")
-    balance: Literal["mini", "queue", "micro", "global", "local"] = option(
-        "mini",
-        "how a step's samples are assigned to the ranks. mini: equal work, in as many packs as each rank needs. "
-        "queue: smaller packs, taken at run time, for ranks that are not equally fast. micro, global and local give "
-        "each rank equally many packs, as FSDP needs: micro: also equally many samples; global: packs of similar "
-        "cost; local: one sample per pack",
-    )
     split_sequences: bool = option(False, "split long samples over a replica's ranks: for few long samples per rank")
     split_tokens: int = option(0, "tokens per rank that others may read; 0: about 0.4 of the longest sample")
     replicas: int | None = option(None, "copies of the model, each on ranks of one host; by default one per host")
     seed: int = option(0, "seed for the order of the data, dropout and random weights")
     timeout_minutes: float = option(30.0, "minutes to wait for a rank that is alive; a dead one is named in seconds")
 
-    optimizer: Literal["adamw", "adamw_plain", "adamw_foreach", "adamw_fused", "sgd", "muon"] = option(
-        "adamw",
-        "adamw: torch chooses among the next three, which differ in speed and memory; sgd: without momentum; "
-        "muon: for the blocks' matrices, AdamW for the rest",
-        group="Optimizer",
+    optimizer: Literal["adamw", "sgd", "muon"] = option(
+        "adamw", "sgd: without momentum; muon: for the blocks' matrices, AdamW for the rest", group="Optimizer"
     )
     lr: float = option(1e-5, "peak learning rate; Muon's is scaled to match AdamW's")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = option(
-        "cosine", "of the learning rate, after a linear warm-up; wsd: constant, then decay by a cosine"
+        "cosine", "of the learning rate, after a linear warm-up; wsd: constant, and in the last tenth decay by a cosine"
     )
     warmup_steps: int = option(10, "steps of linear warm-up")
-    decay_steps: int = option(0, "steps of wsd's decay; 0: a tenth of all")
     lr_floor: float = option(0.1, "final learning rate of cosine and wsd, as a fraction of the peak; linear ends at 0")
     weight_decay: float = option(0.0, "the optimizer's weight decay")
     clip_norm: float = option(1.0, "largest norm of the gradient, all parameters together; a larger one is scaled down")
@@ -93,7 +82,6 @@ class RunOptions:
     eval_samples: int = option(0, "held-out samples to complete greedily at each evaluation, written to samples.jsonl")
 
     checkpoint_every: int = option(0, "steps between checkpoints; 0: off", group="Checkpoints")
-    checkpoint_minutes: float = option(0.0, "minutes between checkpoints; 0: off")
     checkpoint_background: bool | None = option(
         None,
         "train while checkpoints are written; takes host memory for masters and optimizer states; by default on GPUs",
@@ -110,7 +98,7 @@ class RunOptions:
     # These don't affect the result, so a resumed run may change them.
     free: ClassVar[frozenset[str]] = frozenset(
         (
-            *("out", "resume", "checkpoint_every", "checkpoint_minutes", "checkpoint_background", "keep"),
+            *("out", "resume", "checkpoint_every", "checkpoint_background", "keep"),
             *("timeout_minutes", "max_skipped", "eval_every", "replicas"),
             *("gradient_checkpointing", "offload_checkpoints", "fused_head"),
             *("split_sequences", "split_tokens", "eval_samples", "report_to", "run_name", "project"),
@@ -127,10 +115,8 @@ class RunOptions:
         require_one_model(self)
         self._require_positive("steps", "lr", "clip_norm", "timeout_minutes", "lora_alpha", "keep", "replicas")
         self._require_positive("teacher_temperature", "teacher_weight")
-        self._require_not_negative("warmup_steps", "weight_decay", "checkpoint_every", "checkpoint_minutes")
-        self._require_not_negative(
-            "eval_samples", "eval_every", "max_skipped", "lora_rank", "split_tokens", "decay_steps"
-        )
+        self._require_not_negative("warmup_steps", "weight_decay", "checkpoint_every")
+        self._require_not_negative("eval_samples", "eval_every", "max_skipped", "lora_rank", "split_tokens")
         self._require_positive(self.per_rank)
         require_token_cap(self)
         require_seed(self)
@@ -199,15 +185,7 @@ class RunOptions:
                 raise ValueError(
                     f"{flag(name)} is {getattr(self, name)} and there is nothing to evaluate on: give --eval-data"
                 )
-        if self.split_sequences and self.balance not in ("mini", "queue"):
-            raise ValueError(
-                f"--split-sequences goes with --balance mini or queue; it is {self.balance}: leave one of them out"
-            )
         self.require_replicas(self.replicas or 1)
-        if self.decay_steps and self.schedule != "wsd":
-            raise ValueError(
-                f"--decay-steps is {self.decay_steps} and --schedule is {self.schedule}: give --schedule wsd"
-            )
 
     def most_tokens(self, ranks: int) -> int:
         """Of a sample, whose pieces may be on all `ranks` of a replica, each of at most `token_cap` tokens."""
@@ -220,10 +198,6 @@ class RunOptions:
             raise ValueError(f"{said} and --ranks is {ranks}: give a number of replicas that divides the ranks")
         if not self.split_sequences or replicas == 1:
             return
-        if self.balance == "queue":
-            raise ValueError(
-                f"{said}, and --split-sequences goes with several replicas only by --balance mini; it is queue"
-            )
         if ranks == replicas:
             raise ValueError(
                 f"{said}, of one rank each, and --split-sequences splits samples over the ranks of a replica: give it "
@@ -238,10 +212,6 @@ class RunOptions:
     @property
     def evaluates(self) -> bool:
         return self.eval_data is not None
-
-    @property
-    def checkpoints(self) -> bool:
-        return self.checkpoint_every > 0 or self.checkpoint_minutes > 0
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:

@@ -19,6 +19,13 @@ class SftOptions(RunOptions):
     )
     steps: int | None = option(None, "optimizer steps; instead of --epochs", group="Steps")
     epochs: float | None = option(None, "passes over the data; 1 if neither this nor --steps is given", group="Steps")
+    balance: Literal["mini", "queue", "micro", "global", "local"] = option(
+        "mini",
+        "how a step's samples are assigned to the ranks. mini: equal work, in as many packs as each rank needs. "
+        "queue: smaller packs, taken at run time, for ranks that are not equally fast. micro, global and local give "
+        "each rank equally many packs, as FSDP needs: micro: also equally many samples; global: packs of similar "
+        "cost; local: one sample per pack",
+    )
     samples_per_rank: int = option(16, "samples per rank and optimizer step, on average")
     share_prefixes: bool = option(
         False,
@@ -61,7 +68,16 @@ class SftOptions(RunOptions):
                 f"--eval-sample-tokens is {self.eval_sample_tokens} and --token-cap is {self.token_cap}: no prompt "
                 f"fits; give fewer --eval-sample-tokens"
             )
+        if self.split_sequences and self.balance not in ("mini", "queue"):
+            raise ValueError(
+                f"--split-sequences goes with --balance mini or queue; it is {self.balance}: leave one of them out"
+            )
         super()._check_contradictions()
+
+    def require_replicas(self, replicas: int, ranks: int | None = None) -> None:
+        super().require_replicas(replicas, ranks)
+        if self.split_sequences and replicas > 1 and self.balance == "queue":
+            raise ValueError("--split-sequences goes with several replicas only by --balance mini; it is queue")
 
     @property
     def needs_branches(self) -> bool:

@@ -30,7 +30,7 @@ from ..hf.pack_loader import tower_costs
 from ..hf.router_loss import router_weight
 from ..sequence.enable import enable_split, split_forward
 from .metrics import Metrics
-from .run import OF_TEACHER, Picture, Run, shared_counter
+from .run import Run, shared_counter
 from .samples import Completions
 from .sft_options import SftOptions
 from .vision import one_ahead, require_continuing
@@ -42,22 +42,6 @@ class SftRun(Run):
     """Supervised fine-tuning on `data`, packed."""
 
     kind = "train sft"
-    title = "Supervised fine-tuning"
-    columns: ClassVar = {
-        "step": "step",
-        "loss": "loss",
-        "eval_loss": "evaluation",
-        "lr": "learning rate",
-        "grad_norm": "gradient norm",
-        "target_tokens_per_s": "targets per s",
-        "idle": "idle",
-    }
-    pictures = (
-        Picture(title="Loss", label="loss per token", values={"loss": "training", "eval_loss": "evaluation"}),
-        OF_TEACHER,
-    )
-    tokens = "target tokens"
-    goal = ("loss", "the loss")
     bar: ClassVar = {
         "loss": ("loss", ".4f"),
         "targets/s": ("target_tokens_per_s", ".0f"),

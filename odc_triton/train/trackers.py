@@ -9,9 +9,8 @@ reported once on stderr, and the run continues without it.
 | wandb | the same run id, kept in OUT/wandb/run-id | the run's summary |
 | Trackio | the newest run of that name | as text |
 
-Neither wandb's server nor Trackio can overwrite a step: they keep the values that were logged first, and repeated
-steps are not logged again. Offline, wandb writes a folder for each start, and syncing one replaces the ones synced
-before. So there the earlier steps are logged again, and the newest folder has the whole run.
+wandb and Trackio can't overwrite a step: they keep the values that were logged first, and repeated steps are not logged
+again.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from typing import Any
 
 from ..base.errors import in_a_line
 from ..base.report import table
-from .metrics import read_metrics, without_nan
+from .metrics import without_nan
 from .run_options import RunOptions
 
 END_S = 6.0  # that the end of a run waits for its trackers; `end_process` bounds their exit functions
@@ -55,18 +54,8 @@ class Trackers:
     """
 
     def __init__(self, options: RunOptions, *, ranks: int, step: int = 0, seen: int = 0) -> None:
-        start = {
-            "project": options.project,
-            "name": options.run_name,
-            "config": asdict(options) | {"ranks": ranks},
-            "out": str(Path(options.out).absolute()),
-            "step": step,
-            "seen": seen,
-        }
-        self._running = [_Tracker(name, start) for name in options.report_to]
-
-    def __bool__(self) -> bool:
-        return bool(self._running)
+        config = asdict(options) | {"ranks": ranks}
+        self._running = [_KINDS[name](options, config, step, seen) for name in options.report_to]
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Logs a step's metrics, those that are finite numbers."""
@@ -74,15 +63,16 @@ class Trackers:
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Logs an evaluation's samples: lines of samples.jsonl, all of one step."""
-        self._call(samples[0]["step"], "log_samples", [without_nan(each) for each in samples])
+        lines = [without_nan(each) for each in samples]
+        self._call(samples[0]["step"], "log_samples", list(lines[0]), [list(line.values()) for line in lines])
 
     def finish(self, metrics: Mapping[str, Any], words: str) -> None:
         """Logs the final numbers, and the outcome of the run as text. Only `close` may follow."""
         self._call(metrics["step"], "finish", _finite(metrics), words)
 
-    def _call(self, step: int, method: str, *args: Any) -> None:
+    def _call(self, *call: Any) -> None:
         for each in self._running:
-            each.call(step, method, *args)
+            each.call(*call)
 
     def close(self, *, within_s: float = END_S) -> None:
         """Ends all trackers within `within_s` seconds, and reports which have not logged everything."""
@@ -95,29 +85,39 @@ class Trackers:
 
 
 class _Tracker:
-    """One tracker, its queue of calls (step, method, arguments), and its thread, which no exit waits for."""
+    """A tracker with its queue of calls (step, method, arguments), and its thread, which no exit waits for.
 
-    def __init__(self, name: str, start: dict[str, Any]) -> None:
-        self.name, self.problem = name, ""
-        self._last, self._calls = start["step"], queue.Queue(_MOST_CALLS)
-        self._thread = threading.Thread(target=self._run, args=(start,), name=f"odc-{name}", daemon=True)
+    The thread calls `_start`, `log` and `log_samples` in the order of steps, then `finish`, or `_stop` if the run ends
+    before its last step. As they stand they are for a tracker that can't overwrite a step.
+    """
+
+    name: str
+    module: str
+    _run: Any  # what the package's `init` returned
+
+    def __init__(self, options: RunOptions, config: dict[str, Any], step: int, seen: int) -> None:
+        self._options, self._config, self._step, self._seen = options, config, step, seen
+        self._out = Path(options.out).absolute()
+        self.problem, self._last = "", step
+        self._calls: queue.Queue[tuple | None] = queue.Queue(_MOST_CALLS)
+        self._thread = threading.Thread(target=self._work, name=f"odc-{self.name}", daemon=True)
         try:
             # Not in the threads: two that import modules of a cycle may see a partially initialised one.
-            importlib.import_module(_MODULES[name])
+            self._package = importlib.import_module(self.module)
         except Exception as error:
             self._fail(in_a_line(error))
         else:
             self._thread.start()
 
-    def _run(self, start: dict[str, Any]) -> None:
+    def _work(self) -> None:
         try:
-            tracker = _KINDS[self.name](**start)
+            self._start()
             while (call := self._calls.get()) is not None and not self.problem:
                 self._last, method, *args = call
-                getattr(tracker, method)(self._last, *args)
+                getattr(self, method)(self._last, *args)
                 if method == "finish":
                     return
-            tracker.stop()
+            self._stop()
         except BaseException as error:  # a package may call sys.exit
             self._fail(in_a_line(error))
 
@@ -147,121 +147,97 @@ class _Tracker:
             message = f"{self.name} had not logged all steps {waited_s:g} s after the end; metrics.jsonl has them"
             print(f"odc-triton: {message}", file=sys.stderr)
 
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        if step > self._seen:
+            self._run.log(metrics, step=step)
 
-def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float)) and name != "step"}
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+    def log_samples(self, step: int, columns: list[str], rows: list[list[Any]]) -> None:
+        self.log(step, {"samples": self._package.Table(columns=columns, data=rows)})
+
+    def _stop(self) -> None:
+        self._run.finish()
 
 
-# Each kind has the methods of `Trackers`, called in a thread: `log` and `log_samples` in the order of steps, then
-# `finish`, or `stop` if the run ends before its last step.
-
-
-class _TensorBoard:
+class _TensorBoard(_Tracker):
     """Event files in OUT/tensorboard."""
 
-    def __init__(self, *, config: dict[str, Any], out: str, step: int, seen: int, **_: Any) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    name, module = "tensorboard", "torch.utils.tensorboard"
 
-        purged = step + 1 if seen > step else None
-        self._writer = SummaryWriter(os.path.join(out, "tensorboard"), purge_step=purged, flush_secs=10)
-        options = table([[name, str(value)] for name, value in config.items()], ["option", "value"])
-        self._writer.add_text("options", options, step)
+    def _start(self) -> None:
+        purged = self._step + 1 if self._seen > self._step else None
+        self._writer = self._package.SummaryWriter(str(self._out / "tensorboard"), purge_step=purged, flush_secs=10)
+        options = [[name, str(value)] for name, value in self._config.items()]
+        self._writer.add_text("options", table(options, ["option", "value"]), self._step)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        self._writer.add_text("samples", table([list(each.values()) for each in samples], list(samples[0])), step)
+    def log_samples(self, step: int, columns: list[str], rows: list[list[Any]]) -> None:
+        self._writer.add_text("samples", table(rows, columns), step)
 
     def finish(self, step: int, metrics: dict[str, float], words: str) -> None:
         self._writer.add_text("final", _final(metrics, words), step)
-        self.stop()
+        self._stop()
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         self._writer.close()
 
 
-class _OfSteps:
-    """A tracker that can't overwrite a step: it has those up to `_seen`."""
-
-    _run: Any
-    _seen: int
-    _package: Any
-
-    def log(self, step: int, metrics: dict[str, Any]) -> None:
-        if step > self._seen:
-            self._run.log(metrics, step=step)
-
-    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        rows = [list(each.values()) for each in samples]
-        self.log(step, {"samples": self._package.Table(columns=list(samples[0]), data=rows)})
-
-
-class _WeightsAndBiases(_OfSteps):
+class _WeightsAndBiases(_Tracker):
     """A run of wandb. Account, server, mode, and defaults of options come from the user's environment."""
 
-    def __init__(
-        self, *, project: str | None, name: str | None, config: dict[str, Any], out: str, step: int, seen: int
-    ) -> None:
-        import wandb
+    name = module = "wandb"
 
-        id_file = Path(out, "wandb", "run-id")
-        resumes = seen > 0 and id_file.exists()
-        self._run = wandb.init(
-            project=project or os.environ.get("WANDB_PROJECT") or "odc-triton",
-            name=name or os.environ.get("WANDB_NAME") or Path(out).name,
+    def _start(self) -> None:
+        id_file = self._out / "wandb" / "run-id"
+        resumes = self._seen > 0 and id_file.exists()
+        self._run = self._package.init(
+            project=self._options.project or os.environ.get("WANDB_PROJECT") or "odc-triton",
+            name=self._options.run_name or os.environ.get("WANDB_NAME") or self._out.name,
             id=id_file.read_text().strip() if resumes else None,
-            config=config,
-            dir=os.environ.get("WANDB_DIR") or out,
+            config=self._config,
+            dir=os.environ.get("WANDB_DIR") or str(self._out),
             resume="allow",
         )
         id_file.parent.mkdir(exist_ok=True)
         id_file.write_text(self._run.id)
-        self._package = wandb
-        self._seen = seen if resumes and not self._run.offline else 0
-        if self._run.offline and resumes:
-            for line in read_metrics(Path(out, "metrics.jsonl")):
-                if line["step"] <= step:
-                    self.log(line.pop("step"), {key: value for key, value in line.items() if value is not None})
+        self._seen = self._seen if resumes else 0
 
     def finish(self, step: int, metrics: dict[str, float], words: str) -> None:
         self._run.summary.update({**metrics, "words": words})
         self._run.finish()
 
-    def stop(self) -> None:
+    def _stop(self) -> None:
         self._run.finish(exit_code=1)
 
 
-class _Trackio(_OfSteps):
+class _Trackio(_Tracker):
     """A run of Trackio, in the user's TRACKIO_DIR, or as configured in the environment."""
 
-    def __init__(
-        self, *, project: str | None, name: str | None, config: dict[str, Any], out: str, seen: int, **_: Any
-    ) -> None:
-        import trackio
+    name = module = "trackio"
 
-        self._package, self._seen = trackio, seen
-        self._run = trackio.init(
-            project=project or "odc-triton",
-            name=name or Path(out).name,
-            config=config,
-            resume="allow" if seen else "never",
+    def _start(self) -> None:
+        self._run = self._package.init(
+            project=self._options.project or "odc-triton",
+            name=self._options.run_name or self._out.name,
+            config=self._config,
+            resume="allow" if self._seen else "never",
             embed=False,
         )
 
     def finish(self, step: int, metrics: dict[str, float], words: str) -> None:
         self.log(step, {"final": self._package.Markdown(_final(metrics, words))})
-        self.stop()
-
-    def stop(self) -> None:
-        self._run.finish()
+        self._stop()
 
 
-_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
-_KINDS: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _WeightsAndBiases, "trackio": _Trackio}
+_KINDS: dict[str, type[_Tracker]] = {kind.name: kind for kind in (_TensorBoard, _WeightsAndBiases, _Trackio)}
 
 
 def _final(metrics: dict[str, float], words: str) -> str:
     return f"{words}\n\n{table(list(metrics.items()), ['', 'at the end'])}"
+
+
+def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float)) and name != "step"}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
