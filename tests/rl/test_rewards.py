@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,6 @@ import psutil
 import pytest
 
 from odc_triton.base.errors import in_a_line
-from odc_triton.rl.reward_process import _receive
 from odc_triton.rl.rewards import (
     RewardFailed,
     Rewards,
@@ -46,9 +44,6 @@ def raises(prompts, **columns):
     if any("bad" in prompt for prompt in prompts):
         raise KeyError("no such answer")
     return [1.0] * len(prompts)
-
-def raises_on_many(prompts, **columns):
-    return [1.0 / (len(prompts) == 1)] * len(prompts)
 
 def too_few(prompts, **columns):
     return [1.0] * (len(prompts) - 1)
@@ -162,8 +157,7 @@ def test_megabytes_do_not_block(rewards: Callable[..., Rewards]) -> None:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        ("raises", ["KeyError: 'no such answer'", "one at a time, it raises at completion 2 of 3"]),
-        ("raises_on_many", ["ZeroDivisionError", "On each of the 3 completions alone it returns"]),
+        ("raises", ["KeyError: 'no such answer'", "as it does alone at completion 2 of 3"]),
         ("too_few", ["2 rewards for 3 completions"]),
         ("one_number", ["float 1.5", "list of 3 numbers"]),
         ("not_a_number", ["returned nan for completion 2 of 3", "a bad prompt"]),
@@ -173,9 +167,9 @@ def test_megabytes_do_not_block(rewards: Callable[..., Rewards]) -> None:
         ),
         ("text", ["returned str '1.0' for completion 1 of 3"]),
         ("exact", ["missing 1 required positional argument: 'answer'"]),
-        ("killed", ["killed by SIGKILL (out of memory?", "at completion 2 of 3"]),
+        ("killed", ["killed by SIGKILL (out of memory?", "it had 3 completions, the first of the prompt 'good'"]),
         ("leaves", ["ended with status 3"]),
-        ("hangs", ["timeout of 1.5 s for 3 completions", "it was at completion 2 of 3", "a bad"]),
+        ("hangs", ["timeout of 1.5 s for 3 completions, the first of the prompt 'good'"]),
     ],
 )
 def test_failures(rewards: Callable[..., Rewards], tmp_path: Path, function: str, words: list[str]) -> None:
@@ -184,7 +178,7 @@ def test_failures(rewards: Callable[..., Rewards], tmp_path: Path, function: str
     pid = _score(scored, ["good"])[1] if works_on_others else None
     with pytest.raises(RewardFailed) as raised:
         _score(scored)
-    message = str(raised.value).replace("one completion at a time", "one at a time")
+    message = str(raised.value)
     for each in [f"reward my_rewards:{function}", *words]:
         assert each in message
     assert "x" * 186 in message or "a bad" not in message
@@ -247,21 +241,6 @@ def test_shows_only_the_users_own_lines(tmp_path: Path, text: str, shown: list[s
     place, *lines = (line for line in lines if set(line.strip()) != {"^"} or "^" in shown)
     assert place.strip() == f'File "{tmp_path / "own.py"}", {shown[0]}'
     assert [line.strip() for line in lines] == shown[1:]
-
-
-def test_finds_functions_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "only_here.py").write_text("def f(**columns): pass")
-    monkeypatch.chdir(tmp_path / "here")
-    with closing(Rewards(["only_here:f"])) as rewards:
-        rewards.check()
-
-
-def test_no_wait_after_the_deadline() -> None:
-    """As when a function failed late, and the prompt is to be found in what is left of its time."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs, pytest.raises(TimeoutError):
-        _receive(ours, time.monotonic() - 1)
 
 
 def test_starting_the_process_does_not_count(tmp_path: Path) -> None:

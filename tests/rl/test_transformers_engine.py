@@ -39,7 +39,7 @@ def _sample(rank: int, world: int, temperature: float, seeds: list[int], most: i
     enable_packing(model)
     model = fully_shard(model.train())
     options = SamplingOptions(temperature=temperature, max_new_tokens=most, end_tokens=(END,))
-    engine = TransformersEngine(model, hold=rank == 0)
+    engine = TransformersEngine(model)
     requests = [Request(ids=ids, seeds=seeds) for ids in PROMPTS[rank:]]
     made = [engine.generate(requests, options) for _ in range(1 + rank)][-1]
     assert model.training

@@ -24,8 +24,8 @@ def in_tensorboard(folder: Path) -> tuple[Kept, dict[str, list[str]]]:
 class Recorder:
     """In the place of wandb or trackio: what it was asked to do, one line of JSON a call."""
 
-    def __init__(self, path: Path, *, offline: bool = False) -> None:
-        self.path, self.offline, self.id, self.summary = path, offline, "an-id", self
+    def __init__(self, path: Path) -> None:
+        self.path, self.id, self.summary = path, "an-id", self
 
     def init(self, **how: Any) -> Recorder:
         self._keep("init", how)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,7 +12,7 @@ import torch
 from odc_triton import MinibatchFailed
 from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.checkpoint.steps import Checkpoints, verify
-from odc_triton.train import loop, sft_run
+from odc_triton.train import sft_run
 from odc_triton.train.sft import train_sft
 from odc_triton.train.sft_options import SftOptions
 from tests.checkpoint.test_background import writers_held_back
@@ -78,13 +75,3 @@ def test_a_failed_minibatch_leaves_the_checkpoint_being_written_whole(
     with pytest.raises(MinibatchFailed, match="in the minibatch after the save"):
         train_sft(wanted)
     assert kept(wanted) == [f"step-{SAVED:08d}"]
-
-
-def test_saves_by_the_clock(wanted: SftOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps take 40 s, and each save starts the minute anew."""
-    now_s = itertools.count(step=40.0)
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
-    saved = []
-    monkeypatch.setattr(Checkpoints, "save", lambda self, *, step, **_: saved.append(step))
-    train_sft(replace(wanted, checkpoint_background=False, checkpoint_every=0, checkpoint_minutes=1.0, steps=8))
-    assert saved == [2, 4, 6, 8]

@@ -73,8 +73,6 @@ def test_the_same_bits_after_a_stop(folder: Path, tmp_path: Path, whole: tuple) 
         (False, Fault(rank=0, phase="background", minibatch=4, moment=7)),
         slow(False, Fault(rank=1, phase="load", moment=4)),
         slow(False, Fault(rank=1, phase="step", minibatch=4, signal=signal.SIGSTOP)),
-        slow(False, Fault(rank=0, phase="lock", moment=2)),
-        slow(False, Fault(rank=0, phase="export", moment=1)),
     ],
     ids=lambda value: value.phase if isinstance(value, Fault) else None,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import re
@@ -88,17 +87,14 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     watched = {"eval_data": str(folder / "held_out.jsonl"), "eval_samples": 3, "report_to": ("tensorboard",)}
     wanted = options(folder, out, **watched)
     overlapped = replace(wanted, out=str(out.with_name("overlapped")), overlap_rollout="on", report_to=())
-    assert jobs.run(2, wanted, overlapped, draws=True) == [ENDED] * 2
+    assert jobs.run(2, wanted, overlapped) == [ENDED] * 2
     same(lines(overlapped.out), lines(out))
     _samples_are_those_of_the_evaluation(folder, out)
-    report = (out / "report.html").read_text()
-    for words in ("Reward", "Length", "Ratio of probabilities", "rollout s", "the mean reward went from"):
-        assert words in report, words
     return lines(out)
 
 
 def _samples_are_those_of_the_evaluation(folder: Path, out: Path) -> None:
-    """Three of the five held-out prompts, completed by the saved model, each with its reward; also in the report."""
+    """Three of the five held-out prompts, completed by the saved model, each with its reward; also in TensorBoard."""
     from transformers import AutoModelForCausalLM
 
     samples = read_metrics(out / "samples.jsonl")
@@ -113,7 +109,6 @@ def _samples_are_those_of_the_evaluation(folder: Path, out: Path) -> None:
         text = tokenizer.decode(made[0, len(prompt.ids) :], skip_special_tokens=True)
         assert line["completion"] == text
         assert line["reward"] == pytest.approx(vowels([text], [record["wanted"]])[0])
-        assert html.escape(text) in (out / "report.html").read_text()
     scalars, texts = in_tensorboard(out / "tensorboard")
     rewards = [(line["step"], pytest.approx(line["reward"], rel=1e-6)) for line in lines(out)]  # it keeps fp32
     assert scalars["reward"] == rewards
@@ -239,42 +234,17 @@ def test_before_the_ranks_start(folder: Path, tmp_path: Path) -> None:
         check_before_start(options(folder, tmp_path / "out", data=str(tmp_path / "no.jsonl")), 1)
 
 
-def over_the_cap(folder: Path, out: Path) -> GrpoOptions:
-    """No prompt fits with a completion."""
-    longest = max(len(json.loads(line)["prompt"]) for line in (folder / "prompts.jsonl").read_text().splitlines())
-    return options(folder, out, split_sequences=True, token_cap=longest, max_new_tokens=longest)
-
-
 def test_a_prompt_over_the_cap(folder: Path, tmp_path: Path) -> None:
     """Split sequences take it as long as its pieces fit."""
     from odc_triton.train.grpo import check_before_start
 
-    wanted = over_the_cap(folder, tmp_path / "out")
+    longest = max(len(json.loads(line)["prompt"]) for line in (folder / "prompts.jsonl").read_text().splitlines())
+    wanted = options(folder, tmp_path / "out", split_sequences=True, token_cap=longest, max_new_tokens=longest)
     check_before_start(wanted, 2)
     check_before_start(replace(wanted, replicas=2), 4)
     for each, ranks_ in ((wanted, 1), (replace(wanted, split_sequences=False), 2)):
         with pytest.raises(ValueError, match=r"the prompt has .* tokens, and 0 fit"):
             check_before_start(each, ranks_)
-
-
-@pytest.mark.slow
-def test_pieces_that_do_not_fit(folder: Path, tmp_path: Path) -> None:
-    """Are named before the first step."""
-    (end,) = jobs.run(2, replace(over_the_cap(folder, tmp_path / "out"), split_tokens=5))
-    said = r"ValueError: sample \d+ has .* over the token_cap of .*, and others may read 5 tokens .*pieces need"
-    assert re.match(said, end), end
-
-
-def test_a_model_without_an_end_token(folder: Path) -> None:
-    from types import SimpleNamespace
-
-    from odc_triton.rl.generation import end_tokens_of
-
-    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None))
-    with pytest.raises(ValueError, match="no completion would end"):
-        end_tokens_of(model, SimpleNamespace(eos_token_id=None))
-    model.generation_config.eos_token_id = [5, 2]
-    assert end_tokens_of(model, SimpleNamespace(eos_token_id=7)) == (2, 5, 7)
 
 
 def test_a_sample_has_its_own_rewards() -> None:

@@ -12,13 +12,10 @@ import pytest
 from odc_triton.base.errors import CheckpointCorrupt
 from odc_triton.checkpoint.folder import Manifest
 from odc_triton.data.dataset import TokenizedDataset
-from odc_triton.data.lengths import read_lengths
 from odc_triton.data.records import DataError
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.run_folder import RunFolder
 from tests.support.deadlines import LONG_S
-from tests.support.records import CHARACTERS, write_lines
-from tests.support.tokenized import tokenize_file
 
 DEEP = "[" * 100_000
 FIFO = None
@@ -47,9 +44,7 @@ READERS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
     ("name", "content", "said"),
     [
         ("metrics.jsonl", "[]\n", "line 1 has no step"),
-        ("metrics.jsonl", '{"step": 1}\n{"loss": 2}\n', "line 2 has no step"),
-        ("metrics.jsonl", '{"step": "one"}\n', "line 1 has no step"),
-        ("metrics.jsonl", '{"step": 1}\n{"ste\n', "line 2 is not valid JSON"),
+        ("metrics.jsonl", '{"step": 1}\n{"step": "one"}\n', "line 2 has no step"),
         ("metrics.jsonl", f"{DEEP}\n", "line 1 is not valid JSON"),
         ("metrics.jsonl", FIFO, "is not a file"),
         ("manifest.json", DEEP, "is damaged"),
@@ -67,16 +62,3 @@ def test_odd_content(tmp_path: Path, name: str, content: str | None, said: str) 
     with pytest.raises(kind, match=said) as caught:
         read(path)
     assert name in str(caught.value)
-
-
-@pytest.mark.parametrize("damage", ["token", "cut", "text"])
-def test_lengths_of_a_damaged_data_set(tmp_path: Path, damage: str) -> None:
-    data = tokenize_file(write_lines(tmp_path / "data.jsonl", {"text": "some words"}, {"text": "more"}), CHARACTERS)
-    path = tmp_path / "data.npz"
-    data.save(path)
-    assert read_lengths(path) == [12, 6]
-    raw = path.read_bytes()
-    at = raw.index(data.tokens.tobytes())
-    path.write_bytes({"token": raw[:at] + b"x" + raw[at + 1 :], "cut": raw[:300], "text": b"one"}[damage])
-    with pytest.raises(ValueError, match=r"data\.npz is not a prepared data set \(.*; prepare it again"):
-        read_lengths(path)

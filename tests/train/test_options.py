@@ -14,11 +14,9 @@ from tests.support import grpo_case, sft_case
 HERE = Path(__file__)
 SFT: list[tuple[dict[str, Any], str]] = [
     ({"model": "somewhere"}, "either --model"),
-    ({"init": None}, "either --model"),
     ({"steps": 0}, "--steps is 0"),
     ({"lr": -1.0}, "lr is -1.0"),
     ({"lr_floor": 2.0}, "--lr-floor is 2.0"),
-    ({"timeout_minutes": 0.0}, "--timeout-minutes is 0.0"),
     ({"timeout_minutes": float("inf")}, "--timeout-minutes is inf"),
     ({"token_cap": 1}, "--token-cap is 1"),
     ({"epochs": 2.0}, "--steps is 5 and --epochs is 2.0; give one"),
@@ -27,7 +25,6 @@ SFT: list[tuple[dict[str, Any], str]] = [
     ({"eval_every": 5}, "nothing to evaluate on: give --eval-data"),
     ({"eval_fraction": 1.0}, "--eval-fraction is 1.0"),
     ({"eval_samples": 2}, "--eval-samples is 2 and there is nothing to evaluate on: give --eval-data"),
-    ({"eval_samples": -1}, "--eval-samples is -1; it must be at least 0"),
     ({"eval_sample_tokens": 0}, "--eval-sample-tokens is 0; it must be positive"),
     (
         {"eval_samples": 1, "eval_fraction": 0.1, "eval_sample_tokens": 256},
@@ -36,7 +33,6 @@ SFT: list[tuple[dict[str, Any], str]] = [
     ({"lora_alpha": 8.0}, "--lora-alpha is 8.0: give --lora-rank too"),
     ({"lora_targets": "q_proj"}, "--lora-targets is q_proj: give --lora-rank too"),
     ({"tokenizer": None}, "init has no tokenizer"),
-    ({"data": "nowhere.jsonl"}, "data is nowhere.jsonl: there is no such file"),
     ({"data": ("a", "missing.jsonl")}, "--data is missing.jsonl: there is no such file"),
     ({"data": ()}, "--data is missing: give at least one"),
     (
@@ -44,20 +40,16 @@ SFT: list[tuple[dict[str, Any], str]] = [
         "--data-weight is given 1 times and --data 2 times: give one weight for each",
     ),
     ({"data": ("a", "b"), "data_weight": (1.0, -1.0)}, "--data-weight is -1.0; it must be positive and finite"),
-    ({"data": ("a", "b"), "data_weight": (1.0, 0.0)}, "--data-weight is 0.0"),
     ({"data_weight": (2.0,)}, "--data-weight is 2.0, and a single --data needs none"),
-    ({"keep": 0}, "keep is 0"),
     ({"replicas": 0}, "replicas is 0"),
     ({"checkpoint_every": -1}, "--checkpoint-every is -1"),
     ({"resume": ""}, "resume is empty"),
-    ({"decay_steps": 5}, "--decay-steps is 5 and --schedule is cosine: give --schedule wsd"),
     (
         {"split_sequences": True, "balance": "micro"},
         "--split-sequences goes with --balance mini or queue; it is micro",
     ),
     ({"split_tokens": 9}, "--split-tokens is 9: give --split-sequences too"),
     ({"offload_checkpoints": True}, "--offload-checkpoints is True: give --gradient-checkpointing too"),
-    ({"split_sequences": True, "split_tokens": -1}, "--split-tokens is -1; it must be at least 0"),
     ({"router_aux_loss": -1.0}, "--router-aux-loss is -1.0; it must be at least 0"),
     ({"report_to": ("mlflow",)}, "--report-to is 'mlflow'; give one of tensorboard, wandb, trackio"),
     ({"report_to": ("wandb", "wandb")}, "--report-to has wandb 2 times; give it once"),
@@ -78,7 +70,6 @@ GRPO: list[tuple[dict[str, Any], str]] = [
     ({"engine": "vllm-colocate"}, "give --model"),
     ({"temperature": 0.0}, "temperature is 0.0; it must be positive"),
     ({"vllm_memory": 1.5}, "between 0 and 1"),
-    ({"engine": "vllm-server", "vllm_server": "http://x", "timeout_minutes": 0.5}, "--max-lag is 30 s, .* 0.5 minutes"),
 ]
 
 
@@ -100,8 +91,6 @@ def test_refused(case: Any, changes: dict[str, Any], said: str) -> None:
         ({"schedule": "linear"}, {0: 0.1, 9: 1.0, 10: 1.0, 60: 0.5, 109: 0.01}),
         ({"schedule": "constant"}, {0: 0.1, 9: 1.0, 60: 1.0, 109: 1.0}),
         ({"schedule": "wsd"}, {9: 1.0, 98: 1.0, 99: 1.0, 109: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 10 / 11))}),
-        ({"schedule": "wsd", "decay_steps": 40, "lr_floor": 0.0}, {69: 1.0, 70: 1.0, 90: 0.5}),
-        ({"schedule": "wsd", "decay_steps": 400, "warmup_steps": 0, "lr_floor": 0.0}, {0: 1.0, 55: 0.5}),
         ({"warmup_steps": 0}, {0: 1.0, 55: 0.55}),
         ({"warmup_steps": 110}, {0: 1 / 110, 109: 1.0}),
     ],

@@ -9,13 +9,10 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch.distributed as dist
 
-from odc_triton.data.tokenizer import TextEncoder
 from odc_triton.sharding.agree import default_mesh
 from odc_triton.train import sft
-from odc_triton.train.run_folder import RunFolder
 from odc_triton.train.sft_options import SftOptions
 from tests.support import ranks
 from tests.support.deadlines import SHORT_S
@@ -57,16 +54,3 @@ def test_a_long_preparation_is_waited_for_and_a_death_in_it_has_a_name(tmp_path:
     assert samples == 40
     assert blamed == [0]
     assert words.startswith("rank 1 was waiting for 'rank 0 prepares the data': rank 0 died")
-
-
-def test_it_says_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sft, "_REPORT_S", 0.0)
-    wanted = case(write_case(tmp_path))
-    folder = RunFolder(tmp_path / "run")
-    folder.lock(resume="never")
-    encoder = TextEncoder.of(sft.load_any_tokenizer(wanted))
-    sft._tokenize(wanted, encoder, folder, sft._wanted(wanted, 1))
-    folder.release()
-    assert f"{wanted.data[0]}: 40 records prepared" in capsys.readouterr().out

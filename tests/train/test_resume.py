@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from odc_triton.train.metrics import MetricsFile, read_metrics
 from odc_triton.train.sft_options import SftOptions
-from tests.support import jobs, ranks
+from tests.support import jobs
 from tests.support.jobs import ENDED, STOPPED, losses
 from tests.support.sft_case import case, write_case
 
@@ -54,38 +54,14 @@ def test_goes_on_with_other_replicas(folder: Path, tmp_path: Path, whole: Path) 
         torch.testing.assert_close(got[name], value, rtol=0, atol=1e-5)
 
 
-def _starts_again(rank: int, world: int, wanted: SftOptions) -> None:
-    """It leaves the report as it is, or writes one that is missing."""
-    report = Path(wanted.out) / "report.html"
-    assert jobs.train(rank, world, [wanted], draws=True) == [ENDED]
-    written = report.read_bytes()
-    assert jobs.train(rank, world, [wanted], draws=True) == [ENDED]
-    assert report.read_bytes() == written
-    report.unlink()  # as if it had been killed after its last save
-    assert jobs.train(rank, world, [wanted], draws=True) == [ENDED]
-    assert report.exists()
-
-
-def test_a_run_that_ended_is_started_again(folder: Path, tmp_path: Path) -> None:
-    ranks.run(_starts_again, 1, options(folder, tmp_path / "out", steps=1, samples_per_rank=4, resume="auto"))
-
-
-@pytest.mark.parametrize(
-    ("wanted", "device", "found"),
-    [(None, "cpu", False), (None, "cuda", True), (True, "cpu", True), (False, "cuda", False)],
-)
-def test_what_saves_in_the_background(wanted: bool | None, device: str, found: bool) -> None:
-    from odc_triton.train.loop import saves_in_background
-
-    assert saves_in_background(wanted, torch.device(device)) is found
-
-
 def test_resume_from_a_folder_into_another(folder: Path, tmp_path: Path) -> None:
     """On one rank, so to the bit, with dropout."""
     init = str(folder / "config.json")
     one = options(folder, tmp_path / "a", init=init, samples_per_rank=4, checkpoint_every=4)
     other = replace(one, out=str(tmp_path / "b"), resume=str(tmp_path / "a" / "checkpoints" / "step-00000004"))
-    assert jobs.run(1, one, other) == [ENDED] * 2
+    report = tmp_path / "a" / "report.html"
+    assert jobs.run(1, one, other, replace(one, resume="auto")) == [ENDED] * 3
+    assert "No step was taken" not in report.read_text(), "a run that ended is started again: its report stays"
     lines = read_metrics(tmp_path / "b" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [5, 6, 7]
     assert [line["loss"] for line in lines] == losses(tmp_path / "a")[4:]

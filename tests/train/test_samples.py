@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import html
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from odc_triton.data.dataset import DataOptions, TokenizedDataset
 from odc_triton.data.tokenizer import TextEncoder, load_tokenizer, to_transformers
 from odc_triton.rl.generation import end_tokens_of
 from odc_triton.train.metrics import read_metrics
-from odc_triton.train.samples import Completions, prompted
+from odc_triton.train.samples import prompted
 from tests.support import jobs
 from tests.support.chats import CHATML
 from tests.support.sft_case import case, write_case
@@ -65,11 +63,6 @@ def test_greedy_completions_of_the_model_at_the_end(folder: Path, tmp_path: Path
     want = plain(model, to_transformers(tokenizer), data)
     assert [{k: v for k, v in line.items() if k != "step"} for line in samples[-COUNT:]] == want
     assert len({each["completion"] for each in want}) > 1, "all alike: the comparison says little"
-    page = (out / "report.html").read_text()
-    assert "Held-out prompts, completed after step 3" in page
-    for each in want:
-        assert f'<td class="text">{html.escape(each["completion"])}</td>' in page
-        assert f'<td class="text">{html.escape(each["expected"])}</td>' in page
 
 
 class Data(list):
@@ -117,10 +110,3 @@ def test_a_conversation_is_cut_after_the_header_of_its_last_answer(folder: Path)
     header = tokenizer.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(found.prompt) == header
     assert tokenizer.decode(found.expected).startswith("four")
-
-
-def test_a_model_without_room_is_refused() -> None:
-    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=64)))
-    how = {"count": 1, "new_tokens": 64, "most_tokens": 4096, "should_stop": lambda: None}
-    with pytest.raises(ValueError, match=r"--eval-sample-tokens is 64 and the model takes 64 tokens"):
-        Completions(model, None, Data(), **how)

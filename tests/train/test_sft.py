@@ -27,7 +27,6 @@ from odc_triton.sharding.agree import default_mesh
 from odc_triton.sharding.backend import CpuBackend
 from odc_triton.train.job import _sharded
 from odc_triton.train.model import build_model, replace
-from odc_triton.train.run_folder import require_same
 from odc_triton.train.sft_options import SftOptions
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
@@ -158,13 +157,6 @@ def test_attention_is_planned_by_its_measured_cost(
     assert said.count("attention is planned by its measured cost, 1.50 of its FLOPs'\n") == 1
 
 
-def test_a_head_that_cant_be_fused_is_named(folder: Path) -> None:
-    model = _model()
-    model.lm_head = nn.Linear(32, 300)
-    with pytest.raises(ValueError, match=r"a head that can't be fused \(lm_head: it has a bias\)"):
-        replace(model, options(folder, fused_head=True), rank=0)
-
-
 def test_split_sequences_fuse_the_head_where_they_can_and_compute_in_chunks(
     folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -184,12 +176,6 @@ def test_split_sequences_fuse_the_head_where_they_can_and_compute_in_chunks(
     replace(model, options(folder, split_sequences=True), rank=0, try_head=True)
     said = "logits are computed whole, as the head can't be fused (lm_head: it has a bias)\n"
     assert capsys.readouterr().out == said
-
-
-def test_a_run_goes_on_with_another_head(folder: Path) -> None:
-    """As runs do that were saved before split sequences had a fused head by default."""
-    saved = options(folder, split_sequences=True, fused_head=False).identity(2) | {"fused_head": False}
-    require_same(saved, options(folder, split_sequences=True).identity(2), where=folder)
 
 
 def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
@@ -216,13 +202,3 @@ def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
     ids = torch.tensor([tokenizer("def main():\n    return 0\n")["input_ids"]])
     trained = model(input_ids=ids).logits
     assert trained.isfinite().all()
-
-
-def test_a_foreign_tokenizer_file_is_refused(folder: Path, tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models
-
-    from odc_triton.train.prepare import load_any_tokenizer
-
-    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "other.json"))
-    with pytest.raises(ValueError, match="odc-triton did not make it"):
-        load_any_tokenizer(options(folder, tokenizer=str(tmp_path / "other.json")))

@@ -81,13 +81,11 @@ MORE = {
     "exact": {"exact": True},
     "fused head": {"fused_head": True},
     "replaced layers": {"replace_layers": True},
-    "adapters, recomputed": {"lora_rank": 2, "gradient_checkpointing": True},
-    "several packs": {"token_cap": 200},
-    "bf16": {"dtype": "bf16"},
+    "several packs": {"token_cap": 200, "gradient_checkpointing": True},
 }
 
 
-@pytest.mark.parametrize(("cases", "world"), [(CASES, 2), slow(MORE, 2), slow(CASES | MORE, 4)])
+@pytest.mark.parametrize(("cases", "world"), [(CASES, 2), slow(MORE, 4)])
 def test_losses_and_weights_are_those_of_whole_samples(
     folder: Path, tmp_path: Path, cases: dict[str, dict], world: int
 ) -> None:
@@ -103,16 +101,14 @@ def test_losses_and_weights_are_those_of_whole_samples(
     for (_, shares), of_rank in zip(wanted, zip(*ranks.run(train, world, wanted), strict=True), strict=True):
         assert {ended for ended, _, _ in of_rank} == {jobs.ENDED}
         assert (sum(count for _, count, _ in of_rank) >= STEPS) == shares
-    for name, changes in cases.items():
-        tolerance = 2e-2 if changes.get("dtype") == "bf16" else 2e-5
+    for name in cases:
         found, want = (jobs.lines(tmp_path / f"{name} {shares}") for shares in (True, False))
         for key in ("loss", "grad_norm", "tokens", "epoch", "eval_loss"):
             values = [[line[key] for line in lines if key in line] for lines in (found, want)]
-            assert values[0] == pytest.approx(values[1], rel=tolerance, abs=0), (name, key)
-        if tolerance < 1e-3 and "lora_rank" not in changes:
-            weights, want = (load_file(tmp_path / f"{name} {each}/model/model.safetensors") for each in (True, False))
-            norm = torch.stack([each.norm() for each in want.values()]).norm()
-            assert torch.stack([(weights[key] - each).norm() for key, each in want.items()]).norm() < 1e-5 * norm
+            assert values[0] == pytest.approx(values[1], rel=2e-5, abs=0), (name, key)
+        weights, want = (load_file(tmp_path / f"{name} {each}/model/model.safetensors") for each in (True, False))
+        norm = torch.stack([each.norm() for each in want.values()]).norm()
+        assert torch.stack([(weights[key] - each).norm() for key, each in want.items()]).norm() < 1e-5 * norm
 
 
 def test_a_run_is_resumed_on_another_number_of_ranks(folder: Path, tmp_path: Path) -> None:

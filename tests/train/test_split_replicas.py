@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -32,7 +31,6 @@ CAP, STEPS = 128, 6
 LAYERS = {"gradient_checkpointing": True, "replace_layers": True, "fused_head": True}
 KINDS = {
     "AdamW": {},
-    "Muon": {"optimizer": "muon"},
     "LoRA": {"lora_rank": 4, "lr": 1e-2},
     "layers": {"checkpoint_every": 1, "checkpoint_background": True, **LAYERS},
 }
@@ -80,8 +78,7 @@ def test_resumed_on_other_ranks_and_replicas(folder: Path, tmp_path: Path) -> No
         here = [replace(each, samples_per_rank=12 // world, replicas=replicas) for each in split]
         assert jobs.run(world, *here, stop_after=stop_after) == [end] * len(KINDS)
     for name, found, want in zip(KINDS, split, alone, strict=True):
-        # Sums in another order: of fp32; Newton-Schulz in bf16 makes of the last bits 1e-3 of an update.
-        tolerance = 1e-3 if name == "Muon" else 1e-4
+        tolerance = 1e-4  # fp32 sums in another order
         for got, wanted in zip(losses(found.out), losses(want.out), strict=True):
             assert got == pytest.approx(wanted, rel=tolerance), name
         got, wanted = weights(found.out), weights(want.out)
@@ -113,45 +110,12 @@ def test_exact_sums_have_the_same_bits(folder: Path, tmp_path: Path) -> None:
     assert others == [first] * 3
     ended, refused = first
     assert ended == ENDED
-    said = "there is a replica on each of 2 hosts, and --split-sequences goes with several replicas only by --balance"
+    said = "--split-sequences goes with several replicas only by --balance mini"
     assert said in refused
     assert losses(wanted.out) == losses(on_hosts.out)
     assert torch.equal(weights(wanted.out), weights(on_hosts.out))
     (alone,), _ = ranks.run(_on_hosts, 2, [replace(queue, balance="mini")], 2)
     assert "there is a replica on each of 2 hosts, of one rank each, and --split-sequences splits" in alone
-
-
-def test_two_torchruns(folder: Path, tmp_path: Path) -> None:
-    """As on two machines, which ODC_HOST tells apart; against one rank. As one replica the four ranks would not drop
-    samples that are too long for two.
-    """
-    wanted = options(folder, tmp_path / "out", samples_per_rank=3, steps=2, token_cap=100, drop_long=True)
-    alone = replace(wanted, out=str(tmp_path / "alone"), samples_per_rank=12, token_cap=200, split_sequences=False)
-    write_config(tmp_path / "run.yaml", wanted, comment="the run")
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank"]
-    started = [
-        subprocess.Popen(
-            [*command, str(node), "-m", "odc_triton.train.sft", "--config", str(tmp_path / "run.yaml")],
-            env=environment() | {"ODC_HOST": f"host-{node}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for node in range(2)
-    ]
-    try:
-        printed = [process.communicate(timeout=LONG_S)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], printed
-    assert jobs.run(1, alone) == [ENDED]
-    for got, want in zip(losses(wanted.out), losses(alone.out), strict=True):
-        assert got == pytest.approx(want, rel=1e-4)  # fp32 sums in another order
 
 
 def test_on_two_hosts_killed_in_a_wave_a_run_goes_on(folder: Path, tmp_path: Path) -> None:

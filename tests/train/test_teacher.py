@@ -94,7 +94,6 @@ CASES = {"Jensen-Shannon": {}}
 MORE = {
     "forward, with the labels": {"teacher_beta": 0.0, "teacher_weight": 0.25},
     "reverse, at a temperature": {"teacher_beta": 1.0, "teacher_temperature": 2.0},
-    "logits as numbers": {"fused_head": False, "teacher_beta": 0.3, "teacher_temperature": 0.7},
     "split": {"split_sequences": True, "token_cap": 100, "truncate": False, "gradient_checkpointing": True},
     "replaced layers, a queue": {"replace_layers": True, "balance": "queue"},
     "exact": {"exact": True},
@@ -119,23 +118,6 @@ def test_steps_are_plain_torchs(folder: Path, tmp_path: Path, cases: dict[str, d
             assert (weights[key] - value).norm() < FRACTION * moved, f"{name}: {key}"
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_with_its_teacher_on_another_number_of_ranks(folder: Path, tmp_path: Path) -> None:
-    usual = {"steps": 2 * STEPS, "checkpoint_every": STEPS, "optimizer": "adamw", "lr": 1e-2}
-    whole = options(folder, tmp_path / "whole", **usual)
-    assert jobs.run(2, whole) == [jobs.ENDED]
-    checkpoint = tmp_path / "whole" / "checkpoints" / f"step-{STEPS:08d}"
-    again = options(folder, tmp_path / "again", **usual | {"samples_per_rank": 8, "resume": str(checkpoint)})
-    assert jobs.run(1, again) == [jobs.ENDED]
-    want, found = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "again"))
-    assert [line["divergence"] for line in found] == pytest.approx(
-        [line["divergence"] for line in want[STEPS:]], rel=1e-4
-    )
-    other = options(folder, tmp_path / "whole", **usual | {"teacher_beta": 1.0, "resume": "auto"})
-    with pytest.raises(ValueError, match=r"--teacher-beta was 0\.5 and is 1\.0"):
-        sft.check_before_start(other, 2)
-
-
 def test_wrong_teachers_are_refused_before_the_start(folder: Path, tmp_path: Path) -> None:
     save(tmp_path / "other", 2, {"vocab_size": 400})
     save(tmp_path / "short", 2, {"max_position_embeddings": 16})
@@ -157,7 +139,6 @@ def test_wrong_teachers_are_refused_before_the_start(folder: Path, tmp_path: Pat
     [
         ({"teacher": None, "teacher_beta": 1.0}, "--teacher-beta is 1.0: give --teacher too"),
         ({"teacher_beta": 1.5}, "--teacher-beta is 1.5; it must be between 0 and 1"),
-        ({"teacher_weight": 0.0}, "--teacher-weight is 0.0; it must be positive"),
         ({"teacher_weight": 1.5}, "--teacher-weight is 1.5; it must be between 0 and 1"),
         ({"teacher_temperature": 0.0}, "--teacher-temperature is 0.0; it must be positive"),
     ],
