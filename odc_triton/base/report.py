@@ -203,15 +203,6 @@ class Curves:
     values: Mapping[str, Sequence[float]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Texts:
-    """A table of texts of any length, with their line breaks; None is an empty cell."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[object]]
-
-
 def curve_figure(curves: Curves) -> Figure:
     """All curves on one pair of axes; earlier curves are wider, so that equal ones all show."""
     figure = _figure(total=760)
@@ -295,7 +286,6 @@ img { width: 100%; height: auto; }
 table { border-collapse: collapse; display: block; overflow-x: auto; }
 th, td { padding: .35rem .8rem; text-align: left; border-bottom: 1px solid #d5d5d5; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.text { white-space: pre-wrap; overflow-wrap: anywhere; vertical-align: top; min-width: 12rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
 dd { margin: 0; overflow-wrap: anywhere; }
 """
@@ -311,9 +301,8 @@ def save_html(
     tracks: Tracks,
     curves: Sequence[Curves],
     facts: Mapping[str, str],
-    texts: Texts | None = None,
 ) -> None:
-    """Writes one self-contained page: summary, table, timelines, curves, texts, facts; nothing is loaded.
+    """Writes one self-contained page: summary, table, timelines, curves, facts; nothing is loaded.
 
     `summary`: text, with an empty line between paragraphs; `rows` and `columns` as for `table`; `tracks` as for
     `timeline_figure`; `facts`: name to value (versions).
@@ -324,7 +313,7 @@ def save_html(
     body += [f"<p>{escape(' '.join(part.split()))}</p>" for part in summary.split("\n\n") if part.strip()]
     if rows:
         cells, numeric = _cells(rows, columns)
-        body.append(_html_table(cells, ["number" if right else "" for right in numeric]))
+        body.append(_html_table(cells, numeric))
     if tracks:
         body.append("<h2>Timelines</h2>")
         body.append(_html_image(timeline_figure(tracks), _in_words(tracks)))
@@ -333,9 +322,6 @@ def save_html(
         known = {name: [value for value in values if value == value] for name, values in each.values.items()}
         last = "; ".join(f"{name} ends at {values[-1]:.4g}" for name, values in known.items() if values)
         body.append(_html_image(curve_figure(each), f"{each.title}. {last}"))
-    if texts is not None:
-        lines = [["" if cell is None else str(cell) for cell in row] for row in (texts.columns, *texts.rows)]
-        body += [f"<h2>{escape(texts.title)}</h2>", _html_table(lines, ["text"] * len(texts.columns))]
     if facts:
         pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
         body.append(f"<h2>How it was measured</h2>\n<dl>{pairs}</dl>")
@@ -366,9 +352,9 @@ def _html_image(figure: Figure, words: str) -> str:
     return f'<img alt="{escape(words)}" src="data:image/png;base64,{data}">'
 
 
-def _html_table(rows: Sequence[Sequence[str]], kinds: Sequence[str]) -> str:
-    """`rows`: the heading first. `kinds`: of each column, a class of the style, or ""."""
-    marks = [f' class="{kind}"' if kind else "" for kind in kinds]
+def _html_table(rows: Sequence[Sequence[str]], numeric: Sequence[bool]) -> str:
+    """`rows`: the heading first. `numeric`: which columns hold numbers."""
+    marks = [' class="number"' if right else "" for right in numeric]
 
     def line(row: Sequence[str], tag: str) -> str:
         cells = (f"<{tag}{mark}>{escape(cell)}</{tag}>" for mark, cell in zip(marks, row, strict=True))
