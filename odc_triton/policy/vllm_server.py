@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +63,7 @@ class PolicyServer:
         """Checks that the server can serve this job, so that it fails before its ranks start, with the remedy.
 
         `config`: the policy's, of transformers; `dtype`: its compute dtype's name; `tokens`: the most of a prompt with
-        its completion. Warns if the server does not say which log-probabilities it returns.
+        its completion.
         """
         http = self.http
         http.get("/health", timeout_s=SHORT_S)
@@ -88,7 +87,7 @@ class PolicyServer:
             problem = f"can't read the policy from memory (weight_transfer_config is {transfer or None}): {_START}"
         elif model.get("skip_tokenizer_init"):
             problem = "answers no requests without its tokenizer: start it without --skip-tokenizer-init"
-        elif mode not in (None, "processed_logprobs"):
+        elif mode != "processed_logprobs":
             problem = f"returns {mode}, not those after the temperature: {_START}"
         elif dtype is not None and theirs not in (dtype, "None"):
             problem = f"computes in {theirs}, and the policy in {dtype}: start it with --dtype {dtype}"
@@ -99,12 +98,6 @@ class PolicyServer:
             problem = self._difference(model.get("model"), config)
         if problem is not None:
             raise GenerationFailed(f"the server at {http.address} {problem}")
-        if mode is None:
-            warnings.warn(
-                f"the server at {http.address} does not report which log-probabilities it returns; they must be those "
-                f"after the temperature: {_START}",
-                stacklevel=2,
-            )
 
     def _difference(self, folder: Any, config: Any) -> str | None:
         from transformers import AutoConfig

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from ..data.messages import read_messages
@@ -16,7 +17,6 @@ from ..data.sources import open_source
 from ..data.tokenizer import TextEncoder
 
 _NOT_COLUMNS = ("prompt", "completion", "completions", "prompts", "completion_ids")  # as in TRL
-_BATCH = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +71,8 @@ def read_prompts(name: str, tokenizer: Any, *, most_tokens: int, drop_long: bool
 
     Raises DataError with file and line for an unusable prompt, and if none is left.
     """
-    encoder = TextEncoder.of(tokenizer)
     prompts, dropped = [], 0
-    for where, given, columns, ids in _encoded(name, tokenizer, encoder, first):
+    for where, given, columns, ids in _encoded(name, tokenizer, first):
         if len(ids) > most_tokens:
             if not drop_long:
                 raise DataError(
@@ -90,23 +89,14 @@ def read_prompts(name: str, tokenizer: Any, *, most_tokens: int, drop_long: bool
     return Prompts(prompts, name, dropped=dropped)
 
 
-def _encoded(name: str, tokenizer: Any, encoder: TextEncoder, first: int) -> Iterator[tuple[str, Any, dict, list[int]]]:
+def _encoded(name: str, tokenizer: Any, first: int) -> Iterator[tuple[str, Any, dict, list[int]]]:
     """(name in errors, prompt, columns, tokens) of each record."""
-    batch: list[tuple[str, Any, dict]] = []
-    for number, (where, row, _) in enumerate(open_source(name).rows()):
-        if first and number == first:
-            break
-        batch.append((where, _prompt_of(where, row), {k: v for k, v in row.items() if k not in _NOT_COLUMNS}))
-        if len(batch) == _BATCH:
-            yield from _encode(batch, tokenizer, encoder)
-            batch = []
-    yield from _encode(batch, tokenizer, encoder)
-
-
-def _encode(batch: list[tuple[str, Any, dict]], tokenizer: Any, encoder: TextEncoder) -> Iterator[tuple]:
-    texts = encoder.encode_batch([given for _, given, _ in batch if isinstance(given, str)])
-    plain = iter(texts)
-    for where, given, columns in batch:
+    encoder, rows = TextEncoder.of(tokenizer), islice(open_source(name).rows(), first or None)
+    records = [
+        (where, _prompt_of(where, row), {k: v for k, v in row.items() if k not in _NOT_COLUMNS}) for where, row, _ in rows
+    ]
+    plain = iter(encoder.encode_batch([given for _, given, _ in records if isinstance(given, str)]))
+    for where, given, columns in records:
         if isinstance(given, str):
             ids = [*encoder.before_prompt, *next(plain), *encoder.before_completion]
         else:

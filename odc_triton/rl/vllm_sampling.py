@@ -33,14 +33,10 @@ def parameters(options: SamplingOptions, seed: int) -> dict[str, Any]:
 def sampled(ids: Sequence[int], logps: Sequence[float | None], reason: str | None, options: SamplingOptions) -> Sampled:
     """A completion as vLLM returned it. Raises GenerationFailed for one that these parameters can't produce."""
     problem = None
-    if not ids or not all(isinstance(each, int) and each >= 0 for each in ids):
+    if not 0 < len(ids) <= options.max_new_tokens or len(logps) != len(ids):
+        problem = f"{len(ids)} tokens of at most {options.max_new_tokens}, with {len(logps)} log-probabilities"
+    elif not all(isinstance(each, int) and each >= 0 for each in ids):
         problem = f"the tokens {list(ids)[:8]}"
-    elif len(ids) > options.max_new_tokens:
-        problem = f"{len(ids)} tokens, more than {options.max_new_tokens}"
-    elif len(logps) != len(ids):
-        problem = f"{len(logps)} log-probabilities of {len(ids)} tokens"
-    elif not all(each is None or (isinstance(each, float | int) and not each > 1e-3) for each in logps):
-        problem = f"log-probabilities of which one is {max(each for each in logps if each is not None)}"
     elif reason not in ("stop", "length"):
         problem = f"a completion that ended by {reason!r}"
     elif any(each in options.end_tokens for each in ids[:-1]):

@@ -6,7 +6,6 @@ torchrun --nproc-per-node 2 -m odc_triton.train.grpo --data PROMPTS --reward MOD
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,8 +33,7 @@ from .metrics import Metrics
 from .prepare import Prepared, load_any_tokenizer, mix_of, take_folder
 from .run_folder import RunFolder
 
-# Records of each source that are checked before the start; and of one that may be too small for a step.
-_PROMPTS, _MOST_PROMPTS = 16, 1024
+_PROMPTS = 16  # of each source that are checked before the start
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # of compute, as vLLM has to have them
 
 
@@ -57,12 +55,7 @@ def check_before_start(options: GrpoOptions, ranks: int) -> None:
     """Raises OSError and ValueError for errors that would occur later in the run. Leaves only the folder `out`."""
     options.require_replicas(options.replicas or 1, ranks)
     tokenizer = load_any_tokenizer(options)
-    enough = math.ceil(options.prompts_per_rank * ranks / min(options.data_weight, default=1.0))
-    first = max(min(enough, _MOST_PROMPTS), _PROMPTS)
-    found = _read(options, tokenizer, ranks // (options.replicas or 1), first=first)
-    learned = found[: len(options.data)]
-    if all(len(each) + each.dropped < first for each in learned):
-        mix_of(options, [len(each) for each in learned], ranks)
+    found = _read(options, tokenizer, ranks // (options.replicas or 1), first=_PROMPTS)
     largest = _largest(options, tokenizer, found)
     if options.vllm_server is not None:
         if torch.cuda.is_available():

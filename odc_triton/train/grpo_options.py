@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -119,15 +118,11 @@ class GrpoOptions(RunOptions):
         for name in self.reward:
             if not _FUNCTION.fullmatch(name):
                 raise ValueError(f"--reward is {name!r}; give module:function, as in --reward my_rewards:length")
-            if self.reward.count(name) > 1:
-                raise ValueError(f"--reward has {name} {self.reward.count(name)} times; give it once, with a weight")
         if self.reward_weight and len(self.reward_weight) != len(self.reward):
             raise ValueError(
                 f"--reward-weight is given {len(self.reward_weight)} times and --reward {len(self.reward)} times: give "
                 f"one weight for each reward, or none"
             )
-        if not all(map(math.isfinite, self.reward_weight)):
-            raise ValueError(f"--reward-weight is {self.reward_weight}; give finite numbers")
         if self.generations < 2 and self.scale_rewards != "batch":
             raise ValueError(
                 f"--generations is {self.generations}: a completion is compared with others of the same prompt, so "

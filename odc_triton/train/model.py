@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -99,17 +99,8 @@ def precision(dtype: str) -> MixedPrecisionPolicy | None:
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16) if dtype == "bf16" else None
 
 
-class LayerOptions(Protocol):
-    """The options that training and profiling share."""
-
-    model: str | None
-    init: str | None
-    replace_layers: bool
-    fused_head: bool | None
-
-
-def replace(model: nn.Module, options: LayerOptions, rank: int, *, try_head: bool = False) -> None:
-    """Replaces the layers that the options name; with `try_head` also the head, if it can be fused.
+def replace(model: nn.Module, options: Any, rank: int, *, try_head: bool = False) -> None:
+    """Replaces the layers that the options, of a run or a profile, name; with `try_head` also a head that can be fused.
 
     Raises ValueError for a head that can't be fused and is named.
     """

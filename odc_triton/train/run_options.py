@@ -131,8 +131,6 @@ class RunOptions:
         for name in self.report_to:
             if name not in get_args(TrackerName):
                 raise ValueError(f"--report-to is {name!r}; give one of {', '.join(get_args(TrackerName))}")
-            if self.report_to.count(name) > 1:
-                raise ValueError(f"--report-to has {name} {self.report_to.count(name)} times; give it once")
         self._check_weights()
         if not self.out:
             raise ValueError("--out is empty; give a folder")

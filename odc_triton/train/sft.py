@@ -10,11 +10,11 @@ checks: the model, the data's first records, the folder to write to.
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from ..data.dataset import (
     DataSummary,
     SampleSubset,
     TokenizedDataset,
-    held_out,
     mixture,
     require_samples,
     samples_of,
@@ -34,7 +33,7 @@ from ..data.dataset import (
 from ..data.encode import encode_records
 from ..data.inspection import never_ends
 from ..data.prepared import prepare_data, prepared_path
-from ..data.records import DataError, Record
+from ..data.records import DataError
 from ..data.sources import RecordSource, open_source
 from ..data.store import contents
 from ..data.tokenizer import TextEncoder, read_config
@@ -49,9 +48,6 @@ from .vision import load_processor, require_continuing, require_processor
 
 _REPORT_S = 10.0
 _RECORDS = 16  # of each source that are checked before the start
-# And of one that may be too small for a step: a second's work at most.
-_MOST_RECORDS, _MOST_CHARACTERS = 50_000, 200_000
-_PICTURE_CHARACTERS = 10_000  # whose work a picture is
 
 
 def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metrics:
@@ -95,87 +91,54 @@ def check_before_start(options: SftOptions, ranks: int) -> None:
     processor, tokenizer = _readers(options)
     encoder = TextEncoder.of(processor or tokenizer, fetch=options.fetch_images)
     wanted = _wanted(options, ranks // (options.replicas or 1))
-    # So many records of one --data are enough for a step.
-    weight, part = min(options.data_weight, default=1.0), 1 - options.eval_fraction
-    enough = min(math.ceil((options.samples_per_rank * ranks / weight + 1) / part), _MOST_RECORDS)
-    heads = [_begin(source, encoder, wanted, enough, options) for source in sources]
-    sizes = [head.samples for head in heads if head.samples is not None]
-    if len(sizes) == len(heads):
-        if options.eval_fraction:
-            sizes = [size - held_out(size, options.eval_fraction) for size in sizes]
-        mix_of(options, sizes, ranks)
-    if options.eval_data is not None:
-        heads.append(_begin(open_source(options.eval_data), encoder, wanted, _RECORDS, options))
-    if any(head.pictures for head in (heads if options.eval_fraction else heads[len(options.data) :])):
+    learned = [_begin(source, encoder, wanted, options) for source in sources]
+    held_out = [] if options.eval_data is None else [_begin(open_source(options.eval_data), encoder, wanted, options)]
+    if any(head.pictures for head in (learned if options.eval_fraction else held_out)):
         require_continuing(read_config(options.model or options.init), options)
-    for head in heads[: len(options.data)]:
+    for source, head in zip(sources, learned, strict=True):
         if head.warning is not None:
-            print(f"{head.name}: {head.warning}", file=sys.stderr)
+            print(f"{source.name}: {head.warning}", file=sys.stderr)
     preparing.check_before_start(
         options,
         ranks,
         tokenizer,
-        longest=max(head.longest for head in heads),
-        largest_token=max(head.largest_token for head in heads),
+        longest=max(head.longest for head in (*learned, *held_out)),
+        largest_token=max(head.largest_token for head in (*learned, *held_out)),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Beginning:
-    """Properties of the first records of a source; of a small source, of all."""
+    """Properties of the first records of a source."""
 
-    name: str
-    samples: int | None  # of the whole source, or its records if they are long; None: enough for a step
     longest: int
     largest_token: int
     pictures: bool
-    warning: str | None
+    warning: str | None = None
 
 
-def _begin(
-    source: RecordSource, encoder: TextEncoder, wanted: DataOptions, enough: int, options: SftOptions
-) -> _Beginning:
-    """Reads `enough` records, and all of a small source; with pictures the prepared samples, if there are any, as the
-    pictures' files may be gone. Raises DataError.
+def _begin(source: RecordSource, encoder: TextEncoder, wanted: DataOptions, options: SftOptions) -> _Beginning:
+    """Reads a few records; with pictures the prepared samples, if there are any, as the pictures' files may be gone.
+    Raises DataError.
     """
     path = encoder.pictures and prepared_path(source, encoder, wanted, RunFolder(options.out).file("data"))
     if path and path.exists():
         with contextlib.suppress(DataError):  # damaged: prepared again
             made = TokenizedDataset.load(path)
-            return _Beginning(
-                name=source.name,
-                samples=len(made),
-                longest=int(made.lengths.max()),
-                largest_token=made.largest_token,
-                pictures=made.pictures is not None,
-                warning=None,
-            )
-    records: list[Record] = []
-    number = characters = 0
-    is_whole = True
-    for record in source:
-        number += 1
-        characters += record.characters + _PICTURE_CHARACTERS * len(record.pictures)
-        if characters <= _MOST_CHARACTERS or number <= _RECORDS:
-            records.append(record)
-        elif number > enough:
-            is_whole = False
-            break
-    encodes_all = is_whole and number == len(records)
-    records = records if encodes_all else records[:_RECORDS]
+            longest, pictures = int(made.lengths.max()), made.pictures is not None
+            return _Beginning(longest=longest, largest_token=made.largest_token, pictures=pictures)
+    records = list(islice(source, _RECORDS))
     if encoder.pictures is None:
         require_processor(options, records)
     encoded, summary = list(encode_records(records, encoder, wanted.max_tokens)), DataSummary()
     samples = list(samples_of(zip(records, encoded, strict=True), wanted, summary))
-    if encodes_all:
+    if len(records) < _RECORDS:  # there are no more
         require_samples(source.name, summary, wanted)
     return _Beginning(
-        name=source.name,
-        samples=(len(samples) if encodes_all else number) if is_whole else None,
         longest=max((len(each.ids) for each in samples), default=0),
         largest_token=max((max(each.ids, default=0) for each in encoded), default=0),
         pictures=any(each.pictures is not None for each in encoded),
-        warning=never_ends(records[:_RECORDS], encoded[:_RECORDS], encoder, wanted.max_tokens),
+        warning=never_ends(records, encoded, encoder, wanted.max_tokens),
     )
 
 

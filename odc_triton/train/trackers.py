@@ -55,7 +55,7 @@ class Trackers:
 
     def __init__(self, options: RunOptions, *, ranks: int, step: int = 0, seen: int = 0) -> None:
         config = asdict(options) | {"ranks": ranks}
-        self._running = [_KINDS[name](options, config, step, seen) for name in options.report_to]
+        self._running = [_KINDS[name](options, config, step, seen) for name in dict.fromkeys(options.report_to)]
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Logs a step's metrics, those that are finite numbers."""

@@ -140,11 +140,10 @@ def test_faults_of_completions(with_faults: Callable[..., str], faults: dict, wo
 @pytest.mark.parametrize(
     ("ids", "logps", "reason", "words"),
     [
-        ([], [], "length", r"the tokens \[\]"),
+        ([], [], "length", "0 tokens of at most 6"),
         ([3, "x"], [-1.0, -1.0], "length", r"the tokens \[3, 'x'\]"),
-        ([3] * 7, [-1.0] * 7, "length", "7 tokens, more than 6"),
-        ([3], [-1.0] * 9, "length", "9 log-probabilities of 1 tokens"),
-        ([3], [0.5], "length", "one is 0.5"),
+        ([3] * 7, [-1.0] * 7, "length", "7 tokens of at most 6"),
+        ([3], [-1.0] * 9, "length", "1 tokens of at most 6, with 9 log-probabilities"),
         ([5, 3], [-1, -1], "length", "tokens after an end token"),
         ([3], [-1], "stop", r"stopped at token 3, which is not one of \[2, 5, 11\]"),
     ],
@@ -201,6 +200,7 @@ def test_a_server_that_is_gone() -> None:
             {"model": {"logprobs_mode": "raw_logprobs"}},
             "returns raw_logprobs, not those after the temperature: start it",
         ),
+        ({"model": {"logprobs_mode": None}}, "returns None, not those after the temperature"),
         ({"model": {"skip_tokenizer_init": True}}, "start it without --skip-tokenizer-init"),
         (
             {"model": {"dtype": "torch.bfloat16"}},
@@ -219,12 +219,6 @@ def test_check_refuses(with_faults: Callable[..., str], tmp_path: Path, faults: 
         faults = {"model": {"model": str(tmp_path)}}
     with pytest.raises(GenerationFailed, match=words):
         PolicyServer(with_faults(**faults)).check(config=config, dtype="float32", tokens=100)
-
-
-def test_check_warns_of_what_the_server_does_not_say(with_faults: Callable[..., str]) -> None:
-    address = with_faults(model={"logprobs_mode": None})
-    with pytest.warns(UserWarning, match="does not report which log-probabilities"):
-        PolicyServer(address).check()
 
 
 # What the server does wrong with weights, and what is said.

@@ -33,8 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "heads.json").write_text(json.dumps(QWEN2 | {"num_key_value_heads": 3}))
     (folder / "layers.json").write_text(json.dumps(QWEN2 | {"layer_types": ["full_attention"]}))
     (folder / "long.jsonl").write_text(json.dumps({"text": "A licensor grants. " * 200}) + "\n")
-    mixed = [{"text": "word " * (2 if number < 5 else 99)} for number in range(20)]
-    (folder / "mixed.jsonl").write_text("".join(json.dumps(record) + "\n" for record in mixed))
     (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 3)
     (folder / "my_reward.py").write_text("def f(completions, **columns): return [0.0 for _ in completions]")
     (folder / "no-tokenizer").mkdir()
@@ -96,15 +94,6 @@ _SFT = [
         r"long.jsonl, line 1: 3001 tokens, more than the cap of 300; raise --token-cap, or give --trunc",
     ),
     (
-        {"--ranks": "3"},
-        "data.jsonl: an epoch has 40 samples and one step takes 16 on each of 3 ranks: lower --samples-per-rank",
-    ),
-    ({"--eval-fraction": "0.7"}, "an epoch has 12 samples and one step takes 16"),
-    (
-        {"--data": "mixed.jsonl", "--token-cap": "64", "--drop-long": ""},
-        "an epoch has 5 samples and one step takes 16",
-    ),
-    (
         {"--ranks": "3", "--replicas": "2", "--samples-per-rank": "1"},
         "--replicas is 2 and --ranks is 3: give a number of replicas that divides the ranks",
     ),
@@ -143,7 +132,6 @@ _SFT = [
 
 
 _GRPO = [
-    ({"--ranks": "2"}, "an epoch has 3 prompts and one step takes 4 on each of 2 ranks: lower --prompts-per-rank"),
     ({"--ranks": "3", "--replicas": "2"}, "--replicas is 2 and --ranks is 3: give a number of replicas that divides"),
     (
         {"--prompts-per-rank": "1", "--max-new-tokens": "300"},
