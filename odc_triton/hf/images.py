@@ -53,23 +53,6 @@ def trains_tower(model: nn.Module) -> bool:
     return any(each.requires_grad for each in tower_of(model))
 
 
-def continues_pictures(model: Any) -> bool:
-    """True for a model, or its config, that generates from pictures on the attention of packs, which has no blocks."""
-    family = _inputs_of(model)
-    return family is not None and not family.blocks
-
-
-def prompt_inputs(model: nn.Module, sample: Mapping[str, Any], tokens: int) -> dict[str, Tensor]:
-    """The inputs of transformers' `generate` besides the first `tokens` of a sample, which are its prompt."""
-    family = _inputs_of(model)
-    inputs = {name: torch.as_tensor(sample[name]) for name in PICTURE_FIELDS if name in sample}
-    if inputs and family.batch:
-        inputs = {name: value[None] for name, value in inputs.items()}
-    if inputs and family.mrope:
-        inputs["mm_token_type_ids"] = torch.as_tensor(sample["mm_token_type_ids"])[None, :tokens]
-    return inputs
-
-
 def text_positions(model: nn.Module, positions: Tensor) -> Tensor:
     """Positions of text, [1, T], as the model's forward takes them in a pack."""
     family = _inputs_of(model)

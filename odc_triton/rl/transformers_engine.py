@@ -10,7 +10,7 @@ scores of which only the drawn token's is finite.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -37,12 +37,8 @@ class TransformersEngine:
         self.model, self._should_stop = model, should_stop
 
     @torch.no_grad()
-    def generate(
-        self, requests: Sequence[Request], options: SamplingOptions, inputs: Mapping[str, Tensor] | None = None
-    ) -> list[list[Sampled]]:
-        """[request][seed]: all completions of `requests` are decoded together. `inputs`: of a single one with one seed,
-        what the model takes besides tokens.
-        """
+    def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[list[Sampled]]:
+        """[request][seed]: all completions of `requests` are decoded together."""
         model = self.model
         rows = [request.ids for request in requests for _ in request.seeds]
         longest, pad = max(map(len, rows)), options.end_tokens[0] if options.end_tokens else 0
@@ -62,9 +58,8 @@ class TransformersEngine:
             no_repeat_ngram_size=0,
             min_new_tokens=0,
         )
-        given = {name: value.to(device) for name, value in (inputs or {}).items()}
-        if router_weight(model):
-            given["output_router_logits"] = False  # transformers can't compute their loss of a cache's tokens
+        # Transformers can't compute the routers' loss of a cache's tokens.
+        given = {"output_router_logits": False} if router_weight(model) else {}
         with _evaluating(model), self._whole():
             made = model.generate(
                 input_ids=ids,

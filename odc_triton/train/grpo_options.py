@@ -36,9 +36,10 @@ class GrpoOptions(RunOptions):
         "auto", "auto: compute a prompt once for its completions, on one rank or for several; off: for each of them"
     )
     drop_long: bool = option(False, "leave out prompts that don't fit --token-cap together with their completions")
-    pass_reward: float = option(
-        1.0, "least reward that passes a prompt in evaluation, which decodes greedily", group="Evaluation"
+    eval_samples: int = option(
+        0, "held-out completions to write to samples.jsonl at each evaluation", group="Evaluation"
     )
+    pass_reward: float = option(1.0, "least reward that passes a prompt in evaluation, which decodes greedily")
 
     reward: tuple[str, ...] = option(
         (),
@@ -89,6 +90,7 @@ class GrpoOptions(RunOptions):
     per_rank: ClassVar[str] = "prompts_per_rank"
     free: ClassVar[frozenset[str]] = RunOptions.free | {
         "share_prefixes",
+        "eval_samples",
         "decode_at_once",
         "reward_timeout_s",
         "vllm_server",
@@ -101,7 +103,7 @@ class GrpoOptions(RunOptions):
         if not 0 < self.vllm_memory < 1:
             raise ValueError(f"--vllm-memory is {self.vllm_memory}; it must be between 0 and 1")
         self._require_positive("importance_cap", "clip", "clip_high", "iterations")
-        self._require_not_negative("kl")
+        self._require_not_negative("kl", "eval_samples")
         if not self.reward and self.teacher is None:
             raise ValueError(
                 "--reward is missing: give --reward module:function, as in --reward my_rewards:length, or a --teacher"
@@ -165,6 +167,8 @@ class GrpoOptions(RunOptions):
                 f"--engine is {self.engine} and --vllm-server is {self.vllm_server}: give --engine vllm-server and "
                 f"--vllm-server ADDRESS together"
             )
+        if self.eval_samples and self.eval_data is None:
+            raise ValueError(f"--eval-samples is {self.eval_samples} and there is no --eval-data: give it")
         super()._check_contradictions()
 
     def identity(self, world: int) -> dict[str, Any]:

@@ -36,7 +36,8 @@ class Records:
         self._on_metrics = on_metrics
         self._metrics = MetricsFile(out / "metrics.jsonl", step=step)
         samples = out / "samples.jsonl"
-        self._samples = MetricsFile(samples, step=step) if options.eval_samples or samples.exists() else None
+        writes = getattr(options, "eval_samples", 0) > 0 or samples.exists()
+        self._samples = MetricsFile(samples, step=step) if writes else None
         self.trackers = Trackers(options, ranks=run.engine.world, step=step, seen=self._metrics.seen)
 
     def write(self, metrics: Metrics, samples: list[Sample]) -> None:

@@ -98,8 +98,8 @@ class RunFolder:
             self._lock = None
 
 
-# Options that there are no more, with what they were by default.
-_REMOVED = [("decay_steps", 0), ("balance", "mini")]
+# Options that a job had once, with what they were by default.
+_REMOVED = {"decay_steps": 0, "balance": "mini"}
 _JOBS: dict[str, type[RunOptions]] = {"sft": SftOptions, "grpo": GrpoOptions}
 # The data's origin; files may have moved, so the data are compared.
 _IN_THE_DATA = {"data", "eval_data", "tokenizer"}
@@ -114,7 +114,8 @@ def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: Path) 
     """
     options = _JOBS[wanted.get("job", "sft")]
     defaults = options.defaults()
-    saved = defaults | {name: value for name, value in saved.items() if (name, value) not in _REMOVED}
+    saved = _REMOVED | defaults | saved
+    wanted = _REMOVED | wanted
     files = [where / "data" / name for name in saved.get("prepared", ()) if "prepared" in wanted]
     if files and all(file.suffix == ".npz" and file.is_file() for file in files):
         saved["prepared"] = [contents(file) for file in files]

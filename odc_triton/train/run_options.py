@@ -79,7 +79,6 @@ class RunOptions:
 
     eval_data: str | None = option(None, "what to evaluate on, in the same forms as --data", group="Evaluation")
     eval_every: int = option(0, "steps between evaluations, besides the last one; 0: only the last")
-    eval_samples: int = option(0, "held-out samples to complete greedily at each evaluation, written to samples.jsonl")
 
     checkpoint_every: int = option(0, "steps between checkpoints; 0: off", group="Checkpoints")
     checkpoint_background: bool | None = option(
@@ -101,7 +100,7 @@ class RunOptions:
             *("out", "resume", "checkpoint_every", "checkpoint_background", "keep"),
             *("timeout_minutes", "max_skipped", "eval_every", "replicas"),
             *("gradient_checkpointing", "offload_checkpoints", "fused_head"),
-            *("split_sequences", "split_tokens", "eval_samples", "report_to", "run_name", "project"),
+            *("split_sequences", "split_tokens", "report_to", "run_name", "project"),
         )
     )
     # Only one of each may be set.
@@ -116,7 +115,7 @@ class RunOptions:
         self._require_positive("steps", "lr", "clip_norm", "timeout_minutes", "lora_alpha", "keep", "replicas")
         self._require_positive("teacher_temperature", "teacher_weight")
         self._require_not_negative("warmup_steps", "weight_decay", "checkpoint_every")
-        self._require_not_negative("eval_samples", "eval_every", "max_skipped", "lora_rank", "split_tokens")
+        self._require_not_negative("eval_every", "max_skipped", "lora_rank", "split_tokens")
         self._require_positive(self.per_rank)
         require_token_cap(self)
         require_seed(self)
@@ -178,11 +177,8 @@ class RunOptions:
         for name, needed in needs.items():
             if getattr(self, name) != self.defaults()[name] and not getattr(self, needed):
                 raise ValueError(f"{flag(name)} is {getattr(self, name)}: give {flag(needed)} too, or leave it out")
-        for name in ("eval_every", "eval_samples"):
-            if getattr(self, name) and not self.evaluates:
-                raise ValueError(
-                    f"{flag(name)} is {getattr(self, name)} and there is nothing to evaluate on: give --eval-data"
-                )
+        if self.eval_every and not self.evaluates:
+            raise ValueError(f"--eval-every is {self.eval_every} and there is nothing to evaluate on: give --eval-data")
         self.require_replicas(self.replicas or 1)
 
     def most_tokens(self, ranks: int) -> int:

@@ -36,7 +36,7 @@ from ..data.prepared import prepare_data, prepared_path
 from ..data.records import DataError
 from ..data.sources import RecordSource, open_source
 from ..data.store import contents
-from ..data.tokenizer import TextEncoder, read_config
+from ..data.tokenizer import TextEncoder
 from . import prepare as preparing
 from .job import OnMetrics, Sharded, load_teacher, main_of, run_job, train
 from .metrics import Metrics
@@ -44,7 +44,7 @@ from .prepare import Prepared, load_any_tokenizer, mix_of, take_folder
 from .run_folder import RunFolder
 from .sft_options import SftOptions
 from .sft_run import Samples, SftRun
-from .vision import load_processor, require_continuing, require_processor
+from .vision import load_processor, require_processor
 
 _REPORT_S = 10.0
 _RECORDS = 16  # of each source that are checked before the start
@@ -77,7 +77,6 @@ def _start(options: SftOptions, sharded: Sharded, prepared: Prepared[Samples]) -
         teacher=teacher,
         data=prepared.data,
         evaluation=prepared.evaluation,
-        tokenizer=prepared.tokenizer,
         mix=prepared.mix,
         cost=cost,
         identity=prepared.identity,
@@ -93,8 +92,6 @@ def check_before_start(options: SftOptions, ranks: int) -> None:
     wanted = _wanted(options, ranks // (options.replicas or 1))
     learned = [_begin(source, encoder, wanted, options) for source in sources]
     held_out = [] if options.eval_data is None else [_begin(open_source(options.eval_data), encoder, wanted, options)]
-    if any(head.pictures for head in (learned if options.eval_fraction else held_out)):
-        require_continuing(read_config(options.model or options.init), options)
     for source, head in zip(sources, learned, strict=True):
         if head.warning is not None:
             print(f"{source.name}: {head.warning}", file=sys.stderr)
@@ -113,7 +110,6 @@ class _Beginning:
 
     longest: int
     largest_token: int
-    pictures: bool
     warning: str | None = None
 
 
@@ -125,8 +121,7 @@ def _begin(source: RecordSource, encoder: TextEncoder, wanted: DataOptions, opti
     if path and path.exists():
         with contextlib.suppress(DataError):  # damaged: prepared again
             made = TokenizedDataset.load(path)
-            longest, pictures = int(made.lengths.max()), made.pictures is not None
-            return _Beginning(longest=longest, largest_token=made.largest_token, pictures=pictures)
+            return _Beginning(longest=int(made.lengths.max()), largest_token=made.largest_token)
     records = list(islice(source, _RECORDS))
     if encoder.pictures is None:
         require_processor(options, records)
@@ -137,7 +132,6 @@ def _begin(source: RecordSource, encoder: TextEncoder, wanted: DataOptions, opti
     return _Beginning(
         longest=max((len(each.ids) for each in samples), default=0),
         largest_token=max((max(each.ids, default=0) for each in encoded), default=0),
-        pictures=any(each.pictures is not None for each in encoded),
         warning=never_ends(records, encoded, encoder, wanted.max_tokens),
     )
 

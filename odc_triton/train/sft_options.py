@@ -42,7 +42,6 @@ class SftOptions(RunOptions):
         group="What is computed",
     )
     eval_fraction: float = option(0.0, "fraction of --data to hold out for evaluation", group="Evaluation")
-    eval_sample_tokens: int = option(64, "most tokens to generate for each of --eval-samples")
 
     alternatives: ClassVar = (
         *RunOptions.alternatives,
@@ -50,11 +49,11 @@ class SftOptions(RunOptions):
     )
     job: ClassVar[str] = "sft"
     per_rank: ClassVar[str] = "samples_per_rank"
-    free: ClassVar[frozenset[str]] = RunOptions.free | {"eval_sample_tokens", "fetch_images"}
+    free: ClassVar[frozenset[str]] = RunOptions.free | {"fetch_images"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_positive("epochs", "eval_sample_tokens")
+        self._require_positive("epochs")
         if self.router_aux_loss is not None:
             self._require_not_negative("router_aux_loss")
         if not 0 <= self.eval_fraction < 1:
@@ -63,11 +62,6 @@ class SftOptions(RunOptions):
     def _check_contradictions(self) -> None:
         if self.share_prefixes and self.balance != "mini":
             raise ValueError(f"--share-prefixes goes with --balance mini; it is {self.balance}: leave one of them out")
-        if self.eval_samples and self.eval_sample_tokens >= self.token_cap:
-            raise ValueError(
-                f"--eval-sample-tokens is {self.eval_sample_tokens} and --token-cap is {self.token_cap}: no prompt "
-                f"fits; give fewer --eval-sample-tokens"
-            )
         if self.split_sequences and self.balance not in ("mini", "queue"):
             raise ValueError(
                 f"--split-sequences goes with --balance mini or queue; it is {self.balance}: leave one of them out"

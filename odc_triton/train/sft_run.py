@@ -24,16 +24,14 @@ from ..data.dataset import Samples
 from ..data.order import Mix
 from ..engine.api import engine_of, minibatch
 from ..hf import summed_losses
-from ..hf.enable import innermost
 from ..hf.loss import router_predictions
 from ..hf.pack_loader import tower_costs
 from ..hf.router_loss import router_weight
 from ..sequence.enable import enable_split, split_forward
 from .metrics import Metrics
 from .run import Run, shared_counter
-from .samples import Completions
 from .sft_options import SftOptions
-from .vision import one_ahead, require_continuing
+from .vision import one_ahead
 
 _REPORT_S = 10.0
 
@@ -59,18 +57,13 @@ class SftRun(Run):
         data: Samples,
         evaluation: Samples | None = None,
         mix: Mix | None = None,
-        tokenizer: Any = None,
         cost: CostModel | None = None,
         identity: dict[str, Any] | None = None,
     ) -> None:
-        """`teacher`: to learn from, sharded as `model` is. `mix`: of `data` in an epoch; by default each sample once.
-        `tokenizer`: for sample generations, if `eval_samples` is set.
-        """
+        """`teacher`: to learn from, sharded as `model` is. `mix`: of `data` in an epoch; by default each sample once."""
         self.data, self.evaluation = data, evaluation
         engine = engine_of(model)
         lengths = data.lengths.tolist()
-        if evaluation is not None and evaluation.pictures is not None:
-            require_continuing(innermost(model).config, options)
         splits = options.split_sequences and engine.grid.shards > 1
         self.sampler = MinibatchSampler(
             lengths,
@@ -96,19 +89,6 @@ class SftRun(Run):
         self.teacher = self.teacher_of(teacher)
         self._target_counts = data.target_counts
         self._epoch = iter(self.sampler)
-        self._completions = (
-            Completions(
-                model,
-                tokenizer,
-                evaluation,
-                count=options.eval_samples,
-                new_tokens=options.eval_sample_tokens,
-                most_tokens=options.token_cap,
-                should_stop=lambda: self.stop_signal.check_peers(),
-            )
-            if options.eval_samples
-            else None
-        )
 
     def _relatives(self, options: SftOptions, cost: CostModel | None, rank: int) -> Relatives:
         """Who shares how much. Rank 0 prints progress and result."""
@@ -250,11 +230,7 @@ class SftRun(Run):
         return self.evaluation is not None
 
     def evaluate(self) -> Metrics:
-        loss = self.mean_loss(self.evaluation)
-        if self._completions is not None:
-            self.samples = self._completions.sample()
-            self.reset_timer()
-        return {"eval_loss": loss}
+        return {"eval_loss": self.mean_loss(self.evaluation)}
 
     @torch.no_grad()
     def mean_loss(self, data: Samples) -> float:

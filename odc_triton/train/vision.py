@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ..data.records import DataError, Record
 from ..data.tokenizer import read_config
 from ..data.vision import has_processor, read_processor
-from ..hf.images import continues_pictures, sees_pictures
+from ..hf.images import sees_pictures
 from .sft_options import SftOptions
 
 Item, Made = TypeVar("Item"), TypeVar("Made")
@@ -49,15 +49,6 @@ def require_processor(options: SftOptions, records: Iterable[Record]) -> None:
     seen = next((each for each in records if each.pictures), None)
     if seen is not None:
         raise DataError(f"{seen.where} has pictures, and {_why_blind(options)}, or leave them out")
-
-
-def require_continuing(config: Any, options: SftOptions) -> None:
-    """Raises ValueError if a model of this config can't complete held-out prompts with pictures."""
-    if options.eval_samples and not continues_pictures(config):
-        raise ValueError(
-            f"--eval-samples: a {config.model_type} can't generate from pictures on the attention of packs: leave it "
-            f"out, or give --eval-data without pictures"
-        )
 
 
 def one_ahead(make: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:

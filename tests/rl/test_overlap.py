@@ -12,7 +12,6 @@ import pytest
 
 from odc_triton.balance.cost import CostModel
 from odc_triton.base.errors import GenerationAborted, RolloutFailed
-from odc_triton.rl import overlap
 from odc_triton.rl.overlap import OverlappedRollout
 from tests.support.overlapped import Batch, Plan, Sampling, Store
 
@@ -105,16 +104,3 @@ def test_a_wait_ends_with_each_completion() -> None:
     rollout.engine.barrier, rollout.sampler.take = SimpleNamespace(wait_for=wait_for), lambda *_: range(0)
     assert not [*rollout]
     assert waits == [[1]] * 3
-
-
-def test_leaving_waits_once_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "_JOIN_S", 0.05)
-    (rollout,), _ = run_ranks(Plan(groups=((),), ranks=1))
-    goes_on = threading.Event()
-    rollout._threads = [threading.Thread(target=goes_on.wait, daemon=True) for _ in range(40)]
-    for each in rollout._threads:
-        each.start()
-    start_s = time.monotonic()
-    rollout.leave()
-    assert time.monotonic() - start_s < 1.0  # not 2
-    goes_on.set()

@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from odc_triton.base.errors import in_a_line
 from odc_triton.rl.rewards import (
     RewardFailed,
     Rewards,
@@ -30,15 +29,12 @@ def exact(prompts, completions, completion_ids, answer, **columns):
     return [float(text == right) for text, right in zip(completions, answer)]
 
 async def length(completions, **columns):
+    print("from the reward")
+    os.write(1, b"and lower down\\n")  # goes to stderr, and does not break the channel
     return [len(text) if len(text) else None for text in completions]
 
 def tokens(completion_ids, **columns):
     return [sum(ids) for ids in completion_ids]
-
-def prints(completions, **columns):
-    print("from the reward")
-    os.write(1, b"and lower down\\n")
-    return [0] * len(completions)
 
 def raises(prompts, **columns):
     if any("bad" in prompt for prompt in prompts):
@@ -137,21 +133,9 @@ def test_scores(rewards: Callable[..., Rewards]) -> None:
     assert scored.total(scores) == [1 + 0.5 + 6, 0, 1 + 10]
     assert math.isnan(scored.total([[math.nan]] * 3)[0])
     assert scored.score([], [], [], {"answer": []}) == [[], [], []]
-
-
-def test_prints_do_not_break_the_channel(rewards: Callable[..., Rewards], capfd: pytest.CaptureFixture) -> None:
-    assert _score(rewards("prints")) == [[0, 0, 0]]
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert "from the reward" in err
-    assert "and lower down" in err
-
-
-def test_megabytes_do_not_block(rewards: Callable[..., Rewards]) -> None:
-    """The socket holds less in both directions."""
-    count = 100_000
-    scores = rewards("length").score(["p" * 30] * count, ["c" * 100] * count, [[]] * count, {})
-    assert scores == [[100] * count]
+    count = 100_000  # the socket holds less, in both directions
+    many = scored.score(["p" * 30] * count, ["c" * 100] * count, [[]] * count, {"answer": [""] * count})
+    assert many == [[0] * count, [100] * count, [0] * count]
 
 
 @pytest.mark.parametrize(
@@ -200,47 +184,18 @@ def test_failures(rewards: Callable[..., Rewards], tmp_path: Path, function: str
     ("name", "words"),
     [
         ("no_such_module:exact", "there is no module no_such_module: start the job in the folder that has it"),
-        ("my_rewards.deeper:exact", "there is no module my_rewards.deeper"),
         ("my_rewards:exakt", "has no exakt: name one of its functions"),
         ("my_rewards:number", "number is 3, no function: name one of"),
         ("my_rewards:positional", r"can't be called with the keywords .* end its parameters with \*\*columns"),
         ("broken:exact", "importing broken raised ZeroDivisionError: division by zero"),
-        ("needs:exact", "importing needs needs no_such_package, which is not installed"),
         ("leaving:exact", "importing leaving raised SystemExit: 4"),
     ],
 )
 def test_check_refuses(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / "broken.py").write_text("1 / 0")
-    (tmp_path / "needs.py").write_text("import no_such_package")
     (tmp_path / "leaving.py").write_text("import sys; sys.exit(4)")
     with pytest.raises(ValueError, match=words), closing(Rewards([name])) as rewards:
         rewards.check()
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("def f(**columns:\n    pass\n", ["line 1", "def f(**columns:", "^", "SyntaxError: '(' was never closed"]),
-        (
-            "import json\nrows = json.loads('{')\n",
-            [
-                "line 2, in <module>",
-                "rows = json.loads('{')",
-                "json.decoder.JSONDecodeError: Expecting property name enclosed in double quotes: "
-                "line 1 column 2 (char 1)",
-            ],
-        ),
-    ],
-)
-def test_shows_only_the_users_own_lines(tmp_path: Path, text: str, shown: list[str]) -> None:
-    (tmp_path / "own.py").write_text(text)
-    with pytest.raises(ValueError, match="importing own raised") as raised, closing(Rewards(["own:f"])) as rewards:
-        rewards.check()
-    _, first, *lines = in_a_line(raised.value).splitlines()
-    assert first == "Traceback (most recent call last):"
-    place, *lines = (line for line in lines if set(line.strip()) != {"^"} or "^" in shown)
-    assert place.strip() == f'File "{tmp_path / "own.py"}", {shown[0]}'
-    assert [line.strip() for line in lines] == shown[1:]
 
 
 def test_starting_the_process_does_not_count(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from odc_triton.rl.generation import Request, Sampled, SamplingOptions
-from odc_triton.rl.transformers_engine import _cut
+from odc_triton.rl.generation import Request, SamplingOptions
 from tests.support import ranks
 from tests.support.sft_case import QWEN2
 
@@ -50,12 +49,6 @@ def _log_probs(model: torch.nn.Module, prompt: list[int], ids: list[int], temper
     with torch.no_grad():
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
-
-
-def test_a_completion_ends_with_its_end_token() -> None:
-    ended, truncated = _cut([[5, END, END], [5, 6, 7]], [[-1.0, -2.0, -3.0]] * 2, (3, END))
-    assert ended == Sampled(ids=[5, END], logps=[-1.0, -2.0], ended=True)
-    assert truncated == Sampled(ids=[5, 6, 7], logps=[-1.0, -2.0, -3.0], ended=False)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

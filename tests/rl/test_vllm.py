@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from odc_triton.base.errors import GenerationAborted, GenerationFailed
-from odc_triton.policy.vllm_server import PolicyServer, is_too_old
+from odc_triton.policy.vllm_server import PolicyServer
 from odc_triton.rl.generation import Request, Sampled, SamplingOptions
 from odc_triton.rl.vllm_sampling import sampled
 from odc_triton.rl.vllm_server import VllmServer
@@ -119,10 +119,8 @@ def test_weights_and_requests_of_ranks() -> None:
     [
         ({"choices": 0}, "returned 0 completions instead of 1"),
         ({"body": "<html>busy</html>"}, "did not answer POST /v1/completions with JSON: '<html>busy</html>'"),
-        ({"body": "[1]"}, r"an answer that is not vLLM's: '\[1\]'"),
         ({"choice": {"token_ids": None}}, "an answer that is not vLLM's"),
         ({"choice": {"finish_reason": "abort"}}, "ended by 'abort'"),
-        ({"breaks_off": True}, "is unreachable for POST /v1/completions"),
         ({"missing_bytes": 5}, "is unreachable for POST /v1/completions"),
         ({"slow_s": 30}, "did not answer POST /v1/completions within 0.3 s"),
         ({"slow_s": 30, "fast_seed": 8, "choices": 2}, "returned 2 completions"),  # the others are not waited for
@@ -141,7 +139,6 @@ def test_faults_of_completions(with_faults: Callable[..., str], faults: dict, wo
     ("ids", "logps", "reason", "words"),
     [
         ([], [], "length", "0 tokens of at most 6"),
-        ([3, "x"], [-1.0, -1.0], "length", r"the tokens \[3, 'x'\]"),
         ([3] * 7, [-1.0] * 7, "length", "7 tokens of at most 6"),
         ([3], [-1.0] * 9, "length", "1 tokens of at most 6, with 9 log-probabilities"),
         ([5, 3], [-1, -1], "length", "tokens after an end token"),
@@ -174,18 +171,6 @@ def test_requests_that_another_thread_aborts() -> None:
     assert [*map(type, found)] == [GenerationAborted]
 
 
-def test_a_server_that_is_gone() -> None:
-    with vllm_serve() as serving:
-        engine = VllmServer(serving.address)
-        engine.server.check()
-        assert len(engine.generate(REQUESTS, OPTIONS)[0]) == 3
-        serving.stop()
-        with pytest.raises(GenerationFailed, match=f"{serving.address} is unreachable for POST /v1/completions"):
-            engine.generate(REQUESTS, OPTIONS)
-        with pytest.raises(GenerationFailed, match="is unreachable for GET /health"):
-            engine.server.check()
-
-
 @pytest.mark.parametrize(
     ("faults", "words"),
     [
@@ -194,14 +179,12 @@ def test_a_server_that_is_gone() -> None:
             {"transfer": None},
             r"can't read the policy from memory \(weight_transfer_config is None\): start it with VLLM_S",
         ),
-        ({"transfer": {"backend": "nccl"}}, "from memory .*nccl"),
         ({"refuse": "/server_info?config_format=json"}, "refused GET /server_info.* start it with VLLM_SERVER"),
         (
             {"model": {"logprobs_mode": "raw_logprobs"}},
             "returns raw_logprobs, not those after the temperature: start it",
         ),
         ({"model": {"logprobs_mode": None}}, "returns None, not those after the temperature"),
-        ({"model": {"skip_tokenizer_init": True}}, "start it without --skip-tokenizer-init"),
         (
             {"model": {"dtype": "torch.bfloat16"}},
             "computes in bfloat16, and the policy in float32: start it with --dtype",
@@ -257,19 +240,7 @@ def test_weights_that_do_not_arrive() -> None:
         assert words in second
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://", "http://a:b@127.0.0.1"])
+@pytest.mark.parametrize("address", ["127.0.0.1:8000", "http://"])
 def test_addresses(address: str) -> None:
     with pytest.raises(ValueError, match=r"write it as http://127\.0\.0\.1:8000"):
         VllmServer(address)
-
-
-def test_vllm_is_named_where_it_is_missing() -> None:
-    from odc_triton.rl.vllm_colocate import VllmColocate
-
-    with pytest.raises(GenerationFailed, match=r"vLLM can't be imported here .* install it, 0\.32 or newer"):
-        VllmColocate("folder", rank=0, dtype="float32")
-
-
-@pytest.mark.parametrize(("version", "too_old"), [("0.31.2", True), ("0.32.0rc1", False), ("0.32.1+cpu", False)])
-def test_old_versions(version: str, too_old: bool) -> None:
-    assert is_too_old(version) is too_old

@@ -245,21 +245,3 @@ def test_a_prompt_over_the_cap(folder: Path, tmp_path: Path) -> None:
     for each, ranks_ in ((wanted, 1), (replace(wanted, split_sequences=False), 2)):
         with pytest.raises(ValueError, match=r"the prompt has .* tokens, and 0 fit"):
             check_before_start(each, ranks_)
-
-
-def test_a_sample_has_its_own_rewards() -> None:
-    from types import SimpleNamespace
-
-    from odc_triton.rl.generation import Sampled
-    from odc_triton.train.grpo_run import GrpoRun
-
-    made = SimpleNamespace(
-        slots=[SimpleNamespace(prompt=SimpleNamespace(ids=[place])) for place in (7, 8)],
-        sampled=[[Sampled(ids=[place], logps=[0.0], ended=place == 2)] for place in (1, 2)],
-        rewards=torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]]),
-        totals=torch.tensor([[5.0], [6.0]]),
-    )
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
-    run = SimpleNamespace(sampler=SimpleNamespace(tokenizer=tokenizer, rewards=SimpleNamespace(names=["a", "b"])))
-    want = {"prompt": "[8]", "completion": "[2]", "reward": 6.0, "rewards/a": 2.0, "rewards/b": 4.0, "ended": True}
-    assert GrpoRun._sample(run, made, 1) == want

@@ -24,12 +24,6 @@ SFT: list[tuple[dict[str, Any], str]] = [
     ({"eval_data": "a", "eval_fraction": 0.5}, "give one of them"),
     ({"eval_every": 5}, "nothing to evaluate on: give --eval-data"),
     ({"eval_fraction": 1.0}, "--eval-fraction is 1.0"),
-    ({"eval_samples": 2}, "--eval-samples is 2 and there is nothing to evaluate on: give --eval-data"),
-    ({"eval_sample_tokens": 0}, "--eval-sample-tokens is 0; it must be positive"),
-    (
-        {"eval_samples": 1, "eval_fraction": 0.1, "eval_sample_tokens": 256},
-        "--eval-sample-tokens is 256 and --token-cap is 256: no prompt fits; give fewer --eval-sample-tokens",
-    ),
     ({"lora_alpha": 8.0}, "--lora-alpha is 8.0: give --lora-rank too"),
     ({"lora_targets": "q_proj"}, "--lora-targets is q_proj: give --lora-rank too"),
     ({"tokenizer": None}, "init has no tokenizer"),
@@ -50,6 +44,8 @@ SFT: list[tuple[dict[str, Any], str]] = [
     ),
     ({"split_tokens": 9}, "--split-tokens is 9: give --split-sequences too"),
     ({"offload_checkpoints": True}, "--offload-checkpoints is True: give --gradient-checkpointing too"),
+    ({"teacher_beta": 1.0}, "--teacher-beta is 1.0: give --teacher too"),
+    ({"teacher": "t", "teacher_weight": 1.5}, "--teacher-weight is 1.5; it must be between 0 and 1"),
     ({"router_aux_loss": -1.0}, "--router-aux-loss is -1.0; it must be at least 0"),
     ({"report_to": ("mlflow",)}, "--report-to is 'mlflow'; give one of tensorboard, wandb, trackio"),
 ]
@@ -67,6 +63,7 @@ GRPO: list[tuple[dict[str, Any], str]] = [
     ({"engine": "vllm-colocate"}, "give --model"),
     ({"temperature": 0.0}, "temperature is 0.0; it must be positive"),
     ({"vllm_memory": 1.5}, "between 0 and 1"),
+    ({"eval_samples": 2}, "--eval-samples is 2 and there is no --eval-data: give it"),
 ]
 
 

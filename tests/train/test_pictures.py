@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import shutil
@@ -12,16 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from odc_triton.balance import CostModel, find_relatives
 from odc_triton.cli.command import main
 from odc_triton.data.dataset import TokenizedDataset
-from odc_triton.train.metrics import read_metrics
 from odc_triton.train.model import build_model
-from odc_triton.train.samples import prompted
 from odc_triton.train.sft import check_before_start
 from odc_triton.train.vision import one_ahead
 from tests.support import jobs
@@ -111,10 +107,10 @@ def test_it_learns_from_pictures_also_after_a_stop(folder: Path, tmp_path: Path)
     """Stopped, and continued on one rank, when the pictures' files are gone: they are in the prepared file."""
     write_records(tmp_path, "learned", asked=12, text=12)
     write_records(tmp_path, "held_out", asked=2, text=0, seed=1)
-    how = {"eval_data": str(tmp_path / "held_out.jsonl"), "eval_samples": 8, "checkpoint_every": 1000}
+    how = {"eval_data": str(tmp_path / "held_out.jsonl"), "checkpoint_every": 1000}
     how |= {"steps": 80, "lr": 1e-2, "schedule": "constant", "token_cap": 512}
     once = case(tmp_path, **of_model(folder / "model"), **how, out=str(tmp_path / "once"))
-    stopped = replace(once, out=str(tmp_path / "stopped"), eval_samples=0)
+    stopped = replace(once, out=str(tmp_path / "stopped"))
     assert jobs.run(2, once) == [jobs.ENDED]
     assert jobs.run(2, stopped, stop_after=5) == [jobs.STOPPED]
     for name in ("learned", "held_out"):
@@ -127,41 +123,6 @@ def test_it_learns_from_pictures_also_after_a_stop(folder: Path, tmp_path: Path)
     guessed = math.log(len(COLOURS)) / 3  # of an answer's three tokens the first is the picture's
     assert found[-1]["eval_loss"] < guessed / 5
     assert resumed[-1]["eval_loss"] < guessed / 5
-    samples = read_metrics(Path(once.out) / "samples.jsonl")
-    assert [each["completion"][:1] for each in samples] == [each["expected"][:1] for each in samples]
-    assert len({each["expected"][:1] for each in samples}) == len(COLOURS)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks by the old name
-def test_adapters_of_a_model_with_a_frozen_tower(folder: Path, tmp_path: Path) -> None:
-    """`export --merge` has the run's own base and adapters: the same logits as PEFT's."""
-    from peft import PeftModel
-    from transformers import AutoModelForImageTextToText
-
-    base = folder / "gemma3"
-    how = {"lora_rank": 2, "freeze_vision_tower": True, "lr": 1e-2, "checkpoint_every": 4}
-    wanted = case(folder, **of_model(base), out=str(tmp_path / "out"), **how)
-    assert jobs.run(2, wanted) == [jobs.ENDED]
-    assert main(["export", wanted.out, "--out", str(tmp_path / "merged"), "--merge"]) == 0
-    assert (tmp_path / "out" / "adapter" / "processor_config.json").exists()
-    plain = AutoModelForImageTextToText.from_pretrained(base)
-    adapted = PeftModel.from_pretrained(plain, tmp_path / "out" / "adapter").merge_and_unload()
-    adapted.save_pretrained(tmp_path / "adapted")
-    for name in ("processor_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(base / name, tmp_path / "adapted" / name)
-    assert torch.allclose(logits(tmp_path / "merged"), logits(tmp_path / "adapted"), atol=1e-5)
-    assert not torch.allclose(logits(tmp_path / "merged"), logits(base), atol=1e-3)
-
-
-def test_a_prompt_has_all_pictures_of_its_record() -> None:
-    ids = np.arange(6)
-    before, after = (np.asarray(types) for types in ([1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 1]))
-    learned = np.asarray([-100, -100, 2, 3, -100, -100])
-    records = [{"input_ids": ids, "labels": learned, "mm_token_type_ids": types} for types in (after, before)]
-    (found,) = prompted(records, most_tokens=9)
-    assert found.sample is records[1]
-    assert found.prompt == [0, 1]
 
 
 # ------------------------------------------------------------------ what is trained
@@ -226,10 +187,6 @@ REFUSED: list[tuple[Callable[[Path], dict[str, Any]], str]] = [
     ),
     (lambda f: {"tokenizer": str(f / "gemma3")}, r"gemma3 has \[304\] for the tokens of pictures, and the model's"),
     (
-        lambda f: of_model(f / "gemma3") | {"eval_fraction": 0.3, "eval_samples": 1},
-        "--eval-samples: a gemma3 can't generate from pictures",
-    ),
-    (
         lambda f: (
             {"data": str(write_case(f / "no-tower") / "data.jsonl"), "truncate": True}
             | {"freeze_vision_tower": True}
@@ -245,17 +202,6 @@ def test_said_before_the_start(folder: Path, tmp_path: Path, change: Callable[[P
     wanted = case(folder, out=str(tmp_path / "out"), **change(folder))
     with pytest.raises((ValueError, OSError), match=said):
         check_before_start(wanted, 1)
-
-
-def test_without_pillow_a_model_that_sees_pictures_learns_text(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "PIL" else found(name, *more))
-    with pytest.raises(ValueError, match="has pictures, and Pillow is not installed: pip install"):
-        check_before_start(case(folder, out=str(tmp_path / "out")), 1)
-    text = write_records(tmp_path, "text", asked=0, text=8)
-    check_before_start(case(folder, data=str(text), out=str(tmp_path / "out")), 1)
 
 
 # ------------------------------------------------------------------ one ahead

@@ -113,11 +113,8 @@ def of_plain_torch(folder: Path) -> tuple[list[float], dict]:
 
 # By the number of ranks: what is special about a run.
 CASES = {
-    1: [{}],
     2: [
         {},
-        {"fused_head": True},
-        {"replace_layers": True},
         {"balance": "micro", "replace_layers": True, "fused_head": True},
         {"balance": "global"},
     ],

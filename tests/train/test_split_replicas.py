@@ -22,18 +22,13 @@ from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
 from odc_triton.train.sft_options import SftOptions
 from tests.support import jobs, namespaces, ranks
 from tests.support.deadlines import LONG_S
-from tests.support.jobs import ENDED, STOPPED
+from tests.support.jobs import ENDED
 from tests.support.leftovers import environment
 from tests.support.sft_case import case, write_case
 from tests.support.tokenized import tokenize_file
 
 CAP, STEPS = 128, 6
 LAYERS = {"gradient_checkpointing": True, "replace_layers": True, "fused_head": True}
-KINDS = {
-    "AdamW": {},
-    "LoRA": {"lora_rank": 4, "lr": 1e-2},
-    "layers": {"checkpoint_every": 1, "checkpoint_background": True, **LAYERS},
-}
 pytestmark = pytest.mark.slow
 
 
@@ -65,24 +60,6 @@ def weights(out: str) -> torch.Tensor:
 def losses(out: str) -> tuple[list[float], list[float]]:
     lines = jobs.lines(out)
     return [line["loss"] for line in lines], [line["eval_loss"] for line in lines if "eval_loss" in line]
-
-
-def test_resumed_on_other_ranks_and_replicas(folder: Path, tmp_path: Path) -> None:
-    """Four ranks in two replicas, then two in one, then six in three; against one rank with room for whole samples."""
-    plain = {"samples_per_rank": 12, "token_cap": 2 * CAP, "split_sequences": False}
-    alone = [options(folder, tmp_path / f"{name}, alone", **how, **plain) for name, how in KINDS.items()]
-    split = [options(folder, tmp_path / name, **how, samples_per_rank=3, resume="auto") for name, how in KINDS.items()]
-    assert jobs.run(1, *alone) == [ENDED] * len(KINDS)
-    places = ((4, 2, 1, STOPPED), (2, 1, 3, STOPPED), (6, 3, None, ENDED))
-    for world, replicas, stop_after, end in places:
-        here = [replace(each, samples_per_rank=12 // world, replicas=replicas) for each in split]
-        assert jobs.run(world, *here, stop_after=stop_after) == [end] * len(KINDS)
-    for name, found, want in zip(KINDS, split, alone, strict=True):
-        tolerance = 1e-4  # fp32 sums in another order
-        for got, wanted in zip(losses(found.out), losses(want.out), strict=True):
-            assert got == pytest.approx(wanted, rel=tolerance), name
-        got, wanted = weights(found.out), weights(want.out)
-        assert (got - wanted).norm() <= tolerance * wanted.norm(), name
 
 
 def _on_hosts(rank: int, world: int, wanted: Sequence[SftOptions], hosts: int) -> list[str]:

@@ -132,17 +132,3 @@ def test_wrong_teachers_are_refused_before_the_start(folder: Path, tmp_path: Pat
     }.items():
         with pytest.raises((OSError, ValueError), match=said):
             sft.check_before_start(options(folder, tmp_path / "out", teacher=str(at)), 2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"teacher": None, "teacher_beta": 1.0}, "--teacher-beta is 1.0: give --teacher too"),
-        ({"teacher_beta": 1.5}, "--teacher-beta is 1.5; it must be between 0 and 1"),
-        ({"teacher_weight": 1.5}, "--teacher-weight is 1.5; it must be between 0 and 1"),
-        ({"teacher_temperature": 0.0}, "--teacher-temperature is 0.0; it must be positive"),
-    ],
-)
-def test_wrong_options_are_named(folder: Path, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        options(folder, folder / "out", **changes)

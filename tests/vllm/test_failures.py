@@ -15,10 +15,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from odc_triton.base.errors import GenerationFailed
-from odc_triton.policy.http import Refused, Server
+from odc_triton.policy.http import Server
 from odc_triton.rl.generation import Request, SamplingOptions
 from odc_triton.rl.vllm_server import VllmServer
-from odc_triton.train.grpo import check_before_start
 from odc_triton.train.grpo_options import GrpoOptions
 from tests.support import jobs, leftovers, ranks
 from tests.support.deadlines import LONG_S, SHORT_S
@@ -160,27 +159,3 @@ def test_an_update_is_refused(folder: Path, server: RealServer) -> None:
             rf"Refused: the server at {server.address} refused POST /init_weight\w+ with status 500: .Call.* {wanted}",
         )
         assert_one_line(other, rf"WeightsNotRead: the vLLM server did not read the policy \(rank 0: .*{wanted}")
-
-
-def test_an_address_that_is_not_there(server: RealServer) -> None:
-    with pytest.raises(Refused, match=r"no policy can be read at @odc-policy-gone .*give the address of a job"):
-        Server(server.address).post(
-            "/init_weight_transfer_engine", {"init_info": {"address": "@odc-policy-gone"}}, timeout_s=LONG_S
-        )
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"dtype": "bf16"}, "computes in float32, and the policy in bfloat16: start it with --dtype bfloat16"),
-        ({"model": None, "init": "wider.json"}, "has vocab_size 300, and the policy 301: start it with"),
-        ({"token_cap": 200, "max_new_tokens": 100}, "takes 128 tokens, .*: start it with --max-model-len"),
-    ],
-)
-def test_before_the_ranks_start(folder: Path, tmp_path: Path, server: RealServer, changes: dict, words: str) -> None:
-    if changes.get("init"):
-        config = AutoConfig.from_pretrained(folder / "start", vocab_size=301)
-        config.to_json_file(tmp_path / "wider.json")
-        changes = changes | {"init": str(tmp_path / "wider.json")}
-    with pytest.raises(GenerationFailed, match=f"the server at {server.address} {words}"):
-        check_before_start(options(folder, tmp_path / "out", server, **changes), 1)

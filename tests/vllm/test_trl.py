@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -153,20 +152,19 @@ def _failed(rank: int, world: int, folder: str, start: str, changes: dict[str, A
     """How a run failed on this rank; `ends`: what happens to the server's processes in the second step, and when."""
     import torch.distributed as dist
 
-    from odc_triton import MixedPrecisionPolicy
     from odc_triton.base.errors import GenerationFailed
     from odc_triton.hf import ODCGRPOTrainer
     from odc_triton.hf.grpo_vllm import ShardedVllmGeneration
 
     case.environment()
-    server, which, when = changes.pop("ends", (None, None, None))
+    server, which, when = changes.pop("ends")
     refresh, asked = ShardedVllmGeneration.sync_weights, []
 
     def refreshed(engine: ShardedVllmGeneration) -> None:
         asked.append(engine)
         if when == "generate":
             refresh(engine)
-        if server is not None and len(asked) == 3:  # of the constructor, of the first step
+        if len(asked) == 3:  # of the constructor, of the first step
             engine._server._timeout_s = engine.vllm_client._timeout_s = SHORT_S
             if rank == 0:
                 os.killpg(server, which)
@@ -174,16 +172,14 @@ def _failed(rank: int, world: int, folder: str, start: str, changes: dict[str, A
         if when != "generate":
             refresh(engine)
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if changes.pop("bf16_policy", False) else None
     args = case.arguments(folder, case.ROWS // world, use_vllm=True, **changes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardedVllmGeneration, "sync_weights", refreshed)
         with pytest.raises(GenerationFailed) as caught:
-            ODCGRPOTrainer(case.sharded(start, mp_policy=policy), args=args, **case.given()).train()
-    if server is not None:
-        assert len(asked) == 3
-        dist.barrier()
-        os.killpg(server, signal.SIGCONT)
+            ODCGRPOTrainer(case.sharded(start), args=args, **case.given()).train()
+    assert len(asked) == 3
+    dist.barrier()
+    os.killpg(server, signal.SIGCONT)
     return f"{caught.type.__name__}: {caught.value}"
 
 
@@ -207,23 +203,3 @@ def test_a_server_that_ends(tmp_path: Path) -> None:
         for of_ranks, (_, _, words) in zip(ranks.run_all(2, *runs), ENDS, strict=True):
             for found in of_ranks:
                 assert re.match(words, found), found
-
-
-def test_refused(tmp_path: Path, served: tuple[str, str]) -> None:
-    """Before training."""
-    start, address = served
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        nothing = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    found = ranks.run_all(
-        1,
-        (_failed, str(tmp_path / "run"), _saved(tmp_path / "other", vocabulary=160), _server_mode(address)),
-        (_failed, str(tmp_path / "run"), start, _server_mode(address, bf16_policy=True)),
-        (_failed, str(tmp_path / "run"), start, _server_mode(nothing)),
-    )
-    words = (
-        "has vocab_size 128, and the policy 160: start it with the policy's model",
-        "computes in float32, and the policy in bfloat16: start it with --dtype bfloat16",
-        f"the server at {nothing} is unreachable for GET /health",
-    )
-    for (message,), part in zip(found, words, strict=True):
-        assert part in message
