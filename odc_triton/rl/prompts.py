@@ -93,7 +93,8 @@ def _encoded(name: str, tokenizer: Any, first: int) -> Iterator[tuple[str, Any, 
     """(name in errors, prompt, columns, tokens) of each record."""
     encoder, rows = TextEncoder.of(tokenizer), islice(open_source(name).rows(), first or None)
     records = [
-        (where, _prompt_of(where, row), {k: v for k, v in row.items() if k not in _NOT_COLUMNS}) for where, row, _ in rows
+        (where, _prompt_of(where, row), {k: v for k, v in row.items() if k not in _NOT_COLUMNS})
+        for where, row, _ in rows
     ]
     plain = iter(encoder.encode_batch([given for _, given, _ in records if isinstance(given, str)]))
     for where, given, columns in records:

@@ -60,7 +60,7 @@ class SftRun(Run):
         cost: CostModel | None = None,
         identity: dict[str, Any] | None = None,
     ) -> None:
-        """`teacher`: to learn from, sharded as `model` is. `mix`: of `data` in an epoch; by default each sample once."""
+        """`teacher`: to learn from, sharded as `model` is. `mix`: of `data` in an epoch; by default each once."""
         self.data, self.evaluation = data, evaluation
         engine = engine_of(model)
         lengths = data.lengths.tolist()
