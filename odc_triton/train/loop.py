@@ -32,12 +32,9 @@ class Records:
 
     def __init__(self, run: Run, on_metrics: OnMetrics | None) -> None:
         options, step = run.options, run.state.step
-        out = Path(options.out)
         self._on_metrics = on_metrics
-        self._metrics = MetricsFile(out / "metrics.jsonl", step=step)
-        samples = out / "samples.jsonl"
-        writes = getattr(options, "eval_samples", 0) > 0 or samples.exists()
-        self._samples = MetricsFile(samples, step=step) if writes else None
+        self._metrics = MetricsFile(Path(options.out) / "metrics.jsonl", step=step)
+        self._samples: MetricsFile | None = None
         self.trackers = Trackers(options, ranks=run.engine.world, step=step, seen=self._metrics.seen)
 
     def write(self, metrics: Metrics, samples: list[Sample]) -> None:
@@ -45,9 +42,11 @@ class Records:
         self._metrics.write(metrics)
         self.trackers.log(metrics)
         lines = [{"step": metrics["step"], **each} for each in samples]
-        for line in lines:
-            self._samples.write(line)
         if lines:
+            if self._samples is None:
+                self._samples = MetricsFile(self._metrics.path.with_name("samples.jsonl"), step=metrics["step"] - 1)
+            for line in lines:
+                self._samples.write(line)
             self.trackers.log_samples(lines)
         if self._on_metrics is not None:
             self._on_metrics(metrics)
