@@ -2,52 +2,19 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from odc_triton import enable_split, fully_shard, repeating
-from odc_triton.engine.api import engine_of
 from odc_triton.sequence.exchange import Additions, SequenceExchange
 from tests.support import ranks, slow
-from tests.support.splitting import Dealt, P, Setup, build, plain, step_on
+from tests.support.splitting import Dealt, P, Setup, build, step_on
 
 # Three ranks add to what rank 0 has: of two, either order would give the same sum.
 DEAL: Dealt = [[[P(0, 0, 10), 3]], [[P(0, 10, 20)], [1]], [[P(0, 20, 30)], [2]], [[P(0, 30, 41)]]]
-# Of a prefix on two ranks, to which three and two others add.
-TREE: Dealt = [[[P(0, 0, 5)]], [[P(0, 5, 41), P(3, 7, 9, 0)]], [[P(1, 7, 17, 0)]], [[P(2, 7, 30, 0)]]]
-
-
-def _at_random_speeds(rank: int, world: int, run: int, backend: str) -> dict[str, torch.Tensor]:
-    setup, numbers = Setup(backend=backend, prefix=8), random.Random(f"{run} {rank}")
-    model = fully_shard(build(setup, replaced=True), backend=backend, exact=True)
-    enable_split(model, tokens=48)
-    exchange = engine_of(model).participant("split")
-
-    def late(of: Callable, *given: Any) -> Any:
-        time.sleep(0.01 * numbers.random())
-        return of(*given)
-
-    for name in ("publish", "read", "begin_adding", "collect"):
-        setattr(exchange, name, partial(late, getattr(exchange, name)))
-    return repeating(lambda: step_on(model, setup, rank, deal=TREE)[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["cpu", "cpu-sharded"])
-def test_trees_at_random_speeds(backend: str) -> None:
-    runs = ranks.run_all(4, *((_at_random_speeds, run, backend) for run in range(5)))
-    want, *others = (found for of_ranks in runs for found in of_ranks)
-    for name, gradient in plain(Setup(prefix=8))[1].items():
-        assert (want[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, name
-    for found in others:
-        for name, gradient in want.items():
-            assert torch.equal(found[name], gradient), name
 
 
 def _gradients(rank: int, world: int, late: int, backend: str) -> dict[str, torch.Tensor]:

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 
-from odc_triton import MinibatchFailed, enable_split, fully_shard, memory_plan, minibatch
+from odc_triton import MinibatchFailed, enable_split, fully_shard, minibatch
 from odc_triton.balance import CostModel, PackedDataset, count_target_tokens, pack_collate
 from odc_triton.balance.pieces import MinibatchPacks, Piece, SplitPlan
 from odc_triton.balance.relatives import find_relatives
@@ -205,31 +204,6 @@ def test_tokens_that_are_shared_must_be_the_same_on_all_ranks() -> None:
     for in_prompt, in_completion in ranks.run(_with_other_tokens, 2):
         assert in_prompt.startswith("RanksDiffer: the ranks split sequences by 2 different plans")
         assert in_completion == "nothing was raised"
-
-
-def test_models_that_are_refused() -> None:
-    model = build(Setup(), replaced=False)
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(NotImplementedError, match="no layer of Qwen2ForCausalLM attends by odc_triton's packed"):
-        enable_split(fully_shard(model), tokens=8)
-    with pytest.raises(TypeError, match="is not sharded"):
-        enable_split(build(Setup(), replaced=False), tokens=8)
-
-
-def test_the_plan_of_memory_is_what_is_allocated() -> None:
-    model = build(Setup(), replaced=False)
-    planned = memory_plan(model, 1, split_tokens=900)
-    without = memory_plan(model, 1)
-    assert planned.shared_bytes - without.shared_bytes == planned.split_bytes
-    assert planned.job_shared_bytes - without.job_shared_bytes == planned.split_bytes
-    enable_split(fully_shard(model), tokens=900)
-    assert planned.split_bytes == pytest.approx(
-        model._odc_engine.participant("split").buffers.heap.size_bytes, rel=0.01
-    )
-    assert "split sequences" in str(planned)
-    assert "split sequences" not in str(without)
-    with pytest.raises(ValueError, match="split_tokens is 9 for 'fsdp2'"):
-        memory_plan(model, 1, scheme="fsdp2", split_tokens=9)
 
 
 def test_without_pieces_nothing_changes() -> None:

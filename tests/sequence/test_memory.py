@@ -107,19 +107,3 @@ def test_memory_is_as_planned_and_does_not_grow_with_layers() -> None:
     (few, heap_of_few), (many, heap_of_many), (offloaded, _) = sizes
     assert few == pytest.approx(many, rel=0.001) == offloaded
     assert heap_of_many - heap_of_few < 2048  # flags
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"offload_checkpoints": True}, "needs gradient_checkpointing=True"),
-        ({"split_tokens": 9, "layers_in_flight": 0}, "layers_in_flight is 0; give a whole number"),
-    ],
-)
-def test_refusals_of_the_plan(given: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        memory_plan(_model(1, "meta"), 2, **given)
-    with pytest.raises(ValueError, match="offload_checkpoints: Linear has no config with layers"):
-        memory_plan(torch.nn.Linear(2, 2), 2, gradient_checkpointing=True, offload_checkpoints=True)
-    with pytest.raises(ValueError, match="offload_checkpoints is True for 'fsdp2'"):
-        memory_plan(_model(1, "meta"), 2, scheme="fsdp2", gradient_checkpointing=True, offload_checkpoints=True)

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from odc_triton import MinibatchFailed, enable_split, fully_shard, minibatch, split_forward
 from odc_triton.balance import count_target_tokens
-from odc_triton.balance.pieces import Piece, SplitPlan
 from odc_triton.hf import model_inputs, summed_loss
 from tests.support import ranks
 from tests.support.families import make_new_positions
@@ -168,19 +167,6 @@ def _compiled_later(rank: int, world: int) -> str:
     return "right"
 
 
-def _compiled_before(rank: int, world: int) -> str:
-    """Graphs of whole samples, from before enable_split, are not reused for pieces."""
-    setup = replace(SETUP, compiler="aot_eager", sizes=(("num_hidden_layers", 1),))
-    model = fully_shard(build(setup, replaced=True))
-    whole = [[[0, 1], [3]], [[2]]]
-    _is_right(step_on(model, setup, rank, deal=whole)[1], setup)
-    enable_split(model, tokens=48)
-    for deal in (None, whole, None):
-        model.zero_grad()
-        _is_right(step_on(model, setup, rank, deal=deal)[1], setup)
-    return "right"
-
-
 CALLS = [
     ((_twice, "backward"), "had a backward already"),
     ((_twice, "pack"), "were computed before"),
@@ -206,17 +192,6 @@ def test_calls_are_refused_or_right() -> None:
     for (call, words), of_ranks in zip(CALLS, ranks.run_all(2, *(call for call, _ in CALLS)), strict=True):
         for said in of_ranks:
             assert words in said, f"{call}: {said}"
-
-
-@pytest.mark.slow
-def test_blocks_compiled_before() -> None:
-    assert ranks.run(_compiled_before, 2) == ["right"] * 2
-
-
-def test_plans_of_other_waves_differ() -> None:
-    a, b = [Piece(0, 0, 5)], [Piece(1, 0, 5)]
-    c, d = [Piece(0, 5, 9)], [Piece(1, 5, 9)]
-    assert SplitPlan.of([[a, b], [c, d]]).digest != SplitPlan.of([[b, a], [d, c]]).digest
 
 
 def _autocast(rank: int, world: int, family: str, backend: str, where: str) -> float:

@@ -30,7 +30,6 @@ from tests.support.splitting import (
     P,
     Setup,
     build,
-    distance,
     packs_of,
     plain,
     run,
@@ -234,66 +233,13 @@ def _assert_same_bits(want: dict[str, torch.Tensor], *others: dict[str, torch.Te
             assert torch.equal(got[name], gradient), name
 
 
-# ------------------------------------------------------------------ more of the same
-
-
-FAULTS = [
-    ("raised", SETUP, 1, "rank 1: OutOfMemoryError: no memory for 3 GiB"),
-    ("constant", SETUP, 3, "rank 3: RuntimeError: tokens 11..29 of sample 2 had no backward, and other ranks wait"),
-    (
-        "skipped",
-        replace(SETUP, backend="cpu-interpreter"),
-        0,
-        "rank 0: RuntimeError: tokens 0..23 of sample 0 were not",
-    ),
-    ("skipped", replace(SETUP, backend="cpu-sharded"), 3, "rank 3: RuntimeError: tokens 11..29 of sample 2 were not"),
-]
-
-
 @pytest.mark.slow
-def test_all_replicas_hear_every_cause_alone() -> None:
-    calls = [(fails_once, fault, setup, victim) for fault, setup, victim, _ in FAULTS]
-    for (*_, words), of_ranks in zip(FAULTS, ranks.run_all(4, *calls), strict=True):
-        assert_cause_alone(of_ranks, words)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["cpu-sharded", "cpu-interpreter"])
-def test_exact_whoever_is_late_on_each_backend(backend: str) -> None:
-    want, *others = ranks.run_all(4, *((_exact, late, backend) for late in (0, 1, 0)))
-    _assert_same_bits(*want, *(found for of_ranks in others for found in of_ranks))
-
-
-REPLICAS = {"2x2": 2, "3x2": 3, "2x3": 2}
-BACKENDS = ("cpu", "cpu-sharded", "cpu-interpreter")
-SLOW = [
-    *(  # each with two backends, and each backend with all
-        Setup(family=family, backend=BACKENDS[(at + other) % 3])
-        for at, family in enumerate(("Qwen2", "Qwen3Moe", "DeepseekV3", "Mistral", "GptOss", "Gemma2"))
-        for other in (0, 1)
-    ),
-    *(Setup(family=family, dtype=FP64) for family in ("Qwen2", "Mistral", "Gemma2")),
-    Setup(family="Qwen2", dtype=FP64, backend="cpu-sharded"),
-    Setup(family="Llama", change="lora"),
-    Setup(family="Llama", change="lora", dtype=FP64, backend="cpu-sharded"),
-    Setup(family="Mistral", change="checkpointing", backend="cpu-sharded", empty_start=True),
-    Setup(family="Qwen3", change="reentrant"),
-    Setup(family="Qwen3", change="layers"),
-    Setup(family="Qwen3", change="layers", backend="cpu-interpreter"),
-    Setup(backend="cpu-sharded", steps=5),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("deal", REPLICAS)
-def test_every_family_and_change(deal: str) -> None:
-    compare(*(replace(setup, deal=deal, replicas=REPLICAS[deal]) for setup in SLOW))
-
-
-@pytest.mark.slow
-def test_bf16_is_as_good_as_on_whole_samples() -> None:
-    half = Setup(family="Llama", scale=4, half=True)
-    want = plain(replace(half, half=False))[1]
-    ((_, whole, _),) = ranks.run(run, 1, replace(half, deal="whole"))
-    (_, pieces, _), *_ = ranks.run(run, 4, replace(half, deal="2x2", replicas=2))
-    assert 1e-3 < distance(pieces, want) <= 1.2 * distance(whole, want)
+@pytest.mark.parametrize(("deal", "replicas"), [("2x2", 2), ("3x2", 3), ("2x3", 2)])
+def test_families_and_changes(deal: str, replicas: int) -> None:
+    setups = (
+        Setup(family="Qwen3Moe", backend="cpu-sharded"),
+        Setup(family="Mistral", dtype=FP64, change="checkpointing", backend="cpu-sharded", empty_start=True),
+        Setup(family="Llama", change="lora"),
+        Setup(family="Qwen3", change="layers", backend="cpu-interpreter"),
+    )
+    compare(*(replace(setup, deal=deal, replicas=replicas) for setup in setups))

@@ -71,11 +71,6 @@ def test_sums_of_all_ranks() -> None:
     ranks.run(_right, 3, three)
 
 
-@pytest.mark.slow
-def test_sums_of_replicas() -> None:
-    ranks.run(_right, 4, [Setup(deal="2x2", replicas=2, backend="cpu-interpreter")])
-
-
 # ------------------------------------------------------------------ failures
 
 
@@ -178,8 +173,6 @@ def _beside_one_that_ends(rank: int, world: int, deal: Dealt, where: str, victim
         (EVERYWHERE, "write", 1, signal.SIGKILL),
         slow(BEHIND, "write", 0, signal.SIGKILL),
         (BEHIND, "write", 0, signal.SIGSTOP),
-        slow(EVERYWHERE, "write", 2, signal.SIGSTOP),
-        slow(EVERYWHERE, "wait", 1, signal.SIGKILL),
         slow(EVERYWHERE, "wait", 1, signal.SIGSTOP),
         slow(BEFORE, "wait", 0, signal.SIGSTOP),
     ],

@@ -15,7 +15,6 @@ from odc_triton.balance import MinibatchSampler
 from odc_triton.hf import ODCTrainer
 from tests.support import ranks, slow
 from tests.support.parity import whole_model_error
-from tests.support.refusals import caught
 from tests.support.splitting import Setup, build, samples, sharded
 
 SETUP, REPLICAS = Setup(), Setup(deal="2x2", replicas=2)
@@ -56,18 +55,3 @@ def test_what_is_missing_is_said() -> None:
     enable_split(model, tokens=20)
     with pytest.raises(ValueError, match=r"give MinibatchSampler\(…, split=True\) instead"):
         ODCTrainer(model, split=True, sampler=MinibatchSampler([5], 1, 5))
-
-
-def _other_samplers(rank: int, world: int, folder: str) -> str:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    data = [{name: value.tolist() for name, value in each.items()} for each in samples(SETUP)]
-    sampler = MinibatchSampler([len(each["input_ids"]) for each in data], 1, 41, split=20)
-    arguments = TrainingArguments(folder, max_steps=1, report_to="none")
-    trainer = ODCTrainer(sharded(REPLICAS, rank), arguments, train_dataset=data, sampler=sampler)
-    return caught(trainer.train)
-
-
-@pytest.mark.slow
-def test_a_sampler_of_other_replicas(tmp_path: Path) -> None:
-    for said in ranks.run(_other_samplers, 4, str(tmp_path)):
-        assert "sampler splits samples over replicas=1, and the model has 2: give MinibatchSampler(" in said

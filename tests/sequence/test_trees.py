@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.support import ranks
-from tests.support.relatives import DEALS, SHAPES
 from tests.support.tree_cells import (
-    CHANGES,
-    IMPORTANCE,
-    LOSSES,
-    MODELS,
     WORLD,
     Cell,
     Found,
@@ -24,60 +18,30 @@ from tests.support.tree_cells import (
     on_ranks,
 )
 
-# Their experts, or the softmax under their softcap, compute in fp32.
-IN_FP32 = ("Gemma2", "GptOss")
-AXES: dict[str, Sequence[str]] = {
-    "shape": tuple(SHAPES),
-    "deal": tuple(DEALS),
-    "family": MODELS,
-    "change": CHANGES,
-    "loss": LOSSES,
-    "importance": IMPORTANCE,
-}
-
-
-def pairwise(axes: Mapping[str, Sequence[str]]) -> Iterator[dict[str, str]]:
-    """Rows in which each two values of different axes meet at least once."""
-    left = {
-        pair
-        for one, other in itertools.combinations(axes, 2)
-        for pair in itertools.product(((one, value) for value in axes[one]), ((other, value) for value in axes[other]))
-    }
-    while left:
-        row = dict(min(left))
-        for name in (name for name in axes if name not in row):
-            row[name] = max(axes[name], key=lambda value: len(left & _pairs(axes, row | {name: value})))
-        left -= _pairs(axes, row)
-        yield row
-
-
-def _pairs(axes: Mapping[str, Sequence[str]], row: Mapping[str, str]) -> set[tuple[tuple[str, str], ...]]:
-    return set(itertools.combinations([(name, row[name]) for name in axes if name in row], 2))
-
-
-def cell_of(row: Mapping[str, str], number: int) -> Cell:
-    """In fp64 where the model has it, on two backends in turn."""
-    cell = Cell(**row, backend=("cpu", "cpu-sharded")[number % 2])
-    if cell.loss == "sft":
-        cell = replace(cell, importance="none")
-    exact = cell.family not in IN_FP32 and cell.change != "autocast"
-    return cell if exact else replace(cell, dtype=torch.float32)
-
-
-CELLS = [cell_of(row, number) for number, row in enumerate(pairwise(AXES))]
+FP32, SHARDED = {"dtype": torch.float32}, {"backend": "cpu-sharded"}
 FAST = [
-    cell_of(dict(zip(AXES, row, strict=True)), number)
-    for number, row in enumerate(
-        [
-            ("a group", "two trees in a wave", "Qwen2", "none", "gspo", "none"),
-            ("a group", "cut completions", "Qwen2", "none", "gspo", "token_mask"),
-            ("three levels", "cut completions", "Qwen3", "checkpointing", "dapo", "sequence_mask"),
-            ("turns", "two waves", "Mistral", "none", "kl", "token_mask"),
-            ("another's prefix", "mixed", "GptOss", "none", "grpo", "sequence_truncate"),
-            ("duplicates", "here and there", "Gemma2", "checkpointing", "cispo", "none"),
-            ("nothing shared", "a cut prefix and branch", "Llama", "autocast", "gspo", "none"),
-        ]
-    )
+    Cell(shape="a group", deal="two trees in a wave", loss="gspo"),
+    Cell(shape="a group", deal="cut completions", loss="gspo", importance="token_mask", **SHARDED),
+    Cell(
+        shape="three levels",
+        deal="cut completions",
+        family="Qwen3",
+        change="checkpointing",
+        loss="dapo",
+        importance="sequence_mask",
+    ),
+    Cell(shape="turns", deal="two waves", family="Mistral", loss="kl", importance="token_mask", **SHARDED),
+    # Their experts, or the softmax under their softcap, compute in fp32.
+    Cell(shape="another's prefix", deal="mixed", family="GptOss", loss="grpo", importance="sequence_truncate", **FP32),
+    Cell(shape="duplicates", family="Gemma2", change="checkpointing", loss="cispo", **FP32, **SHARDED),
+    Cell(
+        shape="nothing shared", deal="a cut prefix and branch", family="Llama", change="autocast", loss="gspo", **FP32
+    ),
+]
+SLOW = [
+    Cell(shape="three levels", deal="a cut prefix and branch", family="Llama", change="lora", **SHARDED),
+    Cell(shape="turns", deal="mixed", change="autocast", loss="dapo", importance="sequence_truncate", **FP32),
+    Cell(shape="duplicates", deal="two waves", loss="grpo", backend="cpu-interpreter", **FP32),
 ]
 
 
@@ -123,13 +87,5 @@ def test_as_whole_samples() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", MODELS)
-def test_every_pair(family: str) -> None:
-    compare([cell for cell in CELLS if cell.family == family])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [each for each in MODELS if each not in IN_FP32])
-def test_every_pair_in_fp32_where_kernels_add(family: str) -> None:
-    how = {"dtype": torch.float32, "backend": "cpu-interpreter"}
-    compare([replace(cell, **how) for cell in CELLS if cell.family == family and cell.dtype == torch.float64])
+def test_more_cells() -> None:
+    compare(SLOW)

@@ -303,10 +303,3 @@ def test_without_rules_1_and_2_a_plan_stops_and_is_refused(without: Callable, wo
             SplitPlan.of(deal)
         stopped += stuck(steps_of(deal)) is not None
     assert stopped > 1
-
-
-@pytest.mark.slow
-def test_no_two_waves_can_stop() -> None:
-    for first, second in PAIRS:
-        for one, other in itertools.product(first, second):
-            assert stuck(steps_of(after(one, other), in_order=True, in_flight=1)) is None

@@ -151,19 +151,9 @@ class Grown:
         return [replace(piece, start=a, stop=b, parent=piece.parent if a == piece.start else None) for a, b in edges]
 
 
-def _one_pack(one: Grown, other: Grown, whole: list[int]) -> Deal:
-    return [[one.entries], [whole[:1]], [other.entries, whole[1:]]]
-
-
 def _here_and_there(one: Grown, other: Grown, whole: list[int]) -> Deal:
     root, *others = one.entries
     return [[[root]], [others[::2]], [others[1::2]]]
-
-
-def _cut_prefix(one: Grown, other: Grown, whole: list[int]) -> Deal:
-    first, second = one.cut(0)
-    *others, last = one.entries[1:]
-    return [[[first, *others[1::2]]], [[second, *others[::2]]], [[last]]]
 
 
 def _cut_prefix_and_branch(one: Grown, other: Grown, whole: list[int]) -> Deal:
@@ -208,16 +198,14 @@ def _on_replicas(one: Grown, other: Grown, whole: list[int]) -> Deal:
     return [[[first]], [[second, *one.entries[1:]]], [others, whole], [[root]]]
 
 
-ON_REPLICAS = {"on two replicas": _on_replicas}
 DEALS: dict[str, Callable[[Grown, Grown, list[int]], Deal]] = {
-    "one pack": _one_pack,
     "here and there": _here_and_there,
-    "a cut prefix": _cut_prefix,
     "a cut prefix and branch": _cut_prefix_and_branch,
     "cut completions": _cut_completions,
     "two trees in a wave": _two_trees,
     "two waves": _two_waves,
     "mixed": _mixed,
+    "on two replicas": _on_replicas,
 }
 
 
@@ -226,7 +214,7 @@ def dealt(shape: str, deal: str) -> tuple[list[Sample], Deal]:
     first, second, alone = family(shape, 1), family(shape, 2), family("nothing shared", 3)
     samples = first + second + alone
     two = Grown(first, 0), Grown(second, len(first))
-    packs = (DEALS | ON_REPLICAS)[deal](*two, list(range(len(first + second), len(samples))))
+    packs = DEALS[deal](*two, list(range(len(first + second), len(samples))))
     used = sorted({each.sample if isinstance(each, Piece) else each for of in packs for pack in of for each in pack})
     number = {sample: at for at, sample in enumerate(used)}
 

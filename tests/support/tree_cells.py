@@ -36,16 +36,12 @@ from tests.support.replicas import mesh_of
 from tests.support.splitting import gradients
 
 WORLD, ROOM = 3, 128
-LOSSES = ("sft", "grpo", "dapo", "gspo", "cispo", "kl")
-CHANGES = ("none", "checkpointing", "autocast", "lora")
-MODELS = ("Qwen2", "Qwen3", "Llama", "Mistral", "Gemma2", "GptOss")
-IMPORTANCE = ("none", "token_mask", "sequence_truncate", "sequence_mask")
 CLIP, LARGEST_RATIO, KL, LARGEST_WEIGHT = 0.2, 1.2, 0.3, 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """`family`: of models; `change`: of CHANGES; `importance`: of IMPORTANCE, not with "sft"."""
+    """`change`: as in TRANSFORMS, or "autocast"; `importance`: a mode of `Importance`, not with "sft"."""
 
     shape: str = "a group"
     deal: str = "here and there"
