@@ -135,58 +135,48 @@ def test_the_blocks_of_the_readme_run(example: str, tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11")
-def test_trl(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("example", "least_gain", "rel"),
+    [
+        ("trl_sft.py", 1.0, 1e-4),  # Adam's steps amplify the rounding of sums in another order
+        ("trl_dpo.py", 0.29, 1e-3),
+        ("grpo_trl.py", 0.15, None),  # a reward; ranks sample by their own random numbers, so the runs differ
+    ],
+)
+def test_trl(example: str, least_gain: float, rel: float | None, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    losses = [re.findall(r"loss ([\d.]+) -> ([\d.]+);", _run("trl_sft.py", n, str(tmp_path / str(n)))) for n in (1, 2)]
-    ((start, end),), ((start_2, end_2),) = losses
-    assert float(end) < float(start) - 1
-    # Twelve Adam steps amplify the rounding of sums in another order.
-    assert float(start_2) == pytest.approx(float(start), rel=1e-6)
-    assert float(end_2) == pytest.approx(float(end), rel=1e-4)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "2").config.hidden_size == 64
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11")
-def test_trl_dpo(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    losses = [re.findall(r"loss ([\d.]+) -> ([\d.]+);", _run("trl_dpo.py", n, str(tmp_path / str(n)))) for n in (1, 2)]
-    ((start, end),), ((start_2, end_2),) = losses
-    assert float(start) == pytest.approx(float(start_2), rel=1e-6) == pytest.approx(0.693147, rel=1e-5)
-    assert float(end) < 0.4
-    assert float(end_2) == pytest.approx(float(end), rel=1e-3)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "2").config.hidden_size == 64
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11")
-def test_trl_grpo(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    for world in (1, 2):  # ranks sample by their own random numbers, so the runs differ
-        printed = _run("grpo_trl.py", world, str(tmp_path / str(world)))
-        start, end = map(float, re.findall(r"reward ([\d.]+) -> ([\d.]+);", printed)[0])
-        assert start < 0.55  # half of the words are even
-        assert end > start + 0.15
+    found = []
+    for world in (1, 2):
+        printed = _run(example, world, str(tmp_path / str(world)))
+        ((start, end),) = re.findall(r"(?:loss|reward) ([\d.]+) -> ([\d.]+);", printed)
+        found.append((float(start), float(end)))
+        gain = found[-1][0] - found[-1][1] if example.startswith("trl") else found[-1][1] - found[-1][0]
+        assert gain > least_gain
         assert AutoModelForCausalLM.from_pretrained(tmp_path / str(world)).config.hidden_size == 64
+    if rel is not None:
+        assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
+        assert found[1][1] == pytest.approx(found[0][1], rel=rel)
+
+
+# ------------------------------------------------------------------ what runs alone
+
+
+def _run_alone(script: Path) -> str:
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | OFFLINE
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=LONG_S, env=clean)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
 def test_evaluator() -> None:
     """It reads the policy that its job trains meanwhile."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | OFFLINE
-    command = [sys.executable, str(EXAMPLES / "evaluator.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, env=clean)
-    assert done.returncode == 0, done.stderr
-    versions, losses = _numbers("version", done.stdout), _numbers("loss", done.stdout)
+    printed = _run_alone(EXAMPLES / "evaluator.py")
+    versions, losses = _numbers("version", printed), _numbers("loss", printed)
     assert len(versions) == 3
     assert versions == sorted(versions)
     assert max(losses) < 1.4, "it had half of the untrained loss, 2.8, before the evaluator came"
-
-
-# ------------------------------------------------------------------ the notebook
 
 
 @pytest.mark.slow
@@ -194,11 +184,8 @@ def test_notebook(tmp_path: Path) -> None:
     cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
     codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] for cell in cells if cell["cell_type"] == "code")
-    script = tmp_path / "notebook.py"
-    script.write_text("\n".join(codes))
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=LONG_S, env=clean | OFFLINE)
-    assert done.returncode == 0, done.stderr
-    start, end = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", done.stdout)[0])
+    (tmp_path / "notebook.py").write_text("\n".join(codes))
+    printed = _run_alone(tmp_path / "notebook.py")
+    start, end = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", printed)[0])
     assert end < start / 4
-    assert "[40, 41, 42, 43, 44, 45, 46, 47, 48, 49]" in done.stdout  # it has learned to count
+    assert "[40, 41, 42, 43, 44, 45, 46, 47, 48, 49]" in printed  # it has learned to count

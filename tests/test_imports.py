@@ -76,25 +76,10 @@ def _ours(name: str, path: Path) -> set[str]:
     return {each.removeprefix("odc_triton.") for each in _imports_of(name, path)} & _modules().keys() - {name}
 
 
-def test_the_reader_of_imports() -> None:
-    source = (
-        "import torch.nn as nn\nfrom .plan import Plan\nfrom ..errors import OdcError\nfrom . import api\n"
-        "if TYPE_CHECKING:\n    from .engine import Engine\ndef f():\n    import kernels\n"
-    )
-    names = imported(source, "odc_triton.memory")
-    assert {"torch.nn", "odc_triton.memory.plan", "odc_triton.errors", "odc_triton.memory.api", "kernels"} <= names
-    assert "odc_triton.memory.engine" in names
-    assert "odc_triton.memory.engine" not in imported(source, "odc_triton.memory", type_checking=False)
-
-
 def test_pure_modules() -> None:
     for name, path in _modules().items():
         if (name in PURE or name.split(".")[0] in PURE) and name not in NEEDS_TORCH:
-            heavy = {
-                top
-                for top in (each.split(".")[0] for each in _imports_of(name, path, type_checking=False))
-                if top in HEAVY
-            }
+            heavy = {each.split(".")[0] for each in _imports_of(name, path, type_checking=False)} & HEAVY
             assert not heavy, f"{name} is pure and imports {heavy}"
 
 
@@ -140,29 +125,18 @@ def test_class_names_are_unique() -> None:
     assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
-def _python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize(
-    "code",
-    ["import odc_triton, odc_triton.hf", "import odc_triton.comm.layout, odc_triton.balance, odc_triton.base.errors"],
+    ("code", "heavy"),
+    [
+        ("import odc_triton, odc_triton.hf, odc_triton.comm.layout, odc_triton.balance", "torch triton"),
+        ("from odc_triton import fully_shard, minibatch, full_parameters", ""),
+    ],
 )
-def test_importing_is_light(code: str) -> None:
-    out = _python(f"{code}; import sys; print(*sys.modules)").split()
-    for name in ("torch", "triton", "transformers", "matplotlib", "datasets", "torch.distributed.fsdp"):
-        assert name not in out
-
-
-def test_the_engine_needs_neither_transformers_nor_matplotlib() -> None:
-    out = _python(
-        "from odc_triton import fully_shard, minibatch, full_parameters; import sys; print(*sys.modules)"
-    ).split()
-    assert "odc_triton.engine.engine" in out
-    for name in ("transformers", "matplotlib", "datasets", "tokenizers"):
-        assert name not in out
+def test_importing_is_light(code: str, heavy: str) -> None:
+    command = [sys.executable, "-W", "error", "-c", f"{code}; import sys; print(*sys.modules)"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not {"transformers", "matplotlib", "datasets", "tokenizers", *heavy.split()} & set(done.stdout.split())
 
 
 def _notebook() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 
 import pytest
 
@@ -35,9 +33,3 @@ def test_names_of_packages(module: str) -> None:
         assert name in dir(package)
     with pytest.raises(AttributeError, match=f"'{module}' has no attribute 'nonsense'"):
         package.nonsense  # noqa: B018
-
-
-def test_modules_that_are_run() -> None:
-    done = subprocess.run([sys.executable, "-m", "odc_triton.cli", "--help"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "usage:" in done.stdout

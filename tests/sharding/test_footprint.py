@@ -120,27 +120,6 @@ def test_bytes_are_those_of_laying_out_every_shard(parameters, world, param_dtyp
     assert plan.parameters == sum(torch.Size(shape).numel() for shape, _, _ in parameters)
 
 
-def test_meta_and_real_models_have_the_same_plan():
-    real = qwen2()
-    with torch.device("meta"):
-        meta = qwen2()
-    for scheme in SCHEMES:
-        options = {"scheme": scheme, "mp_policy": BF16, "backend": "cuda", "tokens_per_microbatch": 100}
-        assert memory_plan(real, 3, **options) == memory_plan(meta, 3, **options)
-
-
-def test_adamw_states_are_what_adamw_allocates():
-    parameters = [((7, 3), torch.float32, True), ((4,), torch.float32, False), ((2, 2), torch.bfloat16, True)]
-    model = bag(*parameters)
-    shards = [p.detach().chunk(3)[0].clone().requires_grad_() for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(shards)
-    for shard in shards:
-        shard.grad = torch.ones_like(shard)
-    optimizer.step()
-    held = sum(t.nbytes for state in optimizer.state.values() for t in state.values())
-    assert memory_plan(model, 3).optimizer_state_bytes == held
-
-
 def test_tied_parameters_count_once():
     tied, untied = (qwen2(vocab_size=1024, tie_word_embeddings=tie) for tie in (True, False))
     embedding_bytes = 1024 * 64 * 4
@@ -149,26 +128,6 @@ def test_tied_parameters_count_once():
     assert b.job_shared_bytes - a.job_shared_bytes == 2 * embedding_bytes
     # Tied: the head's part waits until the embedding's is made. Untied: both are of the root's unit. And a norm.
     assert a.transient_gradient_bytes == b.transient_gradient_bytes == 2 * embedding_bytes + 64 * 4
-
-
-def test_frozen_parameters_take_their_shard_only():
-    model = bag(((8, 4), torch.float32, False), ((8, 4), torch.float32, True))
-    plan = memory_plan(model, 2, mp_policy=BF16)
-    assert plan.compute_shard_bytes == 2 * 16 * 2
-    assert plan.master_shard_bytes == 2 * 16 * 4
-    assert plan.gradient_shard_bytes == 16 * 4
-    assert plan.optimizer_state_bytes == 2 * 16 * 4 + 4
-    assert plan.transient_gradient_bytes == 32 * 2
-
-
-def test_integers_and_buffers_have_neither_casts_nor_gradients():
-    model = bag(((8, 4), torch.float32, False), ((8,), torch.int8, False))
-    model.register_buffer("table", torch.zeros(10, dtype=torch.float64))
-    plan = memory_plan(model, 2, scheme="fsdp2_no_reshard")
-    assert (plan.gradient_shard_bytes, plan.transient_gradient_bytes, plan.optimizer_state_bytes) == (0, 0, 0)
-    assert plan.buffer_bytes == 80  # whole on every rank
-    plan = memory_plan(bag(((8,), torch.int8, False)), 1, mp_policy=BF16)
-    assert (plan.compute_shard_bytes, plan.master_shard_bytes) == (8, 0)
 
 
 def test_unsharded_parameters_and_gradients_per_unit():
@@ -229,9 +188,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("scheme", ["fsdp2", "fsdp2_no_reshard"])
-@pytest.mark.parametrize(("vocab", "inner"), [(256, 1024), (2048, 1024), (8192, 64)])
+@pytest.mark.parametrize(("vocab", "inner"), [(256, 1024), (8192, 64)])
 def test_fsdp2_peaks_are_those_of_fsdp2(scheme, vocab, inner, fake_world_of_3):
-    """Three microbatches of one token through real FSDP2; blocks larger, alike and smaller than the root."""
+    """Three microbatches of one token through real FSDP2; blocks larger and smaller than the root."""
     from torch.distributed.fsdp import fully_shard
 
     model, ids, resharded = Tower(vocab, inner), torch.zeros(1, dtype=torch.long), scheme == "fsdp2"
@@ -292,16 +251,7 @@ def saved_bytes(model: nn.Module, tokens: int) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [
-        ("Qwen2", torch.float32),
-        ("Qwen3", torch.float32),
-        ("Qwen3", torch.bfloat16),
-        ("Llama", torch.float32),
-        ("Mistral", torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize(("family", "dtype"), [("Qwen3", torch.bfloat16), ("Llama", torch.float32)])
 def test_activations_are_those_that_autograd_saves(family, dtype):
     """Per token: slope of the saved bytes over two lengths. The logits that the caller holds are not saved."""
     import transformers
@@ -345,29 +295,21 @@ def test_activations_multiply_by_tokens_and_are_unknown_elsewhere():
 def test_totals_add_up():
     for scheme in SCHEMES:
         plan = memory_plan(qwen2(), 2, scheme=scheme, mp_policy=BF16, backend="cuda", tokens_per_microbatch=10)
-        parts = [
-            getattr(plan, field.name)
-            for field in fields(plan)
-            if field.name.endswith("_bytes") and not field.name.startswith("job_")
-        ]
+        parts = [each.name for each in fields(plan) if each.name.endswith("_bytes") and each.name[:4] != "job_"]
         assert len(parts) == 13
-        assert plan.total_bytes == sum(parts) + plan.activation_bytes
+        assert plan.total_bytes == sum(getattr(plan, name) for name in parts) + plan.activation_bytes
 
 
-def test_a_job_has_the_bytes_of_all_replicas():
-    alone, plan = (memory_plan(blocks(12, 24, root=12), 2, replicas=replicas) for replicas in (1, 3))
-    assert plan.job_shared_bytes == 3 * alone.job_shared_bytes
-
-
-@pytest.mark.parametrize(("backend", "in_total"), [("cpu", 1), ("cuda", 0)])
-def test_checkpoints_in_the_background_take_host_memory(backend, in_total):
-    """Of masters, though there is one copy of them in fp32, states and buffers; on a GPU it is not the GPU's."""
-    plain = memory_plan(qwen2(), 2, backend=backend)
-    plan = memory_plan(qwen2(), 2, backend=backend, checkpoint_background=True)
-    masters = sum(p.chunk(2)[0].nbytes for p in qwen2().parameters())
-    assert plan.checkpoint_host_bytes == masters + plan.optimizer_state_bytes + plan.buffer_bytes
-    assert plan.total_bytes == plain.total_bytes + in_total * plan.checkpoint_host_bytes
-    assert "checkpoints in the background, host" in str(plan)
+def test_buffers_and_checkpoints_in_the_background_take_memory():
+    """Of masters, though there is one copy of them in fp32, states and buffers; on a GPU it is the host's."""
+    model = qwen2()
+    model.register_buffer("table", torch.zeros(10, dtype=torch.float64))
+    for backend, in_total in (("cpu", 1), ("cuda", 0)):
+        plain, plan = (memory_plan(model, 2, backend=backend, checkpoint_background=each) for each in (False, True))
+        assert plan.buffer_bytes == sum(buffer.nbytes for buffer in model.buffers())  # whole on every rank
+        masters = sum(p.chunk(2)[0].nbytes for p in model.parameters())
+        assert plan.checkpoint_host_bytes == masters + plan.optimizer_state_bytes + plan.buffer_bytes
+        assert plan.total_bytes == plain.total_bytes + in_total * plan.checkpoint_host_bytes
 
 
 def test_side_by_side_is_aligned_and_in_gb():
@@ -401,8 +343,6 @@ def test_what_is_read_on_demand_is_never_whole(tied):
     ("options", "message"),
     [
         ({"world": 0}, "world is 0; give a whole number of at least 1"),
-        ({"optimizer": "adam"}, "optimizer is 'adam'; use one of 'adamw', 'sgd', 'muon', 'none'"),
-        ({"backend": "rocm"}, "backend is 'rocm'; use one of 'cpu', 'cuda'"),
         ({"scheme": "ddp"}, "scheme is 'ddp'; use one of 'odc', 'fsdp2', 'fsdp2_no_reshard'"),
         (
             {"scheme": "fsdp2", "checkpoint_background": True},
