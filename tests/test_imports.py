@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import subprocess
 import sys
 from collections import defaultdict
@@ -11,11 +10,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
-
-from odc_triton import full_parameters, fully_shard, minibatch
-from tests.support.ranks import in_own_process
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "odc_triton"
@@ -137,25 +131,3 @@ def test_importing_is_light(code: str, heavy: str) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not {"transformers", "matplotlib", "datasets", "tokenizers", *heavy.split()} & set(done.stdout.split())
-
-
-def _notebook() -> None:
-    for width in (3, 5):  # the second finds the process group that the first made
-        torch.manual_seed(0)
-        plain = nn.Sequential(nn.Linear(width, 4), nn.ReLU(), nn.Linear(4, 2))
-        model = fully_shard(copy.deepcopy(plain))
-        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
-        x = torch.randn(6, width)
-        for _ in range(3):
-            plain(x).square().mean().backward()
-            with minibatch(model):
-                model(x).square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        for name, value in full_parameters(model):
-            torch.testing.assert_close(value, plain.get_parameter(name).detach())
-
-
-def test_a_world_of_one_without_a_process_group() -> None:
-    in_own_process(_notebook)

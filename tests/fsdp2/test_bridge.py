@@ -63,26 +63,23 @@ def test_gradients_are_those_of_fsdp2() -> None:
                 )
 
 
-def _divided(before: float | None, factor: float | None, bridge: bool) -> dict[str, torch.Tensor]:
-    """Gradients, `before`: what `set_gradient_divide_factor` says; `factor`: what `use_odc` is given."""
+def _divided(before: float | None, bridge: bool, **options: float) -> dict[str, torch.Tensor]:
+    """Gradients. `before`: what `set_gradient_divide_factor` says; `options`: what `use_odc` is given."""
     model = sharded()
-    if before is not None:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(before)
-    context = minibatch(use_odc(model, divide_factor=factor)) if bridge else contextlib.nullcontext()
-    with context:
+    for module in model.modules():
+        if before is not None and isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(before)
+    with minibatch(use_odc(model, **options)) if bridge else contextlib.nullcontext():
         loss_of("both branches", model, batches_of("both branches", 0, 1)[0]).backward()
     return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
 
 def test_gradients_are_divided_as_fsdp2_divides_them() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    whole, wanted = _divided(None, None, False), _divided(8.0, None, False)
-    for found in (_divided(8.0, None, True), _divided(None, 8.0, True), _divided(2.0, 8.0, True)):
-        for name, gradient in wanted.items():
-            assert gradient.norm() < whole[name].norm() / 7
-            torch.testing.assert_close(found[name], gradient)
+    wanted = _divided(8.0, False)
+    for before, options in ((8.0, {}), (None, {"divide_factor": 8.0}), (2.0, {"divide_factor": 8.0})):
+        for name, gradient in _divided(before, True, **options).items():
+            torch.testing.assert_close(gradient, wanted[name])
 
 
 # ---------------------------------------------------------------------- failures
@@ -184,12 +181,12 @@ def _generates(rank: int, world: int) -> list[tuple[list, list]]:
         prompt = torch.ones(1, 3, dtype=torch.long)
         return [model.generate(prompt, max_new_tokens=2 + each, do_sample=False).tolist() for each in range(1 + rank)]
 
-    plain, model = made("qwen2", ""), made("qwen2", "")
+    model = made("qwen2", "")
+    wanted = generated(model)
     LAYOUTS["blocks"](model)
-    use_odc(model)
-    with minibatch(model):
+    with minibatch(use_odc(model)):
         inside = generated(model)
-    return [(inside, generated(plain)), (generated(model), generated(plain))]
+    return [(inside, wanted), (generated(model), wanted)]
 
 
 # ---------------------------------------------------------------------- what it says

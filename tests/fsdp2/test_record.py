@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -67,7 +66,7 @@ def _recorded(rank: int, world: int, folder: Path) -> dict[int, float]:
     idle = recording.save(folder, "FSDP2")
     _train(model, optimizer)
     replace_comms(model, lambda comm, label: comm.comm)  # those of this test are there again
-    assert len(recording._log) == 0
+    assert recording._log.drain() == []
 
     model = odc_triton.fully_shard(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -77,10 +76,6 @@ def _recorded(rank: int, world: int, folder: Path) -> dict[int, float]:
             model(torch.randn(3, 4)).square().mean().backward()
         optimizer.step()
     recording.save(folder, "ours")
-    with pytest.raises(ValueError, match="without a slash"):
-        recording.save(folder, "ours/again")
-    with pytest.raises(ValueError, match="0 steps were recorded"):
-        record_timeline(model).save(folder, "nothing")
     return idle
 
 
@@ -104,4 +99,3 @@ def test_recorded_waits_are_those_of_the_loop(tmp_path: Path) -> None:
     assert idle[1] * window_s <= window_s - slept_s + 1e-9
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [each["args"]["name"] for each in trace if each["name"] == "process_name"] == ["FSDP2", "ours"]
-    assert (tmp_path / "timeline.png").stat().st_size > 1000

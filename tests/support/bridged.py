@@ -53,16 +53,19 @@ BRIDGED = CASES | {
 }
 
 
-def _blocks(model: nn.Module, **options: Any) -> None:
+def _root(model: nn.Module, **options: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    for block in model.blocks if isinstance(model, Branches) else _body(model).layers:
-        fully_shard(block, **options)
     fully_shard(model, **options)
 
 
-def _body(model: nn.Module) -> nn.Module:
-    return model.get_base_model().model if hasattr(model, "get_base_model") else model.model
+def _blocks(model: nn.Module, **options: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
+    for block in model.blocks if isinstance(model, Branches) else whole.model.layers:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
 
 
 def _titan(model: nn.Module, **options: Any) -> None:
@@ -73,12 +76,6 @@ def _titan(model: nn.Module, **options: Any) -> None:
     for block in model.model.layers:
         fully_shard(block, **options)
     fully_shard([model.model.norm, model.lm_head], **options)
-    fully_shard(model, **options)
-
-
-def _root(model: nn.Module, **options: Any) -> None:
-    from torch.distributed.fsdp import fully_shard
-
     fully_shard(model, **options)
 
 
