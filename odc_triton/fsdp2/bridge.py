@@ -26,8 +26,9 @@ from ..engine.participant import OrderOfArrival, Participant, Trained
 from ..engine.passes import Passes
 from ..engine.protocol import Protocol
 from ..engine.transport import Streams, Transport
-from ..sharding.agree import AGREEING, agree, all_came, open_barrier, open_heap, refusing
+from ..sharding.agree import AGREEING, agree, all_came, open_barrier, open_heap, refusing, require_module
 from ..sharding.backend import Backend, backend_of
+from ..sharding.collect import dtype_name
 from .found import FsdpUnit, find_units, fsdp_modules, mesh_of, refuse_accumulation
 from .unit import BridgedParameter, BridgedUnit, ReducedZeros
 
@@ -321,10 +322,7 @@ class NoPieces(Participant):
 
 
 def _check_options(model: Any, divide_factor: Any) -> None:
-    if sys.platform != "linux":
-        raise OSError(f"odc-triton shares memory between ranks by Linux's memfd and does not run on {sys.platform}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"use_odc takes an nn.Module, not a {type(model).__name__}")
+    require_module(model, _CALL)
     if getattr(model, "_odc_engine", None) is not None:
         raise ValueError(f"{type(model).__name__} trains by on-demand communication already: call use_odc once")
     if divide_factor is not None and not (isinstance(divide_factor, (int, float)) and divide_factor > 0):
@@ -351,7 +349,7 @@ def _plan(units: list[FsdpUnit], grid: Grid, device: Backend) -> Plan:
     read = [(sum(p.gathered_bytes for p in unit.parameters), "uint8", 1) for unit in units]
     trained = [unit for unit in units if unit.trained]
     added = [
-        (sum(p.padded for p in unit.trained), str(unit.reduce_dtype).removeprefix("torch."), unit.reduce_dtype.itemsize)
+        (sum(p.padded for p in unit.trained), dtype_name(unit.reduce_dtype), unit.reduce_dtype.itemsize)
         for unit in trained
     ]
     compute, compute_bytes = place(read, 0)

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..comm.layout import ParameterSpec, rows_per_rank
 from ..engine.collectives import RefuseCollectives
+from ..sharding.collect import dtype_name
 
 _DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 
@@ -198,9 +199,9 @@ class FsdpUnit:
             yield ParameterSpec(
                 names=(each.name,),
                 shape=tuple(each.sharded.shape),
-                master_dtype=_name(each.sharded.dtype),
-                compute_dtype=_name(each.compute_dtype),
-                reduce_dtype=_name(self.reduce_dtype) if id(each) in trained else None,
+                master_dtype=dtype_name(each.sharded.dtype),
+                compute_dtype=dtype_name(each.compute_dtype),
+                reduce_dtype=dtype_name(self.reduce_dtype) if id(each) in trained else None,
                 unit=self.name,
             )
 
@@ -358,7 +359,3 @@ def _parameters(group: Any, names: dict[int, str], kept: set[int]) -> list[FsdpP
             )
         found.append(parameter)
     return found
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -51,6 +53,14 @@ class Agreed:
     devices: list[str | None]
     indices: list[int | None]
     tuned: Tuned
+
+
+def require_module(module: object, call: str) -> None:
+    """Raises OSError where ranks can't share memory, TypeError for what is no module. `call`: who asks."""
+    if sys.platform != "linux":
+        raise OSError(f"odc-triton shares memory between ranks by Linux's memfd and does not run on {sys.platform}")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{call} takes an nn.Module, not a {type(module).__name__}")
 
 
 def open_barrier(grid: Grid, timeout: timedelta) -> Barrier:

@@ -177,7 +177,6 @@ def memory_plan(
     tokens_per_microbatch: int = 0,
     gradient_checkpointing: bool = False,
     split_tokens: int = 0,
-    layers_in_flight: int | None = None,
     offload_checkpoints: bool = False,
     exact: bool = False,
     checkpoint_background: bool = False,
@@ -192,7 +191,7 @@ def memory_plan(
     optimizer: "adamw", "sgd" (no momentum), "muon" (for the matrices of blocks, and AdamW for the rest) or "none".
     backend: on "cpu" gathering is a view; on "cuda" what layers of `replace_layers` read from the owners, an embedding
         or a head, is never whole, nor is its gradient. It matters to ODC only.
-    split_tokens, layers_in_flight: what `enable_split` is given; with `gradient_checkpointing` activations are those of
+    split_tokens: what `enable_split` is given; with `gradient_checkpointing` activations are those of
         `long_bytes_per_token`, else those of `activation_bytes_per_token`, an estimate.
     offload_checkpoints: what checkpointing keeps goes to the host.
     exact: what `fully_shard` is given.
@@ -206,7 +205,6 @@ def memory_plan(
         ("replicas", replicas, 1),
         ("tokens_per_microbatch", tokens_per_microbatch, 0),
         ("split_tokens", split_tokens, 0),
-        ("layers_in_flight", 1 if layers_in_flight is None else layers_in_flight, 1),
     ):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name} is {value}; give a whole number of at least {least}")
@@ -258,7 +256,7 @@ def memory_plan(
         per_token = per_token and per_token - itemsize * hidden * (layers - 2)
     if split_tokens:
         decoder = _decoder(model, split_tokens)
-        in_flight = layers_in_flight or (kv_buffers.IN_FLIGHT if gradient_checkpointing or not trained else None)
+        in_flight = kv_buffers.IN_FLIGHT if gradient_checkpointing or not trained else None
         how = {"tokens": split_tokens, "world": world, "in_flight": in_flight, "gradients": bool(trained)}
         split_bytes = _split_bytes(decoder, largest.compute_dtype, **how)
         if gradient_checkpointing:

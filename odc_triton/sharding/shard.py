@@ -6,7 +6,6 @@ units to the module.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -36,7 +35,7 @@ from ..engine.transport import Streams, Target, Transport
 from ..engine.unit import Slot, Unit
 from ..nn.operand import ReadsOnDemand
 from ..nn.tuned import Tuned, warn_of_untuned
-from .agree import AGREEING, agree, default_mesh, open_barrier, open_heap, refusing
+from .agree import AGREEING, agree, default_mesh, open_barrier, open_heap, refusing, require_module
 from .backend import Backend, backend_of
 from .collect import SHARDABLE_DTYPES, Description, describe, dtype_name
 from .initialize import write_initial_values
@@ -242,10 +241,7 @@ def _attach(
 
 
 def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, ignored_params: Any) -> None:
-    if sys.platform != "linux":
-        raise OSError(f"odc-triton shares memory between ranks by Linux's memfd and does not run on {sys.platform}")
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"fully_shard takes an nn.Module, not a {type(module).__name__}")
+    require_module(module, "fully_shard")
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         raise ValueError(
             f"fully_shard does not support containers that do not implement forward: call it on the parent or the "

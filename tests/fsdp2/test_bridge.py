@@ -1,4 +1,4 @@
-"""`use_odc`: precision, failures, what was loaded or written, and what it says."""
+"""`use_odc`: failures, what was loaded or written, and what it says."""
 
 from __future__ import annotations
 
@@ -9,78 +9,14 @@ import signal
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 
 from odc_triton import MinibatchFailed, minibatch, publish, use_odc
 from tests.support import ranks
-from tests.support.bridged import LAYOUTS, batches_of, count_of, loss_of, made, sharded, train, under_odc
+from tests.support.bridged import LAYOUTS, batches_of, count_of, loss_of, made, train, under_odc
 from tests.support.deadlines import LONG_S
 from tests.support.refusals import caught
-
-# ---------------------------------------------------------------------- precision
-
-
-def _gradients(rank: int, world: int, transform: str, policy: dict[str, Any], bridge: bool) -> list[dict]:
-    """Gradients of two steps; two microbatches a rank."""
-    model = made("qwen2", transform)
-    LAYOUTS["blocks"](model, mp_policy=MixedPrecisionPolicy(**policy))
-    if bridge:
-        use_odc(model)
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    optimizer = torch.optim.SGD(trained.values(), lr=0.1)
-    found = []
-    for step in range(2):
-        mine = batches_of("qwen2", step, 4)[rank::2]
-        if bridge:
-            with minibatch(model):
-                for batch in mine:
-                    (loss_of("qwen2", model, batch) / 40).backward()
-        else:
-            for batch in mine:
-                (loss_of("qwen2", model, batch) / 40).backward()
-        found.append({name: parameter.grad.full_tensor() for name, parameter in trained.items()})
-        assert all(found[-1][name].dtype == parameter.dtype for name, parameter in trained.items())
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
-def test_gradients_are_those_of_fsdp2() -> None:
-    """The same forward and backward in bf16, bit by bit, so only the order of fp32 sums differs."""
-    bf16 = "", {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    two_dtypes = "lora, bf16 base", {}  # units of two dtypes, which FSDP2 gathers as bytes
-    calls = [(_gradients, *case, bridge) for case in (bf16, two_dtypes) for bridge in (False, True)]
-    results = [of_ranks[0] for of_ranks in ranks.run_all(2, *calls)]
-    for wanted, gradients in (results[:2], results[2:]):
-        # After one step a weight may be rounded to another bf16 number.
-        for step, tolerance in ((0, 1e-6), (1, 2e-2)):
-            for name, gradient in wanted[step].items():
-                largest = gradient.abs().max().item()
-                torch.testing.assert_close(
-                    gradients[step][name], gradient, rtol=0, atol=tolerance * largest, msg=lambda m, n=name: f"{n}: {m}"
-                )
-
-
-def _divided(before: float | None, bridge: bool, **options: float) -> dict[str, torch.Tensor]:
-    """Gradients. `before`: what `set_gradient_divide_factor` says; `options`: what `use_odc` is given."""
-    model = sharded()
-    for module in model.modules():
-        if before is not None and isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(before)
-    with minibatch(use_odc(model, **options)) if bridge else contextlib.nullcontext():
-        loss_of("both branches", model, batches_of("both branches", 0, 1)[0]).backward()
-    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
-
-
-def test_gradients_are_divided_as_fsdp2_divides_them() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    wanted = _divided(8.0, False)
-    for before, options in ((8.0, {}), (None, {"divide_factor": 8.0}), (2.0, {"divide_factor": 8.0})):
-        for name, gradient in _divided(before, True, **options).items():
-            torch.testing.assert_close(gradient, wanted[name])
-
 
 # ---------------------------------------------------------------------- failures
 
