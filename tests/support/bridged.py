@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.support import parity
+from tests.support.families import with_lora
 from tests.support.models import CASES, Case
 
 SIZES = [5, 17, 4, 9, 11, 2]  # of one minibatch's microbatches, all ranks together
@@ -95,6 +96,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     **{name: parity.TRANSFORMS[name] for name in ("checkpointing", "frozen", "lora")},
     "chunks": lambda model: parity.TRANSFORMS["chunks"](parity.TRANSFORMS["checkpointing"](model)),
     "": parity.TRANSFORMS["none"],
+    "lora, bf16 base": lambda model: with_lora(model.to(torch.bfloat16)),
 }
 
 
