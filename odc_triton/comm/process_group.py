@@ -71,7 +71,7 @@ def group_kinds(devices: Sequence[str | None]) -> str:
     return "cpu:gloo,cuda:nccl" if len(set(devices)) == len(devices) else "gloo"
 
 
-def _take_gpu() -> None:
+def take_gpu() -> None:
     """Makes this rank's GPU, by `gpu_index`, the current device."""
     has_group = dist.is_initialized()
     bound = dist.group.WORLD.bound_device_id if has_group else None
@@ -86,17 +86,16 @@ def _take_gpu() -> None:
 
 
 def start_process_group(devices: Devices, timeout: timedelta) -> None:
-    """Our launcher's process group, torchrun's, or that of any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT; else a world of one. If there is one already, this only chooses the rank's GPU. Collective.
+    """Where there is none: our launcher's process group, torchrun's, or that of any launcher that sets RANK,
+    WORLD_SIZE, MASTER_ADDR and MASTER_PORT; else a world of one. Chooses the rank's GPU. Collective.
 
     Raises RanksDiffer if the ranks' devices are of different kinds, DeadlineExceeded if a rank does not arrive.
     """
     on_gpu = devices.mesh_device == "cuda"
-    if dist.is_initialized() or "RANK" not in os.environ:
+    if "RANK" not in os.environ:  # a notebook: a world of one takes the same path as any other
         if on_gpu:
-            _take_gpu()
-        if not dist.is_initialized():  # a notebook: a world of one takes the same path as any other
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            take_gpu()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         return
     store, rank, world = next(rendezvous(rendezvous_url(), timeout=timeout))
     store.set_timeout(timeout)
@@ -109,7 +108,7 @@ def start_process_group(devices: Devices, timeout: timedelta) -> None:
     )
     try:
         if on_gpu:
-            _take_gpu()
+            take_gpu()
         mine = devices.device_id() if on_gpu else None
     except Exception as error:  # the other ranks must not wait for this one
         barrier.post(_PURPOSE, {"refused": f"{type(error).__name__}: {error}"})

@@ -32,7 +32,7 @@ from ..comm.grid import Grid
 from ..comm.layout import Plan, first_difference
 from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
 from ..comm.peers import PeerStatus
-from ..comm.process_group import start_process_group
+from ..comm.process_group import start_process_group, take_gpu
 from ..nn.tuned import Tuned, default_folder
 from ..nn.tuned import load as load_tuned
 from .backend import Backend, backend_of
@@ -75,10 +75,10 @@ def open_barrier(grid: Grid, timeout: timedelta) -> Barrier:
     )
 
 
-def _look(barrier: Barrier, grid: Grid, ranks: list[int]) -> None:
-    """Raises RankLost if one of these ranks, as the replica's heap numbers them, is gone."""
-    ranks = [grid.first + rank for rank in ranks]
-    barrier.require_alive(ranks, "the shared heap", lambda: ranks)
+def look_for(barrier: Barrier, first: int, purpose: str, ranks: list[int]) -> None:
+    """Raises RankLost if one of `ranks`, as the heap of the replica whose first rank is `first` numbers them, is gone."""
+    ranks = [first + rank for rank in ranks]
+    barrier.require_alive(ranks, purpose, lambda: ranks)
 
 
 def _show_life(barrier: Barrier, grid: Grid, heap: SymmetricHeap, token: str) -> None:
@@ -107,7 +107,7 @@ def patient_barrier(grid: Grid, timeout: timedelta) -> Iterator[Barrier]:
         slots=0,
         token=f"{token}-{grid.replica}",
         timeout_s=barrier.timeout_s,
-        look=partial(_look, barrier, grid),
+        look=partial(look_for, barrier, grid.first, "the shared heap"),
     )
     try:
         _show_life(barrier, grid, heap, token)
@@ -127,7 +127,7 @@ def open_heap(barrier: Barrier, grid: Grid, device: Backend, plan: Plan, agreed:
         grid.shard_mesh,
         token=f"{agreed.token}-{grid.replica}",
         timeout_s=barrier.timeout_s,
-        look=partial(_look, barrier, grid),
+        look=partial(look_for, barrier, grid.first, "the shared heap"),
         shared=min(len(set(devices)), len(set(agreed.indices))) < len(devices),
     )
     heap.near = frozenset(rank for rank, theirs in enumerate(devices) if theirs == devices[heap.rank])
@@ -212,7 +212,10 @@ def default_mesh(timeout: Timeout, backend: str = "auto", *, replicas: int | Non
     """
     timeout = timedelta_of(timeout)
     chosen = backend_of(backend, None)
-    start_process_group(chosen, timeout)
+    if not dist.is_initialized():
+        start_process_group(chosen, timeout)
+    elif chosen.mesh_device == "cuda":
+        take_gpu()
     hosts, world = _hosts(timeout), dist.get_world_size()
     if replicas is None:
         replicas = even_hosts(hosts)

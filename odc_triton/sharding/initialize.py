@@ -25,7 +25,7 @@ from ..comm.replicas import Replicas
 from ..engine.module import ODCModule
 from ..engine.parameter import Residency, ShardedParameter
 from ..engine.unit import Slot
-from .agree import all_came, refusing
+from .agree import all_came, look_for, refusing
 from .collect import FoundParameter, dtype_name
 
 _PURPOSE = "initial values"
@@ -132,7 +132,7 @@ class _Relay:
             slots=0,
             token=f"{self._token}-{self._barrier.passed}",
             timeout_s=self._barrier.timeout_s,
-            look=self._look,
+            look=partial(look_for, self._barrier, self._heap.first, _PURPOSE),
         )
         memory.close()  # its tensors stay
         return [memory.whole(region) for region in regions]
@@ -153,11 +153,6 @@ class _Relay:
                 into.copy_(tensor)
         self.publish(shared)
         return shared
-
-    def _look(self, ranks: list[int]) -> None:
-        """Raises RankLost if one of these ranks of the replica is gone."""
-        ranks = [self._heap.first + rank for rank in ranks]
-        self._barrier.require_alive(ranks, _PURPOSE, lambda: ranks)
 
 
 @dataclass(slots=True)
