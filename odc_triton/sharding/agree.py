@@ -76,7 +76,7 @@ def open_barrier(grid: Grid, timeout: timedelta) -> Barrier:
 
 
 def look_for(barrier: Barrier, first: int, purpose: str, ranks: list[int]) -> None:
-    """Raises RankLost if one of `ranks`, as the heap of the replica whose first rank is `first` numbers them, is gone."""
+    """Raises RankLost if one of `ranks`, counted from their replica's `first` on, is gone."""
     ranks = [first + rank for rank in ranks]
     barrier.require_alive(ranks, purpose, lambda: ranks)
 
