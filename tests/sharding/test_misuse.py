@@ -72,49 +72,28 @@ def _options(rank: int, world: int) -> None:
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: fully_shard([net(), "net"]), "TypeError: .*the list holds a str"),
         (lambda: fully_shard("model"), "TypeError.*str"),
-        (
-            lambda: fully_shard(nn.ModuleList([net()])),
-            "ValueError: fully_shard does not support containers .*: call it on the parent.*ModuleList",
-        ),
+        (lambda: fully_shard(nn.ModuleList([net()])), "ValueError: .*containers .*: call it on the parent"),
         (twice, "ValueError.*sharded already"),
         (below_a_root, "ValueError: weight is a DTensor.*plain model"),
         (in_two_models, "ValueError: 0 belongs to another sharded model.*one engine only"),
-        (
-            lambda: fully_shard(quantised(torch.uint8)),
-            r"ValueError: 0\.weight is Parameter of torch\.uint8.*ignored_params",
-        ),
-        (
-            lambda: fully_shard(quantised(torch.float8_e4m3fn)),
-            r"ValueError: 0\.weight is Parameter of torch\.float8.*ignored_params",
-        ),
+        (lambda: fully_shard(quantised(torch.uint8)), r"ValueError: 0\.weight is .*uint8.*ignored_params"),
+        (lambda: fully_shard(quantised(torch.float8_e4m3fn)), r"ValueError: .*float8.*ignored_params"),
         (lambda: fully_shard(tensor_parallel()), "ValueError: 0.weight is a DTensor.*plain model"),
         (lambda: fully_shard(of_tensors()), r"ValueError: 0\.weight is a TwoTensor, a tensor subclass.*ignored_params"),
         (lambda: fully_shard(nn.Sequential(nn.LazyLinear(3))), "ValueError.*lazy parameter.*run one forward"),
         (lambda: fully_shard(hooked()), "ValueError: 0.weight has gradient hooks.*after the minibatch"),
         (lambda: fully_shard(optimizer_in_backward()), "ValueError: 0.weight has gradient hooks.*after the minibatch"),
         (lambda: fully_shard(net(), mesh=mesh_of("dp", "tp")), r"NotImplementedError.*2 dimensions.*mesh\['dp'\]"),
-        (
-            lambda: fully_shard(net(), mesh=init_device_mesh("cpu", (world, 1, 1))),
-            "ValueError: fully_shard expects a 1D or 2D DeviceMesh but got DeviceMesh.*data-parallel dimension",
-        ),
-        (
-            lambda: fully_shard(net(), mesh=mesh_of("shard", "replicate")),
-            r"NotImplementedError.*2 dimensions \('shard', 'replicate'\).*swap the dimensions of the mesh",
-        ),
+        (lambda: fully_shard(net(), mesh=init_device_mesh("cpu", (world, 1, 1))), "ValueError: .*1D or 2D"),
+        (lambda: fully_shard(net(), mesh=mesh_of("shard", "replicate")), "NotImplementedError.*swap the dimensions"),
         (lambda: fully_shard(net(), mesh=mesh_of("tp")), "NotImplementedError.*'tp'"),
         (lambda: fully_shard(net(), mesh=dist.group.WORLD), "TypeError.*give a DeviceMesh"),
         (
             lambda: fully_shard(net(), shard_placement_fn=lambda p: Shard(1)),
-            r"NotImplementedError: shard_placement_fn returned .*1.* for 0\.weight.*Shard\(0\)",
+            r"NotImplementedError: .*1.* for 0\.weight",
         ),
-        (
-            lambda: fully_shard(net(), offload_policy=CPUOffloadPolicy()),
-            "NotImplementedError: offload_policy is not supported, leave it out",
-        ),
-        (
-            lambda: fully_shard(net(), dp_mesh_dims=("dp",)),
-            "NotImplementedError: dp_mesh_dims is not supported, leave it out",
-        ),
+        (lambda: fully_shard(net(), offload_policy=CPUOffloadPolicy()), "NotImplementedError: offload_policy"),
+        (lambda: fully_shard(net(), dp_mesh_dims=("dp",)), "NotImplementedError: dp_mesh_dims is not"),
         (lambda: fully_shard(net(), mp_policy=torch.bfloat16), "TypeError.*give a MixedPrecisionPolicy"),
         (
             lambda: fully_shard(net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.int8)),
@@ -122,18 +101,9 @@ def _options(rank: int, world: int) -> None:
         ),
         (lambda: fully_shard(net(), reshard_after_forward="yes"), "TypeError.*'yes'"),
         (lambda: fully_shard(net(), backend="nvshmem"), "ValueError.*'nvshmem'.*'cpu'"),
-        (
-            lambda: fully_shard(net(), timeout="30"),
-            "ValueError: timeout is '30'; it must be a positive timedelta or number of seconds",
-        ),
-        (
-            lambda: fully_shard(net(), timeout=0),
-            "ValueError: timeout is 0; it must be a positive timedelta or number of seconds",
-        ),
-        (
-            lambda: fully_shard(net(), timeout=float("inf")),
-            "ValueError: timeout is inf; it must be a positive timedelta or number of seconds",
-        ),
+        (lambda: fully_shard(net(), timeout="30"), "ValueError: timeout is '30'; it must be a positive"),
+        (lambda: fully_shard(net(), timeout=0), "ValueError: timeout is 0; it must be a positive"),
+        (lambda: fully_shard(net(), timeout=float("inf")), "ValueError: timeout is inf; it must be a positive"),
     ]
     for action, words in cases:
         assert re.search(words, said := caught(action)), said
@@ -146,7 +116,7 @@ def test_options() -> None:
 # ---------------------------------------------------------------------- what differs between ranks
 
 
-def _different(rank: int, world: int) -> dict[str, str]:
+def _different(rank: int, world: int) -> None:
     other = rank == 1
 
     def frozen() -> nn.Module:
@@ -218,51 +188,39 @@ def _different(rank: int, world: int) -> dict[str, str]:
         model[2].bias.requires_grad_(not other)
         begin_minibatch(model)
 
-    return {
-        "betas": caught(different_betas),
-        "step on some": caught(lambda: step_times(0 if other else 1)),
-        "step twice on one": caught(lambda: step_times(2 if other else 1)),
-        "frozen on one": caught(frozen_on_one),
-        "shape": caught(lambda: fully_shard(net(7 if other else 6))),
-        "number": caught(lambda: fully_shard(nn.Sequential(net(), nn.Linear(2, 2)) if other else nn.Sequential(net()))),
-        "name": caught(lambda: fully_shard(renamed())),
-        "dtype": caught(lambda: fully_shard(net().double() if other else net())),
-        "requires_grad": caught(lambda: fully_shard(frozen())),
-        "policy": caught(lambda: fully_shard(net(), mp_policy=policy)),
-        "timeout": caught(lambda: fully_shard(net(), timeout=60 * (5 + rank))),
-        "refused on one": caught(lambda: fully_shard(quantised())),
-        "tokens on one": caught(give_tokens_on_one_rank),
-        "negative tokens": caught(bad_tokens(-1)),
-        "float tokens": caught(bad_tokens(2.0)),
-        "goes on": caught(still_works),
-        "different order": caught(different_order),
-    }
+    cases: list[tuple[Callable[[], object], str]] = [
+        (different_betas, r"RanksDiffer: .* betas .* 0.8, 0.99 on ranks \[0, 2\]; 0.8, 0.9 on ranks \[1\]"),
+        (lambda: step_times(0 if other else 1), r"RanksDiffer: .*step.* 1 times on ranks \[0, 2\]; 0 times on"),
+        (lambda: step_times(2 if other else 1), r"RanksDiffer: .*step.* 1 times on ranks \[0, 2\]; 2 times on"),
+        (frozen_on_one, r"RanksDiffer: 2\.bias is frozen on ranks \[1\] only.*on all ranks"),
+        (lambda: fully_shard(net(7 if other else 6)), r"RanksDiffer.*0\.weight.*\[[67], 4\].*against.*\[[67], 4\]"),
+        (
+            lambda: fully_shard(nn.Sequential(net(), nn.Linear(2, 2)) if other else nn.Sequential(net())),
+            r"RanksDiffer.*1\.weight.*is only (here|there)",
+        ),
+        (lambda: fully_shard(renamed()), r"RanksDiffer.*(second|last)\.weight.*against.*(second|last)\.weight"),
+        (lambda: fully_shard(net().double() if other else net()), "RanksDiffer.*float(32|64).*against.*float(32|64)"),
+        (lambda: fully_shard(frozen()), r"RanksDiffer.*2\.bias.*reduce_dtype.*against.*2\.bias"),
+        (lambda: fully_shard(net(), mp_policy=policy), "RanksDiffer.*option policy.*bfloat16"),
+        (lambda: fully_shard(net(), timeout=60 * (5 + rank)), "RanksDiffer.*timeout = 0:0[567]:00.*against"),
+        (
+            lambda: fully_shard(quantised()),
+            r"^ValueError: 0\.weight is Parameter of torch\.int8"
+            if other
+            else r"RanksDiffer.*rank 1 could not shard its model: ValueError: 0\.weight.*int8",
+        ),
+        (give_tokens_on_one_rank, r"RanksDiffer: tokens was given on some ranks but not on ranks \[0, 2\]"),
+        (bad_tokens(-1), "MinibatchFailed.*rank 1: ValueError: tokens is -1; give"),
+        (bad_tokens(2.0), r"MinibatchFailed.*rank 1: ValueError: tokens is 2\.0; give"),
+        (still_works, "MinibatchFailed.*rank 0: ValueError: tokens 3.*rank 1: .*rank 2: "),
+        (different_order, "RanksDiffer.*'(something else|leave minibatch 0)' while rank [01]"),
+    ]
+    for action, words in cases:
+        assert re.search(words, said := caught(action)), said
 
 
 def test_ranks_differ() -> None:
-    results = ranks.run(_different, 3)
-    expected = {
-        "betas": r"RanksDiffer: .* betas \(parameter group 0\) is 0.8, 0.99 on ranks \[0, 2\]; 0.8, 0.9 on ranks \[1\]",
-        "step on some": r"RanksDiffer: optimizer.step\(\) .*, 1 times on ranks \[0, 2\]; 0 times on ranks \[1\]",
-        "step twice on one": r"RanksDiffer: optimizer.step\(\) .*, 1 times on ranks \[0, 2\]; 2 times on ranks \[1\]",
-        "frozen on one": r"RanksDiffer: 2\.bias is frozen on ranks \[1\] only.*on all ranks",
-        "shape": r"RanksDiffer.*0\.weight.*\[[67], 4\].*against.*0\.weight.*\[[67], 4\]",
-        "number": r"RanksDiffer.*1\.weight.*is only (here|there)",
-        "name": r"RanksDiffer.*(second|last)\.weight.*against.*(second|last)\.weight",
-        "dtype": "RanksDiffer.*float(32|64).*against.*float(32|64)",
-        "requires_grad": r"RanksDiffer.*2\.bias.*reduce_dtype.*against.*2\.bias",
-        "policy": "RanksDiffer.*option policy.*bfloat16|RanksDiffer.*option policy.*None.*against.*bfloat16",
-        "timeout": "RanksDiffer.*option timeout = 0:0[567]:00.*against.*option timeout",
-        "refused on one": r"RanksDiffer.*rank 1 could not shard its model: ValueError: 0\.weight.*int8",
-        "tokens on one": r"RanksDiffer: tokens was given on some ranks but not on ranks \[0, 2\]",
-        "negative tokens": "MinibatchFailed.*rank 1: ValueError: tokens is -1; give",
-        "float tokens": r"MinibatchFailed.*rank 1: ValueError: tokens is 2\.0; give",
-        "goes on": "MinibatchFailed.*rank 0: ValueError: tokens 3.*rank 1: .*rank 2: ",
-        "different order": "RanksDiffer.*'(something else|leave minibatch 0)' while rank [01]",
-    }
-    for rank, messages in enumerate(results):
-        at = expected | ({"refused on one": r"^ValueError: 0\.weight is Parameter of torch\.int8"} if rank == 1 else {})
-        compare(messages, at)
+    ranks.run(_different, 3)
 
 
 # ---------------------------------------------------------------------- silent mistakes
