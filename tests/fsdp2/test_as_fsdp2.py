@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from odc_triton import minibatch, use_odc
@@ -76,12 +76,6 @@ def _shard_two_dtypes(model: nn.Module) -> None:
 
 def _nothing(model: nn.Module, log: list) -> None:
     pass
-
-
-def _divide(model: nn.Module, log: list) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(8.0)
 
 
 def _reduce_unused(model: nn.Module, log: list) -> None:
@@ -166,16 +160,12 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`runs`: of each step, which parts run on each rank. `before` and `after` use_odc; `alone`: without it; `options`:
-    of use_odc.
-    """
+    """`runs`: of each step, which parts run on each rank. `before` and `after` use_odc."""
 
     runs: tuple[tuple[int, ...], ...] = ((0, 1, 2), (0, 2), (1,))
     shard: Callable = _shard
     before: Callable = _nothing
     after: Callable = _nothing
-    alone: Callable = _nothing
-    options: dict[str, float] = field(default_factory=dict)
     zeroing: dict[str, bool] = field(default_factory=dict)
 
 
@@ -187,8 +177,6 @@ CASES = {
     "whole for the minibatch": Case(shard=partial(_shard, reshard_after_forward=False)),
     "bf16": Case(shard=partial(_shard, mp_policy=BF16)),
     "two dtypes": Case(shard=_shard_two_dtypes),
-    "divided by a factor": Case(before=_divide),
-    "divided by another": Case(alone=_divide, options={"divide_factor": 8.0}),
     "tied before": Case(before=_tie),
     "tied after": Case(after=_tie),
     "assigned after": Case(after=_assign),
@@ -214,9 +202,7 @@ def _trained(rank: int, case: Case, bridge: bool) -> dict[str, Any]:
     case.shard(model)
     case.before(model, log)
     if bridge:
-        use_odc(model, **case.options)
-    else:
-        case.alone(model, log)
+        use_odc(model)
     case.after(model, log)
     names = {parameter: name for name, parameter in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)

@@ -9,14 +9,36 @@ import signal
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from odc_triton import MinibatchFailed, minibatch, publish, use_odc
 from tests.support import ranks
-from tests.support.bridged import LAYOUTS, batches_of, count_of, loss_of, made, train, under_odc
+from tests.support.bridged import LAYOUTS, batches_of, count_of, loss_of, made, sharded, train, under_odc
 from tests.support.deadlines import LONG_S
 from tests.support.refusals import caught
+
+
+def _divided(before: float | None, bridge: bool, **options: float) -> dict[str, torch.Tensor]:
+    """Gradients. `before`: what `set_gradient_divide_factor` says; `options`: what `use_odc` is given."""
+    model = sharded()
+    for module in model.modules():
+        if before is not None and isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(before)
+    with minibatch(use_odc(model, **options)) if bridge else contextlib.nullcontext():
+        loss_of("both branches", model, batches_of("both branches", 0, 1)[0]).backward()
+    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+
+def test_gradients_are_divided_as_fsdp2_divides_them() -> None:
+    """On one rank: gloo can't divide by a factor."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    wanted = _divided(8.0, False)
+    for before, options in ((8.0, {}), (None, {"divide_factor": 8.0}), (2.0, {"divide_factor": 8.0})):
+        for name, gradient in _divided(before, True, **options).items():
+            torch.testing.assert_close(gradient, wanted[name])
+
 
 # ---------------------------------------------------------------------- failures
 
