@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from ..comm.barrier import Barrier
-from ..comm.grid import Grid
-from ..comm.replicas import Replicas
+from ..comm.replicas import Grid, Replicas
 from .collectives import NoCollectives
 from .exact_sums import ExactSums
 from .parameter import ShardedParameter

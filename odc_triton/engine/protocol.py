@@ -40,8 +40,7 @@ from ..base.errors import (
 )
 from ..base.events import EventLog
 from ..comm.barrier import Barrier
-from ..comm.grid import Grid
-from ..comm.replicas import Replicas
+from ..comm.replicas import Grid, Replicas
 from .participant import Participant, Tokens
 from .shard import Shard, Zeros, clear_gradients, copy_masters, reduce_gradients
 from .steps import Hyperparameters, OptimizerWatch, Publication

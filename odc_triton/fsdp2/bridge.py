@@ -19,9 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..base.deadlines import Timeout, timedelta_of
 from ..comm.barrier import Barrier
-from ..comm.grid import Grid, grid_of
 from ..comm.layout import Plan, place_regions
-from ..comm.replicas import Replicas
+from ..comm.replicas import Grid, Replicas, grid_of
 from ..engine.participant import OrderOfArrival, Participant, Trained
 from ..engine.passes import Passes
 from ..engine.protocol import Protocol

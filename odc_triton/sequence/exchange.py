@@ -26,7 +26,7 @@ import torch
 
 from ..balance.pieces import Piece, PlannedPiece, Read, SplitPlan
 from ..base.errors import RanksDiffer
-from ..comm.grid import Grid
+from ..comm.replicas import Grid
 from ..engine.participant import Participant
 from ..engine.passes import in_backward_pass
 from ..engine.transport import Streams

@@ -20,10 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 from odc_kernels.staged import Staging
 
 from ..base.deadlines import Timeout, timedelta_of
-from ..comm.grid import Grid, grid_of, refuse_mesh
 from ..comm.layout import Plan, make_plan
 from ..comm.memory.heap import SymmetricHeap
-from ..comm.replicas import Replicas
+from ..comm.replicas import Grid, Replicas, grid_of, refuse_mesh
 from ..engine.engine import Engine
 from ..engine.exact import ExactTarget
 from ..engine.gathered import GatheredParameters

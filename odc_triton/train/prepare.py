@@ -15,7 +15,7 @@ from ..base.options import flag
 from ..checkpoint.folder import MANIFEST, Manifest, read_state
 from ..checkpoint.pretrained import require_weights
 from ..checkpoint.steps import newest_in
-from ..comm.grid import grid_of
+from ..comm.replicas import grid_of
 from ..data.order import Mix
 from ..data.records import DataError
 from ..data.tokenizer import read_tokenizer

@@ -86,7 +86,7 @@ def run_tune(options: TuneOptions) -> str | None:
     import torch
 
     from ...balance.decoder import Decoder
-    from ...comm.grid import grid_of
+    from ...comm.replicas import grid_of
     from ...nn.tuned import save
     from ...sharding.agree import default_mesh, patient_barrier
     from ...sharding.backend import backend_of
