@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from odc_triton.balance import CostModel, assign
 from odc_triton.balance.pieces import Entry, Piece
-from odc_triton.balance.queue import QUEUE, queue_packs
-from odc_triton.balance.relatives import Relatives
 from odc_triton.balance.split import assign_split, readable_tokens
 from odc_triton.simulate import Job, Links, simulate
 from odc_triton.simulate.job import SPLIT
-
-from .. import trees
 
 FORWARD_SHARE = 1 / 3
 
@@ -28,8 +23,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        how = {"local": "LocalSort", "micro": "LB-Micro", "global": "global packing", "mini": "LB-Mini"}
-        how |= {QUEUE: "queue", SPLIT: "split", **{each: each for each in trees.WAYS}}
+        how = {"global": "global packing", "mini": "LB-Mini", SPLIT: "split"}
         return f"{'layer barrier' if self.schedule == 'fsdp' else 'ODC'} + {how[self.balance]}"
 
 
@@ -38,7 +32,7 @@ class Cell:
     """Minibatches that each of `ways` runs, in turn. `minibatches`: tokens of all ranks' samples.
 
     `seconds_per_cost`: sleep per unit of `cost`, forward and backward, over all `layers`. `hosts`: of equally many
-    ranks, with a replica of the model on each. `relatives`: of each minibatch, where samples share prefixes.
+    ranks, with a replica of the model on each.
     """
 
     name: str
@@ -50,7 +44,6 @@ class Cell:
     seconds_per_cost: float
     layers: int
     hosts: int = 1
-    relatives: tuple[Relatives, ...] = ()
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """Seconds of one microbatch."""
@@ -58,17 +51,12 @@ class Cell:
 
     def split_tokens(self, ranks: int) -> int:
         """Of each rank, the most tokens that others read."""
-        if self.relatives:
-            return max(map(trees.shared_tokens, self.relatives))
         how = {"ranks": ranks, "samples": self.samples * ranks, "token_cap": self.token_cap, "cost": self.cost}
         return readable_tokens([self.token_cap], replicas=self.hosts, **how)
 
     def even_share_s(self, index: int, ranks: int) -> float:
-        """Seconds of minibatch `index` if each rank computes an equal part, and what is shared once."""
-        lengths, starts = self.minibatches[index], [0] * len(self.minibatches[index])
-        for strip in chain.from_iterable(self.relatives[index].families() if self.relatives else ()):
-            starts[strip.sample] = strip.start
-        return self.seconds_per_cost * sum(map(self.cost.piece, starts, lengths)) / ranks
+        """Seconds of minibatch `index` if each rank computes an equal part."""
+        return self.seconds_per_cost * sum(map(self.cost.sequence, self.minibatches[index])) / ranks
 
     def bound_s(self, index: int, ranks: int) -> float:
         """Seconds of minibatch `index` in which all ranks compute all the time, or one host its longest sample."""
@@ -101,16 +89,12 @@ class Cell:
         return simulate(self.minibatches, job=self.job(ranks, barrier_s), **how).seconds.tolist()
 
     def assigned(self, way: Way, index: int, ranks: int) -> list[list[list[Entry]]]:
-        """Every rank's packs of minibatch `index`; for a queue all packs, as if they were one rank's."""
+        """Every rank's packs of minibatch `index`."""
         given = {"ranks": ranks, "token_cap": self.token_cap, "cost": self.cost}
         if way.balance == SPLIT:
             given |= {"tokens": self.split_tokens(ranks), "replicas": self.hosts}
             split = assign_split(self.minibatches[index], **given)
             return [split.packs(rank) for rank in range(ranks)]
-        if way.balance in trees.WAYS:
-            return trees.assign_trees(way.balance, self.minibatches[index], self.relatives[index], **given)
-        if way.balance == QUEUE:
-            return [queue_packs(self.minibatches[index], **given)]
         return assign(self.minibatches[index], balance=way.balance, **given)
 
 

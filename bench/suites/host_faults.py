@@ -175,7 +175,7 @@ def _is_right(model: nn.Module, plain: nn.Module, rank: int, fault: Fault) -> bo
 
 def trains_until_struck(rank: int, ranks: int, say: Say, fault: Fault, hosts: Hosts) -> None:
     """A rank of the job: says whom it names and when, and when it has ended its process group."""
-    model, plain, numbers = sharded("cpu", LONG_S, fault.hosts), build(), random.Random(fault.seed)
+    model, plain, numbers = sharded(LONG_S, fault.hosts), build(), random.Random(fault.seed)
     optimizers = [torch.optim.SGD(each.parameters(), lr=LEARNING_RATE) for each in (model, plain)]
 
     def strike() -> None:

@@ -2,8 +2,9 @@
 
     python -m bench.suites.hosts [--shapes 2x4 2x8 4x4] [--lengths longalign swe-smith aime] [--out FILE]
 
-As protocol_scale.py. Ranks whose ODC_HOST differs share no memory; samples are dealt over the hosts, and each splits
-its own. Beside it LB-Mini over all ranks, and global packing with a barrier before every layer, for HSDP's collectives.
+Layers sleep for the cost model's time (sleeping.py). Ranks whose ODC_HOST differs share no memory; samples are dealt
+over the hosts, and each splits its own. Beside it LB-Mini over all ranks, and global packing with a barrier before
+every layer, for HSDP's collectives. `--shapes 1x8`: one host.
 """
 
 from __future__ import annotations
@@ -11,18 +12,22 @@ from __future__ import annotations
 import argparse
 import os
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from odc_triton.balance import CostModel
 from odc_triton.base.report import table
+from odc_triton.comm.launch import launch
+from odc_triton.simulate import draw, named_lengths
 from odc_triton.simulate.study import NAMED
 
 from ..provenance import about, save_parts
-from .cells import Way
-from .protocol_scale import OURS, make_cells, measure
-from .sleeping import Measured
+from .cells import Cell, Way
+from .sleeping import Measured, main_of_rank, together
 
+OURS = Way(schedule="odc", balance="mini")
 SPLIT = Way(schedule="odc", balance="split")
 GLOBAL = Way(schedule="fsdp", balance="global")
 WAYS = (SPLIT, OURS, GLOBAL)
@@ -30,7 +35,35 @@ SHAPES = ("2x4", "2x8", "4x4")
 SAMPLES = (1, 2, 4)
 MINIBATCHES = 2
 MEAN_SAMPLE_S = 1.5  # sleep of a sample of mean cost: a layer's forward sleeps 125 ms, its backward 250 ms
+LAYERS = 4
+POPULATION = 20_000
 COLUMNS = ("hosts", "lengths", "samples/rank", "of the bound", "even share", "over LB-Mini", "over barriers", "off")
+
+
+def make_cells(
+    lengths: Sequence[str], samples: Sequence[int], ranks: int, *, minibatches: int, hosts: int, mean_s: float
+) -> list[Cell]:
+    """One cell per named lengths and samples per rank, with the paper's costs for a 7 B model."""
+    cost = CostModel.paper_7b()
+    cells = []
+    for name in lengths:
+        population = named_lengths(name, POPULATION)
+        mean_cost = sum(map(cost.sequence, population)) / len(population)
+        cells += [
+            Cell(
+                name=name,
+                samples=count,
+                minibatches=draw(population, samples=count * ranks, minibatches=minibatches, seed=count),
+                ways=WAYS,
+                hosts=hosts,
+                token_cap=NAMED[name].longest,
+                cost=cost,
+                seconds_per_cost=mean_s / mean_cost,
+                layers=LAYERS,
+            )
+            for count in samples
+        ]
+    return cells
 
 
 def row(results: dict[Way, Measured], hosts: int, ranks: int, mean_s: float) -> dict[str, Any]:
@@ -58,8 +91,9 @@ def run(
 ) -> list[dict[str, Any]]:
     hosts, of_host = map(int, shape.split("x"))
     ranks = hosts * of_host
-    cells = make_cells(lengths, samples, ranks, minibatches=minibatches, ways=WAYS, hosts=hosts, mean_s=mean_s)
-    measured, _ = measure(cells, ranks)
+    cells = make_cells(lengths, samples, ranks, minibatches=minibatches, hosts=hosts, mean_s=mean_s)
+    of_ranks = launch(main_of_rank, cells, uuid.uuid4().hex, ranks=ranks)
+    measured = together(cells, [ran for ran, _ in of_ranks], of_ranks[0][1])
     return [row({each.way: each for each in measured if each.cell is cell}, hosts, ranks, mean_s) for cell in cells]
 
 

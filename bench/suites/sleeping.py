@@ -1,13 +1,14 @@
 """Training whose layers sleep for as long as a cost model says, on the real engine with real ranks.
 
-Parameters are a few numbers; barriers, hooks, locks, accumulation, the store and the work queue are the library's. That
-lets many ranks run on few cores: it measures waiting, not arithmetic.
+Parameters are a few numbers; barriers, hooks, locks, accumulation and the store are the library's. That lets many
+ranks run on few cores: it measures waiting, not arithmetic.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import statistics
 import struct
 import time
 import uuid
@@ -20,9 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc_triton.balance.counter import store_counter
 from odc_triton.balance.pieces import Piece, SplitPlan
-from odc_triton.balance.queue import QUEUE, QueuedPacks
 from odc_triton.base.events import total_s
 from odc_triton.engine.api import engine_of, minibatch
 from odc_triton.sequence.buffers import KVBuffers, LayerShape
@@ -32,7 +31,6 @@ from odc_triton.sequence.sync import HostSync
 from odc_triton.sharding.shard import fully_shard
 from odc_triton.simulate.job import SPLIT
 
-from .. import trees
 from ..harness import in_turn, open_job
 from .cells import FORWARD_SHARE, Cell, Way, sizes_of
 
@@ -51,8 +49,6 @@ class Ran:
     index: int
     start_s: float
     end_s: float
-    slept_s: float  # what its packs had to sleep
-    packs: int
     stalled_s: float = 0.0  # waiting for other ranks' pieces: for flags inside of waves
 
 
@@ -212,65 +208,33 @@ class SleepingModel(nn.Module):
         return exchange
 
 
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """Seconds without compute: of one barrier at a layer, of gloo's barrier instead, of a minibatch without
-    microbatches (its two barriers), and of a layer's forward or backward without and with a barrier.
-
-    Without compute all ranks want the cores at once: an upper bound on what a sleeping layer costs besides its sleep.
-    """
-
-    gate_s: float
-    gloo_s: float
-    empty_s: float
-    layer_s: float
-    layer_with_gate_s: float
-
-
-def _costs(model: SleepingModel, x: torch.Tensor, gate: Gate, repeats: int = 20) -> Costs:
-    """Medians over `repeats`."""
-
-    def median(work: Callable[[], Any], each: int) -> float:
-        took = []
-        for _ in range(repeats):
-            gate.wait()
-            start_s = time.monotonic()
-            work()
-            took.append((time.monotonic() - start_s) / each)
-        return sorted(took)[repeats // 2]
-
-    layers = 2 * len(model.layers)
-    gate_s = median(lambda: [gate.wait() for _ in range(10)], 10)
-    gloo_s = median(lambda: [dist.barrier() for _ in range(10)], 10)
-
-    def empty() -> None:
+def _empty_s(model: SleepingModel, gate: Gate, repeats: int = 20) -> float:
+    """Seconds of a minibatch without microbatches, the median: what its two barriers cost."""
+    took = []
+    for _ in range(repeats):
+        gate.wait()
+        start_s = time.monotonic()
         with minibatch(model, tokens=1):
             pass
-
-    empty_s = median(empty, 1)
-    with minibatch(model, tokens=1):
-        layer_s = median(lambda: model(x, 0.0).sum().backward(), layers)
-        model.before_layer = gate.wait
-        with_gate_s = median(lambda: model(x, 0.0).sum().backward(), layers)
-    return Costs(gate_s=gate_s, gloo_s=gloo_s, empty_s=empty_s, layer_s=layer_s, layer_with_gate_s=with_gate_s)
+        took.append(time.monotonic() - start_s)
+    return statistics.median(took)
 
 
-def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
+def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], float]:
     """What a rank of the job does: all cells, each minibatch by every way in turn, in a rotating order. Collective.
 
     `name`: as for `Gate`. All cells have the same numbers of layers and hosts.
     """
-    gate, counter = Gate(name), store_counter()
+    gate = Gate(name)
     torch.manual_seed(0)
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ["ODC_HOST"] = f"host-{rank * cells[0].hosts // world}"
     model = fully_shard(SleepingModel(cells[0].layers), backend="cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.ones(1, WIDTH, requires_grad=True)  # else torch skips the first layer's backward
-    costs = _costs(model, x, gate)
+    empty_s = _empty_s(model, gate)
     optimizer.step()
-    reads = (SPLIT, trees.SHARED)
-    split = [cell.split_tokens(world) for cell in cells if any(way.balance in reads for way in cell.ways)]
+    split = [cell.split_tokens(world) for cell in cells if any(way.balance == SPLIT for way in cell.ways)]
     exchange = model.enable_split(max(split)) if split else None
     ran: list[Ran] = []
 
@@ -279,34 +243,27 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
         cell, way = cells[place], cells[place].ways[number]
         lengths, job = cell.minibatches[index], cell.job(world, 0.0)
         assigned = cell.assigned(way, index, world)
-        if way.balance == QUEUE:
-            packs = QueuedPacks(assigned[0], key=f"{len(ran)}", counter=counter, rank=rank, world=world)
-        else:
-            packs = assigned[rank]
         model.before_layer = gate.wait if way.schedule == "fsdp" else lambda: None
-        model.sleeper.owed_s, slept = 0.0, []
+        model.sleeper.owed_s = 0.0
         gate.wait()
         start_s = time.monotonic()
-        plan = getattr(packs, "split", None)
-        if way.balance == SPLIT:
-            plan = SplitPlan.of(assigned, replicas=cell.hosts)
+        plan = SplitPlan.of(assigned, replicas=cell.hosts) if way.balance == SPLIT else None
         with minibatch(model, tokens=len(lengths) if rank == 0 else 0, split=plan) as mb:
-            for members in packs:
+            for members in assigned[rank]:
                 sizes = sizes_of(members, lengths)
-                slept.append(job.pack_seconds(sizes))
-                (model(x, slept[-1], spans_of(exchange, sizes)).sum() / mb.tokens).backward()
+                (model(x, job.pack_seconds(sizes), spans_of(exchange, sizes)).sum() / mb.tokens).backward()
         end_s = time.monotonic()
         optimizer.step()
         waits = [each for each in engine_of(model).events.drain() if each.label.startswith(_IN_A_WAVE)]
-        times = {"start_s": start_s, "end_s": end_s, "slept_s": sum(slept), "stalled_s": total_s(waits, "wait")}
-        return Ran(cell=place, way=number, index=index, packs=len(slept), **times)
+        times = {"start_s": start_s, "end_s": end_s, "stalled_s": total_s(waits, "wait")}
+        return Ran(cell=place, way=number, index=index, **times)
 
     for place, cell in enumerate(cells):
         for index in range(len(cell.minibatches)):
             for number in in_turn(range(len(cell.ways)), index):
                 ran.append(run(place, index, number))
     gate.close()
-    return ran, costs
+    return ran, empty_s
 
 
 def spans_of(exchange: SequenceExchange | None, sizes: Sequence[int | Piece]) -> list[Span]:
@@ -318,7 +275,7 @@ def spans_of(exchange: SequenceExchange | None, sizes: Sequence[int | Piece]) ->
     return exchange.spans([0, *ends], pieces)
 
 
-def main_of_rank(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
+def main_of_rank(cells: Sequence[Cell], name: str) -> tuple[list[Ran], float]:
     """`run_cells` in a process that the launcher started."""
     open_job()
     try:
@@ -338,8 +295,6 @@ class Measured:
     seconds: list[float]
     simulated: list[float]
     mean_work: list[float]  # sum of all packs / ranks: no balance can be faster
-    largest_work: list[float]  # that of the rank that slept longest
-    microbatches: list[list[int]]  # of each rank
     stall: float = 0.0
 
     @property
@@ -351,13 +306,8 @@ class Measured:
         """The simulation over the measurement, less 1."""
         return sum(self.simulated) / self.total - 1
 
-    @property
-    def over_bound(self) -> float:
-        """The measurement over its own largest rank's work, less 1."""
-        return self.total / sum(self.largest_work) - 1
 
-
-def together(cells: Sequence[Cell], of_ranks: Sequence[Sequence[Ran]], empty_s: float = 0.0) -> list[Measured]:
+def together(cells: Sequence[Cell], of_ranks: Sequence[Sequence[Ran]], empty_s: float) -> list[Measured]:
     """What `run_cells` returned on every rank, by cell and way, with the simulation, which gets `empty_s`."""
     results = []
     for place, cell in enumerate(cells):
@@ -373,10 +323,8 @@ def together(cells: Sequence[Cell], of_ranks: Sequence[Sequence[Ran]], empty_s: 
                     cell=cell,
                     way=way,
                     seconds=seconds,
-                    simulated=[] if cell.relatives else cell.simulated_s(way, len(of_ranks), empty_s),
+                    simulated=cell.simulated_s(way, len(of_ranks), empty_s),
                     mean_work=[cell.even_share_s(index, len(of_ranks)) for index in range(len(seconds))],
-                    largest_work=[max(r.slept_s for r in m) for m in minibatches],
-                    microbatches=[[r.packs for r in m] for m in minibatches],
                     stall=sum(r.stalled_s for m in minibatches for r in m) / (len(of_ranks) * sum(seconds)),
                 )
             )
