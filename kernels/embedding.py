@@ -26,10 +26,8 @@ import triton
 import triton.language as tl
 
 from .device import TL_DTYPES, add_to_peer, peer_address, sum_address, summand
-from .peers import PeerShards, check_sums, join
+from .peers import COMPUTE_DTYPES, PeerShards, check_sums, check_tensor, join
 from .tiles import EMBEDDING, EMBEDDING_GRAD, EmbeddingGradTile, EmbeddingTile
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit(do_not_specialize=["rows", "rows_per_owner"])
@@ -165,9 +163,10 @@ def embedding(*, ids: torch.Tensor, weight: PeerShards, out: torch.Tensor, tile:
     be refused without waiting for the device: it reads nothing, and its row of `out` becomes NaN. Raises ValueError
     for other shapes, dtypes, devices or layouts, before a launch.
     """
-    _check(ids, "out", out, weight)
-    if out.dtype != weight.dtype:
-        raise ValueError(f"out is {out.dtype} and the weight {weight.dtype}; give both in one dtype")
+    _check(ids, weight)
+    check_tensor("out", out, shape=(len(ids), weight.shape[1]), dtype=weight.dtype, device=weight.device)
+    if weight.dtype not in COMPUTE_DTYPES:
+        raise ValueError(f"the weight is {weight.dtype}; give float32, bfloat16 or float16")
     tokens, (rows, columns) = ids.shape[0], weight.shape
     if tokens == 0 or columns == 0:
         return
@@ -203,7 +202,8 @@ def embedding_grad(
     nothing. Takes 8 K / `tile.segment` bytes of scratch memory a token, and never waits for the device. Raises
     ValueError for other shapes, dtypes, devices or layouts and for a `padding_idx` outside 0..N-1, before a launch.
     """
-    _check(ids, "dy", dy, weight)
+    _check(ids, weight)
+    check_tensor("dy", dy, shape=(len(ids), weight.shape[1]), dtype=COMPUTE_DTYPES, device=weight.device)
     tokens, (rows, columns) = ids.shape[0], weight.shape
     check_sums(weight)
     if padding_idx is not None and not 0 <= padding_idx < rows:
@@ -256,20 +256,12 @@ def embedding_grad(
         )
 
 
-def _check(ids: torch.Tensor, name: str, value: torch.Tensor, weight: PeerShards) -> None:
-    """Checks that `value` [T, K] matches `ids` [T] and a weight [N, K]."""
+def _check(ids: torch.Tensor, weight: PeerShards) -> None:
     if len(weight.shape) != 2:
         raise ValueError(f"the weight is {weight.shape}; give two dimensions [N, K]")
-    if ids.ndim != 1 or ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"ids is {tuple(ids.shape)} in {ids.dtype}; give [T] in int64 or int32 (flatten batches)")
-    if tuple(value.shape) != (ids.shape[0], weight.shape[1]):
-        raise ValueError(f"{name} is {tuple(value.shape)}; give {(ids.shape[0], weight.shape[1])}")
-    if value.dtype not in _DTYPES:
-        raise ValueError(f"{name} is {value.dtype}; give float32, bfloat16 or float16")
-    if not (ids.is_contiguous() and value.is_contiguous()):
-        raise ValueError(f"ids has strides {ids.stride()} and {name} {value.stride()}; both must be contiguous")
-    if not ids.device == value.device == weight.device:
-        raise ValueError(f"ids is on {ids.device}, {name} on {value.device}, the weight's table on {weight.device}")
+    if ids.ndim != 1:
+        raise ValueError(f"ids is {tuple(ids.shape)}; give [T] (flatten batches)")
+    check_tensor("ids", ids, shape=tuple(ids.shape), dtype=(torch.int64, torch.int32), device=weight.device)
 
 
 def embedding_ref(ids: torch.Tensor, weight: list[torch.Tensor]) -> torch.Tensor:

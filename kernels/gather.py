@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from .device import TL_DTYPES, peer_address, turn
-from .peers import ALIGNMENT_BYTES, PeerShards, join
+from .peers import ALIGNMENT_BYTES, PeerShards, check_tensor, join
 
 
 @triton.jit(do_not_specialize=["rows", "rank"])
@@ -66,12 +66,9 @@ def gather(*, peers: PeerShards, out: torch.Tensor, block: int = 4096, num_warps
 
     Raises ValueError if `out` has another shape or device, or is not contiguous.
     """
-    if tuple(out.shape) != peers.shape or not out.is_contiguous():
-        raise ValueError(f"out is {tuple(out.shape)} with strides {out.stride()}; give a contiguous {peers.shape}")
-    if out.device != peers.device:
-        raise ValueError(f"out is on {out.device} and the shards' table on {peers.device}; both must be on one device")
-    if out.dtype not in TL_DTYPES or peers.dtype not in TL_DTYPES:
-        raise ValueError(f"can't gather {peers.dtype} into {out.dtype}; floating-point dtypes only")
+    check_tensor("out", out, shape=peers.shape, dtype=tuple(TL_DTYPES), device=peers.device)
+    if peers.dtype not in TL_DTYPES:
+        raise ValueError(f"the shards are {peers.dtype}; floating-point dtypes only")
     elements = peers.rows_per_owner * peers.row_elements
     if elements == 0:
         return

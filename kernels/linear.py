@@ -17,13 +17,11 @@ import triton
 import triton.language as tl
 
 from .device import TL_DTYPES, architecture, dot, interpreting, peer_address
-from .peers import PeerShards, check_bias, join
+from .peers import PeerShards, check_bias, check_matrix, check_tensor, join
 from .tiles import LinearTile, tile_of
 
 if TYPE_CHECKING:
     from .staged import StagedWeight
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit(do_not_specialize=["tokens", "rank"])
@@ -206,26 +204,12 @@ def check_linear(
     name: str, value: torch.Tensor, out: torch.Tensor, weight: PeerShards | StagedWeight, *, columns_of: int
 ) -> None:
     """Raises ValueError unless `value` has as many columns as the weight's dimension `columns_of`, `out` as the other
-    one, all are of one supported dtype and on one device, and both are contiguous.
+    one, and both are contiguous, of the weight's dtype, and on its device.
     """
-    if len(weight.shape) != 2:
-        raise ValueError(f"the weight is {weight.shape}; give two dimensions [N, K]")
-    want, want_out = weight.shape[columns_of], weight.shape[1 - columns_of]
-    if value.ndim != 2 or value.shape[1] != want:
-        raise ValueError(f"{name} is {tuple(value.shape)}; with a weight of {weight.shape} give [T, {want}]")
-    if tuple(out.shape) != (value.shape[0], want_out):
-        raise ValueError(f"out is {tuple(out.shape)}; give {(value.shape[0], want_out)}")
-    if not value.dtype == out.dtype == weight.dtype or value.dtype not in _DTYPES:
-        raise ValueError(
-            f"{name} is {value.dtype}, out {out.dtype}, the weight {weight.dtype}; give all in one of float32, "
-            f"bfloat16 or float16"
-        )
-    if not (value.is_contiguous() and out.is_contiguous()):
-        raise ValueError(f"{name} has strides {value.stride()}, out {out.stride()}; both must be contiguous")
-    if not value.device == out.device == weight.device:
-        raise ValueError(
-            f"{name} is on {value.device}, out on {out.device}, the weight on {weight.device}; give all on one device"
-        )
+    check_matrix(weight)
+    alike = {"dtype": weight.dtype, "device": weight.device}
+    check_tensor(name, value, shape=(*value.shape[:1], weight.shape[columns_of]), **alike)
+    check_tensor("out", out, shape=(len(value), weight.shape[1 - columns_of]), **alike)
 
 
 def linear_ref(x: torch.Tensor, weight: list[torch.Tensor], bias: list[torch.Tensor] | None) -> torch.Tensor:

@@ -30,13 +30,12 @@ from typing import Any
 import torch
 
 from .online_softmax import COLUMN_MULTIPLE, SoftmaxState, online_softmax, softmax_grad
-from .peers import PeerShards, check_alike, join, rows_per_owner
+from .peers import PeerShards, check_alike, check_matrix, check_tensor, join, rows_per_owner
 from .scatter import scatter
 from .streams import Device, device_of
 from .tiles import ONLINE_SOFTMAX, SoftmaxTile
 
 AddRows = Callable[[int, int, torch.Tensor], None]
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CHUNK_MULTIPLE = 64
 _CHUNK_LEAST, _CHUNK_MOST = 512, 4096
 
@@ -189,10 +188,7 @@ def linear_cross_entropy_grad(
     targets, g_logp = targets.contiguous(), g_logp.contiguous()
     g_entropy = None if g_entropy is None else g_entropy.contiguous()
     logits = h.new_empty(h.shape[0], chunk)
-    dw = None if gradient is None else h.new_empty(chunk, h.shape[1], dtype=torch.float32)
-    dh_sum = (
-        None if dh is None else dh.zero_() if dh.dtype == torch.float32 else torch.zeros_like(dh, dtype=torch.float32)
-    )
+    gradients = HeadGradients(h, gradient, dh, chunk)
     for part, rows in pulled(weight, parts_of(weight, chunk), chunk):
         dz_TV = logits[:, : len(rows)]
         torch.mm(h, rows.t(), out=dz_TV)
@@ -210,17 +206,41 @@ def linear_cross_entropy_grad(
             eager=eager,
             tile=tile,
         )
-        if dh_sum is not None:
-            add_product(dh_sum, dz_TV, rows, beta=1)
-        if gradient is not None:
-            dw_VD = dw[: len(rows)]
-            add_product(dw_VD, dz_TV.t(), h, beta=0)
-            if isinstance(gradient, PeerShards):
-                scatter(gradient=dw_VD, peers=rows_of(gradient, part))
+        gradients.add(part, rows, dz_TV)
+    gradients.finish()
+
+
+class HeadGradients:
+    """dh and dW of a head, from each chunk's dz; either may be None, not needed. `wide`: the dtype of the sums."""
+
+    def __init__(
+        self,
+        h: torch.Tensor,
+        gradient: PeerShards | AddRows | None,
+        dh: torch.Tensor | None,
+        chunk: int,
+        wide: torch.dtype = torch.float32,
+    ) -> None:
+        self._h, self._gradient, self._dh = h, gradient, dh
+        self._dw = None if gradient is None else h.new_empty(chunk, h.shape[1], dtype=wide)
+        self._dh_sum = dh if dh is None or dh.dtype == wide else torch.empty_like(dh, dtype=wide)
+        if self._dh_sum is not None:
+            self._dh_sum.zero_()
+
+    def add(self, part: VocabularyPart, rows: torch.Tensor, dz_TV: torch.Tensor) -> None:
+        if self._dh_sum is not None:
+            add_product(self._dh_sum, dz_TV, rows, beta=1)
+        if self._gradient is not None:
+            dw_VD = self._dw[: len(rows)]
+            add_product(dw_VD, dz_TV.t(), self._h, beta=0)
+            if isinstance(self._gradient, PeerShards):
+                scatter(gradient=dw_VD, peers=rows_of(self._gradient, part))
             else:
-                gradient(part.owner, part.start, dw_VD)
-    if dh_sum is not None and dh_sum is not dh:
-        dh.copy_(dh_sum)
+                self._gradient(part.owner, part.start, dw_VD)
+
+    def finish(self) -> None:
+        if self._dh_sum is not self._dh:
+            self._dh.copy_(self._dh_sum)
 
 
 def _default_chunk(h: torch.Tensor, weight: PeerShards, *, backward: bool, eager: bool) -> int:
@@ -306,18 +326,11 @@ def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: in
 def _check_head(
     h: torch.Tensor, weight: PeerShards, targets: torch.Tensor, logit_scale: float, chunk: int | None
 ) -> None:
-    if len(weight.shape) != 2 or 0 in weight.shape:
+    check_matrix(weight)
+    if 0 in weight.shape:
         raise ValueError(f"the weight is {weight.shape}; give [V, D] with V and D at least 1")
-    if h.ndim != 2 or h.shape[1] != weight.shape[1]:
-        raise ValueError(f"h is {tuple(h.shape)}; with a weight of {weight.shape} give [T, {weight.shape[1]}]")
-    if h.dtype != weight.dtype or h.dtype not in _DTYPES:
-        raise ValueError(f"h is {h.dtype}, the weight {weight.dtype}; give both in float32, bfloat16 or float16")
-    if not h.is_contiguous():
-        raise ValueError(f"h has strides {h.stride()}; it must be contiguous")
-    if targets.shape != h.shape[:1] or targets.dtype != torch.int64:
-        raise ValueError(f"targets is {targets.dtype} {tuple(targets.shape)}; give int64 {tuple(h.shape[:1])}")
-    if not h.device == targets.device == weight.device:
-        raise ValueError(f"h is on {h.device}, targets on {targets.device}, the weight's table on {weight.device}")
+    check_tensor("h", h, shape=(*h.shape[:1], weight.shape[1]), dtype=weight.dtype, device=weight.device)
+    check_tensor("targets", targets, shape=(len(h),), dtype=torch.int64, device=weight.device, contiguous=False)
     if not math.isfinite(logit_scale):
         raise ValueError(f"logit_scale is {logit_scale}; give a finite number")
     if chunk is not None and (chunk <= 0 or chunk % COLUMN_MULTIPLE):
@@ -335,21 +348,11 @@ def _check_gradients(
 ) -> None:
     per_token = {"output.lse": output.lse, "output.entropy": output.entropy, "g_logp": g_logp, "g_entropy": g_entropy}
     for name, value in per_token.items():
-        if value is None:
-            continue
-        if value.shape != h.shape[:1] or value.dtype != torch.float32 or value.device != h.device:
-            raise ValueError(
-                f"{name} is {value.dtype} {tuple(value.shape)} on {value.device}; give float32 {tuple(h.shape[:1])} on "
-                f"{h.device}"
-            )
+        if value is not None:
+            of = {"shape": (len(h),), "dtype": torch.float32, "device": h.device}
+            check_tensor(name, value, **of, contiguous=False)
     if dh is not None:
-        if dh.shape != h.shape or not dh.is_contiguous() or dh.device != h.device:
-            raise ValueError(
-                f"dh is {tuple(dh.shape)} with strides {dh.stride()} on {dh.device}; give a contiguous "
-                f"{tuple(h.shape)} on {h.device}"
-            )
-        if dh.dtype not in (h.dtype, torch.float32):
-            raise ValueError(f"dh is {dh.dtype}; give h's {h.dtype}, or float32")
+        check_tensor("dh", dh, shape=tuple(h.shape), dtype=(h.dtype, torch.float32), device=h.device)
     if isinstance(gradient, PeerShards):
         check_alike("the gradient", gradient, "weight", weight, shape=weight.shape, dtype=gradient.sum_dtype)
 

@@ -22,13 +22,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .linear_cross_entropy import AddRows, VocabularyPart, add_product, chunk_rows, parts_of, pulled, rows_of
+from .linear_cross_entropy import AddRows, HeadGradients, VocabularyPart, chunk_rows, parts_of, pulled
 from .online_softmax import LOWEST, VECTOR, SoftmaxState, load_scaled, online_softmax
-from .peers import PeerShards, check_alike
-from .scatter import scatter
+from .peers import COMPUTE_DTYPES, PeerShards, check_alike, check_tensor
 from .tiles import DIVERGENCE, SoftmaxTile
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LEAST = tl.constexpr(LOWEST)  # of a log-probability: its exp is 0, and 0 times it is 0 where -inf would give NaN
 
 
@@ -222,38 +220,28 @@ def linear_divergence_grad(
     if isinstance(gradient, PeerShards):
         alike = {"shape": student.weight.shape, "dtype": gradient.sum_dtype}
         check_alike("the gradient", gradient, "weight", student.weight, **alike)
-    if g.shape != h.shape[:1] or g.dtype != wide:
-        raise ValueError(f"g is {g.dtype} {tuple(g.shape)}; give {wide} {tuple(h.shape[:1])}")
+    check_tensor("g", g, shape=(len(h),), dtype=wide, device=h.device, contiguous=False)
     if not len(h) or (gradient is None and dh is None):
         return
     sums = DivergenceOutput(
         divergence=g * ((1 - beta) or 1.0), own=output.own, lse=output.lse, lse_teacher=output.lse_teacher
     )
-    dw = None if gradient is None else h.new_empty(chunks.chunk, h.shape[1], dtype=wide)
-    dh_sum = None if dh is None else torch.zeros_like(dh, dtype=wide)
+    gradients = HeadGradients(h, gradient, dh, chunks.chunk, wide)
     for part, rows, z, u in chunks:
         chunks.add(z, u, sums, is_grad=True)
-        if dh_sum is not None:
-            add_product(dh_sum, z, rows, beta=1)
-        if gradient is not None:
-            add_product(dw[: len(rows)], z.t(), h, beta=0)
-            if isinstance(gradient, PeerShards):
-                scatter(gradient=dw[: len(rows)], peers=rows_of(gradient, part))
-            else:
-                gradient(part.owner, part.start, dw[: len(rows)])
-    if dh_sum is not None:
-        dh.copy_(dh_sum)
+        gradients.add(part, rows, z)
+    gradients.finish()
 
 
 def _chunks(
     student: HeadInput, teacher: HeadInput, beta: float, chunk: int | None, eager: bool | None, tile: SoftmaxTile
 ) -> _LogitChunks:
     for name, head in (("student", student), ("teacher", teacher)):
-        shape, h = head.weight.shape, head.h
-        if len(shape) != 2 or 0 in shape or h.ndim != 2 or h.shape[1] != shape[1] or not h.is_contiguous():
-            raise ValueError(f"the {name}'s h is {tuple(h.shape)} and its weight {shape}; give [T, D] and [V, D]")
-        if h.dtype != head.weight.dtype or h.dtype not in _DTYPES:
-            raise ValueError(f"the {name}'s h is {h.dtype} and its weight {head.weight.dtype}; give one floating dtype")
+        weight = head.weight
+        if len(weight.shape) != 2 or 0 in weight.shape or weight.dtype not in (*COMPUTE_DTYPES, torch.float64):
+            raise ValueError(f"the {name}'s weight is {weight.dtype} {weight.shape}; give [V, D] of a floating dtype")
+        of = {"shape": (*head.h.shape[:1], weight.shape[1]), "dtype": weight.dtype, "device": weight.device}
+        check_tensor(f"the {name}'s h", head.h, **of)
     h = student.h
     eager = not h.is_cuda if eager is None else eager
     found = [(len(each.h), str(each.h.device)) for each in (student, teacher)]

@@ -147,52 +147,6 @@ class SoftmaxState:
         return self.picked - self.maximum - log_total, self.maximum + log_total, log_total - self.moment / self.total
 
 
-def _online_softmax_eager(
-    logits: torch.Tensor, first: int, targets: torch.Tensor, state: SoftmaxState, scale: float
-) -> None:
-    z = logits.to(state.maximum.dtype).mul_(scale)
-    higher = torch.maximum(state.maximum, z.amax(1))
-    fall = state.maximum - higher
-    y = targets - first
-    here = (y >= 0) & (y < z.shape[1])
-    z_y = z.gather(1, y.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
-    above = z.sub_(higher[:, None])
-    p = above.exp()
-    shrink = fall.exp()
-    state.moment.addcmul_(fall, state.total).mul_(shrink)
-    state.moment.add_(above.clamp_(min=_DEEP).mul_(p).sum(1))
-    state.total.mul_(shrink).add_(p.sum(1))
-    state.maximum.copy_(higher)
-    state.picked.copy_(torch.where(here, z_y, state.picked))
-
-
-def _softmax_grad_eager(
-    logits: torch.Tensor,
-    first: int,
-    vocabulary: int,
-    targets: torch.Tensor,
-    lse: torch.Tensor,
-    entropy: torch.Tensor,
-    g_logp: torch.Tensor,
-    g_entropy: torch.Tensor | None,
-    ignore_index: int,
-    scale: float,
-) -> None:
-    g = g_logp.masked_fill((targets < 0) | (targets >= vocabulary), torch.nan)
-    g = g.masked_fill(targets == ignore_index, 0.0)
-    log_p = logits.float().mul_(scale).sub_(lse[:, None])
-    p = log_p.exp()
-    if g_entropy is not None:
-        of_entropy = log_p.clamp_(min=_DEEP).add_(entropy[:, None]).mul_(p).mul_(g_entropy[:, None])
-    dz = p.mul_(-g[:, None])
-    y = targets - first
-    here = (y >= 0) & (y < dz.shape[1])
-    dz.scatter_add_(1, y.clamp(0, dz.shape[1] - 1)[:, None], torch.where(here, g, 0.0)[:, None])
-    if g_entropy is not None:
-        dz.sub_(of_entropy)
-    logits.copy_(dz.mul_(scale))
-
-
 def online_softmax(
     *,
     logits: torch.Tensor,
@@ -216,7 +170,20 @@ def online_softmax(
     if tokens == 0:
         return
     if eager:
-        _online_softmax_eager(logits, first, targets, state, scale)
+        z = logits.to(state.maximum.dtype).mul_(scale)
+        higher = torch.maximum(state.maximum, z.amax(1))
+        fall = state.maximum - higher
+        y = targets - first
+        here = (y >= 0) & (y < z.shape[1])
+        z_y = z.gather(1, y.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
+        above = z.sub_(higher[:, None])
+        p = above.exp()
+        shrink = fall.exp()
+        state.moment.addcmul_(fall, state.total).mul_(shrink)
+        state.moment.add_(above.clamp_(min=_DEEP).mul_(p).sum(1))
+        state.total.mul_(shrink).add_(p.sum(1))
+        state.maximum.copy_(higher)
+        state.picked.copy_(torch.where(here, z_y, state.picked))
         return
     online_softmax_kernel[(triton.cdiv(tokens, tile.t),)](
         logits,
@@ -264,7 +231,19 @@ def softmax_grad(
     if tokens == 0:
         return
     if eager:
-        _softmax_grad_eager(logits, first, vocabulary, targets, lse, entropy, g_logp, g_entropy, ignore_index, scale)
+        g = g_logp.masked_fill((targets < 0) | (targets >= vocabulary), torch.nan)
+        g = g.masked_fill(targets == ignore_index, 0.0)
+        log_p = logits.float().mul_(scale).sub_(lse[:, None])
+        p = log_p.exp()
+        if g_entropy is not None:
+            of_entropy = log_p.clamp_(min=_DEEP).add_(entropy[:, None]).mul_(p).mul_(g_entropy[:, None])
+        dz = p.mul_(-g[:, None])
+        y = targets - first
+        here = (y >= 0) & (y < dz.shape[1])
+        dz.scatter_add_(1, y.clamp(0, dz.shape[1] - 1)[:, None], torch.where(here, g, 0.0)[:, None])
+        if g_entropy is not None:
+            dz.sub_(of_entropy)
+        logits.copy_(dz.mul_(scale))
         return
     softmax_grad_kernel[(triton.cdiv(tokens, tile.t),)](
         logits,

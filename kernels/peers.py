@@ -12,6 +12,7 @@ import torch.distributed as dist
 ALL = "all"
 """For `near`: all shards are in the memory of the kernels' own device, as in a test or with all ranks on one GPU."""
 
+COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT_BYTES = 16  # of every shard's address: a vector load or a cp.async of 16 bytes needs it
 
 
@@ -208,6 +209,33 @@ class PeerShards:
 def _gpu_of(tensor: torch.Tensor) -> str:
     """The same on all ranks of a GPU, for any local index."""
     return str(torch.cuda.get_device_properties(tensor.device).uuid) if tensor.is_cuda else str(tensor.device)
+
+
+def check_tensor(
+    what: str,
+    given: torch.Tensor,
+    *,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    device: torch.device,
+    contiguous: bool = True,
+) -> None:
+    """Raises ValueError unless `given` has that shape, one of these dtypes, and that device, and is contiguous."""
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    has = tuple(given.shape) == shape and given.dtype in dtypes and given.device == device
+    if not has or (contiguous and not given.is_contiguous()):
+        raise ValueError(
+            f"{what} is {given.dtype} {tuple(given.shape)} with strides {given.stride()} on {given.device}; give "
+            f"{'a contiguous ' * contiguous}{' or '.join(map(str, dtypes))} {shape} on {device}"
+        )
+
+
+def check_matrix(weight: Any, what: str = "the weight") -> None:
+    """Raises ValueError unless a weight is a matrix, in a dtype that products take."""
+    if len(weight.shape) != 2:
+        raise ValueError(f"{what} is {weight.shape}; give two dimensions [N, K]")
+    if weight.dtype not in COMPUTE_DTYPES:
+        raise ValueError(f"{what} is {weight.dtype}; give float32, bfloat16 or float16")
 
 
 def check_sums(shards: PeerShards) -> None:

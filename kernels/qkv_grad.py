@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from .device import TL_DTYPES, architecture, dot, interpreting, peer_address
-from .peers import PeerShards, join
+from .peers import PeerShards, check_tensor, join
 from .qkv import pick, rope_rows, row_vector, store_halves
 from .qkv_inputs import QkNorm, QkvWeights, Rope, check_qkv
 from .scatter import scatter
@@ -276,28 +276,18 @@ def _check_out(
         raise ValueError("q_pre and k_pre are None; with a norm give those of the forward")
     if norm is None and out.q_norm is not None:
         raise ValueError("out.q_norm is given without a norm; leave it None")
-    if out.dx is not None and (out.dx.shape != x.shape or out.dx.dtype != x.dtype or not out.dx.is_contiguous()):
-        raise ValueError(
-            f"dx is {tuple(out.dx.shape)} of {out.dx.dtype}, strides {out.dx.stride()}; give a contiguous "
-            f"{tuple(x.shape)} of {x.dtype}"
-        )
+    if out.dx is not None:
+        check_tensor("dx", out.dx, shape=tuple(x.shape), dtype=x.dtype, device=x.device)
     for name, value in (("q_norm", out.q_norm), ("k_norm", out.k_norm)):
-        if value is not None and (value.shape != (head_dim,) or value.dtype != torch.float32):
-            raise ValueError(f"{name} is {tuple(value.shape)} of {value.dtype}; give [{head_dim}] of float32")
-    for name, value in (("dx", out.dx), ("q_norm", out.q_norm), ("k_norm", out.k_norm)):
-        if value is not None and value.device != x.device:
-            raise ValueError(f"{name} is on {value.device} and x on {x.device}")
+        if value is not None:
+            check_tensor(name, value, shape=(head_dim,), dtype=torch.float32, device=x.device)
     for name in ("wq", "wk", "wv", "bq", "bk", "bv"):
-        shards = getattr(out, name)
-        weight = getattr(weights, f"w{name[1]}")
-        if shards is None:
-            continue
-        want = (weight.shape if name[0] == "w" else weight.shape[:1], shards.sum_dtype, weight.device)
-        if (shards.shape, shards.dtype, shards.device) != want:
-            raise ValueError(
-                f"out.{name} is {shards.shape} of {shards.dtype} on {shards.device}; give {want[0]} of {want[1]} on "
-                f"{want[2]}"
-            )
+        if (shards := getattr(out, name)) is not None:
+            weight = getattr(weights, f"w{name[1]}")
+            shape = weight.shape if name[0] == "w" else weight.shape[:1]
+            want = (shape, shards.sum_dtype, weight.device)
+            if (has := (shards.shape, shards.dtype, shards.device)) != want:
+                raise ValueError(f"out.{name} has shape, dtype and device {has}; give {want}")
 
 
 def qkv_grad_ref(

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .peers import PeerShards, check_bias
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from .peers import COMPUTE_DTYPES, PeerShards, check_alike, check_bias, check_matrix, check_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +25,11 @@ class QkvWeights:
 
     def __post_init__(self) -> None:
         for name, weight in (("wq", self.wq), ("wk", self.wk), ("wv", self.wv)):
-            if len(weight.shape) != 2 or 0 in weight.shape:
-                raise ValueError(f"{name} is {weight.shape}; give two dimensions [heads x head_dim, K], none of them 0")
-            want = (self.wq.shape[1], self.wq.dtype, self.wq.world, self.wq.rank, self.wq.device)
-            have = (weight.shape[1], weight.dtype, weight.world, weight.rank, weight.device)
-            for what, wanted, given in zip(("columns", "dtype", "world", "rank", "device"), want, have, strict=True):
-                if wanted != given:
-                    raise ValueError(f"{name} has {what} {given} and wq {wanted}; all three must agree")
-        if self.wk.shape != self.wv.shape:
-            raise ValueError(f"wk is {self.wk.shape} and wv {self.wv.shape}; k and v need as many heads")
+            check_matrix(weight, name)
+            if 0 in weight.shape:
+                raise ValueError(f"{name} is {weight.shape}; give [heads x head_dim, K], none of them 0")
+            shape = (self.wk.shape[0] if name == "wv" else weight.shape[0], self.wq.shape[1])
+            check_alike(name, weight, "wq", self.wq, shape=shape, dtype=self.wq.dtype)
         given = [bias is not None for bias in (self.bq, self.bk, self.bv)]
         if any(given) and not all(given):
             raise ValueError(f"only some of bq, bk, bv are given ({given}); give all three (zeros will do) or none")
@@ -54,11 +48,8 @@ class QkNorm:
 
     def __post_init__(self) -> None:
         for name, weight in (("q_weight", self.q_weight), ("k_weight", self.k_weight)):
-            if weight.ndim != 1 or not weight.is_contiguous() or weight.dtype not in _DTYPES:
-                raise ValueError(
-                    f"{name} is {tuple(weight.shape)} of {weight.dtype}, strides {weight.stride()}; give a contiguous "
-                    f"[head_dim] of float32, bfloat16 or float16"
-                )
+            of = {"shape": (weight.numel(),), "dtype": COMPUTE_DTYPES, "device": self.q_weight.device}
+            check_tensor(name, weight, **of)
         if not self.eps > 0:
             raise ValueError(f"eps is {self.eps}; a head of zeros needs it above 0")
 
@@ -77,16 +68,12 @@ class Rope:
     positions: torch.Tensor
 
     def __post_init__(self) -> None:
-        cos, sin, positions = self.cos, self.sin, self.positions
-        if cos.ndim != 2 or cos.shape != sin.shape:
-            raise ValueError(f"cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}; give both as [P, head_dim]")
-        if cos.dtype != sin.dtype or cos.dtype not in _DTYPES:
-            raise ValueError(f"cos is {cos.dtype} and sin {sin.dtype}; give both in float32, bfloat16 or float16")
-        if positions.dtype != torch.int64 or positions.ndim != 1:
-            raise ValueError(f"positions are {tuple(positions.shape)} of {positions.dtype}; give [T] of int64")
-        for name, value in (("cos", cos), ("sin", sin), ("positions", positions)):
-            if not value.is_contiguous():
-                raise ValueError(f"{name} has strides {value.stride()}; it must be contiguous")
+        cos, positions = self.cos, self.positions
+        if cos.ndim != 2 or positions.ndim != 1:
+            raise ValueError(f"cos is {tuple(cos.shape)} and positions {tuple(positions.shape)}; give [P, D] and [T]")
+        check_tensor("cos", cos, shape=tuple(cos.shape), dtype=COMPUTE_DTYPES, device=cos.device)
+        check_tensor("sin", self.sin, shape=tuple(cos.shape), dtype=cos.dtype, device=cos.device)
+        check_tensor("positions", positions, shape=tuple(positions.shape), dtype=torch.int64, device=cos.device)
 
 
 def check_qkv(
@@ -98,13 +85,8 @@ def check_qkv(
     saved: dict[str, torch.Tensor | None],
 ) -> None:
     """Raises ValueError unless x, three head tensors (q, k, v or their gradients) and the saved tensors match."""
-    columns = weights.wq.shape[1]
-    if x.ndim != 2 or x.shape[1] != columns:
-        raise ValueError(f"x is {tuple(x.shape)}; with weights of {columns} columns give [T, {columns}]")
-    if x.dtype != weights.wq.dtype or x.dtype not in _DTYPES:
-        raise ValueError(
-            f"x is {x.dtype} and the weights {weights.wq.dtype}; give both in one of float32, bfloat16 or float16"
-        )
+    alike = {"dtype": weights.wq.dtype, "device": weights.wq.device}
+    check_tensor("x", x, shape=(*x.shape[:1], weights.wq.shape[1]), **alike)
     (first_name, first), *_ = heads.items()
     if first.ndim != 3:
         raise ValueError(f"{first_name} is {tuple(first.shape)}; give [T, heads, head_dim]")
@@ -115,39 +97,22 @@ def check_qkv(
             f"gathers its weights whole) instead of replacing it"
         )
     for (name, value), weight in zip(heads.items(), (weights.wq, weights.wk, weights.wv), strict=True):
-        want = (x.shape[0], weight.shape[0] // head_dim, head_dim)
         if weight.shape[0] % head_dim:
             raise ValueError(f"a weight has {weight.shape[0]} rows, which are not whole heads of {head_dim}")
-        if tuple(value.shape) != want:
-            raise ValueError(f"{name} is {tuple(value.shape)}; give {want}")
-    if (norm is None and any(value is not None for value in saved.values())) or (
-        len({value is None for value in saved.values()}) > 1
-    ):
+        check_tensor(name, value, shape=(len(x), weight.shape[0] // head_dim, head_dim), **alike)
+    absent = {value is None for value in saved.values()}
+    if len(absent) > 1 or (norm is None and absent == {False}):
         raise ValueError(f"{' and '.join(saved)} go together, and with a norm only; give both or none")
     for (name, value), like in zip(saved.items(), heads.values(), strict=False):
-        if value is not None and value.shape != like.shape:
-            raise ValueError(f"{name} is {tuple(value.shape)}; give {tuple(like.shape)}")
-    given = {"x": x, **heads, **{name: value for name, value in saved.items() if value is not None}}
-    for name, value in given.items():
-        if value.dtype != x.dtype:
-            raise ValueError(f"{name} is {value.dtype}; x and the weights are {x.dtype}")
-        if not value.is_contiguous():
-            raise ValueError(f"{name} has strides {value.stride()}; it must be contiguous")
+        if value is not None:
+            check_tensor(name, value, shape=tuple(like.shape), **alike)
     if rope.cos.shape[1] < head_dim:
         raise ValueError(
             f"cos has {rope.cos.shape[1]} columns and head_dim is {head_dim}: a partial rotary embedding, which this "
             f"kernel doesn't have; leave this layer as it is instead of replacing it"
         )
-    if rope.cos.shape[1] != head_dim:
-        raise ValueError(f"cos is {tuple(rope.cos.shape)}; give [P, {head_dim}]")
-    if rope.positions.shape != x.shape[:1]:
-        raise ValueError(f"positions are {tuple(rope.positions.shape)}; give [{x.shape[0]}], one per token of x")
-    given |= {"cos": rope.cos, "sin": rope.sin, "positions": rope.positions}
+    check_tensor("cos", rope.cos, shape=(len(rope.cos), head_dim), dtype=COMPUTE_DTYPES, device=x.device)
+    check_tensor("positions", rope.positions, shape=(len(x),), dtype=torch.int64, device=x.device)
     if norm is not None:
         for name, value in (("q_weight", norm.q_weight), ("k_weight", norm.k_weight)):
-            if value.shape != (head_dim,):
-                raise ValueError(f"{name} is {tuple(value.shape)}; give [{head_dim}], one per element of a head")
-            given[name] = value
-    for name, value in given.items():
-        if value.device != weights.wq.device:
-            raise ValueError(f"{name} is on {value.device} and the weights' tables on {weights.wq.device}")
+            check_tensor(name, value, shape=(head_dim,), dtype=COMPUTE_DTYPES, device=x.device)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .device import add_to_peer, sum_address, summand, turn
-from .peers import PeerShards, check_sums
+from .peers import COMPUTE_DTYPES, PeerShards, check_sums, check_tensor
 
 
 @triton.jit(do_not_specialize=["rows", "rank"])
@@ -63,15 +63,8 @@ def scatter(
     Other ranks may add to the same shards at the same time. The addition is complete when this rank's stream is
     drained. Raises ValueError for another shape, device, dtype or layout.
     """
-    if tuple(gradient.shape) != peers.shape or not gradient.is_contiguous():
-        raise ValueError(
-            f"gradient is {tuple(gradient.shape)} with strides {gradient.stride()}; give a contiguous {peers.shape}"
-        )
-    if gradient.device != peers.device:
-        raise ValueError(f"gradient is on {gradient.device} and the shards' table on {peers.device}")
+    check_tensor("gradient", gradient, shape=peers.shape, dtype=COMPUTE_DTYPES, device=peers.device)
     check_sums(peers)
-    if gradient.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"gradient is {gradient.dtype}; give float32, bfloat16 or float16")
     elements = peers.rows_per_owner * peers.row_elements
     if elements == 0:
         return

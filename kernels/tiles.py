@@ -76,17 +76,6 @@ class QkvTile:
 
 
 LINEAR = LinearTile()
-LINEAR_DX = LinearTile(num_stages=2)  # a third stage spills on sm_120
-LINEAR_FP32 = LinearTile(k=32)  # longer steps spill on sm_80 with triton 3.9
-LINEAR_DX_FP32 = LinearTile(n=32, num_warps=8, num_stages=2)  # likewise
-STAGED = LinearTile(t=128, n=256, k=64, num_warps=8)  # 213 KB of shared memory for 2-byte elements
-STAGED_80 = LinearTile(t=128, n=128, k=64, num_warps=8)
-STAGED_120 = LinearTile(t=128, n=128, k=32, num_warps=8)
-STAGED_FP32 = LinearTile(t=64, n=64, k=32, num_warps=8, num_stages=2)
-STAGED_DX = LinearTile(t=128, n=64, k=256, num_warps=8)
-STAGED_DX_80 = LinearTile(t=128, n=64, k=128, num_warps=8)
-STAGED_DX_120 = LinearTile(t=128, n=32, k=128, num_warps=8)
-STAGED_DX_FP32 = LinearTile(t=64, n=32, k=64, num_warps=8)  # 2 stages spill on sm_120 with triton 3.6
 STAGED_ODD = LinearTile(t=64, n=128, k=32, num_warps=8)  # for sizes that are not multiples of 16
 STAGED_DX_ODD = LinearTile(t=64, n=32, k=128, num_warps=8)
 WGRAD = WgradTile()
@@ -96,13 +85,6 @@ EMBEDDING = EmbeddingTile()  # a 16-byte load per thread in bf16
 EMBEDDING_GRAD = EmbeddingGradTile()
 ONLINE_SOFTMAX = SoftmaxTile()
 DIVERGENCE = SoftmaxTile(v=256)  # of two logits: longer rows spill on sm_80 and sm_120
-QKV_FEW = QkvTile(t=64, num_warps=8, num_stages=4)  # many loads in flight: the weights cross a link
-QKV_MANY = QkvTile(t=128, num_warps=8)
-QKV_WIDE = QkvTile(t=64, num_warps=8, num_stages=2)  # heads of 256
-QKV_FP32 = QkvTile(t=64, k=32, num_warps=8, num_stages=2)
-QKV_DX_FEW = LinearTile(num_stages=2)
-QKV_DX_MANY = LinearTile(t=128, n=64, k=128, num_warps=8)
-QKV_DX_FP32 = LinearTile(n=32, num_stages=2)
 
 ARCHITECTURES = (80, 90, 100, 120)
 SHARED_LIMIT_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -131,29 +113,38 @@ class TileEntry:
 
 # The first match counts. Not measured yet: these compile without a fault. `ranked` has others to try.
 DEFAULTS: tuple[TileEntry, ...] = (
-    TileEntry(operators=("linear",), element_bytes=(4,), tile=LINEAR_FP32),
+    # Longer steps spill on sm_80 with triton 3.9.
+    TileEntry(operators=("linear",), element_bytes=(4,), tile=LinearTile(k=32)),
     TileEntry(operators=("linear",), tokens=64, tile=LINEAR),
     # Twice the tokens: half as many reads of the weight over the link.
     TileEntry(operators=("linear",), tile=LinearTile(t=128)),
-    TileEntry(operators=("linear_dx",), element_bytes=(4,), tile=LINEAR_DX_FP32),
-    TileEntry(operators=("linear_dx",), tokens=64, tile=LINEAR_DX),
+    # Here too.
+    TileEntry(operators=("linear_dx",), element_bytes=(4,), tile=LinearTile(n=32, num_warps=8, num_stages=2)),
+    # A third stage spills on sm_120.
+    TileEntry(operators=("linear_dx",), tokens=64, tile=LinearTile(num_stages=2)),
     TileEntry(operators=("linear_dx",), tile=LinearTile(t=128, num_stages=2)),
-    TileEntry(operators=("linear_staged",), element_bytes=(4,), tile=STAGED_FP32),
-    TileEntry(operators=("linear_staged",), archs=(90, 100), tile=STAGED),
-    TileEntry(operators=("linear_staged",), archs=(80,), tile=STAGED_80),
-    TileEntry(operators=("linear_staged",), archs=(120,), tile=STAGED_120),
-    TileEntry(operators=("linear_dx_staged",), element_bytes=(4,), tile=STAGED_DX_FP32),
-    TileEntry(operators=("linear_dx_staged",), archs=(90, 100), tile=STAGED_DX),
-    TileEntry(operators=("linear_dx_staged",), archs=(80,), tile=STAGED_DX_80),
-    TileEntry(operators=("linear_dx_staged",), archs=(120,), tile=STAGED_DX_120),
-    TileEntry(operators=("qkv", "qkv_wide"), element_bytes=(4,), tile=QKV_FP32),
-    TileEntry(operators=("qkv_wide",), tile=QKV_WIDE),
+    TileEntry(
+        operators=("linear_staged",), element_bytes=(4,), tile=LinearTile(t=64, n=64, k=32, num_warps=8, num_stages=2)
+    ),
+    # 213 KB of shared memory for 2-byte elements.
+    TileEntry(operators=("linear_staged",), archs=(90, 100), tile=LinearTile(t=128, n=256, k=64, num_warps=8)),
+    TileEntry(operators=("linear_staged",), archs=(80,), tile=LinearTile(t=128, n=128, k=64, num_warps=8)),
+    TileEntry(operators=("linear_staged",), archs=(120,), tile=LinearTile(t=128, n=128, k=32, num_warps=8)),
+    # 2 stages spill on sm_120 with triton 3.6.
+    TileEntry(operators=("linear_dx_staged",), element_bytes=(4,), tile=LinearTile(t=64, n=32, k=64, num_warps=8)),
+    TileEntry(operators=("linear_dx_staged",), archs=(90, 100), tile=LinearTile(t=128, n=64, k=256, num_warps=8)),
+    TileEntry(operators=("linear_dx_staged",), archs=(80,), tile=LinearTile(t=128, n=64, k=128, num_warps=8)),
+    TileEntry(operators=("linear_dx_staged",), archs=(120,), tile=LinearTile(t=128, n=32, k=128, num_warps=8)),
+    TileEntry(operators=("qkv", "qkv_wide"), element_bytes=(4,), tile=QkvTile(t=64, k=32, num_warps=8, num_stages=2)),
+    # Heads of 256.
+    TileEntry(operators=("qkv_wide",), tile=QkvTile(t=64, num_warps=8, num_stages=2)),
     # Tall tiles re-read the weights less often, but leave few programs when there are few tokens.
-    TileEntry(operators=("qkv",), tokens=64, tile=QKV_FEW),
-    TileEntry(operators=("qkv",), tile=QKV_MANY),
-    TileEntry(operators=("qkv_dx",), element_bytes=(4,), tile=QKV_DX_FP32),
-    TileEntry(operators=("qkv_dx",), tokens=64, tile=QKV_DX_FEW),
-    TileEntry(operators=("qkv_dx",), tile=QKV_DX_MANY),
+    # Many loads in flight: the weights cross a link.
+    TileEntry(operators=("qkv",), tokens=64, tile=QkvTile(t=64, num_warps=8, num_stages=4)),
+    TileEntry(operators=("qkv",), tile=QkvTile(t=128, num_warps=8)),
+    TileEntry(operators=("qkv_dx",), element_bytes=(4,), tile=LinearTile(n=32, num_stages=2)),
+    TileEntry(operators=("qkv_dx",), tokens=64, tile=LinearTile(num_stages=2)),
+    TileEntry(operators=("qkv_dx",), tile=LinearTile(t=128, n=64, k=128, num_warps=8)),
     TileEntry(operators=("wgrad",), element_bytes=(4,), tile=WGRAD_FP32),
     TileEntry(operators=("wgrad",), tile=WGRAD),
 )

@@ -30,7 +30,7 @@ from .device import (
     summand,
     turn,
 )
-from .peers import PeerShards, check_bias, check_sums
+from .peers import COMPUTE_DTYPES, PeerShards, check_bias, check_sums, check_tensor
 from .scatter import scatter
 from .tiles import WgradTile, of_integers, tile_of
 
@@ -149,18 +149,13 @@ def wgrad(
 
 
 def _check(dy: torch.Tensor, x: torch.Tensor, weight: PeerShards, bias: PeerShards | None) -> None:
-    if dy.ndim != 2 or x.ndim != 2 or dy.shape[0] != x.shape[0]:
-        raise ValueError(f"dy is {tuple(dy.shape)} and x {tuple(x.shape)}; give [T, N] and [T, K]")
-    if weight.shape != (dy.shape[1], x.shape[1]):
-        raise ValueError(f"the weight is {weight.shape}; dy and x need {(dy.shape[1], x.shape[1])}")
-    if dy.dtype != x.dtype or dy.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"dy is {dy.dtype} and x {x.dtype}; give both in float32, bfloat16 or float16")
-    if not (dy.is_contiguous() and x.is_contiguous()):
-        raise ValueError(f"dy has strides {dy.stride()} and x {x.stride()}; both must be contiguous")
-    if not dy.device == x.device == weight.device:
-        raise ValueError(f"dy is on {dy.device}, x on {x.device}, the weight's table on {weight.device}")
+    if len(weight.shape) != 2 or dy.ndim != 2:
+        raise ValueError(f"dy is {tuple(dy.shape)} and the weight {weight.shape}; give [T, N] and [N, K]")
+    rows, columns = weight.shape
+    check_tensor("dy", dy, shape=(len(dy), rows), dtype=COMPUTE_DTYPES, device=weight.device)
+    check_tensor("x", x, shape=(len(dy), columns), dtype=dy.dtype, device=weight.device)
     check_sums(weight)
-    if weight.shape[1] == 0:
+    if columns == 0:
         raise ValueError(f"the weight is {weight.shape}: a layer without input features has no gradient")
     if bias is not None:
         check_bias(bias, weight)
