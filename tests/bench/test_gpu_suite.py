@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -15,11 +14,10 @@ from typing import Any
 import pytest
 
 import bench.suites.gpu as suite
-from bench.device import Gpu, Rehearsal
-from bench.provenance import RESULTS, ROOT, WARNING, append_line, read_lines
+from bench.device import Rehearsal
+from bench.provenance import RESULTS, ROOT, WARNING
 from bench.suites.gpu.__main__ import main, parsed
-from bench.suites.gpu.plan import FIRST, STAGES, Run, _learned
-from tests.support import ranks
+from bench.suites.gpu.plan import FIRST, STAGES, Run
 from tests.support.deadlines import LONG_S
 
 SUITE_S = 200  # of all runs of a test here, most of which end in a second
@@ -127,21 +125,6 @@ def test_killed_at_any_moment_it_leaves_what_had_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("losses", "passes"),
-    [
-        ([6.0] * 10 + [3.0] * 90, True),
-        ([6.0] * 10 + [5.5] * 90, False),
-        ([6.0] * 99 + [0.1], False),
-        ([6.0] * 10 + [3.0] * 40, False),
-        ([], False),
-    ],
-    ids=["falls", "falls too little", "falls at the end only", "is cut short", "has no loss"],
-)
-def test_training_passes_by_its_loss(losses: list[float], passes: bool) -> None:
-    assert _learned([{"step": 0}, *({"loss": loss} for loss in losses)]) is passes
-
-
-@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["no-such"], "there is no no-such; there are premises, split-early"),
@@ -156,14 +139,6 @@ def test_refusals(words: list[str], said: str, tmp_path: Path, capsys: pytest.Ca
         parsed([*(["--out", str(tmp_path)] if "--out" not in words else []), *words], STAGES)
     assert stopped.value.code == 2
     assert re.search(said, capsys.readouterr().err)
-
-
-def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    if Gpu().count():
-        pytest.skip("there is a GPU")
-    assert main(["--out", str(tmp_path)]) == 2
-    assert "no GPU" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_plan() -> None:
@@ -181,14 +156,6 @@ def test_the_plan() -> None:
     assert set(FIRST) <= set(STAGES)
 
 
-def _environment_of(rank: int, world: int) -> str | None:
-    return os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
-
-
-def test_ranks_are_forked_from_a_process_that_does_not_initialise_cuda() -> None:
-    assert ranks.run(_environment_of, 1) == ["1"]
-
-
 @pytest.mark.slow
 def test_what_a_launched_rank_imports_asks_nothing_of_cuda() -> None:
     """It sets CUDA_VISIBLE_DEVICES first."""
@@ -197,16 +164,6 @@ def test_what_a_launched_rank_imports_asks_nothing_of_cuda() -> None:
     for module, status in (("tests.gpu.launched", 0), ("tests.gpu.marks", 1)):
         done = subprocess.run([sys.executable, "-c", f"{code}import {module}"], cwd=ROOT, capture_output=True)
         assert done.returncode == status, module
-
-
-def test_a_torn_line_costs_itself_only(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    append_line(path, {"a": 1})
-    with path.open("ab") as file:
-        file.write(b'{"b": ')  # where a kill came
-    assert read_lines(path) == [{"a": 1}]
-    append_line(path, {"c": 3})
-    assert read_lines(path) == [{"a": 1}, {"c": 3}]
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from bench import pictures
 from bench.harness import Measured, Work, compare
-from bench.pictures import AT_ENDS, DUMMIES, PATCH_VALUES, PictureWork
+from bench.pictures import AT_ENDS, DUMMIES, PictureWork
 from bench.suites import images
 from bench.suites.images import (
     Fsdp2Dummies,
@@ -18,7 +18,6 @@ from bench.suites.images import (
     Fsdp2Unbalanced,
     OdcByText,
     OdcUnbalanced,
-    flops,
 )
 from bench.variants import Odc
 from odc_triton.balance import pack_collate
@@ -27,14 +26,6 @@ from tests.support import ranks
 
 KINDS = (Fsdp2Dummies, Fsdp2DummiesNoReshard, OdcByText, Odc, Fsdp2Unbalanced, OdcUnbalanced)
 SIZES = [(30, ()), (9, ("4x8", "8x8")), (40, ()), (12, ("6x4",)), (25, ()), (70, ()), (33, ()), (10, ())]
-
-
-def test_the_mixture_is_the_one_that_was_drawn(tmp_path: Path) -> None:
-    pictures.write(tmp_path / "again.json", pictures.draw())
-    assert (tmp_path / "again.json").read_text() == pictures.FILE.read_text()
-    samples = [sample for minibatch in pictures.read() for sample in minibatch]
-    assert {len(own) for _, own in samples} == {0, 1, 2, 3, 4}
-    assert sum(not own for _, own in samples) > len(samples) / 2
 
 
 @pytest.fixture
@@ -73,17 +64,6 @@ def test_a_pack_without_pictures_gets_the_dummy(small: PictureWork) -> None:
     assert dealt("local" + AT_ENDS) == [[[1], [2], [0, dummy]], [[3], [5], [4, dummy]]]
     assert dealt("local", even=True) == [[[1], [2], [0]]] * 2
     assert dealt("global" + DUMMIES, even=True) == [[[2, 1], [0, dummy]]] * 2
-
-
-def test_flops_by_hand(small: PictureWork) -> None:
-    """Rank 0 has pictures, and rank 1 more text: FSDP2's ranks wait for each other in both."""
-    work = replace(small, minibatches=[[0, 1], [3, 5]])
-    cost, tower = work.cost(), work.tower()
-    text = [cost.sequence(12 + 2 + 6) - (2 + 6 + 1) * cost.head, cost.sequence(70) - cost.head]
-    dummy = cost.sequence(4) - 4 * cost.head
-    pictures_ = [tower.sample([24 * PATCH_VALUES]), tower.sample([4 * PATCH_VALUES])]
-    assert flops((Odc, 95), work) == pytest.approx(max(text[0] + pictures_[0], text[1]))
-    assert flops((Fsdp2Unbalanced, 95), work) == pytest.approx(max(text[0], text[1] + dummy) + pictures_[0])
 
 
 def compared(rank: int, world: int, work: Work, caps: tuple[int, ...]) -> list[Measured]:

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench.harness import Minibatch
-from bench.suites.alone import LengthsWork, Turn, computing_seconds, idle_of_devices, take_turn
-from bench.suites.lengths import BASELINES, VARIANTS, chosen, setting_of, take_turns, verdict, work_of
+from bench.suites.alone import LengthsWork, Turn, take_turn
+from bench.suites.lengths import BASELINES, setting_of, verdict, work_of
 from bench.suites.lengths_report import (
     Amounts,
     Result,
-    as_data,
     fastest_baseline,
     figures,
-    peak_flops,
-    quiet_or_not,
-    utilisation,
 )
-from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Setting, Unsharded
+from bench.variants import Ddp, Fsdp2Micro, Odc, Setting
 from odc_triton.cli.bench import BenchOptions
 from odc_triton.cli.command import main
 from odc_triton.data.lengths import read_lengths
 from odc_triton.data.records import Record
 from tests.support import ranks, slow
 from tests.support.models import SIZES
-from tests.support.tokenized import tokenize_file
 
 CONFIG = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]} | SIZES
 
@@ -85,25 +78,6 @@ def test_wrong_lengths_are_named(tmp_path: Path, text: str, words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_texts_are_counted_as_training_counts_them(tmp_path: Path, config: str) -> None:
-    from odc_triton.data.dataset import DataOptions
-    from odc_triton.data.tokenizer import TextEncoder, to_transformers, train_tokenizer
-
-    tokenizer = to_transformers(train_tokenizer(["some words to learn pairs from, some words"], vocab_size=300))
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    path = tmp_path / "texts.jsonl"
-    records = [{"text": "some words"}, {"prompt": "some", "completion": "words to learn"}, {"text": "x" * 90}]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    data = tokenize_file(path, TextEncoder.of(tokenizer), DataOptions(max_tokens=1000))
-    options = BenchOptions(
-        lengths=str(path), init=config, tokenizer=str(tmp_path / "tokenizer"), samples_per_rank=1, minibatches=1
-    )
-    work, cut = work_of(replace(options, rounds=3), 1)
-    assert sorted(work.lengths) == sorted([*data.lengths.tolist()] * 2)
-    assert cut == 0
-    assert work.token_cap == max(data.lengths)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -131,15 +105,6 @@ def test_where_it_runs(config: str, lengths: str) -> None:
     assert setting_of(replace(options, device="cpu", dtype="bf16"), 2, gpus=4) == Setting(device="cpu", dtype="bf16")
     with pytest.raises(ValueError, match="4 ranks, and there are 2 GPUs: give --ranks 2"):
         setting_of(replace(options, device="cuda"), 4, gpus=2)
-
-
-def test_variants_by_name() -> None:
-    assert chosen(None) == VARIANTS
-    assert set(VARIANTS) == {Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp, LayerBarrier, OdcMicro, Odc}
-    assert chosen(f" {Odc.name} ,{Ddp.name}") == (Ddp, Odc)
-    assert chosen("ODC + LB-Mini,unsharded") == (Odc, Unsharded), "which is not one of them unless it is named"
-    with pytest.raises(ValueError, match="variants has 'none'; choose from 'FSDP2"):
-        chosen("none")
 
 
 def test_work(config: str, lengths: str) -> None:
@@ -200,16 +165,6 @@ def test_figures() -> None:
     assert set(none.values()) == {None}
 
 
-def test_says_whether_the_machine_was_quiet() -> None:
-    results = _results()
-    assert quiet_or_not(results).startswith("The machine was quiet: in none of 14 minibatches")
-    results[3].turns[0] = _turn([0.5, 1.5], waited_s=0.05)  # a tenth of the first, a thirtieth of the second
-    assert quiet_or_not(results).startswith("The machine was not quiet: in 1 of 14 minibatches")
-    assert as_data(results, AMOUNTS, {})["disturbed"] == {"measured_anew": 0, "left": 1}
-    results[3].turns[0] = _turn([0.5, 1.5], waited_s=math.nan)
-    assert "is not known" in quiet_or_not(results)
-
-
 def test_verdict(capsys) -> None:
     good = _results()[:4]
     assert verdict(good, "fp32") == 0, "running out of memory is a result"
@@ -220,50 +175,6 @@ def test_verdict(capsys) -> None:
     assert "did not train alike" in capsys.readouterr().err
     other.turns[0] = replace(other.turns[0], first_loss=4.01)
     assert verdict([*good, other], "bf16") == 0
-
-
-def test_turns_are_interleaved_and_a_failure_hides_no_other() -> None:
-    kinds, asked, told = (Fsdp2, Ddp, Odc), [], []
-
-    def turn(kind: type, round_: int) -> Turn:
-        asked.append((kind, round_))
-        if (kind, round_) == (Ddp, 1):
-            raise RuntimeError("rank 1 failed first: RuntimeError: [enforce fail] can't allocate memory: you tried")
-        return _turn([1.0])
-
-    results = take_turns(kinds, 3, turn, lambda results, place: told.append(results[place].name))
-    assert asked == [(Fsdp2, 0), (Ddp, 0), (Odc, 0), (Ddp, 1), (Odc, 1), (Fsdp2, 1), (Odc, 2), (Fsdp2, 2)]
-    assert [len(result.turns) for result in results] == [3, 1, 3]
-    assert [result.is_baseline for result in results] == [True, True, False]
-    assert results[1].remark == "out of memory in round 2"
-    assert told == [kind.name for kind, _ in asked]
-
-
-def test_peaks() -> None:
-    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989.4e12
-    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756.5e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
-    assert peak_flops("NVIDIA L4", "bf16") == 121e12
-    for unknown in ("NVIDIA L40", "NVIDIA A10G", "NVIDIA GB200", "NVIDIA H200 MIG 1g.18gb", None):
-        assert peak_flops(unknown, "bf16") is None
-    assert peak_flops("NVIDIA H200", "fp32") is None
-    assert utilisation(1e15, 2.0, 4, 1e15) == 0.125
-    assert utilisation(1e15, 2.0, 4, None) is None
-
-
-def test_idle_of_gpus() -> None:
-    ran = Minibatch(start_s=10.0, end_s=14.0, step_seconds=0.1, loss=1.0, microbatches=[1, 1], waited_s=[0.0, 0.0])
-    kernels = [
-        ("nvjet_gemm", 9.0, 11.0),
-        ("elementwise", 10.5, 11.5),
-        ("ncclDevKernel_AllGather", 11.0, 13.5),
-        ("Memcpy PtoP (Device -> Device)", 13.0, 13.5),
-        ("Memset (Device)", 13.0, 13.5),
-        ("scatter_kernel", 13.0, 13.5),
-        ("FusedAdam", 13.5, 14.5),
-    ]
-    assert computing_seconds(kernels, ran) == pytest.approx(2.0)
-    assert idle_of_devices([2.0, 3.0], ran) == pytest.approx(0.375)
 
 
 def _take(rank: int, world: int, kind: type, work: LengthsWork, dtype: str) -> Turn:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.support import place  # isort: skip
 
 from bench.provenance import read_lines
-from bench.suites.links import LINES, Layer, by_kernels, main, measure_place, peers_of, wrong_results
+from bench.suites.links import LINES, Layer, by_kernels, measure_place, peers_of, wrong_results
 from bench.suites.links_places import ON_CPU, places_of
 from bench.suites.links_report import text_of
 from odc_triton.comm.memory import ApartHeap
@@ -24,22 +24,6 @@ from tests.support.snapshots import topology
 
 SMALL = Layer(own_bytes=16 * 48 * 2, world=2, columns=48, tokens=16)
 CALLED = ["peer copies", "gloo all_gather", "gloo reduce_scatter", "scatter"]
-
-
-def _line(size: int, us: float, gb_s: float | None = 100.0, operator: str = "gather") -> dict[str, Any]:
-    about = {"names": ["GPU0", "GPU1"], "devices": [0, 1], "kind": "NV4", "gb_s": gb_s, "refused": None}
-    return {"place": about, "operator": operator, "size": size, "link_bytes": 10**6, "us": [us - 1, us, us + 1]}
-
-
-def test_tables() -> None:
-    text = text_of([{"about": {"commit": "abc"}}, _line(65536, 20.0), _line(1 << 20, 10.0, operator="scatter")])
-    assert "## GPU0, GPU1: NV4, 100 GB/s" in text
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
-    assert rows[0] == ["each owner's", "64 KiB", "1 MiB"]
-    assert rows[2:] == [["gather", "50 GB/s, 50%", "–"], ["scatter", "–", "100 GB/s, 100%"]]
-    assert "- commit: abc" in text
-    assert "50 GB/s |" in text_of([_line(65536, 20.0, gb_s=None)])
-    assert "Not measured: why" in text_of([{"place": _line(1, 1.0)["place"], "failure": "why"}])
 
 
 def test_one_pair_of_each_kind_then_all_then_the_rest() -> None:
@@ -54,21 +38,6 @@ def test_one_pair_of_each_kind_then_all_then_the_rest() -> None:
     (masked,) = places_of(topology("a100-nvlink-mesh", 3, 1), every_pair=True)  # CUDA_VISIBLE_DEVICES=3,1
     assert masked.names == ("GPU1", "GPU3")
     assert masked.devices == (1, 0)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--columns", "40"], "columns is 40"),
-        (["--tokens", "8"], "tokens is 8"),
-        (["--sizes", "100"], "a size is 100; give a multiple of 16384"),
-    ],
-)
-def test_wrong_words(words: list[str], said: str, capsys, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        main([*words, "--out", str(tmp_path)])
-    assert said in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 def _measure(rank: int, world: int, token: str, lines: Path, fault: str) -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from bench.harness import Measured, Work, compare, deal, median_ratio
+from bench.harness import Measured, Work, compare, deal
 from bench.suites import prefixes
 from bench.suites.prefixes import GROUP, Trees
-from bench.trees import SHARED, TREES, assign_trees, shared_tokens
+from bench.trees import SHARED, shared_tokens
 from bench.variants import Ddp, Fsdp2Trees, Odc, OdcRepeated, OdcShared, OdcTrees
-from odc_triton.balance import CostModel
 from odc_triton.balance.relatives import find_relatives
 from tests.support import ranks
 
@@ -60,30 +59,6 @@ def test_trees_of_groups_and_of_turns(tmp_path: Path) -> None:
             assert len(labels) == start + of.completion
 
 
-def test_flops_by_hand(tmp_path: Path) -> None:
-    of = Trees(prompt=40, completion=8, trees=1, rounds=1)
-    work = small(of, tmp_path)
-    cost, head = work.cost(), 6 * 32 * 97
-    unlearned = head * (40 - 1 + 1)  # of a sample: its prompt but the last token, and its own last token
-    whole = cost.sequence(48) - unlearned
-    assert prefixes.flops((Odc, 48), work) == pytest.approx(4 * whole)
-    branch = cost.piece(39, 48) - head  # its last token predicts nothing
-    assert prefixes.flops((OdcTrees, of.tokens()), work) == pytest.approx(whole + 7 * branch)
-    assert prefixes.flops((OdcRepeated, of.tokens()), work) == pytest.approx(whole + 3 * branch)
-
-
-def test_a_tree_over_the_cap_is_as_few_packs_as_hold_it(tmp_path: Path) -> None:
-    of = Trees(prompt=40, completion=8, trees=2, rounds=1)
-    data = of.work(tmp_path).data()
-    relatives = find_relatives([data[index] for index in range(2 * GROUP)])
-    cost = CostModel(quadratic=0.0, linear=1.0)
-    dealt = assign_trees(TREES, relatives.lengths, relatives, ranks=2, token_cap=48 + 2 * 9, cost=cost)
-    packs = [pack for own in dealt for pack in own]
-    assert sorted(sum(getattr(each, "start", 0) == 0 for each in pack) for pack in packs) == [1] * 6
-    assert sorted(len(pack) for pack in packs) == [2, 2, 3, 3, 3, 3]
-    assert sorted(getattr(each, "sample", each) for pack in packs for each in pack) == list(range(2 * GROUP))
-
-
 class Drops(OdcRepeated):
     """Rank 1 leaves out a pack."""
 
@@ -108,13 +83,3 @@ def test_all_ways_have_the_same_gradient(tmp_path: Path) -> None:
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
     with pytest.raises(Exception, match="gradients are up to"):
         ranks.run(compared, 2, (Odc, Drops), work, (216, of.tokens()))
-
-
-def test_the_interval_of_a_median() -> None:
-    fast = [1.0, 2.0, 1.5, 1.2, 3.0]
-    exact = median_ratio([2 * each for each in fast], fast)
-    assert exact == pytest.approx({"ratio": 2.0, "low": 2.0, "high": 2.0})
-    noisy = median_ratio([1.0, 4.0, 1.5, 6.0, 9.0], fast)
-    assert noisy["ratio"] == pytest.approx(2.0)
-    assert noisy["low"] == pytest.approx(1.0)
-    assert noisy["high"] == pytest.approx(5.0)

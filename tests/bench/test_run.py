@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,10 +13,9 @@ import torch
 
 from bench.kernels.operators import all_operators  # first: it decides where kernels run  # isort: skip
 
-from bench.kernels.cells import Cell, Report, Target, ratio
+from bench.kernels.cells import Cell, Report
 from bench.kernels.problem import DEVICE, TINY, Operator, Prepared, Problem, Results, Work
 from bench.kernels.run import check, main, run_cells
-from bench.kernels.timing import Machine, median_interval, quantiles
 from bench.provenance import append_line
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,12 +32,6 @@ def test_every_kernel_file_is_measured() -> None:
     others = {"batch_copy", "device", "flags", "ops", "peers", "qkv_inputs", "streams", "tiles"}
     files = {path.stem for path in (ROOT / "kernels").glob("*.py")} - others
     assert {name for operator in OPERATORS.values() for name in operator.kernels} == files
-
-
-def test_what_only_reads_peers_comes_first() -> None:
-    reduces = [operator.reduces for operator in OPERATORS.values()]
-    assert reduces == sorted(reduces)
-    assert any(reduces)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -75,54 +67,6 @@ def test_work_by_hand() -> None:
         link_bytes=4 * 50 * 48,
         peer_bytes=8 * 50 * 48,
     )
-
-
-def test_the_roofline_by_hand() -> None:
-    work = Work(flops=100.0, hbm_bytes=10.0, link_bytes=6.0, peer_bytes=12.0)
-    assert Machine(flops=1000.0, hbm_bytes_s=10.0).seconds(work) == pytest.approx(2.2)  # loopback: all bytes are here
-    assert Machine(flops=1000.0, hbm_bytes_s=10.0, link_bytes_s=10.0).seconds(work) == pytest.approx(1.0)
-    assert Machine(flops=1000.0, hbm_bytes_s=10.0, link_bytes_s=1.0).seconds(work) == pytest.approx(6.0)
-    assert Machine(flops=10.0, hbm_bytes_s=10.0).seconds(work) == pytest.approx(10.0)
-
-
-def test_quantiles_and_intervals() -> None:
-    assert quantiles([5.0, 1.0, 3.0, 2.0, 4.0, 0.0]) == {"p20": 1.0, "p50": 2.0, "p80": 4.0}
-    found = median_interval([float(value) for value in range(100)])
-    # The 40th and 60th of 100 values hold their median with a probability of 95%.
-    assert found["low"] == pytest.approx(40, abs=1)
-    assert found["high"] == pytest.approx(60, abs=1)
-    assert found["low"] < found["median"] < found["high"]
-    assert median_interval([1.0]) == {"median": 1.0, "low": 1.0, "high": 1.0}
-
-
-def test_only_in_loopback_are_peers_near(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # which needs a GPU
-    given = problem(OPERATORS["gather"], world=3)
-    assert given.shards(torch.zeros(6, 2)).far == []
-    assert replace(given, peers="pinned").shards(torch.zeros(6, 2)).far == [1, 2]
-
-
-def timed(operator: str, **changes: object) -> Cell:
-    """A cell as if ours had taken 10 us and every baseline as long as `baselines_us` says."""
-    baselines_us: dict[str, float] = changes.pop("baselines_us", {})
-    cell = replace(Cell.of(OPERATORS[operator], problem(OPERATORS[operator])), model="llama-3-8b", **changes)
-    cell.us = {name: {"p50": us} for name, us in ({"ours": 10.0} | baselines_us).items()}
-    cell.ratios = {name: {"median": us / 10.0, "low": 0.0, "high": 9.0} for name, us in baselines_us.items()}
-    return cell
-
-
-def test_the_worst_cell_decides_a_target() -> None:
-    target = Target(text="t", applies=lambda cell: cell.tokens > 1, value=ratio("a"), limit=0.95)
-    good, bad = (timed("wgrad", tokens=9, world=world, baselines_us={"a": us}) for world, us in ((1, 9.6), (8, 9.4)))
-    ignored = timed("wgrad", tokens=1, baselines_us={"a": 1.0})
-    assert target.verdict([]) == target.verdict([ignored])
-    assert target.verdict([])["verdict"] == "not measured"
-    assert target.verdict([good, ignored])["verdict"] == "reached"
-    missed = target.verdict([good, bad])
-    assert (missed["verdict"], missed["cell"], missed["cells"]) == ("missed", bad.name, 2)
-    assert missed["worst"] == pytest.approx(0.94)
-    at_most = replace(target, limit=0.95, at_least=False)
-    assert at_most.verdict([good, bad])["worst"] == pytest.approx(0.96)
 
 
 def broken(operator: Operator, change: Callable[[Results], Results]) -> Operator:
@@ -178,18 +122,6 @@ def test_a_wrong_result_fails_its_cell_and_no_other(change: Callable, words: str
     assert not report.passed
     assert "FAILED" in report.text()
     assert json.loads((tmp_path / "kernels.json").read_text())["passed"] is False
-
-
-def test_no_cell_begins_after_the_deadline(tmp_path: Path) -> None:
-    gather = OPERATORS["gather"]
-    report = Report()
-    todo = [(gather, problem(gather)), (gather, problem(gather, world=4))]
-    run_cells(todo, report, machine=None, seed=1, folder=tmp_path, deadline_s=time.monotonic() - 1)
-    assert report.cells == []
-    assert [line.rpartition(": ")[2] for line in report.left_out] == ["no time left"] * 2
-    assert "world 4" in report.left_out[1]
-    assert not report.passed
-    assert json.loads((tmp_path / "kernels.json").read_text())["left_out"] == report.left_out
 
 
 ABOUT = {"gpu": {"name": "one"}, "source": "1", "timed": False, "dtype": "bfloat16", "versions": {}}

@@ -12,8 +12,7 @@ import torch
 from bench import demo
 from bench.cut import cut
 from bench.demo import COLUMNS, WARM_UP, in_words, make_report, rows_of
-from bench.harness import Measured, Work, bootstrap_ratio, compare, deal
-from bench.reports import versus
+from bench.harness import Measured, Work, compare, deal
 from bench.variants import (
     Bridged,
     Ddp,
@@ -151,36 +150,6 @@ def test_split_samples_train_as_whole_ones(tmp_path: Path) -> None:
     assert split.losses == pytest.approx(whole.losses, rel=1e-5)
 
 
-def test_bootstrap_ratio() -> None:
-    fast = [1.0, 2.0, 1.5, 1.2]
-    exact = bootstrap_ratio([2 * t for t in fast], fast)
-    assert exact == pytest.approx({"ratio": 2.0, "low": 2.0, "high": 2.0})
-    noisy = bootstrap_ratio([1.0, 4.0, 1.0, 2.0], fast)
-    assert noisy["low"] < noisy["ratio"] < noisy["high"]
-
-
-def test_the_demos_samples_are_few_and_unequal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = np.arange(10**6) % 8192
-    monkeypatch.setattr(demo, "text_of", lambda folder: text)
-    work = demo.prepare(tmp_path)
-    data = work.data()
-    assert len(work.minibatches) == WARM_UP + demo.MINIBATCHES
-    assert {len(samples) for samples in work.minibatches} == {demo.RANKS}
-    assert sorted(index for samples in work.minibatches for index in samples) == list(range(len(data)))
-    # Text without a gap, whatever the lengths.
-    assert np.array_equal(data.tokens, text[: len(data.tokens)])
-    lengths = sorted(map(int, data.lengths))
-    assert lengths[-1] <= work.token_cap
-    assert lengths[-1] > 3 * lengths[len(lengths) // 2] > 9 * lengths[len(lengths) // 20]
-    longer = [max(map(int, data.lengths[samples])) for samples in work.minibatches]
-    assert sum(longer) > 1.2 * sum(lengths) / demo.RANKS, "without a cut, one rank waits for the other"
-
-
-def test_cutting_refuses_a_text_that_is_too_short() -> None:
-    with pytest.raises(ValueError, match="the samples have 12 tokens, the text 11"):
-        cut(np.arange(11), (5, 7))
-
-
 def _report(tmp_path: Path, *, repeats: int, waited_s: float) -> dict:
     """As if every variant took its pace. `repeats`, `waited_s`: of the last minibatch, in split ODC's turn."""
     count = WARM_UP + 6
@@ -225,37 +194,3 @@ def test_report_says_what_was_measured(tmp_path: Path) -> None:
     assert report["disturbed"] == {"measured_anew": 0, "left": 0}
     assert "The machine was quiet" in in_words(report)
     assert "not quiet" not in demo.heading(report)
-
-
-def test_a_report_of_a_noisy_machine_says_so(tmp_path: Path) -> None:
-    report = _report(tmp_path, repeats=2, waited_s=0.3)
-    assert report["disturbed"] == {"measured_anew": 1, "left": 1}
-    assert "The machine was not quiet: in 1 of" in in_words(report)
-    assert "not quiet" in demo.heading(report)
-    assert rows_of(report)[-1][COLUMNS.index("waited for a core")] == "5.0%"  # 0.3 s of six minibatches of 1 s
-
-
-def test_the_best_balance_by_hand(tmp_path: Path) -> None:
-    work = Work(
-        dataset=cut_text(tmp_path / "data.npz", (9, 9, 128, 64)),
-        config=CONFIG,
-        minibatches=[[0, 1], [2, 3]],
-        token_cap=128,
-    )
-    cost = work.cost()
-    even = (cost.sequence(128) + cost.sequence(64)) / 2
-    assert versus.bound(work) == pytest.approx(cost.sequence(128) / even), "the first minibatch warms up"
-
-
-def test_a_study_has_works_of_its_lengths(tmp_path: Path) -> None:
-    works = versus.few_samples(tmp_path, 3)
-    assert [(len(w.minibatches), len(w.minibatches[0])) for w in works.values()] == [(4, 2), (2, 4), (2, 8)]
-    for name, work in versus.distributions(tmp_path, 2).items():
-        lengths = work.data().lengths
-        for samples in work.minibatches:
-            assert len(samples) % 2 == 0
-            assert 8_000 <= lengths[samples].sum() < 8_000 + 2 * work.token_cap, name
-        assert set(lengths) == {512} if name == "equal" else max(lengths) > 4 * min(lengths)
-    found = {"tokens": 9.0, "bound": 1.5, "seconds": {"a": [1.0, 3.0]}, "idle": {"a": None}}
-    rows = versus.rows_of("work", found | {"ratios": {"a / b": {"ratio": 2.0, "low": 1.0, "high": 3.0}}})
-    assert rows == [["work", "9", "1.50", "a / b", "2.000 (1.000 to 3.000)", "2.00", "not recorded"]]
