@@ -148,7 +148,7 @@ def test_the_plan() -> None:
     found = (path for folder in ("gpu", "kernels") for path in (ROOT / "tests" / folder).glob("test_*.py"))
     there = {str(path.relative_to(ROOT)) for path in found}
     # They learn nothing on a GPU.
-    needless = "machine_code", "contention", "descriptors", "near_and_far", "refusals", "tiles", "worked_examples"
+    needless = "machine_code", "contention", "descriptors", "near_and_far", "refusals", "tiles"
     assert there - files == {f"tests/kernels/test_{name}.py" for name in needless}
     for line in re.findall(r"-m bench\.suites\.gpu ([a-z -]+?)(?:   |\n)", suite.__doc__):
         assert sum(run.seconds for stage in line.split() for run in STAGES[stage].values()) <= 600, line

@@ -174,16 +174,3 @@ def test_addresses_past_two_to_the_31() -> None:
     want = row[0] + 1
     embedding_grad(dy=torch.ones(2, columns), ids=ids, weight=weight)
     assert torch.equal(row[0], want)
-
-
-def test_default_tiles() -> None:
-    # Rows of more than one program, and a run of more than one default segment.
-    shards, ids = split(torch.randn(5, 1040), 2), torch.randint(0, 5, (140,))
-    ids[3:] = 4
-    weight, out = PeerShards.of(shards, shape=(5, 1040)), torch.full((140, 1040), torch.nan)
-    embedding(ids=ids, weight=weight, out=out)
-    assert torch.equal(out.double(), embedding_ref(ids, shards))
-    want = join(embedding_grad_ref(out, ids, shards, 1.0, None))
-    with launched_blind():
-        embedding_grad(dy=out, ids=ids, weight=weight)
-    close(shards, want)

@@ -59,16 +59,6 @@ def test_gather_many(sizes: list[int], first: int, dtype: torch.dtype) -> None:
     assert torch.equal(out, want)
 
 
-def test_shards_that_can_not_be_gathered() -> None:
-    shard = torch.zeros(32)
-    with pytest.raises(ValueError, match="give one dtype, one of each"):
-        ShardList.of([shard, shard.double()], [0, 32])
-    with pytest.raises(ValueError, match="give one dtype, one of each"):
-        ShardList.of([shard], [0, 32])
-    with pytest.raises(ValueError, match="aligned to 16 bytes"):
-        ShardList.of([shard[1:]], [0])
-
-
 def test_a_units_small_parameters_come_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     import odc_kernels.gather
     from odc_triton.comm.layout import ParameterSpec

@@ -259,28 +259,6 @@ def test_frozen_weight_and_frozen_input() -> None:
     linear_cross_entropy_grad(**given, gradient=None, dh=None)
 
 
-@pytest.mark.parametrize("chunk", [32, 64, None])
-def test_chunks_do_not_show(chunk: int | None) -> None:
-    h, whole = head(5, 150, 8, torch.float32)
-    targets, g = targets_of(5, 150, 2), torch.randn(5)
-    output, dh, dw = gradients(h, whole, targets, g, chunk=chunk)
-    want, want_dh, want_dw = oracle(h, whole, targets, g, torch.zeros(5), 1.0)
-    check_output(output, want)
-    close(dh, want_dh, 1e-5, "dh")
-    close(dw, want_dw, 1e-5, "dW")
-
-
-def test_inputs_as_autograd_hands_them_over() -> None:
-    """Shifted labels are a strided view, and the gradient of a sum is one number expanded. h wants a gradient."""
-    h, whole = head(6, 20, 4, torch.float32)
-    targets = torch.randint(0, 20, (6, 2))[:, 1]
-    g = torch.tensor(0.5).expand(6)
-    output, dh, _ = gradients(h.requires_grad_(), whole, targets, g)
-    want, want_dh, _ = oracle(h.detach(), whole, targets, g, torch.zeros(6), 1.0)
-    check_output(output, want)
-    close(dh, want_dh, 1e-5, "dh")
-
-
 @pytest.mark.parametrize(("count", "garbage"), [(1, torch.inf), (15, torch.nan), (16, torch.nan), (47, torch.inf)])
 def test_what_lies_behind_a_chunk_is_not_seen(count: int, garbage: float) -> None:
     buffer = torch.full((5, 48), garbage)
@@ -352,13 +330,6 @@ def test_default_chunks_keep_to_an_eighth_of_the_logits(head_of: tuple) -> None:
         chunk = chunk_rows(vocabulary=vocabulary, world=world, **sizes)
         assert extra_bytes(chunk=chunk, **sizes) <= tokens * vocabulary * element_bytes / 8, (sizes, world)
         assert chunk in range(512, 4097, 64), (sizes, world)
-
-
-def test_chunks_of_small_heads() -> None:
-    sizes = {"columns": 4096, "element_bytes": 2, "backward": True}
-    assert chunk_rows(tokens=1, vocabulary=128256, world=1, **sizes) == 512  # an eighth of 250 KB is no chunk
-    assert chunk_rows(tokens=4096, vocabulary=100, world=8, **sizes) == 64  # 13 rows an owner
-    assert chunk_rows(tokens=1, vocabulary=1, world=8, **sizes) == 64
 
 
 def peak_extra_bytes(run: Callable[[], object]) -> int:

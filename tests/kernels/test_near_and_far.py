@@ -16,7 +16,6 @@ from odc_kernels.linear_cross_entropy import parts_of, pulled
 from odc_kernels.linear_staged import linear_dx_staged, linear_staged
 from odc_kernels.peers import ALL, PeerShards, shards_of
 from odc_kernels.staged import StagedWeight, check, pull
-from odc_triton.engine.transport import Target
 from tests.support.simulated import SimulatedDevice
 
 WORLD, ROWS, COLUMNS, CHUNK = 3, 24, 16, 3
@@ -34,11 +33,6 @@ def test_others_are_far_unless_told() -> None:
     for wrong in ("most", [3], [-1]):
         with pytest.raises(ValueError, match=r"near is .*; give owners of 0\.\.2, or ALL"):
             _peers(near=wrong)
-
-
-@pytest.mark.parametrize(("near", "far"), [(frozenset({0, 1}), []), (frozenset({1}), [0]), (None, [0])])
-def test_the_one_owner_of_a_scalar_may_be_far(near: frozenset[int] | None, far: list[int]) -> None:
-    assert Target(slot=0, shards=[torch.zeros(1)], rank=1, near=near).peers.far == far
 
 
 @pytest.mark.skipif(not place.INTERPRETED, reason="the simulated device is a CPU")
@@ -91,14 +85,6 @@ def test_a_buffer_is_filled_again_after_it_was_read(near: str | None) -> None:
     assert device.has_come(device.current().record_event())
     assert torch.equal(read[0], torch.cat(shards))
     assert torch.equal(weight.buffer, torch.cat(others.shards))
-
-
-def test_a_buffer_is_filled_after_it_was_made() -> None:
-    device, (_, peers), done = SimulatedDevice(), _peers(near=None), []
-    device.enqueue(device.current(), lambda: done.append("zeros"))
-    weight = pull(peers=peers, staged=StagedWeight.of(peers, on=device))
-    assert device.has_come(weight.stream.record_event())
-    assert done == ["zeros"]
 
 
 @pytest.mark.skipif(not place.INTERPRETED, reason="the simulated device is a CPU")
@@ -163,9 +149,3 @@ def test_bulk_reductions(
     else:
         monkeypatch.setenv("ODC_BULK_REDUCTIONS", told)
     assert adds_in_bulk(_peers(near)[1]) is expected
-
-
-def test_a_switch_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ODC_BULK_REDUCTIONS", "yes")
-    with pytest.raises(ValueError, match="ODC_BULK_REDUCTIONS is 'yes'; set it to auto, on or off"):
-        adds_in_bulk(_peers()[1])

@@ -282,27 +282,6 @@ def test_default_tiles(tokens: int, dtype: torch.dtype) -> None:
     check(Layer.of("qwen3", tokens=tokens, columns=70, dtype=dtype, heads=(2, 1), world=3), 1, default_tiles=True)
 
 
-def test_many_tokens_with_gathered_weights() -> None:
-    layer = Layer.of("qwen3", tokens=300, columns=24, heads=(2, 1), world=1)
-    positions = torch.arange(300) % POSITIONS
-    layer.rope = Rope(cos=layer.rope.cos, sin=layer.rope.sin, positions=positions)
-    check(layer, 0, default_tiles=True)
-
-
-def test_tables_of_any_dtype_and_scale() -> None:
-    # Scaled tables (YaRN) make a rotation that is not orthogonal.
-    check(Layer.of("qwen3", tokens=5, dtype=torch.bfloat16, table_dtype=torch.bfloat16, table_scale=1.3), 1)
-
-
-def test_the_second_halves_of_tables_are_not_read() -> None:
-    layer = Layer.of("qwen3", tokens=5)
-    want = layer.forward(0)
-    layer.rope.cos[:, 8:] = torch.nan
-    layer.rope.sin[:, 8:] = torch.nan
-    for name, value in layer.forward(0).items():
-        assert torch.equal(value, want[name]), name
-
-
 def test_norm_weights_of_zero_and_in_fp32() -> None:
     layer = Layer.of("qwen3", tokens=5, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -323,14 +302,6 @@ def test_the_same_bits_whoever_owns_and_asks() -> None:
     for rank in (0, 2):
         for name, value in layer.forward(rank).items():
             assert torch.equal(value, want[name]), (name, rank)
-
-
-def test_nothing_need_be_saved() -> None:
-    layer = Layer.of("qwen3", tokens=5)
-    want, out = layer.forward(0), {name: value for name, value in layer.empty().items() if "pre" not in name}
-    qkv(x=layer.x, weights=layer.weights(0), rope=layer.rope, norm=layer.norm, **out, tile=TILE)
-    for name, value in out.items():
-        assert torch.equal(value, want[name]), name
 
 
 @pytest.mark.parametrize(

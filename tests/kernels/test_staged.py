@@ -9,7 +9,6 @@ import torch
 
 from tests.support import place  # isort: skip
 
-from bench.kernels.code import faults_of_waits
 from odc_kernels.linear import linear_dx_ref, linear_ref
 from odc_kernels.linear_staged import linear_dx_staged, linear_dx_staged_ref, linear_staged, linear_staged_ref
 from odc_kernels.peers import ALL, PeerShards, shards_of
@@ -80,29 +79,6 @@ def test_linear_and_its_gradients(world: int, shape: tuple, dtype: torch.dtype) 
     linear_dx_staged(dy=dy, weight=staged, out=dx, tile=TILE)
     check(staged)
     close(y, linear_ref(x, weight, bias if with_bias else None), dtype)
-    close(dx, linear_dx_ref(dy, weight), dtype)
-
-
-@pytest.mark.parametrize(
-    ("world", "dtype", "shape"),
-    [
-        (1, torch.float32, (130, 320, 80)),
-        (4, torch.bfloat16, (130, 320, 80)),
-        (1, torch.bfloat16, (70, 136, 36)),
-        (4, torch.float32, (70, 136, 36)),
-    ],
-    ids=str,
-)
-def test_default_tiles(world: int, dtype: torch.dtype, shape: tuple) -> None:
-    tokens, rows, columns = shape
-    x, dy = torch.randn(tokens, columns).to(dtype), torch.randn(tokens, rows).to(dtype)
-    weight = shards_of(torch.randn(rows, columns).to(dtype), world)
-    staged = pulled(weight, (rows, columns), world - 1)
-    y, dx = torch.full((tokens, rows), torch.nan, dtype=dtype), torch.full((tokens, columns), torch.nan, dtype=dtype)
-    linear_staged(x=x, weight=staged, out=y)
-    linear_dx_staged(dy=dy, weight=staged, out=dx)
-    check(staged)
-    close(y, linear_ref(x, weight, None), dtype)
     close(dx, linear_dx_ref(dy, weight), dtype)
 
 
@@ -205,43 +181,3 @@ def test_kernels_wait_for_rows_that_another_process_writes_late() -> None:
     found = ranks.run(_late, 2)[0]
     close(found["linear"], linear_ref(x, weight, None), x.dtype)
     close(found["linear_dx"], linear_dx_ref(dy, weight), x.dtype)
-
-
-PTX = """
-{outer}
-@%p1 bra $L_here;
-$L_look:
-ld.global.sys.acquire.b32 %r1, [ %rd1 + 0 ];
-@%p2 bra $L_look;
-{fence}
-$L_here:
-cp.async.bulk.tensor.3d.shared::cta.global.mbarrier::complete_tx::bytes [%r2], [%rd2, {{%r3, %r4, %r5}}], [%r6];
-{drain}
-@%p3 bra $L_tile;
-ret;
-"""
-PARTS = {
-    "outer": "$L_tile:",
-    "fence": "fence.proxy.async; mov.u32 %r1, 0;",
-    "drain": "mbarrier.inval.shared::cta.b64 [%r6];",
-}
-LOAD = "cp.async.bulk.tensor.3d.shared::cta.global.mbarrier::complete_tx::bytes [%r2], [%rd2, {%r3}], [%r6];"
-
-
-@pytest.mark.parametrize(
-    ("change", "faults"),
-    [
-        ({}, []),
-        ({"fence": ""}, ["no proxy fence between a wait and a TMA load"]),
-        ({"fence": "fence.proxy.async.shared::cta;"}, ["no proxy fence between a wait and a TMA load"]),
-        ({"drain": ""}, ["a weight load in flight over a wait"]),
-        ({"drain": PARTS["drain"] + "\n" + LOAD}, ["a weight load in flight over a wait"]),
-        (
-            {"outer": LOAD + "\n" + PARTS["outer"]},
-            ["a weight load before the wait", "a weight load in flight over a wait"],
-        ),
-    ],
-)
-def test_machine_code_is_held_to_the_order_of_waits_and_loads(change: dict, faults: list[str]) -> None:
-    assert faults_of_waits(PTX.format(**PARTS | change)) == faults
-    assert faults_of_waits("ret;") == ["0 waits and 0 loads of weights"]

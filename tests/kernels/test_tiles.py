@@ -8,17 +8,13 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from odc_kernels.tiles import (
     ARCHITECTURES,
     CHIPS,
     DEFAULTS,
     DIMENSIONS,
-    LINEAR,
     SHARED_LIMIT_BYTES,
-    WGRAD,
     WGRAD_FP32,
     Chip,
     LinearTile,
@@ -26,7 +22,6 @@ from odc_kernels.tiles import (
     WgradTile,
     candidates,
     chip_of,
-    fits,
     of_integers,
     predict,
     ranked,
@@ -35,20 +30,6 @@ from odc_kernels.tiles import (
 )
 
 H200 = CHIPS["H200 SXM"]
-problems = st.builds(
-    ProductShape,
-    tokens=st.integers(0, 10_000),
-    rows=st.integers(1, 10_000),
-    columns=st.integers(1, 10_000),
-    world=st.integers(1, 8),
-    element_bytes=st.sampled_from([2, 4]),
-)
-operators = st.sampled_from(sorted(DIMENSIONS))
-chips = st.sampled_from(list(CHIPS.values()))
-
-
-def some_tile(operator: str) -> LinearTile | WgradTile:
-    return WGRAD if operator == "wgrad" else LINEAR
 
 
 def test_it_imports_neither_torch_nor_triton() -> None:
@@ -69,33 +50,6 @@ def test_candidates_fit(operator: str, element_bytes: int, arch: int) -> None:
         assert shared_bytes(operator, tile, element_bytes=element_bytes, arch=arch) <= SHARED_LIMIT_BYTES[arch]
         if arch == 90 and element_bytes == 2:
             assert getattr(tile, DIMENSIONS[operator][0]) >= 64
-
-
-# What triton 3.7.1 allots, in bytes, and whether the code had spills or too much shared memory.
-COMPILED = [
-    ("linear", LinearTile(), 2, {80: 32768, 90: 49152, 100: 49168, 120: 32768}),
-    ("linear", LinearTile(t=128), 2, {80: 49152, 90: 73728, 100: 73744, 120: 49152}),
-    ("linear", LinearTile(t=128, n=128, num_warps=8), 2, {80: 65536, 90: 98304, 100: 98320, 120: 65536}),
-    ("linear", LinearTile(num_stages=2), 4, {80: 32768, 90: 32768, 100: 32768, 120: 32768}),
-    ("wgrad", WGRAD, 2, {80: 69632, 90: 86016, 100: 102416, 120: 69632}),
-    ("wgrad", WgradTile(k=256), 2, {80: 102400, 90: 135168, 100: 151568, 120: 131200}),
-    ("wgrad", WGRAD_FP32, 4, {80: 17408, 90: 17408, 100: 17408, 120: 17408}),
-]
-
-
-@pytest.mark.parametrize(("operator", "tile", "element_bytes", "compiled"), COMPILED)
-def test_shared_memory_is_estimated_from_above(operator: str, tile, element_bytes: int, compiled: dict) -> None:
-    for arch, used in compiled.items():
-        estimate = shared_bytes(operator, tile, element_bytes=element_bytes, arch=arch)
-        assert used <= estimate <= 1.5 * used + 8192, arch
-
-
-def test_what_does_not_compile_is_no_candidate() -> None:
-    assert not fits("wgrad", WgradTile(k=256), element_bytes=2, arch=120)  # 131200 bytes of shared memory of 101376
-    assert not fits("wgrad", WgradTile(k=256), element_bytes=2, arch=80)  # spills
-    assert fits("wgrad", WgradTile(k=256), element_bytes=2, arch=90)
-    assert not fits("linear", LinearTile(t=16), element_bytes=2, arch=90)  # no HGMMA
-    assert not fits("linear", LinearTile(t=128), element_bytes=4, arch=100)  # spills
 
 
 def test_exact_sums_halve_tiles_whose_integers_would_spill() -> None:
@@ -175,19 +129,6 @@ def test_bytes_by_hand() -> None:
     assert wgrad.hbm_bytes == 2 * (7 * 10 + 7 * 25) + 8 * 5 * 25
 
 
-def test_what_the_l2_does_not_hold_is_read_again_in_every_wave() -> None:
-    # 8 blocks of tokens, 4 of rows: 32 programs, 8 waves on 4 multiprocessors.
-    problem = ProductShape(tokens=32, rows=20, columns=25, world=1)
-    small = replace(TOY, l2_bytes=2 * 20 * 25)  # the weight just fits, x does not
-    assert predict("linear", TILE, problem, small).hbm_bytes == 2 * (4 * 32 * 25 + 20 * 25 + 32 * 20)
-    assert predict("linear", TILE, problem, replace(small, l2_bytes=1)).hbm_bytes == (
-        2 * (4 * 32 * 25 + 8 * 20 * 25 + 32 * 20)
-    )
-    assert predict("linear", TILE, problem, replace(small, l2_bytes=1, sms=16)).hbm_bytes == (
-        2 * (2 * 32 * 25 + 2 * 20 * 25 + 32 * 20)
-    )
-
-
 def test_a_slow_link_sets_the_time_of_a_staged_layer() -> None:
     problem = ProductShape(tokens=7, rows=10, columns=25, world=2)
     slow = replace(TOY, link_bytes_s=1.0, launch_s=0.25)
@@ -195,27 +136,6 @@ def test_a_slow_link_sets_the_time_of_a_staged_layer() -> None:
     # Launching the kernel and one copy, 250 bytes, then the half of the work that waited for them.
     assert compute_s == pytest.approx(1.2)
     assert predict("linear_staged", TILE, problem, slow).seconds == pytest.approx(0.25 + 0.25 + 250 + 0.6)
-
-
-@given(operators, problems, chips)
-def test_a_world_of_one_has_no_link(operator: str, problem: ProductShape, chip: Chip) -> None:
-    alone = replace(problem, world=1)
-    cost = predict(operator, some_tile(operator), alone, chip)
-    assert cost.link_bytes == 0
-    assert cost == predict(operator, some_tile(operator), alone, replace(chip, link_bytes_s=1.0))
-
-
-@given(operators, problems, chips, st.sampled_from(["tokens", "rows", "columns", "element_bytes"]), st.integers(2, 5))
-def test_more_bytes_are_never_faster(operator: str, problem: ProductShape, chip: Chip, what: str, times: int) -> None:
-    if what == "element_bytes":
-        small, large = replace(problem, element_bytes=2), replace(problem, element_bytes=4)
-    else:
-        small, large = problem, replace(problem, **{what: times * getattr(problem, what)})
-    tile = some_tile(operator)
-    before, after = (predict(operator, tile, each, chip) for each in (small, large))
-    assert before.hbm_bytes <= after.hbm_bytes
-    assert before.link_bytes <= after.link_bytes
-    assert before.seconds <= after.seconds
 
 
 def test_staged_wins_where_there_are_many_tokens() -> None:

@@ -44,23 +44,6 @@ def copy_narrow(source, out, rows, columns, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def copy_narrow_if(source, out, rows, columns, BLOCK: tl.constexpr):
-    # The product reaches the address through a branch and a loop, and is widened too late.
-    first = 0
-    if rows > 8:
-        first = tl.program_id(0) * columns
-    for step in range(rows):
-        tl.store(out + step * BLOCK + tl.arange(0, BLOCK), tl.load(source + first.to(tl.int64) + tl.arange(0, BLOCK)))
-        first += BLOCK
-
-
-@triton.jit
-def copy_narrow_stride(source, out, rows, columns, BLOCK: tl.constexpr):
-    whole = tl.make_tensor_descriptor(source, [rows, 8, columns], [rows * columns, columns, 1], [1, 8, BLOCK])
-    tl.store(out + tl.arange(0, BLOCK), tl.sum(whole.load([rows // 2, 0, 0]).reshape(8, BLOCK), axis=0))
-
-
-@triton.jit
 def copy_flat(source, out, count, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at, tl.load(source + at, mask=at < count))
@@ -80,12 +63,6 @@ def add_on_this_gpu(source, table, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def add_in_order(source, table, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    tl.atomic_add(peer_address(table, 0, tl.float32) + at, tl.load(source + at), sem="acq_rel", scope="sys")
-
-
-@triton.jit
 def add_and_look(source, table, out, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     target = peer_address(table, 0, tl.float32)
@@ -97,14 +74,6 @@ def add_tile(source, table, columns, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     offsets = at.to(tl.int64)[:, None] * columns + at[None, :]
     add_to_peer(peer_address(table, 0, tl.float32) + offsets, tl.load(source + offsets), None)
-
-
-@triton.jit
-def add_and_look_beside_tensor_map(source, table, out, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    whole = tl.make_tensor_descriptor(source, [BLOCK], [1], [BLOCK])
-    target = peer_address(table, 0, tl.float32)
-    tl.store(out + at, tl.atomic_add(target + at, whole.load([0]), sem="relaxed", scope="sys"))
 
 
 @triton.jit
@@ -133,23 +102,18 @@ def cases() -> Iterator[Case]:
     data = {"x": "*bf16", "w": "*bf16", "y": "*fp32", "columns": "i32"}
     yield case("good", product, data, {"B_T": 128, "B_N": 128, "B_K": 64, "STAGES": 3}, num_warps=8, matrix=True)
     yield case("spills", product, data, {"B_T": 256, "B_N": 256, "B_K": 64, "STAGES": 2}, num_warps=4)
-    yield case("shared", product, data, {"B_T": 128, "B_N": 256, "B_K": 128, "STAGES": 4}, num_warps=8)
     yield case("no HGMMA", product, data, {"B_T": 32, "B_N": 64, "B_K": 64, "STAGES": 2})
-    yield case("serial", product, data, {"B_T": 128, "B_N": 128, "B_K": 16, "STAGES": 1}, num_warps=8)
     yield case("tf32", product_in_tf32, {"x": "*fp32", "w": "*fp32", "y": "*fp32"}, {"BLOCK": 64})
     yield case("2 bytes", copy_unaligned, {"table": "*i64", "out": "*bf16"}, {"DTYPE": tl.bfloat16, "BLOCK": 1024})
     sizes = {"rows": "i32", "columns": "i32"}
-    for kernel in (copy_narrow, copy_narrow_if, copy_narrow_stride):
-        yield case(kernel.fn.__name__, kernel, {"source": "*fp32", "out": "*fp32", **sizes}, {"BLOCK": 512})
+    yield case("copy_narrow", copy_narrow, {"source": "*fp32", "out": "*fp32", **sizes}, {"BLOCK": 512})
     yield case("copy_flat", copy_flat, {"source": "*fp32", "out": "*fp32", "count": "i32"}, {"BLOCK": 512}, flat=True)
     adds = {"source": "*fp32", "table": "*i64"}
     ints = {"source": "*i32", "table": "*i64"}
     yield case("CAS", add_compared, ints, {"BLOCK": 512}, reduces=True)
     yield case("scope", add_on_this_gpu, adds, {"BLOCK": 512}, reduces=True)
-    yield case("order", add_in_order, adds, {"BLOCK": 512}, reduces=True)
     yield case("nothing", product, data, {"B_T": 128, "B_N": 128, "B_K": 64, "STAGES": 3}, num_warps=8, reduces=True)
     yield case("atom", add_and_look, {**adds, "out": "*fp32"}, {"BLOCK": 512}, reduces=True)
-    yield case("used", add_and_look_beside_tensor_map, {**adds, "out": "*fp32"}, {"BLOCK": 512}, reduces=True)
     yield case("tile", add_tile, {**adds, "columns": "i32"}, {"BLOCK": 64}, reduces=True)
     wait = {"w": "*fp32", "out": "*fp32", "flags": "*i32", "status": "*i32", "epoch": "i32"}
     for name, bulk, early in (("early", False, True), ("unfenced", True, False), ("patient", False, False)):
