@@ -1,6 +1,5 @@
-"""Samples with pictures: a mixture that was fixed in a file before anything was measured, and a model for it.
-
-`python -m bench.pictures` draws the file anew, the same; a test compares them.
+"""Samples with pictures: a mixture that was fixed in a file before anything was measured, and a model for it. The
+file says how they were drawn.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -24,16 +22,6 @@ from .harness import Work
 from .provenance import ROOT
 
 FILE = ROOT / "bench" / "data" / "pictures.json"
-SEED, MINIBATCHES, SAMPLES = 51, 24, 16  # a minibatch's samples, of all ranks
-COUNTS = {0: 0.5, 1: 0.3, 2: 0.1, 3: 0.06, 4: 0.04}  # a sample's pictures, and how probable so many are
-TEXT, SPREAD, SHORTEST, LONGEST = 128, 0.9, 16, 1024  # tokens: the median of a log-normal, clipped
-SIDES = (8, 32)  # patches: a side is log-uniform and even, as 2 x 2 patches are a token
-ABOUT = (
-    f"{MINIBATCHES} minibatches of {SAMPLES} samples, from seed {SEED}. Of a sample: tokens of text, log-normal with "
-    f"median {TEXT} and sigma {SPREAD}, cut off at {SHORTEST} and {LONGEST}; then its pictures, height x width in "
-    f"patches. By their number, how probable it is: {COUNTS}. Sides are log-uniform from {SIDES[0]} to {SIDES[1]}, and "
-    f"even. All tokens are a quarter of usual ones: a median of 512, and pictures of 224 to 896 pixels a side."
-)
 
 # How packs are made of samples, after the name of a strategy.
 BY_TEXT = ", by tokens alone"  # else the tower counts too
@@ -55,26 +43,6 @@ CONFIG = {"text_config": _TEXT, "vision_config": _TOWER, "tie_word_embeddings": 
 
 Size = tuple[int, tuple[str, ...]]  # of a sample: tokens of text, and its pictures
 DUMMY: Size = (1, ("2x2",))  # the smallest picture, and no token that another predicts
-
-
-def draw() -> list[list[Size]]:
-    """By minibatch and sample."""
-    numbers = np.random.default_rng(SEED)
-
-    def side() -> str:
-        return f"{2 * round(np.exp(numbers.uniform(*np.log(SIDES))) / 2)}"
-
-    def sample() -> Size:
-        text = int(np.clip(np.exp(numbers.normal(np.log(TEXT), SPREAD)), SHORTEST, LONGEST))
-        count = numbers.choice(list(COUNTS), p=list(COUNTS.values()))
-        return text, tuple(f"{side()}x{side()}" for _ in range(count))
-
-    return [[sample() for _ in range(SAMPLES)] for _ in range(MINIBATCHES)]
-
-
-def write(path: Path, drawn: Sequence[Sequence[Size]]) -> None:
-    lines = ",\n".join(f"  {json.dumps(minibatch)}" for minibatch in drawn)
-    path.write_text(f'{{\n "about": {json.dumps(ABOUT)},\n "minibatches": [\n{lines}\n ]\n}}\n', encoding="utf-8")
 
 
 def read(path: Path = FILE) -> list[list[Size]]:
@@ -155,7 +123,3 @@ class PictureWork(Work):
                 if not any(data.sizes[index][1] for index in pack):
                     pack.append(len(data.sizes) - 1)
         return dealt
-
-
-if __name__ == "__main__":
-    write(FILE, draw())

@@ -1,7 +1,5 @@
 """Lengths of completions for measurements of rollouts, drawn once, before anything was measured; and engines that
-sample completions of these lengths.
-
-`python -m bench.rollouts` draws the file anew, the same; a test compares them.
+sample completions of these lengths. bench/data/rollouts.json says how they were drawn.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from odc_triton.policy.vllm_server import PolicyServer
 from odc_triton.rl.generation import Request, Sampled, SamplingOptions
 from odc_triton.rl.prompts import completion_seed
@@ -24,27 +20,9 @@ from odc_triton.rl.vllm_server import VllmServer
 from .provenance import ROOT
 
 FILE = ROOT / "bench" / "data" / "rollouts.json"
-SEED, STEPS, PROMPTS, GENERATIONS = 53, 21, 12, 8  # the first step is for warming up
-MEDIAN, SPREAD, SHORTEST, LONGEST = 32, 0.7, 4, 256  # tokens; spread: of prompts, and of a prompt's completions
-ABOUT = (
-    f"{STEPS} steps of {PROMPTS} prompts with {GENERATIONS} completions each, from seed {SEED}. Tokens of a completion "
-    f"are log-normal with sigma {SPREAD} about its prompt's median, which is log-normal with median {MEDIAN} and sigma "
-    f"{SPREAD}; cut off at {SHORTEST} and {LONGEST}. So half of the variance is the prompts'."
-)
+STEPS, PROMPTS, GENERATIONS, LONGEST = 21, 12, 8, 256  # the first step is for warming up
 
 Step = list[list[int]]  # tokens by prompt and completion
-
-
-def draw() -> list[Step]:
-    numbers = np.random.default_rng(SEED)
-    of_prompts = numbers.normal(np.log(MEDIAN), SPREAD, (STEPS, PROMPTS, 1))
-    drawn = np.exp(numbers.normal(of_prompts, SPREAD, (STEPS, PROMPTS, GENERATIONS)))
-    return np.clip(drawn.round(), SHORTEST, LONGEST).astype(int).tolist()
-
-
-def write(path: Path, drawn: Sequence[Step]) -> None:
-    lines = ",\n".join(f"  {json.dumps(step)}" for step in drawn)
-    path.write_text(f'{{\n "about": {json.dumps(ABOUT)},\n "steps": [\n{lines}\n ]\n}}\n', encoding="utf-8")
 
 
 def read(path: Path = FILE) -> list[Step]:
@@ -101,7 +79,3 @@ class ForcedEngine(TransformersEngine):
             [cut(one, self.lengths[seed]) for seed, one in zip(request.seeds, group, strict=True)]
             for request, group in zip(requests, made, strict=True)
         ]
-
-
-if __name__ == "__main__":
-    write(FILE, draw())

@@ -5,8 +5,8 @@
                         [--resume] [--report] [--rehearse]
 
 Checks every result against plain torch first, on new random numbers, then times it on the GPU: rounds in which ours and
-every baseline run once, the L2 flushed before each. Cells that a first run on a GPU needs come first. Prints one table
-and the targets with their verdicts. Every cell is appended to kernels.jsonl in FOLDER as it ends, so a kill loses none;
+every baseline run once, the L2 flushed before each. Cells that a first run on a GPU needs come first. Prints one
+table. Every cell is appended to kernels.jsonl in FOLDER as it ends, so a kill loses none;
 kernels.json and kernels.md are kept up to date. --resume keeps the cells that a run of the same code on the same GPU
 has measured; one that a kill or a hang cut short comes last. --report only rebuilds both files.
 

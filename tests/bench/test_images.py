@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def small(tmp_path: Path) -> PictureWork:
     tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
     tower = pictures.CONFIG["vision_config"] | tower | {"fullatt_block_indexes": [1]}
     config = pictures.CONFIG | {"text_config": text, "vision_config": tower}
-    pictures.write(tmp_path / "sizes.json", [SIZES])
+    (tmp_path / "sizes.json").write_text(json.dumps({"minibatches": [SIZES]}))
     drawn = [[0, 1], [2, 3, 4, 5, 6, 7]]
     return PictureWork(dataset=str(tmp_path / "sizes.json"), config=config, minibatches=drawn, token_cap=95)
 
