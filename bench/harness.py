@@ -8,7 +8,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -182,6 +182,16 @@ def train_minibatch(variant: Variant, work: Work, data: Any, cost: CostModel, in
     """
     dealt = deal(work, data, work.minibatches[index], variant.balance, cost)
     return timed(variant, dealt[dist.get_rank()], sum(count_target_tokens(packs) for packs in dealt), number)
+
+
+def timed_together(run: Callable[[], object]) -> tuple[float, bool]:
+    """Seconds from all ranks' start to the last one's end, and whether others took the cores. Collective."""
+    gather(None)  # a barrier
+    start_s, waited_s = time.monotonic(), quiet.waited_s()
+    run()
+    spans = gather((start_s, time.monotonic(), quiet.waited_s() - waited_s))
+    seconds = max(end_s for _, end_s, _ in spans) - min(start_s for start_s, _, _ in spans)
+    return seconds, quiet.is_disturbed(seconds, [each for _, _, each in spans])
 
 
 def timed(variant: Variant, own: Sequence[Pack], total: int, number: int) -> Minibatch:

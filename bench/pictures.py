@@ -22,6 +22,7 @@ from .harness import Work
 from .provenance import ROOT
 
 FILE = ROOT / "bench" / "data" / "pictures.json"
+MINIBATCHES, SAMPLES = 24, 16  # a minibatch's samples, of all ranks
 
 # How packs are made of samples, after the name of a strategy.
 BY_TEXT = ", by tokens alone"  # else the tower counts too

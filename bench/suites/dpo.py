@@ -33,10 +33,9 @@ from odc_triton.hf import ODCDPOTrainer, enable_packing
 from tests.support import trl_case
 
 from ..demo import RANKS
-from ..harness import in_turn, median_ratio, open_job, single_thread_environment
+from ..harness import in_turn, median_ratio, open_job, single_thread_environment, timed_together
 from ..provenance import about, options_of, save_parts
 from ..reports.versus import LONG_CONFIG
-from .prefixes_trainer import _timed
 
 PAIRS = 8  # of a rank and step
 # TRL's trainer: pairs that it computes at once, and FSDP2's reshard_after_forward. Larger batches are slower.
@@ -144,7 +143,7 @@ def measure(case: str, steps: int) -> tuple[dict[str, list[float]], list[Lengths
                     optimizers[reshard].step()
                     optimizers[reshard].zero_grad()
 
-                took_s, was_disturbed = _timed(update)
+                took_s, was_disturbed = timed_together(update)
                 if number:  # the first round warms up
                     seconds[name].append(took_s)
                     disturbed += was_disturbed
