@@ -5,7 +5,7 @@
 Appends a line of JSON to FILE for each premise as it is found:
 
 machine         TFLOP/s of torch's product of two square bf16 matrices, GB/s of a copy on the device (reads and writes):
-                what targets are relative to
+                what cells are relative to
 addmm           whether torch adds a product of bf16 into fp32 in place: the best baseline of weight gradients
 copy beside     whether a copy on this device proceeds while a kernel holds all threads of all multiprocessors: else a
                 kernel that waits for copies must leave some free

@@ -175,5 +175,5 @@ def test_sums_of_the_wrong_kind_are_refused(kernel: str, sizes: tuple, dtype: to
     """Integers without a factor, and a factor for fp32."""
     shapes, run = MAKE[kernel](torch.randn, *sizes)
     exact = _exact() if dtype == FP32 else None
-    with pytest.raises(ValueError, match=r"give .* of torch|summed in float32 .* or in int64|needs dtype"):
+    with pytest.raises(ValueError, match=r"out.wq has|summed in float32 .* or in int64|needs dtype"):
         _added(run, [torch.zeros(shape, dtype=dtype) for shape in shapes], 2, exact=exact)
