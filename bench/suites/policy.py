@@ -1,4 +1,4 @@
-"""Reading a policy while it trains: whole reads beside publications, a step beside readers, a sync beside a push.
+"""Reading a policy while it trains: whole reads beside publications, a step beside readers.
 
     python -m bench.suites.policy [--reads 100000] [--turns 15] [--out FILE]
 
@@ -8,8 +8,6 @@ reads   The process reads without pause while two ranks step. Rank 0 keeps a che
         checksum is not its version's is mixed. `unchecked`: the same without the second look at the owners' numbers.
 step    Seconds of a step of one rank on one core, in turns, by what the process does on another core: nothing; one
         read per step, as a sampler's; reads without pause; copies of as many bytes of its own memory, without pause.
-sync    Seconds, in turns, until the process has all weights of two ranks in tensors of its own: it reads; or the ranks
-        gather each unit over gloo, all of them or rank 0, which sends it on over gloo while the next one is gathered.
 """
 
 from __future__ import annotations
@@ -22,12 +20,9 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from odc_triton import fully_shard, minibatch, offer_policy, read_policy
 from odc_triton.base.report import table
@@ -38,7 +33,6 @@ from odc_triton.policy.reader import PolicyReader
 from .. import quiet
 from ..harness import in_turn, median_ratio, open_job, single_thread_environment
 from ..provenance import about, options_of, save_parts
-from .links import ALL_GATHER as all_gather_single
 
 PROCESSES: Any = multiprocessing.get_context("spawn")
 RANKS = 2
@@ -48,7 +42,6 @@ STEPS = 8  # in a turn
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
 LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 32_000}
 BESIDE = NOBODY, ONE_READ, READS_ON, COPIES = "nobody", "one read per step", "reads", "copies"
-SYNCS = READ, ALL_GATHER, GATHER = "read", "all-gather, send", "gather, send"
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -223,112 +216,6 @@ def step_beside(turns: int, sizes: dict[str, int]) -> dict[str, Any]:
     return {"ways": ways, "steps_of_a_turn": STEPS, "disturbed": disturbed, "megabytes": run.megabytes}
 
 
-# ---------------------------------------------------------------------- a sync beside a push
-
-
-def _loopback_bytes() -> int:
-    (line,) = [line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:")]
-    return int(line.split(":")[1].split()[0])
-
-
-def _push_group(store: dist.Store, rank: int) -> Any:
-    """gloo between rank 0 of the job, which is 0, and the process outside, which is 1."""
-    return dist.ProcessGroupGloo(store, rank, 2, timedelta(minutes=5))
-
-
-def _units(tensors: Tensors) -> list[list[torch.Tensor]]:
-    """By decoder layer, and all others."""
-    found: dict[str, list[torch.Tensor]] = {}
-    for name, value in sorted(tensors):
-        found.setdefault(".".join(name.split(".")[:3]) if ".layers." in name else "", []).append(value)
-    return list(found.values())
-
-
-def _flats(units: list[list[torch.Tensor]], share: int) -> list[torch.Tensor]:
-    """For each unit the ranks' rows, flat: [RANKS, elements]. `share`: of a tensor in `units`."""
-    return [torch.empty(RANKS, sum(value.numel() for value in unit) // share) for unit in units]
-
-
-def _receives(pipe: Any, address: str) -> None:
-    """Takes all weights in each way that it is sent; says when it has them, and sends their checksum."""
-    torch.set_num_threads(1)
-    reader = read_policy(address)
-    own = dict(reader)
-    units = _units(own.items())
-    flats = _flats(units, RANKS)
-    group = _push_group(dist.TCPStore("127.0.0.1", pipe.recv()), 1)
-    while (way := pipe.recv()) is not None:
-        if way == READ:
-            reader.read(lambda tensors: [own[name].copy_(value) for name, value in tensors])
-        else:
-            for unit, flat in zip(units, flats, strict=True):
-                group.recv([flat], 0, 0).wait()
-                for value, part in zip(unit, flat.split([each.numel() // RANKS for each in unit], 1), strict=True):
-                    value.view(RANKS, -1).copy_(part)
-        pipe.send("has all")
-        pipe.send(checksum(own.items()))
-        for value in own.values():
-            value.zero_()
-
-
-def _push(way: str, group: Any, units: list[list[torch.Tensor]], flats: list[torch.Tensor]) -> None:
-    """Gathers each unit of this rank's shards; rank 0 sends it. `group`: rank 0's, to the process outside."""
-    sending = None
-    for unit, flat in zip(units, flats, strict=True):
-        local = torch.cat([value.reshape(-1) for value in unit])
-        if way == ALL_GATHER:
-            all_gather_single(flat.view(-1), local)
-        else:
-            dist.gather(local, None if group is None else list(flat))
-        if sending is not None:
-            sending.wait()
-        sending = None if group is None else group.send([flat], 1, 0)
-    if sending is not None:
-        sending.wait()
-
-
-def sync_beside(turns: int, sizes: dict[str, int]) -> dict[str, Any] | None:
-    """Part `sync`, on each of RANKS ranks; the result on rank 0. The first turn is not counted."""
-    run, group = _Run(sizes, 16, _receives), None
-    if run.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        run.pipe.send(store.port)
-        group = _push_group(store, 0)
-    units = _units((name, value.detach().to_local()) for name, value in run.model.named_parameters())
-    flats = _flats(units, 1)
-    seconds, still_s, sent = ({way: [] for way in SYNCS} for _ in range(3))
-    for turn in range(turns + 1):
-        for way in in_turn(SYNCS, turn):
-            run.step()
-            wanted = checksum(PretrainedTensors(run.model)) if run.rank == 0 else None
-            run.wait()
-            if run.rank == 0:
-                before, start_s = _loopback_bytes(), time.monotonic()
-                run.pipe.send(way)
-            if way != READ:
-                _push(way, group, units, flats)
-            if run.rank == 0:
-                still_s[way].append(time.monotonic() - start_s)
-                run.pipe.recv()
-                seconds[way].append(time.monotonic() - start_s)
-                sent[way].append(_loopback_bytes() - before)
-                if run.pipe.recv() != wanted:
-                    raise RuntimeError(f"{way}: the process outside has other values than the ranks")
-            run.wait()
-        if run.rank == 0:
-            _print_turn("sync", turn, seconds)
-    if run.rank == 0:
-        run.pipe.send(None)
-    run.end()
-    if run.rank != 0:
-        return None
-    ways = _compared({way: each[1:] for way, each in seconds.items()})
-    for way, each in ways.items():
-        each["ranks_stand_still_s"] = None if way == READ else statistics.median(still_s[way][1:])  # none takes part
-        each["loopback_bytes"] = statistics.median(sent[way][1:])
-    return {"ways": ways, "megabytes": run.megabytes}
-
-
 # ---------------------------------------------------------------------- the command
 
 
@@ -347,18 +234,16 @@ def main() -> int:
     reads = launch(read_beside, PolicyReader, options.reads, PUBLICATIONS, MET, ranks=RANKS)[0]
     unchecked = launch(read_beside, UncheckedReader, UNCHECKED_READS, 0, 0, ranks=RANKS)[0]
     step = launch(step_beside, options.turns, LARGE, ranks=1)[0]
-    sync = launch(sync_beside, options.turns, LARGE, ranks=RANKS)[0]
     took_s = time.monotonic() - start_s
     if options.out is not None:
         command = f"python -m bench.suites.policy --reads {options.reads} --turns {options.turns}"
-        parts = {"reads": reads, "unchecked": unchecked, "step": step, "sync": sync}
+        parts = {"reads": reads, "unchecked": unchecked, "step": step}
         save_parts(options.out, **parts, about={"command": command, "took_s": took_s, **about()})
     rows = [["checked", *reads.values()], ["unchecked", *unchecked.values()]]
     print(table(rows, ("", "reads", "publications", "met a publication", "mixed", "seconds")))
     print(table(_rows(step), ("beside a step", "its seconds", "over nobody", "reads or copies per step")))
     print(f"disturbed: {step['disturbed']} of {options.turns * len(BESIDE)} turns")
-    print(table(_rows(sync), ("sync", "seconds", "over read", "ranks stand still, s", "loopback bytes")))
-    print(f"{sync['megabytes']:.0f} MB of weights; {took_s:.0f} s")
+    print(f"{step['megabytes']:.0f} MB of weights; {took_s:.0f} s")
     return 0
 
 
