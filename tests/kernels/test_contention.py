@@ -52,10 +52,10 @@ def _multiply(rank: int, weight: PeerShards) -> None:
 
 # By name: the rounds, what one call of a rank adds, and the call, which gets the rank and the shards.
 CASES: dict[str, tuple[int, Callable[[int], torch.Tensor], Callable[[int, PeerShards], None]]] = {
-    "scatter": (20, _scattered, lambda rank, w: scatter(gradient=_scattered(rank), peers=w, block=32)),
-    "wgrad": (10, _multiplied, _multiply),
+    "scatter": (12, _scattered, lambda rank, w: scatter(gradient=_scattered(rank), peers=w, block=32)),
+    "wgrad": (6, _multiplied, _multiply),
     "embedding": (
-        6,
+        4,
         _embedded,
         lambda rank, w: embedding_grad(dy=_integers(20, SHAPE[1], rank), ids=_ids(rank), weight=w, tile=GRAD_TILE),
     ),

@@ -78,10 +78,9 @@ def _sharded(rank: int, world: int, choice: str, exact: bool) -> tuple[list[dict
 
 CASES = [
     (3, "gathered", False),
-    (3, "triton/staged/fused", False),
     (3, "triton/direct/fused", True),
     (2, "triton/staged/split", False),
-    (1, "triton/direct/fused", False),
+    slow(1, "triton/direct/fused", False),
     slow(2, "triton/staged/fused", True),
 ]
 

@@ -238,10 +238,10 @@ def check(layer: Layer, rank: int, *, default_tiles: bool = False) -> None:
 @pytest.mark.parametrize(
     ("family", "world", "dtype"),
     [
-        ("llama", 3, torch.float32),
+        slow("llama", 3, torch.float32),
         ("qwen2", 1, torch.float32),
         ("qwen3", 8, torch.float32),
-        ("qwen3 with bias", 3, torch.float16),
+        slow("qwen3 with bias", 3, torch.float16),
         ("qwen3 with bias", 3, torch.bfloat16),
         *(slow("qwen3 with bias", world, torch.bfloat16) for world in (2, 4)),
     ],
@@ -257,7 +257,6 @@ def test_as_transformers(family: str, world: int, dtype: torch.dtype) -> None:
         {"tokens": 16, "columns": 16, "world": 4},  # tiles without a rest
         {"tokens": 17, "columns": 1, "heads": (1, 1), "world": 8},  # one head, 2 rows per owner
         {"tokens": 5, "columns": 37, "heads": (3, 1), "world": 7},  # 16 rows over 7: the last owner has none
-        {"tokens": 3, "columns": 24, "heads": (2, 1), "head_dim": 32, "world": 5},
         {"tokens": 1, "columns": 9, "heads": (2, 1), "head_dim": 64, "world": 3},
         {"tokens": 2, "columns": 8, "heads": (1, 1), "head_dim": 128, "world": 2},
     ],
