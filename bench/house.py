@@ -82,17 +82,26 @@ def imported(tree: ast.AST, path: str) -> Iterator[str]:
             yield from (f"{base}/{alias.name}" for alias in node.names)
 
 
-def reach(feature: Feature, trees: dict[str, ast.Module]) -> list[str]:
-    """The files that know it, outside of its home."""
+def exports(tree: ast.Module) -> int:
+    """The number of public names that a file defines."""
+    names = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    targets = [node.targets[0] for node in tree.body if isinstance(node, ast.Assign)]
+    names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return sum(not name.startswith("_") for name in names)
+
+
+def reach(feature: Feature, trees: dict[str, ast.Module]) -> tuple[int, list[str]]:
+    """(public names of its home, other files that know it)."""
     home = {path for path in trees if any(fnmatch(path, pattern) for pattern in feature.home)}
     stems = {path.removesuffix(".py").removesuffix("/__init__") for path in home}
     word = re.compile(feature.words)
-    return [
+    knows = [
         path
         for path, tree in trees.items()
         if path not in home
         and (stems & set(imported(tree, path)) or any(word.fullmatch(name) for name in identifiers(tree)))
     ]
+    return sum(exports(trees[path]) for path in home), knows
 
 
 class Trace:
@@ -160,10 +169,13 @@ def _traced(hook: Callable, found: dict[str, list[str]]) -> Callable:
 def main() -> None:
     paths = sorted(PACKAGE.rglob("*.py"))
     trees = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in paths}
-    print("| feature | other files that know it |\n| --- | --- |")
-    for name, feature in FEATURES.items():
-        files = reach(feature, trees)
-        print(f"| {name} | {len(files)}: {', '.join(files)} |")
+    print("| feature | public names of its home | other files that know it |\n| --- | --: | --: |")
+    known = {name: reach(feature, trees) for name, feature in FEATURES.items()}
+    for name, (names, files) in known.items():
+        print(f"| {name} | {names} | {len(files)} |")
+    if "--files" in sys.argv:
+        for name, (_, files) in known.items():
+            print(f"\n{name}: {', '.join(files)}")
     print("\n| way | files |\n| --- | --- |")
     for name, files in ways().items():
         print(f"| {name} | {len(files)}: {', '.join(files)} |")
