@@ -33,8 +33,6 @@ from .run import Run, shared_counter
 from .sft_options import SftOptions
 from .vision import one_ahead
 
-_REPORT_S = 10.0
-
 
 class SftRun(Run):
     """Supervised fine-tuning on `data`, packed."""
@@ -91,16 +89,8 @@ class SftRun(Run):
         self._epoch = iter(self.sampler)
 
     def _relatives(self, options: SftOptions, cost: CostModel | None, rank: int) -> Relatives:
-        """Who shares how much. Rank 0 prints progress and result."""
-        count, reported_s = len(self.data), time.monotonic()
-
-        def progress(read: int) -> None:
-            nonlocal reported_s
-            if rank == 0 and time.monotonic() - reported_s >= _REPORT_S:
-                reported_s = time.monotonic()
-                print(f"--share-prefixes: {read} samples read of {count}, those that begin alike again", flush=True)
-
-        relatives = find_relatives(self.data.undecoded(), progress)
+        """Who shares how much. Rank 0 prints the sum."""
+        relatives = find_relatives(self.data.undecoded())
         if rank == 0:
             tokens, part = relatives.savings(cost or CostModel.paper_7b(), token_cap=options.token_cap)
             total = sum(relatives.lengths)

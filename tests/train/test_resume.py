@@ -93,6 +93,10 @@ def test_metrics_file(tmp_path: Path) -> None:
     file.write({"step": 3, "loss": 0.25})
     assert read_metrics(path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": None}, {"step": 3, "loss": 0.25}]
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    for damaged in ('{"step": "one"}', "[]", '{"ste'):
+        (tmp_path / "damaged.jsonl").write_text(f'{{"step": 1}}\n{damaged}\n')
+        with pytest.raises(ValueError, match=r"damaged.jsonl, line 2 is not the metrics of a step: remove it"):
+            read_metrics(tmp_path / "damaged.jsonl")
     shutil.move(path, tmp_path / "elsewhere")
     with pytest.raises(OSError, match=r"can't be written \(No such file.*--resume auto"):
         file.write({"step": 4, "loss": 0.1})
