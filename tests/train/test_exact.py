@@ -67,7 +67,7 @@ def test_the_same_bits_after_a_stop(folder: Path, tmp_path: Path, whole: tuple) 
 @pytest.mark.parametrize(
     ("told", "fault"),
     [
-        (True, Fault(rank=0, phase="background", minibatch=4, moment=7)),
+        (False, Fault(rank=0, phase="background", minibatch=4, moment=7)),
         slow(True, Fault(rank=0, phase="save", minibatch=3, moment=9)),
         slow(False, Fault(rank=1, phase="step", minibatch=4, signal=signal.SIGSTOP)),
     ],
