@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,54 +46,37 @@ def find_device(name: str) -> GpuKind:
     return found[0]
 
 
-def read_seconds(
-    ranks: int,
-    gbs: float,
-    shard_bytes: float,
-    *,
-    starts_s: Sequence[float],
-    rounds: int = 1,
-    latency_s: float = 0.0,
-    rotated: bool = True,
-) -> list[list[float]]:
-    """Seconds that each round of each reader takes: [readers][rounds].
+def read_seconds(starts: Sequence[float], *, rounds: int = 1) -> list[list[float]]:
+    """What each round of each reader takes: [readers][rounds]. The unit is the time of a shard from an idle owner.
 
-    Reader r starts at `starts_s[r]` and pulls `shard_bytes` from one owner after the other (rank + 1, rank + 2, ...;
-    0, 1, 2, ... unless `rotated`), `rounds` times without pause. An owner sends `gbs / n` to each of n readers. Each
-    pull begins with `latency_s`. GB/s are 10^9 bytes per second.
+    Reader r starts at `starts[r]` and pulls shards from one owner after the other (rank + 1, rank + 2, ...), `rounds`
+    times without pause. An owner sends to each of n readers at 1 / n of its speed.
     """
-    order = [[(r + k) % ranks for k in range(1, ranks)] for r in range(ranks)]
-    if not rotated:
-        order = [sorted(owners) for owners in order]
-    place = [0] * ranks  # pulls begun
-    total = rounds * (ranks - 1)
-    left = [float(shard_bytes)] * ranks
-    opens_s = [start + latency_s for start in starts_s]  # when the pull's bytes start to flow
-    began_s = list(starts_s)
+    ranks = len(starts)
+    pulled = [0] * ranks
+    left = [1.0] * ranks  # of the current shard
+    began = list(starts)
     took: list[list[float]] = [[] for _ in range(ranks)]
-    now_s = 0.0
-    while any(p < total for p in place):
-        flowing = [r for r in range(ranks) if place[r] < total and opens_s[r] <= now_s]
-        at = {r: order[r][place[r] % (ranks - 1)] for r in flowing}
-        readers = Counter(at.values())
-        rate = {r: 1e9 * gbs / readers[o] for r, o in at.items()}
-        next_s = min(
-            [opens_s[r] for r in range(ranks) if place[r] < total and opens_s[r] > now_s]
-            + [now_s + left[r] / rate[r] for r in flowing]
+    now = 0.0
+    while reading := [r for r in range(ranks) if pulled[r] < rounds * (ranks - 1)]:
+        owner = {r: (r + 1 + pulled[r] % (ranks - 1)) % ranks for r in reading if starts[r] <= now}
+        readers = Counter(owner.values())
+        soonest = min(
+            [starts[r] for r in reading if r not in owner] + [now + left[r] * readers[o] for r, o in owner.items()]
         )
-        for r in flowing:
-            left[r] -= rate[r] * (next_s - now_s)
-            if left[r] <= 1e-9 * shard_bytes:
-                place[r] += 1
-                left[r] = float(shard_bytes)
-                opens_s[r] = next_s + latency_s
-                if place[r] % (ranks - 1) == 0:
-                    took[r].append(next_s - began_s[r])
-                    began_s[r] = next_s
-        now_s = next_s
+        for r, o in owner.items():
+            left[r] -= (soonest - now) / readers[o]
+            if left[r] <= 1e-9:
+                pulled[r] += 1
+                left[r] = 1.0
+                if pulled[r] % (ranks - 1) == 0:
+                    took[r].append(soonest - began[r])
+                    began[r] = soonest
+        now = soonest
     return took
 
 
+@cache
 def slowdown(ranks: int, *, rounds: int = 3, seed: int = 0) -> float:
     """The slowdown of an average read when all ranks read all the time, relative to one reader; 1 or more.
 
@@ -101,11 +84,9 @@ def slowdown(ranks: int, *, rounds: int = 3, seed: int = 0) -> float:
     """
     if ranks < 3:
         return 1.0  # one reader per port
-    alone_s = ranks - 1.0  # at one second per shard
     generator = random.Random(seed)
-    starts_s = [generator.random() * alone_s for _ in range(ranks)]
-    took = read_seconds(ranks, 1.0, 1e9, starts_s=starts_s, rounds=rounds)
-    return max(1.0, sum(map(sum, took)) / (rounds * ranks * alone_s))
+    took = read_seconds([generator.random() * (ranks - 1) for _ in range(ranks)], rounds=rounds)
+    return max(1.0, sum(map(sum, took)) / (rounds * ranks * (ranks - 1)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +115,7 @@ class Links:
                 raise ValueError(f"Links: {name} is {getattr(self, name)}: give 1 or more")
         for name in ("gbs", "nic_gbs"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"Links: {name} has {getattr(self, name)} GB/s: bandwidths must be positive")
-        for name in ("latency_s", "nic_latency_s", "sm_share"):
-            if not 0 <= getattr(self, name) < (1 if name == "sm_share" else math.inf):
-                raise ValueError(f"Links: {name} is {getattr(self, name)}: give 0 or more, and a share below 1")
+                raise ValueError(f"Links: {name} is {getattr(self, name)} GB/s: bandwidths are positive")
 
     @classmethod
     def none(cls, gpus: int, nodes: int = 1) -> Links:
@@ -148,35 +126,15 @@ class Links:
     def ranks(self) -> int:
         return self.gpus * self.nodes
 
-    @cached_property
-    def _slowdown(self) -> float:
-        return slowdown(self.gpus) if math.isfinite(self.gbs) else 1.0
-
-    def read_s(self, whole_bytes: float, *, hybrid: bool) -> float:
-        """Seconds for a rank to read, or add to, a tensor of `whole_bytes`, one owner after the other.
-
-        All ranks do so concurrently, unsynchronised, so `slowdown` is included. `hybrid`: the owners are the node's
-        GPUs; else all ranks, those on other nodes through the reader's own network port.
+    def read_s(self, whole_bytes: float) -> float:
+        """Seconds for a rank to read, or add to, a tensor of `whole_bytes`, in shards on the node's GPUs, one after the
+        other. All ranks do so concurrently, unsynchronised, so `slowdown` is included.
         """
-        shard = whole_bytes / (self.gpus if hybrid else self.ranks)
-        near, far = self.gpus - 1, 0 if hybrid else self.ranks - self.gpus
-        return near * (shard / (1e9 * self.gbs) * self._slowdown + self.latency_s) + far * (
-            shard / (1e9 * self.nic_gbs) + self.nic_latency_s
-        )
+        return (self.gpus - 1) * (whole_bytes / self.gpus / (1e9 * self.gbs) * slowdown(self.gpus) + self.latency_s)
 
-    def collective_s(self, whole_bytes: float, *, hybrid: bool) -> float:
-        """Seconds of an all-gather or reduce-scatter of `whole_bytes` over the node, or (not `hybrid`) all ranks.
-
-        Rings: bytes (n - 1) / n through each port. Between nodes every byte enters a node
-        once, through all its network ports together, and the number of steps grows with the logarithm of the nodes.
-        """
-        near = (self.gpus - 1) * self.latency_s
-        if self.gpus > 1:
-            near += whole_bytes * (self.gpus - 1) / self.gpus / (1e9 * self.gbs)
-        if hybrid or self.nodes == 1:
-            return near
-        far = whole_bytes * (self.nodes - 1) / self.nodes / (1e9 * self.nic_gbs * self.gpus)
-        return max(near, far) + math.log2(self.nodes) * self.nic_latency_s
+    def collective_s(self, whole_bytes: float) -> float:
+        """Seconds of an all-gather or reduce-scatter of `whole_bytes` over the node, as a ring."""
+        return (self.gpus - 1) * (whole_bytes / self.gpus / (1e9 * self.gbs) + self.latency_s)
 
     def replicas_s(self, shard_bytes: float) -> float:
         """Seconds of a reduce-scatter or an all-gather of `shard_bytes` per GPU over one GPU of each node."""

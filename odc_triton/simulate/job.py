@@ -112,13 +112,11 @@ class Job:
     of transfers and memory; None: no transfers, memory is unknown. `step_s` is added to every minibatch, on top
     of the optimizer step, whose time follows from the model's size.
 
-    `checkpointing` and `fused_head` (logits are never computed) change memory only. `hybrid`: each node holds a whole
-    copy in shards, and gradients cross nodes once per minibatch; else all ranks hold one copy together.
-    `split_across_hosts`: ranks read pieces of sequences on all nodes, not only on their own (not built). `prefetch` and
-    `overlap` as in lanes.py. `slow`: by rank, the slowdown of its compute. `jitter`: standard deviation of
-    a log-normal factor of mean 1 on each unit's compute.
+    `checkpointing` and `fused_head` (logits are never computed) change memory only. Each node holds a whole copy in
+    shards, and gradients cross nodes once per minibatch. `prefetch` and `overlap` as in lanes.py. `slow`: by rank, the
+    slowdown of its compute.
 
-    Raises ValueError for numbers that are negative or not finite and for ranks that do not exist.
+    Raises ValueError for `layers` that are not the model's, and for a rank that does not exist.
     """
 
     links: Links
@@ -126,8 +124,6 @@ class Job:
     cost: CostModel
     layers: int
     model: Model | None = None
-    hybrid: bool = True
-    split_across_hosts: bool = False
     checkpointing: bool = True
     fused_head: bool = True
     forward_share: float = 1 / 3
@@ -137,43 +133,22 @@ class Job:
     prefetch: bool = True
     overlap: bool = True
     slow: Mapping[int, float] = field(default_factory=dict)
-    jitter: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.layers < 1:
-            raise ValueError(f"layers is {self.layers}: give 1 or more")
         if self.model is not None and self.model.layers != self.layers:
             raise ValueError(f"layers is {self.layers}, and the model has {self.model.layers}: give as many")
-        for name, below in (
-            ("forward_share", 1.0),
-            ("barrier_s", math.inf),
-            ("step_s", math.inf),
-            ("jitter", math.inf),
-        ):
-            value = getattr(self, name)
-            if not 0 <= value < below:
-                raise ValueError(f"{name} is {value}: give a number from 0 to below {below}")
-        if not self.memory_gbs > 0:
-            raise ValueError(f"memory_gbs is {self.memory_gbs}: bandwidths are positive")
-        for rank, factor in self.slow.items():
+        for rank in self.slow:
             if not 0 <= rank < self.ranks:
                 raise ValueError(f"slow names rank {rank}, but there are {self.ranks}: 0 to {self.ranks - 1}")
-            if not 0 < factor < math.inf:
-                raise ValueError(f"slow[{rank}] is {factor}: give a positive factor, 1.3 for 30% longer")
 
     @property
     def ranks(self) -> int:
         return self.links.ranks
 
     @property
-    def shards(self) -> int:
-        """GPUs that together hold one copy of the parameters."""
-        return self.links.gpus if self.hybrid else self.ranks
-
-    @property
     def replicas(self) -> int:
-        """Groups of ranks that split sequences among themselves."""
-        return 1 if self.split_across_hosts else self.links.nodes
+        """Nodes, whose ranks split sequences among themselves."""
+        return self.links.nodes
 
     @cached_property
     def slowness(self) -> np.ndarray:
@@ -195,18 +170,17 @@ class Job:
         fetched = sum(each.start for each in pack if isinstance(each, Piece))
         if isinstance(pack, SharedPack):
             fetched = pack.fetched
-        ranks = self.ranks // self.replicas
-        if not fetched or self.model is None or ranks == 1:
+        gpus = self.links.gpus
+        if not fetched or self.model is None or gpus == 1:
             return 0.0
         token_bytes = self.layers * self.model.kv_width * _KV_BYTES
-        # As a tensor over these ranks, whose own part costs nothing; the rank holds none of these tokens.
-        others = ranks / (ranks - 1)
-        return others * self.links.read_s(fetched * token_bytes, hybrid=not self.split_across_hosts)
+        # As a tensor over the node's GPUs, whose own part costs nothing; the rank holds none of these tokens.
+        return gpus / (gpus - 1) * self.links.read_s(fetched * token_bytes)
 
     @cached_property
     def plans(self) -> dict[str, MemoryPlan]:
         """Plans of a GPU's memory, by schedule; empty without a model."""
-        how = {"shards": self.shards, "ranks": self.ranks, "checkpointing": self.checkpointing}
+        how = {"shards": self.links.gpus, "ranks": self.ranks, "checkpointing": self.checkpointing}
         return {each: self.model.memory(each, **how) for each in SCHEDULES} if self.model else {}
 
     def peak_bytes(self, schedule: str, tokens: int, split_tokens: int = 0) -> int | None:
@@ -226,7 +200,6 @@ class Job:
             return self.step_s
         plan = self.plans[schedule]
         tail = self.step_s + plan.master_shard_bytes * _STEP / (1e9 * self.memory_gbs)
-        if schedule == "odc" and self.hybrid:
-            sent = plan.gradient_shard_bytes, plan.compute_shard_bytes
-            tail += sum(map(self.links.replicas_s, sent))
+        if schedule == "odc":
+            tail += sum(map(self.links.replicas_s, (plan.gradient_shard_bytes, plan.compute_shard_bytes)))
         return tail

@@ -20,13 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from ..base.events import Event
 
-Clock = Any  # seconds: an array (trials, ranks), or one rank's float
+Clock = np.ndarray | float  # seconds: (trials, ranks), or the same on all
 Sync = Callable[[Clock], Clock]
 Record = Callable[[str, Clock, Clock, str], None]
 
@@ -37,7 +36,7 @@ def last_rank(ready: np.ndarray) -> np.ndarray:
 
 
 class Lanes:
-    """Clocks in seconds since the minibatch's entry, for all ranks of several trials, or (floats) for one rank.
+    """Clocks in seconds since the minibatch's entry, (trials, ranks).
 
     `busy`, `exposed` and `waited`: seconds of work, of transfers that work waited for, and of waiting for other ranks.
     `shares`: of a unit's work, what is computing, and what is transfers of keys and values; in the rest of it the rank
@@ -46,11 +45,12 @@ class Lanes:
 
     shares: tuple[Clock, Clock] = (1.0, 0.0)
 
-    def __init__(self, zero: Clock, *, prefetch: bool, overlap: bool, sm_share: float, record: Record | None) -> None:
+    def __init__(
+        self, zero: np.ndarray, *, prefetch: bool, overlap: bool, sm_share: float, record: Record | None
+    ) -> None:
         self.compute = self.read = self.add = self.before = zero
         self.busy = self.exposed = self.waited = self._last_add_s = zero
         self._prefetch, self._overlap, self._sm_share, self._record = prefetch, overlap, sm_share, record
-        self._larger, self._smaller = (max, min) if isinstance(zero, float) else (np.maximum, np.minimum)
 
     def unit(
         self,
@@ -64,14 +64,13 @@ class Lanes:
         """One unit's forward or backward. `sync` makes its read and its add collectives."""
         came = start = self.compute
         if read_s is not None:
-            ready = self._larger(self.read, self.before if self._prefetch else came)
+            ready = np.maximum(self.read, self.before if self._prefetch else came)
             self.read = (sync(ready) if sync else ready) + read_s
-            start = self._larger(came, self.read)
+            start = np.maximum(came, self.read)
             self._waits(came, start, read_s, "all-gather" if sync else "gather")
-        if self._sm_share:
-            work_s = self._beside_transfers(
-                work_s, (0.0 if read_s is None else read_s) + (0.0 if add_s is None else add_s)
-            )
+        if self._sm_share:  # transfers take SMs while they last
+            transfers_s = (0.0 if read_s is None else read_s) + (0.0 if add_s is None else add_s)
+            work_s = work_s + self._sm_share * np.minimum(transfers_s, work_s / (1 - self._sm_share))
         end = start + work_s
         busy_s, moved_s = work_s * self.shares[0], work_s * self.shares[1]
         self.busy = self.busy + busy_s
@@ -82,7 +81,7 @@ class Lanes:
             self._record("wait", start + busy_s, end, "keys and values")
         if add_s is not None:
             label = "reduce-scatter" if sync else "scatter"
-            free = self._larger(end, self.add)
+            free = np.maximum(end, self.add)
             self._waits(end, free, self._last_add_s, label)
             self.add = (sync(free) if sync else free) + add_s
             self._last_add_s = add_s
@@ -94,17 +93,13 @@ class Lanes:
 
     def drain(self) -> None:
         """Waits for the last add."""
-        end = self._larger(self.compute, self.add)
+        end = np.maximum(self.compute, self.add)
         self._waits(self.compute, end, self._last_add_s, "scatter at the end")
         self.compute = end
 
-    def _beside_transfers(self, work_s: Clock, transfers_s: Clock) -> Clock:
-        """Seconds of work that shares its SMs with transfers while they last."""
-        return work_s + self._sm_share * self._smaller(transfers_s, work_s / (1 - self._sm_share))
-
     def _waits(self, start: Clock, end: Clock, transfer_s: Clock, label: str) -> None:
         wait = end - start
-        exposed = self._smaller(wait, transfer_s)
+        exposed = np.minimum(wait, transfer_s)
         self.exposed = self.exposed + exposed
         self.waited = self.waited + (wait - exposed)
         if self._record:
@@ -123,14 +118,11 @@ class EventRecorder:
             for rank in range(ranks):
                 self._add(rank, "wait", -entry_s, 0.0, "enter")
 
-    def of_all(self, kind: str, start: Clock, end: Clock, label: str) -> None:
+    def record(self, kind: str, start: Clock, end: Clock, label: str) -> None:
         shape = len(self._open)
         starts, ends = (np.broadcast_to(np.atleast_2d(each)[0], shape).tolist() for each in (start, end))
         for rank, (start_s, end_s) in enumerate(zip(starts, ends, strict=True)):
             self._add(rank, kind, start_s, end_s, label)
-
-    def of_rank(self, rank: int) -> Callable[[str, Clock, Clock, str], None]:
-        return lambda kind, start, end, label: self._add(rank, kind, start, end, label)
 
     def finish(self, over: np.ndarray, last: float, barrier_s: float, tail_s: float) -> None:
         """The exit barrier, and the tail after it."""
@@ -172,7 +164,6 @@ class Outcome:
     """
 
     schedule: str
-    balance: str
     seconds: np.ndarray
     busy_s: np.ndarray
     exposed_s: np.ndarray

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from ..balance.relatives import Relatives, find_relatives
 from ..base.files import write_file
-from ..base.options import REQUIRED, flag, option, require_at_least
+from ..base.options import REQUIRED, option, require_at_least
 from ..base.report import save_timeline, table
 from ..base.trace import save_trace
 from ..data.dataset import TokenizedDataset
-from .hardware import GpuKind, Links, find_device
+from .hardware import find_device
 from .models import Model
 from .study import (
     COLUMNS,
@@ -40,27 +40,23 @@ class SimulateOptions:
     lengths: str = option(REQUIRED, "chat, longalign, swe-smith, aime, or a file: .jsonl, .json, .npz, or numbers")
     model: str = option("qwen2.5-7b", "a built-in name, or a transformers config.json")
     gpus: int = option(8, "GPUs of the job, all nodes together")
-    nodes: int = option(1, "nodes, with equally many GPUs each")
+    nodes: int = option(1, "nodes, with equally many GPUs each: shards within a node, a replica on each")
     gpu: str = option("a100", "v100, a100, a6000, l40s, h100, h200 or b200")
     minibatch: str = option("1,2,4,8", "samples per GPU and step; several with commas; too large ones are left out")
     token_cap: int | None = option(None, "most tokens in a microbatch; by default the longest sequence, at least 4096")
     split_sequences: bool = option(False, "also split long sequences over each node's GPUs, as one more setting")
-    split_across_hosts: bool = option(False, "--split-sequences over all nodes' GPUs, to compare: not built")
     share_prefixes: bool = option(
         False, "also compute once what samples share, as one more setting: of a prepared .npz, or with --group"
     )
     group: int | None = option(None, "with --share-prefixes: so many of --lengths are completions of one prompt")
     prompt_tokens: int | None = option(None, "with --group: tokens of each prompt, before the completions")
-    hybrid: bool = option(True, "with several nodes: shard within each node, replicate over nodes")
     checkpointing: bool = option(True, "recompute activations in backward: less memory, a third more work")
     fused_head: bool = option(True, "never compute whole logits")
     efficiency: float = option(0.5, "achieved share of the GPU's peak FLOP/s")
-    link_efficiency: float = option(0.8, "achieved share of the links' nominal bandwidth")
     nic_gbs: float | None = option(None, "GB/s per GPU and direction between nodes; by default typical of the GPU")
     slow: float = option(1.0, "one rank computes this many times slower")
-    jitter: float = option(0.0, "relative standard deviation of each layer's compute time")
     trials: int | None = option(None, "minibatches drawn per setting; by default 16, fewer beyond 32 GPUs")
-    seed: int = option(0, "seed for the drawn minibatches and the jitter")
+    seed: int = option(0, "seed for the drawn minibatches")
     out: str | None = option(None, "folder to write table.md, simulate.json, timeline.png and trace.json to")
 
     def __post_init__(self) -> None:
@@ -69,15 +65,12 @@ class SimulateOptions:
             raise ValueError("--group, --prompt-tokens and --share-prefixes: give all three, or --share-prefixes alone")
         if self.gpus % self.nodes:
             raise ValueError(f"{self.gpus} gpus don't divide by {self.nodes} nodes: give a multiple of {self.nodes}")
-        for name in ("efficiency", "link_efficiency"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{flag(name)} is {getattr(self, name)}: it must be above 0 and at most 1")
+        if not 0 < self.efficiency <= 1:
+            raise ValueError(f"--efficiency is {self.efficiency}: it must be above 0 and at most 1")
         if self.nic_gbs is not None and not 0 < self.nic_gbs < math.inf:
             raise ValueError(f"--nic-gbs is {self.nic_gbs}: it must be positive and finite")
         if not 0 < self.slow < math.inf:
             raise ValueError(f"--slow is {self.slow}: it must be positive and finite, 1.3 for 30% longer")
-        if not 0 <= self.jitter < math.inf:
-            raise ValueError(f"--jitter is {self.jitter}: it must be 0 or more, 0.05 for 5%")
         if self.out is not None and Path(self.out).exists() and not Path(self.out).is_dir():
             raise ValueError(f"--out is {self.out}, which is a file: give a folder")
         if not self.minibatches:
@@ -104,7 +97,11 @@ def main(options: SimulateOptions) -> int:
     """Prints the ranking, writes it to `options.out`; returns the exit status. Raises ValueError and OSError."""
     lengths, whence, relatives = _lengths(options)
     model = Model.find(options.model)
-    kind, links, machine = _machine(options)
+    kind, each = find_device(options.gpu), options.gpus // options.nodes
+    links = usual_links(kind, each, nodes=options.nodes, nic_gbs=options.nic_gbs)
+    machine = f"{each} x {options.gpu.upper()}, {links.gbs:.0f} GB/s each"
+    if options.nodes > 1:
+        machine = f"{options.nodes} nodes of {machine}"
     cap = options.token_cap or max(_USUAL_CAP, *lengths)
     over = sum(length > cap for length in lengths)
     if over:
@@ -119,10 +116,7 @@ def main(options: SimulateOptions) -> int:
         efficiency=options.efficiency,
         checkpointing=options.checkpointing,
         fused_head=options.fused_head,
-        hybrid=options.hybrid,
-        split_across_hosts=options.split_across_hosts,
         slow={} if options.slow == 1 else {0: options.slow},
-        jitter=options.jitter,
     )
     filled = len(lengths) // options.gpus
     sizes = [size for size in options.minibatches if size <= filled] or options.minibatches[:1]  # which raises
@@ -137,7 +131,7 @@ def main(options: SimulateOptions) -> int:
         trials=trials,
         seed=options.seed,
         timeline_of=drawn if options.out else None,
-        split=options.split_sequences or options.split_across_hosts,
+        split=options.split_sequences,
         relatives=relatives,
     )
     active = f", {model.active_parameters / 1e9:.1f} B active" if model.active_parameters < model.parameters else ""
@@ -178,20 +172,6 @@ def _lengths(options: SimulateOptions) -> tuple[list[int], str, Relatives | None
             f"which train sft writes into OUT/data, or --group and --prompt-tokens"
         )
     return lengths, whence, find_relatives(TokenizedDataset.load(options.lengths).undecoded())
-
-
-def _machine(options: SimulateOptions) -> tuple[GpuKind, Links, str]:
-    each = options.gpus // options.nodes
-    nodes = f"{options.nodes} nodes of " if options.nodes > 1 else ""
-    kind = find_device(options.gpu)
-    links = usual_links(
-        kind,
-        each,
-        nodes=options.nodes,
-        efficiency=options.link_efficiency,
-        nic_gbs=(options.nic_gbs or 0.0) / options.link_efficiency,
-    )
-    return kind, links, f"{nodes}{each} x {options.gpu.upper()}, {links.gbs:.0f} GB/s each"
 
 
 def _write(out: Path, text: str, rows: list[Row], drawn: int) -> None:

@@ -41,6 +41,7 @@ BASELINE = "FSDP2 + LB-Micro"  # the paper's
 COLUMNS = ("samples/GPU", "rank", "setting", "s/step", "speed-up", "idle", "exposed comm.", "GB/GPU", "")
 DRAWN = (BASELINE, "FSDP2 + global packing", "ODC + LB-Mini", "ODC + queue")  # in pictures
 _RECOMPUTED = 4 / 3  # of forward and backward: a second forward
+_LINK_EFFICIENCY = 0.8  # of the nominal bandwidth
 _COLLECTIVE_SMS = 0.1  # share of an A100's or H100's SMs: a dozen NCCL blocks, each on an SM
 
 
@@ -84,13 +85,13 @@ def make_job(
     )
 
 
-def usual_links(kind: GpuKind, gpus: int, *, nodes: int = 1, efficiency: float = 0.8, nic_gbs: float = 0.0) -> Links:
-    """`nodes` nodes, each with `gpus` of a kind on a switch. `nic_gbs` 0: the usual for the kind."""
+def usual_links(kind: GpuKind, gpus: int, *, nodes: int = 1, nic_gbs: float | None = None) -> Links:
+    """`nodes` nodes, each with `gpus` of a kind on a switch. `nic_gbs`: as reached; by default usual for the kind."""
     return Links(
         gpus=gpus,
-        gbs=kind.link_gbs * efficiency,
+        gbs=kind.link_gbs * _LINK_EFFICIENCY,
         nodes=nodes,
-        nic_gbs=(nic_gbs or kind.nic_gbs) * efficiency,
+        nic_gbs=nic_gbs or kind.nic_gbs * _LINK_EFFICIENCY,
         sm_share=_COLLECTIVE_SMS,
     )
 
@@ -108,16 +109,15 @@ def rank_settings(
     split: bool = False,
     relatives: Relatives | None = None,
 ) -> list[Row]:
-    """All `SETTINGS`, with `split` also "ODC + LB-Split", within nodes or as the job says, and with `relatives` "ODC +
-    shared prefixes", at each minibatch size in `sizes`, in samples per rank; those that fit come fastest first.
+    """All `SETTINGS`, with `split` also "ODC + LB-Split", and with `relatives` "ODC + shared prefixes", at each
+    minibatch size in `sizes`, in samples per rank; those that fit come fastest first.
 
     Every setting gets the same `trials` minibatches, drawn from `lengths`, with relatives in families as
-    `MinibatchSampler` keeps them together. `memory_gb`: of one GPU. `timeline_of`: the
-    size at which outcomes keep their events. Raises as `draw` and `assign`.
+    `MinibatchSampler` keeps them together. `memory_gb`: of one GPU. `timeline_of`: the size at which outcomes keep
+    their events. Raises as `draw` and `assign`.
     """
     rows: list[Row] = []
-    name = "ODC + LB-Split" + ", across hosts: not built" * job.split_across_hosts
-    settings = SETTINGS | ({name: ("odc", SPLIT)} if split else {})
+    settings = SETTINGS | ({"ODC + LB-Split": ("odc", SPLIT)} if split else {})
     longest = 0  # of the prefixes, which ranks of a node may read from each other
     if relatives is not None:
         settings = settings | {"ODC + shared prefixes": ("odc", SHARED)}
@@ -144,7 +144,6 @@ def rank_settings(
                 schedule=schedule,
                 balance=balance,
                 token_cap=token_cap,
-                seed=seed,
                 timeline=samples == timeline_of,
                 assigned=assigned.get(balance),
                 split_tokens=read[balance],

@@ -66,8 +66,7 @@ def test_sizes_are_the_models(name: str, tmp_path: Path) -> None:
         assert billions == pytest.approx(PUBLISHED[name], rel=0.02)
 
 
-@pytest.mark.parametrize("hybrid", [True, False])
-def test_memory_is_that_of_memory_plan(hybrid: bool) -> None:
+def test_memory_is_that_of_memory_plan() -> None:
     """Masters and states of ODC spread over all nodes, FSDP2's stay with the shards; logits only without a fused head;
     the step reads and writes 30 bytes for each of a rank's masters, and its shards cross the nodes.
     """
@@ -75,12 +74,11 @@ def test_memory_is_that_of_memory_plan(hybrid: bool) -> None:
 
     model, kind = Model.find("qwen2.5-0.5b"), DEVICES["a100"]
     links = usual_links(kind, 4, nodes=2)
-    shards, replicas = (4, 2) if hybrid else (8, 1)
+    shards, replicas = 4, 2
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for checkpointing in (False, True):
         fused, plain = (
-            make_job(model, kind, links, hybrid=hybrid, checkpointing=checkpointing, fused_head=head)
-            for head in (True, False)
+            make_job(model, kind, links, checkpointing=checkpointing, fused_head=head) for head in (True, False)
         )
         for schedule, scheme in (("odc", "odc"), ("fsdp", "fsdp2"), ("fsdp-no-reshard", "fsdp2_no_reshard")):
             how = {"backend": "cuda", "gradient_checkpointing": checkpointing, "tokens_per_microbatch": 100}
@@ -89,7 +87,7 @@ def test_memory_is_that_of_memory_plan(hybrid: bool) -> None:
             assert plain.peak_bytes(schedule, 100) == plan.total_bytes
             assert plan.total_bytes - fused.peak_bytes(schedule, 100) == 100 * (2 + 4) * 151936
             moved = 30 * model.parameters / shards / copies / (kind.memory_gbs * 1e9)
-            if schedule == "odc" and hybrid:
+            if schedule == "odc":
                 moved += sum(links.replicas_s(each * model.parameters / shards) for each in (2, 4))
             assert plain.tail_s(schedule) == pytest.approx(moved, rel=1e-4)
             how = {"job": plain, "schedule": schedule, "balance": "mini", "token_cap": 100}
@@ -141,11 +139,11 @@ def test_each_block_takes_its_own_time() -> None:
     model = toy([(240, 5000), (4, 300_000)], root=(24, 1000), cost=COST)
     for ranks, experts in ((4, 4), (8, 8), (3, 6)):  # as long as 8 experts over 8 ranks; 6 over 3
         links = usual_links(DEVICES["a100"], ranks)
-        how = {"hybrid": False, "prefetch": False, "overlap": False}
+        how = {"prefetch": False, "overlap": False}
         job = Job(links=links, seconds=lambda lengths: 1e-12, cost=COST, layers=2, model=model, **how)
 
         def seconds(n_bytes: int, links=links) -> float:
-            return links.read_s(n_bytes, hybrid=False)
+            return links.read_s(n_bytes)
 
         want = sum(2 * seconds(2 * n) + seconds(4 * n) for n in (240 * 5000, experts * 300_000))
         want += seconds(2 * 24_000) + seconds(4 * 24_000)
