@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 
@@ -10,7 +9,6 @@ import pytest
 
 from odc_triton import DeadlineExceeded, MinibatchFailed, RankLost, __version__
 from odc_triton.base.errors import RolloutFailed, describe, in_a_line
-from odc_triton.base.options import require_ranks
 from odc_triton.cli.command import main, make_parser
 
 
@@ -44,16 +42,6 @@ def test_only_a_traceback_keeps_its_lines() -> None:
     trace = "\nTraceback (most recent call last):\n  File \"mine.py\", line 6, in bad\nKeyError: 'white'"
     assert in_a_line(RolloutFailed([0], f"a reward\n  raised{trace}")) == f"a reward raised{trace}"
     assert in_a_line(KeyError("a\nb")) == r"KeyError: 'a\nb'"
-
-
-def test_the_most_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    require_ranks(16)
-    with pytest.raises(ValueError, match="--ranks is 17 and there are 2 cores here: give at most 16, 8 for each"):
-        require_ranks(17)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    with pytest.raises(ValueError, match="--ranks is 9 and there is 1 core here: give at most 8, 8 for each"):
-        require_ranks(9)
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,9 +31,8 @@ from odc_triton.base.trace import (
     overlapping,
 )
 from odc_triton.cli.command import main
-from odc_triton.cli.profile import ProfileOptions, _names_of_our_kernels, run_profile
+from odc_triton.cli.profile import ProfileOptions, _names_of_our_kernels
 from tests.support import ranks as test_ranks
-from tests.support.vision import FAMILIES
 
 CONFIG = {
     "model_type": "llama",
@@ -104,9 +103,7 @@ def test_nested_spans_by_brute_force(data: st.DataObject) -> None:
     ("name", "category"),
     [
         ("aten::mm", PRODUCTS),
-        ("aten::addmm_", PRODUCTS),
         ("mkldnn::_linear_pointwise", None),
-        ("aten::mul", None),
         ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", ATTENTION),
         ("odc::linear_grad", KERNELS),
         ("odc.accumulate", ACCUMULATE),
@@ -121,7 +118,6 @@ def test_operators(name: str, category: str | None) -> None:
 @pytest.mark.parametrize(
     ("name", "category"),
     [
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", PRODUCTS),
         ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN", PRODUCTS),
         ("void cutlass::device_kernel<flash::FlashAttnFwdSm90>", ATTENTION),
         ("wgrad_kernel", KERNELS),
@@ -154,7 +150,6 @@ def test_every_kernel_is_known() -> None:
     ("changes", "words"),
     [
         ({}, "either --model"),
-        ({"init": "a", "model": "b"}, "either --model"),
         ({"init": "a", "minibatches": 0}, "minibatches is 0"),
         ({"init": "a", "token_cap": 1}, "--token-cap is 1"),
     ],
@@ -184,15 +179,3 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch:
     assert sum(of_rank["tokens"] for of_rank in report["ranks"]) == 4 * (9 + 33 + 64 + 5)  # 2 minibatches of 8
     for name in ("timeline.png", "trace.json", "torch-0.json", "torch-1.json"):
         assert (out / name).stat().st_size > 0
-
-
-def _profiled(rank: int, world: int, options: ProfileOptions) -> int:
-    return run_profile(options)["tokens"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
-def test_a_model_that_sees_pictures_is_profiled_on_text(family: str, tmp_path: Path) -> None:
-    FAMILIES[family].model().config.save_pretrained(tmp_path / "model")
-    options = ProfileOptions(out=str(tmp_path / "out"), init=str(tmp_path / "model"), token_cap=16, minibatches=1)
-    assert test_ranks.run(_profiled, 1, options) == [4 * 16]
