@@ -81,7 +81,7 @@ UNKNOWN = "unrecognized arguments: "
         ([*SCRATCH, "--seed", str(2**63)], f"--seed is {2**63}; it must fit in 64 bits"),
         (
             [*SCRATCH, "--split-sequences", "--replicas", "2", "--balance", "queue"],
-            "--replicas is 2, and --split-sequences goes with several replicas only by --balance mini; it is queue",
+            "only by --balance mini; it is queue",
         ),
         (["tune", "--tokens", "5", "--init", __file__, "--folder", __file__], f"--folder is {__file__}, which is a f"),
         (["simulate", "--lengths", "aime", "--minibatch", "4,99999999999"], "--minibatch has 99999999999: give at m"),
