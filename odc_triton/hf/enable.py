@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.attention
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -26,7 +24,6 @@ from .images import text_positions
 from .scores import every_token, give_token_scores, gives_token_scores
 
 ATTENTION_NAME = "odc_packed"
-_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 
 
 @dataclass(kw_only=True)
@@ -127,7 +124,6 @@ def enable_packing(model: nn.Module) -> None:
         _register(packed_attention, packed_mask)
         for module in training:
             module.training = True
-    _use_flash_attention_3(model.config.get_text_config())
 
 
 def refuse_prompt_learning(model: nn.Module) -> None:
@@ -138,25 +134,6 @@ def refuse_prompt_learning(model: nn.Module) -> None:
                 f"adapter {name!r} is {config.peft_type.value}, whose virtual tokens come before a batch's rows, and a "
                 f"pack is one row of several documents: use one within the layers, such as peft.LoraConfig"
             )
-
-
-def _use_flash_attention_3(config: Any) -> None:
-    """Switches torch to FlashAttention-3 on GPUs of sm_90, if its package `flash_attn_interface` is installed.
-
-    torch's switch is for the whole process. It stays as it is if an implementation has been chosen, or if the model
-    has attention dropout, which FlashAttention-3 refuses. Torch's `restore_flash_attention_impl()` undoes it.
-    """
-    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
-    chosen = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
-    if activate is None or chosen() is not None or any(getattr(config, name, 0.0) for name in _ATTENTION_DROPOUTS):
-        return
-    if importlib.util.find_spec("flash_attn_interface") is None or not torch.cuda.is_available():
-        return
-    if torch.cuda.get_device_capability() == (9, 0):
-        try:
-            activate("FA3")
-        except Exception as error:  # a package built for another torch
-            warnings.warn(f"FlashAttention-3 is installed and not used, as torch raised {error!r}", stacklevel=3)
 
 
 def _probe(model: nn.Module, device: torch.device) -> None:

@@ -11,7 +11,6 @@ from ..data.records import PICTURE_FIELDS, TOKEN_TYPES
 
 _PICTURES = ("image", "images")  # columns, as TRL names them
 _REMEDY = "correct it, or give a data_collator that makes of it what the model's processor makes, and labels"
-OF_PICTURES = (*PICTURE_FIELDS, *TOKEN_TYPES)  # in samples
 
 
 def has_picture_records(dataset: Any) -> bool:

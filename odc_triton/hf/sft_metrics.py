@@ -15,18 +15,14 @@ from ..nn.head import FusedLogits
 NAMES = ("entropy", "mean_token_accuracy")
 
 
-def token_losses(logits: Tensor | FusedLogits, targets: Tensor, args: Any, *, measured: bool) -> Tensor:
-    """The losses of n predicted tokens, [1, n] in fp32; `measured`: [3, n], with the values of the metrics `NAMES`.
+def token_losses(logits: Tensor | FusedLogits, targets: Tensor, args: Any) -> Tensor:
+    """The losses of n predicted tokens and the values of the metrics `NAMES`, [3, n] in fp32.
 
     args: TrainingArguments, whose label_smoothing_factor and, if any, loss_type ("nll" or "dft") count.
     A fused head does not compute the most likely token: then the last row is NaN.
     """
     dft = getattr(args, "loss_type", None) == "dft"
     smoothing = 0.0 if dft else args.label_smoothing_factor
-    if not measured or smoothing:
-        losses = F.cross_entropy(logits.float(), targets, reduction="none", label_smoothing=smoothing)
-        if not measured:
-            return losses[None]
     if isinstance(logits, FusedLogits):
         found = logits.log_probs(targets)
         logp, entropy, is_first = found.logp, found.entropy.detach(), torch.full_like(found.logp, math.nan)
@@ -35,7 +31,9 @@ def token_losses(logits: Tensor | FusedLogits, targets: Tensor, args: Any, *, me
         logp = every.gather(-1, targets[:, None])[:, 0]
         with torch.no_grad():
             entropy, is_first = -(every.exp() * every).sum(-1), (every.argmax(-1) == targets).float()
-    if not smoothing:
+    if smoothing:
+        losses = F.cross_entropy(logits.float(), targets, reduction="none", label_smoothing=smoothing)
+    else:
         losses = -logp * logp.detach().exp() if dft else -logp
     return torch.stack([losses, entropy, is_first.detach()])
 

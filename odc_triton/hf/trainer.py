@@ -21,7 +21,6 @@ from ..balance import MinibatchSampler
 from ..balance.collate import count_target_tokens
 from ..balance.strategies import assign_one
 from ..balance.tower import TowerCost
-from ..data.records import IGNORED
 from ..engine.api import minibatch
 from .chunks import compute_in_chunks
 from .enable import ATTENTION_NAME, innermost, is_packed
@@ -29,7 +28,7 @@ from .images import sees_pictures, trains_tower
 from .loss import router_predictions
 from .neftune import embedding_noise
 from .pack_loader import PackLoader, measured, tower_costs
-from .picture_records import OF_PICTURES, PictureRecords, has_picture_records
+from .picture_records import PictureRecords, has_picture_records
 from .router_loss import router_weight
 from .sft_metrics import append, token_losses
 from .sharded_trainer import ShardedTrainer
@@ -53,8 +52,8 @@ class ODCTrainer(ShardedTrainer):
     world * `per_device_train_batch_size` * `gradient_accumulation_steps` samples, and its loss is the mean over the
     target tokens of all ranks. Logs also have `target_tokens`, those of all ranks since the last log. `evaluate()`
     returns the loss per target token of the whole set; `compute_metrics` and `predict` work as in Trainer, on batches
-    of `data_collator`, which is not used otherwise. With `bf16=True` a model that was sharded in fp32 computes in
-    autocast, as in Trainer.
+    of text by `data_collator`, which is not used otherwise. With `bf16=True` a model that was sharded in fp32 computes
+    in autocast, as in Trainer.
 
     A model may have PEFT's adapters, added before `fully_shard`. A checkpoint's folder loads in plain transformers, or
     PEFT, and has masters and optimizer states of trained parameters in `odc/`. Training can be
@@ -99,14 +98,12 @@ class ODCTrainer(ShardedTrainer):
     ) -> None:
         _check_given(trainer)
         self._records: dict[int, PictureRecords] = {}  # by the id of a data set, which they keep
-        self._has_collator = trainer.get("data_collator") is not None
         super().__init__(model, args, **trainer)
         self._sampler = sampler
         self._target_tokens = 0
         self._is_sft = any(each.__name__ == "SFTTrainer" for each in type(self).__mro__)  # which has metrics of tokens
         # Of this rank: loss, entropy, most likely targets, targets, routers' auxiliary losses.
         self._sums = torch.zeros(5, dtype=torch.float64, device=self.args.device)
-        self._rows: Tensor | None = None  # the first four of each row of a padded batch
         self._all_samples = 0  # of all ranks in this minibatch
         pieces = self._engine.participant("split")
         self._split_tokens = pieces.tokens if split and pieces is not None else 0
@@ -169,7 +166,7 @@ class ODCTrainer(ShardedTrainer):
         if isinstance(chosen, str):
             chosen = self.eval_dataset[chosen]
         if self.compute_metrics is not None:
-            self._check_padded(chosen)
+            self._refuse_padded_pictures()
             return super().get_eval_dataloader(eval_dataset)
         if chosen is None:
             raise ValueError("evaluation needs an eval_dataset, whose samples have input_ids")
@@ -178,25 +175,14 @@ class ODCTrainer(ShardedTrainer):
         return self._loader(PackLoader, samples, sampler)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        self._check_padded(test_dataset)
+        self._refuse_padded_pictures()
         return super().get_test_dataloader(test_dataset)
 
-    def _set_signature_columns_if_needed(self) -> None:
-        """Of samples, for a `data_collator`: also the fields of pictures that no forward takes by these names."""
-        if self._signature_columns is None:
-            super()._set_signature_columns_if_needed()
-            if self._has_collator and sees_pictures(innermost(self.model)):
-                self._signature_columns = [*self._signature_columns, *OF_PICTURES]
-
-    def _check_padded(self, dataset: Any) -> None:
-        """Default collators would pad pixel values, or drop them."""
-        can_look = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)  # read once, maybe
-        if self._has_collator or has_picture_records(dataset) or not can_look:
-            return
-        if any(isinstance(sample, Mapping) and sample.get("pixel_values") is not None for sample in dataset):
+    def _refuse_padded_pictures(self) -> None:
+        if sees_pictures(innermost(self.model)):
             raise ValueError(
-                "samples have pictures, which the default data_collator can't put into padded rows: give a "
-                "data_collator that can, or evaluate without compute_metrics"
+                f"{type(self.model).__name__} sees pictures, and compute_metrics and predict pad batches, which only "
+                f"text can be: evaluate without compute_metrics"
             )
 
     def _samples(self, dataset: Any) -> Any:
@@ -327,7 +313,9 @@ class ODCTrainer(ShardedTrainer):
         which may have another number of packs.
         """
         if return_outputs:  # Trainer's own evaluation, of padded batches
-            return self._padded_loss(model, inputs)
+            options = {"output_router_logits": False} if router_weight(model) else {}
+            outputs = model(**inputs, **options, use_cache=False)
+            return outputs.loss, outputs
         weight = router_weight(model) if model.training else 0.0
         logits, targets, router = router_predictions(model, inputs, bool(weight))
         self._sums[4] += router.detach()
@@ -336,38 +324,9 @@ class ODCTrainer(ShardedTrainer):
             smoothing = self.args.label_smoothing_factor
             loss = F.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=smoothing)
             return loss / num_items_in_batch + balance
-        sums = token_losses(logits, targets, self.args, measured=True).sum(1)
+        sums = token_losses(logits, targets, self.args).sum(1)
         self._sums[1:3] += sums[1:].detach()
         return sums[0] / num_items_in_batch + balance
-
-    def _padded_loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """The mean over a padded batch's target tokens, and the model's outputs."""
-        labels = inputs["labels"][:, 1:]
-        taken = labels != IGNORED
-        given = {name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False}
-        if router_weight(model):
-            given["output_router_logits"] = False
-        if sees_pictures(innermost(model)) and is_packed(innermost(model)):
-            # Its attention gets no positions: without padding, and so without a mask, each row is a document.
-            rows, length = inputs["input_ids"].shape
-            ends = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=labels.device)
-            given |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": length, "max_length_k": length}
-        outputs = model(**given)
-        found = token_losses(outputs.logits[:, :-1][taken], labels[taken], self.args, measured=self._is_sft)
-        rows = torch.zeros(4, len(labels), dtype=torch.float64, device=found.device)
-        rows[: len(found)].index_add_(1, taken.nonzero()[:, 0], found.double())
-        rows[3] = taken.sum(1)
-        self._rows = rows.T.contiguous()
-        # What only rows with pictures have can't be joined over batches.
-        kept = {name: value for name, value in outputs.items() if name not in ("image_hidden_states", "rope_deltas")}
-        return found[0].sum() / taken.sum().clamp(min=1), type(outputs)(**kept)
-
-    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, Any, Any]:
-        found = super().prediction_step(*args, **kwargs)
-        if self._rows is not None:  # accelerate drops rows that only pad the last batches
-            self._sums[:4] += self.accelerator.gather_for_metrics(self._rows).sum(0)
-            self._rows = None
-        return found
 
     def floating_point_ops(self, inputs: Any) -> int:
         """The FLOPs of all packs, by Trainer's estimate."""
@@ -388,22 +347,12 @@ class ODCTrainer(ShardedTrainer):
     # ------------------------------------------------------------------ evaluation
 
     def evaluation_loop(
-        self,
-        dataloader: DataLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
+        self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> EvalLoopOutput:
-        """The loss per target token of all ranks: over packs, or, for other batches, in Trainer's own loop."""
-        self._sums.zero_()
+        """The loss per target token of all ranks, over packs; that of padded batches is a mean, in Trainer's loop."""
         if not isinstance(dataloader, PackLoader):
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-            if self._sums[3]:  # else without labels, or by a compute_loss that returns the outputs
-                output.metrics[f"{metric_key_prefix}_loss"] = self._mean_loss(self._sums.tolist())
-            return output
+            return super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        self._sums.zero_()
         self.model.eval()
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
@@ -417,20 +366,11 @@ class ODCTrainer(ShardedTrainer):
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self._sums[0] = loss_sum
         reports = self._engine.exchange("evaluation", {"sums": self._sums.tolist()})
-        sums = [sum(column) for column in zip(*(each["sums"] for each in reports), strict=True)]
-        return EvalLoopOutput(
-            predictions=None,
-            label_ids=None,
-            metrics={f"{metric_key_prefix}_loss": self._mean_loss(sums)},
-            num_samples=len(dataloader.dataset),
-        )
-
-    def _mean_loss(self, sums: Sequence[float]) -> float:
-        """The loss from an evaluation's sums over all ranks; also appends SFTTrainer's metrics."""
-        loss, *others, targets, _ = sums
+        loss, *others, targets, _ = (sum(column) for column in zip(*(each["sums"] for each in reports), strict=True))
         if self._is_sft:
             append(self._metrics["eval"], others, targets, self._total_train_tokens)
-        return loss / targets if targets else float("nan")
+        metrics = {f"{metric_key_prefix}_loss": loss / targets if targets else float("nan")}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))
 
     # ------------------------------------------------------------------ resuming
 

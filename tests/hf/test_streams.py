@@ -134,21 +134,6 @@ def _others(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_evaluates_by_a_collator(tmp_path: Path) -> None:
-    """The default one in Trainer's own loop, for a `compute_metrics`; this stream can be read once."""
-    from odc_triton.hf import ODCTrainer
-
-    args = arguments(str(tmp_path), per_device_eval_batch_size=1, dataloader_pin_memory=False)
-    metrics = {"compute_metrics": lambda found: {"rows": len(found.predictions)}}
-    found = [
-        ODCTrainer(sharded_model(), args, eval_dataset=data, **metrics).evaluate()
-        for data in (samples(), Once(samples()))
-    ]
-    assert found[0]["eval_rows"] == found[1]["eval_rows"] == len(samples())
-    assert found[0]["eval_loss"] == pytest.approx(found[1]["eval_loss"])
-
-
-@pytest.mark.slow
 def test_other_streams(tmp_path: Path) -> None:
     """A shuffled stream of `datasets` is shuffled anew in each epoch, also after resuming; others end."""
     results = ranks.run(_others, 2, str(tmp_path))
