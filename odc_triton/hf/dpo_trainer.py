@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 
 from ..nn.head import FusedLogits, log_probs
 from ..nn.operand import is_sharded
-from .enable import innermost, takes_branches
+from .enable import innermost, refuse_unpacked, takes_branches
 from .loss import predictions
 from .neftune import embedding_noise
-from .pair_trainer import PairTrainer, refuse_unpacked
+from .pair_trainer import PairTrainer
 from .trl_metrics import GET_TRL, TRL
 
 try:
@@ -78,7 +78,7 @@ class ODCDPOTrainer(PairTrainer, DPOTrainer):
                     f"ref_model is {'the model itself' if ref_model is model else 'not sharded'}: call enable_packing "
                     f"and fully_shard on one of its own, or leave it out"
                 )
-            refuse_unpacked("ref_model", ref_model)
+            refuse_unpacked(ref_model, "ref_model")
         precomputes, nothing = getattr(args, "precompute_ref_log_probs", None), nn.Identity()
         nothing.config = getattr(model, "config", None)
         try:  # see [Note: the reference]
@@ -119,11 +119,10 @@ class ODCDPOTrainer(PairTrainer, DPOTrainer):
         if ref_model is None and not known and hasattr(self.model, "get_base_model"):
             self._check_adapters()
         elif ref_model is None and not known:
-            with torch.random.fork_rng(devices=[]):  # TRL has seeded for its own shuffles by now
-                ref_model = self._sharded_reference("there is no ref_model")
+            ref_model = self._sharded_reference("there is no ref_model")
         if ref_model is not None:
             self._shares = self._shares and takes_branches(innermost(ref_model))
-            ref_model = self.accelerator.prepare_model(ref_model.eval(), device_placement=False, evaluation_mode=True)
+            ref_model = self._wrap_model(ref_model.eval())
         self.ref_model = ref_model
 
     @torch.no_grad()

@@ -221,6 +221,15 @@ def is_packed(model: nn.Module) -> bool:
     return getattr(getattr(model, "config", None), "_attn_implementation", None) == ATTENTION_NAME
 
 
+def refuse_unpacked(model: nn.Module, name: str = "the model") -> None:
+    """Raises ValueError unless the model, inside of wrappers, attends by `packed_attention`."""
+    if not is_packed(innermost(model)):
+        raise ValueError(
+            f"{name}'s attention does not keep a pack's documents apart: call odc_triton.hf.enable_packing before "
+            f"fully_shard"
+        )
+
+
 def takes_prepared_mask(model: nn.Module) -> bool:
     """True if a forward on a pack with bounds may get a prepared mask; see [Note: a prepared mask]."""
     return is_packed(model) and getattr(model, "_odc_prepared_mask", False)

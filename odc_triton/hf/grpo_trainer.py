@@ -28,7 +28,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -42,12 +41,12 @@ from ..balance.relatives import find_relatives
 from ..data.records import IGNORED
 from ..engine.api import minibatch
 from ..nn.head import log_probs
-from .enable import innermost, is_packed, takes_branches
+from .enable import innermost, refuse_unpacked, takes_branches
 from .grpo_rows import AssignedRows, Row, assign_rows, batch_of, counted, in_bonus, rows_of, share_packs
 from .loss import router_predictions
 from .neftune import embedding_noise
 from .sharded_trainer import ShardedTrainer
-from .trl_metrics import GET_TRL, TRL, Alone, PackMetrics, alone, check_trl, merged
+from .trl_metrics import GET_TRL, TRL, Alone, PackMetrics, alone, append_merged, check_given
 
 try:
     from accelerate.utils import gather_object
@@ -112,13 +111,9 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         share_prefixes: Literal["auto", "off"] = "auto",
         **trainer: Any,
     ) -> None:
-        check_trl("ODCGRPOTrainer")
-        if not isinstance(args, GRPOConfig):
-            raise TypeError(f"args is a {type(args).__name__}; give a trl.GRPOConfig")
+        check_given("ODCGRPOTrainer", args, GRPOConfig, share_prefixes)
         if token_cap is not None and token_cap < 1:
             raise ValueError(f"token_cap is {token_cap}: give the most tokens that a pack may hold, 1 or more")
-        if share_prefixes not in ("auto", "off"):
-            raise ValueError(f"share_prefixes is {share_prefixes!r}: give 'auto' or 'off'")
         self._token_cap = token_cap
         (beta, args.beta), (use_vllm, args.use_vllm) = (args.beta, 0.0), (args.use_vllm, False)
         try:  # see [Note: the reference and vLLM]
@@ -132,9 +127,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         if beta and hasattr(model, "get_base_model"):
             self._check_adapters()
         elif beta:
-            with torch.random.fork_rng(devices=[]):  # TRL has seeded for its own shuffles by now
-                reference = self._sharded_reference(f"beta is {beta}")
-            self.ref_model = self.accelerator.prepare_model(reference, device_placement=False, evaluation_mode=True)
+            self.ref_model = self._wrap_model(self._sharded_reference(f"beta is {beta}").eval())
         if use_vllm:
             self.vllm_generation, self._last_loaded_step = ShardedVllmGeneration(self), -1
 
@@ -159,11 +152,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         """Checks that need TRL's view of model and tokenizer."""
         if self._is_vlm:
             raise TypeError(f"processing_class is a {type(self.processing_class).__name__}; give a tokenizer, for text")
-        if not is_packed(self.model):
-            raise ValueError(
-                "the model's attention does not keep a pack's documents apart: call enable_packing(model) "
-                "before fully_shard"
-            )
+        refuse_unpacked(self.model)
         args = self.args
         corrects = args.use_vllm and args.vllm_importance_sampling_correction
         if corrects and args.loss_type == "vespo" and "token" not in args.vllm_importance_sampling_mode:
@@ -259,15 +248,13 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One minibatch: forward and backward of this rank's packs. Returns the loss of all ranks' completions."""
         started = time.perf_counter()
-        self._set_training(model)
+        self._set_training(model)  # completions are sampled by the weights that are trained
         inputs = self._prepare_inputs(inputs)
         if self.top_entropy_quantile < 1:
             inputs = inputs | {"entropy_mask": self._high_entropies(model, inputs)}
         rows, shared = rows_of(inputs)
-        loss, _, reports = self._run_minibatch(partial(self._minibatch, model, self._assign(rows), shared))
-        metrics = self._metrics["train"]
-        for name, value in merged(reports).items():
-            metrics[name].append(value)
+        loss, _, reports = self._run_minibatch(model, self._assign(rows), shared)
+        append_merged(metrics := self._metrics["train"], reports)
         if self.use_adaptive_entropy:
             self._adapt_entropy_coef(reports)
         if self._entropy_bonus_enabled:
@@ -310,7 +297,6 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
     def _minibatch(
         self, model: nn.Module, assigned: AssignedRows, shared: Mapping[str, Tensor]
     ) -> tuple[Tensor, minibatch, dict[str, Any]]:
-        """The loss of this rank's packs, as a part of that of all ranks, and their metrics, after the reduction."""
         device = self.args.device
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         coef = self.entropy_coef

@@ -23,9 +23,9 @@ from ..balance.pieces import number_of
 from ..balance.relatives import find_relatives
 from ..data.records import IGNORED
 from ..engine.api import minibatch
-from .enable import innermost, is_packed, takes_branches
+from .enable import innermost, refuse_unpacked, takes_branches
 from .trainer import ODCTrainer
-from .trl_metrics import alone, check_trl, merged
+from .trl_metrics import alone, append_merged, check_given
 
 
 def completions(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -58,19 +58,15 @@ class PairTrainer(ODCTrainer):
         share_prefixes: Literal["auto", "off"] = "auto",
         **trainer: Any,
     ) -> None:
-        check_trl(type(self).__name__)
-        if not isinstance(args, self.config):
-            raise TypeError(f"args is a {type(args).__name__}; give a trl.{self.config.__name__}")
+        check_given(type(self).__name__, args, self.config, share_prefixes)
         if trainer.get("compute_metrics") is not None:
             raise ValueError("compute_metrics is given, and packs have no logits for it: leave it out")
-        if share_prefixes not in ("auto", "off"):
-            raise ValueError(f"share_prefixes is {share_prefixes!r}: give 'auto' or 'off'")
         super().__init__(model, args, **trainer)
         if self._is_streamed:
             raise TypeError("train_dataset is an IterableDataset, whose pairs are not known before: give a data set")
         if getattr(self, "_is_vlm", False):
             raise TypeError(f"processing_class is a {type(self.processing_class).__name__}; give a tokenizer, for text")
-        refuse_unpacked("the model", model)
+        refuse_unpacked(model)
         self._shares = share_prefixes == "auto" and self._noise_alpha is None and takes_branches(innermost(model))
 
     # ------------------------------------------------------------------ data
@@ -107,9 +103,8 @@ class PairTrainer(ODCTrainer):
 
     def training_step(self, model: nn.Module, inputs: list[dict[str, Any]], num_items_in_batch: Any = None) -> Tensor:
         """One minibatch: forward and backward of this rank's packs. Returns the mean loss of all ranks' pairs."""
-        self._set_training(model)
         tokens = self._total_train_tokens
-        loss, _, reports = self._run_minibatch(partial(self._minibatch, model, inputs))
+        loss, _, reports = self._run_minibatch(model, inputs)
         self._total_train_tokens = tokens + sum(each["tokens"] for each in reports)
         self._keep_metrics("train", reports)
         return loss
@@ -145,8 +140,7 @@ class PairTrainer(ODCTrainer):
 
     def _keep_metrics(self, mode: str, reports: Sequence[Mapping[str, Any]]) -> None:
         """Appends the metrics of all ranks' packs to TRL's lists."""
-        for name, value in merged(reports).items():
-            self._metrics[mode][name].append(value)
+        append_merged(self._metrics[mode], reports)
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
@@ -155,13 +149,6 @@ class PairTrainer(ODCTrainer):
             output = super().evaluation_loop(*args, **kwargs)
         self._keep_metrics("eval", self._engine.exchange("metrics of the evaluation", metrics.report()))
         return output
-
-
-def refuse_unpacked(name: str, model: nn.Module) -> None:
-    if not is_packed(innermost(model)):
-        raise ValueError(
-            f"{name}'s attention does not keep a pack's documents apart: call enable_packing before fully_shard"
-        )
 
 
 def _batches(

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,7 +54,7 @@ class ShardedTrainer(Trainer):
     """transformers' Trainer on a model of `fully_shard`, for subclasses that also have data and a step.
 
     In front of another Trainer it checks first: `class Mine(ShardedTrainer, GRPOTrainer)`. A subclass defines
-    `_loop_state` and `_load_loop_state`.
+    `_minibatch`; `_loop_state`, JSON that is the same on every rank and goes into checkpoints; and `_load_loop_state`.
 
     model: the sharded model, on every rank.
     trainer: arguments of the next Trainer.
@@ -159,15 +160,18 @@ class ShardedTrainer(Trainer):
         return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def _set_training(self, model: nn.Module) -> None:
-        """Model and optimizer in training mode."""
         model.train()
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers have two modes
             self.optimizer.train()
 
-    def _run_minibatch(
-        self, run: Callable[[], tuple[torch.Tensor, minibatch, dict[str, Any]]]
-    ) -> tuple[torch.Tensor, minibatch, list[dict[str, Any]]]:
-        """The loss of all ranks' packs, and each rank's metrics. `run` computes this rank's part of a minibatch."""
+    def _minibatch(self, model: nn.Module, *given: Any) -> tuple[torch.Tensor, minibatch, dict[str, Any]]:
+        """Forward and backward of this rank's packs: its part of the loss, and its metrics, after the reduction."""
+        raise NotImplementedError
+
+    def _run_minibatch(self, model: nn.Module, *given: Any) -> tuple[torch.Tensor, minibatch, list[dict[str, Any]]]:
+        """The loss of all ranks' packs, and each rank's metrics, of what `_minibatch` makes of `given`."""
+        self._set_training(model)
+        run = partial(self._minibatch, model, *given)
         loss_sum, mb, mine = repeating(run) if self._engine.deterministic else run()
         reports = self._engine.exchange(f"sum up minibatch {mb.index}", mine | {"loss_sum": loss_sum.item()})
         loss = sum(each["loss_sum"] for each in reports)
@@ -185,29 +189,21 @@ class ShardedTrainer(Trainer):
                 f"{needed}, and the reference model is loaded from the model's folder or hub id, which "
                 f"is unknown: load the model by from_pretrained, or set model.config._name_or_path"
             )
-        reference = meta_causal_lm(model=source)
-        enable_packing(reference)
-        reference.requires_grad_(False)
-        grid = self._engine.grid
-        reference = fully_shard(
-            reference,
-            mesh=grid.mesh if grid.mesh.ndim == 1 else None,  # two dimensions are all ranks of the job
-            mp_policy=self._engine.units[0].policy,
-            backend=self._engine.heap.device.type,
-            timeout=timedelta(seconds=self._engine.barrier.timeout_s),
-        )
+        with torch.random.fork_rng(devices=[]):  # TRL has seeded for its own shuffles by now
+            reference = meta_causal_lm(model=source)
+            enable_packing(reference)
+            grid = self._engine.grid
+            reference = fully_shard(
+                reference.requires_grad_(False),
+                mesh=grid.mesh if grid.mesh.ndim == 1 else None,  # two dimensions are all ranks of the job
+                mp_policy=self._engine.units[0].policy,
+                backend=self._engine.heap.device.type,
+                timeout=timedelta(seconds=self._engine.barrier.timeout_s),
+            )
         load_pretrained_shards(reference, source)
-        return reference.eval()
+        return reference
 
     # ------------------------------------------------------------------ saving and resuming
-
-    def _loop_state(self) -> dict[str, Any]:
-        """State of a checkpoint besides model and optimizer: JSON, the same on every rank."""
-        raise NotImplementedError
-
-    def _load_loop_state(self, state: dict[str, Any]) -> None:
-        """Restores the state of `_loop_state`."""
-        raise NotImplementedError
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes a folder for plain transformers, or PEFT, in the compute dtype. Every rank calls it; rank 0 writes."""

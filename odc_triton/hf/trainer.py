@@ -269,8 +269,7 @@ class ODCTrainer(ShardedTrainer):
                 f"a batch is a {type(inputs).__name__} and not a list of packs: leave get_train_dataloader as it is, "
                 f"or return a DataLoader with a MinibatchSampler as batch_sampler and collate_fn=pack_collate"
             )
-        self._set_training(model)
-        loss, mb, reports = self._run_minibatch(partial(self._minibatch, model, inputs))
+        loss, mb, reports = self._run_minibatch(model, inputs)
         refuse_other_streams([each["checksum"] for each in reports])
         self._target_tokens += mb.tokens
         if self._is_sft:
@@ -284,7 +283,6 @@ class ODCTrainer(ShardedTrainer):
     def _minibatch(
         self, model: nn.Module, inputs: Sequence[Mapping[str, Tensor]]
     ) -> tuple[Tensor, minibatch, dict[str, Any]]:
-        """The loss of this rank's packs, as a part of that of all ranks, and its metrics, after the reduction."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.args.device)
         split = getattr(inputs, "split", None)
         self._all_samples = getattr(inputs, "samples", 0)

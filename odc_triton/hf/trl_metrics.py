@@ -22,12 +22,18 @@ from torch import Tensor
 TRL, GET_TRL = "1.16.", 'pip install "odc-triton[trl]"'
 
 
-def check_trl(name: str) -> None:
-    """Raises ImportError for another TRL than our trainer `name` is written for."""
+def check_given(name: str, args: Any, config: type, share_prefixes: str) -> None:
+    """Checks what our trainer `name` was given. Raises ImportError for another TRL than it is written for, TypeError for
+    `args` that are not of TRL's class `config`, ValueError for `share_prefixes`.
+    """
     import trl
 
     if not trl.__version__.startswith(TRL):
         raise ImportError(f"{name} is written for TRL {TRL}*, and {trl.__version__} is here: {GET_TRL}")
+    if not isinstance(args, config):
+        raise TypeError(f"args is a {type(args).__name__}; give a trl.{config.__name__}")
+    if share_prefixes not in ("auto", "off"):
+        raise ValueError(f"share_prefixes is {share_prefixes!r}: give 'auto' or 'off'")
 
 
 class Alone:
@@ -137,6 +143,12 @@ def merged(reports: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             ends.setdefault(name, []).append(value)
     means = {name: total / max(count, 1.0) for name, (total, count) in pairs.items()}
     return means | {name: _end(name, values) for name, values in ends.items()}
+
+
+def append_merged(metrics: Any, reports: Iterable[Mapping[str, Any]]) -> None:
+    """Appends the minibatch's metrics to TRL's lists."""
+    for name, value in merged(reports).items():
+        metrics[name].append(value)
 
 
 def _ends(name: str) -> set[str]:
