@@ -23,8 +23,8 @@ TRL, GET_TRL = "1.16.", 'pip install "odc-triton[trl]"'
 
 
 def check_given(name: str, args: Any, config: type, share_prefixes: str) -> None:
-    """Checks what our trainer `name` was given. Raises ImportError for another TRL than it is written for, TypeError for
-    `args` that are not of TRL's class `config`, ValueError for `share_prefixes`.
+    """Raises ImportError for another TRL than our trainer `name` is written for, TypeError for `args` that are not of
+    TRL's class `config`, ValueError for unknown words in `share_prefixes`.
     """
     import trl
 

@@ -186,20 +186,6 @@ def test_a_second_save_waits_for_the_first_and_says_so(
     assert [path.name for path in background.checkpoints.all()] == [first.name, "step-00000002"]
 
 
-def test_the_first_steps_after_it_do_not_wait(alone: tuple) -> None:
-    """Nothing that a step does waits for a writer that is late."""
-    model, optimizer, background = alone
-    with writers_held_back() as go_on:
-        background.save(optimizer=optimizer, state={}, step=1)
-        for step in (1, 2, 3):
-            train(model, optimizer, MODEL, range(step, step + 1))
-            settle(background, model)
-        assert background.report() == {"done": False}
-        go_on.set()
-        background.wait()
-    assert background.report() is None
-
-
 def test_closing_drops_what_is_not_written(alone: tuple, tmp_path: Path) -> None:
     _, optimizer, background = alone
     with writers_held_back():

@@ -8,7 +8,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -371,17 +370,6 @@ def test_a_rank_that_can_not_write(
     assert [path.name for path in Checkpoints(folder, keep=3).all()] == ["step-00000001", "step-00000003"]
     for path in Checkpoints(folder, keep=3).all():
         verify(path)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a small file system is mounted by root only")
-def test_read_only(small_disk: Path) -> None:
-    model, optimizer, checkpoints = saved_twice(small_disk)
-    del checkpoints  # it holds a file open
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    checkpoints = Checkpoints(small_disk, keep=1)
-    with pytest.raises(CheckpointFailed, match="Read-only file system"):
-        checkpoints.save(model=model, optimizer=optimizer, state={}, step=3)
-    assert checkpoints.load(checkpoints.newest(), model=model, optimizer=optimizer) == {"step": 2}
 
 
 # ------------------------------------------------------------------ two runs, one folder

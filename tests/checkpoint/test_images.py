@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from odc_triton import fully_shard, minibatch
+from odc_triton import fully_shard
 from odc_triton.balance import pack_collate
-from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained, with_adapter
+from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
 from odc_triton.checkpoint.pretrained import load_causal_lm
-from odc_triton.checkpoint.steps import Checkpoints
 from odc_triton.hf import enable_packing
-from odc_triton.hf.images import TOWER
-from odc_triton.hf.loss import model_inputs, summed_loss
+from odc_triton.hf.loss import model_inputs
 from tests.support import ranks, slow
 from tests.support.vision import FAMILIES, alone
 
@@ -62,62 +59,3 @@ def test_a_folder_in_and_out(family: str, tmp_path: Path) -> None:
     assert files[0].keys() == files[1].keys()  # the names that transformers itself writes
     loaded = load_causal_lm(model=str(tmp_path / "out"), init=None)
     assert type(loaded) is type(model)
-
-
-def _with_adapters(base: Path) -> nn.Module:
-    """On layers of the text, and of each family's tower."""
-    import peft
-
-    model = meta_causal_lm(model=str(base))
-    enable_packing(model)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj", "fc1", "qkv", "linear_fc1"], lora_dropout=0.0)
-    model = fully_shard(with_adapter(model, config))
-    load_pretrained_shards(model, base)
-    return model
-
-
-def _adapted(rank: int, world: int, family: str, base: Path, out: Path) -> None:
-    model = _with_adapters(base).train()
-    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=1.0)
-    for _ in range(2):  # in the first A has no gradient, as B is 0
-        packs = pack_collate([[FAMILIES[family].samples(SIZES)[each]] for each in ([0], [1, 2])[rank]])
-        with minibatch(model, tokens=1):
-            for pack in packs:
-                summed_loss(model, pack).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if rank == 0:
-        save_pretrained(model, out / "adapter")
-        save_pretrained(model, out / "merged", merge=True)
-    dist.barrier()
-    Checkpoints(out / "run", keep=1).save(model=model, optimizer=optimizer, state={}, step=2)
-
-
-def _read_again(rank: int, world: int, family: str, base: Path, out: Path) -> Tensor:
-    model = _with_adapters(base).eval()
-    checkpoints = Checkpoints(out / "run", keep=1)
-    checkpoints.load(checkpoints.newest(), model=model, optimizer=None)
-    (pack,) = pack_collate([FAMILIES[family].samples(SIZES)])
-    with torch.no_grad():
-        return model(**model_inputs(pack, model)).logits[0]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks by the old name
-@pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_of_text_and_tower(family: str, tmp_path: Path) -> None:
-    """Alone for plain PEFT, added to their base for plain transformers, and in a checkpoint for other ranks."""
-    import peft
-
-    base = FAMILIES[family].model(seed=3)
-    base.save_pretrained(tmp_path / "in")
-    ranks.run(_adapted, 2, family, tmp_path / "in", tmp_path)
-    by_peft = peft.PeftModel.from_pretrained(plain(tmp_path / "in"), tmp_path / "adapter").eval()
-    moved = [name for name, value in by_peft.named_parameters() if "lora_B" in name and value.any()]
-    assert 0 < sum(bool(re.fullmatch(TOWER, name)) for name in moved) < len(moved)
-    wanted = answers(by_peft.get_base_model(), family)
-    assert (wanted - answers(plain(tmp_path / "in"), family)).abs().max() > 1e-2
-    close = {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(answers(plain(tmp_path / "merged"), family), wanted, **close)
-    for found in ranks.run(_read_again, 3, family, tmp_path / "in", tmp_path):
-        torch.testing.assert_close(found, wanted, **close)

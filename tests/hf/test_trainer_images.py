@@ -11,12 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from odc_triton import MixedPrecisionPolicy, enable_split, fully_shard
-from odc_triton.balance import pack_collate
+from odc_triton import enable_split, fully_shard
 from odc_triton.data.vision import read_processor
 from odc_triton.hf import ODCTrainer, enable_packing
-from odc_triton.hf.loss import model_inputs
-from odc_triton.hf.neftune import embedding_noise
 from tests.support import ranks, slow
 from tests.support.families import with_lora
 from tests.support.processors import FAMILIES as PROCESSORS
@@ -198,32 +195,6 @@ def test_goes_on_with_other_ranks_and_is_saved(tmp_path: Path, family: str, lora
     assert read.chat_template == made.chat_template
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_noise_is_of_text(family: str) -> None:
-    """NEFTune's, as in transformers: a picture's tokens take no part in it, and count in the sample's length."""
-    model = FAMILIES[family].model(dtype=torch.float64)
-    enable_packing(model)
-    (pack,) = pack_collate([samples(family)[:2]])
-    seen: list[Tensor] = []
-
-    def note(module: nn.Module, args: tuple, given: dict[str, Any]) -> None:
-        seen.append((args[0] if args else given["hidden_states"])[0])
-
-    model.get_decoder().layers[0].register_forward_pre_hook(note, with_kwargs=True)
-    for alpha in (None, 5.0):
-        with torch.no_grad(), embedding_noise(model.train(), alpha, pack):
-            model(**model_inputs(pack, model))
-    noise = (seen[1] - seen[0]).abs().amax(1)
-    shown = pack["mm_token_type_ids"][0] == 1
-    assert noise[shown].max() == 0
-    lengths = pack["cu_seq_lens_q"].diff()
-    most = (5.0 / (lengths * seen[0].shape[1]).sqrt()).repeat_interleave(lengths)
-    scale = float((seen[0] / model.get_input_embeddings()(pack["input_ids"])[0].detach())[~shown].median())  # Gemma's
-    assert (noise <= scale * most * (1 + 1e-9)).all()
-    assert (noise > 0.5 * scale * most)[~shown].all()
-
-
 def with_long(family: str) -> list[dict[str, Any]]:
     """Its 20 pictures are in the middle, where it would be cut."""
     made = FAMILIES[family]
@@ -249,25 +220,3 @@ def test_cuts_after_the_pictures(tmp_path: Path, family: str) -> None:
         assert was_cut
         if found is not None:
             assert_weights_alike(found, whole, tolerance=1e-3)
-
-
-def _in_bf16(rank: int, world: int, folder: str, family: str) -> list[float]:
-    model = FAMILIES[family].model()
-    enable_packing(model)
-    model = fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    by_policy = ODCTrainer(model, arguments(folder, **_changes(world)), train_dataset=samples(family))
-    args = arguments(folder, **_changes(world), bf16=True, use_cpu=True)
-    autocast = ODCTrainer(sharded(family), args, train_dataset=samples(family))
-    for each in (by_policy, autocast):
-        each.train()
-    return [logs(each, "loss") for each in (by_policy, autocast)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_in_bf16(tmp_path: Path, family: str) -> None:
-    """Weights of the policy's dtype, and autocast: pixel values are cast as the model wants them."""
-    plain = _plain(str(tmp_path / "plain"), family)
-    for found in ranks.run(_in_bf16, 2, str(tmp_path), family):
-        for losses in found:
-            torch.testing.assert_close(losses, plain["loss"], rtol=3e-2, atol=0)

@@ -266,12 +266,14 @@ def wide(name: str, attention: str | None = None) -> nn.Module:
     return causal_lm(name, attention=attention, spread=0.1, **WIDE)
 
 
-def with_lora(model: nn.Module, targets: Sequence[str] = ("q_proj", "v_proj", "up_proj"), seed: int = 1) -> nn.Module:
-    """PEFT's adapters, of which B is not 0 either: else A would have no gradient at first."""
+def with_lora(
+    model: nn.Module, targets: Sequence[str] = ("q_proj", "v_proj", "up_proj"), seed: int = 1, **more: object
+) -> nn.Module:
+    """PEFT's adapters, of which B is not 0 either: else A would have no gradient at first. `more`: LoraConfig's."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
-    options = LoraConfig(r=4, lora_alpha=16, target_modules=list(targets), init_lora_weights=False)
+    options = LoraConfig(r=4, lora_alpha=16, target_modules=list(targets), init_lora_weights=False, **more)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT uses an attribute that transformers has renamed
         return get_peft_model(model, options)

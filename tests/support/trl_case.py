@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import trl_tools
 from .families import with_lora
 from .models import build
 from .replicas import mesh_of
@@ -45,10 +44,7 @@ class Recorded:
             self.vllm_generation.sync_weights()
         first = self.accelerator.process_index * len(prompt_ids)
         step = self.state.global_step
-        if self.tools:
-            completions = [trl_tools.completion(step, first + i, prompt) for i, prompt in enumerate(prompt_ids)]
-        else:
-            completions = [completion(step, first + i) for i in range(len(prompt_ids))]
+        completions = [completion(step, first + i) for i in range(len(prompt_ids))]
         return completions, [sampling_logps(ids) for ids in completions] if self.use_vllm else None
 
 
@@ -83,28 +79,32 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>", pad_token="<pad>")
 
 
+COMMON = {
+    "max_steps": STEPS,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.5,
+    "optim": "sgd",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "bf16": False,
+    "use_cpu": True,
+}
+
+
 def arguments(folder: str, rows: int = ROWS, **changes: Any) -> Any:
     """A GRPOConfig; `rows`: completions per rank and step."""
     from trl import GRPOConfig
 
-    wanted = {
+    wanted = COMMON | {
         "output_dir": folder,
         "per_device_train_batch_size": rows,
         "per_device_eval_batch_size": rows,
         "num_generations": 4,
         "max_completion_length": MAX_TOKENS,
-        "max_steps": STEPS,
         "learning_rate": 0.1,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.5,
-        "optim": "sgd",
         "temperature": 0.8,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "bf16": False,
-        "use_cpu": True,
     }
     return GRPOConfig(**wanted | changes)
 
@@ -119,9 +119,6 @@ def given(changes: dict[str, Any] | None = None) -> dict[str, Any]:
         " ".join(alike + [f"w{3 + (7 * row + i) % 90}" for i in range(before + 1 + 3 * row % 8)]) for row in range(12)
     ]
     streamed = changes.pop("streamed", False) if changes else False
-    tools = changes.pop("tools", None) if changes else None
-    if tools is not None:
-        prompts = [[{"role": "user", "content": f"add {row} and {7**row}"}] for row in range(12)]
     data = Dataset.from_dict({"prompt": prompts})
     return {
         "reward_funcs": [reward],
@@ -129,9 +126,7 @@ def given(changes: dict[str, Any] | None = None) -> dict[str, Any]:
         "eval_dataset": Dataset.from_dict(
             {"prompt": prompts[:ROWS]}
         ),  # or accelerate drops the last batch of some ranks
-        "processing_class": tokenizer() if tools is None else trl_tools.tokenizer(),
-        "tools": [trl_tools.add] if tools == "functions" else None,
-        "environment_factory": trl_tools.Account if tools == "environment" else None,
+        "processing_class": tokenizer(),
         "rollout_func": rollout if changes and changes.pop("rollout", False) else None,
     }
 
@@ -152,10 +147,13 @@ def model_of(start: str | None) -> nn.Module:
 
 
 def adapted(model: nn.Module, lora: str | None) -> nn.Module:
-    """The model, with `lora` in PEFT's adapters; "ref": and with a copy of them, which TRL adds if there is a beta."""
+    """The model, with `lora` in PEFT's adapters; "new": B is 0; "ref": and with a copy of them, as TRL adds it."""
     if lora is None:
         return model
     model = with_lora(model)
+    for name, value in model.named_parameters() if lora == "new" else ():
+        if ".lora_B." in name:
+            value.data.zero_()
     if lora == "ref":
         model.add_adapter("ref", model.peft_config["default"])
         own = {name: value for name, value in model.state_dict().items() if ".default." in name}

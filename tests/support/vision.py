@@ -31,63 +31,20 @@ _TOKENS = {"image_token_id": PICTURE, "video_token_id": 61, "vision_start_token_
 _ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
 
 
-def _qwen2_vl() -> nn.Module:
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
-
-    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": _PATCH}
-    config = Qwen2VLConfig(text_config=_TEXT | {"rope_parameters": _ROPE}, vision_config=vision, **_TOKENS)
-    return Qwen2VLForConditionalGeneration(config)
-
-
-def _qwen2_5_vl() -> nn.Module:
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "out_hidden_size": 32,
-        "patch_size": _PATCH,
-        "window_size": 4 * _PATCH,
-        "fullatt_block_indexes": [1],
-    }
-    config = Qwen2_5_VLConfig(text_config=_TEXT | {"rope_parameters": _ROPE}, vision_config=vision, **_TOKENS)
-    return Qwen2_5_VLForConditionalGeneration(config)
-
-
-_QWEN3 = {
-    "text_config": _TEXT | {"rope_parameters": _ROPE | {"mrope_interleaved": True}, "head_dim": 8},
-    "vision_config": {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "out_hidden_size": 32,
-        "patch_size": _PATCH,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0],
-    },
-    **_TOKENS,
+_QWEN_TOWER = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": _PATCH}
+_QWEN2_5_TOWER = {
+    "intermediate_size": 48,
+    "out_hidden_size": 32,
+    "window_size": 4 * _PATCH,
+    "fullatt_block_indexes": [1],
 }
-
-
-def _qwen3_vl() -> nn.Module:
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(**_QWEN3))
-
-
-def _qwen3_vl_moe() -> nn.Module:
-    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
-
-    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    config = _QWEN3 | {"text_config": _QWEN3["text_config"] | experts}
-    model = Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(**config))
-    model.set_experts_implementation("eager")  # others take no fp64
-    return model
-
-
+_QWEN3_TOWER = {
+    "intermediate_size": 48,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0],
+}
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _SIGLIP = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -98,45 +55,25 @@ _SIGLIP = {
 }
 
 
-def _gemma3() -> nn.Module:
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+def _made(name: str, text: dict[str, Any], tower: dict[str, Any], **config: Any) -> nn.Module:
+    import transformers
 
-    text = _TEXT | {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
-    config = Gemma3Config(text_config=text, vision_config=_SIGLIP, mm_tokens_per_image=4, image_token_index=PICTURE)
-    return Gemma3ForConditionalGeneration(config)
+    made = getattr(transformers, f"{name}Config")(text_config=_TEXT | text, vision_config=tower, **config)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(made)
+    if "Moe" in name:
+        model.set_experts_implementation("eager")  # others take no fp64
+    return model
 
 
-def _idefics3() -> nn.Module:
-    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, LlamaConfig
+def _qwen(name: str, tower: dict[str, Any], **text: Any) -> Callable[[], nn.Module]:
+    rope = _ROPE | ({"mrope_interleaved": True} if "Qwen3" in name else {})
+    return partial(_made, name, {"rope_parameters": rope} | text, _QWEN_TOWER | tower, **_TOKENS)
 
-    text = LlamaConfig(**_TEXT)
-    config = Idefics3Config(
-        text_config=text, vision_config=_SIGLIP, image_token_id=PICTURE, scale_factor=2, pad_token_id=0
+
+def _idefics(name: str) -> Callable[[], nn.Module]:
+    return partial(
+        _made, name, {"model_type": "llama"}, _SIGLIP, image_token_id=PICTURE, scale_factor=2, pad_token_id=0
     )
-    return Idefics3ForConditionalGeneration(config)
-
-
-def _smolvlm() -> nn.Module:
-    from transformers import LlamaConfig, SmolVLMConfig, SmolVLMForConditionalGeneration
-
-    text = LlamaConfig(**_TEXT)
-    config = SmolVLMConfig(
-        text_config=text, vision_config=_SIGLIP, image_token_id=PICTURE, scale_factor=2, pad_token_id=0
-    )
-    return SmolVLMForConditionalGeneration(config)
-
-
-def _llava() -> nn.Module:
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
-
-    config = LlavaConfig(
-        text_config=LlamaConfig(**_TEXT),
-        vision_config=CLIPVisionConfig(**_SIGLIP, projection_dim=32),
-        image_token_index=PICTURE,
-        vision_feature_layer=-1,
-        image_seq_length=16,
-    )
-    return LlavaForConditionalGeneration(config)
 
 
 def _grids(pictures: int, generator: torch.Generator) -> dict[str, Any]:
@@ -212,15 +149,24 @@ class Family:
         return [self.sample(text, count, seed * 100 + at) for at, (text, count) in enumerate(sizes)]
 
 
+_GEMMA3 = {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+_LLAVA = {"image_token_index": PICTURE, "vision_feature_layer": -1, "image_seq_length": 16}
+_CLIP = {"model_type": "clip_vision_model", "projection_dim": 32}
 FAMILIES = {
-    "qwen2_vl": Family("Qwen2-VL", _qwen2_vl, _grids),
-    "qwen2_5_vl": Family("Qwen2.5-VL", _qwen2_5_vl, _grids),
-    "qwen3_vl": Family("Qwen3-VL", _qwen3_vl, _grids),
-    "qwen3_vl_moe": Family("Qwen3-VL-MoE", _qwen3_vl_moe, _grids, kind="mixture, pictures"),
-    "gemma3": Family("Gemma3", _gemma3, _fixed(4)),
-    "idefics3": Family("Idefics3", _idefics3, _fixed(4, masks=True)),
-    "smolvlm": Family("SmolVLM", _smolvlm, _fixed(4, masks=True)),
-    "llava": Family("LLaVA", _llava, _fixed(16)),
+    "qwen2_vl": Family("Qwen2-VL", _qwen("Qwen2VL", {"embed_dim": 32, "mlp_ratio": 2}), _grids),
+    "qwen2_5_vl": Family("Qwen2.5-VL", _qwen("Qwen2_5_VL", _QWEN2_5_TOWER), _grids),
+    "qwen3_vl": Family("Qwen3-VL", _qwen("Qwen3VL", _QWEN3_TOWER, head_dim=8), _grids),
+    "qwen3_vl_moe": Family(
+        "Qwen3-VL-MoE", _qwen("Qwen3VLMoe", _QWEN3_TOWER, head_dim=8, **_EXPERTS), _grids, kind="mixture, pictures"
+    ),
+    "gemma3": Family(
+        "Gemma3",
+        partial(_made, "Gemma3", _GEMMA3, _SIGLIP, mm_tokens_per_image=4, image_token_index=PICTURE),
+        _fixed(4),
+    ),
+    "idefics3": Family("Idefics3", _idefics("Idefics3"), _fixed(4, masks=True)),
+    "smolvlm": Family("SmolVLM", _idefics("SmolVLM"), _fixed(4, masks=True)),
+    "llava": Family("LLaVA", partial(_made, "Llava", {"model_type": "llama"}, _SIGLIP | _CLIP, **_LLAVA), _fixed(16)),
 }
 
 
