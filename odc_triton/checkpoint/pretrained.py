@@ -30,13 +30,12 @@ from ..engine.module import plain_class
 from ..engine.parameter import ShardedParameter
 from ..nn.operand import is_sharded
 from .base_model import ADAPTER
-from .sharded import all_or_none, sharded_parameters
+from .sharded import all_or_none, listed, sharded_parameters
 
 if TYPE_CHECKING:
     from safetensors import safe_open
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_SHOWN = 5  # names that a message lists
 
 
 def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:
@@ -239,8 +238,9 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
             for name, take in _values(target, source_of, files, model):
                 _fill(places[name], take)
     if unexpected and engine.rank == 0:
-        names = f"{', '.join(unexpected[:_SHOWN])}{', …' if len(unexpected) > _SHOWN else ''}"
-        warnings.warn(f"{source} has {len(unexpected)} tensors that the model does not have: {names}", stacklevel=2)
+        warnings.warn(
+            f"{source} has {len(unexpected)} tensors that the model does not have: {listed(unexpected)}", stacklevel=2
+        )
 
 
 Place = ShardedParameter | torch.Tensor
@@ -309,8 +309,7 @@ def _check(places: dict[str, Place], sources: dict[str, _Source], files: _Files)
             if shape != wanted:
                 differences.append(f"{target} is {list(shape)} in the files and {list(wanted)} here")
     if differences:
-        more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-        raise CheckpointDiffers(f"the files are of another model: {'; '.join(differences[:_SHOWN])}{more}")
+        raise CheckpointDiffers(f"the files are of another model: {listed(differences)}")
 
 
 Take = Callable[[slice | None], torch.Tensor]  # returns some rows of a tensor, or with None all of it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ..engine.api import engine_of
 from ..engine.engine import Engine
 from ..engine.parameter import ShardedParameter
 
+_SHOWN = 5  # names or differences that a message lists
 _KINDS = {kind.__name__: kind for kind in (CheckpointCorrupt, CheckpointDiffers)}
 
 
@@ -26,6 +28,12 @@ def read_whole(model: nn.Module, value: ShardedParameter | torch.Tensor, dtype: 
         return value.detach().cpu()
     ((_, whole),) = engine_of(model).full_parameters([value.shard])
     return whole.cpu().to(dtype or whole.dtype)
+
+
+def listed(words: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    more = f"; and {len(words) - _SHOWN} more" if len(words) > _SHOWN else ""
+    return "; ".join(words[:_SHOWN]) + more
 
 
 class all_or_none(dict):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 import time
 import warnings
 import weakref
@@ -66,13 +67,8 @@ class Checkpoints:
         """
         if not fallback:
             return newest_in(self.folder)
-        sound = []
-        for path in _folders(self.folder):
-            try:
-                sound.append((_number(path), path))
-            except CheckpointCorrupt as error:
-                warnings.warn(f"skipped: {error}", stacklevel=2)
-        for _, path in sorted(sound, reverse=True):
+        folders = _folders(self.folder)  # damaged manifests first: they have no number
+        for path in sorted(folders, key=lambda path: _number(path, damaged=sys.maxsize), reverse=True):
             try:
                 verify(path)
                 return path

@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 
 from ..base.errors import CheckpointDiffers
 from .dcp import tensors_of
-
-_SHOWN = 5  # differences that a message lists
+from .sharded import listed
 
 
 def to_save(model: nn.Module, optimizer: Optimizer, *, without: Collection[str] = ()) -> dict[str, Any]:
@@ -96,8 +95,7 @@ def _difference(saved: TensorStorageMetadata | None, value: torch.Tensor) -> str
 
 def _raise_if(differences: list[str], words: str) -> None:
     if differences:
-        more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-        raise CheckpointDiffers(f"{words}: {'; '.join(differences[:_SHOWN])}{more}. Nothing was overwritten.")
+        raise CheckpointDiffers(f"{words}: {listed(differences)}. Nothing was overwritten.")
 
 
 def _prefix(name: str, there: dict[str, TensorStorageMetadata]) -> str:

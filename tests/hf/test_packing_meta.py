@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
@@ -11,7 +9,6 @@ from torch import nn
 
 from odc_triton.hf import PackingUnsupported, enable_packing
 from odc_triton.hf.enable import ATTENTION_NAME, stand_in
-from tests.support.models import build
 
 # As large ones are configured, but for the number of experts.
 LARGE = {
@@ -73,22 +70,3 @@ def test_what_carries_state_is_refused() -> None:
         model = transformers.Mamba2ForCausalLM(config)
     with pytest.raises(PackingUnsupported):
         enable_packing(model)
-
-
-def test_packs_on_weights_that_came_later(tmp_path: Path) -> None:
-    """The way of a run: meta, packing, shards, weights; the logits of a pack are those of its documents alone."""
-    from odc_triton import fully_shard
-    from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm
-
-    plain = build("qwen2", seed=3).eval()
-    plain.save_pretrained(tmp_path)
-    model = meta_causal_lm(model=str(tmp_path))
-    enable_packing(model)
-    model = fully_shard(model).eval()
-    load_pretrained_shards(model, tmp_path)
-    ids = torch.arange(3, 15)[None]
-    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
-    with torch.no_grad():
-        packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        alone = [plain(input_ids=part, use_cache=False).logits for part in (ids[:, :5], ids[:, 5:])]
-    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-5)  # another attention kernel

@@ -18,7 +18,7 @@ from odc_triton.hf.picture_records import PictureRecords
 from tests.support import ranks
 from tests.support.processors import make_processor, picture
 from tests.support.trainer_case import arguments, assert_weights_alike, weights_of
-from tests.support.trl_case import environment
+from tests.support.trl_case import COMMON, environment
 from tests.support.vision import FAMILIES
 
 COMPARED = {"loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "eval_loss"}
@@ -67,24 +67,9 @@ def _train(rank: int, world: int, folder: str, family: str, kind: str, plain: bo
     else:
         enable_packing(model)
         model = fully_shard(model)
-    args = SFTConfig(
-        output_dir=folder,
-        per_device_train_batch_size=2 // world,
-        per_device_eval_batch_size=len(data),
-        max_steps=3,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        max_length=None,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        bf16=False,
-        dataloader_pin_memory=False,
-        gradient_checkpointing=False,
-        **changes,
-    )
+    changes |= {"per_device_train_batch_size": 2 // world, "per_device_eval_batch_size": len(data), "max_length": None}
+    changes |= {"learning_rate": 1e-2, "optim": "adamw_torch", "gradient_checkpointing": False}
+    args = SFTConfig(folder, **COMMON | {"dataloader_pin_memory": False} | changes)
     given = {"eval_dataset": Dataset.from_list(records(kind)), "processing_class": processor}
     trainer = (SFTTrainer if plain else Ours)(model, args, train_dataset=Dataset.from_list(data), **given)
     trainer.train()

@@ -14,7 +14,7 @@ from odc_triton.hf import enable_packing
 from tests.support import ranks, slow
 from tests.support.models import build
 from tests.support.trainer_case import assert_weights_alike, in_order, samples, weights_of
-from tests.support.trl_case import environment, tokenizer
+from tests.support.trl_case import COMMON, environment, tokenizer
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11")
 
@@ -22,20 +22,13 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Py
 def _arguments(folder: str, changes: dict[str, Any]) -> Any:
     from trl import SFTConfig
 
-    wanted = {
+    wanted = COMMON | {
         "output_dir": folder,
-        "max_steps": 3,
+        "optim": "adamw_torch",
         "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
         "eval_strategy": "steps",
         "eval_steps": 2,
         "per_device_eval_batch_size": 12,  # TRL's metrics of an evaluation are means of batches
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
     }
     return SFTConfig(**wanted | changes)
 

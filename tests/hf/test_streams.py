@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from odc_triton.hf.streams import StreamedSteps
 from tests.support import ranks
 from tests.support.models import build
 from tests.support.trainer_case import (
@@ -91,8 +92,8 @@ def _plain(folder: Path, data: Any) -> Any:
     return plain
 
 
-def _assert_alike(result: dict[str, Any], plain: Any, drop_last: bool = False) -> None:
-    assert result["target_tokens"] == [targets(step) for step in _steps(drop_last)]
+def _assert_alike(result: dict[str, Any], plain: Any) -> None:
+    assert result["target_tokens"] == [targets(step) for step in _steps()]
     torch.testing.assert_close(result["loss"], logs(plain, "loss"), rtol=1e-5, atol=0)
     assert_weights_alike(result["weights"], {name: value.detach() for name, value in plain.model.named_parameters()})
 
@@ -121,30 +122,9 @@ class Once(IterableDataset):
         return self.given
 
 
-def _others(rank: int, world: int, folder: str) -> dict[str, Any]:
-    from datasets import Dataset
-
-    data = Dataset.from_list(samples()).to_iterable_dataset().shuffle(seed=3, buffer_size=5)
-    how = SAVING | {"dataloader_num_workers": 1}  # in a worker `datasets` shuffles otherwise
-    found = {"shuffled": _trained(rank, world, f"{folder}/shuffled", data, **how)}
-    found["resumed"] = _trained(rank, world, f"{folder}/resumed", data, f"{folder}/shuffled/checkpoint-4", **how)
-    found["dropped"] = _trained(rank, world, f"{folder}/dropped", Stream(), dataloader_drop_last=True)
-    found["once"] = _trained(rank, world, f"{folder}/once", Once(samples()[:COUNT]))
-    return found
-
-
-@pytest.mark.slow
-def test_other_streams(tmp_path: Path) -> None:
-    """A shuffled stream of `datasets` is shuffled anew in each epoch, also after resuming; others end."""
-    results = ranks.run(_others, 2, str(tmp_path))
-    plain = _plain(tmp_path, Once([sample for step in _steps(drop_last=True) for sample in step]))  # Trainer drops none
-    tokens = sum(targets([sample]) for sample in samples())
-    for result in results:
-        _assert_alike(result["dropped"], plain, drop_last=True)
-        assert result["once"]["target_tokens"] == [targets(step) for step in _steps()[:3]]
-        whole, resumed = result["shuffled"], result["resumed"]
-        assert sum(whole["target_tokens"][:3]) == tokens
-        assert whole["target_tokens"][:2] not in (whole["target_tokens"][3:5], [targets(samples()[:4])])
-        for key in ("loss", "target_tokens"):
-            assert resumed[key] == pytest.approx(whole[key], rel=1e-5)
-        assert_weights_alike(resumed["weights"], whole["weights"])
+def test_steps_of_a_stream() -> None:
+    """Those of an epoch that are not full stay or go; a stream that can be read once ends."""
+    for drop_last in (False, True):
+        found = StreamedSteps(Stream(), 4, drop_last=drop_last)
+        assert [step for step, _ in zip(found, range(STEPS), strict=False)] == _steps(drop_last)
+    assert list(StreamedSteps(Once(samples()[:COUNT]), 4, drop_last=False)) == _steps()[:3]
