@@ -54,20 +54,19 @@ class Written:
     sha256: str
 
 
-class _DigestedFile:
-    """An append-only binary file that keeps the digest of its content, and the error of a failed write."""
+class _DigestedFile(io.BufferedWriter):
+    """An append-only file that keeps the digest of its content, and the error of a failed write."""
 
     def __init__(self, path: Path, is_dropped: Callable[[], bool]) -> None:
-        self._file, self._is_dropped = path.open("wb"), is_dropped
-        self._digest = hashlib.sha256()
-        self._size_bytes = 0
+        super().__init__(io.FileIO(path, "wb"))
+        self._is_dropped, self._digest, self._size_bytes = is_dropped, hashlib.sha256(), 0
         self.problem: OSError | None = None
 
     def write(self, data: Any) -> int:
         try:
             if self._is_dropped():
                 raise InterruptedError(errno.EINTR, "dropped, as the run ends")
-            count = self._file.write(data)
+            count = super().write(data)
         except OSError as error:  # torch.save raises its own error instead
             self.problem = error
             raise
@@ -75,22 +74,9 @@ class _DigestedFile:
         self._size_bytes += count
         return count
 
-    def tell(self) -> int:
-        return self._size_bytes
-
     def flush(self) -> None:
         if not self.closed:  # a wrapper of torch flushes once more when it is collected
-            self._file.flush()
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def close(self) -> None:
-        self._file.close()
-
-    @property
-    def closed(self) -> bool:
-        return self._file.closed
+            super().flush()
 
     def written(self) -> Written:
         return Written(size_bytes=self._size_bytes, sha256=self._digest.hexdigest())
