@@ -57,6 +57,8 @@ GROUPS: dict[str, list[Run]] = {
         ("DPO", WITH_SFT | {"exact": True, "pad_to_multiple_of": 8, "gradient_checkpointing": False}),
         ("DPO", {"evals": True, "dataloader_num_workers": 1}),
         ("DPO", {"gradient_accumulation_steps": 3, "loss_type": ["ipo"], "per_device_train_batch_size": 2}),
+    ],
+    "packs of reward models": [
         ("Reward", FAST | {"columns": {"margin": [index % 5 / 4 for index in range(case.PAIRS)]}}),
         ("Reward", FAST | {"pad_token": "<end>", "pad_to_multiple_of": 8}),  # TRL scores the token before it
         ("Reward", FAST | {"exact": True, "gradient_checkpointing": False, "evals": True}),
