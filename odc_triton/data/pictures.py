@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import io
 import os
-import time
+import threading
 import warnings
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from .json_files import opened
@@ -71,23 +73,35 @@ def decode_picture(content: bytes) -> Any:
 
 def fetch_picture(url: str) -> bytes:
     """The content at an http(s) URL. Raises PictureError, also after `FETCH_S` seconds and `LARGEST_PICTURE_BYTES`."""
+    fetched: Future[bytes] = Future()
+
+    def fetch() -> None:
+        try:
+            fetched.set_result(_content(url))
+        except BaseException as error:
+            fetched.set_exception(error)
+
+    # A server that sends a byte now and then stays within any timeout of a socket.
+    threading.Thread(target=fetch, name="odc-picture", daemon=True).start()
+    try:
+        return fetched.result(FETCH_S)
+    except FutureTimeoutError:
+        raise PictureError(f"its server did not send it within {FETCH_S:g} s") from None
+
+
+def _content(url: str) -> bytes:
     import httpx
 
-    deadline, content = time.monotonic() + FETCH_S, bytearray()
+    content = bytearray()
     try:
-        with httpx.stream("GET", url, follow_redirects=True, timeout=FETCH_S) as answer:
+        with httpx.stream("GET", url, follow_redirects=True, timeout=2 * FETCH_S) as answer:
             answer.raise_for_status()
             for part in answer.iter_bytes():
                 content += part
                 if len(content) > LARGEST_PICTURE_BYTES:
                     raise _too_large()
-                # A server that sends a byte now and then stays within any timeout of a socket.
-                if time.monotonic() > deadline:
-                    raise httpx.ReadTimeout("")
-    except httpx.TimeoutException as error:
-        raise PictureError(f"its server did not send it within {FETCH_S:g} s") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise PictureError(f"it cannot be fetched: {error}") from error
+        raise PictureError(f"it cannot be fetched: {str(error).splitlines()[0]}") from error
     return bytes(content)
 
 
