@@ -9,7 +9,7 @@ from torch import nn
 from ..comm.barrier import Barrier
 from ..comm.replicas import Grid, Replicas
 from .collectives import NoCollectives
-from .exact_sums import ExactSums
+from .exact import ExactSums
 from .parameter import ShardedParameter
 from .participant import OrderOfArrival, Trained
 from .passes import Passes

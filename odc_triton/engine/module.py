@@ -18,15 +18,8 @@ from .parameter import ShardedParameter
 from .unit import Unit
 
 
-class UnshardHandle:
-    """Returned by `unshard(async_op=True)`; there is nothing to wait for."""
-
-    def wait(self) -> None:
-        pass
-
-
-class GradientReductionHandle:
-    """Returned by `finalize_backward(async_op=True)`; there is nothing to wait for."""
+class DoneHandle:
+    """Returned by `unshard` and `finalize_backward` with `async_op=True`; there is nothing to wait for."""
 
     def wait(self) -> None:
         pass
@@ -52,7 +45,7 @@ class ODCModule:
 
     # ---- done
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+    def unshard(self, async_op: bool = False) -> DoneHandle | None:
         """Makes this unit's parameters whole until `reshard()` or the end of the minibatch.
 
         On a GPU `reshard()` frees their memory: finish the backward of anything computed from them first, and don't
@@ -61,7 +54,7 @@ class ODCModule:
         if not self._odc_engine.is_open:
             self._odc_engine.publication.wait_readable()
         self._odc_unit.hold()
-        return UnshardHandle() if async_op else None
+        return DoneHandle() if async_op else None
 
     def reshard(self) -> None:
         """Puts the sharded parameters back."""
@@ -94,9 +87,9 @@ class ODCModule:
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """No-op: the end of the minibatch ends its backwards."""
 
-    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+    def finalize_backward(self, *, async_op: bool = False) -> DoneHandle | None:
         """No-op: a unit is resharded when its backward ends, and gradients are reduced when the minibatch ends."""
-        return GradientReductionHandle() if async_op else None
+        return DoneHandle() if async_op else None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """No-op: gradients are synchronised once, when the minibatch ends, however many microbatches it had."""

@@ -320,49 +320,46 @@ class LockedTransport(Transport):
         self._threads: dict[int, threading.Lock] = {}  # per slot; see [Note: traps of fcntl locks]
 
     def add(self, gradient: torch.Tensor, target: Target, *, name: str, waited: Callable[[Waits], None]) -> None:
-        self.streams.add(gradient, lambda gradient: waited(self._add(gradient, target, name)))
+        world = len(target.shards)
+        turns = [(self.heap.rank + step) % world for step in range(world)]
+
+        def add(gradient: torch.Tensor) -> None:
+            target.begin_addition()
+            rows = gradient.split([len(shard) for shard in target.shards])
+            pending = {owner: rows[owner] for owner in turns if rows[owner].numel()}
+            waited(self._add(pending, target, name))
+
+        self.streams.add(gradient, add)
+
+    def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> AddRows:
+        target.begin_addition()
+
+        def add(owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
+            waited(self._add({owner: rows}, target, name, at))
+
+        return add
 
     @torch.no_grad()
-    def _add(self, gradient: torch.Tensor, target: Target, name: str) -> Waits:
+    def _add(self, pending: dict[int, torch.Tensor], target: Target, name: str, at: int | torch.Tensor = 0) -> Waits:
+        """Adds the `pending` rows of each owner to its shard, from row `at` on; returns the long waits for locks."""
         waits: Waits = []
-        target.begin_addition()
-        rows = gradient.split([len(shard) for shard in target.shards])
-        world = len(target.shards)
         with record_function("odc.accumulate"), self._threads.setdefault(target.slot, threading.Lock()):
-            pending = [(self.heap.rank + step) % world for step in range(world)]
-            pending = [owner for owner in pending if target.shards[owner].numel()]
             stuck_s: float | None = None
             while pending:
                 before_s = time.monotonic()
-                left = [owner for owner in pending if not self._try_add(rows[owner], target, owner)]
+                left = {o: rows for o, rows in pending.items() if not self._try_add(rows, target, o, at)}
                 if len(left) < len(pending):
                     if stuck_s is not None and before_s - stuck_s > _LONG_WAIT_S:
                         waits.append((stuck_s, before_s))
                     stuck_s = None
                 else:
                     stuck_s = before_s if stuck_s is None else stuck_s
-                    self._raise_if_late(before_s - stuck_s, target.slot, left[0], name)
+                    self._raise_if_late(before_s - stuck_s, target.slot, next(iter(left)), name)
                     time.sleep(_NAP_S)
                 pending = left
         return waits
 
-    def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> AddRows:
-        target.begin_addition()
-
-        @torch.no_grad()
-        def add_under_lock(owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
-            begin_s = stuck_until_s = time.monotonic()
-            with record_function("odc.accumulate"), self._threads.setdefault(target.slot, threading.Lock()):
-                while not self._try_add(rows, target, owner, at):
-                    self._raise_if_late(time.monotonic() - begin_s, target.slot, owner, name)
-                    time.sleep(_NAP_S)
-                    stuck_until_s = time.monotonic()
-            if stuck_until_s - begin_s > _LONG_WAIT_S:
-                waited([(begin_s, stuck_until_s)])
-
-        return add_under_lock
-
-    def _try_add(self, rows: torch.Tensor, target: Target, owner: int, at: int | torch.Tensor = 0) -> bool:
+    def _try_add(self, rows: torch.Tensor, target: Target, owner: int, at: int | torch.Tensor) -> bool:
         if not self.heap.try_lock(target.slot, owner):
             return False
         try:

@@ -19,8 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.layout import Region
 from ..comm.memory.heap import SymmetricHeap
 from ..engine.passes import Passes
-from ..engine.pending import PendingGradient
-from ..engine.shard import Shard
+from ..engine.shard import PendingGradient, Shard
 from ..engine.transport import Target, Transport
 from .found import FsdpParameter, FsdpUnit
 

@@ -166,11 +166,6 @@ def _contend(rank: int, world: int) -> list[float]:
     return heap.whole(region).unique().tolist()
 
 
-def test_contention_is_exact() -> None:
-    want = [float(sum(1 + (number + rank) % 3 for rank in range(3) for number in range(ROUNDS)))]
-    assert ranks.run(_contend, 3) == [want] * 3
-
-
 def _two_threads(rank: int, world: int) -> list[float]:
     """Two threads of each rank add whole gradients of one parameter: fcntl alone would not keep them apart."""
     model = fully_shard(nn.Linear(768, 768, bias=False))
@@ -188,10 +183,6 @@ def _two_threads(rank: int, world: int) -> list[float]:
         thread.join()
     dist.barrier()
     return parameter.shard.gradient_shard.unique().tolist()
-
-
-def test_threads_add_exactly() -> None:
-    assert ranks.run(_two_threads, 2) == [[float(2 * 2 * (ROUNDS // 8))]] * 2
 
 
 def _killed_holder(rank: int, world: int) -> tuple:
@@ -237,10 +228,6 @@ def _forked(rank: int, world: int) -> tuple[list[int], bool]:
     return seen
 
 
-def test_a_forked_child_leaves_nothing() -> None:
-    assert ranks.run(_forked, 2) == [([0, 0], True)] * 2
-
-
 def test_a_folder_too_long_for_sockets() -> None:
     check_socket_folder("/tmp")
     check_socket_folder("/" + "a" * 89)
@@ -260,3 +247,10 @@ def test_another_heap_names_ranks_alike() -> None:
     heap.first, heap.near = 4, frozenset({0})
     other = heap.another(size_bytes=64, slots=1, token="unused", timeout_s=LONG_S)
     assert (other.first, other.near) == (4, frozenset({0}))
+
+
+def test_contention_threads_and_forks() -> None:
+    contended, added, left = ranks.run_all(2, _contend, _two_threads, _forked)
+    assert contended == [[float(sum(2 + number % 3 + (number + 1) % 3 for number in range(ROUNDS)))]] * 2
+    assert added == [[float(2 * 2 * (ROUNDS // 8))]] * 2
+    assert left == [([0, 0], True)] * 2

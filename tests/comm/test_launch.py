@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from odc_triton.comm.launch import Interrupted, LocalRanks, RemoteTraceback, how_it_ended, launch, warn_of_few_cores
+from odc_triton.comm.launch import Interrupted, LocalRanks, RemoteTraceback, launch, warn_of_few_cores
 from tests.comm.launched import work
 from tests.support import leftovers, slow
 from tests.support.deadlines import LONG_S, SHORT_S
@@ -161,13 +161,6 @@ def test_more_ranks_than_cores(capfd: pytest.CaptureFixture[str], monkeypatch: p
     assert capfd.readouterr().err == ""
     warn_of_few_cores(cores + 1)
     assert f"{cores + 1} ranks share {cores} cores" in capfd.readouterr().err
-
-
-def test_a_rank_that_met_an_instruction_its_cpu_lacks() -> None:
-    code = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
-    status = subprocess.run([sys.executable, "-c", code], check=False).returncode
-    assert "killed by SIGILL" in how_it_ended(status)
-    assert "ONEDNN_MAX_CPU_ISA=" in how_it_ended(status)
 
 
 def test_exit_functions_are_not_waited_for():

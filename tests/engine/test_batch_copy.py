@@ -19,7 +19,7 @@ from odc_triton.engine.transport import DeviceStreams
 from tests.support.simulated import SimulatedDevice
 
 INVALID = 1
-VERSIONS = pytest.mark.parametrize("version", [12080, 12090, 13000])
+VERSIONS = pytest.mark.parametrize("version", [12080, 13000])
 _ARGUMENTS = [POINTER(c_void_p), POINTER(c_void_p), POINTER(c_size_t), c_size_t, c_void_p, POINTER(c_size_t), c_size_t]
 
 

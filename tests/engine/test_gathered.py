@@ -81,9 +81,22 @@ def test_one_unit_and_the_next_are_whole() -> None:
     assert watch.seen == forward + backward
 
 
-def test_nothing_is_freed_between_forward_and_backward_if_told_so() -> None:
-    model = _sharded(reshard_after_forward=False)
+def test_what_is_whole_between_forward_and_backward() -> None:
+    """By default the root alone stays whole. An evaluation and a forward that failed leave nothing whole."""
+    model = _sharded()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.randn(5, 4, device=DEVICE))
+    assert filled(model) == []
+    for _ in range(2):
+        with torch.no_grad():
+            model(torch.randn(5, 3, device=DEVICE))
+        assert filled(model) == []
     with minibatch(model):
+        loss = model(torch.randn(5, 3, device=DEVICE)).sum()
+        assert filled(model) == _b()
+        loss.backward()
+        assert filled(model) == []
+        model.set_reshard_after_forward(False)
         loss = model(torch.randn(5, 3, device=DEVICE)).sum()
         assert filled(model) == _b(0, 1, 2, 3)
         loss.backward()
@@ -92,30 +105,6 @@ def test_nothing_is_freed_between_forward_and_backward_if_told_so() -> None:
         loss = model(torch.randn(5, 3, device=DEVICE)).sum()
         assert filled(model) == []
         loss.backward()
-
-
-def test_the_root_stays_whole_between_forward_and_backward() -> None:
-    model = _sharded()
-    with minibatch(model):
-        loss = model(torch.randn(5, 3, device=DEVICE)).sum()
-        assert filled(model) == _b()
-        loss.backward()
-        assert filled(model) == []
-
-
-def test_evaluation_leaves_nothing_whole() -> None:
-    model = _sharded()
-    for _ in range(2):
-        with torch.no_grad():
-            model(torch.randn(5, 3, device=DEVICE))
-        assert filled(model) == []
-
-
-def test_a_failed_forward_leaves_nothing_whole() -> None:
-    model = _sharded()
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        model(torch.randn(5, 4, device=DEVICE))
-    assert filled(model) == []
 
 
 def test_unshard_keeps_a_unit_whole() -> None:

@@ -285,17 +285,6 @@ def test_an_exception_leaves_nothing_whole(how: str) -> None:
     _compare(case, *_train(model, case))
 
 
-def test_values_written_before_a_minibatch_are_read() -> None:
-    model, plain = _shard(Case()), Net().to(DEVICE)
-    model(_data(0))  # an evaluation that builds a graph
-    with torch.no_grad():
-        for parameter in [*model.parameters(), *plain.parameters()]:
-            parameter.mul_(0.5)
-    with minibatch(model):
-        y = model(_data(1))
-    torch.testing.assert_close(y, plain(_data(1)))
-
-
 @dataclasses.dataclass
 class State:
     x: torch.Tensor

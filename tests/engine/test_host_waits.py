@@ -11,7 +11,6 @@ from torch import nn
 from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
 from odc_triton.balance.collate import count_target_tokens, pack_collate, to_device
 from odc_triton.hf import enable_packing, summed_losses
-from odc_triton.nn.functional.log_probs import token_log_probs
 from odc_triton.nn.replace import replace_layers
 from tests.support import ranks
 from tests.support.host_waits import HostWaits
@@ -61,9 +60,8 @@ def _counted(
 
 
 CASES = [
-    *((name, (), "none", False, "auto") for name in ("Mistral", "Gemma3", "Phi3", "GPT2", "Qwen3Moe")),
+    *((name, (), "none", False, "auto") for name in ("Gemma3", "GPT2", "Qwen3Moe")),
     ("Qwen2", (), "checkpointing", True, "auto"),
-    ("Qwen2", LAYERS, "none", False, "auto"),
     ("Qwen3", (*LAYERS, "head"), "none", False, "auto"),
     ("Qwen2", LAYERS, "none", False, "qkv=triton/gathered"),
     ("Llama", (*LAYERS, "head"), "checkpointing", True, "auto"),
@@ -76,16 +74,6 @@ def test_nothing_waits() -> None:
             waits = {what for what in found if what.partition(" at ")[2].partition(":")[0] not in ON_THE_CPU_ONLY}
             assert not waits, case
             assert bool(found) == bool(case[1]), "what only the CPU does is seen"
-
-
-def test_a_head_that_is_whole_waits_for_nothing() -> None:
-    model = nn.Linear(2, 2)
-    fully_shard(model, backend="cpu-sharded")
-    h, weight = torch.randn(5, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
-    with HostWaits(model) as waits:
-        logp, entropy = token_log_probs(h, weight, torch.arange(5))
-        (logp.sum() + entropy.sum()).backward()
-    assert {what.partition(" at ")[2].partition(":")[0] for what in waits.found} == {"functional/log_probs.py"}
 
 
 def test_what_waits_is_seen() -> None:
@@ -102,23 +90,6 @@ def test_what_waits_is_seen() -> None:
         "nonzero at hf/attention.py": 2,
         "tolist at hf/attention.py": 2,
     }
-
-
-def test_what_a_users_loss_waits_for_is_seen() -> None:
-    model = nn.Sequential(nn.Linear(3, 2))
-    fully_shard(model, backend="cpu-sharded")
-    with minibatch(model), HostWaits(model) as waits:
-        loss = model(torch.ones(4, 3)).sum()
-        float(loss.detach())
-        loss[None][torch.tensor([True])].tolist()
-        torch.tensor([1.0], device="cpu")
-        loss.backward()
-    assert sorted(what.partition(" at ")[0] for what in waits.found) == [
-        "_local_scalar_dense",
-        "index by a mask",
-        "tensor",
-        "tolist",
-    ]
 
 
 @pytest.mark.parametrize("layers", [1, 3])

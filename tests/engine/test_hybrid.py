@@ -41,10 +41,8 @@ BF16 = torch.bfloat16
     ("shape", "name", "backend", "style"),
     [
         ((2, 2), "conv", "cpu", "root"),
-        ((2, 2), "gpt2-tied", "cpu", "root"),
         ((2, 2), "qwen2", "cpu-sharded", "bottom-up"),
         ((3, 1), "conv", "cpu-sharded", "root"),
-        ((1, 2), "conv", "cpu", "root"),
     ],
 )
 def test_against_one_process(shape: tuple[int, int], name: str, backend: str, style: str) -> None:
@@ -106,7 +104,7 @@ def _rows(rank: int, world: int, dtype: torch.dtype | None, meta: str) -> tuple:
     [
         (None, "none"),
         (BF16, "others"),
-        (BF16, "all"),
+        slow(BF16, "all"),
     ],
 )
 def test_odd_rows(dtype: torch.dtype | None, meta: str) -> None:
@@ -193,8 +191,8 @@ def _load(rank: int, world: int, shape: tuple[int, ...], folder: str, name: str)
 @pytest.mark.parametrize(
     ("name", "saved", "loaded"),
     [
-        ("conv", (2, 2), [(2, 2), (2,)]),
-        ("conv", (2,), [(2, 2)]),
+        ("conv", (2, 2), [(2,)]),
+        slow("conv", (2,), [(2, 2)]),
         slow("qwen2", (2, 2), [(2,)]),  # bf16 beside fp32 masters
     ],
 )
@@ -222,8 +220,6 @@ def _killed(rank: int, world: int, where: str, victim: int) -> tuple:
     start_s = time.monotonic()
     try:
         for number in range(2):
-            if number == 1 and where == "forward":
-                model.conv1.register_forward_hook(die)
             with minibatch(model, tokens=1):
                 CASES["conv"].loss(model, batch).backward()
             if number == 1 and where == "sum":
@@ -239,7 +235,7 @@ def _killed(rank: int, world: int, where: str, victim: int) -> tuple:
     return "no error", [], "", 0.0
 
 
-@pytest.mark.parametrize(("where", "victim"), [("forward", 3), ("sum", 3), ("step", 0)])
+@pytest.mark.parametrize(("where", "victim"), [("sum", 3), ("step", 0)])
 def test_a_killed_rank_is_named_by_all_others(where: str, victim: int) -> None:
     with ranks.start(_killed, 4, where, victim) as job:
         others = [rank for rank in range(4) if rank != victim]

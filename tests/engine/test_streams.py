@@ -178,60 +178,6 @@ def test_a_device_that_does_not_end_is_named() -> None:
         streams.drain(0.1, "reading")
 
 
-class TestSimulatedDevice:
-    """What a missing wait comes to. `DeviceStreams` makes them all, so these go past it."""
-
-    def test_a_kind_that_is_none(self) -> None:
-        with pytest.raises(ValueError, match="'late' or 'early', not 'slow'"):
-            SimulatedDevice("slow")
-
-    @KINDS
-    def test_work_that_did_not_wait_for_what_is_computed(self, kind: str) -> None:
-        device, total = SimulatedDevice(kind), torch.zeros(2)
-        side, gradient = device.stream(), torch.ones(2)
-        side.wait_stream(device.current())
-        device.enqueue(side, total.add_, gradient)
-        assert device.has_come(side.record_event())
-        assert total.tolist() == [1.0] * 2
-        device.enqueue(side, total.add_, gradient)  # something may have been computed since
-        assert device.has_come(side.record_event())
-        assert total.isnan().all()
-
-    def test_work_in_freed_memory(self) -> None:
-        device = SimulatedDevice("late")
-        side, buffer = device.stream(), torch.ones(2)
-        device.enqueue(side, lambda: None, buffer.untyped_storage())
-        device.free(buffer.untyped_storage())
-        with pytest.raises(RuntimeError, match="memory that was freed"):
-            device.has_come(side.record_event())
-
-    @pytest.mark.parametrize("has_another_view", [False, True])
-    def test_work_on_a_tensor_that_is_gone(self, has_another_view: bool) -> None:
-        device, total = SimulatedDevice("late"), torch.zeros(2)
-        side, gradient = device.stream(), torch.ones(2)
-        view = gradient.view(2) if has_another_view else None
-        side.wait_stream(device.current())
-        device.enqueue(side, total.add_, gradient)
-        del gradient
-        if has_another_view:
-            device.has_come(side.record_event())
-            assert total.tolist() == view.tolist() == [1.0] * 2
-        else:
-            with pytest.raises(RuntimeError, match="memory that was freed"):
-                device.has_come(side.record_event())
-
-    def test_new_and_freed_memory_is_poison(self) -> None:
-        device, buffer = SimulatedDevice("early"), torch.ones(2)
-        storage = buffer.untyped_storage()
-        device.free(storage)
-        device.allocate(storage, 8)
-        assert buffer.isnan().all()
-        kept = (gradient := torch.ones(2)).untyped_storage()
-        device.enqueue(device.current(), lambda gradient: None, gradient)
-        del gradient
-        assert kept.tolist() == [0xFF] * 8
-
-
 def _gathered(kind: str, rows: tuple[int, ...] = (3, 2)) -> tuple[GatheredParameters, list[torch.Tensor]]:
     """A parameter of rank 1, of which each owner has so many rows."""
     spec = ParameterSpec(
