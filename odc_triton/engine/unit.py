@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,8 +24,6 @@ from .gathered import GatheredParameters
 from .parameter import ShardedParameter
 from .participant import Participant
 from .passes import Passes, in_backward_pass, watch_end_of_backward
-
-Step = TypeVar("Step", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,34 +48,17 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-class StepOrder(Generic[Step]):
-    """Tells, as each step begins, which step followed it last time. A wrong guess costs only time."""
-
-    def __init__(self) -> None:
-        self._followed_by: dict[Step, Step] = {}
-        self._last: Step | None = None
-
-    def begin(self, step: Step) -> Step | None:
-        """Notes that `step` begins; returns the step that followed it last time, None if unknown."""
-        if self._last is not None and self._last != step:
-            self._followed_by[self._last] = step
-        self._last = step
-        return self._followed_by.get(step)
-
-    def end(self) -> None:
-        """Ends a microbatch's steps: what comes next does not follow them."""
-        self._last = None
-
-
 class Prefetch:
-    """Fills a unit that is needed, and starts filling the one that came after it in the last microbatch.
+    """Fills a unit that is needed, and starts filling the one that came after it in the last microbatch: a wrong guess
+    costs only time.
 
     `lock` guards which units are whole: evaluations may run in several threads.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._order: StepOrder[tuple[bool, Unit]] = StepOrder()
+        self._followed_by: dict[tuple[bool, Unit], tuple[bool, Unit]] = {}  # (in a backward, unit), the last time
+        self._last: tuple[bool, Unit] | None = None  # in this microbatch
         self._ahead: Unit | None = None  # fetched, not needed yet
 
     def needs(self, unit: Unit, *, in_backward: bool) -> None:
@@ -87,7 +68,10 @@ class Prefetch:
             if self._ahead is unit:
                 self._ahead = None
             self._let_go_ahead()
-            following = self._order.begin((in_backward, unit))
+            step, last = (in_backward, unit), self._last
+            if last is not None and last != step:
+                self._followed_by[last] = step
+            self._last, following = step, self._followed_by.get(step)
             unit.wait()
             if following is not None and not following[1].is_fetched:
                 self._ahead = following[1]
@@ -102,7 +86,7 @@ class Prefetch:
         """Forgets its last unit: the next one does not follow it."""
         with self.lock:
             self._let_go_ahead()
-            self._order.end()
+            self._last = None
 
 
 class Unit:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
-from odc_triton.comm.launch import Interrupted, LocalRanks, RemoteTraceback, launch, warn_of_few_cores
+from odc_triton.comm.launch import Interrupted, LocalRanks, RemoteTraceback, launch
 from tests.comm.launched import work
 from tests.support import leftovers, slow
 from tests.support.deadlines import LONG_S, SHORT_S
@@ -152,15 +151,6 @@ def test_ranks_die_with_their_launcher(tmp_path: Path, code: str) -> None:
     while alive := [pid for pid in pids if leftovers.is_running(pid)]:
         assert time.monotonic() < deadline_s, f"ranks {alive} outlive their launcher"
         time.sleep(0.05)
-
-
-def test_more_ranks_than_cores(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    cores = len(os.sched_getaffinity(0))
-    warn_of_few_cores(cores)
-    assert capfd.readouterr().err == ""
-    warn_of_few_cores(cores + 1)
-    assert f"{cores + 1} ranks share {cores} cores" in capfd.readouterr().err
 
 
 def test_exit_functions_are_not_waited_for():

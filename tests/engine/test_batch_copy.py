@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from odc_kernels.batch_copy import Batch, BatchCopy, torchs_batch_copy
+from odc_kernels.batch_copy import Batch, BatchCopy
 from odc_kernels.peers import shards_of
 from odc_triton.comm.layout import ParameterSpec
 from odc_triton.engine.gathered import GatheredParameters
@@ -157,13 +157,6 @@ def test_what_a_kernel_gathers_is_in_no_batch(monkeypatch: pytest.MonkeyPatch) -
     assert runtime.calls == []
 
 
-def test_ranks_that_share_a_gpu() -> None:
-    runtime = Runtime(13000)
-    unit, _ = _unit(runtime, "early", near=frozenset(range(8)))
-    unit.fetch("me", 1)
-    assert {flags for _, made in runtime.calls for _, flags in made} == {0}
-
-
 @VERSIONS
 def test_a_refusal(version: int) -> None:
     runtime, memory = Runtime(version), torch.zeros(8)
@@ -190,12 +183,3 @@ def test_what_can_not_be_copied() -> None:
 )
 def test_which_runtimes_have_it(version: int, driver: int, is_there: bool) -> None:
     assert (BatchCopy.of(Runtime(version, driver), lambda: 1) is not None) == is_there
-
-
-def test_torchs_own_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only if torch has loaded it: a copy of the library would be another runtime."""
-    found = torchs_batch_copy.__wrapped__
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert found() is None
-    monkeypatch.setattr(torch.version, "cuda", "99.1")
-    assert found() is None

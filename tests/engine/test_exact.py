@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from odc_triton import MinibatchToRepeat, full_parameters, fully_shard, minibatch, repeating
-from odc_triton.engine import exact as exact_sums
 from odc_triton.engine.exact import ExactSum
 from tests.support import ranks, slow
 from tests.support.models import CASES, MIXTURES, build, microbatches
@@ -53,28 +52,6 @@ def test_any_order_gives_the_same_integers_near_the_true_sum(contributions: list
         true = sum(Fraction(each[place]) for each in contributions)
         # Each contribution is cut off below 2^-38, the sum is rounded once to fp32.
         assert abs(Fraction(got) - true) <= len(contributions) * Fraction(1, 2**38) + abs(true) * Fraction(1, 2**24)
-
-
-class OnAGpu(torch.Tensor):
-    """Says that it is on a GPU."""
-
-    is_cuda = property(lambda self: True)
-
-
-def test_a_gpu_publishes_in_few_launches_and_adds_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_sums, "_BLOCK", 2)
-    monkeypatch.setattr(exact_sums, "_BLOCK_ON_A_GPU", 6)
-    exact, split = ExactSum(), torch.Tensor.split
-    sizes: list[int] = []
-    monkeypatch.setattr(torch.Tensor, "split", lambda self, size, dim=0: sizes.append(size) or split(self, size, dim))
-    shard = torch.arange(10) << (exact.exponent + 1)
-    for kind, block in ((torch.Tensor, 2), (OnAGpu, 6)):
-        landed = exact.value(shard.as_subclass(kind), torch.full((10,), torch.nan))
-        assert landed.tolist() == [2.0 * number for number in range(10)]
-        assert {*sizes} == {block}
-        sizes.clear()
-    with pytest.raises(ValueError, match=r"would wait for the GPU .* add them by a kernel"):
-        exact.add(shard, 0, torch.ones(2).as_subclass(OnAGpu))
 
 
 @settings(max_examples=300, deadline=None)
@@ -148,11 +125,19 @@ def test_what_is_not_finite_is_told_and_not_added() -> None:
         assert shard.tolist() == [0, 0]
 
 
+class OnAGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = property(lambda self: True)
+
+
 def test_rows_by_index_and_more_than_a_block() -> None:
     exact, shard = ExactSum(), torch.zeros(5, 2, dtype=torch.int64)
     exact.add(shard, torch.tensor([3, 0, 3]), torch.tensor([[1.0, 2.0], [4.0, 8.0], [16.0, 32.0]]))
     assert (shard / 2**38).tolist() == [[4, 8], [0, 0], [0, 0], [17, 34], [0, 0]]
     assert exact.additions == 3
+    with pytest.raises(ValueError, match=r"would wait for the GPU .* add them by a kernel"):
+        exact.add(torch.zeros(2, dtype=torch.int64), 0, torch.ones(2).as_subclass(OnAGpu))
     many, values = torch.zeros(200_003, dtype=torch.int64), torch.randn(200_003)
     exact.add(many, 0, values.bfloat16())
     assert torch.equal(many, (values.bfloat16().double() * 2**38).round().long())

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from odc_triton import full_parameters, fully_shard, minibatch
-from odc_triton.engine.unit import Prefetch, Slot, StepOrder
+from odc_triton.engine.unit import Prefetch, Slot
 from tests.support import ranks
 from tests.support.blocks import Residual, filled
 from tests.support.place import DEVICE, INTERPRETED
@@ -270,17 +270,6 @@ def test_a_heap_lives_as_long_as_parameters_in_it() -> None:
     fully_shard(model, backend=backend)
     gc.collect()
     assert heap() is not None
-
-
-def test_order() -> None:
-    order: StepOrder[str] = StepOrder()
-    assert [order.begin(step) for step in "abc"] == [None, None, None]
-    order.end()
-    assert [order.begin(step) for step in "abd"] == ["b", "c", None]
-    order.end()
-    assert [order.begin(step) for step in "ab"] == ["b", "d"]
-    order.end()
-    assert order.begin("c") is None, "what follows a microbatch is not its end"
 
 
 class _Fetched:
