@@ -146,26 +146,15 @@ def _lora() -> nn.Module:
     return model
 
 
-def _evaluations_between(model: nn.Module, number: int) -> torch.Tensor:
-    y = model(_data(number))
-    with torch.no_grad():
-        reference = model(_data(number + 50))
-    with torch.inference_mode():
-        model(_data(number))
-    _loss(y - reference).backward()
-    return y
-
-
 def _checkpointed(model: nn.Module, number: int, *, how: str, **kind: bool) -> torch.Tensor:
     if how == "model":
         _loss(y := checkpoint(model, _data(number).requires_grad_(), **kind)).backward()
         return y
-    first = 1 if how == "blocks" else 2  # how many blocks in the first part
 
     def part(start: int, stop: int, x: torch.Tensor) -> torch.Tensor:
         return part(start + 1, stop, model.blocks[start](x)) if start < stop else x
 
-    model.body = lambda x: checkpoint(partial(part, first, 3), checkpoint(partial(part, 0, first), x, **kind), **kind)
+    model.body = lambda x: checkpoint(partial(part, 2, 3), checkpoint(partial(part, 0, 2), x, **kind), **kind)
     return _simple(model, number)
 
 
@@ -183,11 +172,10 @@ _KINDS = {
 CASES = {
     "nested": Case(build=partial(Net, Outer), inner=_outer_and_inner),
     "lora": Case(build=_lora),
-    "evaluations between": Case(microbatch=_evaluations_between),
     "compiled": Case(prepare=_compile),
     **{
         f"checkpoint {how} {kind}": Case(microbatch=partial(_checkpointed, how=how, **_KINDS[kind]))
-        for how, kind in (("blocks", "saved"), ("segment", "reentrant"), ("segment", "late"), ("model", "saved"))
+        for how, kind in (("segment", "reentrant"), ("segment", "late"), ("model", "saved"))
     },
 }
 
@@ -244,7 +232,6 @@ class IgnoringNet(Net):
 CASES |= {
     "two forwards, one backward": Case(microbatch=_two_forwards),
     "nested from the second on": Case(build=partial(Net, Outer), inner=_outer_and_inner, microbatch=_later_inner),
-    "checkpoint model reentrant": Case(microbatch=partial(_checkpointed, how="model", use_reentrant=True)),
     "a method calls the forward": Case(
         build=Method, microbatch=_method, prepare=lambda model: register_fsdp_forward_method(model, "loss")
     ),
