@@ -33,25 +33,24 @@ class Feature(NamedTuple):
 FEATURES = {
     "scalars": Feature((), r"is_scalar|whole_shape"),
     "exact sums": Feature(
-        ("engine/exact*.py", "checkpoint/repeat.py"),
-        r"(?i:exact|\w*_exact|exact_?\w+)|MinibatchToRepeat|repeat(ed|ing)",
+        ("engine/exact*.py", "checkpoint/repeat.py"), r"(?i:exact|\w*_exact|exact_?\w+)|MinibatchToRepeat|repeat(ed|ing)"
     ),
     "split sequences": Feature(
         ("sequence/*", "balance/pieces.py", "balance/split.py"),
-        r"enable_split|split_(tokens|sequences|across_hosts|forward|bytes)|SplitPlan|(No)?Pieces?|blocked_on",
+        r"(enable_)?split|split_(tokens|sequences|across_hosts|forward|bytes)|SplitPlan|(No)?Pieces?|blocked_on",
     ),
     "shared prefixes": Feature(
         ("balance/relatives.py", "balance/shared.py", "balance/line.py", "sequence/tree.py", "sequence/flash.py"),
-        r"\w*shares?_prefix\w*|[Rr]elatives|AttentionOfTree",
+        r"(?i:\w*prefix(es)?)|relatives?|Relatives?|siblings?|AttentionOfTree",
     ),
     "images": Feature(
         (
             *("balance/pictures.py", "balance/tower.py", "train/vision.py", "hf/images.py", "hf/picture_records.py"),
             *(f"data/{name}.py" for name in ("pictures", "shown", "parts", "vision")),
         ),
-        r"(?i:\w*(pictures|picture_|vision|tower)\w*)|PictureProcessor|images|image_blocks",
+        r"(?i:\w*(picture|pixel|vision|tower)\w*)|images?|image_\w+",
     ),
-    "replicas": Feature(("comm/replicas.py", "comm/peers.py", "comm/grid.py"), r"(?i:\w*replicas?(_\w+)?)|PeerStatus"),
+    "replicas": Feature(("comm/replicas.py", "comm/peers.py"), r"(?i:\w*replicas?(_\w+)?)|PeerStatus"),
     "bridge to FSDP2": Feature(("fsdp2/*",), r"Bridged\w*|use_odc"),
     "Muon": Feature(("optim/*",), r"(?i:\w*muon\w*)"),
     "background checkpoints": Feature(("checkpoint/background.py",), r"(?i:\w*background\w*)|is_dropped"),
