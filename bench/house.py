@@ -33,7 +33,8 @@ class Feature(NamedTuple):
 FEATURES = {
     "scalars": Feature((), r"is_scalar|whole_shape"),
     "exact sums": Feature(
-        ("engine/exact*.py", "checkpoint/repeat.py"), r"(?i:exact|\w*_exact|exact_?\w+)|MinibatchToRepeat|repeat(ed|ing)"
+        ("engine/exact*.py", "checkpoint/repeat.py"),
+        r"(?i:exact|\w*_exact|exact_?\w+)|MinibatchToRepeat|repeat(ed|ing)",
     ),
     "split sequences": Feature(
         ("sequence/*", "balance/pieces.py", "balance/split.py"),
