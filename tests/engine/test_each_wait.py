@@ -27,9 +27,14 @@ _TIMEOUT_S = 240.0
 _BROKEN = re.compile(r"\b((Import|ModuleNotFound|Syntax|Indentation|Name|UnboundLocal)Error|Timeout \(>)")
 
 
-def _find(sources: list[Path], wait: Wait) -> tuple[Path, re.Match[str]]:
+def _sources(root: Path, *names: str) -> dict[Path, str]:
+    return {path: path.read_text() for name in names for path in (root / name).rglob("*.py")}
+
+
+def _find(sources: dict[Path, str], wait: Wait) -> tuple[Path, re.Match[str]]:
     """Where it is written. Fails unless that is one place."""
-    found = [(path, match) for path in sources for match in wait.pattern.finditer(path.read_text())]
+    has_it = [(path, text) for path, text in sources.items() if wait.text in text]
+    found = [(path, match) for path, text in has_it for match in wait.pattern.finditer(text)]
     advice = "update the table in tests/support/waits.py"
     assert found, f"the wait {wait.name!r} is no longer written as {wait.text!r}: {advice}"
     places = ", ".join(path.name for path, _ in found)
@@ -38,7 +43,7 @@ def _find(sources: list[Path], wait: Wait) -> tuple[Path, re.Match[str]]:
 
 
 def test_every_wait_is_written_in_one_place_and_has_a_test() -> None:
-    sources = [path for name in ("odc_triton", "kernels") for path in (_REPOSITORY / name).rglob("*.py")]
+    sources = _sources(_REPOSITORY, "odc_triton", "kernels")
     for wait in WAITS:
         _find(sources, wait)
         path, _, test = wait.test.partition("::")
@@ -57,8 +62,8 @@ def copy() -> Iterator[Path]:
 
 
 def _remove(copy: Path, wait: Wait) -> None:
-    path, match = _find([path for name in ("odc_triton", "odc_kernels") for path in (copy / name).rglob("*.py")], wait)
-    source = path.read_text()
+    path, match = _find(_sources(copy, "odc_triton", "odc_kernels"), wait)
+    source = match.string
     path.write_text(source[: match.start("wait")] + wait.without + source[match.end("wait") :])
 
 

@@ -87,6 +87,14 @@ def test_a_buffer_is_filled_again_after_it_was_read(near: str | None) -> None:
     assert torch.equal(weight.buffer, torch.cat(others.shards))
 
 
+def test_a_buffer_is_filled_after_it_was_made() -> None:
+    device, (_, peers), done = SimulatedDevice(), _peers(near=None), []
+    device.enqueue(device.current(), lambda: done.append("zeros"))
+    weight = pull(peers=peers, staged=StagedWeight.of(peers, on=device))
+    assert device.has_come(weight.stream.record_event())
+    assert done == ["zeros"]
+
+
 @pytest.mark.skipif(not place.INTERPRETED, reason="the simulated device is a CPU")
 @pytest.mark.parametrize("kernel", ["product", "gradient"])
 def test_a_buffer_is_filled_again_after_a_kernel_has_read_it(kernel: str) -> None:
