@@ -39,7 +39,7 @@ class Engine(Protocol):
         debug: bool,
     ) -> None:
         super().__init__(grid=grid, transport=transport, barrier=barrier, replicas=replicas)
-        self.debug, self.deterministic = debug, deterministic
+        self.deterministic = deterministic
         self.units: list[Unit] = []
         self.parameters: list[ShardedParameter] = []  # those of `shards`, in their order
         self.ignored: dict[int, nn.Parameter] = {}  # fully_shard's ignored_params, by id

@@ -130,15 +130,12 @@ def _with(choice: Choice, words: tuple[str, ...]) -> Choice:
     return choice
 
 
-def _from_environment(text: str) -> dict[str, tuple[str, ...]]:
+def _words(operator: str, environment: str, given: str) -> tuple[str, ...]:
     try:
-        return parse(text)
+        variable = parse(environment)
     except ValueError as error:
         raise ValueError(f"{VARIABLE}: {error}") from None
-
-
-def _words(operator: str, environment: str, given: str) -> tuple[str, ...]:
-    return *_from_environment(environment).get(operator, ()), *parse(given).get(operator, ())
+    return *variable.get(operator, ()), *parse(given).get(operator, ())
 
 
 _words_cached = functools.lru_cache(maxsize=4096)(_words)
@@ -194,21 +191,24 @@ def choose(
     return _look_up(operator, shape, tokens, device_type, _words_cached(operator, environment, given), table)[0]
 
 
+def _for_any_tokens(
+    operator: str, shape: tuple[int, ...], device_type: str, given: str, table: tuple[Entry, ...]
+) -> list[Choice]:
+    """`torch.compile` traces it, so nothing is cached."""
+    words = _words(operator, os.environ.get(VARIABLE, ""), given)
+    return _look_up(operator, shape, None, device_type, words, table)
+
+
 def is_gathered(
     operator: str, *, shape: tuple[int, ...], device_type: str, given: str = AUTO, table: tuple[Entry, ...] = TABLE
 ) -> bool:
     """True if the weight is read from its unit's whole tensors for some number of tokens, so must be among them."""
-    words = _words(operator, os.environ.get(VARIABLE, ""), given)
-    found = _look_up(operator, shape, None, device_type, words, table)
+    found = _for_any_tokens(operator, shape, device_type, given, table)
     return any(choice.strategy == "gathered" for choice in found)
 
 
 def is_by_kernel(
     operator: str, *, shape: tuple[int, ...], device_type: str, given: str = AUTO, table: tuple[Entry, ...] = TABLE
 ) -> bool:
-    """True if kernels run it, for operators where this does not depend on the number of tokens.
-
-    `torch.compile` traces it, so nothing is cached.
-    """
-    words = _words(operator, os.environ.get(VARIABLE, ""), given)
-    return _look_up(operator, shape, None, device_type, words, table)[0].backend == "triton"
+    """True if kernels run it, for operators where this does not depend on the number of tokens."""
+    return _for_any_tokens(operator, shape, device_type, given, table)[0].backend == "triton"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -179,15 +178,6 @@ def fused_class(family: Family) -> type[nn.Module]:
     """The family's class with `FusedProjections` in front: still a subclass, for hooks that look for the class."""
     name = f"Fused{family.name}"
     return type(name, (FusedProjections, family.attention), {"__module__": __name__, "_odc_family": family})
-
-
-def __getattr__(name: str) -> type[nn.Module]:
-    """`FusedLlamaAttention` and so on: where pickle looks for the class of a saved module."""
-    for family in FAMILIES:
-        if name == f"Fused{family.name}":
-            importlib.import_module(family.module)
-            return fused_class(family)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @torch.no_grad()

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import warnings
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from odc_kernels import tiles
 from ..base.files import write_file
 from ..base.report import installed
 from .choice import TABLE, WORDS, Choice, Entry, as_choice
-from .choice import VARIABLE as OPERATORS
 
 VARIABLE = "ODC_TUNED"
 OFF = "off"
@@ -111,18 +109,6 @@ def load(place: Place, folder: Path | None) -> Tuned:
 def _unused(path: Path, why: str) -> Tuned:
     remedy = f"Run `odc-triton tune` again, remove it, or set {VARIABLE}={OFF}"
     return Tuned(unused=f"{path} is not used: {why}. {remedy}")
-
-
-def warn_of_untuned(backend: str, tuned: Tuned) -> None:
-    """On a GPU, warns once that replaced layers use the shipped table, unless a choice was made."""
-    chosen = tuned.digest or tuned.unused or default_folder() is None or OPERATORS in os.environ
-    if backend == "cuda" and not chosen:
-        warnings.warn(
-            "replaced layers run as shipped: nothing was measured on this kind of GPU. `odc-triton tune` measures the "
-            "fused ways here, in about a minute for each shape of layer (an estimate). "
-            f"{VARIABLE}={OFF} silences this",
-            stacklevel=4,
-        )
 
 
 def save(place: Place, lines: list[Line], folder: Path, attention: dict[str, float] | None = None) -> Path:

@@ -74,7 +74,7 @@ def enable_split(model: nn.Module, tokens: int, *, layers_in_flight: int | None 
     buffers = KVBuffers(engine.heap, shapes, **sizes, token=token, timeout_s=engine.barrier.timeout_s)
     by = KernelSync if engine.transport.adds_by_kernel else HostSync
     sync, streams = by(buffers, engine), engine.streams.first.another()
-    exchange = SequenceExchange(sync, streams, grid=engine.grid, in_order=engine.deterministic, debug=engine.debug)
+    exchange = SequenceExchange(sync, streams, grid=engine.grid, in_order=engine.deterministic)
     engine.register(exchange)
     engine.streams.also(streams)
     engine.streams.watch(sync)

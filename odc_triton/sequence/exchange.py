@@ -76,16 +76,14 @@ class SequenceExchange(Participant):
 
     run_tokens = RUN_TOKENS
 
-    def __init__(self, sync: HostSync, streams: Streams, *, grid: Grid, in_order: bool, debug: bool = False) -> None:
+    def __init__(self, sync: HostSync, streams: Streams, *, grid: Grid, in_order: bool) -> None:
         """`streams`: its own, to copy and to add beside what the engine copies and adds. `in_order`: ranks add to a
-        piece in their order, so that its gradients have the same bits in every run. `debug`: asserts
-        [Note: forward progress].
+        piece in their order, so that its gradients have the same bits in every run.
         """
         self._grid = grid
         self.sync, self.streams, self.buffers = sync, streams, sync.buffers
         self.rank, self.world, self.tokens = self.buffers.rank, self.buffers.world, self.buffers.tokens
-        self.is_apart, self.in_order, self._debug = self.buffers.heap.apart, in_order, debug
-        self._waited: set[tuple[Flag, int, int]] = set()  # flags, layers and epochs that this rank has waited for
+        self.is_apart, self.in_order = self.buffers.heap.apart, in_order
         self.plan: SplitPlan | None = None
         self._next: SplitPlan | None = None  # once all ranks have entered
         self._own: list[PlannedPiece] = []
@@ -145,7 +143,6 @@ class SequenceExchange(Participant):
         self._own = [] if plan is None else plan.of_rank(self.rank)
         self._states = {planned.piece: [PieceState.PENDING] * self.buffers.layers for planned in self._own}
         self._written.clear()
-        self._waited.clear()
         if plan is not None:
             self.sync.begin()
 
@@ -292,7 +289,6 @@ class SequenceExchange(Participant):
             for kind, each in enumerate(rows):
                 place = self.buffers.rows(layer, kind, planned, span.piece.start, span.piece.start + planned.read)
                 place.copy_(each[span.first : span.first + planned.read])
-        self._tells(Flag.PUBLISHED, layer, epoch)
         self.sync.signal(Flag.PUBLISHED, whom, layer, epoch)
 
     def _empty(self, layer: int, epoch: int) -> None:
@@ -337,36 +333,19 @@ class SequenceExchange(Participant):
         """After a forward's attention."""
         if not self.buffers.stays[layer]:
             epoch = self._epoch(spans, backward=False)
-            self._tells(Flag.READ, layer, epoch)
             self.sync.signal(Flag.READ, {run.holder.rank for run in runs}, layer, epoch)
 
     def _wait_for(
-        self,
-        flag: Flag,
-        layer: int,
-        epoch: int,
-        whom: dict[int, str],
-        *,
-        sets_next: OwnFlag | None = None,
+        self, flag: Flag, layer: int, epoch: int, whom: dict[int, str], *, sets_next: OwnFlag | None = None
     ) -> Callable[[], None]:
         """A function that waits for other ranks; `whom`: by rank, the purpose; `sets_next`: see `Wait`."""
-        if whom:
-            self._waited.add((flag, layer, epoch))
         wait = Wait(flag=flag, layer=layer, epoch=epoch, whom=whom, sets_next=sets_next)
         return partial(self.sync.wait, wait) if whom else lambda: None
-
-    def _tells(self, flag: Flag, layer: int, epoch: int) -> None:
-        if self._debug and (flag, layer, epoch) in self._waited:
-            raise AssertionError(
-                f"this rank has waited for {flag.name} flags of layer {layer} before it set its own, so ranks may wait "
-                f"in a circle: see [Note: forward progress]"
-            )
 
     def begin_adding(self, layer: int, spans: list[Span], runs: Sequence[Read], window: int | None) -> Additions:
         """What adds the gradients of `runs`."""
         self._require_first(layer, spans)
         epoch = self._epoch(spans, backward=True)
-        self._tells(Flag.ADDED, layer, epoch)
         doing = (Flag.ADDED, layer, epoch)
         beside = self._beside(layer, runs, window) if self.in_order else {}
         if before := {rank: purpose for rank, purpose in beside.items() if rank < self.rank}:

@@ -32,8 +32,7 @@ from ..engine.parameter import ShardedParameter
 from ..engine.shard import HeapShard
 from ..engine.transport import Streams, Target, Transport
 from ..engine.unit import Slot, Unit
-from ..nn.operand import ReadsOnDemand
-from ..nn.tuned import Tuned, warn_of_untuned
+from ..nn.tuned import Tuned
 from .agree import AGREEING, agree, default_mesh, open_barrier, open_heap, refusing, require_module
 from .backend import Backend, backend_of
 from .collect import SHARDABLE_DTYPES, Description, describe, dtype_name
@@ -77,7 +76,7 @@ def fully_shard(
     backend: "cpu", "cuda", or "auto": the mesh's, and without a mesh CUDA if there is a GPU.
     timeout: how late a live rank may be at a barrier, a timedelta or seconds; once memory is shared, a dead rank is
         named within seconds.
-    debug: catch collectives inside a minibatch, and waits for pieces of samples out of order.
+    debug: catch collectives inside a minibatch.
     exact: sum gradients as 64-bit integers, so that sums have the same bits in whatever order ranks add to them; twice
         the memory for gradient shards. By default what `torch.use_deterministic_algorithms` says now. A minibatch may
         then raise MinibatchToRepeat: docs/exact.md.
@@ -126,7 +125,7 @@ def fully_shard(
         token = f"{agreed.token}-{grid.replica}-initial"
         write_initial_values(root, described.found, parameters, barrier, replicas, token=token, heap=heap)
         if grid.rank == 0:
-            _warn(root, plan, device, agreed.tuned)
+            _warn(plan, agreed.tuned)
         engine = Engine(
             grid=grid, transport=transport, barrier=barrier, replicas=replicas, deterministic=exact, debug=debug
         )
@@ -318,11 +317,9 @@ def _whole_tensors(
     return [found[slot] for slot in range(len(plan.parameters))]
 
 
-def _warn(module: nn.Module, plan: Plan, device: Backend, tuned: Tuned) -> None:
+def _warn(plan: Plan, tuned: Tuned) -> None:
     if tuned.unused is not None:
         warnings.warn(tuned.unused, stacklevel=3)
-    if any(isinstance(each, ReadsOnDemand) for each in module.modules()):
-        warn_of_untuned(device.name, tuned)
     low = [s for s in plan.parameters if s.reduce_dtype is not None and s.master_dtype in ("bfloat16", "float16")]
     if low:
         warnings.warn(

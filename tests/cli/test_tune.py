@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from odc_triton.cli.tune.workload import Workload, workloads_of
 from odc_triton.engine.api import engine_of
 from odc_triton.nn.choice import TABLE, as_choice, choose
 from odc_triton.nn.replace import replace_layers
-from odc_triton.nn.tuned import Line, Place, Tuned, default_folder, load, save, warn_of_untuned
+from odc_triton.nn.tuned import Line, Place, Tuned, default_folder, load, save
 from tests.cli.test_profile import CONFIG, launch_among_tests
 from tests.support import ranks
 
@@ -113,28 +112,6 @@ def test_a_table_that_does_not_hold_is_left_with_the_reason(tmp_path: Path, chan
     assert why in found.unused
     assert "odc-triton tune" in found.unused
     assert "ODC_TUNED=off" in found.unused
-
-
-@pytest.mark.parametrize(
-    ("backend", "tuned", "environment", "said"),
-    [
-        ("cuda", Tuned(), {}, True),
-        ("cpu", Tuned(), {}, False),
-        ("cuda", Tuned(digest="abc"), {}, False),
-        ("cuda", Tuned(), {"ODC_TUNED": "off"}, False),
-        ("cuda", Tuned(), {"ODC_OPERATORS": "eager"}, False),
-    ],
-)
-def test_who_runs_untuned_on_a_gpu_hears_of_it(
-    backend: str, tuned: Tuned, environment: dict[str, str], said: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("ODC_TUNED")
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_of_untuned(backend, tuned)
-    assert ["odc-triton tune" in str(each.message) for each in caught] == [True] * said
 
 
 def test_where_tables_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from odc_triton import fully_shard, minibatch, replace_layers
 from odc_triton.engine.parameter import ShardedParameter
-from odc_triton.engine.transport import LockedTransport
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.families import WIDE, causal_lm
@@ -39,9 +38,7 @@ TOLERANCE, FLOOR = 1e-5, 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is compiled, by what, and how it is sharded. `order`: of compiling and fully_shard; `whole`: the model
-    instead of its blocks, where the graph may break.
-    """
+    """What is compiled, by what, and how it is sharded. `order`: of compiling and fully_shard."""
 
     family: str = "Qwen3"
     layers: int = 2
@@ -53,7 +50,6 @@ class Setup:
     change: str = "none"
     roles: tuple[str, ...] = ("attention", "embedding", "linear")
     lengths: tuple[int, ...] = (7, 12)  # a microbatch each; a second length makes the graph of any length
-    whole: bool = False
 
 
 class Twice(nn.Module):
@@ -109,9 +105,6 @@ def loss_of(model: nn.Module, number: int, length: int) -> torch.Tensor:
 
 
 def compile_parts(model: nn.Module, setup: Setup) -> None:
-    if setup.whole:
-        model.compile(backend=setup.compiler)
-        return
     for layer in model.model.layers:
         layer.compile(backend=setup.compiler, fullgraph=True)
 
@@ -175,7 +168,7 @@ def check(setup: Setup, world: int = 1) -> int:
     for losses, gradients, breaks, graphs in outcomes:
         same(setup, losses, gradients)
         assert graphs > 0, "nothing was compiled"
-        assert setup.whole or breaks == {}
+        assert breaks == {}
     return outcomes[0][3]
 
 
@@ -205,11 +198,6 @@ def test_tied_and_repeated(family: str, choice: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_whole_model() -> None:
-    check(Setup(whole=True, engine="cpu-sharded", order="after", lengths=(7,), layers=1))
-
-
-@pytest.mark.slow
 def test_inductor() -> None:
     check(Setup(compiler="inductor", layers=1, engine="cpu-sharded", choice="eager/direct/fused", lengths=(7,)))
 
@@ -224,44 +212,6 @@ def test_graphs_do_not_grow_with_the_layers() -> None:
 
 
 # ------------------------------------------------------------------ the owners' memory
-
-
-def _addresses(tensors: list[torch.Tensor]) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() for tensor in tensors)
-
-
-VIEWS, APART = ("cpu", "eager/gathered/split"), ("cpu-sharded", "eager/direct/fused")
-
-
-@pytest.mark.parametrize(("engine", "choice"), [VIEWS, APART])
-def test_inside_the_operators_addresses_are_the_heaps(engine: str, choice: str) -> None:
-    model = replaced(Setup(family="blocks", engine=engine, choice=choice))
-    blocks = {p.slot: p for p in model._odc_engine.parameters if p.name.startswith("model.layers")}
-    read: set[tuple[int, tuple[int, ...]]] = set()
-    added: set[tuple[int, int]] = set()
-    parts, try_add = ShardedParameter.parts, LockedTransport._try_add
-
-    def reads(self: ShardedParameter, strategy: str) -> list[torch.Tensor]:
-        found = parts(self, strategy)
-        read.add((self.slot, _addresses(found)))
-        return found
-
-    def adds(self: LockedTransport, rows: torch.Tensor, target: object, owner: int, at: object = 0) -> bool:
-        added.add((target.slot, target.shards[owner].data_ptr()))
-        return try_add(self, rows, target, owner, at)
-
-    with mock.patch.object(ShardedParameter, "parts", reads), mock.patch.object(LockedTransport, "_try_add", adds):
-        with minibatch(model, tokens=1):
-            loss_of(model, 0, 7).backward()
-    in_blocks = {(slot, where) for slot, where in read if slot in blocks}
-    assert counters["stats"]["unique_graphs"] > 0
-    if engine == "cpu":  # a view of all owners' rows, which lie side by side
-        assert in_blocks == {(slot, (p.shard.compute_shards[0].data_ptr(),)) for slot, p in blocks.items()}
-    else:
-        assert in_blocks == {(slot, _addresses(p.shard.compute_shards)) for slot, p in blocks.items()}
-    assert {each for each in added if each[0] in blocks} == {
-        (slot, p.shard.gradient_shard.data_ptr()) for slot, p in blocks.items()
-    }
 
 
 def _wait_for(file: Path) -> None:
@@ -301,8 +251,7 @@ def _at_once(rank: int, world: int, setup: Setup, folder: str) -> tuple[dict, di
 
 
 def test_what_another_rank_adds_during_a_backward_stays(tmp_path: Path) -> None:
-    engine, choice = APART
-    setup = Setup(family="blocks", engine=engine, choice=choice)
+    setup = Setup(family="blocks", engine="cpu-sharded", choice="eager/direct/fused")
     outcomes = ranks.run(_at_once, 2, setup, str(tmp_path))
     for losses, gradients, _ in outcomes:
         same(setup, losses, gradients)

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from odc_triton import MixedPrecisionPolicy, fully_shard, memory_plan, minibatch
-from odc_triton.nn import Linear, LMHead
 from odc_triton.nn.families import FusedProjections
 from odc_triton.nn.replace import replace_layers
 from tests.nn.test_families import KERNELS, QKV
-from tests.support.families import wide, with_lora
+from tests.support.families import with_lora
 from tests.support.models import ALL_CASES, build, microbatches
 from tests.support.parity import BODY, WITH_HEAD, one_step, relative
 
@@ -33,25 +32,6 @@ def replaced(model: nn.Module, roles: tuple[str, ...] = BODY, choice: str = "aut
 
 
 # ---------------------------------------------------------------------- adapters
-
-_PEFT = "base_model.model.model.layers.*"
-
-
-# PEFT asks transformers by a name that is going away.
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_what_is_replaced_around_adapters() -> None:
-    """Attention whose q, k or v has adapters keeps its own forward, and is named; the layers in PEFT's are replaced."""
-    for target, fused in (("v_proj", False), ("o_proj", True), ("up_proj", True)):
-        model = peft.get_peft_model(build("Llama"), peft.LoraConfig(target_modules=[target]))
-        told = str(replace_layers(model, roles=WITH_HEAD, verbose=False)).splitlines()
-        assert (f"attention: {_PEFT}.self_attn (2)" in told) is fused
-        why = f"left alone: {_PEFT}.self_attn (2), its {target} is a peft.tuners.lora.layer.Linear"
-        assert told[4:] == ([] if fused else [why])
-        assert "head: base_model.model.lm_head" in told
-        assert all(
-            type(module) in (Linear, LMHead) for key, module in model.named_modules() if isinstance(module, nn.Linear)
-        )
-        assert any(isinstance(module, FusedProjections) for module in model.modules()) is fused
 
 
 def test_lora_on_o_proj_beside_a_fused_projection() -> None:
@@ -143,16 +123,3 @@ def test_generation_with_a_cache_after_a_step() -> None:
     untrained, want, got = (torch.stack(each.logits) for each in found)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)  # fp32, in another order
     assert (want - untrained).abs().max() > 1e-2  # that it made a step shows
-
-
-@pytest.mark.parametrize("choice", ["auto", QKV])
-def test_attentions(choice: str) -> None:
-    ids = torch.randint(3, 97, (1, 10))
-    want = wide("Llama", "eager")(input_ids=ids, output_attentions=True).attentions
-    model = fully_shard(replaced(wide("Llama", "eager"), choice=choice), backend="cpu-sharded")
-    assert isinstance(model.model.layers[0].self_attn, FusedProjections)
-    got = model(input_ids=ids, output_attentions=True).attentions
-    assert len(got) == len(want) == 2
-    for layer, attention in zip(got, want, strict=True):
-        assert layer.shape == (1, 4, 10, 10)
-        torch.testing.assert_close(layer, attention, rtol=1e-5, atol=1e-6)  # fp32, in another order

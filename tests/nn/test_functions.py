@@ -421,13 +421,6 @@ def test_a_penalty_on_gradients_and_ids_out_of_range() -> None:
     ranks.run(_penalties_and_ids, 3)
 
 
-def test_tables_in_another_dtype_do_not_change_the_heads() -> None:
-    """Rotary tables are often fp32 beside bf16 weights: results have the weights' dtype."""
-    p = {name: torch.randn(16, 4, dtype=BF16) for name in ("wq", "wk", "wv")}
-    heads = _our_qkv(p, torch.randn(3, 4, dtype=BF16), *torch.randn(2, 3, 16), choice="eager")
-    assert [each.dtype for each in heads] == [BF16] * 3
-
-
 @pytest.mark.parametrize("choice", ["eager", "triton"])
 def test_one_row_of_rotary_tables_for_all(choice: str) -> None:
     case = _qkvs("eager triton")[f"{choice}/direct/fused, plain"]

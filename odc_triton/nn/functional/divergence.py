@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .log_probs import head_sink, is_eager, peers_of
+from .log_probs import gradients_like, head_sink, is_eager, peers_of, refuse_second_derivative
 
 
 def token_divergence(
@@ -36,11 +36,10 @@ def token_divergence(
         each.reshape(-1, each.shape[-1]).to(of.dtype).contiguous()
         for each, of in ((h, weight), (teacher_h.detach(), teacher_weight))
     ]
-    heads = []
-    for each, of in zip(flat, (weight, teacher_weight.detach()), strict=True):
-        heads += [each, of]
     handles = [getattr(each, "_odc_handle", None) for each in (weight, teacher_weight)]
-    found, *_ = torch.ops.odc.token_divergence(*heads, *handles, beta, scale, teacher_scale, choice)
+    found, *_ = torch.ops.odc.token_divergence(
+        flat[0], weight, flat[1], teacher_weight.detach(), *handles, beta, scale, teacher_scale, choice
+    )
     return found.view(h.shape[:-1])
 
 
@@ -81,8 +80,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _backward(ctx: Any, g: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
-    if torch.is_grad_enabled():  # create_graph: the result has no graph, so its gradient would be lost
-        raise RuntimeError("the fused head has no second derivative: leave the role 'head' out of replace_layers")
+    refuse_second_derivative()
     needs = ctx.needs_input_grad[:2]
     if g is None or not any(needs):
         return (None,) * 10
@@ -135,8 +133,5 @@ def _token_divergence_grad(
 
 @_token_divergence_grad.register_fake
 def _(h: torch.Tensor, _: torch.Tensor, weight: torch.Tensor | None, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    handle, _, needs_dh, needs_dw = rest[6:10]  # after the teacher's weight, four outputs and g
-    returns_dw = needs_dw and handle is None
-    return torch.empty_like(h) if needs_dh else h.new_empty(0), torch.empty_like(weight) if returns_dw else h.new_empty(
-        0
-    )
+    handle, _, *needs = rest[6:10]  # after the teacher's weight, four outputs and g
+    return gradients_like(h, weight, handle, *needs)

@@ -94,8 +94,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _backward(
     ctx: Any, g_logp: torch.Tensor | None, g_entropy: torch.Tensor | None, _: None
 ) -> tuple[torch.Tensor | None, ...]:
-    if torch.is_grad_enabled():  # create_graph: the result has no graph, so its gradient would be lost
-        raise RuntimeError("the fused head has no second derivative: leave the role 'head' out of replace_layers")
+    refuse_second_derivative()
     h, weight, targets, logp, entropy, lse = ctx.saved_tensors
     needs_dh, needs_dw = ctx.needs_input_grad[:2]
     if g_logp is None:
@@ -151,12 +150,21 @@ def _token_log_probs_grad(
 
 @_token_log_probs_grad.register_fake
 def _(h: torch.Tensor, weight: torch.Tensor | None, handle: torch.Tensor | None, *rest: Any) -> tuple[Any, Any]:
-    needs_dh, needs_dw = rest[6:8]  # after targets, logp, entropy, lse, g_logp, g_entropy
-    returns_dw = needs_dw and handle is None
-    return (
-        torch.empty_like(h) if needs_dh else h.new_empty(0),
-        torch.empty_like(weight) if returns_dw else h.new_empty(0),
-    )
+    return gradients_like(h, weight, handle, *rest[6:8])  # after targets, logp, entropy, lse, g_logp, g_entropy
+
+
+def gradients_like(
+    h: torch.Tensor, weight: torch.Tensor | None, handle: torch.Tensor | None, needs_dh: bool, needs_dw: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a head's backward operator returns: empty what is not wanted, or is added to the owners."""
+    empty, returns_dw = h.new_empty(0), needs_dw and handle is None
+    return torch.empty_like(h) if needs_dh else empty, torch.empty_like(weight) if returns_dw else empty.clone()
+
+
+def refuse_second_derivative() -> None:
+    """In a head's backward with create_graph: its result has no graph, so its gradient would be lost."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("the fused head has no second derivative: leave the role 'head' out of replace_layers")
 
 
 def head_sink(
