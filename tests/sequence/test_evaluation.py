@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from odc_triton import enable_split, fully_shard, minibatch, split_forward
+from odc_triton import minibatch, split_forward
 from odc_triton.balance import pack_collate
 from odc_triton.balance.pieces import SplitPlan
-from odc_triton.engine.api import engine_of
 from odc_triton.hf import summed_loss
-from tests.support import ranks, slow
+from tests.support import ranks
 from tests.support.refusals import caught
 from tests.support.splitting import DEALS, Setup, build, packs_of, samples, sharded, step_on
 
@@ -73,32 +72,6 @@ def test_losses_of_whole_samples_and_wrong_calls() -> None:
     assert one["another rank fails"] == "ValueError: no luck"
     waited = "rank 1 waited for keys and values of tokens 0..23 of sample 0 in layer 0"
     assert other["another rank fails"].startswith(f"PeerFailed: {waited}, and rank 0 failed")
-
-
-def _frozen(rank: int, world: int, setup: Setup) -> tuple[float, int, int]:
-    """This rank's losses; how many kinds of rows its buffers have, and how many layers have some."""
-    model = fully_shard(build(setup, replaced=True).requires_grad_(False), backend=setup.backend)
-    enable_split(model, tokens=48)
-    exchange = engine_of(model).participant("split")
-    exchange.run_tokens = setup.run_tokens
-    packs, losses = packs_of(setup, rank), []
-    for _ in range(2):
-        with torch.no_grad(), split_forward(model, packs.split):
-            losses.append(sum(summed_loss(model, pack).item() for pack in packs))
-    assert losses[0] == losses[1]
-    buffers = exchange.buffers._buffers
-    return losses[0], len(buffers[0]), len(buffers)
-
-
-@pytest.mark.parametrize("backend", ["cpu", slow("cpu-sharded")])
-def test_a_frozen_model_has_two_buffers_and_none_of_gradients(backend: str) -> None:
-    setup = Setup(deal="zigzag", backend=backend, sizes=(("num_hidden_layers", 5),), run_tokens=5)
-    outcomes = ranks.run(_frozen, 3, setup)
-    model = build(setup, replaced=False)
-    with torch.no_grad():
-        want = sum(summed_loss(model, pack).item() for pack in pack_collate([[each] for each in samples(setup)]))
-    assert sum(loss for loss, _, _ in outcomes) == pytest.approx(want, rel=1e-5)
-    assert [sizes for _, *sizes in outcomes] == [[2, 2]] * 3
 
 
 def test_the_device_has_ended_when_forwards_begin_and_when_they_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,13 +151,6 @@ def _layers_in_one_checkpoint(rank: int, world: int, in_flight: int) -> str:
     return said
 
 
-def _wrong_numbers(rank: int, world: int) -> str:
-    model = fully_shard(build(SETUP, replaced=True))
-    said = [caught(lambda number=number: enable_split(model, 48, layers_in_flight=number)) for number in (0, True, "2")]
-    said.append(caught(lambda: enable_split(model, 48, layers_in_flight=1 + rank)))
-    return "; ".join(said)
-
-
 def _compiled_later(rank: int, world: int) -> str:
     model = sharded(SETUP, rank)
     model.model.layers[1].compile(backend="eager")
@@ -174,17 +167,12 @@ CALLS = [
     ((_reference_first,), "were computed before"),
     ((_only_the_first_layer,), "had no backward"),
     ((_inside_of_each_other,), "inside split_forward"),
-    ((_attention_frozen, "lm_head.weight"), "right"),
     ((_attention_frozen, "model.layers.1.self_attn.q_proj.weight"), "right"),
     ((_without_plan,), "right"),
     ((_compiled_later,), "right"),
     ((_not_checkpointed,), "was not computed again in the backward of tokens"),
     ((_layers_in_one_checkpoint, 1), "layer 0 is computed again before the backward of layer 1"),
     ((_layers_in_one_checkpoint, 2), "nothing"),
-    ((_wrong_numbers,), "ValueError: layers_in_flight is 0; give"),
-    ((_wrong_numbers,), "ValueError: layers_in_flight is True; give"),
-    ((_wrong_numbers,), "ValueError: layers_in_flight is '2'; give"),
-    ((_wrong_numbers,), "RanksDiffer: enable_split: layers_in_flight is"),
 ]
 
 
@@ -212,8 +200,7 @@ def _autocast(rank: int, world: int, family: str, backend: str, where: str) -> f
 
 
 def test_autocast() -> None:
-    cases = [("Qwen2", "cpu", "train"), ("Mistral", "cpu", "enable"), ("Mistral", "cpu-sharded", "train")]
-    cases += [("Qwen2", "cpu-sharded", "enable")]
+    cases = [("Mistral", "cpu", "enable"), ("Qwen2", "cpu-sharded", "train")]
     for case, offs in zip(cases, ranks.run_all(3, *((_autocast, *case) for case in cases)), strict=True):
         assert max(offs) < (3e-2 if case[-1] == "train" else 1e-5), case
 

@@ -4,20 +4,20 @@ is known on all.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
-from odc_triton import enable_split, fully_shard, memory_plan, minibatch, repeating, split_forward, use_odc
+from odc_triton import enable_split, minibatch, split_forward, use_odc
 from odc_triton.balance import pack_collate
 from odc_triton.balance.pieces import PlannedPiece, SplitPlan
 from odc_triton.hf import summed_loss
-from odc_triton.sequence.exchange import Additions, SequenceExchange
+from tests.sequence.test_exact import assert_same_bits, exact_gradients
 from tests.sequence.test_failures import assert_cause_alone, fails_once, right_after
 from tests.sequence.test_parity import FP64, assert_alike, compare
 from tests.sequence.test_trees import assert_alike as assert_as_dense
@@ -50,24 +50,6 @@ IN_ORDER: Dealt = [
     [[P(2, 0, 11)], [1]],
     [[P(2, 11, 30)]],
 ]
-
-
-def _exact(rank: int, world: int, late: int, backend: str) -> dict[str, torch.Tensor]:
-    setup = replace(SETUP, backend=backend)
-    model = fully_shard(build(setup, replaced=True), mesh=mesh_of((2, 2)), backend=backend, exact=True)
-    enable_split(model, tokens=48)
-    begin_adding = SequenceExchange.begin_adding
-
-    def adds_late(self: SequenceExchange, *given: Any) -> Additions:
-        if rank == late:
-            time.sleep(0.05)
-        return begin_adding(self, *given)
-
-    SequenceExchange.begin_adding = adds_late
-    try:
-        return repeating(lambda: step_on(model, setup, rank, deal=IN_ORDER)[1])
-    finally:
-        SequenceExchange.begin_adding = begin_adding
 
 
 def _wrong_plans(rank: int, world: int) -> dict[str, str]:
@@ -106,11 +88,6 @@ def _of_fsdp2(rank: int, world: int) -> list[str]:
     return [caught(call) for call in calls]
 
 
-def _bytes_of_buffers(rank: int, world: int) -> int:
-    """Of this rank's replica."""
-    return sharded(SETUP, rank, tokens=900)._odc_engine.participant("split").buffers.heap.size_bytes
-
-
 def _evaluates(rank: int, world: int) -> tuple[str, list[float], dict[str, torch.Tensor]]:
     """What an evaluation said that failed on rank 2; this rank's losses in others; gradients of a step with `AWAY`."""
     model, losses = sharded(SETUP, rank), []
@@ -138,8 +115,7 @@ CALLS: dict[str, tuple[Callable | Any, ...]] = {
     "wrong plans": (_wrong_plans,),
     "evaluates": (_evaluates,),
     "of FSDP2": (_of_fsdp2,),
-    "bytes": (_bytes_of_buffers,),
-    **{f"exact, {late} late": (_exact, late, "cpu") for late in (0, 1)},
+    **{f"exact, {late} late": (partial(exact_gradients, late=late), SETUP, IN_ORDER) for late in (0, 1)},
 }
 
 
@@ -215,22 +191,8 @@ def test_models_of_fsdp2_refuse_pieces_by_name(found: dict[str, list[Any]]) -> N
         assert "NotImplementedError: this minibatch splits sequences" in training
 
 
-def test_the_plan_of_memory_is_what_is_allocated(found: dict[str, list[Any]]) -> None:
-    model = build(SETUP, replaced=False)
-    planned, without = (memory_plan(model, 2, replicas=2, split_tokens=tokens) for tokens in (900, 0))
-    of_job = planned.job_shared_bytes - without.job_shared_bytes
-    first, _, second, _ = found["bytes"]  # one heap of each replica's ranks
-    assert of_job == 4 * planned.split_bytes == pytest.approx(first + second, rel=0.01)
-
-
 def test_exact_whoever_is_late(found: dict[str, list[Any]]) -> None:
-    _assert_same_bits(*found["exact, 0 late"], *found["exact, 1 late"])
-
-
-def _assert_same_bits(want: dict[str, torch.Tensor], *others: dict[str, torch.Tensor]) -> None:
-    for got in others:
-        for name, gradient in want.items():
-            assert torch.equal(got[name], gradient), name
+    assert_same_bits(found["exact, 0 late"], found["exact, 1 late"])
 
 
 @pytest.mark.slow

@@ -91,6 +91,12 @@ def test_layers_in_torchs_wrapper(together: int, buffers: int) -> None:
     assert len(engine_of(model).participant("split").buffers._buffers) == buffers
 
 
+def test_a_frozen_model_has_two_buffers_and_none_of_gradients() -> None:
+    model = fully_shard(build(Setup(sizes=SIX), replaced=True).requires_grad_(False))
+    enable_split(model, tokens=8)
+    assert [len(kinds) for kinds in engine_of(model).participant("split").buffers._buffers] == [2, 2]
+
+
 def test_layers_of_one_shape_take_turns() -> None:
     wide, narrow = (LayerShape(heads=2, key_width=width, value_width=8, dtype="float32") for width in (8, 4))
     layers = [wide, narrow, wide, wide, narrow, wide]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -34,13 +33,9 @@ FAST = [
     # Their experts, or the softmax under their softcap, compute in fp32.
     Cell(shape="another's prefix", deal="mixed", family="GptOss", loss="grpo", importance="sequence_truncate", **FP32),
     Cell(shape="duplicates", family="Gemma2", change="checkpointing", loss="cispo", **FP32, **SHARDED),
-    Cell(
-        shape="nothing shared", deal="a cut prefix and branch", family="Llama", change="autocast", loss="gspo", **FP32
-    ),
 ]
 SLOW = [
-    Cell(shape="three levels", deal="a cut prefix and branch", family="Llama", change="lora", **SHARDED),
-    Cell(shape="turns", deal="mixed", change="autocast", loss="dapo", importance="sequence_truncate", **FP32),
+    Cell(shape="three levels", deal="mixed", family="Llama", change="lora", **SHARDED),
     Cell(shape="duplicates", deal="two waves", loss="grpo", backend="cpu-interpreter", **FP32),
 ]
 
@@ -54,9 +49,6 @@ def assert_alike(cell: Cell, found: Found, want: Found) -> None:
     assert found.targets == want.targets, cell
     assert found.logps.keys() == want.logps.keys(), cell
     assert found.gradients.keys() == want.gradients.keys(), cell
-    if cell.change == "autocast":
-        _assert_as_good(cell, found, want)
-        return
     # Rounding alone. A sum of fp32 numbers in another order differs by some 1e-6 of the largest.
     tolerance = 1e-12 if cell.dtype == torch.float64 else 5e-6
     assert found.loss == pytest.approx(want.loss, rel=tolerance, abs=tolerance), cell
@@ -66,20 +58,6 @@ def assert_alike(cell: Cell, found: Found, want: Found) -> None:
     for name, gradient in want.gradients.items():
         off = (found.gradients[name] - gradient).abs().max() / gradient.abs().max()
         assert off <= tolerance, f"{cell}: {name} is off by {off:.1e}"
-
-
-def _assert_as_good(cell: Cell, found: Found, want: Found) -> None:
-    """bf16 rounds other partial sums in each: both are about as far from fp32."""
-    exact = dense(replace(cell, change="none"))
-
-    def off(one: Found) -> float:
-        squares = sum((one.gradients[name] - each).square().sum() for name, each in exact.gradients.items())
-        return float(squares.sqrt())
-
-    assert 0 < off(found) <= 1.3 * off(want), cell
-    for sample, logp in exact.logps.items():
-        apart = (found.logps[sample] - logp).abs().max()
-        assert apart <= 2 * max((each - exact.logps[at]).abs().max() for at, each in want.logps.items()), cell
 
 
 def test_as_whole_samples() -> None:

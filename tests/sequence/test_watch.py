@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from odc_kernels import streams
-from odc_kernels.linear_cross_entropy import parts_of, pulled
-from odc_kernels.peers import PeerShards, shards_of
 from odc_triton.balance.pieces import Piece, SplitPlan
 from odc_triton.engine.transport import DeviceStreams, Streams
 from odc_triton.sequence import sync
@@ -97,15 +95,6 @@ def test_the_watch_of_a_plan_does_not_stop_the_next() -> None:
     first.join(LONG_S)
     assert ends._stop.tolist() == [0]
     ends.end()
-
-
-def test_the_head_pulls_on_one_stream() -> None:
-    """torch hands out 32 in turn: a new one for each call would soon be one that a kernel waits on."""
-    device, shards = SimulatedDevice(), shards_of(torch.randn(6, 4), 2)
-    peers = PeerShards.of(shards, shape=(6, 4), aligned=False)
-    for _ in range(2):
-        assert sum(1 for _ in pulled(peers, parts_of(peers, 2), 2, on=device)) == 4
-        assert len(device.streams) == 2, "the current one and that"
 
 
 def test_streams_of_a_gpu_are_not_of_the_pool_that_programs_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,13 +156,6 @@ def _here_and_there(one: Grown, other: Grown, whole: list[int]) -> Deal:
     return [[[root]], [others[::2]], [others[1::2]]]
 
 
-def _cut_prefix_and_branch(one: Grown, other: Grown, whole: list[int]) -> Deal:
-    first, second = one.cut(0)
-    *others, _ = one.entries[1:]
-    start, *end = one.cut(len(one.entries) - 1)
-    return [[[first, *end]], [[second]], [[*others, start]]]
-
-
 def _cut_completions(one: Grown, other: Grown, whole: list[int]) -> Deal:
     """What is learned of two samples is on two and on three ranks."""
     *others, last = one.entries[1:]
@@ -200,7 +193,6 @@ def _on_replicas(one: Grown, other: Grown, whole: list[int]) -> Deal:
 
 DEALS: dict[str, Callable[[Grown, Grown, list[int]], Deal]] = {
     "here and there": _here_and_there,
-    "a cut prefix and branch": _cut_prefix_and_branch,
     "cut completions": _cut_completions,
     "two trees in a wave": _two_trees,
     "two waves": _two_waves,

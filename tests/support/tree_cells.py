@@ -41,7 +41,7 @@ CLIP, LARGEST_RATIO, KL, LARGEST_WEIGHT = 0.2, 1.2, 0.3, 1.1
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """`change`: as in TRANSFORMS, or "autocast"; `importance`: a mode of `Importance`, not with "sft"."""
+    """`change`: as in TRANSFORMS; `importance`: a mode of `Importance`, not with "sft"."""
 
     shape: str = "a group"
     deal: str = "here and there"
@@ -73,8 +73,7 @@ def build(cell: Cell, *, seed: int = 0, plain: bool = False) -> nn.Module:
     torch.manual_seed(seed)
     attention = "sdpa" if plain and cell.family not in ("Gemma2", "GptOss") else "eager"  # they have no SDPA
     model = in_own_dtype(causal_lm(cell.family, attention=attention, spread=0.1).to(cell.dtype))
-    if cell.change != "autocast":
-        model = TRANSFORMS[cell.change](model)
+    model = TRANSFORMS[cell.change](model)
     if not plain:
         enable_packing(model)
     return model
@@ -138,8 +137,7 @@ def dense(cell: Cell) -> Found:
 
 def _plain_log_probs(model: nn.Module, cell: Cell, sample: Sample) -> Tensor:
     ids = torch.tensor(sample.ids)
-    with torch.autocast("cpu", torch.bfloat16, enabled=cell.change == "autocast"):
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, sample.learned - 1 : -1]
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, sample.learned - 1 : -1]
     return own_log_probs(logits, ids[sample.learned :]).logp
 
 
@@ -209,7 +207,6 @@ def on_ranks(rank: int, world: int, cell: Cell) -> Found:
         batch.old[entry] = old[_sample(entry)][batch._predicted(entry)]
     model, reference = sharded(cell), None
     log_probs = learned.log_probs = _LogProbs()
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=cell.change == "autocast")
     if cell.loss == "kl":
         reference = Reference(sharded(cell, seed=1), model)
     objective = Objective(
@@ -225,12 +222,9 @@ def on_ranks(rank: int, world: int, cell: Cell) -> Found:
     with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:
         for pack, of_pack in zip(packs, entries, strict=True):
             if cell.loss == "sft":
-                with autocast:
-                    found = predictions(model, pack)
-                loss = -log_probs(*found).logp.sum() / mb.tokens
+                loss = -log_probs(*predictions(model, pack)).logp.sum() / mb.tokens
             else:
-                with autocast:
-                    loss, more = batch.loss(of_pack, model=model, device=torch.device("cpu"), **how)
+                loss, more = batch.loss(of_pack, model=model, device=torch.device("cpu"), **how)
                 loss = loss / batch.divisor
                 sums.update({name: more[name].item() for name in ("ratio", "clipped", "mismatch") if name in more})
             loss.backward()
