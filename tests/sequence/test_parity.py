@@ -92,42 +92,36 @@ def test_as_whole_samples() -> None:
     )
 
 
-def _by_the_kernel(rank: int, world: int, setup: Setup) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """The first step's gradients, and the longest document of each call, in two layers: forward and backward attend."""
-    varlen.varlen_attn = kernel = Varlen()
+def _by_kernels(rank: int, world: int, setup: Setup) -> tuple[dict[str, torch.Tensor], list[int], int]:
+    """The first step's gradients; the longest document of each call of `varlen_attn`; FlashAttention's other calls."""
+    varlen.varlen_attn = whole = Varlen()
+    parts = Flash()
     AttentionTerms.fit_kernel = lambda *_: True
+    flash._forward, flash._backward = parts.forward, parts.backward
     _, found, _ = run(rank, world, setup)
-    return found, [longest for longest, _ in kernel.calls if longest > 12]  # the probes have documents of 12 at most
+    longest = [longest for longest, _ in whole.calls if longest > 12]  # the probes have documents of 12 at most
+    return found, longest, len(parts.calls)
+
+
+def _as_on_a_gpu(setup: Setup) -> tuple[list[list[int]], list[int]]:
+    _, want, _ = plain(replace(setup, deal="two", backend="cpu"))
+    founds, longest, calls = zip(*ranks.run(_by_kernels, len(DEALS[setup.deal]), setup), strict=True)
+    largest = max(gradient.norm() for gradient in want.values())
+    for found in founds:
+        for name, gradient in want.items():
+            assert (found[name] - gradient).norm() <= 1e-12 * gradient.norm() + 1e-15 * largest, name
+    return [*longest], [*calls]
 
 
 def test_whole_documents_beside_a_piece_are_one_call_of_the_kernel() -> None:
+    """In two layers, forward and backward."""
     setup = Setup(family="Mistral", deal="one token first", backend="cpu-sharded", dtype=FP64)
-    _, want, _ = plain(replace(setup, deal="two", backend="cpu"))
-    outcomes = ranks.run(_by_the_kernel, 2, setup)
-    largest = max(gradient.norm() for gradient in want.values())
-    for found, _ in outcomes:
-        for name, gradient in want.items():
-            assert (found[name] - gradient).norm() <= 1e-12 * gradient.norm() + 1e-15 * largest, name
-    assert [calls for _, calls in outcomes] == [[], [40, 30] * 4]
-
-
-def _by_flash(rank: int, world: int, setup: Setup) -> tuple[dict[str, torch.Tensor], int]:
-    """The first step's gradients, and the calls of FlashAttention's operators."""
-    varlen.varlen_attn, kernel = Varlen(), Flash()
-    AttentionTerms.fit_kernel = lambda *_: True
-    flash._forward, flash._backward = kernel.forward, kernel.backward
-    _, found, _ = run(rank, world, setup)
-    return found, len(kernel.calls)
+    assert _as_on_a_gpu(setup)[0] == [[], [40, 30] * 4]
 
 
 def test_by_flash_attention_what_was_fetched_is_freed_and_filled_again() -> None:
-    setup = Setup(deal="zigzag", backend="cpu-sharded", dtype=FP64)
-    _, want, _ = plain(replace(setup, deal="two", backend="cpu"))
-    largest = max(gradient.norm() for gradient in want.values())
-    for found, calls in ranks.run(_by_flash, len(DEALS["zigzag"]), setup):
-        for name, gradient in want.items():
-            assert (found[name] - gradient).norm() <= 1e-12 * gradient.norm() + 1e-15 * largest, name
-        assert calls > 0
+    _, calls = _as_on_a_gpu(Setup(deal="zigzag", backend="cpu-sharded", dtype=FP64))
+    assert min(calls) > 0
 
 
 BACKENDS = ("cpu", "cpu-sharded", "cpu-interpreter")

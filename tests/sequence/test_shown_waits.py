@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from odc_triton.balance.pieces import Piece, SplitPlan
+from odc_triton.balance.pieces import Piece
 from odc_triton.comm.barrier import Barrier
 from odc_triton.comm.memory.heap import STATUS_SLOTS, StatusBoard
-from odc_triton.sequence.buffers import Flag
 from odc_triton.sequence.sync import OwnFlag, ShownWaits, Wait
+from tests.sequence.test_walk import recorded
 
 LAYERS, FIRST = 3, 3  # the first rank of the replica that computes pieces
 
@@ -34,36 +34,6 @@ class Board(StatusBoard):
 
     def is_alive(self, rank: int) -> bool:
         return True
-
-
-def _steps(plan: SplitPlan, rank: int, *, in_order: bool, in_flight: int) -> list[OwnFlag | Wait]:
-    """What a rank does in one wave, as in SequenceExchange, where checkpointing computes all layers again."""
-    own = [each.piece for each in plan.of_rank(rank)]
-    sources = {read.holder.rank for piece in own for read in plan.reads(piece)} - {rank}
-    readers = {each.rank for piece in own for each in plan.readers(piece)} - {rank}
-    beside = {
-        reader.rank
-        for piece in own
-        for read in plan.reads(piece)
-        for reader in plan.readers(read.holder.piece)
-        if reader.rank < rank
-    }
-
-    def wait(flag: Flag, layer: int, epoch: int, whom: set[int], sets_next: OwnFlag | None = None) -> Wait:
-        return Wait(flag=flag, layer=layer, epoch=epoch, whom=dict.fromkeys(whom, ""), sets_next=sets_next)
-
-    steps: list[OwnFlag | Wait] = []
-    for layer in range(LAYERS):
-        own = (Flag.PUBLISHED, layer, 1)
-        steps += [wait(Flag.READ, layer - in_flight, 1, readers, own)] if layer >= in_flight else []
-        steps += [own, wait(*own, sources)]
-        steps += [(Flag.READ, layer, 1)] if layer + in_flight < LAYERS else []
-    for layer in reversed(range(LAYERS)):
-        again, own = (Flag.PUBLISHED, layer, 2), (Flag.ADDED, layer, 2)
-        steps += [again, wait(*again, sources)] if layer + in_flight < LAYERS else []
-        steps += [wait(*own, beside, own)] if in_order else []
-        steps += [own, wait(*own, readers)]
-    return steps
 
 
 # By sample, the ranks of its pieces in their order.
@@ -89,8 +59,8 @@ def test_the_rank_that_stands_still_is_found(deal: list[list[int]], in_order: bo
     for sample, owners in enumerate(deal):
         for at, rank in enumerate(owners):
             dealt[rank].append(Piece(sample, at, at + 1))
-    plan = SplitPlan.of([[pieces] for pieces in dealt])
-    programs = [_steps(plan, rank, in_order=in_order, in_flight=in_flight) for rank in range(world)]
+    found = recorded([[pieces] for pieces in dealt], LAYERS, in_order=in_order, in_flight=in_flight)
+    programs = [[each if isinstance(each, Wait) else each[0] for each in done] for done in found]
     for victim, first_or_last in product(range(world), (min, max)):
         for stops_at, last in enumerate(programs[victim]):
             for shown in last.whom if isinstance(last, Wait) and last.whom else (None,):

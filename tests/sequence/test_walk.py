@@ -19,7 +19,7 @@ from odc_triton.engine.transport import Streams
 from odc_triton.sequence.buffers import Flag
 from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.sequence.layer import LayerSplit, RowsOfOthers
-from odc_triton.sequence.sync import Wait
+from odc_triton.sequence.sync import OwnFlag, Wait
 from tests.support.relatives import reads
 
 RANKS, LAYERS = 3, 2
@@ -127,16 +127,14 @@ def stuck(steps: Steps) -> tuple[int, ...] | None:
 
 
 class Recorded:
-    """In place of a rank's sync, and of its buffers. `calls`: whether it sets flags or waits for them, (flag, layer,
-    epoch), and the ranks.
-    """
+    """In place of a rank's sync, and of its buffers. `done`: its waits, and the flags that it sets, with the ranks."""
 
-    def __init__(self, rank: int, in_flight: int) -> None:
-        self.buffers, self.rank, self.world = self, rank, RANKS
-        self.layers, self.tokens, self.heap = LAYERS, 99, SimpleNamespace(apart=False)
-        self.slots = [layer % in_flight for layer in range(LAYERS)]
-        self.stays = [layer + in_flight >= LAYERS for layer in range(LAYERS)]
-        self.calls: list[tuple[bool, tuple[Flag, int, int], list[int]]] = []
+    def __init__(self, rank: int, world: int, layers: int, in_flight: int) -> None:
+        self.buffers, self.rank, self.world = self, rank, world
+        self.layers, self.tokens, self.heap = layers, 99, SimpleNamespace(apart=False)
+        self.slots = [layer % in_flight for layer in range(layers)]
+        self.stays = [layer + in_flight >= layers for layer in range(layers)]
+        self.done: list[Wait | tuple[OwnFlag, list[int]]] = []
 
     def begin(self) -> None:
         pass
@@ -147,10 +145,10 @@ class Recorded:
     gradient_rows = rows
 
     def signal(self, flag: Flag, ranks: Iterable[int], layer: int, epoch: int) -> None:
-        self.calls.append((True, (flag, layer, epoch), list(ranks)))
+        self.done.append(((flag, layer, epoch), list(ranks)))
 
     def wait(self, wait: Wait) -> None:
-        self.calls.append((False, (wait.flag, wait.layer, wait.epoch), list(wait.whom)))
+        self.done.append(wait)
 
     def add(self, *_: object) -> None:
         pass
@@ -173,11 +171,13 @@ class _Attends(torch.autograd.Function):
         return gradient, gradient, None
 
 
-def steps_of_code(deal: Deal, *, in_order: bool, in_flight: int) -> Steps:
-    """As `steps_of`, of what the exchange and autograd do: each wait, and each flag that is set."""
-    plan, of_ranks = SplitPlan.of(deal), [Recorded(rank, in_flight) for rank in range(RANKS)]
-    for recorded, packs in zip(of_ranks, deal, strict=True):
-        exchange = SequenceExchange(recorded, Streams(), grid=None, in_order=in_order)
+def recorded(
+    deal: Deal, layers: int, *, in_order: bool, in_flight: int
+) -> list[list[Wait | tuple[OwnFlag, list[int]]]]:
+    """What the exchange and autograd do, by rank; with fewer buffers than layers under checkpoints."""
+    plan, of_ranks = SplitPlan.of(deal), [Recorded(rank, len(deal), layers, in_flight) for rank in range(len(deal))]
+    for sync, packs in zip(of_ranks, deal, strict=True):
+        exchange = SequenceExchange(sync, Streams(), grid=None, in_order=in_order)
         exchange.begin(plan)
         for pieces in (pack for pack in packs if isinstance(pack[0], Piece)):
             bounds = [0, *itertools.accumulate(map(len, pieces))]
@@ -191,13 +191,24 @@ def steps_of_code(deal: Deal, *, in_order: bool, in_flight: int) -> Steps:
                 out = _Attends.apply(keys, values, before)
                 return out * out  # what a recomputation is for
 
-            for layer in range(LAYERS):
+            for layer in range(layers):
                 rows = (
-                    checkpoint(attend, rows, layer, use_reentrant=False) if in_flight < LAYERS else attend(rows, layer)
+                    checkpoint(attend, rows, layer, use_reentrant=False) if in_flight < layers else attend(rows, layer)
                 )
             rows.sum().backward()
         exchange.leave()
-    calls = [[(key, [*group]) for key, group in itertools.groupby(each.calls, lambda it: it[:2])] for each in of_ranks]
+    return [each.done for each in of_ranks]
+
+
+def steps_of_code(deal: Deal, *, in_order: bool, in_flight: int) -> Steps:
+    """As `steps_of`, of each wait, and each flag that is set."""
+    calls = []
+    for done in recorded(deal, LAYERS, in_order=in_order, in_flight=in_flight):
+        named = [
+            (False, (each.flag, each.layer, each.epoch), [*each.whom]) if isinstance(each, Wait) else (True, *each)
+            for each in done
+        ]
+        calls.append([(key, [*group]) for key, group in itertools.groupby(named, lambda it: it[:2])])
     sets = {
         (rank, flag, other): step
         for rank, of_rank in enumerate(calls)
