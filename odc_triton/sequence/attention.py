@@ -175,7 +175,17 @@ class AttentionOfJoined(torch.autograd.Function):
         return None, None, *gradients[:4]
 
 
+def by_token(each: torch.Tensor) -> torch.Tensor:
+    """[1, heads, T, D] as [T, heads, D]."""
+    return each[0].transpose(0, 1)
+
+
+def by_head(each: torch.Tensor) -> torch.Tensor:
+    """[T, heads, D] as [1, heads, T, D]."""
+    return each.transpose(0, 1)[None]
+
+
 def takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """True if the class above can compute it. Not under autocast, which knows SDPA and not its parts."""
+    """True if `AttentionOfTree` can compute it. Not under autocast, which knows SDPA and not its parts."""
     alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
     return query.device.type == "cpu" and alike and not torch.is_autocast_enabled("cpu")

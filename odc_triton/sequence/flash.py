@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .attention import AttentionPart, Pair, RowsBefore, sources
+from .attention import AttentionPart, Pair, RowsBefore, by_head, by_token, sources
 
 # Private, but since torch 2.11 they differ in optional arguments only, and nothing public takes a log-sum-exp.
 _forward = torch.ops.aten._flash_attention_forward
@@ -88,9 +88,9 @@ class FlashAttentionOfTree(torch.autograd.Function):
     ) -> torch.Tensor:
         calls = calls_of(parts)
         ctx.calls = [*zip(calls, _sequences(calls, query.device), strict=True)]
-        ctx.scale, ctx.before, q = scale, before, _rows_first(query)
+        ctx.scale, ctx.before, q = scale, before, by_token(query)
         for source, pair in sources(keys, values, before):
-            pair = [_rows_first(each) for each in pair]
+            pair = [by_token(each) for each in pair]
             for call, sequences in (each for each in ctx.calls if each[0].source == source):
                 k, v = (each[call.keys] for each in pair)
                 options = (*sequences, 0.0, call.is_causal, False)  # dropout, causal, debug
@@ -104,18 +104,18 @@ class FlashAttentionOfTree(torch.autograd.Function):
                 out[call.queries].lerp_(more.to(out.dtype), share.T[..., None])
                 lse[:, call.queries] = torch.logaddexp(mine, theirs)
         # Rows first in memory, for the layer after it, and as the backward would else copy it for each call.
-        out = _heads_first(out.to(query.dtype).contiguous())
+        out = by_head(out.to(query.dtype).contiguous())
         ctx.save_for_backward(query, keys, values, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, keys, values, out, lse = ctx.saved_tensors
-        gradient, q, out = _rows_first(gradient).contiguous(), _rows_first(query), _rows_first(out)
+        gradient, q, out = by_token(gradient).contiguous(), by_token(query), by_token(out)
         of_query = torch.zeros_like(q, dtype=lse.dtype)
 
         def gradients(source: int, pair: Pair) -> list[torch.Tensor]:
-            pair = [_rows_first(each) for each in pair]
+            pair = [by_token(each) for each in pair]
             found = [torch.zeros_like(each, dtype=lse.dtype) for each in pair]
             for call, sequences in (each for each in ctx.calls if each[0].source == source):
                 k, v = (each[call.keys] for each in pair)
@@ -124,21 +124,13 @@ class FlashAttentionOfTree(torch.autograd.Function):
                 places = of_query[call.queries], *(each[call.keys] for each in found)
                 for place, each in zip(places, _backward(*given, *ctx.state, scale=ctx.scale), strict=True):
                     place += each
-            return [_heads_first(each) for each in found]
+            return [by_head(each) for each in found]
 
-        own = [_heads_first(of_query), *gradients(0, (keys, values))]
+        own = [by_head(of_query), *gradients(0, (keys, values))]
         if ctx.before is not None:
             pairs = ctx.before.each(backward=True)
             ctx.before.add(((number, gradients(number, pair)) for number, pair in pairs), ctx.needs_input_grad[1:3])
         return *(each.to(query.dtype) for each in own), None, None, None
-
-
-def _rows_first(x: torch.Tensor) -> torch.Tensor:
-    return x[0].transpose(0, 1)
-
-
-def _heads_first(x: torch.Tensor) -> torch.Tensor:
-    return x.transpose(0, 1)[None]
 
 
 def _sequences(calls: list[KernelCall], device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor, int, int]]:

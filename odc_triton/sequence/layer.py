@@ -10,7 +10,7 @@ from torch import nn
 
 from ..balance.pieces import Piece, Read
 from ..engine.passes import in_backward_pass
-from .attention import Pair, RowsBefore
+from .attention import Pair, RowsBefore, by_head, by_token
 from .exchange import SequenceExchange, Span
 
 
@@ -74,16 +74,6 @@ class RowsOfOthers(RowsBefore):
             additions.add(self._runs[number - 1], found)
             del pair, found  # before the next run's are made
         additions.end()
-
-
-def by_token(each: torch.Tensor) -> torch.Tensor:
-    """[1, heads, T, D] as [T, heads, D]."""
-    return each[0].transpose(0, 1)
-
-
-def by_head(each: torch.Tensor) -> torch.Tensor:
-    """[T, heads, D] as [1, heads, T, D]."""
-    return each.transpose(0, 1)[None]
 
 
 class _Publish(torch.autograd.Function):

@@ -157,8 +157,8 @@ def gradients_like(
     h: torch.Tensor, weight: torch.Tensor | None, handle: torch.Tensor | None, needs_dh: bool, needs_dw: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What a head's backward operator returns: empty what is not wanted, or is added to the owners."""
-    empty, returns_dw = h.new_empty(0), needs_dw and handle is None
-    return torch.empty_like(h) if needs_dh else empty, torch.empty_like(weight) if returns_dw else empty.clone()
+    dh = torch.empty_like(h) if needs_dh else h.new_empty(0)
+    return dh, torch.empty_like(weight) if needs_dw and handle is None else h.new_empty(0)
 
 
 def refuse_second_derivative() -> None:
