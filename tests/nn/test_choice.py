@@ -170,7 +170,7 @@ def test_lines_by_hand(lines: list[tuple], shape: tuple[int, ...], tokens: int) 
         assert is_gathered("linear", **place) == any("gathered" in words for words, _ in holding)
 
 
-@pytest.mark.parametrize(("operator", "device_type"), itertools.product(WORDS, ["cpu", "cuda"]))
+@pytest.mark.parametrize(("operator", "device_type"), [*itertools.product(WORDS, ["cpu", "cuda"])])
 def test_the_shipped_table(operator: str, device_type: str) -> None:
     """Nothing has been measured to be faster than the library's products."""
     is_product = operator in ("linear", "qkv")

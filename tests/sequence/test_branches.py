@@ -144,6 +144,7 @@ def test_a_model_that_drops_the_argument_is_refused(monkeypatch: pytest.MonkeyPa
         predictions(model, pack)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # Dynamo's own look
