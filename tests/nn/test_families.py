@@ -20,7 +20,6 @@ from odc_triton.nn.replace import replace_layers
 from tests.support.models import build, microbatches
 from tests.support.parity import BODY, FEW, WITH_HEAD, compare_each, one_step
 
-FUSED = ("Llama", "Mistral", "Qwen2", "Qwen3")
 KERNELS = "triton/direct/fused"
 QKV = "qkv=triton/direct/fused"
 
@@ -133,7 +132,7 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", ["Mistral", "Qwen3"])
 @pytest.mark.parametrize("choice", ["auto", KERNELS])
 def test_our_operators_run(name: str, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else all above would compare plain torch with plain torch."""

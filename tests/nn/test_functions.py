@@ -421,18 +421,6 @@ def test_a_penalty_on_gradients_and_ids_out_of_range() -> None:
     ranks.run(_penalties_and_ids, 3)
 
 
-@pytest.mark.parametrize("choice", ["eager", "triton"])
-def test_one_row_of_rotary_tables_for_all(choice: str) -> None:
-    case = _qkvs("eager triton")[f"{choice}/direct/fused, plain"]
-    model, x, table = fully_shard(Operator(case), backend="cpu-sharded"), torch.randn(2, 1, 20), torch.randn(2, 1, 1, 8)
-    tables = table.repeat(1, 1, 1, 2).unbind()
-    model.unshard()
-    weights = {p.name: torch.cat(p.shard.compute_shards) for p in model._odc_engine.parameters}
-    model.reshard()
-    for got, want in zip(model(x, *tables), _plain_qkv(weights, x, *tables), strict=True):
-        _near(got.detach(), want.double(), FP32, choice)
-
-
 def test_a_padding_idx_from_the_end() -> None:
     """Counted as `torch.nn.functional.embedding` counts it, not silently no row's."""
     like = _embeddings("eager")["eager/direct/fused, 7x5"]

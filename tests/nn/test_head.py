@@ -181,16 +181,6 @@ def test_another_head_is_left_alone(capsys: pytest.CaptureFixture) -> None:
         replace_layers(model, roles=["haed"])
 
 
-def test_twice_is_once() -> None:
-    model = build("Qwen2, tied")
-    replace_layers(model, roles=["head"], verbose=False)
-    head = model.lm_head
-    assert isinstance(head, LMHead)
-    assert head.weight is model.model.embed_tokens.weight
-    assert replace_layers(model, roles=["head"], verbose=False).swapped == {"head": []}
-    assert model.lm_head is head
-
-
 def test_a_head_sharded_apart_from_its_tied_embedding_is_refused() -> None:
     from odc_triton import fully_shard
 
@@ -216,8 +206,3 @@ def test_a_label_that_is_no_word() -> None:
     for label in (97, -1):
         with pytest.raises(IndexError, match=rf"target {label} is outside the vocabulary of 97; ignored is -100"):
             model.train()(input_ids=torch.tensor([[5, 6, 7]]), labels=torch.tensor([[5, label, 7]]))
-
-
-def test_a_model_that_caps_its_logits_keeps_its_head() -> None:
-    replaced = replace_layers(build("Gemma2"), roles=["head"], verbose=False)
-    assert replaced.left == {"lm_head": "Gemma2ForCausalLM caps its logits by a tanh, which needs them"}

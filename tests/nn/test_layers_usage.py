@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,7 +12,6 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from odc_triton import MinibatchFailed, fully_shard, minibatch, replace_layers
-from tests.support import ranks
 
 PLACES = pytest.mark.parametrize(("choice", "backend"), [("auto", "cpu"), ("eager/direct/fused", "cpu-sharded")])
 
@@ -176,21 +174,3 @@ def test_hooks_that_would_never_fire_are_refused() -> None:
     model[0].register_forward_pre_hook(lambda layer, _: layer.weight.register_hook(lambda g: 10 * g) and None)
     with pytest.raises(MinibatchFailed, match=r"0.weight has a gradient hook"), minibatch(model):
         model(torch.randn(2, 3)).sum().backward()
-
-
-def _a_typo_on_one_rank(rank: int, world: int) -> str:
-    model = nn.Sequential(nn.Linear(3, 3))
-    replace_layers(model, verbose=False)
-    if rank == 0:
-        os.environ["ODC_OPERATORS"] = "linear=typo"
-    try:
-        fully_shard(model)
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return "sharded"
-
-
-def test_a_typo_in_one_ranks_environment_is_told_to_all() -> None:
-    mine, theirs = ranks.run(_a_typo_on_one_rank, 2)
-    assert mine.startswith("ODC_OPERATORS: 'linear=typo': 'typo' is not known here")
-    assert theirs.startswith("fully_shard: rank 0 could not shard its model: ValueError: ODC_OPERATORS")

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
-from odc_triton import enable_split, minibatch, split_forward, use_odc
+from odc_triton import minibatch, split_forward
 from odc_triton.balance import pack_collate
 from odc_triton.balance.pieces import PlannedPiece, SplitPlan
 from odc_triton.hf import summed_loss
@@ -23,7 +22,6 @@ from tests.sequence.test_parity import FP64, assert_alike, compare
 from tests.sequence.test_trees import assert_alike as assert_as_dense
 from tests.support import ranks
 from tests.support.refusals import caught
-from tests.support.replicas import mesh_of
 from tests.support.splitting import (
     DEALS,
     Dealt,
@@ -73,21 +71,6 @@ def _wrong_plans(rank: int, world: int) -> dict[str, str]:
     return said
 
 
-def _of_fsdp2(rank: int, world: int) -> list[str]:
-    """What HSDP's model under `use_odc` says to pieces."""
-    mesh, model = mesh_of((2, 2)), build(SETUP, replaced=False)
-    for block in model.model.layers:
-        fsdp2_fully_shard(block, mesh=mesh)
-    model = use_odc(fsdp2_fully_shard(model, mesh=mesh))
-    split = packs_of(SETUP, rank).split
-    calls = (
-        lambda: enable_split(model, tokens=48),
-        lambda: split_forward(model, split).__enter__(),
-        lambda: minibatch(model, split=split).__enter__(),
-    )
-    return [caught(call) for call in calls]
-
-
 def _evaluates(rank: int, world: int) -> tuple[str, list[float], dict[str, torch.Tensor]]:
     """What an evaluation said that failed on rank 2; this rank's losses in others; gradients of a step with `AWAY`."""
     model, losses = sharded(SETUP, rank), []
@@ -114,7 +97,6 @@ CALLS: dict[str, tuple[Callable | Any, ...]] = {
     "trees": (on_ranks, TREES),
     "wrong plans": (_wrong_plans,),
     "evaluates": (_evaluates,),
-    "of FSDP2": (_of_fsdp2,),
     **{f"exact, {late} late": (partial(exact_gradients, late=late), SETUP, IN_ORDER) for late in (0, 1)},
 }
 
@@ -182,13 +164,6 @@ def test_evaluation_and_a_replica_without_pieces(found: dict[str, list[Any]]) ->
     for *_, got in found["evaluates"]:
         for name, gradient in plain(Setup())[1].items():
             assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7, name
-
-
-def test_models_of_fsdp2_refuse_pieces_by_name(found: dict[str, list[Any]]) -> None:
-    for enabling, evaluating, training in found["of FSDP2"]:
-        for said, name in ((enabling, "enable_split"), (evaluating, "split_forward")):
-            assert f"sharded by torch's fully_shard, and {name} needs a model of odc_triton.fully_shard, which" in said
-        assert "NotImplementedError: this minibatch splits sequences" in training
 
 
 def test_exact_whoever_is_late(found: dict[str, list[Any]]) -> None:
