@@ -82,7 +82,7 @@ class SequenceExchange(Participant):
         """
         self._grid = grid
         self.sync, self.streams, self.buffers = sync, streams, sync.buffers
-        self.rank, self.world, self.tokens = self.buffers.rank, self.buffers.world, self.buffers.tokens
+        self.rank, self.tokens = self.buffers.rank, self.buffers.tokens
         self.is_apart, self.in_order = self.buffers.heap.apart, in_order
         self.plan: SplitPlan | None = None
         self._next: SplitPlan | None = None  # once all ranks have entered
