@@ -7,7 +7,8 @@
 | global | pack, after packing them all | equal count, heavy ones lined up | FSDP, better |
 | mini   | cost                         | as many as the rank needs, or 0  | ODC          |
 
-A fifth, "queue" (queue.py), assigns packs at run time; only `MinibatchSampler` has it.
+A fifth, "queue" (queue.py), assigns packs at run time. To add one: a function here and a line in `_STRATEGIES`, its
+name in train/sft_options.py and cli/profile.py, a line in simulate/study.py, and one in the glossary.
 
 LocalSort, LB-Micro and LB-Mini are those of arXiv 2601.19362. FSDP waits for the slowest rank in every layer
 of every microbatch, so it needs equal counts and microbatches of equal cost at each index; ODC waits once per

@@ -20,7 +20,8 @@ from .shard import Shard
 class Participant:
     """Its hooks, in the order in which `Protocol` calls them:
 
-        entry  (barrier)  entered  opened  (microbatches)  leave  exit  (barrier)  settle  (reduction)  reduced
+        entry  (barrier)  entered  opened  (microbatches)  leave
+            or failed  exit  (barrier)  settle  (reduction)  reduced
 
     By default a hook does nothing. `name`: of its messages, and of the argument of `minibatch` that it takes, if any.
     Messages are JSON. A hook that gets the messages of all ranks raises on all of them or on none.
@@ -34,7 +35,7 @@ class Participant:
         """
 
     def entered(self, messages: list[Any]) -> None:
-        """All ranks passed the entry barrier. Raises if they must not open the minibatch."""
+        """All ranks passed the entry barrier. Raises RanksDiffer, on all ranks, if they must not open the minibatch."""
 
     def opened(self) -> None:
         """The minibatch is open."""
@@ -49,8 +50,8 @@ class Participant:
         """Before the exit barrier, when this rank's device is idle; returns this rank's message."""
 
     def settle(self, messages: list[Any] | None) -> None:
-        """All ranks passed the exit barrier; None if the minibatch failed on one of them. Raises if the gradients
-        can't be used.
+        """All ranks passed the exit barrier; None if the minibatch failed on one of them. Raises an OdcError,
+        on all ranks, if the gradients can't be used.
         """
 
     def reduced(self) -> None:

@@ -74,8 +74,8 @@ def fully_shard(
         all units but the root. An int counts as True. No effect on the CPU backend, where whole parameters are views.
     ignored_params: stay as they are on every rank.
     backend: "cpu", "cuda", or "auto": the mesh's, and without a mesh CUDA if there is a GPU.
-    timeout: how late a live rank may be at a barrier, a timedelta or seconds; once memory is shared, a dead rank is
-        named within seconds.
+    timeout: how late a live rank may be at a barrier, a timedelta or seconds; a dead rank is named
+        within seconds, before memory is shared only if the process group has gloo.
     debug: catch collectives inside a minibatch.
     exact: sum gradients as 64-bit integers, so that sums have the same bits in whatever order ranks add to them; twice
         the memory for gradient shards. By default what `torch.use_deterministic_algorithms` says now. A minibatch may
