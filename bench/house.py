@@ -38,18 +38,18 @@ FEATURES = {
     ),
     "split sequences": Feature(
         ("sequence/*", "balance/pieces.py", "balance/split.py"),
-        r"(enable_)?split|split_(tokens|sequences|across_hosts|forward|bytes)|SplitPlan|(No)?Pieces?|blocked_on",
+        r"enable_split|split_(tokens|sequences|across_hosts|forward|bytes)|SplitPlan|(No)?Pieces?|blocked_on",
     ),
     "shared prefixes": Feature(
         ("balance/relatives.py", "balance/shared.py", "balance/line.py", "sequence/tree.py", "sequence/flash.py"),
-        r"(?i:\w*prefix(es)?)|relatives?|Relatives?|siblings?|AttentionOfTree",
+        r"\w*shares?_prefix\w*|[Rr]elatives|AttentionOfTree",
     ),
     "images": Feature(
         (
             *("balance/pictures.py", "balance/tower.py", "train/vision.py", "hf/images.py", "hf/picture_records.py"),
             *(f"data/{name}.py" for name in ("pictures", "shown", "parts", "vision")),
         ),
-        r"(?i:\w*(picture|pixel|vision|tower)\w*)|images?|image_\w+",
+        r"(?i:\w*(pictures|picture_|vision|tower)\w*)|PictureProcessor|images|image_blocks",
     ),
     "replicas": Feature(("comm/replicas.py", "comm/peers.py"), r"(?i:\w*replicas?(_\w+)?)|PeerStatus"),
     "bridge to FSDP2": Feature(("fsdp2/*",), r"Bridged\w*|use_odc"),

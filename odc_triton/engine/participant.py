@@ -21,9 +21,9 @@ class Participant:
     """Its hooks, in the order in which `Protocol` calls them:
 
         entry  (barrier)  entered  opened  (microbatches)  leave
-            or failed  exit  (barrier)  settle  (reduction)  reduced
+        exit  (barrier)  settle  (reduction)  reduced
 
-    By default a hook does nothing. `name`: of its messages, and of the argument of `minibatch` that it takes, if any.
+    and `failed` as soon as the minibatch fails on this rank. By default a hook does nothing. `name`: of its messages, and of the argument of `minibatch` that it takes, if any.
     Messages are JSON. A hook that gets the messages of all ranks raises on all of them or on none.
     """
 
