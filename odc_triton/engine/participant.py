@@ -24,7 +24,8 @@ class Participant:
         exit  (barrier)  settle  (reduction)  reduced
 
     and `failed` as soon as the minibatch fails on this rank. By default a hook does nothing. `name`: of its messages,
-    and of the argument of `minibatch` that it takes, if any. Messages are JSON. A hook that gets the messages of all ranks raises on all of them or on none.
+    and of the argument of `minibatch` that it takes, if any. Messages are JSON. A hook that gets the messages of all
+    ranks raises on all of them or on none.
     """
 
     name: str
