@@ -284,21 +284,22 @@ def test_a_rank_that_does_not_answer_is_not_held_back(policy: _Policy, monkeypat
         reader.read(_values)
 
 
+def _as_another_user(address: str) -> tuple[str, list[int]]:
+    """What a reader is told, and the files that a rank gives to a connection."""
+    os.setuid(65534)
+    with pytest.raises(PolicyUnavailable) as refused:
+        read_policy(address)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"\0{address[1:]}")
+        _, fds, _, _ = socket.recv_fds(connection, 1, 9)
+    return str(refused.value), fds
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_other_users_are_refused(policy: _Policy) -> None:
-    stranger = os.fork()
-    if stranger == 0:
-        os.setuid(65534)
-        try:
-            read_policy(policy.offer.address)
-        except PolicyUnavailable as error:
-            refuses = "is offered by user 0, not by this one" in str(error)
-            with socket.socket(socket.AF_UNIX) as connection:  # nor does the rank give it anything
-                connection.connect(f"\0{policy.offer.address[1:]}")
-                _, fds, _, _ = socket.recv_fds(connection, 1, 9)
-            os._exit(0 if refuses and not fds else 2)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(stranger, 0)[1]) == 0
+    said, fds = ranks.in_own_process(_as_another_user, policy.offer.address)
+    assert "is offered by user 0, not by this one" in said
+    assert fds == []
 
 
 def test_memory_is_mapped_read_only(policy: _Policy) -> None:
