@@ -1,7 +1,7 @@
 """vLLM for ODCGRPOTrainer: TRL's VLLMGeneration, whose vLLM has the weights of a sharded model.
 
 [Note: TRL's server mode] TRL's client sends weights over NCCL from rank 0, and its requests wait for ever. Here the
-server reads the policy when rank 0 asks it to, and each request has a deadline. Each rank asks for its own
+server reads the policy when rank 0 asks it to, and each request has a timeout. Each rank asks for its own
 completions: with tools ranks sample different numbers of times, and TRL's rank 0, which asks for all, would wait for
 ranks that don't come.
 """

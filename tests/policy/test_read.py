@@ -285,7 +285,7 @@ def test_a_rank_that_does_not_answer_is_not_held_back(policy: _Policy, monkeypat
 
 
 def _as_another_user(address: str) -> tuple[str, list[int]]:
-    """What a reader is told, and the files that a rank gives to a connection."""
+    """The error of a reader of another user, and the file descriptors that it receives."""
     os.setuid(65534)
     with pytest.raises(PolicyUnavailable) as refused:
         read_policy(address)
