@@ -77,4 +77,4 @@ _HOME = {
     "verify": "nn.verification",
 }
 __getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -2,7 +2,7 @@
 
 An image from docs/figures becomes inline SVG, so that it follows the page's switch from light to dark. A line that is
 only a link to a page of docs/tables becomes that table, folded; the link's text is what one unfolds. Marks of numbers
-(`<!--demo.json:key-->`, docs/figures/marks.py) are taken out.
+(`<!--demo.json:key-->`, docs/figures/marks.py) are taken out; a line at the end of the page has their files and commits.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sphinx.application import Sphinx
 
+from docs.figures.marks import commits, files
 from docs.figures.svg import style
 
 BESIDE = "how_it_works"  # the page whose figures have their words beside them
@@ -38,7 +39,10 @@ def inline(app: Sphinx, page: str, source: list[str]) -> None:
         words = escape(found["words"])
         return f"<details>\n<summary>{words}</summary>\n\n{path.read_text(encoding='utf-8').strip()}\n\n</details>\n"
 
+    measured = ", ".join(f"{file} ({', '.join(commits(file))})" for file in files(source[0]))
     source[0] = _TABLE.sub(table, _IMAGE.sub(figure, _MARK.sub("", source[0])))
+    if measured:
+        source[0] += f"\n\n---\n\n*Files of the numbers on this page, and the commits that measured them: {measured}.*\n"
 
 
 def write_style(app: Sphinx) -> None:

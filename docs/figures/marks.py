@@ -50,14 +50,36 @@ def at(data: Any, parts: list[str]) -> list[Any]:
 
 def values(file: str, key: str) -> list[float]:
     """What a mark names: a number, or ratio, low and high."""
-    folder = next(name for name in ("bench/results", "docs/figures") if (ROOT / name / file).exists())
-    data = json.loads((ROOT / folder / file).read_text(encoding="utf-8"))
+    data = json.loads(_path(file).read_text(encoding="utf-8"))
     call, inner, plain, scale = _KEY.fullmatch(key).groups()
     found, *under = [at(data, operand.split("/")) for operand in (inner or plain).split(" // ")]
     found = [a / b for a, b in zip(found, under[0], strict=True)] if under else found
     (result,) = [_CALLS[call](found)] if call else found
     numbers = [result[name] for name in ("ratio", "low", "high")] if isinstance(result, dict) else [result]
     return [number * float(scale or 1) for number in numbers]
+
+
+def _path(file: str) -> Path:
+    folder = next(name for name in ("bench/results", "docs/figures") if (ROOT / name / file).exists())
+    return ROOT / folder / file
+
+
+def commits(file: str) -> list[str]:
+    """The commits at which the file's numbers were measured, short."""
+
+    def found(data: Any) -> Iterator[str]:
+        if isinstance(data, dict) and isinstance(data.get("commit"), str):
+            yield data["commit"][:7]
+        for each in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
+            yield from found(each)
+
+    return sorted(set(found(json.loads(_path(file).read_text(encoding="utf-8")))))
+
+
+def files(text: str) -> list[str]:
+    """The files that the page's marks name."""
+    named = {" ".join(mark[1].split()).partition(":")[0] for mark in _MARK.finditer(text)}
+    return sorted(name for name in named if name.endswith(".json"))
 
 
 def mistakes(page: str, text: str) -> Iterator[str]:
