@@ -172,12 +172,6 @@ def gather_many(*, shards: ShardList, out: torch.Tensor, block: int = 2048, num_
         )
 
 
-def gather_many_ref(shards: Sequence[torch.Tensor], offsets: Sequence[int], out: torch.Tensor) -> None:
-    """The same in plain torch."""
-    for shard, offset in zip(shards, offsets, strict=True):
-        out[offset : offset + shard.numel()] = shard.flatten()
-
-
 def gather_ref(shards: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """The same in plain torch, over all owners' shards."""
     return join(shards).to(dtype)

@@ -26,7 +26,7 @@ from .device import (
     peer_address,
     wait_for_shard,
 )
-from .linear import check_linear, linear_dx_ref, linear_ref, traits
+from .linear import check_linear, traits
 from .peers import PeerShards, check_bias
 from .staged import StagedWeight
 from .tiles import STAGED_DX_ODD, STAGED_ODD, LinearTile, tile_of
@@ -237,7 +237,7 @@ def linear_staged(
     if tokens == 0 or rows == 0:
         return
     vectors = _vectors(weight, x, out)
-    bulk = vectors and _bulk(x.device)
+    bulk = vectors and _has_tma(x.device)
     tile = tile or _tile("linear_staged", x, vectors, STAGED_ODD)
     tiles = triton.cdiv(tokens, tile.t) * triton.cdiv(weight.rows_per_owner, tile.n) * weight.world
     linear_staged_kernel[(min(_programs(weight), tiles),)](
@@ -282,7 +282,7 @@ def linear_dx_staged(
         dy,
         weight.buffer,
         out,
-        BULK=vectors and _bulk(dy.device),
+        BULK=vectors and _has_tma(dy.device),
         **_shared(dy, weight, spins, tile),
     )
     weight.is_read_now()
@@ -341,20 +341,6 @@ def _programs(weight: StagedWeight) -> int:
     return all_of_them - (_LEFT_FREE if weight.has_far else 0)
 
 
-def _bulk(device: torch.device) -> bool:
+def _has_tma(device: torch.device) -> bool:
     """True if the device has TMA."""
     return interpreting() or architecture(device) >= 90
-
-
-def linear_staged_ref(
-    x: torch.Tensor, weight: list[torch.Tensor], bias: list[torch.Tensor] | None, arrived: list[bool]
-) -> torch.Tensor:
-    """y in plain torch, over all owners' shards, in float64: NaN where an owner's rows have not arrived."""
-    y = linear_ref(x, weight, bias)
-    come = torch.cat([torch.full((len(shard),), here) for shard, here in zip(weight, arrived, strict=True)])
-    return y.masked_fill(~come.to(y.device), torch.nan)
-
-
-def linear_dx_staged_ref(dy: torch.Tensor, weight: list[torch.Tensor], arrived: list[bool]) -> torch.Tensor:
-    """dx in plain torch, over all owners' shards, in float64: all NaN unless everything has arrived."""
-    return linear_dx_ref(dy, weight) * (1.0 if all(arrived) else torch.nan)

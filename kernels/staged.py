@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .peers import PeerShards, check_alike, rows_per_owner
+from .peers import PeerShards, check_alike, check_matrix, rows_per_owner
 from .streams import Device, device_of
 
 _LAST_EPOCH = 2**31 - 1
@@ -65,8 +65,7 @@ class StagedWeight:
 
         All kernels that read it must run on the current stream. Raises ValueError unless the weight has two dimensions.
         """
-        if len(peers.shape) != 2:
-            raise ValueError(f"the weight is {peers.shape}; give two dimensions [N, K]")
+        check_matrix(peers)
         device, stream, read = peers.device, None, None
         buffer = torch.zeros(peers.world * peers.rows_per_owner, peers.shape[1], dtype=peers.dtype, device=device)
         flags = torch.zeros(peers.world, dtype=torch.int32, device=device)

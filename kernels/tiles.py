@@ -230,10 +230,17 @@ class Chip:
     l2_bytes: int
     launch_s: float = 4e-6  # of a kernel or a copy
 
-    def flops_per_sm(self, element_bytes: int) -> float:
-        return self.matrix_flops_per_sm if element_bytes == 2 else self.fp32_flops_per_sm
 
-
+_H100 = Chip(
+    arch=90,
+    sms=132,
+    matrix_flops_per_sm=989e12 / 132,
+    fp32_flops_per_sm=67e12 / 132,
+    l2_bytes_s_per_sm=56e9,
+    hbm_bytes_s=3.35e12,
+    link_bytes_s=450e9,
+    l2_bytes=50_000_000,
+)
 CHIPS = {
     "A100 SXM": Chip(
         arch=80,
@@ -245,26 +252,8 @@ CHIPS = {
         link_bytes_s=300e9,
         l2_bytes=40_000_000,
     ),
-    "H200 SXM": Chip(
-        arch=90,
-        sms=132,
-        matrix_flops_per_sm=989e12 / 132,
-        fp32_flops_per_sm=67e12 / 132,
-        l2_bytes_s_per_sm=56e9,
-        hbm_bytes_s=4.8e12,
-        link_bytes_s=450e9,
-        l2_bytes=60_000_000,
-    ),
-    "H100 SXM": Chip(
-        arch=90,
-        sms=132,
-        matrix_flops_per_sm=989e12 / 132,
-        fp32_flops_per_sm=67e12 / 132,
-        l2_bytes_s_per_sm=56e9,
-        hbm_bytes_s=3.35e12,
-        link_bytes_s=450e9,
-        l2_bytes=50_000_000,
-    ),
+    "H200 SXM": replace(_H100, hbm_bytes_s=4.8e12, l2_bytes=60_000_000),
+    "H100 SXM": _H100,
     "B200": Chip(
         arch=100,
         sms=148,
@@ -306,16 +295,6 @@ class ProductShape:
     world: int
     element_bytes: int = 2
 
-    @property
-    def own_rows(self) -> int:
-        """Rank 0's rows. The last owners may have fewer."""
-        return -(-self.rows // self.world)
-
-    @property
-    def owned_rows(self) -> list[int]:
-        each = self.own_rows
-        return [min(max(self.rows - owner * each, 0), each) for owner in range(self.world)]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
@@ -337,26 +316,28 @@ def predict(operator: str, tile: Any, problem: ProductShape, chip: Chip) -> Cost
     """
     t, n, k = problem.tokens, problem.rows, problem.columns
     size, staged = problem.element_bytes, operator.endswith("_staged")
-    row_tiles = sum(ceil(owned / tile.n) for owned in problem.owned_rows)
+    own = -(-n // problem.world)  # rank 0's rows; the last owners may have fewer
+    row_tiles = sum(ceil(min(own, n - first) / tile.n) for first in range(0, n, own))
     blocks = {"t": ceil(t / tile.t), "n": row_tiles, "k": ceil(k / tile.k)}
     out_rows, out_columns, step = DIMENSIONS[operator]
     programs, steps = blocks[out_rows] * blocks[out_columns], blocks[step]
     waves = ceil(programs / chip.sms)
     tile_flops = 2 * steps * tile.t * tile.n * tile.k
     tile_l2_bytes = steps * (getattr(tile, out_rows) + getattr(tile, out_columns)) * getattr(tile, step) * size
-    compute_s = waves * max(tile_flops / chip.flops_per_sm(size), tile_l2_bytes / chip.l2_bytes_s_per_sm)
+    flops_per_sm = chip.matrix_flops_per_sm if size == 2 else chip.fp32_flops_per_sm
+    compute_s = waves * max(tile_flops / flops_per_sm, tile_l2_bytes / chip.l2_bytes_s_per_sm)
 
     def read(elements: int, times: int) -> int:
         """Bytes from HBM: data that does not stay in the L2 is read again in every wave that needs it."""
         return elements * size * (1 if elements * size <= chip.l2_bytes else max(1, min(times, waves)))
 
-    remote = (n - problem.own_rows) * k
+    remote = (n - own) * k
     if operator == "wgrad":
         link_bytes = remote * 4
-        hbm_bytes = read(t * n, blocks["k"]) + read(t * k, blocks["n"]) + problem.own_rows * k * 8
+        hbm_bytes = read(t * n, blocks["k"]) + read(t * k, blocks["n"]) + own * k * 8
     else:
         link_bytes = remote * size * (1 if staged else blocks["t"])
-        here = n * k if staged else problem.own_rows * k
+        here = n * k if staged else own * k
         x, y = (t * k, t * n) if out_columns == "n" else (t * n, t * k)
         hbm_bytes = read(x, blocks[out_columns]) + read(here, blocks["t"]) + y * size + staged * remote * size
     link_s, hbm_s = link_bytes / chip.link_bytes_s, hbm_bytes / chip.hbm_bytes_s

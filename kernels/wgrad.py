@@ -159,15 +159,3 @@ def _check(dy: torch.Tensor, x: torch.Tensor, weight: PeerShards, bias: PeerShar
         raise ValueError(f"the weight is {weight.shape}: a layer without input features has no gradient")
     if bias is not None:
         check_bias(bias, weight)
-
-
-def wgrad_ref(
-    dy: torch.Tensor, x: torch.Tensor, weight: list[torch.Tensor], bias: list[torch.Tensor], scale: float
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The same in plain torch, over all owners' shards: their final values."""
-    dw = (scale * (dy.double().T @ x.double())).split([len(shard) for shard in weight])
-    db = (scale * dy.double().sum(0)).split([len(shard) for shard in bias])
-    return (
-        [(shard + part).float() for shard, part in zip(weight, dw, strict=True)],
-        [(shard + part).float() for shard, part in zip(bias, db, strict=True)],
-    )
