@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -65,10 +66,7 @@ class PeerShards:
 
     @property
     def row_elements(self) -> int:
-        elements = 1
-        for size in self.shape[1:]:
-            elements *= size
-        return elements
+        return math.prod(self.shape[1:])
 
     def rows(self, owner: int) -> int:
         """The number of `owner`'s rows, may be 0."""
