@@ -215,6 +215,7 @@ def _steps(rank: int, world: int) -> tuple[dict[str, torch.Tensor], list[list[in
     return {name: value.clone() for name, value in full_parameters(model)}, taken, totals
 
 
+@pytest.mark.slow
 def test_steps_equal_plain_torch() -> None:
     want = build()
     optimizer = torch.optim.SGD(want.parameters(), lr=0.1)
