@@ -136,7 +136,7 @@ class Barrier:
             self.wait_until(purpose, lambda: self._missing(number, keys))
             messages = [json.loads(text) for text in self._ask(purpose, lambda: self._read(number, keys))]
         except (dist.DistNetworkError, dist.DistStoreError) as error:
-            self.lost(purpose, list(range(self.world)), error)
+            self.raise_lost(purpose, list(range(self.world)), error)
         self.passed += 1
         for peer, theirs in enumerate(messages):
             if theirs["purpose"] == _ABORTED:
@@ -208,7 +208,7 @@ class Barrier:
                     ranks = [rank for rank in ranks if last_s.get(rank, -math.inf) < since_s] or ranks
                 words = self._words(purpose, ranks, waited_s)
                 if waited_s > self.timeout_s:
-                    self.late(purpose, DeadlineExceeded(ranks, f"{words}: the deadline has passed"))
+                    self.raise_late(purpose, DeadlineExceeded(ranks, f"{words}: the deadline has passed"))
                 if waited_s > warn_at_s:
                     patient = self.timeout_s == math.inf
                     log.warning("%s; %s", words, "it's alive" if patient else f"its deadline is {self.timeout_s:.0f} s")
@@ -237,7 +237,7 @@ class Barrier:
         if causes != ranks:
             names = ", ".join(f"rank {rank}" for rank in causes)
             words = f"rank {self.rank} was waiting for {names} at '{purpose}'{self._where(causes)}"
-            self.late(purpose, DeadlineExceeded(causes, f"{words}: ranks {ranks} have given up because of that"))
+            self.raise_late(purpose, DeadlineExceeded(causes, f"{words}: ranks {ranks} have given up because of that"))
         words = f"rank {self.rank} was waiting for '{purpose}': ranks {ranks} have given up"
         raise RankLost(ranks, f"{words}. Start again from the last checkpoint.") from cause
 
@@ -269,7 +269,7 @@ class Barrier:
             found.add(chain[-1])
         return sorted(found)
 
-    def late(self, purpose: str, error: DeadlineExceeded) -> NoReturn:
+    def raise_late(self, purpose: str, error: DeadlineExceeded) -> NoReturn:
         """Raises RankLost if a rank is gone: others may be late for that alone. Else raises `error`."""
         ranks = list(error.ranks)
         if self.board is not None:
@@ -293,9 +293,9 @@ class Barrier:
             # A rank that arrived at the last moment and then ended has not failed this wait.
             gone = sorted(set(gone) & set(missing()))
         if gone:
-            self.lost(purpose, gone, None)
+            self.raise_lost(purpose, gone, None)
 
-    def lost(self, purpose: str, ranks: list[int], cause: Exception | None) -> NoReturn:
+    def raise_lost(self, purpose: str, ranks: list[int], cause: Exception | None) -> NoReturn:
         """Raises RankLost for those of `ranks` that are gone. `cause`: an error of the store or of a collective."""
         if isinstance(cause, dist.DistStoreError):
             unknown = f"the rendezvous store does not answer ({str(cause).splitlines()[0]})"

@@ -269,4 +269,4 @@ class Replicas:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
             raise
         except RuntimeError as error:  # a connection of the process group broke
-            self._barrier.lost(purpose, others, error)
+            self._barrier.raise_lost(purpose, others, error)

@@ -84,7 +84,7 @@ class minibatch:
             raise RuntimeError("divide_by outside of its minibatch: call it inside of the `with` block")
         if not 0 < number < math.inf:
             raise ValueError(f"divide_by has {number!r}; give a finite number above 0")
-        self._engine.tokens.late = float(number)
+        self._engine.tokens.late_divisor = float(number)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

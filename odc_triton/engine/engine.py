@@ -11,7 +11,7 @@ from ..comm.replicas import Grid, Replicas
 from .collectives import NoCollectives
 from .exact import ExactSums
 from .parameter import ShardedParameter
-from .participant import OrderOfArrival, Trained
+from .participant import RefusesDeterminism, Trained
 from .passes import Passes
 from .protocol import Protocol
 from .transport import Transport
@@ -56,7 +56,7 @@ class Engine(Protocol):
             self.passes,
             Units(self.units, self.parameters, self.ignored),
             Trained(self.shards),
-            ExactSums(self.shards, self) if deterministic else OrderOfArrival(_IN_ANY_ORDER),
+            ExactSums(self.shards, self) if deterministic else RefusesDeterminism(_IN_ANY_ORDER),
         )
 
     def add(self, parameters: list[ShardedParameter]) -> None:

@@ -86,7 +86,7 @@ class Tokens(Participant):
     """`total`: the target tokens of all ranks in the last minibatch that all entered; None if no rank gave its own.
 
     `divisor`: what gradients are divided by, unless the user chose a factor: losses are divided by the tokens already,
-    else by the number of ranks, as FSDP2 does. `late`: by what instead, if given inside the minibatch.
+    else by the number of ranks, as FSDP2 does. `late_divisor`: by what instead, if it was given inside the minibatch.
     """
 
     name = "tokens"
@@ -94,7 +94,7 @@ class Tokens(Participant):
     def __init__(self, world: int) -> None:
         self._world = world
         self.total: int | None = None
-        self.late: float | None = None
+        self.late_divisor: float | None = None
         self._scope = contextlib.ExitStack()
 
     @property
@@ -120,7 +120,7 @@ class Tokens(Participant):
         self.total = None if missing else sum(messages)
 
     def opened(self) -> None:
-        self.late = None
+        self.late_divisor = None
         if self.total is not None:
             self._scope.enter_context(_undivided())
 
@@ -128,7 +128,7 @@ class Tokens(Participant):
         self._scope.close()
 
     def exit(self) -> float | None:
-        return self.late
+        return self.late_divisor
 
     def settle(self, messages: list[float | None] | None) -> None:
         if messages is not None and len(set(messages)) > 1:
@@ -179,7 +179,7 @@ class Trained(Participant):
                 )
 
 
-class OrderOfArrival(Participant):
+class RefusesDeterminism(Participant):
     """Gradients are added in the order of their arrival: `torch.use_deterministic_algorithms(True)` is refused."""
 
     name = "order of arrival"

@@ -115,7 +115,7 @@ class Protocol:
     @property
     def divides_by_ranks(self) -> bool:
         """True if gradients are divided by the number of ranks, as neither tokens nor a divisor were given."""
-        return self.divide_factor is None and self.tokens.total is None and self.tokens.late is None
+        return self.divide_factor is None and self.tokens.total is None and self.tokens.late_divisor is None
 
     def register(self, *participants: Participant) -> None:
         """Lets them take part from the next minibatch on. On all ranks, in the same order."""
@@ -306,7 +306,7 @@ class Protocol:
             if shard.trains and place not in touched:
                 shard.assign(None)
         shards = [self.shards[place] for place in sorted(touched)]
-        factor = self.tokens.late or self.divide_factor or self.tokens.divisor
+        factor = self.tokens.late_divisor or self.divide_factor or self.tokens.divisor
         with contextlib.ExitStack() as scope:
             if self.replicas.count > 1:
                 scope.enter_context(self._collective())
@@ -429,7 +429,7 @@ class Protocol:
         try:
             self.streams.drain(purpose)
         except DeadlineExceeded as error:
-            self.barrier.late(purpose, error)
+            self.barrier.raise_late(purpose, error)
 
     # ------------------------------------------------------------------ failures
 

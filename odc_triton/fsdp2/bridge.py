@@ -21,7 +21,7 @@ from ..base.deadlines import Timeout, timedelta_of
 from ..comm.barrier import Barrier
 from ..comm.layout import Plan, place_regions
 from ..comm.replicas import Grid, Replicas, grid_of
-from ..engine.participant import OrderOfArrival, Participant, Trained
+from ..engine.participant import Participant, RefusesDeterminism, Trained
 from ..engine.passes import Passes
 from ..engine.protocol import Protocol
 from ..engine.transport import Streams, Transport
@@ -150,7 +150,7 @@ class BridgedEngine(Protocol):
         self._modules = FsdpModules(model, self)
         self.register(
             self.passes,
-            OrderOfArrival(_IN_ANY_ORDER),
+            RefusesDeterminism(_IN_ANY_ORDER),
             self._modules,
             Trained(self.shards),
             NoPieces(),

@@ -89,7 +89,7 @@ def replace_layers(
     return replaced
 
 
-def own_layers(model: nn.Module) -> int:
+def restore_layers(model: nn.Module) -> int:
     """Reverts `replace_layers` in place; returns the number of reverted layers."""
     count = 0
     for module in model.modules():

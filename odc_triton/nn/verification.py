@@ -21,7 +21,7 @@ from ..base.errors import OdcError
 from .choice import TABLE
 from .modules import LMHead
 from .operand import AddRows, ReadsOnDemand, add_rows, handle_of, is_sharded
-from .replace import own_layers
+from .replace import restore_layers
 
 _OWNERS = 2
 # Relative to the gradient's norm: sums have another order, in the summands' precision.
@@ -75,7 +75,7 @@ def verify(
                 f"model.train() first (from_pretrained returns a model in evaluation mode)"
             )
     plain = copy.deepcopy(model)
-    if own_layers(plain) == 0:
+    if restore_layers(plain) == 0:
         raise ValueError("none of the model's layers is replaced: call replace_layers first")
     measure = loss or _own_loss
     with contextlib.ExitStack() as stack:

@@ -175,7 +175,7 @@ class HostSync:
                 ranks = [] if holder is None else [heap.first + holder]
                 by = f"rank {ranks[0]}" if ranks else "another process"
                 words = f"rank {heap.first + heap.rank} could not add the {purpose}, whose lock is held by {by}"
-                self._barrier.late(purpose, DeadlineExceeded(ranks, words))
+                self._barrier.raise_late(purpose, DeadlineExceeded(ranks, words))
             time.sleep(_NAP_S)
         self.waits.show_none()
         try:
@@ -357,4 +357,4 @@ class KernelSync(HostSync):
         ranks = self._barrier.root_cause([first + rank for rank in late])
         names = ", ".join(f"rank {rank}" for rank in ranks)
         words = f"rank {first + self.buffers.rank} waited for {names} at '{purpose}': the deadline has passed"
-        self._barrier.late(purpose, DeadlineExceeded(ranks, words))
+        self._barrier.raise_late(purpose, DeadlineExceeded(ranks, words))

@@ -308,10 +308,10 @@ def test_a_deadline_that_passes_because_a_rank_died() -> None:
     barrier.watch(board := _Ended())
     late = DeadlineExceeded([], "the device is busy")
     with pytest.raises(RankLost, match="rank 1 died"):
-        barrier.late("the end", late)
+        barrier.raise_late("the end", late)
     board.given_up = 1  # as one that another rank kept waiting
     with pytest.raises(DeadlineExceeded, match="the device is busy"):
-        barrier.late("the end", late)
+        barrier.raise_late("the end", late)
 
 
 @pytest.mark.parametrize(
