@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +13,8 @@ TABLES = HERE.parent / "tables"
 
 def names() -> list[str]:
     """The modules of this folder that are figures, or tables."""
-    return sorted(path.stem for path in HERE.glob("[a-z]*.py") if "def data(" in path.read_text(encoding="utf-8"))
+    made = re.compile(r"^(def data\(|data = )", re.MULTILINE)
+    return sorted(path.stem for path in HERE.glob("[a-z]*.py") if made.search(path.read_text(encoding="utf-8")))
 
 
 def main(chosen: list[str]) -> None:
