@@ -17,6 +17,7 @@ import torch
 
 from odc_triton import read_policy
 
+BEHIND = "/vllm"  # the server's path, as behind a proxy
 LOGPS = [-0.5, None, -1.5]
 
 
@@ -37,7 +38,7 @@ class Serving:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.server.daemon_threads = True
         self.server.handle_error = lambda *_: None  # of clients that have left
-        self.address = f"http://127.0.0.1:{self.server.server_port}"
+        self.address = f"http://127.0.0.1:{self.server.server_port}{BEHIND}"
 
     def stop(self) -> None:
         self.ended.set()
@@ -80,14 +81,18 @@ class Serving:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
+                path = self.path.removeprefix(BEHIND)
                 content = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
                 faults = serving.faults
-                if faults.get("refuse") == self.path:
+                if path == self.path:
+                    self.reply(404, b"no such path")
+                    return
+                if faults.get("refuse") == path:
                     self.reply(500, json.dumps({"error": "the weights do not fit"}).encode())
                     return
-                answer = serving.answer(self.path, content)
+                answer = serving.answer(path, content)
                 body = b"" if answer is None else json.dumps(answer).encode()
-                if self.path != "/v1/completions":
+                if path != "/v1/completions":
                     self.reply(200, body)
                 elif faults.get("breaks_off"):
                     self.connection.shutdown(socket.SHUT_RDWR)
