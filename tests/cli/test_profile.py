@@ -176,6 +176,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch:
         for category in (PRODUCTS, ATTENTION, KERNELS, OTHER, OPTIMIZER, ACCUMULATE, BARRIERS):
             assert of_rank["seconds"][category] > 0, category
         assert of_rank["seconds"][IDLE] < of_rank["wall_s"]
-    assert sum(of_rank["tokens"] for of_rank in report["ranks"]) == 4 * (9 + 33 + 64 + 5)  # 2 minibatches of 8
+    tokens = 4 * (9 + 33 + 64 + 5)  # 2 minibatches of 8
+    assert sum(of_rank["tokens"] for of_rank in report["ranks"]) == tokens
+    assert report["tokens_per_s"] == tokens / max(of_rank["wall_s"] for of_rank in report["ranks"])
+    assert f"{tokens} tokens in " in printed
     for name in ("timeline.png", "trace.json", "torch-0.json", "torch-1.json"):
         assert (out / name).stat().st_size > 0
