@@ -9,7 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc_triton.comm.layout import ALIGNMENT_BYTES, ParameterSpec, Plan, first_difference, make_plan, shard_rows
+from odc_triton.comm.layout import (
+    ALIGNMENT_BYTES,
+    ParameterSpec,
+    Plan,
+    find_units,
+    first_difference,
+    make_plan,
+    shard_rows,
+)
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
 quick = settings(deadline=None, max_examples=100)
@@ -38,6 +46,19 @@ def test_rows_are_torch_chunks(rows: int, world: int) -> None:
 def test_rank_outside(rank: int) -> None:
     with pytest.raises(ValueError, match=rf"rank is {rank}; it must be in 0\.\.1"):
         shard_rows(4, 2, rank)
+
+
+@pytest.mark.parametrize("classes", [(), ("Block",)])
+def test_each_of_twelve_blocks_is_a_unit(classes: tuple[str, ...]) -> None:
+    """Not layers.10 a part of layers.1; of nested blocks the outermost."""
+
+    class Block(torch.nn.ModuleList):
+        pass
+
+    model = torch.nn.Module()
+    model._no_split_modules = classes
+    model.layers = torch.nn.ModuleList(Block([Block()]) if classes else torch.nn.Identity() for _ in range(12))
+    assert find_units(model) == [f"layers.{number}" for number in range(12)]
 
 
 def _plan(parameters: list[ParameterSpec], world: int) -> Plan:
