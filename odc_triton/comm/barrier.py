@@ -12,9 +12,11 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +33,7 @@ _ABORTED = "(gave up)"
 _PROBE = 0x0DC  # the tag of messages that try a connection
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 100e-6, 5e-3
 _RECENT = 0.75  # of the deadline: a rank that stands still has not waited since
+_KEPT = 64  # exchanges whose keys stay in the store: deleting them takes as long as reading a message
 _BLAMES = 2  # of a rank that has given up: more than this is the rank that it blames
 
 
@@ -58,6 +61,17 @@ def _is_connected(peer: int) -> bool:
     return True
 
 
+def _answer_all(questions: SimpleQueue) -> None:
+    """Answers each (answer, question) until there is a None."""
+    while (asked := questions.get()) is not None:
+        answer, question = asked
+        try:
+            answer.set_result(question())
+        except BaseException as error:
+            answer.set_exception(error)
+        del asked, answer, question  # which would keep the barrier alive
+
+
 class Barrier:
     """The barrier of the ranks of one engine, which all pass it in the same order; `passed`: how often.
 
@@ -69,6 +83,7 @@ class Barrier:
         self.passed = 0
         self._store, self._has_deadlines = store, host_of(store)[0] is None
         self._answer: Future | None = None  # the store's
+        self._questions: SimpleQueue | None = None
         self._blamed: list[int] = []
         self.board: StatusBoard | None = None  # None until `watch`
         self.is_connected: Callable[[int], bool] = lambda peer: True  # finds dead ranks until then
@@ -94,8 +109,10 @@ class Barrier:
         return f"barrier/{number}/{rank}"
 
     def post(self, purpose: str, message: dict[str, Any]) -> None:
-        """Leaves this rank's message for the next exchange. Does not wait."""
-        if self._answer is not None and not self._answer.done():  # the store would wait for its last answer
+        """Leaves this rank's message for the next exchange; waits for no rank. None if the store does not answer: its
+        client would wait for the last answer.
+        """
+        if self._answer is not None and wait([self._answer], _CHECK_S).not_done:
             return
         self._store.set(self._key(self.passed, self.rank), json.dumps({"purpose": purpose, **message}))
         if self.board is not None:
@@ -134,7 +151,14 @@ class Barrier:
         try:
             self.post(purpose, message)
             self.wait_until(purpose, lambda: self._missing(number, keys))
-            messages = [json.loads(text) for text in self._ask(purpose, lambda: self._read(number, keys))]
+            answer = self._ask(lambda: self._store.multi_get(keys))
+            wait([answer], _LONGEST_NAP_S)  # wakes sooner than a nap
+            self.wait_until(f"{purpose}: the store on its host", lambda: [] if answer.done() else [0])
+            messages = [json.loads(text) for text in answer.result()]
+            # Ranks that have set their keys for this exchange have left those before, whose keys are no longer read.
+            if number % _KEPT == 0:
+                old = [self._key(each, self.rank) for each in range(max(number - _KEPT, 0), number)]
+                self._ask(lambda: [self._store.delete_key(key) for key in old])
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             self.raise_lost(purpose, list(range(self.world)), error)
         self.passed += 1
@@ -150,30 +174,21 @@ class Barrier:
                 )
         return messages
 
-    def _read(self, number: int, keys: list[str]) -> list[bytes]:
-        texts = self._store.multi_get(keys)
-        # A rank that has set its key for this exchange has left the last one, whose keys are no longer read.
-        if number > 0:
-            self._store.delete_key(self._key(number - 1, self.rank))
-        return texts
-
-    def _ask(self, purpose: str, question: Callable[[], list[bytes]]) -> list[bytes]:
+    def _ask(self, question: Callable[[], Any]) -> Future:
         """The store's answer. A TCPStore's client waits for ever if rank 0's host, which has it, is stopped or cut off:
-        a thread does that.
+        a thread does that, one for all questions.
         """
+        answer = Future()
         if self._has_deadlines or self.board is None:
-            return question()
-        answer = self._answer = Future()
-
-        def ask() -> None:
-            try:
-                answer.set_result(question())
-            except BaseException as error:
-                answer.set_exception(error)
-
-        threading.Thread(target=ask, name="odc-store", daemon=True).start()
-        self.wait_until(f"{purpose}: the store on its host", lambda: [] if answer.done() else [0])
-        return answer.result()
+            answer.set_result(question())
+            return answer
+        if self._questions is None:
+            self._questions = SimpleQueue()
+            threading.Thread(target=_answer_all, args=(self._questions,), name="odc-store", daemon=True).start()
+            weakref.finalize(self, self._questions.put, None)
+        self._questions.put((answer, question))
+        self._answer = answer
+        return answer
 
     def _missing(self, number: int, keys: list[str]) -> list[int]:
         """The ranks that have not reached exchange `number`: by their status, if there is one, as a store whose host

@@ -60,8 +60,9 @@ def _is_fatal(error: BaseException | None) -> bool:
 
 
 def _messages_of(participant: Participant, messages: list[dict[str, Any]]) -> list[Any]:
-    """By rank; None where a rank has no such participant."""
-    return [json.loads(theirs["parts"].get(participant.name, "null")) for theirs in messages]
+    """By rank; None where a rank has no such participant, or this one no message."""
+    parts = (theirs["parts"].get(participant.name) for theirs in messages)
+    return [None if part is None else json.loads(part) for part in parts]
 
 
 class Protocol:
@@ -190,7 +191,8 @@ class Protocol:
         for each in self.participants:
             message = message_of(each)
             try:
-                parts[each.name] = json.dumps(message)
+                if message is not None:
+                    parts[each.name] = json.dumps(message)
             except TypeError as error:
                 raise TypeError(f"the message of {each.name!r}: {error}") from None
         return parts

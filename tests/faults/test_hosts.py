@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,16 +33,16 @@ def _beside_a_stopped_store(rank: int, world: int) -> tuple[str, list[int]]:
     """Rank 0 arrives and stops before the other one has read what it left in its store."""
     barrier = fully_shard(build("conv"), mesh=mesh_of((2, 1)), timeout=LONG_S)._odc_engine.barrier
     pid = barrier.exchange("pids", {"pid": os.getpid()})[0]["pid"]
-    barrier.timeout_s, read = SHORT_S, barrier._read
+    barrier.timeout_s, ask = SHORT_S, barrier._ask
 
-    def read_late(*given: object) -> list[bytes]:
+    def late(question: Callable[[], object]) -> object:
         if rank == 0:
             os.kill(pid, signal.SIGSTOP)
         while not is_stopped(pid):
             time.sleep(0.01)
-        return read(*given)
+        return question()
 
-    barrier._read = read_late
+    barrier._ask = lambda question: ask(partial(late, question))
     with pytest.raises(OdcError) as caught:
         barrier.exchange("leave", {})
     barrier.abort("the store must not be asked again")
