@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ class _Trap:
         exchange = engine.participant("split")
         self.signal, exchange.sync.signal = exchange.sync.signal, self.on_signal
         self.post, engine.barrier.post = engine.barrier.post, self.on_post
-        self.read, engine.barrier._read = engine.barrier._read, self.on_read
+        self.ask, engine.barrier._ask = engine.barrier._ask, self.on_ask
         self.run, engine.replicas._run = engine.replicas._run, self.on_run
 
     def strike(self, place: str, *, late: bool) -> None:
@@ -138,10 +139,10 @@ class _Trap:
             self.strike("exit", late=False)
         self.post(purpose, message)
 
-    def on_read(self, *given: Any) -> list[bytes]:
+    def on_ask(self, question: Callable[[], Any]) -> Future:
         if self.leaves:  # all ranks have reached the barrier
             self.strike("exit", late=True)
-        return self.read(*given)
+        return self.ask(question)
 
     def on_run(self, purpose: str, collective: Callable, *given: Any, **named: Any) -> None:
         place = "sum" if "sum" in purpose else "exchange"

@@ -42,7 +42,9 @@ def inline(app: Sphinx, page: str, source: list[str]) -> None:
     measured = ", ".join(f"{file} ({', '.join(commits(file))})" for file in files(source[0]))
     source[0] = _TABLE.sub(table, _IMAGE.sub(figure, _MARK.sub("", source[0])))
     if measured:
-        source[0] += f"\n\n---\n\n*Files of the numbers on this page, and the commits that measured them: {measured}.*\n"
+        source[0] += (
+            f"\n\n---\n\n*Files of the numbers on this page, and the commits that measured them: {measured}.*\n"
+        )
 
 
 def write_style(app: Sphinx) -> None:

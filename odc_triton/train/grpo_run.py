@@ -47,7 +47,7 @@ class GrpoRun(Run):
     """Reinforcement learning by GRPO: one step is a rollout and `iterations` updates."""
 
     kind = "train grpo"
-    bar: ClassVar = {
+    bar: ClassVar[dict[str, Any]] = {
         "reward": ("reward", ".3f"),
         "length": ("length", ".0f"),
         "rollout s": ("rollout_s", ".1f"),

@@ -43,7 +43,7 @@ class SftOptions(RunOptions):
     )
     eval_fraction: float = option(0.0, "fraction of --data to hold out for evaluation", group="Evaluation")
 
-    alternatives: ClassVar = (
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (
         *RunOptions.alternatives,
         *(("steps", "epochs"), ("truncate", "drop_long"), ("eval_data", "eval_fraction")),
     )

@@ -38,7 +38,7 @@ class SftRun(Run):
     """Supervised fine-tuning on `data`, packed."""
 
     kind = "train sft"
-    bar: ClassVar = {
+    bar: ClassVar[dict[str, Any]] = {
         "loss": ("loss", ".4f"),
         "targets/s": ("target_tokens_per_s", ".0f"),
         "idle": ("idle", ".0%"),
