@@ -2,7 +2,7 @@
 
 An image from docs/figures becomes inline SVG, so that it follows the page's switch from light to dark. A line that is
 only a link to a page of docs/tables becomes that table, folded; the link's text is what one unfolds. Marks of numbers
-(`<!--demo.json:key-->`, docs/figures/marks.py) are taken out; a line at the end of the page has their files and commits.
+(`<!--demo.json:key-->`, docs/figures/marks.py) are taken out; the page ends with their files and commits.
 """
 
 from __future__ import annotations
