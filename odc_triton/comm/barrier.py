@@ -109,8 +109,8 @@ class Barrier:
         return f"barrier/{number}/{rank}"
 
     def post(self, purpose: str, message: dict[str, Any]) -> None:
-        """Leaves this rank's message for the next exchange; waits for no rank. None if the store does not answer: its
-        client would wait for the last answer.
+        """Leaves this rank's message for the next exchange, waiting for no rank; leaves none while the store does not
+        answer, as its client would wait for the last answer.
         """
         if self._answer is not None and wait([self._answer], _CHECK_S).not_done:
             return
@@ -156,8 +156,8 @@ class Barrier:
             self.wait_until(f"{purpose}: the store on its host", lambda: [] if answer.done() else [0])
             messages = [json.loads(text) for text in answer.result()]
             # Ranks that have set their keys for this exchange have left those before, whose keys are no longer read.
-            if number % _KEPT == 0:
-                old = [self._key(each, self.rank) for each in range(max(number - _KEPT, 0), number)]
+            if number and number % _KEPT == 0:
+                old = [self._key(each, self.rank) for each in range(number - _KEPT, number)]
                 self._ask(lambda: [self._store.delete_key(key) for key in old])
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             self.raise_lost(purpose, list(range(self.world)), error)

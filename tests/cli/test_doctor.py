@@ -134,8 +134,8 @@ def test_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_torch_that_does_not_load(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main() == 1
-    said = capsys.readouterr().out
-    assert "problem  torch   can't be imported (import of torch halted" in said
+    said = " ".join(capsys.readouterr().out.split())  # columns are as wide as what else is found
+    assert "problem torch can't be imported (import of torch halted" in said
     assert "ranks" not in said
 
 
