@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -131,3 +132,9 @@ def test_importing_is_light(code: str, heavy: str) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not {"transformers", "matplotlib", "datasets", "tokenizers", *heavy.split()} & set(done.stdout.split())
+
+
+def test_options_can_be_read_by_the_oldest_python() -> None:
+    """Its `get_type_hints` refuses a plain ClassVar."""
+    plain = [name for name, path in _modules().items() if re.search(r": ClassVar\b(?!\[)", path.read_text())]
+    assert plain == []
