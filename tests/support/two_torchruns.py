@@ -41,7 +41,7 @@ def _die_after(step: int) -> None:
     publish, train_step = SequenceExchange.publish, SftRun.train_step
 
     def take_step(self: SftRun, **given: Any) -> Any:
-        def die(*_: Any) -> None:
+        def die(*_: Any, **__: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         SequenceExchange.publish = die if self.state.step == step else publish
