@@ -184,16 +184,6 @@ def train_minibatch(variant: Variant, work: Work, data: Any, cost: CostModel, in
     return timed(variant, dealt[dist.get_rank()], sum(count_target_tokens(packs) for packs in dealt), number)
 
 
-def timed_together(run: Callable[[], object]) -> tuple[float, bool]:
-    """Seconds from all ranks' start to the last one's end, and whether others took the cores. Collective."""
-    gather(None)  # a barrier
-    start_s, waited_s = time.monotonic(), quiet.waited_s()
-    run()
-    spans = gather((start_s, time.monotonic(), quiet.waited_s() - waited_s))
-    seconds = max(end_s for _, end_s, _ in spans) - min(start_s for start_s, _, _ in spans)
-    return seconds, quiet.is_disturbed(seconds, [each for _, _, each in spans])
-
-
 def timed(variant: Variant, own: Sequence[Pack], total: int, number: int) -> Minibatch:
     """Trains this rank's packs of a minibatch with `total` targets; starts with a barrier of all ranks. Collective."""
     setting = variant.setting
