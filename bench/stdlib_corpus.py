@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from odc_triton.base.files import atomic_file
-
 SKIPPED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests", "turtledemo"}
 )
@@ -70,15 +68,6 @@ def build_corpus(root: str | os.PathLike | None = None) -> tuple[list[dict[str, 
         )
     summary = CorpusSummary(files=files, skipped_files=skipped, records=len(unique), duplicates=found - len(unique))
     return [{"prompt": prompt, "completion": completion} for prompt, completion in unique], summary
-
-
-def write_corpus(path: str | os.PathLike, root: str | os.PathLike | None = None) -> CorpusSummary:
-    """Writes `build_corpus(root)` to `path` as JSON lines, atomically."""
-    records, summary = build_corpus(root)
-    with atomic_file(path) as file:
-        for record in records:
-            file.write(json.dumps(record).encode() + b"\n")
-    return summary
 
 
 def write_text(folder: Path, records: list[dict[str, str]], config: dict[str, Any], *, count: int | None = None) -> Any:
