@@ -1,4 +1,4 @@
-"""JSON over HTTP to one server, each request with a timeout. Contacts that address only: no proxy, no redirect."""
+"""JSON over HTTP to one server, each request with a deadline. Contacts that address only: no proxy, no redirect."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ class Server:
         with self._lock:
             self._aborts += 1
             for each in self._open:
-                with contextlib.suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
+                _end(each, threading.Event())
 
     def _ask(self, method: str, path: str, body: str | None, timeout_s: float) -> Any:
         what = f"{method} {path}"
@@ -92,13 +91,27 @@ class Server:
                 if self._aborts != aborts:  # while it connected
                     raise ConnectionAbortedError
                 self._open.add(raw)
+            late = threading.Event()
+            timer = threading.Timer(timeout_s, _end, (raw, late))  # a socket's timeout begins again with each byte
+            timer.start()
             try:
                 connection.request(method, self._path + path, body, {"Content-Type": "application/json"})
                 with connection.getresponse() as response:
                     return response.status, response.read()
+            except (OSError, http.client.HTTPException):
+                if late.is_set():
+                    raise TimeoutError from None
+                raise
             finally:
+                timer.cancel()
                 with self._lock:
                     self._open.discard(raw)
+
+
+def _end(connection: socket.socket, late: threading.Event) -> None:
+    late.set()
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _said(refusal: bytes) -> str:

@@ -105,6 +105,8 @@ class Serving:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body) + missing_bytes))
                 self.end_headers()
+                while missing_bytes and serving.faults.get("drips") and not serving.ended.wait(0.05):
+                    self.wfile.write(b" ")
                 self.wfile.write(body)
 
             def log_message(self, *_: Any) -> None:
