@@ -13,9 +13,11 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
@@ -75,7 +77,8 @@ def _answer_all(questions: SimpleQueue) -> None:
 class Barrier:
     """The barrier of the ranks of one engine, which all pass it in the same order; `passed`: how often.
 
-    `timeout_s`: how late a live rank may be. A rank whose process is gone is named after `_CHECK_S`.
+    `timeout_s`: how late a live rank may be; one that is `working`, after its last sign. A rank whose process is gone
+    is named after `_CHECK_S`.
     """
 
     def __init__(self, *, store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
@@ -96,11 +99,33 @@ class Barrier:
         self._broken = Status(board)  # not 0 once the rank has given up on its peers
         self._minibatch = Status(board)
         self._waits = Status(board)  # changes while the rank waits
+        self._signs = Status(board)  # changes while the rank is `working`
 
     def show(self, *, minibatch: int, broken: bool) -> None:
         """Shows peers where this rank is."""
         self._broken.show(self._blame() if broken else 0)
         self._minibatch.show(minibatch)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around work that may take any time: a thread shows signs of life, and the others' deadline counts from the
+        last one. In a process that is stopped threads stop too. Needs `watch`.
+        """
+        ended, pause_s = threading.Event(), min(_CHECK_S, self.timeout_s / 4)
+
+        def show_signs() -> None:
+            for number in count(1):
+                self._signs.show(number)
+                if ended.wait(pause_s):
+                    return
+
+        thread = threading.Thread(target=show_signs, name="odc-signs", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def _blame(self) -> int:
         return _BLAMES + self._blamed[0] if self._blamed else 1
@@ -203,12 +228,14 @@ class Barrier:
         """Waits until `missing()`, the ranks that have not arrived yet, is empty; raises as `exchange` does."""
         start_s = time.monotonic()
         warn_at_s = min(_FIRST_WARNING_S, self.timeout_s / 2)
-        check_at_s = _CHECK_S
+        check_at_s, late_at_s = _CHECK_S, self.timeout_s
         waits: list[int] = []
         last_s: dict[int, float] = {}  # when others were seen waiting
+        signs = [0] * self.world
+        sign_s = dict.fromkeys(range(self.world), 0.0)  # when others were seen working
         while ranks := missing():
             waited_s = time.monotonic() - start_s
-            if waited_s > min(check_at_s, self.timeout_s):
+            if waited_s > min(check_at_s, late_at_s):
                 check_at_s = waited_s + _CHECK_S
                 self.require_alive(ranks, purpose, missing)
                 ranks = self.root_cause(ranks)
@@ -221,12 +248,18 @@ class Barrier:
                     last_s |= {rank: waited_s for rank, was in enumerate(before) if waits[rank] != was}
                     since_s = waited_s - _RECENT * self.timeout_s
                     ranks = [rank for rank in ranks if last_s.get(rank, -math.inf) < since_s] or ranks
+                    before, signs = signs, self._signs.seen()
+                    sign_s |= {rank: waited_s for rank, was in enumerate(before) if signs[rank] != was}
+                quiet_since_s = min(sign_s[rank] for rank in ranks)
+                ranks = [rank for rank in ranks if sign_s[rank] == quiet_since_s]
+                late_at_s = quiet_since_s + self.timeout_s
                 words = self._words(purpose, ranks, waited_s)
-                if waited_s > self.timeout_s:
+                if quiet_since_s:
+                    words += f", which has made no sign of life for {waited_s - quiet_since_s:.1f} s"
+                if waited_s > late_at_s:
                     self.raise_late(purpose, DeadlineExceeded(ranks, f"{words}: the deadline has passed"))
                 if waited_s > warn_at_s:
-                    patient = self.timeout_s == math.inf
-                    log.warning("%s; %s", words, "it's alive" if patient else f"its deadline is {self.timeout_s:.0f} s")
+                    log.warning("%s; its deadline is %.0f s", words, self.timeout_s)
                     warn_at_s *= 2
             time.sleep(min(max(waited_s / 50, _SHORTEST_NAP_S), _LONGEST_NAP_S))
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import sys
@@ -93,11 +92,8 @@ def _show_life(barrier: Barrier, grid: Grid, heap: SymmetricHeap, token: str) ->
 
 
 @contextmanager
-def patient_barrier(grid: Grid, timeout: timedelta) -> Iterator[Barrier]:
-    """A barrier at which a live rank may arrive at any time, and that names a rank that died. Collective.
-
-    For work of unknown length before there is a sharded model. `timeout` applies to connecting the ranks.
-    """
+def watched_barrier(grid: Grid, timeout: timedelta) -> Iterator[Barrier]:
+    """A barrier that names a rank that died, or stopped while it is `working`, before there is a model. Collective."""
     barrier = open_barrier(grid, timeout)
     token = barrier.exchange("all ranks are here", {"token": uuid.uuid4().hex})[0]["token"]
     heap = SharedMemoryHeap(
@@ -111,7 +107,6 @@ def patient_barrier(grid: Grid, timeout: timedelta) -> Iterator[Barrier]:
     )
     try:
         _show_life(barrier, grid, heap, token)
-        barrier.timeout_s = math.inf
         yield barrier
     finally:
         if isinstance(barrier.board, PeerStatus):

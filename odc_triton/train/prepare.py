@@ -20,7 +20,7 @@ from ..data.order import Mix
 from ..data.records import DataError
 from ..data.tokenizer import read_tokenizer
 from ..hf.enable import innermost
-from ..sharding.agree import patient_barrier
+from ..sharding.agree import watched_barrier
 from .model import build_model, frozen_options, require_peft
 from .run_folder import RunFolder, require_same
 from .run_options import RunOptions
@@ -104,16 +104,17 @@ _ERRORS = (DataError, BlockingIOError, FileExistsError, FileNotFoundError, Permi
 
 
 def _on_rank_0(make: Callable[[], dict[str, Any]], mesh: DeviceMesh, timeout: timedelta) -> dict[str, Any]:
-    """Calls `make()` on rank 0, without a deadline, and returns its result (JSON) or raises its error on every rank.
+    """Calls `make()` on rank 0, for any time, and returns its result (JSON) or raises its error on every rank.
 
-    Raises RankLost.
+    Raises RankLost, and DeadlineExceeded once rank 0 has made no sign of life for `timeout`.
     """
     message: dict[str, Any] = {}
     error: Exception | None = None
-    with patient_barrier(grid_of(mesh), timeout) as barrier:
+    with watched_barrier(grid_of(mesh), timeout) as barrier:
         if mesh.get_rank() == 0:
             try:
-                message = {"made": make()}
+                with barrier.working():
+                    message = {"made": make()}
             except (OSError, ValueError) as raised:
                 error = raised
                 number = next(i for i, kind in enumerate(_ERRORS) if isinstance(error, kind))

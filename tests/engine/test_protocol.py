@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import re
 import signal
@@ -324,15 +325,42 @@ def test_a_rank_in_a_cycle_of_waits_is_its_own_root(waits: dict[int, int], roots
     assert barrier.root_cause([1]) == roots
 
 
-def test_a_wait_warns_after_half_of_its_deadline_and_then_seldom(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The barriers': each nap is a second."""
     clock = SimpleNamespace(now_s=0.0)
     clock.monotonic = lambda: clock.now_s
     clock.sleep = lambda _: setattr(clock, "now_s", clock.now_s + 1.0)
     monkeypatch.setattr(barrier_module, "time", clock)
+    return clock
+
+
+def test_a_wait_warns_after_half_of_its_deadline_and_then_seldom(
+    caplog: pytest.LogCaptureFixture, clock: SimpleNamespace
+) -> None:
     barrier = Barrier(store=dist.HashStore(), rank=0, world=2, timeout_s=1000.0)
     with pytest.raises(DeadlineExceeded, match=r"waited 1001\.0 s for rank 1 at 'the end': the deadline has passed"):
         barrier.wait_until("the end", lambda: [1])
     waited = [re.search(r"waited (\d+)", record.getMessage())[1] for record in caplog.records]
     assert waited == ["61", "121", "241", "481", "961"]
+
+
+def test_the_deadline_of_a_working_rank_counts_from_its_last_sign(clock: SimpleNamespace) -> None:
+    """Rank 1 makes signs for 5,000 s; rank 2 makes none."""
+    barrier = Barrier(store=dist.HashStore(), rank=0, world=3, timeout_s=1000.0)
+    shown: dict[int, int] = {}
+    barrier.watch(
+        SimpleNamespace(
+            new_slot=itertools.count().__next__,
+            show=shown.__setitem__,
+            seen=lambda slot: [0, min(int(clock.now_s), 5000) if slot == barrier._signs.slot else 0, 0],
+            is_alive=lambda _: True,
+        )
+    )
+    with pytest.raises(DeadlineExceeded, match=r"waited 1001\.0 s for rank 2 at .*\): the deadline") as late:
+        barrier.wait_until("the end", lambda: [1, 2])
+    assert late.value.ranks == [2]
+    clock.now_s = 0.0
+    words = r"waited 6001\.0 s for rank 1 at .*, which has made no sign of life for 1001\.0 s: the deadline has passed"
+    with pytest.raises(DeadlineExceeded, match=words):
+        barrier.wait_until("the end", lambda: [1])

@@ -88,7 +88,7 @@ def run_tune(options: TuneOptions) -> str | None:
     from ...balance.decoder import Decoder
     from ...comm.replicas import grid_of
     from ...nn.tuned import save
-    from ...sharding.agree import default_mesh, patient_barrier
+    from ...sharding.agree import default_mesh, watched_barrier
     from ...sharding.backend import backend_of
     from .attention import measure_attention
     from .trial import Trial
@@ -98,7 +98,7 @@ def run_tune(options: TuneOptions) -> str | None:
     if mesh.ndim > 1:
         raise ValueError(f"{mesh.size()} ranks are on {mesh.size(0)} hosts: tune on one host, as replicas run alike")
     backend = backend_of(options.backend, mesh)
-    with patient_barrier(grid_of(mesh), TIMEOUT) as barrier:
+    with watched_barrier(grid_of(mesh), TIMEOUT) as barrier:
         messages = barrier.exchange("tune: the ranks' devices", {"device": backend.device_id()})
     place = backend.place([theirs["device"] for theirs in messages])
     model = _shapes(options)
