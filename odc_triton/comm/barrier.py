@@ -255,7 +255,7 @@ class Barrier:
                 late_at_s = quiet_since_s + self.timeout_s
                 words = self._words(purpose, ranks, waited_s)
                 if quiet_since_s:
-                    words += f", which has made no sign of life for {waited_s - quiet_since_s:.1f} s"
+                    words += f", which has shown no sign of life for {waited_s - quiet_since_s:.1f} s"
                 if waited_s > late_at_s:
                     self.raise_late(purpose, DeadlineExceeded(ranks, f"{words}: the deadline has passed"))
                 if waited_s > warn_at_s:

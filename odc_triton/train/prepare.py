@@ -106,7 +106,7 @@ _ERRORS = (DataError, BlockingIOError, FileExistsError, FileNotFoundError, Permi
 def _on_rank_0(make: Callable[[], dict[str, Any]], mesh: DeviceMesh, timeout: timedelta) -> dict[str, Any]:
     """Calls `make()` on rank 0, for any time, and returns its result (JSON) or raises its error on every rank.
 
-    Raises RankLost, and DeadlineExceeded once rank 0 has made no sign of life for `timeout`.
+    Raises RankLost, and DeadlineExceeded once rank 0 has shown no sign of life for `timeout`.
     """
     message: dict[str, Any] = {}
     error: Exception | None = None
