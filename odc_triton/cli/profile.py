@@ -122,7 +122,7 @@ def _prepare(options: ProfileOptions) -> tuple[nn.Module, list[list[Pack]]]:
     from ..checkpoint import load_causal_lm
     from ..hf import enable_packing
     from ..sharding.agree import default_mesh
-    from ..sharding.shard import fully_shard
+    from ..sharding.shard_module import fully_shard
     from ..train.model import precision, replace
 
     mesh = default_mesh(timedelta(minutes=30))
