@@ -113,13 +113,13 @@ class ShardedParameter:
     def read(self) -> torch.Tensor:
         return self.shard.read()
 
-    def parts(self, strategy: str) -> list[torch.Tensor]:
+    def parts(self, source: str) -> list[torch.Tensor]:
         """As in `ShardedOperand`; if the whole tensor is a view, so is everything but a staged copy."""
-        if strategy == "staged":
+        if source == "staged":
             return [self.read()]
         if self.residency is Residency.VIEW:
             return [self.leaf.detach()]
-        if strategy == "direct":
+        if source == "direct":
             return self.shard.compute_shards
         # Not filled in a backward that the unit did not see: of an output that is no tensor, or of an inner tensor.
         if self.gathered is None or not self.gathered.is_filled:

@@ -137,8 +137,8 @@ def _x(*shape: int, trains: bool = True) -> torch.Tensor:
     return torch.randn(shape, requires_grad=trains)
 
 
-def _choices(backends: str, strategies: str, wgrads: str) -> list[str]:
-    return ["/".join(words) for words in itertools.product(backends.split(), strategies.split(), wgrads.split())]
+def _choices(backends: str, sources: str, wgrads: str) -> list[str]:
+    return ["/".join(words) for words in itertools.product(backends.split(), sources.split(), wgrads.split())]
 
 
 def _linears(backends: str) -> dict[str, Case]:

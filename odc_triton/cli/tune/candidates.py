@@ -82,7 +82,7 @@ def tiles(
     if workload.operator != "linear" or choice.backend != "triton":
         return
     chip = chip_of(device, arch)
-    kernels = [*_KERNELS.get(choice.strategy, ()), *(["wgrad"] if choice.wgrad == "fused" else [])]
+    kernels = [*_KERNELS.get(choice.source, ()), *(["wgrad"] if choice.wgrad == "fused" else [])]
     problem = ProductShape(
         tokens=tokens, rows=workload.shape[0], columns=workload.shape[1], world=world, element_bytes=element_bytes
     )
