@@ -17,7 +17,7 @@ AUTO = "auto"
 
 BACKENDS = ("eager", "triton")
 SOURCES = ("gathered", "direct", "staged")
-WGRADS = ("split", "fused")
+WGRADS = ("whole", "fused")
 
 # For two roles of `replace_layers` the operator has another name.
 _ALIASES = {"head": "log_probs", "attention": "qkv"}
@@ -38,7 +38,7 @@ class Choice:
     backend: "eager", plain torch, or "triton", our kernels.
     source: of the weights: "gathered", the unit's whole tensors, by the library's product; "direct",
         their owners, during the computation; "staged", a local copy that is filled meanwhile.
-    wgrad: "split": the library computes the whole weight gradient, which is then added to the owners; "fused": each
+    wgrad: "whole": the library computes the whole weight gradient, which is then added to the owners; "fused": each
         owner's part is added as soon as it is computed; the whole never exists.
     tiles: (kernel, tile) pairs that override the tiles in `odc_kernels.tiles`.
     """
@@ -82,11 +82,11 @@ def _entry(operator: str, device_type: str | None, words: str) -> Entry:
     return Entry(operator=operator, device_type=device_type, choice=as_choice(words))
 
 
-# The first matching line counts. On CUDA no fused product has been compared with the library's: gathered and split
+# The first matching line counts. On CUDA no fused product has been compared with the library's: gathered and whole
 # are plain ODC as in the paper. An embedding reads few of many rows and the head is never whole: always direct.
 TABLE = (
-    _entry("linear", None, "eager/gathered/split"),
-    _entry("qkv", None, "eager/gathered/split"),
+    _entry("linear", None, "eager/gathered/whole"),
+    _entry("qkv", None, "eager/gathered/whole"),
     _entry("embedding", "cuda", "triton/direct/fused"),
     _entry("embedding", None, "eager/direct/fused"),
     _entry("log_probs", "cuda", "triton/direct/fused"),

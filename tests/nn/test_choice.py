@@ -75,7 +75,7 @@ def _fields(found: Choice) -> tuple[str, str, str]:
 
 def test_for_some_operators_only() -> None:
     text = "linear=triton/direct,embedding=eager"
-    assert choose("linear", given=text, **PLACE) == _choice("triton/direct/split")
+    assert choose("linear", given=text, **PLACE) == _choice("triton/direct/whole")
     assert choose("embedding", given=text, **PLACE) == _choice("eager/direct/fused")
     assert choose("qkv", given=text, **PLACE) == choose("qkv", **PLACE)
     assert choose("log_probs", given=text, **PLACE) == choose("log_probs", **PLACE)
@@ -99,9 +99,10 @@ def test_for_some_operators_only() -> None:
         ("linear=qkv=eager", "there is no operator 'linear=qkv'"),
         ("eager/triton", "'eager/triton': of eager, triton give one"),
         ("linear=direct/staged", "of gathered, direct, staged give one"),
-        ("split/eager/fused", "of split, fused give one"),
+        ("whole/eager/fused", "of whole, fused give one"),
         ("qkv=staged", r"'qkv=staged': 'staged' is not known here; give 'auto' or some of eager, triton, gathered, d"),
-        ("log_probs=split", "'split' is not known here; give 'auto' or some of eager, triton, direct, fused"),
+        ("split", "'split' is not known here; give 'auto' or some of .*, whole, fused"),
+        ("log_probs=whole", "'whole' is not known here; give 'auto' or some of eager, triton, direct, fused"),
         ("linear=eager,embedding=triton/staged", "'embedding=triton/staged': 'staged' is not known"),
     ],
 )
@@ -120,7 +121,7 @@ def test_what_is_not_understood_is_refused(text: str, words: str, monkeypatch: p
 
 @given(*[st.tuples(*[st.sampled_from(["", *kind]) for kind in (BACKENDS, SOURCES, WGRADS)]) for _ in range(2)])
 def test_argument_over_variable_over_table(argument: tuple, variable: tuple) -> None:
-    own = ("eager", "gathered", "split")
+    own = ("eager", "gathered", "whole")
     want = [a or v or t for a, v, t in zip(argument, variable, own, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ODC_OPERATORS", "/".join(filter(None, variable)))
@@ -174,7 +175,7 @@ def test_lines_by_hand(lines: list[tuple], shape: tuple[int, ...], tokens: int) 
 def test_the_shipped_table(operator: str, device_type: str) -> None:
     """Nothing has been measured to be faster than the library's products."""
     is_product = operator in ("linear", "qkv")
-    want = "eager/gathered/split" if is_product else f"{'triton' if device_type == 'cuda' else 'eager'}/direct/fused"
+    want = "eager/gathered/whole" if is_product else f"{'triton' if device_type == 'cuda' else 'eager'}/direct/fused"
     for tokens in (0, 1, 10**7):
         assert choose(operator, shape=(64, 32), tokens=tokens, device_type=device_type) == _choice(want)
     assert is_gathered(operator, shape=(64, 32), device_type=device_type) == is_product

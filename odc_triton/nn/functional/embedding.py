@@ -101,7 +101,7 @@ def _embedding_grad(
         return
     how = chosen("embedding", w, ids.numel(), ids.device, choice)
     flat, dy = ids.reshape(-1), dy.reshape(-1, dy.shape[-1]).contiguous()
-    if how.wgrad == "split":
+    if how.wgrad == "whole":
         dw = torch.ops.aten.embedding_dense_backward(
             dy, flat, w.shape[0], -1 if padding_idx is None else padding_idx, False
         )
