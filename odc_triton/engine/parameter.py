@@ -50,7 +50,7 @@ class Residency(Enum):
 
 
 class ShardedParameter:
-    """A `nn.operand.ShardedOperand`. `shard`: its memory; `slot`: its number in the plan.
+    """A `nn.operand.ShardedOperand`. `shard`: its memory; `number`: its number in the plan.
 
     `whole`: the tensor under `leaf`; `gathered`: its unit's storage, None where it is a view or never whole.
     `table`: how operators on it run.
@@ -60,14 +60,14 @@ class ShardedParameter:
         self,
         *,
         shard: HeapShard,
-        slot: int,
+        number: int,
         whole: torch.Tensor,
         gathered: GatheredParameters | None,
         transport: Transport,
         staging: Staging,
         table: tuple[Entry, ...] = TABLE,
     ) -> None:
-        self.shard, self.spec, self.slot, self.sharded = shard, shard.spec, slot, shard.sharded
+        self.shard, self.spec, self.number, self.sharded = shard, shard.spec, number, shard.sharded
         self.world, self.shape = shard.world, shard.spec.shape
         self.sharded._odc_shard_of = handle_of(self)
         self.gathered, self.staging, self._transport = gathered, staging, transport
