@@ -35,7 +35,7 @@ from odc_triton.fsdp2.found import replace_comms
 from odc_triton.fsdp2.record import TimedComm
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.sequence.enable import enable_split
-from odc_triton.sharding.shard import fully_shard
+from odc_triton.sharding.shard_module import fully_shard
 from odc_triton.simulate.job import SPLIT
 
 from .trees import REPEATED, SHARED, TREES

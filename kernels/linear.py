@@ -3,7 +3,7 @@
     y[t, o n + i] = sum_k x[t, k] W_o[i, k] + b_o[i]
     dx[t, k]      = sum_o sum_i dy[t, o n + i] W_o[i, k]
 
-T tokens, N output features, n = ceil(N / R) of them per owner, K input features; R owners. This is the strategy
+T tokens, N output features, n = ceil(N / R) of them per owner, K input features; R owners. This is the kernel for
 `direct`: each weight tile crosses the link once per block of tokens, so it is for few tokens. Programs that share a
 weight tile (those of all blocks of tokens) are neighbours, and this rank's shard comes first.
 """

@@ -3,7 +3,7 @@
     y[t, o n + i] = sum_k x[t, k] W_o[i, k] + b_o[i]
     dx[t, k]      = sum_o sum_i dy[t, o n + i] W_o[i, k]
 
-T tokens, N output features, n = ceil(N / R) of them per owner, K input features; R owners. This is the strategy
+T tokens, N output features, n = ceil(N / R) of them per owner, K input features; R owners. This is the kernel for
 `staged`: `pull` (staged.py) makes the copy engine fetch each owner's W_o once into a local buffer, its own first,
 then rank + 1, and so on; the kernel starts when its own is there and waits for each other owner's rows by a flag.
 """

@@ -10,7 +10,7 @@ owners. c and s are the rows of the tables cos and sin at the token's position, 
 convention. Everything is fp32 until each result is rounded once. One program makes one head of one block of tokens, so
 norm and RoPE see it whole; a head's rows may belong to several owners, so each row's address is looked up.
 
-The weights are read in the K loop (strategy `direct`): over a link for few tokens; gathered (one owner) for any number.
+The weights are read in the K loop (`direct`): over a link for few tokens; gathered (one owner) for any number.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ number. After 2^31 - 1 comes 1; a flag holds 0 before its first pull. Only a fla
 [Note: near and far] Rows that cross a link are fetched by a copy engine, which needs no multiprocessor: a kernel may
 occupy them all and wait. A copy within one device is itself a kernel, which such a kernel could block forever. So the
 kernel starts only after the rows of near owners: this rank's own, and those of ranks that share the device. If all
-ranks share a device, that is all rows, and the strategy is pointless.
+ranks share a device, that is all rows, and `staged` is pointless.
 """
 
 from __future__ import annotations

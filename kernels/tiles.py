@@ -308,7 +308,7 @@ class Cost:
 
 
 def predict(operator: str, tile: Any, problem: ProductShape, chip: Chip) -> Cost:
-    """The cost of one call of a matrix operator, to rank tiles and strategies without a measurement.
+    """The cost of one call of a matrix operator, to rank tiles and ways to run it without a measurement.
 
     Compute, memory and link overlap, so the slowest counts. It assumes one program per multiprocessor at a time and
     one compute rate for every tile; a tile's size shows in waves and in bytes read from the L2. Copies of

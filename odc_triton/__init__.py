@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .sequence.enable import enable_split as enable_split
     from .sequence.enable import split_forward as split_forward
     from .sharding.footprint import memory_plan as memory_plan
-    from .sharding.shard import fully_shard as fully_shard
+    from .sharding.shard_module import fully_shard as fully_shard
 
 _API = (
     "begin_minibatch",
@@ -61,9 +61,9 @@ _ERRORS = (
 _HOME = {
     **dict.fromkeys(_API, "engine.api"),
     **dict.fromkeys(_ERRORS, "base.errors"),
-    "MixedPrecisionPolicy": "sharding.shard",
+    "MixedPrecisionPolicy": "sharding.shard_module",
     "enable_split": "sequence.enable",
-    "fully_shard": "sharding.shard",
+    "fully_shard": "sharding.shard_module",
     "divergence": "nn.head",
     "log_probs": "nn.head",
     "memory_plan": "sharding.footprint",

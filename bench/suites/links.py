@@ -150,7 +150,7 @@ def _plain(layer: Layer, heap: SymmetricHeap, group: dist.ProcessGroup) -> dict[
 
 
 def on_cpu(layer: Layer, heap: ApartHeap, group: dist.ProcessGroup) -> dict[str, Operator]:
-    target = Target(slot=0, shards=[heap.shard(layer.sums, owner) for owner in range(layer.world)], rank=heap.rank)
+    target = Target(number=0, shards=[heap.shard(layer.sums, owner) for owner in range(layer.world)], rank=heap.rank)
     accumulator = LockedTransport(heap, Streams(), TIMEOUT_S)
     gradient = layer.integers(layer.rows, layer.columns, 10 + heap.rank, heap.device)
     own = layer.own(heap.rank)
@@ -258,7 +258,7 @@ def measure_place(place: Place, layers: Sequence[Layer], token: str, lines: Path
         group, device, make = dist.new_group(backend="nccl"), Gpu(), _on_gpu
     else:
         torch.set_num_threads(1)
-        heap = ApartHeap(slots=1, **given)
+        heap = ApartHeap(locks=1, **given)
         group, device, make = dist.group.WORLD, Rehearsal(), on_cpu
 
     def sync() -> None:

@@ -28,7 +28,7 @@ from odc_triton.sequence.buffers import KVBuffers, LayerShape
 from odc_triton.sequence.exchange import SequenceExchange, Span
 from odc_triton.sequence.layer import LayerSplit, RowsOfOthers
 from odc_triton.sequence.sync import HostSync
-from odc_triton.sharding.shard import fully_shard
+from odc_triton.sharding.shard_module import fully_shard
 from odc_triton.simulate.job import SPLIT
 
 from ..harness import in_turn, open_job

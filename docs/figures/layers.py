@@ -11,7 +11,7 @@ WAYS = {
     "ODC + LB-Mini": "ODC, own layers",
     "ODC, replaced layers": "ODC, replaced layers",
     "ODC, replaced layers, wgrad fused": "the same, weight gradients `fused`",
-    "ODC, replaced layers, wgrad split": "the same, all `split`, the embedding's too",
+    "ODC, replaced layers, wgrad split": "the same, all `whole`, the embedding's too",
 }
 
 

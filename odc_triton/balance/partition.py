@@ -7,8 +7,6 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
-
 # A group within this fraction of the mean is not refined: far below the error of a cost model.
 BALANCED = 1e-3
 # Exchanges evaluated in one step of `refine`; beyond it, only some of the heaviest group's items are tried.
@@ -67,6 +65,8 @@ def refine(
     count, items = len(groups), len(costs)
     if max(map(len, groups)) < 2:  # exchanging single items makes the heaviest group no lighter
         return [list(members) for members in groups]
+    import numpy as np  # here, as --help imports this file for the strategies' names
+
     tokens, token_cap = ([0] * items, 0) if tokens is None else (tokens, token_cap)
     load = np.array([math.fsum(costs[i] for i in members) for members in groups])
     if load.max() <= load.mean() * (1 + BALANCED):

@@ -11,10 +11,10 @@ from .assigner import Assigner
 from .cost import CostModel
 from .line import whole_strips
 from .packing import checked_lengths
-from .queue import QUEUE, Counter, QueuedPacks
+from .queue import Counter, QueuedPacks
 from .relatives import Relatives
 from .split import readable_tokens
-from .strategies import BALANCES, Packs
+from .strategies import STRATEGIES, UNEVEN, Packs
 
 
 class MinibatchSampler:
@@ -102,8 +102,8 @@ class MinibatchSampler:
             raise ValueError(f"rank is {self.rank}, outside a world of {self.world}: give 0 to {self.world - 1}")
         if not isinstance(samples_per_rank, int) or samples_per_rank < 1:
             raise ValueError(f"samples_per_rank is {samples_per_rank!r}: give a whole number, 1 or more")
-        if balance not in (*BALANCES, QUEUE):
-            raise ValueError(f"balance is {balance!r}: choose one of {', '.join((*BALANCES, QUEUE))}")
+        if balance not in STRATEGIES:
+            raise ValueError(f"balance is {balance!r}: choose one of {', '.join(STRATEGIES)}")
         if relatives is not None and balance != "mini":
             raise ValueError(f"relatives are given with balance {balance!r}: prefixes are shared with balance 'mini'")
         if relatives is not None and relatives.lengths != self.lengths:
@@ -122,9 +122,10 @@ class MinibatchSampler:
         floors = relatives.floors if floors is None and relatives is not None else floors
         whole_strips(self.lengths, self.cost, extra, floors)  # raises if they don't fit
         self.drop_last = drop_last
-        if split and balance not in ("mini", QUEUE):
+        if split and balance not in UNEVEN:
             raise ValueError(
-                f"split is {split} with balance {balance!r}: sequences are split with balance 'mini' or 'queue'"
+                f"split is {split} with balance {balance!r}: sequences are split with balance "
+                f"{' or '.join(map(repr, UNEVEN))}"
             )
         self.split_tokens = int(split)
         if split is True:
@@ -160,7 +161,7 @@ class MinibatchSampler:
                 f"(world {self.world} x samples_per_rank {samples_per_rank}): "
                 "lower samples_per_rank, or pass drop_last=False"
             )
-        if not drop_last and balance not in ("mini", QUEUE) and len(self.mix) % self.world:
+        if not drop_last and balance not in UNEVEN and len(self.mix) % self.world:
             raise ValueError(
                 f"balance {balance!r} needs as many samples on every rank, but {len(self.mix)} samples "
                 f"leave {len(self.mix) % self.world} over on {self.world} ranks in the last minibatch: "

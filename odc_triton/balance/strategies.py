@@ -7,8 +7,8 @@
 | global | pack, after packing them all | equal count, heavy ones lined up | FSDP, better |
 | mini   | cost                         | as many as the rank needs, or 0  | ODC          |
 
-A fifth, "queue" (queue.py), assigns packs at run time. To add one: a function here and a line in `_STRATEGIES`, its
-name in train/sft_options.py and cli/profile.py, a line in simulate/study.py, and one in the glossary.
+A fifth, "queue" (queue.py), assigns packs at run time. To add one: a function here and a line in `STRATEGIES`, from
+which options, sampler and checks take it; a line in the glossary; one in simulate/study.py if it is to be predicted.
 
 LocalSort, LB-Micro and LB-Mini are those of arXiv 2601.19362. FSDP waits for the slowest rank in every layer
 of every microbatch, so it needs equal counts and microbatches of equal cost at each index; ODC waits once per
@@ -18,12 +18,28 @@ minibatch, so only the rank's total counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from .cost import CostModel
 from .packing import best_fit_decreasing, checked_lengths, pack
 from .partition import balanced_partition
+from .queue import QUEUE
 
 Packs = list[list[int]]  # microbatches of one rank, each a list of indices into the minibatch's lengths
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """What a value of `balance` stands for. `summary`: of it, for `--help`.
+
+    packs: of all ranks, from lengths, costs, ranks and token cap. None: ranks take them at run time.
+    uneven: ranks may get different numbers of packs, which FSDP can't run. So it takes any number of samples, and goes
+        with split sequences.
+    """
+
+    summary: str
+    packs: Callable[[list[int], list[float], int, int], list[Packs]] | None
+    uneven: bool = False
 
 
 def assign(
@@ -46,10 +62,10 @@ def assign(
     or over the cap, extra costs that don't fit (see `CostModel.samples`), and, under "micro" and "global" only, too few
     samples for the packs that they need (see there).
     """
-    if balance not in _STRATEGIES:
+    if balance not in BALANCES:
         raise ValueError(f"balance is {balance!r}: choose one of {', '.join(BALANCES)}")
     lengths, costs = _checked(lengths, ranks, token_cap, cost, extra)
-    return _STRATEGIES[balance](lengths, costs, ranks, token_cap)
+    return STRATEGIES[balance].packs(lengths, costs, ranks, token_cap)
 
 
 def assign_one(
@@ -139,13 +155,17 @@ def _global_packing(lengths: list[int], costs: list[float], ranks: int, token_ca
     return assigned
 
 
-_STRATEGIES: dict[str, Callable[..., list[Packs]]] = {
-    "mini": _lb_mini,
-    "micro": _lb_micro,
-    "global": _global_packing,
-    "local": _local_sort,
+STRATEGIES = {
+    "mini": Strategy(summary="equal work, in as many packs as each rank needs", packs=_lb_mini, uneven=True),
+    QUEUE: Strategy(
+        summary="smaller packs, taken at run time, for ranks that are not equally fast", packs=None, uneven=True
+    ),
+    "micro": Strategy(summary="equally many samples and packs per rank, as FSDP needs", packs=_lb_micro),
+    "global": Strategy(summary="equally many packs per rank, of similar cost, as FSDP needs", packs=_global_packing),
+    "local": Strategy(summary="equally many samples per rank, one per pack, as FSDP needs", packs=_local_sort),
 }
-BALANCES = tuple(_STRATEGIES)
+BALANCES = tuple(name for name, strategy in STRATEGIES.items() if strategy.packs is not None)  # those of `assign`
+UNEVEN = tuple(name for name, strategy in STRATEGIES.items() if strategy.uneven)
 
 
 def _checked(

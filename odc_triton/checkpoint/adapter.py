@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .sharded import read_whole, sharded_parameters
+from .parameters import read_whole, sharded_parameters
 
 
 def with_adapter(model: nn.Module, config: Any) -> nn.Module:

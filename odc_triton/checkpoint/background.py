@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from ..base.errors import DeadlineExceeded
 from ..engine.api import engine_of
 from ..engine.participant import StepPart
+from .failures import problem_of, raise_together
 from .folder import Saving
-from .sharded import problem_of, raise_together
 from .steps import Checkpoints
 
 _NAP_S = 0.05  # between the barriers of ranks that wait for a checkpoint

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..base.errors import CheckpointDiffers
 from ..engine.parameter import ShardedParameter
-from .sharded import sharded_parameters
+from .parameters import sharded_parameters
 
 FILE = "base.json"  # in a checkpoint without the frozen weights
 ADAPTER = re.compile(r"\.(lora_|modules_to_save\.)")  # in the names of PEFT's own parameters

@@ -29,8 +29,8 @@ from ..base.files import put_in_place, sync_folder
 from ..engine.api import engine_of
 from . import base_model, dcp, training_state
 from .dcp import DigestedFiles, Written
+from .failures import all_or_none
 from .random_state import random_state, restore_random_state, seed_random_state
-from .sharded import all_or_none
 
 MANIFEST, _STATE = "manifest.json", "state.json"
 _OWN = "odc_"  # keys in the state: what participants of the minibatch save

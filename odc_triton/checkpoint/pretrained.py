@@ -30,7 +30,8 @@ from ..engine.module import plain_class
 from ..engine.parameter import ShardedParameter
 from ..nn.operand import is_sharded
 from .base_model import ADAPTER
-from .sharded import all_or_none, listed, sharded_parameters
+from .failures import all_or_none, listed
+from .parameters import sharded_parameters
 
 if TYPE_CHECKING:
     from safetensors import safe_open

@@ -11,8 +11,8 @@ from torch import nn
 from ..engine.api import engine_of
 from ..engine.parameter import ShardedParameter
 from .adapter import adapted_weights, merged
+from .parameters import sharded_parameters
 from .pretrained import empty_copy, tensors_by_unit, transformers_part
-from .sharded import sharded_parameters
 
 CHUNK_BYTES = 2**30
 Place = ShardedParameter | torch.Tensor

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..base.errors import CheckpointDiffers
 from .dcp import tensors_of
-from .sharded import listed
+from .failures import listed
 
 
 def to_save(model: nn.Module, optimizer: Optimizer, *, without: Collection[str] = ()) -> dict[str, Any]:

@@ -242,8 +242,8 @@ _PROFILE = _Command(
 )
 _TUNE = _Command(
     help="find the fastest way to run each layer on this machine",
-    description="Measures backends, strategies and tiles for a model's shapes on this machine's ranks. Writes a table "
-    "for this processor, its links, ranks and versions, which the layers of replace_layers then use.",
+    description="Measures backends, sources of weights and tiles for a model's shapes on this machine's ranks. Writes "
+    "a table for this processor, its links, ranks and versions, which the layers of replace_layers then use.",
     options=".tune:TuneOptions",
     run=_tune,
     has_ranks=True,

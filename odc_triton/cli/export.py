@@ -43,7 +43,7 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     from ..checkpoint.base_model import FILE
     from ..checkpoint.folder import load_checkpoint, read_state
     from ..checkpoint.steps import newest_in
-    from ..sharding.shard import fully_shard
+    from ..sharding.shard_module import fully_shard
     from ..train.model import adapters_of, add_adapters, name_special_tokens
 
     require_new_folder(options.out)  # before work that takes minutes

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..balance.strategies import BALANCES
 from ..base.options import (
     REQUIRED,
     option,
@@ -50,7 +51,7 @@ class ProfileOptions:
     token_cap: int = option(2048, "most tokens in one pack, which is one microbatch")
     samples_per_rank: int = option(4, "samples per rank and minibatch")
     minibatches: int = option(3, "minibatches to measure, after one to warm up")
-    balance: Literal["mini", "micro", "global", "local"] = option("mini", "how samples are assigned to the ranks")
+    balance: Literal[BALANCES] = option("mini", "how samples are assigned to the ranks")
     dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute")
     replace_layers: bool = option(False, "attention, embedding and linear layers read from and add to their owners")
     fused_head: bool = option(False, "never compute whole logits")
@@ -121,7 +122,7 @@ def _prepare(options: ProfileOptions) -> tuple[nn.Module, list[list[Pack]]]:
     from ..checkpoint import load_causal_lm
     from ..hf import enable_packing
     from ..sharding.agree import default_mesh
-    from ..sharding.shard import fully_shard
+    from ..sharding.shard_module import fully_shard
     from ..train.model import precision, replace
 
     mesh = default_mesh(timedelta(minutes=30))

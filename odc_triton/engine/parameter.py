@@ -50,7 +50,7 @@ class Residency(Enum):
 
 
 class ShardedParameter:
-    """A `nn.operand.ShardedOperand`. `shard`: its memory; `slot`: its number in the plan.
+    """A `nn.operand.ShardedOperand`. `shard`: its memory; `number`: its number in the plan.
 
     `whole`: the tensor under `leaf`; `gathered`: its unit's storage, None where it is a view or never whole.
     `table`: how operators on it run.
@@ -60,14 +60,14 @@ class ShardedParameter:
         self,
         *,
         shard: HeapShard,
-        slot: int,
+        number: int,
         whole: torch.Tensor,
         gathered: GatheredParameters | None,
         transport: Transport,
         staging: Staging,
         table: tuple[Entry, ...] = TABLE,
     ) -> None:
-        self.shard, self.spec, self.slot, self.sharded = shard, shard.spec, slot, shard.sharded
+        self.shard, self.spec, self.number, self.sharded = shard, shard.spec, number, shard.sharded
         self.world, self.shape = shard.world, shard.spec.shape
         self.sharded._odc_shard_of = handle_of(self)
         self.gathered, self.staging, self._transport = gathered, staging, transport
@@ -113,13 +113,13 @@ class ShardedParameter:
     def read(self) -> torch.Tensor:
         return self.shard.read()
 
-    def parts(self, strategy: str) -> list[torch.Tensor]:
+    def parts(self, source: str) -> list[torch.Tensor]:
         """As in `ShardedOperand`; if the whole tensor is a view, so is everything but a staged copy."""
-        if strategy == "staged":
+        if source == "staged":
             return [self.read()]
         if self.residency is Residency.VIEW:
             return [self.leaf.detach()]
-        if strategy == "direct":
+        if source == "direct":
             return self.shard.compute_shards
         # Not filled in a backward that the unit did not see: of an output that is no tensor, or of an inner tensor.
         if self.gathered is None or not self.gathered.is_filled:

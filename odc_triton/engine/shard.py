@@ -157,7 +157,7 @@ class HeapShard(Shard):
         self,
         *,
         spec: ParameterSpec,
-        slot: int,
+        number: int,
         compute: Region,
         gradient: Region | None,
         heap: SymmetricHeap,
@@ -180,7 +180,7 @@ class HeapShard(Shard):
             shards = [heap.shard(gradient, owner) for owner in range(self.world)]
             self.gradient_shard = shards[self._rank]
             self.gradient_part = self.part_of(self.gradient_shard)
-            self.target = target(slot=slot, shards=shards, rank=self._rank, near=heap.near)
+            self.target = target(number=number, shards=shards, rank=self._rank, near=heap.near)
         self.rows = [shard_rows(spec.shape[0], self.world, owner) for owner in range(self.world)]
         start, stop = self.rows[self._rank]
         part, end = shard_rows(stop - start, grid.replicas, grid.replica)

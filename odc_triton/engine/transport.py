@@ -248,15 +248,15 @@ class AllStreams:
 
 
 class Target:
-    """One parameter's gradient shards. `slot`: its number in the plan; `shards`: rows per owner, in their order.
+    """One parameter's gradient shards. `number`: its number in the plan; `shards`: rows per owner, in their order.
 
     `near`: as in `PeerShards`.
     """
 
     def __init__(
-        self, *, slot: int, shards: Sequence[torch.Tensor], rank: int, near: frozenset[int] | None = None
+        self, *, number: int, shards: Sequence[torch.Tensor], rank: int, near: frozenset[int] | None = None
     ) -> None:
-        self.slot, self.shards, self._rank, self._near = slot, tuple(shards), rank, near
+        self.number, self.shards, self._rank, self._near = number, tuple(shards), rank, near
 
     def add_rows(self, owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
         """Adds to an owner's shard, on the host. Nobody else may add to it meanwhile."""
@@ -317,7 +317,7 @@ class LockedTransport(Transport):
     def __init__(self, heap: SharedMemoryHeap, streams: Streams, timeout_s: float) -> None:
         super().__init__(heap, streams)
         self._timeout_s = timeout_s
-        self._threads: dict[int, threading.Lock] = {}  # per slot; see [Note: traps of fcntl locks]
+        self._threads: dict[int, threading.Lock] = {}  # by number; see [Note: traps of fcntl locks]
 
     def add(self, gradient: torch.Tensor, target: Target, *, name: str, waited: Callable[[Waits], None]) -> None:
         world = len(target.shards)
@@ -343,7 +343,7 @@ class LockedTransport(Transport):
     def _add(self, pending: dict[int, torch.Tensor], target: Target, name: str, at: int | torch.Tensor = 0) -> Waits:
         """Adds the `pending` rows of each owner to its shard, from row `at` on; returns the long waits for locks."""
         waits: Waits = []
-        with record_function("odc.accumulate"), self._threads.setdefault(target.slot, threading.Lock()):
+        with record_function("odc.accumulate"), self._threads.setdefault(target.number, threading.Lock()):
             stuck_s: float | None = None
             while pending:
                 before_s = time.monotonic()
@@ -354,23 +354,23 @@ class LockedTransport(Transport):
                     stuck_s = None
                 else:
                     stuck_s = before_s if stuck_s is None else stuck_s
-                    self._raise_if_late(before_s - stuck_s, target.slot, next(iter(left)), name)
+                    self._raise_if_late(before_s - stuck_s, target.number, next(iter(left)), name)
                     time.sleep(_NAP_S)
                 pending = left
         return waits
 
     def _try_add(self, rows: torch.Tensor, target: Target, owner: int, at: int | torch.Tensor) -> bool:
-        if not self.heap.try_lock(target.slot, owner):
+        if not self.heap.try_lock(target.number, owner):
             return False
         try:
             target.add_rows(owner, at, rows)
         finally:
-            self.heap.unlock(target.slot, owner)
+            self.heap.unlock(target.number, owner)
         return True
 
-    def _raise_if_late(self, waited_s: float, slot: int, owner: int, name: str) -> None:
+    def _raise_if_late(self, waited_s: float, number: int, owner: int, name: str) -> None:
         if waited_s > self._timeout_s:
-            holder, first = self.heap.lock_holder(slot, owner), self.heap.first
+            holder, first = self.heap.lock_holder(number, owner), self.heap.first
             ranks = [] if holder is None else [first + holder]
             raise DeadlineExceeded(
                 ranks,

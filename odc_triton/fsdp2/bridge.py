@@ -134,7 +134,7 @@ class BridgedEngine(Protocol):
         self.bridged = [
             BridgedUnit(
                 unit,
-                slot=slot,
+                number=number,
                 compute=compute,
                 gradient=gradient,
                 heap=self.heap,
@@ -142,7 +142,7 @@ class BridgedEngine(Protocol):
                 passes=self.passes,
                 zeros=zeros,
             )
-            for slot, (unit, compute, gradient) in enumerate(zip(units, plan.compute, plan.gradient, strict=True))
+            for number, (unit, compute, gradient) in enumerate(zip(units, plan.compute, plan.gradient, strict=True))
         ]
         self.shards: list[BridgedParameter] = [each for unit in self.bridged for each in unit.parameters]
         for unit in self.bridged:

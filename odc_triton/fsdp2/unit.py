@@ -190,7 +190,7 @@ class BridgedUnit:
         self,
         found: FsdpUnit,
         *,
-        slot: int,
+        number: int,
         compute: Region,
         gradient: Region | None,
         heap: SymmetricHeap,
@@ -203,7 +203,7 @@ class BridgedUnit:
         self._compute_shards = [heap.shard(compute, owner) for owner in range(heap.world)]
         if gradient is not None:
             shards = [heap.shard(gradient, owner) for owner in range(heap.world)]
-            self._target = Target(slot=slot, shards=shards, rank=heap.rank, near=heap.near)
+            self._target = Target(number=number, shards=shards, rank=heap.rank, near=heap.near)
         sizes = [each.gathered_bytes for each in found.parameters]
         parts = zip(*(shard.split(sizes) for shard in self._compute_shards), strict=True)
         trained = set(map(id, found.trained))

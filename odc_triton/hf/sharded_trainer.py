@@ -39,7 +39,7 @@ from ..checkpoint.folder import load_checkpoint, write_checkpoint
 from ..checkpoint.repeat import repeating
 from ..engine.api import engine_of, minibatch
 from ..nn.operand import is_sharded
-from ..sharding.shard import fully_shard
+from ..sharding.shard_module import fully_shard
 from .enable import enable_packing, refuse_prompt_learning
 
 SHARDS = "odc"  # folder within a checkpoint: masters and optimizer states, see checkpoint/folder.py

@@ -16,15 +16,15 @@ VARIABLE = "ODC_OPERATORS"
 AUTO = "auto"
 
 BACKENDS = ("eager", "triton")
-STRATEGIES = ("gathered", "direct", "staged")
-WGRADS = ("split", "fused")
+SOURCES = ("gathered", "direct", "staged")
+WGRADS = ("whole", "fused")
 
 # For two roles of `replace_layers` the operator has another name.
 _ALIASES = {"head": "log_probs", "attention": "qkv"}
 
 # The words of each operator. It ignores words of other operators.
 WORDS = {
-    "linear": {*BACKENDS, *STRATEGIES, *WGRADS},
+    "linear": {*BACKENDS, *SOURCES, *WGRADS},
     "qkv": {*BACKENDS, "gathered", "direct", *WGRADS},
     "embedding": {*BACKENDS, "gathered", "direct", *WGRADS},
     "log_probs": {*BACKENDS, "direct", "fused"},
@@ -36,21 +36,21 @@ class Choice:
     """The implementation of one operator.
 
     backend: "eager", plain torch, or "triton", our kernels.
-    strategy: the source of weights: "gathered", the unit's whole tensors, by the library's product; "direct",
+    source: of the weights: "gathered", the unit's whole tensors, by the library's product; "direct",
         their owners, during the computation; "staged", a local copy that is filled meanwhile.
-    wgrad: "split": the library computes the whole weight gradient, which is then added to the owners; "fused": each
+    wgrad: "whole": the library computes the whole weight gradient, which is then added to the owners; "fused": each
         owner's part is added as soon as it is computed; the whole never exists.
     tiles: (kernel, tile) pairs that override the tiles in `odc_kernels.tiles`.
     """
 
     backend: str
-    strategy: str
+    source: str
     wgrad: str
     tiles: tuple[tuple[str, Any], ...] = ()
 
     @property
     def words(self) -> str:
-        return f"{self.backend}/{self.strategy}/{self.wgrad}"
+        return f"{self.backend}/{self.source}/{self.wgrad}"
 
     def tile(self, kernel: str) -> Any:
         """The tile chosen for this kernel, None for its default."""
@@ -73,20 +73,20 @@ class Entry:
 
 
 def as_choice(words: str) -> Choice:
-    """The choice written as "backend/strategy/wgrad"."""
-    backend, strategy, wgrad = words.split("/")
-    return Choice(backend=backend, strategy=strategy, wgrad=wgrad)
+    """The choice written as "backend/source/wgrad"."""
+    backend, source, wgrad = words.split("/")
+    return Choice(backend=backend, source=source, wgrad=wgrad)
 
 
 def _entry(operator: str, device_type: str | None, words: str) -> Entry:
     return Entry(operator=operator, device_type=device_type, choice=as_choice(words))
 
 
-# The first matching line counts. On CUDA no fused product has been compared with the library's: gathered and split
+# The first matching line counts. On CUDA no fused product has been compared with the library's: gathered and whole
 # are plain ODC as in the paper. An embedding reads few of many rows and the head is never whole: always direct.
 TABLE = (
-    _entry("linear", None, "eager/gathered/split"),
-    _entry("qkv", None, "eager/gathered/split"),
+    _entry("linear", None, "eager/gathered/whole"),
+    _entry("qkv", None, "eager/gathered/whole"),
     _entry("embedding", "cuda", "triton/direct/fused"),
     _entry("embedding", None, "eager/direct/fused"),
     _entry("log_probs", "cuda", "triton/direct/fused"),
@@ -108,12 +108,12 @@ def parse(text: str) -> dict[str, tuple[str, ...]]:
                 f"{item!r}: there is no operator {operator!r}; there are {', '.join(WORDS)}, as in 'linear=eager'"
             )
         given = tuple(word.strip() for word in words.split("/"))
-        for kind in (BACKENDS, STRATEGIES, WGRADS):
+        for kind in (BACKENDS, SOURCES, WGRADS):
             if len(set(given) & set(kind)) > 1:
                 raise ValueError(f"{item!r}: of {', '.join(kind)} give one")
         for word in given:
             if word != AUTO and word not in WORDS[names[0]] and (equals or word not in WORDS["linear"]):
-                allowed = [each for each in (*BACKENDS, *STRATEGIES, *WGRADS) if each in WORDS[names[0]]]
+                allowed = [each for each in (*BACKENDS, *SOURCES, *WGRADS) if each in WORDS[names[0]]]
                 raise ValueError(f"{item!r}: {word!r} is not known here; give {AUTO!r} or some of {', '.join(allowed)}")
         if equals and names[0] in seen:
             raise ValueError(f"{text!r} gives {names[0]} twice")
@@ -125,7 +125,7 @@ def parse(text: str) -> dict[str, tuple[str, ...]]:
 
 def _with(choice: Choice, words: tuple[str, ...]) -> Choice:
     for word in words:
-        field = "backend" if word in BACKENDS else "strategy" if word in STRATEGIES else "wgrad"
+        field = "backend" if word in BACKENDS else "source" if word in SOURCES else "wgrad"
         choice = replace(choice, **{field: word})
     return choice
 
@@ -204,7 +204,7 @@ def is_gathered(
 ) -> bool:
     """True if the weight is read from its unit's whole tensors for some number of tokens, so must be among them."""
     found = _for_any_tokens(operator, shape, device_type, given, table)
-    return any(choice.strategy == "gathered" for choice in found)
+    return any(choice.source == "gathered" for choice in found)
 
 
 def is_by_kernel(

@@ -53,7 +53,7 @@ class ShardedOperand(Protocol):
     def compute_peers(self) -> PeerShards:
         """The shards to read, as kernels see them; not for a scalar."""
 
-    def parts(self, strategy: str) -> list[torch.Tensor]:
+    def parts(self, source: str) -> list[torch.Tensor]:
         """The rows to compute with, in order: in one tensor, or possibly one per owner for "direct".
 
         "gathered" is the unit's whole tensor, which must be filled already; "staged" makes a separate copy.

@@ -17,6 +17,8 @@ from .operand import is_sharded
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+DEFAULT_ROLES = ("attention", "embedding", "linear")
+HEAD = "head"  # not one of them: it changes what a model returns in training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class _NamedModule(NamedTuple):
 def replace_layers(
     model: nn.Module,
     *,
-    roles: Iterable[str] = ("attention", "embedding", "linear"),
+    roles: Iterable[str] = DEFAULT_ROLES,
     choice: str = AUTO,
     verbose: bool = True,
 ) -> Replaced:
@@ -207,7 +209,7 @@ def _replace_head(model: nn.Module, choice: str, replaced: Replaced) -> None:
         replaced.left[names[id(head)]] = why
         return
     head.__class__, head.choice = LMHead, choice
-    replaced.swapped["head"].append(names[id(head)])
+    replaced.swapped[HEAD].append(names[id(head)])
 
 
 def _changes_logits(model: nn.Module) -> str | None:
@@ -230,7 +232,7 @@ def _unlike_a_head(head: nn.Module) -> str | None:
 # In this order: a later role skips layers of an earlier one.
 _ROLES: dict[str, Callable[[nn.Module, str, Replaced], None]] = {
     "attention": _replace_attention,
-    "head": _replace_head,
+    HEAD: _replace_head,
     "embedding": _replace_embedding,
     "linear": _replace_linear,
 }

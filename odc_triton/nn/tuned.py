@@ -144,7 +144,7 @@ def _write_line(line: Line) -> dict[str, Any]:
 
 def _read_line(content: dict[str, Any]) -> Line:
     choice = as_choice(content["choice"])
-    unknown = {choice.backend, choice.strategy, choice.wgrad} - WORDS[content["operator"]]
+    unknown = {choice.backend, choice.source, choice.wgrad} - WORDS[content["operator"]]
     if unknown and content["operator"] != "log_probs":
         raise ValueError(f"{content['operator']} does not know {', '.join(sorted(unknown))}")
     given = tuple((each["kernel"], _TILES[each["kind"]](**each["sizes"])) for each in content.pop("tiles"))

@@ -179,8 +179,8 @@ class LocalShards:
     def compute_peers(self) -> PeerShards:
         return PeerShards.of(self._shards, shape=self.shape, aligned=self.leaf.is_cuda, near=ALL)
 
-    def parts(self, strategy: str) -> list[torch.Tensor]:
-        return self._shards if strategy == "direct" else [self.read()]
+    def parts(self, source: str) -> list[torch.Tensor]:
+        return self._shards if source == "direct" else [self.read()]
 
     def read(self) -> torch.Tensor:
         return torch.cat(self._shards)

@@ -61,7 +61,7 @@ class MuonBuffers:
         regions, size_bytes = buffer_regions([matrix.shape for matrix in matrices], world=world, apart=heap.apart)
         self._heap = heap.another(
             size_bytes=size_bytes,
-            slots=0,
+            locks=0,
             token=f"{everyones[0]['token']}-muon-{engine.grid.replica}",
             timeout_s=engine.barrier.timeout_s,
         )

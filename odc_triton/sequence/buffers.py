@@ -107,7 +107,7 @@ class KVBuffers:
         in_flight = in_flight or len(layers)
         shape = {"tokens": tokens, "world": beside.world, "in_flight": in_flight, "gradients": gradients}
         regions, size_bytes = buffer_regions(layers, **shape, apart=beside.apart)
-        self.heap = heap = beside.another(size_bytes=size_bytes, slots=len(layers), token=token, timeout_s=timeout_s)
+        self.heap = heap = beside.another(size_bytes=size_bytes, locks=len(layers), token=token, timeout_s=timeout_s)
         self.failed = Status(heap)  # the number of the plan that the rank can't complete
         self.slots = slots_of(layers, in_flight)
         last = {slot: layer for layer, slot in enumerate(self.slots)}

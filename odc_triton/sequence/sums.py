@@ -45,7 +45,7 @@ class SampleSums:
             rank=near.rank,
             world=near.world,
             size_bytes=size_bytes,
-            slots=0,
+            locks=0,
             token=f"{token}-{near.first}",
             timeout_s=barrier.timeout_s,
         )

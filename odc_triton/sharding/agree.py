@@ -100,7 +100,7 @@ def watched_barrier(grid: Grid, timeout: timedelta) -> Iterator[Barrier]:
         rank=grid.shard,
         world=grid.shards,
         size_bytes=0,
-        slots=0,
+        locks=0,
         token=f"{token}-{grid.replica}",
         timeout_s=barrier.timeout_s,
         look=partial(look_for, barrier, grid.first, "the shared heap"),

@@ -88,7 +88,7 @@ class CpuBackend(Backend):
             rank=mesh.get_local_rank(),
             world=mesh.size(),
             size_bytes=plan.size_bytes,
-            slots=len(plan.parameters),
+            locks=len(plan.parameters),
             **how,
         )
 

@@ -135,7 +135,7 @@ class Description:
                     f"fully_shard on the module that holds both, not on the tied layer"
                 )
         readers = enumerate(zip(self.found, tables, strict=True))
-        return {slot for slot, (entry, table) in readers if entry.is_read_on_demand(device_type, table)}
+        return {number for number, (entry, table) in readers if entry.is_read_on_demand(device_type, table)}
 
     def forget(self) -> None:
         """Drops the tensors that were found: nothing else may hold them."""

@@ -129,7 +129,7 @@ class _Relay:
             rank=self._heap.rank,
             world=self._heap.world,
             size_bytes=size_bytes,
-            slots=0,
+            locks=0,
             token=f"{self._token}-{self._barrier.passed}",
             timeout_s=self._barrier.timeout_s,
             look=partial(look_for, self._barrier, self._heap.first, _PURPOSE),

@@ -12,12 +12,11 @@ import numpy as np
 
 from ..balance.cost import CostModel
 from ..balance.pieces import Piece, SplitPlan
-from ..balance.queue import QUEUE
 from ..balance.queue import queue_packs as balance_queue_packs
 from ..balance.relatives import Relatives
 from ..balance.shared import assign_shared
 from ..balance.split import assign_split, readable_tokens
-from ..balance.strategies import BALANCES, assign
+from ..balance.strategies import STRATEGIES, assign
 from .hardware import Links
 from .models import Model
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 SPLIT = "split"  # LB-Split: long sequences in pieces, the others by LB-Mini
 SHARED = "shared"  # tokens that samples share are computed once
-ALL_BALANCES = (*BALANCES, QUEUE, SPLIT, SHARED)
+ALL_BALANCES = (*STRATEGIES, SPLIT, SHARED)
 
 Packs = list[list[int | Piece]]  # one rank's: per microbatch the tokens of its documents, or pieces
 

@@ -29,7 +29,7 @@ from ..engine.api import engine_of
 from ..hf import offload_checkpoints
 from ..hf.enable import innermost
 from ..sharding.agree import default_mesh
-from ..sharding.shard import fully_shard
+from ..sharding.shard_module import fully_shard
 from .loop import Loop, OnMetrics, lost_within
 from .metrics import Metrics
 from .model import build_model, frozen_options, precision

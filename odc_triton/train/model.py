@@ -104,15 +104,14 @@ def replace(model: nn.Module, options: Any, rank: int, *, try_head: bool = False
 
     Raises ValueError for a head that can't be fused and is named.
     """
-    roles = ["attention", "embedding", "linear"] if options.replace_layers else []
-    if options.fused_head or try_head:
-        roles.append("head")
-    if not roles:
+    wants_head = options.fused_head or try_head
+    if not (options.replace_layers or wants_head):
         return
-    from ..nn.replace import replace_layers
+    from ..nn.replace import DEFAULT_ROLES, HEAD, replace_layers
 
+    roles = [*(DEFAULT_ROLES if options.replace_layers else ()), *([HEAD] if wants_head else ())]
     replaced = replace_layers(model, roles=roles, verbose=rank == 0 and (options.replace_layers or not try_head))
-    if "head" not in roles or replaced.swapped["head"]:
+    if not wants_head or replaced.swapped[HEAD]:
         return
     why = "; ".join(f"{name}: {why}" for name, why in replaced.left.items())
     if options.fused_head:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from ..balance.queue import QUEUE
+from ..balance.strategies import STRATEGIES, UNEVEN
 from ..base.options import REQUIRED, option
 from .run_options import RunOptions
 
@@ -19,12 +21,10 @@ class SftOptions(RunOptions):
     )
     steps: int | None = option(None, "optimizer steps; instead of --epochs", group="Steps")
     epochs: float | None = option(None, "passes over the data; 1 if neither this nor --steps is given", group="Steps")
-    balance: Literal["mini", "queue", "micro", "global", "local"] = option(
+    balance: Literal[tuple(STRATEGIES)] = option(
         "mini",
-        "how a step's samples are assigned to the ranks. mini: equal work, in as many packs as each rank needs. "
-        "queue: smaller packs, taken at run time, for ranks that are not equally fast. micro, global and local give "
-        "each rank equally many packs, as FSDP needs: micro: also equally many samples; global: packs of similar "
-        "cost; local: one sample per pack",
+        "how a step's samples are assigned to the ranks. "
+        + "; ".join(f"{name}: {strategy.summary}" for name, strategy in STRATEGIES.items()),
     )
     samples_per_rank: int = option(16, "samples per rank and optimizer step, on average")
     share_prefixes: bool = option(
@@ -62,15 +62,16 @@ class SftOptions(RunOptions):
     def _check_contradictions(self) -> None:
         if self.share_prefixes and self.balance != "mini":
             raise ValueError(f"--share-prefixes goes with --balance mini; it is {self.balance}: leave one of them out")
-        if self.split_sequences and self.balance not in ("mini", "queue"):
+        if self.split_sequences and self.balance not in UNEVEN:
             raise ValueError(
-                f"--split-sequences goes with --balance mini or queue; it is {self.balance}: leave one of them out"
+                f"--split-sequences goes with --balance {' or '.join(UNEVEN)}; it is {self.balance}: leave one of them "
+                "out"
             )
         super()._check_contradictions()
 
     def require_replicas(self, replicas: int, ranks: int | None = None) -> None:
         super().require_replicas(replicas, ranks)
-        if self.split_sequences and replicas > 1 and self.balance == "queue":
+        if self.split_sequences and replicas > 1 and self.balance == QUEUE:
             raise ValueError("--split-sequences goes with several replicas only by --balance mini; it is queue")
 
     @property

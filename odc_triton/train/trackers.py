@@ -41,10 +41,12 @@ _MOST_CALLS = 10_000  # that wait for a tracker
 def require_trackers(names: Sequence[str]) -> None:
     """Raises ImportError with the remedy for a tracker whose package is not installed."""
     for name in names:
+        distribution = _KINDS[name].distribution
         try:
-            importlib.metadata.version(name)
+            importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
-            raise ImportError(f'--report-to {name} needs {name}; run: pip install "odc-triton[{name}]"') from None
+            remedy = f'run: pip install "odc-triton[{name}]"'
+            raise ImportError(f"--report-to {name} needs {distribution}; {remedy}") from None
 
 
 class Trackers:
@@ -91,8 +93,9 @@ class _Tracker:
     before its last step. As they stand they are for a tracker that can't overwrite a step.
     """
 
-    name: str
-    module: str
+    name: str  # for --report-to; also the name of odc-triton's extra that installs it
+    distribution: str  # as pip knows it
+    module: str  # as it is imported
     _run: Any  # what the package's `init` returned
 
     def __init__(self, options: RunOptions, config: dict[str, Any], step: int, seen: int) -> None:
@@ -161,7 +164,8 @@ class _Tracker:
 class _TensorBoard(_Tracker):
     """Event files in OUT/tensorboard."""
 
-    name, module = "tensorboard", "torch.utils.tensorboard"
+    name = distribution = "tensorboard"
+    module = "torch.utils.tensorboard"
 
     def _start(self) -> None:
         purged = self._step + 1 if self._seen > self._step else None
@@ -187,7 +191,7 @@ class _TensorBoard(_Tracker):
 class _WeightsAndBiases(_Tracker):
     """A run of wandb. Account, server, mode, and defaults of options come from the user's environment."""
 
-    name = module = "wandb"
+    name = distribution = module = "wandb"
 
     def _start(self) -> None:
         id_file = self._out / "wandb" / "run-id"
@@ -215,7 +219,7 @@ class _WeightsAndBiases(_Tracker):
 class _Trackio(_Tracker):
     """A run of Trackio, in the user's TRACKIO_DIR, or as configured in the environment."""
 
-    name = module = "trackio"
+    name = distribution = module = "trackio"
 
     def _start(self) -> None:
         self._run = self._package.init(

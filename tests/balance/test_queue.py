@@ -159,7 +159,7 @@ def test_a_world_of_one_needs_no_store_and_a_larger_one_says_so() -> None:
         assert list(queued) == queued.packs
     with pytest.raises(RuntimeError, match="init_process_group first"):
         next(iter(sampler(world=2)))
-    with pytest.raises(ValueError, match="choose one of mini, micro, global, local, queue"):
+    with pytest.raises(ValueError, match="choose one of mini, queue, micro, global, local"):
         sampler(balance="que")
 
 

@@ -81,7 +81,7 @@ def test_a_wrong_result_is_an_error_and_a_killed_run_keeps_its_cells(tmp_path: P
 
 
 def _by_kernels(rank: int, world: int, token: str) -> tuple[dict[str, list[int]], list[list[int]]]:
-    heap = ApartHeap(rank=rank, world=2, size_bytes=SMALL.heap_bytes, slots=1, token=token, timeout_s=LONG_S)
+    heap = ApartHeap(rank=rank, world=2, size_bytes=SMALL.heap_bytes, locks=1, token=token, timeout_s=LONG_S)
     heap.shard(SMALL.weight, rank).copy_(SMALL.integers(SMALL.own_rows, SMALL.columns, rank, heap.device))
     dist.barrier()
     operators = by_kernels(SMALL, heap)

@@ -26,7 +26,7 @@ from tests.cli.test_profile import CONFIG, launch_among_tests
 from tests.support import ranks
 
 HERE = Place(backend="cpu", processor="A processor", topology="cpu", ranks=2)
-PLAIN, FUSED, DIRECT = "eager/gathered/split", "eager/gathered/fused", "triton/direct/fused"
+PLAIN, FUSED, DIRECT = "eager/gathered/whole", "eager/gathered/fused", "triton/direct/fused"
 
 # ------------------------------------------------------------------ the decision
 
@@ -73,8 +73,8 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert choose("linear", shape=(8, 4), tokens=17, device_type="cuda", table=table).words == PLAIN
     assert choose("linear", shape=(9, 4), tokens=1, device_type="cuda", table=table) == TABLE[0].choice  # as shipped
     assert found.table("bfloat16") is TABLE
-    told = choose("linear", shape=(8, 4), tokens=1, device_type="cuda", given="eager/split", table=table)
-    assert told.words == "eager/direct/split"  # an argument comes before the table
+    told = choose("linear", shape=(8, 4), tokens=1, device_type="cuda", given="eager/whole", table=table)
+    assert told.words == "eager/direct/whole"  # an argument comes before the table
 
 
 def test_what_was_measured_before_stays(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_the_shipped_way_is_measured_first_and_each_once() -> None:
     assert next(iter(on_gpu)) == PLAIN
     assert FUSED not in on_gpu
     on_one = ways(of, 8, device="cuda", apart=True, kernels=True, shared=True)
-    assert set(on_gpu) - set(on_one) == {"triton/staged/split", "triton/staged/fused"}
+    assert set(on_gpu) - set(on_one) == {"triton/staged/whole", "triton/staged/fused"}
     assert {choice.words for choice in on_gpu.values()} == set(on_gpu)
     table = Workload(operator="embedding", shape=(64, 64))
     assert next(iter(ways(table, 8, device="cuda", apart=True, kernels=True))) == DIRECT

@@ -30,9 +30,9 @@ ROUNDS = 200
 SOON = timedelta(seconds=LONG_S)
 
 
-def _heap(rank: int, world: int, size_bytes: int = 4096, slots: int = 1) -> SharedMemoryHeap:
+def _heap(rank: int, world: int, size_bytes: int = 4096, locks: int = 1) -> SharedMemoryHeap:
     return SharedMemoryHeap(
-        rank=rank, world=world, size_bytes=size_bytes, slots=slots, token=f"test-{os.getppid()}", timeout_s=LONG_S
+        rank=rank, world=world, size_bytes=size_bytes, locks=locks, token=f"test-{os.getppid()}", timeout_s=LONG_S
     )
 
 
@@ -245,7 +245,7 @@ def test_there_are_so_many_statuses() -> None:
 def test_another_heap_names_ranks_alike() -> None:
     heap = _heap(0, 1)
     heap.first, heap.near = 4, frozenset({0})
-    other = heap.another(size_bytes=64, slots=1, token="unused", timeout_s=LONG_S)
+    other = heap.another(size_bytes=64, locks=1, token="unused", timeout_s=LONG_S)
     assert (other.first, other.near) == (4, frozenset({0}))
 
 

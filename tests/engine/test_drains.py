@@ -127,7 +127,7 @@ def test_a_kernel_that_adds_is_waited_for() -> None:
     device = SimulatedDevice()
     streams, shards, done = DeviceStreams(device), [torch.zeros(2, 4)], []
     with device.computing_on(device.stream()):
-        KernelTransport(None, streams).sink(Target(slot=0, shards=shards, rank=0), name="w", waited=lambda _: None)
+        KernelTransport(None, streams).sink(Target(number=0, shards=shards, rank=0), name="w", waited=lambda _: None)
         device.enqueue(device.current(), lambda: done.append(True))
     streams.drain(1.0, "a test")
     assert done == [True]

@@ -37,10 +37,10 @@ class WatchedLock:
 @pytest.fixture(params=["whole", "by pieces"])
 def place(request: pytest.FixtureRequest) -> tuple[SharedMemoryHeap, LockedTransport, torch.Tensor, Add]:
     """One rank's heap and accumulator, its shard, and what adds 1 to each element of it."""
-    heap = SharedMemoryHeap(rank=0, world=1, size_bytes=4096, slots=1, token="unused", timeout_s=LONG_S)
+    heap = SharedMemoryHeap(rank=0, world=1, size_bytes=4096, locks=1, token="unused", timeout_s=LONG_S)
     shard = heap.shard(Region(shape=(6, 2), dtype="float32", itemsize=4, offset_bytes=0), 0)
     adder = LockedTransport(heap, Streams(), LONG_S)
-    target, told = Target(slot=0, shards=[shard], rank=0), {"name": "w", "waited": lambda waits: None}
+    target, told = Target(number=0, shards=[shard], rank=0), {"name": "w", "waited": lambda waits: None}
 
     def add() -> None:
         if request.param == "whole":
@@ -109,12 +109,12 @@ class _LockedFor:
     def sleep(self, _: float) -> None:
         self.now_s += 0.25
 
-    def try_lock(self, slot: int, owner: int) -> bool:
+    def try_lock(self, number: int, owner: int) -> bool:
         return self.now_s >= self.until_s[owner]
 
-    def unlock(self, slot: int, owner: int) -> None: ...
+    def unlock(self, number: int, owner: int) -> None: ...
 
-    def lock_holder(self, slot: int, owner: int) -> int:
+    def lock_holder(self, number: int, owner: int) -> int:
         return 1
 
 
@@ -125,7 +125,7 @@ def test_waits_for_locks_are_reported_and_have_the_deadline_each(
     heap, waits = _LockedFor(0.75, 1.5), []
     monkeypatch.setattr(accumulate, "time", heap)
     shards = [torch.zeros(1, 2), torch.zeros(2, 2)]
-    adder, target = LockedTransport(heap, Streams(), 1.0), Target(slot=0, shards=shards, rank=0)
+    adder, target = LockedTransport(heap, Streams(), 1.0), Target(number=0, shards=shards, rank=0)
     if by_pieces:
         add = adder.sink(target, name="w", waited=waits.extend)
         for owner, shard in enumerate(shards):

@@ -69,14 +69,14 @@ def _many(rank: int, world: int) -> list[int]:
 def _lock_wait(rank: int, world: int) -> list:
     model = fully_shard(build())
     engine = model._odc_engine
-    slot = next(p.slot for p in engine.parameters if p.name == "head.weight")
+    number = next(p.number for p in engine.parameters if p.name == "head.weight")
     with minibatch(model):
         if rank == 1:
-            assert engine.heap.try_lock(slot, 1)
+            assert engine.heap.try_lock(number, 1)
             _store().set("held", "1")
             _store().wait(["head of rank 0"], SOON)
             time.sleep(0.05)
-            engine.heap.unlock(slot, 1)
+            engine.heap.unlock(number, 1)
         else:
             _store().wait(["held"], SOON)
             output = model(batch(0))

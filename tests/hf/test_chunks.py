@@ -151,7 +151,7 @@ def test_adapters_with_dropout_draw_the_same_numbers_again() -> None:
         assert set(got[2].values()) == {1}
 
 
-@pytest.mark.parametrize("choice", ["auto", "eager/direct/fused", "eager/gathered/split"])
+@pytest.mark.parametrize("choice", ["auto", "eager/direct/fused", "eager/gathered/whole"])
 @pytest.mark.parametrize("backend", ["cpu", "cpu-sharded"])
 @pytest.mark.parametrize("place", ["before", "after", "MLPs as units", "parts of an MLP as units"])
 def test_sharded(choice: str, backend: str, place: str) -> None:

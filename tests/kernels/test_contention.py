@@ -75,7 +75,7 @@ def _adds(rank: int, world: int) -> dict[tuple[str, str], torch.Tensor]:
         for kind, factor in EXACT.items() if name == "scatter" else [("fp32", None)]:
             dtype, size = ("float32", 4) if factor is None else ("int64", 8)
             region = Region(shape=SHAPE, dtype=dtype, itemsize=size, offset_bytes=0)
-            given = {"size_bytes": 4096, "slots": 1, "token": f"contend {name} {kind}", "timeout_s": LONG_S}
+            given = {"size_bytes": 4096, "locks": 1, "token": f"contend {name} {kind}", "timeout_s": LONG_S}
             heap = SharedMemoryHeap(rank=rank, world=world, **given)
             peers = PeerShards.of([heap.shard(region, owner) for owner in range(world)], shape=SHAPE, rank=rank)
             if factor is not None:

@@ -79,7 +79,7 @@ def _sharded(rank: int, world: int, choice: str, exact: bool) -> tuple[list[dict
 CASES = [
     (3, "gathered", False),
     (3, "triton/direct/fused", True),
-    (2, "triton/staged/split", False),
+    (2, "triton/staged/whole", False),
     slow(1, "triton/direct/fused", False),
     slow(2, "triton/staged/fused", True),
 ]

@@ -135,7 +135,7 @@ def _late(rank: int, world: int) -> dict[str, torch.Tensor]:
 
     buffer = Region(shape=SHAPE, dtype="float32", itemsize=4, offset_bytes=0)
     flags = Region(shape=(8,), dtype="float32", itemsize=4, offset_bytes=12288)
-    heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=16384, slots=1, token="late", timeout_s=LONG_S)
+    heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=16384, locks=1, token="late", timeout_s=LONG_S)
     x, dy, weight = late_inputs()
     staged = StagedWeight(
         buffer=heap.whole(buffer),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from odc_triton.nn.choice import (
     BACKENDS,
-    STRATEGIES,
+    SOURCES,
     TABLE,
     WGRADS,
     WORDS,
@@ -22,7 +22,7 @@ from odc_triton.nn.choice import (
     parse,
 )
 
-ALL = (*BACKENDS, *STRATEGIES, *WGRADS)
+ALL = (*BACKENDS, *SOURCES, *WGRADS)
 PLACE = {"shape": (64, 32), "tokens": 10, "device_type": "cuda"}
 
 
@@ -32,8 +32,8 @@ def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _choice(words: str) -> Choice:
-    backend, strategy, wgrad = words.split("/")
-    return Choice(backend=backend, strategy=strategy, wgrad=wgrad)
+    backend, source, wgrad = words.split("/")
+    return Choice(backend=backend, source=source, wgrad=wgrad)
 
 
 def _entry(operator: str, words: str, **where: object) -> Entry:
@@ -46,9 +46,9 @@ def test_nothing_said(text: str) -> None:
     assert choose("linear", given=text, **PLACE) == TABLE[0].choice
 
 
-@given(st.sampled_from(BACKENDS), st.sampled_from(STRATEGIES), st.sampled_from(WGRADS), st.permutations([0, 1, 2]))
-def test_words_in_any_order(backend: str, strategy: str, wgrad: str, order: list[int]) -> None:
-    words = [backend, strategy, wgrad]
+@given(st.sampled_from(BACKENDS), st.sampled_from(SOURCES), st.sampled_from(WGRADS), st.permutations([0, 1, 2]))
+def test_words_in_any_order(backend: str, source: str, wgrad: str, order: list[int]) -> None:
+    words = [backend, source, wgrad]
     text = " / ".join(words[index] for index in order)
     assert choose("linear", given=text, **PLACE) == _choice("/".join(words))
     assert choose("linear", given=f" linear = {text} ,", **PLACE) == _choice("/".join(words))
@@ -56,7 +56,7 @@ def test_words_in_any_order(backend: str, strategy: str, wgrad: str, order: list
 
 @given(st.lists(st.sampled_from(ALL), unique=True))
 def test_what_an_operator_does_not_know_says_nothing_to_it(words: list[str]) -> None:
-    one_of_each = all(len(set(words) & set(kind)) <= 1 for kind in (BACKENDS, STRATEGIES, WGRADS))
+    one_of_each = all(len(set(words) & set(kind)) <= 1 for kind in (BACKENDS, SOURCES, WGRADS))
     if not one_of_each:
         with pytest.raises(ValueError, match="give one"):
             parse("/".join(words))
@@ -64,23 +64,23 @@ def test_what_an_operator_does_not_know_says_nothing_to_it(words: list[str]) -> 
     for operator, known in WORDS.items():
         found = choose(operator, given="/".join(words), **PLACE)
         own = choose(operator, **PLACE)
-        for kind, got, was in zip((BACKENDS, STRATEGIES, WGRADS), _fields(found), _fields(own), strict=True):
+        for kind, got, was in zip((BACKENDS, SOURCES, WGRADS), _fields(found), _fields(own), strict=True):
             said = set(words) & set(kind) & known
             assert got == (said.pop() if said else was)
 
 
 def _fields(found: Choice) -> tuple[str, str, str]:
-    return found.backend, found.strategy, found.wgrad
+    return found.backend, found.source, found.wgrad
 
 
 def test_for_some_operators_only() -> None:
     text = "linear=triton/direct,embedding=eager"
-    assert choose("linear", given=text, **PLACE) == _choice("triton/direct/split")
+    assert choose("linear", given=text, **PLACE) == _choice("triton/direct/whole")
     assert choose("embedding", given=text, **PLACE) == _choice("eager/direct/fused")
     assert choose("qkv", given=text, **PLACE) == choose("qkv", **PLACE)
     assert choose("log_probs", given=text, **PLACE) == choose("log_probs", **PLACE)
     assert choose("linear", given="staged,linear=fused", **PLACE) == _choice("eager/staged/fused")
-    assert choose("linear", given="staged,linear=direct", **PLACE).strategy == "direct"
+    assert choose("linear", given="staged,linear=direct", **PLACE).source == "direct"
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,10 @@ def test_for_some_operators_only() -> None:
         ("linear=qkv=eager", "there is no operator 'linear=qkv'"),
         ("eager/triton", "'eager/triton': of eager, triton give one"),
         ("linear=direct/staged", "of gathered, direct, staged give one"),
-        ("split/eager/fused", "of split, fused give one"),
+        ("whole/eager/fused", "of whole, fused give one"),
         ("qkv=staged", r"'qkv=staged': 'staged' is not known here; give 'auto' or some of eager, triton, gathered, d"),
-        ("log_probs=split", "'split' is not known here; give 'auto' or some of eager, triton, direct, fused"),
+        ("split", "'split' is not known here; give 'auto' or some of .*, whole, fused"),
+        ("log_probs=whole", "'whole' is not known here; give 'auto' or some of eager, triton, direct, fused"),
         ("linear=eager,embedding=triton/staged", "'embedding=triton/staged': 'staged' is not known"),
     ],
 )
@@ -118,9 +119,9 @@ def test_what_is_not_understood_is_refused(text: str, words: str, monkeypatch: p
         choose("linear", **PLACE)
 
 
-@given(*[st.tuples(*[st.sampled_from(["", *kind]) for kind in (BACKENDS, STRATEGIES, WGRADS)]) for _ in range(2)])
+@given(*[st.tuples(*[st.sampled_from(["", *kind]) for kind in (BACKENDS, SOURCES, WGRADS)]) for _ in range(2)])
 def test_argument_over_variable_over_table(argument: tuple, variable: tuple) -> None:
-    own = ("eager", "gathered", "split")
+    own = ("eager", "gathered", "whole")
     want = [a or v or t for a, v, t in zip(argument, variable, own, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ODC_OPERATORS", "/".join(filter(None, variable)))
@@ -143,7 +144,7 @@ OWN = _entry("linear", "triton/direct/fused", device_type="cuda", shape=(8, 4), 
             st.sampled_from([None, "cuda", "cpu"]),
             st.sampled_from([None, (2, 3), (3, 2)]),
             st.sampled_from([None, 0, 5, 50]),
-            st.sampled_from(["/".join(words) for words in itertools.product(["eager"], STRATEGIES, WGRADS)]),
+            st.sampled_from(["/".join(words) for words in itertools.product(["eager"], SOURCES, WGRADS)]),
         ),
         max_size=8,
     ),
@@ -174,7 +175,7 @@ def test_lines_by_hand(lines: list[tuple], shape: tuple[int, ...], tokens: int) 
 def test_the_shipped_table(operator: str, device_type: str) -> None:
     """Nothing has been measured to be faster than the library's products."""
     is_product = operator in ("linear", "qkv")
-    want = "eager/gathered/split" if is_product else f"{'triton' if device_type == 'cuda' else 'eager'}/direct/fused"
+    want = "eager/gathered/whole" if is_product else f"{'triton' if device_type == 'cuda' else 'eager'}/direct/fused"
     for tokens in (0, 1, 10**7):
         assert choose(operator, shape=(64, 32), tokens=tokens, device_type=device_type) == _choice(want)
     assert is_gathered(operator, shape=(64, 32), device_type=device_type) == is_product

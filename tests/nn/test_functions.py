@@ -137,14 +137,14 @@ def _x(*shape: int, trains: bool = True) -> torch.Tensor:
     return torch.randn(shape, requires_grad=trains)
 
 
-def _choices(backends: str, strategies: str, wgrads: str) -> list[str]:
-    return ["/".join(words) for words in itertools.product(backends.split(), strategies.split(), wgrads.split())]
+def _choices(backends: str, sources: str, wgrads: str) -> list[str]:
+    return ["/".join(words) for words in itertools.product(backends.split(), sources.split(), wgrads.split())]
 
 
 def _linears(backends: str) -> dict[str, Case]:
     """Rows fewer than ranks, one row, columns of no tile's multiple; x of all shapes and strides."""
     cases = {}
-    for number, choice in enumerate(_choices(backends, "gathered direct staged", "split fused")):
+    for number, choice in enumerate(_choices(backends, "gathered direct staged", "whole fused")):
         for n, k in ((5, 7), (1, 3), (2, 33), (4, 1)):
             shapes = {"weight": (n, k)} | ({"bias": (n,)} if (number + n) % 3 else {})
             batches = [(_x(*shape),) for shape in ((3, k), (0, k), (k,), (2, 1, 2, k))]
@@ -164,7 +164,7 @@ def _linears(backends: str) -> dict[str, Case]:
 
 def _embeddings(backends: str) -> dict[str, Case]:
     cases = {}
-    for choice in _choices(backends, "gathered direct", "split fused"):
+    for choice in _choices(backends, "gathered direct", "whole fused"):
         for rows, columns, padding in ((7, 5, None), (7, 16, 3), (2, 3, 0), (1, 1, None)):
             ids = [torch.randint(0, rows, shape) for shape in ((9,), (0,), (2, 3), (), (4, 0), (2, 2, 2), (1,), (30,))]
             ids[0] = ids[0].int()
@@ -199,7 +199,7 @@ def _our_qkv(p: dict[str, torch.Tensor], *inputs: torch.Tensor, choice: str) -> 
 
 def _qkvs(backends: str) -> dict[str, Case]:
     cases = {}
-    for number, choice in enumerate(_choices(backends, "gathered direct", "split fused")):
+    for number, choice in enumerate(_choices(backends, "gathered direct", "whole fused")):
         for kind in ("plain", "bias", "norm", "frozen"):
             shapes = {"wq": (32, 20), "wk": (16, 20), "wv": (16, 20)}
             if kind != "plain":
@@ -322,14 +322,14 @@ KERNELS += ("qkv_grad",)
     ("table", "case", "kernels"),
     [
         (_linears, "eager/direct/fused, 5x7", ""),
-        (_linears, "triton/gathered/split, 5x7", ""),
-        (_linears, "triton/direct/split, 5x7", "linear linear_dx"),
+        (_linears, "triton/gathered/whole, 5x7", ""),
+        (_linears, "triton/direct/whole, 5x7", "linear linear_dx"),
         (_linears, "triton/direct/fused, 5x7", "linear linear_dx wgrad"),
-        (_linears, "triton/staged/split, 5x7", "linear_staged linear_dx_staged"),
+        (_linears, "triton/staged/whole, 5x7", "linear_staged linear_dx_staged"),
         (_embeddings, "triton/direct/fused, 7x5", "embedding embedding_grad"),
-        (_embeddings, "triton/gathered/split, 7x5", ""),
+        (_embeddings, "triton/gathered/whole, 7x5", ""),
         (_qkvs, "eager/direct/fused, plain", ""),
-        (_qkvs, "triton/gathered/split, plain", "qkv qkv_grad"),
+        (_qkvs, "triton/gathered/whole, plain", "qkv qkv_grad"),
     ],
 )
 def test_which_kernels_run(table: Callable, case: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +394,7 @@ def test_no_second_derivative(which: str, remedy: str) -> None:
         _no_second_derivative(which)
 
 
-@pytest.mark.parametrize("choice", ["eager/gathered/split", "eager/direct/fused"])
+@pytest.mark.parametrize("choice", ["eager/gathered/whole", "eager/direct/fused"])
 def test_a_gradient_of_the_input_alone_trains_no_weight(choice: str) -> None:
     model, x = fully_shard(Linear(4, 3, choice=choice), backend="cpu-sharded"), _x(2, 4)
     with minibatch(model, tokens=1):
@@ -408,7 +408,7 @@ WORDS = {"eager/direct": "the table has rows 0..6", "eager/gathered": "index"}
 
 
 def _penalties_and_ids(rank: int, world: int) -> None:
-    for choice in ("eager/gathered/split", "eager/direct/fused", "triton/direct/fused"):
+    for choice in ("eager/gathered/whole", "eager/direct/fused", "triton/direct/fused"):
         _second_derivatives(rank, world, "cpu-sharded", choice)
     for choice, words in WORDS.items():
         model = fully_shard(Embedding(7, 4, choice=choice), backend="cpu-sharded")

@@ -18,7 +18,7 @@ from tests.support import ranks
 from tests.support.peak_memory import peak_bytes
 
 DIRECT = "eager/direct/fused"
-CHOICES = ("auto", "eager/gathered/split", DIRECT, "staged", "triton/direct/fused")
+CHOICES = ("auto", "eager/gathered/whole", DIRECT, "staged", "triton/direct/fused")
 
 
 def _rope(tokens: int, head_dim: int = 16, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

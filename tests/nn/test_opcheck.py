@@ -58,13 +58,13 @@ def test_all_operators_are_in_this_file() -> None:
     assert ours == {"odc::whole_weight", *(f"odc::{name}{kind}" for name in both for kind in ("", "_grad"))}
 
 
-@pytest.mark.parametrize("choice", ["eager/gathered/split", "triton/staged/fused, bf16"])
+@pytest.mark.parametrize("choice", ["eager/gathered/whole", "triton/staged/fused, bf16"])
 def test_linear(choice: str) -> None:
     choice, _, dtype = choice.partition(", ")
     dtype = BF16 if dtype else torch.float32
     weight, bias = parameter(N, K, dtype=dtype), parameter(N, dtype=dtype)
     with handles(weight, bias, by_kernels=choice.startswith("triton")) as (w, b):
-        for shape, biased in (((2, 3, K), True), ((0, K) if "split" in choice else (5, K), False)):
+        for shape, biased in (((2, 3, K), True), ((0, K) if "whole" in choice else (5, K), False)):
             x, dy = torch.randn(shape, dtype=dtype), torch.randn(*shape[:-1], N, dtype=dtype)
             bias_and_handles = (bias, w, b) if biased else (None, w, None)
             check(OPS.linear.default, x.requires_grad_(), weight, *bias_and_handles, choice)
@@ -88,7 +88,7 @@ def test_linear_of_which_some_is_frozen(trains: str) -> None:
             check(OPS.linear_grad.default, dy, saved, w, b, K, *needs, choice)
 
 
-@pytest.mark.parametrize("choice", ["eager/gathered/split", "triton, bf16"])
+@pytest.mark.parametrize("choice", ["eager/gathered/whole", "triton, bf16"])
 def test_embedding(choice: str) -> None:
     choice, _, dtype = choice.partition(", ")
     dtype = BF16 if dtype else torch.float32
@@ -103,7 +103,7 @@ def test_embedding(choice: str) -> None:
     ("kind", "choice", "dtype"),
     [
         ("norm, bias", "triton/direct/fused", torch.float32),
-        ("bias, frozen", "triton/gathered/split", BF16),
+        ("bias, frozen", "triton/gathered/whole", BF16),
     ],
 )
 def test_qkv(kind: str, choice: str, dtype: torch.dtype) -> None:

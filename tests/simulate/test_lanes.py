@@ -198,7 +198,7 @@ def test_more_ranks_than_sequences() -> None:
     ("change", "message"),
     [
         ({"schedule": "ddp"}, "schedule is 'ddp': choose one of fsdp, fsdp-no-reshard, odc"),
-        ({"balance": "best"}, "balance is 'best': choose one of mini, micro, global, local, queue"),
+        ({"balance": "best"}, "balance is 'best': choose one of mini, queue, micro, global, local"),
         ({"schedule": "fsdp", "balance": "queue"}, "'queue' under schedule 'fsdp'"),
         ({"schedule": "fsdp", "balance": "split"}, "'split' under schedule 'fsdp': FSDP's ranks need the same number"),
         ({"minibatches": []}, "give at least one list"),

@@ -10,7 +10,7 @@ import torch._functorch.partitioners  # with networkx, what Dynamo's backends be
 import odc_triton.engine.api
 import odc_triton.hf.trainer
 import odc_triton.nn.replace
-import odc_triton.sharding.shard
+import odc_triton.sharding.shard_module
 import odc_triton.train.grpo
 import odc_triton.train.sft
 import tests.support.simulated

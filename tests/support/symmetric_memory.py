@@ -30,7 +30,7 @@ def install(rank: int, world: int, token: str) -> None:
     """Puts `empty` and `rendezvous` in the place of torch's, in this process."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    heap = ApartHeap(rank=rank, world=world, size_bytes=1 << 18, slots=1, token=token, timeout_s=LONG_S)
+    heap = ApartHeap(rank=rank, world=world, size_bytes=1 << 18, locks=1, token=token, timeout_s=LONG_S)
     regions: dict[int, Region] = {}
     used_bytes = 0
 

@@ -61,7 +61,7 @@ def _model() -> nn.Module:
 
 def train(rank: int, world: int, jobs: list[SftOptions], folder: Path) -> list[tuple[list[float], dict, dict]]:
     from odc_triton import full_parameters
-    from odc_triton.sharding.shard import fully_shard
+    from odc_triton.sharding.shard_module import fully_shard
     from odc_triton.train.sft_run import SftRun
 
     found = []

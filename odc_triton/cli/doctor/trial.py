@@ -26,7 +26,7 @@ def add_to_each_other() -> None:
     from torch import nn
 
     from ...engine.api import minibatch
-    from ...sharding.shard import fully_shard
+    from ...sharding.shard_module import fully_shard
 
     backend = "cuda" if torch.cuda.device_count() > 1 else "cpu"
     model = fully_shard(nn.Linear(4, 4, bias=False), backend=backend, timeout=_TIMEOUT_S)

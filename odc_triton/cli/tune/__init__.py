@@ -132,10 +132,10 @@ def run_tune(options: TuneOptions) -> str | None:
 def _shapes(options: TuneOptions) -> nn.Module:
     """The model on the meta device, its layers replaced by ours."""
     from ...checkpoint import meta_causal_lm
-    from ...nn.replace import replace_layers
+    from ...nn.replace import DEFAULT_ROLES, HEAD, replace_layers
 
     model = meta_causal_lm(model=options.model, init=options.init)
-    replace_layers(model, roles=["attention", "embedding", "linear", "head"], verbose=False)
+    replace_layers(model, roles=[*DEFAULT_ROLES, HEAD], verbose=False)
     return model
 
 

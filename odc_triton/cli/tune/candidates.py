@@ -15,17 +15,17 @@ from .workload import Workload
 _KERNELS = {"direct": ("linear", "linear_dx"), "staged": ("linear_staged", "linear_dx_staged")}
 _BY_KERNELS = {
     "linear": [
-        *("triton/gathered/fused", "triton/direct/split", "triton/direct/fused"),
-        *("triton/staged/split", "triton/staged/fused"),
+        *("triton/gathered/fused", "triton/direct/whole", "triton/direct/fused"),
+        *("triton/staged/whole", "triton/staged/fused"),
     ],
-    "qkv": ["triton/gathered/split", "triton/gathered/fused", "triton/direct/split", "triton/direct/fused"],
-    "embedding": ["triton/direct/fused", "triton/direct/split"],
+    "qkv": ["triton/gathered/whole", "triton/gathered/fused", "triton/direct/whole", "triton/direct/fused"],
+    "embedding": ["triton/direct/fused", "triton/direct/whole"],
     "log_probs": ["triton/direct/fused"],
 }
 _BY_TORCH = {
-    "linear": ["eager/gathered/split", "eager/gathered/fused"],
-    "qkv": ["eager/gathered/split"],
-    "embedding": ["eager/direct/fused", "eager/direct/split"],
+    "linear": ["eager/gathered/whole", "eager/gathered/fused"],
+    "qkv": ["eager/gathered/whole"],
+    "embedding": ["eager/direct/fused", "eager/direct/whole"],
     "log_probs": ["eager/direct/fused"],
 }
 
@@ -50,9 +50,9 @@ def ways(
     first = shipped(workload, tokens, device=device)
     words = [*_BY_TORCH[workload.operator], *(_BY_KERNELS[workload.operator] if kernels else [])]
     if apart and device == "cpu" and workload.operator == "linear":
-        words += ["eager/direct/split", "eager/direct/fused"]
+        words += ["eager/direct/whole", "eager/direct/fused"]
     if device == "cuda" and workload.operator == "linear":
-        words.remove("eager/gathered/fused")  # torch can't add to the owners while kernels do: it would run as "split"
+        words.remove("eager/gathered/fused")  # torch can't add to the owners while kernels do: it would run as "whole"
     if shared:
         words = [each for each in words if "staged" not in each]
     return {each: as_choice(each) for each in dict.fromkeys((first.words, *words))}
@@ -82,7 +82,7 @@ def tiles(
     if workload.operator != "linear" or choice.backend != "triton":
         return
     chip = chip_of(device, arch)
-    kernels = [*_KERNELS.get(choice.strategy, ()), *(["wgrad"] if choice.wgrad == "fused" else [])]
+    kernels = [*_KERNELS.get(choice.source, ()), *(["wgrad"] if choice.wgrad == "fused" else [])]
     problem = ProductShape(
         tokens=tokens, rows=workload.shape[0], columns=workload.shape[1], world=world, element_bytes=element_bytes
     )

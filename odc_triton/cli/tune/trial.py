@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...engine.api import engine_of, minibatch
 from ...nn.choice import Choice, Entry, as_choice
-from ...sharding.shard import fully_shard
+from ...sharding.shard_module import fully_shard
 from .workload import Workload
 
 # A candidate may differ from the shipped choice in the order of sums and, in 16 bits, in the rounding of products.

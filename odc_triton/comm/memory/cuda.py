@@ -50,7 +50,7 @@ class CudaHeap(SymmetricHeap):
         self._group, self._shared_device = group, shared_device
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._host = SharedMemoryHeap(
-            rank=rank, world=world, size_bytes=0, slots=0, token=f"{token}-status", timeout_s=timeout_s, look=look
+            rank=rank, world=world, size_bytes=0, locks=0, token=f"{token}-status", timeout_s=timeout_s, look=look
         )
         if shared_device:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
@@ -81,7 +81,7 @@ class CudaHeap(SymmetricHeap):
         if wrong:
             raise RuntimeError(f"rank {rank} has mapped memory of ranks {wrong} that is not this heap's")
 
-    def another(self, *, size_bytes: int, slots: int, token: str, timeout_s: float) -> CudaHeap:
+    def another(self, *, size_bytes: int, locks: int, token: str, timeout_s: float) -> CudaHeap:
         heap = CudaHeap(
             rank=self.rank,
             world=self.world,

@@ -90,7 +90,7 @@ class SymmetricHeap(StatusBoard):
     """Whether each rank's shards are in its own memory: whole tensors must be gathered. Else they are views."""
 
     @abstractmethod
-    def another(self, *, size_bytes: int, slots: int, token: str, timeout_s: float) -> SymmetricHeap:
+    def another(self, *, size_bytes: int, locks: int, token: str, timeout_s: float) -> SymmetricHeap:
         """A second heap of the same ranks and kind. Collective; `token` and errors as the first one's."""
 
     @abstractmethod
@@ -144,7 +144,7 @@ def _leave(status: memoryview, left: int, locks: ByteLocks, read_only: int | Non
 
 
 class SharedMemoryHeap(SymmetricHeap):
-    """`size_bytes` of zeroed memory that `world` processes of one host share, and `slots` × `world` locks.
+    """`size_bytes` of zeroed memory that `world` processes of one host share, and `locks` locks for each.
 
     Collective: every rank calls it with the same sizes and `token`, a name that only this job knows. Raises
     DeadlineExceeded with the missing ranks if not all arrive within `timeout_s`, and what `look` raises meanwhile.
@@ -159,7 +159,7 @@ class SharedMemoryHeap(SymmetricHeap):
         rank: int,
         world: int,
         size_bytes: int,
-        slots: int,
+        locks: int,
         token: str,
         timeout_s: float,
         look: Look = look_at_nobody,
@@ -170,7 +170,7 @@ class SharedMemoryHeap(SymmetricHeap):
         self.size_bytes = self._data_offset + max(size_bytes, 1)
         if rank == 0:
             data_fd = _new_memfd("odc-heap", self.size_bytes)
-            lock_fd = _new_memfd("odc-locks", world * (slots + 1))
+            lock_fd = _new_memfd("odc-locks", world * (locks + 1))
             try:
                 if world > 1:
                     send_files([data_fd, lock_fd], token=token, world=world, timeout_s=timeout_s, look=look)
@@ -197,8 +197,8 @@ class SharedMemoryHeap(SymmetricHeap):
         left = rank * STATUS_SLOTS + LEFT
         self._close = Finalize(self, _leave, (self._status, left, self._locks, self.read_only_fd), exitpriority=0)
 
-    def another(self, *, size_bytes: int, slots: int, token: str, timeout_s: float) -> SharedMemoryHeap:
-        sizes = {"size_bytes": size_bytes, "slots": slots}
+    def another(self, *, size_bytes: int, locks: int, token: str, timeout_s: float) -> SharedMemoryHeap:
+        sizes = {"size_bytes": size_bytes, "locks": locks}
         heap = type(self)(rank=self.rank, world=self.world, token=token, timeout_s=timeout_s, **sizes)
         heap.first, heap.near = self.first, self.near
         return heap
@@ -232,19 +232,19 @@ class SharedMemoryHeap(SymmetricHeap):
     def is_alive(self, rank: int) -> bool:
         return rank == self.rank or self._locks.holder_pid(rank) is not None
 
-    def _lock_index(self, slot: int, owner: int) -> int:
-        return self.world * (slot + 1) + owner
+    def _lock_index(self, number: int, owner: int) -> int:
+        return self.world * (number + 1) + owner
 
-    def try_lock(self, slot: int, owner: int) -> bool:
-        """Takes the accumulation lock of (parameter `slot`, `owner`) if it is free."""
-        return self._locks.try_lock(self._lock_index(slot, owner))
+    def try_lock(self, number: int, owner: int) -> bool:
+        """Takes the accumulation lock of (parameter or layer `number`, `owner`) if it is free."""
+        return self._locks.try_lock(self._lock_index(number, owner))
 
-    def unlock(self, slot: int, owner: int) -> None:
-        self._locks.unlock(self._lock_index(slot, owner))
+    def unlock(self, number: int, owner: int) -> None:
+        self._locks.unlock(self._lock_index(number, owner))
 
-    def lock_holder(self, slot: int, owner: int) -> int | None:
+    def lock_holder(self, number: int, owner: int) -> int | None:
         """The other rank that holds the lock now, if any."""
-        pid = self._locks.holder_pid(self._lock_index(slot, owner))
+        pid = self._locks.holder_pid(self._lock_index(number, owner))
         pids = self.seen(PID)
         return pids.index(pid) if pid in pids else None
 

@@ -48,13 +48,13 @@ def _embedding(
 ) -> torch.Tensor:
     w = resolve(handle)
     how = chosen("embedding", w, ids.numel(), ids.device, choice)
-    if how.backend == "triton" and how.strategy == "direct":
+    if how.backend == "triton" and how.source == "direct":
         from odc_kernels.embedding import embedding as rows_by_kernel  # here, as importing triton takes a second
 
         out = torch.empty(*ids.shape, w.shape[1], dtype=w.dtype, device=ids.device)
         rows_by_kernel(ids=ids.reshape(-1), weight=w.compute_peers, out=out.view(-1, w.shape[1]))
         return out
-    parts = w.parts(how.strategy)
+    parts = w.parts(how.source)
     if len(parts) == 1:
         return F.embedding(ids, parts[0])
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < w.shape[0]:
@@ -101,7 +101,7 @@ def _embedding_grad(
         return
     how = chosen("embedding", w, ids.numel(), ids.device, choice)
     flat, dy = ids.reshape(-1), dy.reshape(-1, dy.shape[-1]).contiguous()
-    if how.wgrad == "split":
+    if how.wgrad == "whole":
         dw = torch.ops.aten.embedding_dense_backward(
             dy, flat, w.shape[0], -1 if padding_idx is None else padding_idx, False
         )

@@ -57,15 +57,15 @@ def _forward(
     b = None if bias_handle is None else resolve(bias_handle)
     how = _chosen(w, x, choice)
     if not by_kernel(how, x, w):
-        biases = [None] * w.world if b is None else b.parts(how.strategy)
-        pieces = [F.linear(x, rows, part) for rows, part in zip(w.parts(how.strategy), biases, strict=False)]
+        biases = [None] * w.world if b is None else b.parts(how.source)
+        pieces = [F.linear(x, rows, part) for rows, part in zip(w.parts(how.source), biases, strict=False)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
     from odc_kernels.linear import linear as direct  # here, as importing triton takes a second
     from odc_kernels.linear_staged import linear_staged
 
     y = x.new_empty(*x.shape[:-1], w.shape[0])
     flat = {"x": matrix(x), "out": matrix(y), "bias": None if b is None else b.compute_peers}
-    if how.strategy == "direct":
+    if how.source == "direct":
         direct(weight=w.compute_peers, tile=how.tile("linear"), **flat)
     else:
         linear_staged(weight=w.pull(), tile=how.tile("linear_staged"), **flat)
@@ -157,12 +157,12 @@ def _dx(dy: torch.Tensor, w: ShardedOperand, how: Choice) -> torch.Tensor:
         from odc_kernels.linear_staged import linear_dx_staged
 
         dx = dy.new_empty(*dy.shape[:-1], w.shape[1])
-        if how.strategy == "direct":
+        if how.source == "direct":
             linear_dx(dy=matrix(dy), weight=w.compute_peers, out=matrix(dx), tile=how.tile("linear_dx"))
         else:
             linear_dx_staged(dy=matrix(dy), weight=w.pull(), out=matrix(dx), tile=how.tile("linear_dx_staged"))
         return dx
-    parts = w.parts(how.strategy)
+    parts = w.parts(how.source)
     if len(parts) == 1:
         return dy @ parts[0]
     wide = torch.promote_types(dy.dtype, torch.float32)  # a sum over owners must not be rounded after each
@@ -204,7 +204,7 @@ def _chosen(w: ShardedOperand, x: torch.Tensor, choice: str) -> Choice:
 
 def by_kernel(how: Choice, x: torch.Tensor, weight: ShardedOperand) -> bool:
     """True if Triton's kernel computes the product: not for gathered weights (the library does), nor if empty."""
-    return how.backend == "triton" and how.strategy != "gathered" and x.numel() > 0 and 0 not in weight.shape
+    return how.backend == "triton" and how.source != "gathered" and x.numel() > 0 and 0 not in weight.shape
 
 
 def matrix(x: torch.Tensor) -> torch.Tensor:

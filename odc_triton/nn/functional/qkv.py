@@ -238,7 +238,7 @@ class _GradientSink:
 def _weights(sharded: list[ShardedOperand], how: Choice) -> Any:
     from odc_kernels.qkv_inputs import QkvWeights
 
-    if how.strategy == "direct":
+    if how.source == "direct":
         peers = [each.compute_peers for each in sharded]
     else:
         peers = [PeerShards.local(*each.parts("gathered")) for each in sharded]

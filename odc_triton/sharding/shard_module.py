@@ -189,16 +189,16 @@ def _allocate(
     return [
         ShardedParameter(
             shard=HeapShard(
-                spec=spec, slot=slot, compute=compute, gradient=gradient, heap=heap, grid=grid, target=target
+                spec=spec, number=number, compute=compute, gradient=gradient, heap=heap, grid=grid, target=target
             ),
-            slot=slot,
+            number=number,
             whole=whole,
             gathered=gathered,
             transport=transport,
             staging=staging,
             table=table,
         )
-        for slot, (spec, compute, gradient, (whole, gathered), table) in enumerate(places)
+        for number, (spec, compute, gradient, (whole, gathered), table) in enumerate(places)
     ]
 
 
@@ -288,22 +288,24 @@ def _whole_tensors(
 ) -> list[tuple[torch.Tensor, GatheredParameters | None]]:
     """Every parameter's whole tensor: a view of the heap, or one that is gathered together with its unit's others.
 
-    `on_demand`: slots of those that are never gathered; their tensors have no memory.
+    `on_demand`: numbers of those that are never gathered; their tensors have no memory.
     """
     if not heap.apart:
         return [(heap.whole(region), None) for region in plan.compute]
     found: dict[int, tuple[torch.Tensor, GatheredParameters | None]] = {}
-    for slot in on_demand:
-        region = plan.compute[slot]
+    for number in on_demand:
+        region = plan.compute[number]
         empty = torch.empty(region.shape, dtype=getattr(torch, region.dtype), device=heap.device)
         empty.untyped_storage().resize_(0)
-        found[slot] = empty, None
+        found[number] = empty, None
     for unit in dict.fromkeys(spec.unit for spec in plan.parameters):
-        slots = [slot for slot, spec in enumerate(plan.parameters) if spec.unit == unit and slot not in on_demand]
-        if not slots:
+        numbers = [
+            number for number, spec in enumerate(plan.parameters) if spec.unit == unit and number not in on_demand
+        ]
+        if not numbers:
             continue
-        specs = [plan.parameters[slot] for slot in slots]
-        shards = [[heap.shard(plan.compute[slot], owner) for owner in range(heap.world)] for slot in slots]
+        specs = [plan.parameters[number] for number in numbers]
+        shards = [[heap.shard(plan.compute[number], owner) for owner in range(heap.world)] for number in numbers]
         gathered = GatheredParameters(
             specs,
             shards,
@@ -313,8 +315,8 @@ def _whole_tensors(
             by_kernel=device.gathers_by_kernel,
             batch_copy=device.batch_copy(),
         )
-        found |= {slot: (whole, gathered) for slot, whole in zip(slots, gathered.whole, strict=True)}
-    return [found[slot] for slot in range(len(plan.parameters))]
+        found |= {number: (whole, gathered) for number, whole in zip(numbers, gathered.whole, strict=True)}
+    return [found[number] for number in range(len(plan.parameters))]
 
 
 def _warn(plan: Plan, tuned: Tuned) -> None:

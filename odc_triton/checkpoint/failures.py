@@ -1,33 +1,15 @@
-"""Sharded models in files: whole values, and work that all ranks complete or none."""
+"""Failures that all ranks report: work on files that all complete or none, and what differs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import nn
-
 from ..base.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
-from ..engine.api import engine_of
 from ..engine.engine import Engine
-from ..engine.parameter import ShardedParameter
 
 _SHOWN = 5  # names or differences that a message lists
 _KINDS = {kind.__name__: kind for kind in (CheckpointCorrupt, CheckpointDiffers)}
-
-
-def sharded_parameters(model: nn.Module) -> dict[int, ShardedParameter]:
-    """The engine's object of each parameter, by the parameter's id."""
-    return {id(parameter.sharded): parameter for parameter in engine_of(model).parameters}
-
-
-def read_whole(model: nn.Module, value: ShardedParameter | torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A whole tensor on the CPU: a sharded one in `dtype`, by default the compute dtype; any other unchanged."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    ((_, whole),) = engine_of(model).full_parameters([value.shard])
-    return whole.cpu().to(dtype or whole.dtype)
 
 
 def listed(words: Sequence[str]) -> str:
