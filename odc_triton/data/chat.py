@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from .records import content_text
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -153,22 +151,13 @@ class ChatTemplate:
             for index, turn, text in some:
                 prefix = list(next(encoded)) if len(text) < read[index] else ids[index]
                 if prefix != ids[index][: len(prefix)]:
-                    is_header = len(edges[index]) % 2 == 0
-                    content = content_text(conversations[index].messages[turn])
-                    is_theirs = content[:1].isspace() if is_header else content and text.endswith(content)
-                    if text[-1:].isspace() and not is_theirs:
-                        what, then = ("its header of ", "the assistant's words") if is_header else ("", "what follows")
-                        reason = (
-                            f"the chat template ends {what}message {turn} in white space, which this "
-                            f"tokenizer joins to {then}: put a template without it into the tokenizer's folder "
-                            f"(chat_template.jinja)"
-                        )
-                    else:
-                        reason = (
-                            f"message {turn} of the assistant does not {'begin' if is_header else 'end'} between two "
-                            f"tokens of the whole conversation. White space there can cause this: strip it"
-                        )
-                    raise ChatError(index, f"{reason}, or {_REMEDY}")
+                    edge = "end" if len(edges[index]) % 2 else "begin"
+                    raise ChatError(
+                        index,
+                        f"message {turn} of the assistant does not {edge} between two tokens of the whole "
+                        f"conversation. White space there, of the message or the chat template, can cause this: strip "
+                        f"it, or {_REMEDY}",
+                    )
                 edges[index].append(len(prefix))
         return [
             (whole, joined_spans(zip(each[::2], each[1::2], strict=True)))

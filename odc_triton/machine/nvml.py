@@ -9,7 +9,7 @@ Answers are NVML's own numbers, which probe.py interprets:
     links of a device         active, remote_type (0 GPU, 1 CPU, 2 switch, 255 unknown), remote_bus_id, speed_mbps
                               (10⁶ bytes per second), atomics; in a file `count` for as many alike
     pairs                     of (positions in devices, of all pairs that are alike), nvmlGpuP2PStatus_t for read,
-                              write, atomics and nvlink, nvmlGpuTopologyLevel_t of the common PCIe `ancestor`
+                              write, atomics and nvlink
 
 None or missing: this driver or GPU does not answer.
 """
@@ -120,8 +120,7 @@ def _speed_mbps(ask: Ask, handle: Any, link: int, library: ModuleType) -> int | 
 
 
 def _pair(ask: Ask, one: Any, other: Any) -> dict[str, Any]:
-    reach = {name: ask("nvmlDeviceGetP2PStatus", one, other, number) for name, number in _P2P.items()}
-    return {**reach, "ancestor": ask("nvmlDeviceGetTopologyCommonAncestor", one, other)}
+    return {name: ask("nvmlDeviceGetP2PStatus", one, other, number) for name, number in _P2P.items()}
 
 
 def _text(value: Any) -> Any:

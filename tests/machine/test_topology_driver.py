@@ -59,8 +59,6 @@ class Library:
         if name == "nvmlDeviceGetP2PStatus":
             one, other, index = arguments
             return self.pairs[frozenset((one, other))][("read", "write", "nvlink", "atomics")[index]]
-        if name == "nvmlDeviceGetTopologyCommonAncestor":
-            return self.pairs[frozenset(arguments)]["ancestor"]
         return self._of_device(name, self.devices[arguments[0]], self.links[arguments[0]], *arguments[1:])
 
     def _of_device(self, name: str, device: dict[str, Any], links: list[dict[str, Any]], *arguments: Any) -> Any:
@@ -106,7 +104,7 @@ def test_the_driver_and_the_file_say_the_same(name: str) -> None:
 @pytest.mark.parametrize(
     ("question", "devices"),
     [
-        *((f"nvmlDeviceGet{name}", 8) for name in ("P2PStatus", "TopologyCommonAncestor", "Name", "PciInfo_v3")),
+        *((f"nvmlDeviceGet{name}", 8) for name in ("P2PStatus", "Name", "PciInfo_v3")),
         *((f"nvmlDeviceGet{name}", 8) for name in ("MemoryInfo", "CudaComputeCapability", "MigMode", "FieldValues")),
         *((f"nvmlDeviceGetMaxPcieLink{name}", 8) for name in ("Generation", "Width")),
         *((f"{LINK}{name}", 8) for name in ("State", "RemoteDeviceType", "RemotePciInfo", "Capability")),
