@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .chat import ChatError, Conversation, Spans, encode_heads
@@ -84,6 +84,28 @@ def _contents(messages: list[dict[str, Any]], vision: PictureProcessor | None) -
         return given if has_picture else content_text(message)
 
     return [each | {"content": content(each)} if "content" in each else each for each in messages]
+
+
+def never_ends(
+    batch: Sequence[Record], encoded: Sequence[Encoded], encoder: TextEncoder, max_tokens: int
+) -> str | None:
+    """A warning if conversations are learned and none of their turns ends with the end token.
+
+    `encoded`: `batch` as encoded by `encode_records`; samples longer than `max_tokens` may lack their end.
+    """
+    learned = [
+        sample.ids[start:end]
+        for record, sample in zip(batch, encoded, strict=True)
+        for start, end in sample.spans
+        if record.messages is not None and len(sample.ids) <= max_tokens
+    ]
+    if not learned or any(encoder.end_id in ids for ids in learned):
+        return None
+    end = encoder.end_id if encoder.decode is None else encoder.decode([encoder.end_id])
+    return (
+        f"the chat template ends no turn of the assistant with the tokenizer's end token, {end}: the trained model "
+        f"will not stop there. Make the token that ends a turn the eos_token, or stop at it when you generate"
+    )
 
 
 def batches(records: Iterable[Record]) -> Iterator[list[Record]]:

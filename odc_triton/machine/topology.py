@@ -141,9 +141,6 @@ class Topology:
         """The part that is visible to this process."""
         return self.only(device.uuid for device in self.devices if device.cuda_index is not None)
 
-    def pair(self, one: Gpu, other: Gpu) -> Pair | None:
-        return next((pair for pair in self.pairs if {pair.one.uuid, pair.other.uuid} == {one.uuid, other.uuid}), None)
-
     @property
     def key(self) -> str:
         """Names the links between these GPUs, for tables: `cpu`, `one-gpu`, or the slowest pair's kind.

@@ -64,9 +64,9 @@ SCRATCH = [*SFT, "--init", "c.json", "--tokenizer", "t"]
     ("words", "said"),
     [
         ([*SFT, "--ranks", "0"], "--ranks is 0; give at least 1"),
-        ([*SFT, "--ranks", "two"], "argument --ranks: it is 'two'; give a whole number"),
+        ([*SFT, "--ranks", "two"], "argument --ranks: invalid int value: 'two'"),
         ([*SFT, "--ranks", "100000"], "--ranks is 100000 and there "),
-        ([*SFT, "--lr", "fast"], "argument --lr: it is 'fast'; give a number"),
+        ([*SFT, "--lr", "fast"], "argument --lr: invalid float value: 'fast'"),
         ([*SFT, "--init", "c.json", "--model", __file__], "give either --model or --init"),
         ([*SFT, "--model", __file__], f"--model is {__file__}, a file: give the model's folder or hub id"),
         ([*SCRATCH, "--out", ""], "--out is empty; give a folder"),

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from odc_triton.data import chat, encode
 from odc_triton.data.dataset import DataOptions
-from odc_triton.data.encode import encode_records
-from odc_triton.data.inspection import never_ends
+from odc_triton.data.encode import encode_records, never_ends
 from odc_triton.data.records import DataError
 from odc_triton.data.sources import open_source
 from odc_triton.data.tokenizer import TextEncoder

@@ -140,7 +140,7 @@ def test_gpus_that_are_lost_or_cut_do_not_hide_the_others() -> None:
     found = through_driver(snapshot)
     assert found.lost == ("GPU1: GPU is lost",)
     assert [device.label for device in found.devices] == ["GPU0", "GPU2", "GPU3"]
-    assert found.pair(found.devices[1], found.devices[2]).nvlinks == 4
+    assert found.only(each.uuid for each in found.devices[1:3]).pairs[0].nvlinks == 4
     assert read_topology(snapshot, ()).devices == found.devices
     library = Library(load("one-of-a-container"))
     library.is_mig = True
