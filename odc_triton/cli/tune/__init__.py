@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...base.options import REQUIRED, option, require_files, require_one_model
+from ...base.options import REQUIRED, option, require_files, require_one_model, whole_numbers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,13 +62,7 @@ class TuneOptions:
     @property
     def counts(self) -> list[int]:
         """The numbers of tokens, ascending."""
-        try:
-            counts = sorted({int(part) for part in self.tokens.split(",")})
-        except ValueError:
-            counts = [0]
-        if counts[0] < 1:
-            raise ValueError(f"--tokens is {self.tokens!r}; give whole numbers of at least 1, separated by commas")
-        return counts
+        return sorted({*whole_numbers(self, "tokens")})
 
     @property
     def wanted(self) -> list[str]:
