@@ -8,7 +8,6 @@ import re
 import resource
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ from odc_triton.checkpoint.dcp import read_metadata
 from odc_triton.checkpoint.steps import Checkpoints, verify
 from tests.support import ranks
 from tests.support.checkpointed import make, settle, train, unfinished, writers
-from tests.support.deadlines import LONG_S
 from tests.support.models import build
 
 MODEL = "qwen2"
@@ -237,12 +235,12 @@ def test_links_and_files_in_the_way(tmp_path: Path, step: int) -> None:
     assert checkpoints.load(checkpoints.newest(), model=model, optimizer=optimizer) == {"step": 2}
     Checkpoints(tmp_path / "run", keep=1).save(**saving, step=step)
     verify(kept)
-    assert sorted(os.listdir(tmp_path / "run")) == [".lock", f"step-{step:08d}"]
+    assert sorted(os.listdir(tmp_path / "run")) == [f"step-{step:08d}"]
     for way in (Path.touch, lambda path: path.symlink_to("nowhere")):
         way(checkpoints.path_of(9))
         with pytest.raises(CheckpointFailed, match="step-00000009 is in the way: it is not a folder; remove it"):
             checkpoints.save(**saving, step=9)
-        assert sorted(os.listdir(tmp_path / "run")) == [".lock", f"step-{step:08d}", "step-00000009"]
+        assert sorted(os.listdir(tmp_path / "run")) == [f"step-{step:08d}", "step-00000009"]
         checkpoints.path_of(9).unlink()
 
 
@@ -372,32 +370,13 @@ def test_a_rank_that_can_not_write(
         verify(path)
 
 
-# ------------------------------------------------------------------ two runs, one folder
+# ------------------------------------------------------------------ killed runs
 
 
-def _hold(rank: int, world: int, folder: Path, seconds: float) -> None:
-    kept = saved_twice(folder)  # the lock goes with the last of these
-    time.sleep(seconds)
-    del kept
-
-
-def test_two_runs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from odc_triton.checkpoint import steps as module
-
-    monkeypatch.setattr(module, "_LOCK_WAIT_S", 0.2)
-    with ranks.start(_hold, 1, tmp_path, 600.0) as job:
-        deadline = time.monotonic() + LONG_S
-        while not (tmp_path / "step-00000002").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        running = tmp_path / ".step-00000003.abcd1234.saving"  # as if it saved now
-        running.mkdir()
-        model, optimizer = make(MODEL, bf16=False)
-        mine = Checkpoints(tmp_path, keep=1)
-        with pytest.raises(CheckpointFailed, match=f"process {job.processes[0].pid} saves checkpoints in"):
-            mine.save(model=model, optimizer=optimizer, state={}, step=9)
-        assert running.exists()
-        job.processes[0].kill()
-        job.processes[0].join()
-        mine.save(model=model, optimizer=optimizer, state={}, step=9)
-        assert not running.exists()  # its owner was gone
+def test_what_a_killed_run_left_is_removed_and_what_it_moved_away_put_back(tmp_path: Path) -> None:
+    _, _, checkpoints = saved_twice(tmp_path)
+    (tmp_path / ".step-00000003.abcd1234.saving").mkdir()
+    shutil.copytree(checkpoints.path_of(1), tmp_path / ".step-00000001.abcd1234.replaced")
+    checkpoints.path_of(2).rename(tmp_path / ".step-00000002.abcd1234.replaced")
+    assert [path.name for path in Checkpoints(tmp_path, keep=3).all()] == ["step-00000001", "step-00000002"]
+    assert unfinished(tmp_path) == []
