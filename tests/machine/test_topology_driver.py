@@ -155,9 +155,7 @@ def test_no_driver_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return ask_driver(Answer(nvmlInit=fail, NVMLError=pynvml.NVMLError))["missing"]
 
-    assert "kernel module is not loaded" in missing(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-    assert "differ in version" in missing(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
-    assert "Unknown Error" in missing(pynvml.NVML_ERROR_UNKNOWN)
+    assert missing(pynvml.NVML_ERROR_DRIVER_NOT_LOADED) == "the NVIDIA driver does not answer: Driver Not Loaded"
     monkeypatch.setitem(sys.modules, "pynvml", None)
     told = ask_driver()
     assert "nvidia-ml-py is not installed" in told["missing"]
