@@ -61,14 +61,8 @@ class Checkpoints:
         """All finished ones, in the order of saving. Raises CheckpointCorrupt for a damaged manifest."""
         return _by_age(self.folder)
 
-    def newest(self, *, fallback: bool = False) -> Path | None:
-        """The last one saved; None if there is none.
-
-        Raises CheckpointCorrupt if files are missing or have another size; `load` checks their contents. `fallback`
-        skips damaged ones, with a warning for each, and reads all files of those that it checks.
-        """
-        if not fallback:
-            return newest_in(self.folder)
+    def newest(self) -> Path | None:
+        """The last one saved; None if there is none. Damaged ones are skipped, with a warning: it reads all files."""
         folders = _folders(self.folder)  # damaged manifests first: they have no number
         for path in sorted(folders, key=lambda path: _number(path, damaged=sys.maxsize), reverse=True):
             try:
@@ -135,7 +129,7 @@ class Checkpoints:
 
 
 def newest_in(folder: Path) -> Path | None:
-    """As `Checkpoints.newest`, of a folder that may be another run's."""
+    """The last one saved; None if there is none. Raises CheckpointCorrupt if files are missing or have another size."""
     found = _by_age(folder)
     if found:
         Manifest.read(found[-1]).check_sizes(found[-1])

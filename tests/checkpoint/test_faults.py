@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from odc_triton.base.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
 from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.checkpoint.dcp import read_metadata
-from odc_triton.checkpoint.steps import Checkpoints, verify
+from odc_triton.checkpoint.steps import Checkpoints, newest_in, verify
 from tests.support import ranks
 from tests.support.checkpointed import make, settle, train, unfinished, writers
 from tests.support.models import build
@@ -89,9 +89,9 @@ def test_damage_is_named_and_an_older_one_used_where_asked_for(tmp_path: Path, d
     assert all(torch.equal(value, before[key]) for key, value in _weights(model).items())  # nothing overwritten
     if damage != "one bit":
         with pytest.raises(CheckpointCorrupt, match=name):
-            checkpoints.newest()
+            newest_in(tmp_path)
     with pytest.warns(UserWarning, match=name):
-        older = checkpoints.newest(fallback=True)
+        older = checkpoints.newest()
     assert older.name == "step-00000001"
     assert checkpoints.load(older, model=model, optimizer=optimizer) == {"step": 1}
     # What is saved from here on is the newest, whatever its number, and pushes out damaged ones first.
@@ -102,7 +102,7 @@ def test_damage_is_named_and_an_older_one_used_where_asked_for(tmp_path: Path, d
 
 def test_nothing_there(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path / "new", keep=1).newest() is None
-    assert Checkpoints(tmp_path / "new", keep=1).newest(fallback=True) is None
+    assert newest_in(tmp_path / "new") is None
     model, optimizer = make(MODEL, bf16=False)
     with pytest.raises(CheckpointFailed, match="there is no such folder"):
         Checkpoints(tmp_path, keep=1).load(tmp_path / "step-00000009", model=model, optimizer=optimizer)
