@@ -10,6 +10,7 @@ for example without their reasoning, is refused. Turns before `learned_from` are
 from __future__ import annotations
 
 import re
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -131,7 +132,7 @@ class ChatTemplate:
     def _by_prefixes(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
         wholes = [self._complete(index, each, self._render(index, each)) for index, each in enumerate(conversations)]
         texts = [self._with_pictures(index, each, wholes[index]) for index, each in enumerate(conversations)]
-        heads = [each for some in _portions(texts, len) for each in encode_heads(self._encode, some, max_tokens)]
+        heads = [each for some in portions(texts, len) for each in encode_heads(self._encode, some, max_tokens)]
         ids, read = [list(each) for each, _ in heads], [characters for _, characters in heads]
         edges: list[list[int]] = [[] for _ in conversations]  # tokens before and after each turn of the assistant
 
@@ -146,7 +147,7 @@ class ChatTemplate:
                             yield index, turn, self._with_pictures(index, conversation, text, is_whole=False)
 
         # In portions, because prefixes of one conversation grow with the square of its turns.
-        for some in _portions(prefixes(), lambda each: len(each[-1])):
+        for some in portions(prefixes(), lambda each: len(each[-1])):
             encoded = iter(self._encode([text for index, _, text in some if len(text) < read[index]]))
             for index, turn, text in some:
                 prefix = list(next(encoded)) if len(text) < read[index] else ids[index]
@@ -275,13 +276,13 @@ def encode_heads(
     return [(each, len(head)) for each, head in zip(encoded, heads, strict=True)]
 
 
-def _portions(values: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
-    """`values` in lists of about `_CHARACTERS` characters."""
+def portions(values: Iterable[T], characters: Callable[[T], int], most: int = sys.maxsize) -> Iterator[list[T]]:
+    """`values` in lists of at most `most`, and of about `_CHARACTERS` characters."""
     some, total = [], 0
     for value in values:
         some.append(value)
         total += characters(value)
-        if total > _CHARACTERS:
+        if len(some) == most or total > _CHARACTERS:
             yield some
             some, total = [], 0
     if some:

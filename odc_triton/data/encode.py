@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .chat import ChatError, Conversation, Spans, encode_heads
+from .chat import ChatError, Conversation, Spans, encode_heads, portions
 from .records import DataError, Record, content_text
 from .tokenizer import TextEncoder
 from .vision import PictureProcessor, SeenPictures
 
-_BATCH_RECORDS, _BATCH_CHARACTERS = 1024, 4_000_000  # most per call of the tokenizer; a record may be larger alone
+_BATCH_RECORDS = 1024  # most per call of the tokenizer
 
 
 class Encoded(NamedTuple):
@@ -109,13 +109,4 @@ def never_ends(
 
 
 def batches(records: Iterable[Record]) -> Iterator[list[Record]]:
-    batch: list[Record] = []
-    characters = 0
-    for record in records:
-        batch.append(record)
-        characters += record.characters
-        if len(batch) == _BATCH_RECORDS or characters > _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+    return portions(records, lambda record: record.characters, _BATCH_RECORDS)
