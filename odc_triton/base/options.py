@@ -39,14 +39,6 @@ def require_at_least(options: Any, least: int, *names: str) -> None:
             raise ValueError(f"{flag(name)} is {value}; give at least {least}")
 
 
-def whole_numbers(options: Any, name: str) -> list[int]:
-    """The numbers of an option, separated by commas. Raises ValueError unless all are whole, and 1 or more."""
-    parts = [part.strip() for part in getattr(options, name).split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"{flag(name)} is {','.join(parts)!r}; give whole numbers of at least 1, separated by commas")
-    return [*map(int, parts)]
-
-
 def require_token_cap(options: Any) -> None:
     """Raises ValueError for a `token_cap` too small for any sample."""
     if options.token_cap is not None and options.token_cap < 2:

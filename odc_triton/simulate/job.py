@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..balance.cost import CostModel
-from ..balance.pieces import Piece
+from ..balance.pieces import Piece, SplitPlan
 from ..balance.queue import QUEUE
 from ..balance.queue import queue_packs as balance_queue_packs
+from ..balance.relatives import Relatives
+from ..balance.shared import assign_shared
 from ..balance.split import assign_split, readable_tokens
 from ..balance.strategies import BALANCES, assign
 from .hardware import Links
@@ -23,9 +25,35 @@ if TYPE_CHECKING:
     from ..sharding.footprint import MemoryPlan
 
 SPLIT = "split"  # LB-Split: long sequences in pieces, the others by LB-Mini
-ALL_BALANCES = (*BALANCES, QUEUE, SPLIT)
+SHARED = "shared"  # tokens that samples share are computed once
+ALL_BALANCES = (*BALANCES, QUEUE, SPLIT, SHARED)
 
 Packs = list[list[int | Piece]]  # one rank's: per microbatch the tokens of its documents, or pieces
+
+
+class SharedPack(list):
+    """A pack of samples that share tokens. `fetched`: the tokens whose keys and values it reads from other ranks;
+    `wave`: of the pack, None if it neither reads from other ranks nor is read.
+    """
+
+    fetched = 0
+    wave: int | None = None
+
+    @classmethod
+    def of(
+        cls, entries: Sequence[int | Piece], lengths: Sequence[int], rank: int, plan: SplitPlan | None
+    ) -> SharedPack:
+        made = cls(each if isinstance(each, Piece) else lengths[each] for each in entries)
+        fetched: dict[Piece, int] = {}  # siblings read the same rows once
+        for each in made:
+            if plan is None or not isinstance(each, Piece) or (planned := plan.find(each)) is None:
+                continue
+            made.wave = planned.wave
+            for holder, low, high in plan.reads(each):
+                if holder.rank != rank:
+                    fetched[holder.piece] = max(high - low, fetched.get(holder.piece, 0))
+        made.fetched = sum(fetched.values())
+        return made
 
 
 def assign_packs(
@@ -37,9 +65,11 @@ def assign_packs(
     cost: CostModel,
     split_tokens: int = 0,
     replicas: int = 1,
+    relatives: Relatives | None = None,
 ) -> list[Packs]:
     """Each rank's packs, in lengths, not indices. `split_tokens`: of each rank, the most that others read; 0: as many
-    as these lengths need. `replicas`: each splits its own samples. Raises as `assign` and `assign_split`.
+    as these lengths need, and for "shared" none. `replicas`: each splits its own samples. `relatives`: of the samples,
+    for "shared". Raises as `assign`, `assign_split` and `assign_shared`, and ValueError for "shared" without them.
     """
     how = {"ranks": ranks, "token_cap": token_cap, "cost": cost}
     if balance == SPLIT:
@@ -48,6 +78,14 @@ def assign_packs(
         return [
             [[each if isinstance(each, Piece) else lengths[each] for each in pack] for pack in split.packs(rank)]
             for rank in range(ranks)
+        ]
+    if balance == SHARED:
+        if relatives is None:
+            raise ValueError(f"balance {SHARED!r} needs to know what the samples share: give relatives")
+        shared = assign_shared(lengths, relatives, tokens=split_tokens, replicas=replicas, **how)
+        return [
+            [SharedPack.of(pack, lengths, rank, shared.plan) for pack in packs]
+            for rank, packs in enumerate(shared.packs)
         ]
     assigned = assign(lengths, balance=balance, **how)
     return [[[lengths[i] for i in members] for members in packs] for packs in assigned]
@@ -130,6 +168,8 @@ class Job:
     def kv_seconds(self, pack: Sequence[int | Piece]) -> float:
         """Seconds of these transfers."""
         fetched = sum(each.start for each in pack if isinstance(each, Piece))
+        if isinstance(pack, SharedPack):
+            fetched = pack.fetched
         gpus = self.links.gpus
         if not fetched or self.model is None or gpus == 1:
             return 0.0

@@ -7,10 +7,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..balance.relatives import Relatives, find_relatives
 from ..base.files import write_file
-from ..base.options import REQUIRED, option, require_at_least, whole_numbers
+from ..base.options import REQUIRED, option, require_at_least
 from ..base.report import save_timeline, table
 from ..base.trace import save_trace
+from ..data.dataset import TokenizedDataset
 from .hardware import find_device
 from .models import Model
 from .study import (
@@ -19,6 +21,7 @@ from .study import (
     NAMED,
     Row,
     cells,
+    grouped,
     lengths_of_file,
     make_job,
     named_lengths,
@@ -42,6 +45,11 @@ class SimulateOptions:
     minibatch: str = option("1,2,4,8", "samples per GPU and step; several with commas; too large ones are left out")
     token_cap: int | None = option(None, "most tokens in a microbatch; by default the longest sequence, at least 4096")
     split_sequences: bool = option(False, "also split long sequences over each node's GPUs, as one more setting")
+    share_prefixes: bool = option(
+        False, "also compute once what samples share, as one more setting: of a prepared .npz, or with --group"
+    )
+    group: int | None = option(None, "with --share-prefixes: so many of --lengths are completions of one prompt")
+    prompt_tokens: int | None = option(None, "with --group: tokens of each prompt, before the completions")
     checkpointing: bool = option(True, "recompute activations in backward: less memory, a third more work")
     fused_head: bool = option(True, "never compute whole logits")
     efficiency: float = option(0.5, "achieved share of the GPU's peak FLOP/s")
@@ -52,7 +60,9 @@ class SimulateOptions:
     out: str | None = option(None, "folder to write table.md, simulate.json, timeline.png and trace.json to")
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "gpus", "nodes", "trials", "token_cap")
+        require_at_least(self, 1, "gpus", "nodes", "trials", "token_cap", "group", "prompt_tokens")
+        if (self.group is None) != (self.prompt_tokens is None) or (self.group and not self.share_prefixes):
+            raise ValueError("--group, --prompt-tokens and --share-prefixes: give all three, or --share-prefixes alone")
         if self.gpus % self.nodes:
             raise ValueError(f"{self.gpus} gpus don't divide by {self.nodes} nodes: give a multiple of {self.nodes}")
         if not 0 < self.efficiency <= 1:
@@ -63,12 +73,20 @@ class SimulateOptions:
             raise ValueError(f"--slow is {self.slow}: it must be positive and finite, 1.3 for 30% longer")
         if self.out is not None and Path(self.out).exists() and not Path(self.out).is_dir():
             raise ValueError(f"--out is {self.out}, which is a file: give a folder")
-        if max(self.minibatches) > _MOST_SAMPLES:
-            raise ValueError(f"--minibatch has {max(self.minibatches)}: give at most {_MOST_SAMPLES} samples per GPU")
+        if not self.minibatches:
+            raise ValueError("--minibatch is empty: give samples per GPU, such as 1,2,4,8")
 
     @property
     def minibatches(self) -> list[int]:
-        return whole_numbers(self, "minibatch")
+        """Raises ValueError for a part that is not a whole number of at least 1."""
+        sizes = []
+        for part in filter(None, (part.strip() for part in self.minibatch.split(","))):
+            if not part.isdecimal() or int(part) < 1:
+                raise ValueError(f"--minibatch has {part!r}: give whole numbers of at least 1, separated by commas")
+            if int(part) > _MOST_SAMPLES:
+                raise ValueError(f"--minibatch has {part}: give at most {_MOST_SAMPLES} samples per GPU")
+            sizes.append(int(part))
+        return sizes
 
 
 _USUAL_CAP = 4096  # the default of `train sft`: short sequences share packs there
@@ -77,7 +95,7 @@ _DRAWN = 10_000  # lengths of a named distribution
 
 def main(options: SimulateOptions) -> int:
     """Prints the ranking, writes it to `options.out`; returns the exit status. Raises ValueError and OSError."""
-    lengths, whence = _lengths(options)
+    lengths, whence, relatives = _lengths(options)
     model = Model.find(options.model)
     kind, each = find_device(options.gpu), options.gpus // options.nodes
     links = usual_links(kind, each, nodes=options.nodes, nic_gbs=options.nic_gbs)
@@ -114,6 +132,7 @@ def main(options: SimulateOptions) -> int:
         seed=options.seed,
         timeline_of=drawn if options.out else None,
         split=options.split_sequences,
+        relatives=relatives,
     )
     active = f", {model.active_parameters / 1e9:.1f} B active" if model.active_parameters < model.parameters else ""
     longest, mean = max(lengths), sum(lengths) / len(lengths)
@@ -131,15 +150,28 @@ def main(options: SimulateOptions) -> int:
     return 0
 
 
-def _lengths(options: SimulateOptions) -> tuple[list[int], str]:
-    """Of the samples, and where they are from."""
+def _lengths(options: SimulateOptions) -> tuple[list[int], str, Relatives | None]:
+    """Of the samples, where they are from, and what they share, if that is wanted."""
     if options.lengths in NAMED:
         named = NAMED[options.lengths]
         count = max(_DRAWN, options.gpus * max(options.minibatches))
-        return named_lengths(options.lengths, count, seed=options.seed), f"like {options.lengths} ({named.source})"
-    if not Path(options.lengths).exists():
+        lengths = named_lengths(options.lengths, count, seed=options.seed)
+        whence = f"like {options.lengths} ({named.source})"
+    elif not Path(options.lengths).exists():
         raise ValueError(f"--lengths {options.lengths!r} is neither a file nor one of {', '.join(NAMED)}")
-    return lengths_of_file(options.lengths)
+    else:
+        lengths, whence = lengths_of_file(options.lengths)
+    if options.group is not None:
+        lengths, relatives = grouped(lengths, prompt=options.prompt_tokens, group=options.group)
+        return lengths, f"{whence}, after prompts of {options.prompt_tokens:,}, each {options.group} times", relatives
+    if not options.share_prefixes:
+        return lengths, whence, None
+    if Path(options.lengths).suffix != ".npz":
+        raise ValueError(
+            f"--share-prefixes: --lengths {options.lengths} has no tokens to compare: give the .npz of prepared data, "
+            f"which train sft writes into OUT/data, or --group and --prompt-tokens"
+        )
+    return lengths, whence, find_relatives(TokenizedDataset.load(options.lengths).undecoded())
 
 
 def _write(out: Path, text: str, rows: list[Row], drawn: int) -> None:

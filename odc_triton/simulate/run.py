@@ -15,9 +15,11 @@ from .job import (
     COMPUTE_BYTES,
     REDUCE_BYTES,
     SCHEDULES,
+    SHARED,
     SPLIT,
     Job,
     Packs,
+    SharedPack,
     assign_packs,
     queue_packs,
 )
@@ -69,7 +71,7 @@ def simulate(
         raise ValueError(f"schedule is {schedule!r}: choose one of {', '.join(SCHEDULES)}")
     if balance not in ALL_BALANCES:
         raise ValueError(f"balance is {balance!r}: choose one of {', '.join(ALL_BALANCES)}")
-    if balance in (QUEUE, SPLIT) and schedule != "odc":
+    if balance in (QUEUE, SPLIT, SHARED) and schedule != "odc":
         raise ValueError(
             f"balance {balance!r} under schedule {schedule!r}: FSDP's ranks need the same number of microbatches; use "
             f"'odc'"
@@ -172,8 +174,9 @@ def _work(assigned: list[list[Packs]], most: int, job: Job) -> tuple[np.ndarray,
         for rank, packs in enumerate(ranks):
             work[: len(packs), trial, rank] = [job.pack_seconds(pack) for pack in packs]
             for index, pack in enumerate(packs):
-                if any(isinstance(each, Piece) for each in pack):
-                    waves.setdefault((index, rank // job.links.gpus), []).append((index, rank))
+                wave = pack.wave if isinstance(pack, SharedPack) else index
+                if wave is not None and any(isinstance(each, Piece) for each in pack):
+                    waves.setdefault((wave, rank // job.links.gpus), []).append((index, rank))
         for places in waves.values():
             moved = np.array([job.kv_seconds(ranks[rank][index]) for index, rank in places])
             at, of = map(list, zip(*places, strict=True))

@@ -14,12 +14,16 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+import numpy as np
+
 from ..balance.queue import QUEUE
+from ..balance.relatives import Relatives
 from ..balance.split import readable_tokens
 from ..data.lengths import LEAST, read_lengths
+from ..data.order import in_families
 from ..data.records import Record, message_text
 from .hardware import GpuKind, Links
-from .job import SPLIT, Job, assign_packs
+from .job import SHARED, SPLIT, Job, assign_packs
 from .lanes import Outcome
 from .models import Model
 from .run import simulate
@@ -103,22 +107,34 @@ def rank_settings(
     seed: int = 0,
     timeline_of: int | None = None,
     split: bool = False,
+    relatives: Relatives | None = None,
 ) -> list[Row]:
-    """All `SETTINGS`, with `split` also "ODC + LB-Split", at each minibatch size in `sizes`, in samples per rank; those
-    that fit come fastest first.
+    """All `SETTINGS`, with `split` also "ODC + LB-Split", and with `relatives` "ODC + shared prefixes", at each
+    minibatch size in `sizes`, in samples per rank; those that fit come fastest first.
 
-    Every setting gets the same `trials` minibatches, drawn from `lengths`. `memory_gb`: of one GPU. `timeline_of`: the
-    size at which outcomes keep their events. Raises as `draw` and `assign`.
+    Every setting gets the same `trials` minibatches, drawn from `lengths`, with relatives in families as
+    `MinibatchSampler` keeps them together. `memory_gb`: of one GPU. `timeline_of`: the size at which outcomes keep
+    their events. Raises as `draw` and `assign`.
     """
     rows: list[Row] = []
     settings = SETTINGS | ({"ODC + LB-Split": ("odc", SPLIT)} if split else {})
+    longest = 0  # of the prefixes, which ranks of a node may read from each other
+    if relatives is not None:
+        settings = settings | {"ODC + shared prefixes": ("odc", SHARED)}
+        if job.ranks > job.replicas:
+            longest = max(each.start for each in relatives.strips(relatives.order))
     for samples in sizes:
-        minibatches = draw(lengths, samples=samples * job.ranks, minibatches=trials, seed=seed)
+        drawn = _draw(len(lengths), samples * job.ranks, trials, seed, relatives)
+        minibatches = [[lengths[at] for at in numbers] for numbers in drawn]
+        among = [None if relatives is None else relatives.among(numbers) for numbers in drawn]
         how = {"ranks": job.ranks, "replicas": job.replicas, "token_cap": token_cap, "cost": job.cost}
         tokens = readable_tokens(lengths, samples=samples * job.ranks, **how)
-        read = defaultdict(int, {SPLIT: tokens})
+        read = defaultdict(int, {SPLIT: tokens, SHARED: longest})
         assigned = {
-            balance: [assign_packs(m, balance=balance, split_tokens=read[balance], **how) for m in minibatches]
+            balance: [
+                assign_packs(m, balance=balance, split_tokens=read[balance], relatives=related, **how)
+                for m, related in zip(minibatches, among, strict=True)
+            ]
             for balance in dict.fromkeys(balance for _, balance in settings.values() if balance != QUEUE)
         }
         outcomes = {
@@ -278,22 +294,38 @@ def lengths_of_file(path: str | Path) -> tuple[list[int], str]:
     return lengths, how
 
 
+def grouped(completions: Sequence[int], *, prompt: int, group: int) -> tuple[list[int], Relatives]:
+    """Tokens of samples, each `prompt` tokens and a completion; what they share: `group` have one prompt."""
+    count = len(completions)
+    numbers = list(range(count))
+    shared = np.array([prompt * (at % group > 0) for at in numbers])
+    lengths = [prompt + each for each in completions]
+    contents = [str(at // group) for at in numbers]
+    return lengths, Relatives(lengths, numbers, numbers, shared, [prompt] * count, contents, [0] * count)
+
+
 def draw(lengths: Sequence[int], *, samples: int, minibatches: int, seed: int = 0) -> list[list[int]]:
     """`minibatches` lists of `samples` lengths each, without repetition within one, from shuffled passes.
 
     Raises ValueError if there are fewer lengths than `samples`.
     """
-    count = len(lengths)
+    return [[lengths[at] for at in numbers] for numbers in _draw(len(lengths), samples, minibatches, seed)]
+
+
+def _draw(count: int, samples: int, minibatches: int, seed: int, relatives: Relatives | None = None) -> list[list[int]]:
+    """As `draw`, the numbers of lengths. `relatives`: of these; families stay together."""
     if count < samples:
         raise ValueError(
             f"{count} sequences can't fill a minibatch of {samples} (ranks x samples per rank): give more "
             "sequences, fewer --gpus, or a smaller --minibatch"
         )
     generator = random.Random(seed)
+    family = relatives and relatives.family_numbers(most=samples)
     drawn: list[list[int]] = []
     while len(drawn) < minibatches:
         order = list(range(count))
         generator.shuffle(order)
-        for first in range(0, count - samples + 1, samples):
-            drawn.append([lengths[at] for at in order[first : first + samples]])
+        if family is not None:
+            order = in_families(order, family, most=samples, seed=f"{seed} {len(drawn)}")
+        drawn += [order[i : i + samples] for i in range(0, count - samples + 1, samples)]
     return drawn[:minibatches]

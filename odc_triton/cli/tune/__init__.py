@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...base.environment import environment
-from ...base.options import REQUIRED, option, require_files, require_one_model, whole_numbers
+from ...base.options import REQUIRED, option, require_files, require_one_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,7 +61,13 @@ class TuneOptions:
     @property
     def counts(self) -> list[int]:
         """The numbers of tokens, ascending."""
-        return sorted({*whole_numbers(self, "tokens")})
+        try:
+            counts = sorted({int(part) for part in self.tokens.split(",")})
+        except ValueError:
+            counts = [0]
+        if counts[0] < 1:
+            raise ValueError(f"--tokens is {self.tokens!r}; give whole numbers of at least 1, separated by commas")
+        return counts
 
     @property
     def wanted(self) -> list[str]:
