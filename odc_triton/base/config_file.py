@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import os
+import typing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from .files import write_file
-from .options import add_arguments, flag
+from .options import flag, without_none
 
-
-class _FileParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+_WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text, in quotes"}
 
 
 def read_config(path: str | os.PathLike, kind: type, **others: type) -> dict[str, Any]:
     """The options in the file `path`, by the names of the fields of the dataclass `kind`, and of `others`.
 
-    Keys are the options' names, `token-cap` or `token_cap`; values are read as if they were on the command line. A null
-    counts as missing. Raises ValueError for a file that can't be read, and for what the command line refuses.
+    Keys are the options' names, `token-cap` or `token_cap`. A null counts as missing. Raises ValueError for a
+    file that can't be read, an unknown or repeated key, and a value of another type.
     """
-    parser = _FileParser(add_help=False, allow_abbrev=False)
-    add_arguments(parser, kind)
-    for name, hint in others.items():
-        parser.add_argument(flag(name), type=hint, default=argparse.SUPPRESS)
-    words = []
+    hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name in kind.__dataclass_fields__}
+    hints |= others
+    found: dict[str, Any] = {}
     for key, value in _pairs(path):
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, bool):
-                words.append(flag(f"{'' if each else 'no_'}{key}"))
-            elif each is not None:
-                words.append(f"{flag(str(key))}={each}")
-    try:
-        return vars(parser.parse_args(words))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        name = str(key).replace("-", "_")
+        if name not in hints:
+            raise ValueError(f"{path}: there is no option {key}; --help lists the names")
+        found[name] = None if value is None else _value(f"{path}: {key}", value, hints[name])
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def written_options(path: str | os.PathLike) -> dict[str, Any]:
@@ -75,6 +67,23 @@ def _pairs(path: str | os.PathLike) -> list[tuple[Any, Any]]:
     if twice := next((key for key in keys if keys.count(key) > 1), None):
         raise ValueError(f"{path}: {_key(twice)} appears twice; keep one")
     return list(values.items())
+
+
+def _value(where: str, value: Any, hint: Any) -> Any:
+    hint = without_none(hint)
+    if typing.get_origin(hint) is tuple:
+        each = typing.get_args(hint)[0]
+        return [_value(where, part, each) for part in (value if isinstance(value, list) else [value])]
+    if typing.get_origin(hint) is typing.Literal:
+        if value not in typing.get_args(hint):
+            raise ValueError(f"{where} is {value!r}; choose one of {', '.join(typing.get_args(hint))}")
+        return value
+    if hint is float and type(value) in (int, str):  # YAML takes 1e-5 for text: it wants 1.0e-5
+        with contextlib.suppress(ValueError):
+            return float(value)
+    if type(value) is not hint:
+        raise ValueError(f"{where} is {value!r}; give {_WANTED[hint]}")
+    return value
 
 
 def _key(name: str) -> str:
