@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import typing
 from dataclasses import asdict
@@ -27,7 +28,9 @@ def read_config(path: str | os.PathLike, kind: type, **others: type) -> dict[str
     for key, value in _pairs(path):
         name = str(key).replace("-", "_")
         if name not in hints:
-            raise ValueError(f"{path}: there is no option {key}; --help lists the names")
+            close = difflib.get_close_matches(name, hints, n=1)
+            hint = f"; did you mean {_key(close[0])}?" if close else "; --help lists the names"
+            raise ValueError(f"{path}: there is no option {key}{hint}")
         found[name] = None if value is None else _value(f"{path}: {key}", value, hints[name])
     return {name: value for name, value in found.items() if value is not None}
 

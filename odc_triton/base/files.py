@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .hub import hub_problem
+
 
 @contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
@@ -158,6 +160,7 @@ def reading(source: str) -> Iterator[None]:
     Raises OSError, also as `require_source` does, and ValueError.
     """
     require_source(source)
+    problem = None if Path(source).exists() else hub_problem()
     try:
         yield
     except (OSError, ValueError) as error:
@@ -168,7 +171,7 @@ def reading(source: str) -> Iterator[None]:
             ) from error
         if Path(source).exists():
             raise
-        reason = " ".join(str(error).split())[:300]
+        reason = problem or " ".join(str(error).split())[:300]
         raise OSError(
             f"{source} is not a local file or folder, so it was taken for a hub id, and can't be read: {reason}"
         ) from error

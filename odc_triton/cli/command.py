@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import signal
 import sys
@@ -69,7 +70,37 @@ def make_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     given = sys.argv[1:] if arguments is None else arguments
-    return make_parser(*given[:1]).parse_args(given)
+    options, unknown = make_parser(*given[:1]).parse_known_args(given)
+    if unknown:
+        commands = _commands(make_parser())
+        chosen = max((each for each in commands if _names(each, given)), key=lambda each: len(each.prog))
+        chosen.error(f"unrecognized arguments: {' '.join(unknown)}{_did_you_mean(unknown, chosen, commands)}")
+    return options
+
+
+def _commands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    """`parser` and the parsers of its subcommands, recursively."""
+    inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return [parser, *(found for each in inner for child in each.choices.values() for found in _commands(child))]
+
+
+def _names(parser: argparse.ArgumentParser, given: Sequence[str]) -> bool:
+    """True if the arguments begin with the words of this command."""
+    words = parser.prog.split()[1:]
+    return [*given[: len(words)]] == words
+
+
+def _did_you_mean(
+    unknown: Sequence[str], chosen: argparse.ArgumentParser, commands: Sequence[argparse.ArgumentParser]
+) -> str:
+    """Suggestions for mistyped options, or the commands that have them."""
+    hints = []
+    for word in [word.partition("=")[0] for word in unknown if word.startswith("--")]:
+        if others := [each.prog for each in commands if word in each._option_string_actions]:
+            hints.append(f"; {word} is of {', '.join(others)}, not of {chosen.prog}")
+        elif close := difflib.get_close_matches(word, sorted(chosen._option_string_actions), n=1):
+            hints.append(f"; did you mean {close[0]}?")
+    return "".join(hints)
 
 
 def _add_demo(commands: argparse._SubParsersAction) -> None:

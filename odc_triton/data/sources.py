@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..base.hub import hub_problem
 from .forms import record_of
 from .json_files import Value, library, opened, read_json, unpacked
 from .records import DataError, Record
@@ -184,8 +185,13 @@ def _of_split(folder: str, split: str | None, splits: Mapping[str, Any]) -> Any:
 
 
 def _from_hub(name: str, hub_id: str, configuration: str | None, split: str) -> RecordSource:
-    datasets = library("datasets", f"{name} is not a local file, so it was taken for a data set on the hub")
-    return _rows(_load(name, lambda: datasets.load_dataset(hub_id, configuration, split=split)), name)
+    taken = f"{name} is not a local file, so it was taken for a data set on the hub"
+    problem = hub_problem()  # before the import, when the library reads whether it is offline
+    datasets = library("datasets", taken)
+    try:
+        return _rows(_load(name, lambda: datasets.load_dataset(hub_id, configuration, split=split)), name)
+    except DataError as error:
+        raise error if problem is None else DataError(f"{taken}, and can't be read: {problem}") from error
 
 
 def _rows(loaded: Any, name: str, folder: str | None = None) -> RecordRows:

@@ -60,7 +60,7 @@ def test_forms_of_values(tmp_path: Path, text: str, wanted: dict) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("token-capp: 5", "there is no option token-capp; --help lists the names"),
+        ("token-capp: 5", "there is no option token-capp; did you mean token-cap?"),
         ("zzzzz: 5", r"there is no option zzzzz; --help lists the names\Z"),
         ("token-cap: 5\ntoken_cap: 6", "token-cap appears twice"),
         ("lr: 1\nlr: 2", "lr appears twice"),

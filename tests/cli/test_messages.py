@@ -58,11 +58,19 @@ def test_help_has_the_commands_in_the_order_of_use() -> None:
 
 SFT = ["train", "sft", "--data", "x", "--out", "y"]
 SCRATCH = [*SFT, "--init", "c.json", "--tokenizer", "t"]
+UNKNOWN = "unrecognized arguments: "
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ([*SFT, "--token-capp", "8"], f"{UNKNOWN}--token-capp 8; did you mean --token-cap?"),
+        ([*SFT, "--seeed=8"], f"{UNKNOWN}--seeed=8; did you mean --seed?"),
+        (["doctor", "--qqqqqqq"], f"{UNKNOWN}--qqqqqqq\n"),
+        (
+            ["train", "grpo", "--eval-fraction", "0.1"],
+            f"{UNKNOWN}--eval-fraction 0.1; --eval-fraction is of odc-triton train sft, not of odc-triton train grpo\n",
+        ),
         ([*SFT, "--ranks", "0"], "--ranks is 0; give at least 1"),
         ([*SFT, "--ranks", "two"], "argument --ranks: invalid int value: 'two'"),
         ([*SFT, "--ranks", "100000"], "--ranks is 100000 and there "),

@@ -6,6 +6,7 @@ import hashlib
 
 import pytest
 
+from odc_triton.data import sources
 from odc_triton.data.dataset import TokenizedDataset as Data
 from odc_triton.data.dataset import tokenize_source
 from odc_triton.data.prepared import prepare_data
@@ -102,6 +103,7 @@ def test_names_of_the_hub(monkeypatch):
         return made(ROWS[:1])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(sources, "hub_problem", lambda: None)
     for name in ("owner/name", "name:test", "owner/name:small:test"):
         source = open_source(name)
         assert source.name == name
@@ -109,4 +111,7 @@ def test_names_of_the_hub(monkeypatch):
         assert source.fingerprint() is not None
     assert asked == [("owner/name", None, "train"), ("name", None, "test"), ("owner/name", "small", "test")]
     with pytest.raises(DataError, match=r"nobody/nothing:train cannot be read as a data set: no answer$"):
+        open_source("nobody/nothing:train")
+    monkeypatch.setattr(sources, "hub_problem", lambda: "the hub does not answer")
+    with pytest.raises(DataError, match=r"was taken for a data set on the hub, and can't be read: the hub does not an"):
         open_source("nobody/nothing:train")

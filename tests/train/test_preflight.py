@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -113,14 +114,24 @@ _GRPO = [
     ),
 ]
 
+# Its libraries try for more than half a minute, and print each try.
+_NO_HUB = [
+    (
+        {"--data": "nofile"},
+        "nofile is not a local file, so it was taken for a data set on the hub, and can't be read: ",
+    ),
+    ({"--init": None, "--model": "nobody/nothing"}, "nobody/nothing is not a local file .* and can't be read: "),
+]
 
-def _run(folder: Path, name: str, usual: dict[str, str], cases: list) -> list[tuple[str, str]]:
+
+def _run(folder: Path, name: str, usual: dict[str, str], cases: list, hub: str | None) -> list[tuple[str, str]]:
     """How each command ended, and what it printed."""
     from huggingface_hub import constants
 
     os.chdir(folder)
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    constants.HF_HUB_OFFLINE = True
+    os.environ["HF_HUB_OFFLINE"] = str(int(hub is None))
+    constants.HF_HUB_OFFLINE = hub is None
+    constants.ENDPOINT = hub or constants.ENDPOINT
     start.warn_of_few_cores = started
     ends = []
     for changes, _ in cases:
@@ -134,11 +145,11 @@ def _run(folder: Path, name: str, usual: dict[str, str], cases: list) -> list[tu
     return ends
 
 
-def _check(folder: Path, name: str, cases: list) -> None:
+def _check(folder: Path, name: str, cases: list, hub: str | None = None) -> None:
     usual = {"--data": "data.jsonl", "--init": "config.json", "--tokenizer": "tokenizer.json", "--out": "out"}
     if name == "grpo":
         usual |= {"--data": "prompts.jsonl", "--reward": "my_reward:f"}
-    ends = ranks.in_own_process(_run, folder, name, usual, cases)
+    ends = ranks.in_own_process(_run, folder, name, usual, cases, hub)
     expected = [("started", "") if said is None else ("status 1", f"odc-triton: .*{said}.*\n") for _, said in cases]
     wrong = [
         (changes, found)
@@ -154,3 +165,11 @@ def test_said_before_the_start(folder):
 
 def test_said_before_the_start_of_grpo(folder):
     _check(folder, "grpo", _GRPO)
+
+
+def test_a_hub_that_does_not_answer(folder):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        why = f"it is not in the hub's cache, and the hub at {address} does not answer \\(.*Connection refused.*\\)"
+        _check(folder, "sft", [(changes, said + why) for changes, said in _NO_HUB], hub=address)
