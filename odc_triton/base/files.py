@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -62,18 +64,22 @@ def require_new_folder(path: str | os.PathLike) -> Path:
 def folder_aside(path: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Path]:
     """Creates a folder next to `path` to fill; when the block succeeds it is synced to disk and renamed to `path`.
 
-    If the block raises, `path` is left as it was and nothing stays next to it. Missing parents are created. Raises
-    OSError; unless `overwrite`, FileExistsError as `require_new_folder` does, also for a folder that was created
-    meanwhile.
+    If the block raises, `path` is left as it was and nothing stays next to it; the next call removes leftovers of
+    killed processes. Missing parents are created. Raises OSError; unless `overwrite`, FileExistsError as
+    `require_new_folder` does, also for a folder that was created meanwhile.
     """
     given, path = path, Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left(path)
     if not overwrite:
         require_new_folder(given)
     stem = f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}"
     aside, old = path.with_name(f"{stem}.new"), path.with_name(f"{stem}.old")
     aside.mkdir()
+    lock = os.open(aside, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        with contextlib.suppress(OSError):  # NFS can't lock folders: leftovers then stay
+            fcntl.flock(lock, fcntl.LOCK_EX)  # shows that its writer lives
         yield aside
         for folder, _, files in os.walk(aside):
             for name in files:
@@ -94,6 +100,23 @@ def folder_aside(path: str | os.PathLike, *, overwrite: bool = False) -> Iterato
         shutil.rmtree(aside, ignore_errors=True)
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_left(path: Path) -> None:
+    """Removes leftovers of killed processes next to `path`; puts back a folder that they had just moved away."""
+    names = re.compile(rf"\.{re.escape(path.name)}\.\d+\.[0-9a-f]{{8}}\.(new|old)")
+    for left in sorted(each for each in path.parent.iterdir() if names.fullmatch(each.name)):
+        with contextlib.suppress(OSError):  # its writer lives, or it is another user's
+            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if left.suffix == ".old" and not path.exists():
+                    os.rename(left, path)
+                else:
+                    shutil.rmtree(left)
+            finally:
+                os.close(lock)
 
 
 def put_in_place(aside: Path, path: Path, *, former: Path) -> None:

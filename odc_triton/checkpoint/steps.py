@@ -3,7 +3,8 @@
     folder/step-00000010/   contents: see folder.py
 
 Unfinished folders, one per rank while it writes, are called `.step-….saving`, `.step-….removing` or
-`.step-….replaced`. Those that exist at a run's start are leftovers of a killed one, as it holds the lock of its folder.
+`.step-….replaced`. The process that holds the lock on `folder/.lock` (rank 0, for as long as it lives) owns these and
+may remove those that exist at its start: they are leftovers of a killed run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import contextlib
 import os
 import re
 import sys
+import time
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +25,17 @@ from torch.optim import Optimizer
 
 from ..base.errors import CheckpointCorrupt
 from ..base.files import remove_folder
+from ..comm.memory.heap import ByteLocks
 from ..engine.api import engine_of
 from .folder import Manifest, load_checkpoint, unfinished, verify, write_checkpoint
 
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.(step-\d{8,})\.[0-9a-f]+\.(saving|removing|replaced)")
+_LOCK_WAIT_S = 10.0  # a killed job's rank 0 may take a moment to end
 
 
 class Checkpoints:
-    """The checkpoints in `folder`; the last `keep` are kept. Rank 0 creates the folder if there is none, and removes
-    leftovers of killed runs: one run at a time has this object.
+    """The checkpoints in `folder`; the last `keep` are kept. Rank 0 creates the folder if there is none.
 
     Any rank may call `all` and `newest`; `save` and `load` are collective. Both use the model's own barriers, so a rank
     that died is named within seconds, and a late one after the timeout of `fully_shard`.
@@ -41,19 +45,13 @@ class Checkpoints:
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
         self.folder, self.keep = Path(folder), keep
+        self._lock: ByteLocks | None = None
+        self._left: list[Path] = []  # leftovers of killed runs, until they are removed
         if not dist.is_initialized() or dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(OSError):  # another user's folder, only read
-                self._clean()
-
-    def _clean(self) -> None:
-        for path in sorted(self.folder.iterdir()):
-            if found := _UNFINISHED.fullmatch(path.name):
-                original = self.folder / found[1]
-                if found[2] == "replaced" and not original.exists():
-                    os.rename(path, original)
-                else:
-                    remove_folder(path)
+                self._left = sorted(path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name))
+                self._own(wait_s=0)
 
     # ------------------------------------------------------------------ listing
 
@@ -61,8 +59,14 @@ class Checkpoints:
         """All finished ones, in the order of saving. Raises CheckpointCorrupt for a damaged manifest."""
         return _by_age(self.folder)
 
-    def newest(self) -> Path | None:
-        """The last one saved; None if there is none. Damaged ones are skipped, with a warning: it reads all files."""
+    def newest(self, *, fallback: bool = False) -> Path | None:
+        """The last one saved; None if there is none.
+
+        Raises CheckpointCorrupt if files are missing or have another size; `load` checks their contents. `fallback`
+        skips damaged ones, with a warning for each, and reads all files of those that it checks.
+        """
+        if not fallback:
+            return newest_in(self.folder)
         folders = _folders(self.folder)  # damaged manifests first: they have no number
         for path in sorted(folders, key=lambda path: _number(path, damaged=sys.maxsize), reverse=True):
             try:
@@ -103,9 +107,10 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}"
 
     def prepare(self) -> None:
-        """Rank 0's part before it writes. Raises FileNotFoundError for a folder that was removed."""
+        """Rank 0's part before it writes. Raises OSError for a folder that was removed or is another run's."""
         if not self.folder.is_dir():
             raise FileNotFoundError(f"the checkpoints' folder {self.folder} has vanished")
+        self._own(wait_s=_LOCK_WAIT_S)
 
     def next_number(self) -> int:
         """The number of checkpoints saved here before the next one."""
@@ -121,6 +126,31 @@ class Checkpoints:
                 os.rename(path, going)
             remove_folder(going)
 
+    # ------------------------------------------------------------------ ownership of the folder
+
+    def _own(self, wait_s: float) -> None:
+        """Takes the folder's lock, and removes leftovers of killed runs. Raises OSError."""
+        if self._lock is None:
+            descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._lock = ByteLocks(descriptor)
+            weakref.finalize(self, os.close, descriptor)
+        deadline_s = time.monotonic() + wait_s
+        while not self._lock.try_lock(0):
+            if time.monotonic() >= deadline_s:
+                holder = self._lock.holder_pid(0)
+                raise BlockingIOError(f"process {holder} saves checkpoints in {self.folder}: give another folder")
+            time.sleep(0.1)
+        # Take the lock each time: another object of this process may have closed the file, which drops it. See
+        # [Note: traps of fcntl locks].
+        while self._left:
+            path = self._left.pop(0)
+            found = _UNFINISHED.fullmatch(path.name)
+            original = self.folder / found[1]
+            if found[2] == "replaced" and not original.exists():
+                os.rename(path, original)
+            else:
+                remove_folder(path)
+
     # ------------------------------------------------------------------ loading
 
     def load(self, path: str | os.PathLike, *, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -129,7 +159,7 @@ class Checkpoints:
 
 
 def newest_in(folder: Path) -> Path | None:
-    """The last one saved; None if there is none. Raises CheckpointCorrupt if files are missing or have another size."""
+    """As `Checkpoints.newest`, without taking the folder's lock."""
     found = _by_age(folder)
     if found:
         Manifest.read(found[-1]).check_sizes(found[-1])

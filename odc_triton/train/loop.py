@@ -133,7 +133,7 @@ class Loop:
         if resume not in ("auto", "never"):
             path = resume
         elif resume == "auto" and self._is_first and self.prepared.resumes:
-            newest = self.checkpoints.newest()
+            newest = self.checkpoints.newest(fallback=True)
             path = None if newest is None else str(newest)
         path = run.engine.exchange("find the checkpoint", {"path": path})[0]["path"]
         if path is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
 
 from ..base.options import REQUIRED, flag, option, require_one_model, require_seed, require_token_cap
 
@@ -123,9 +124,17 @@ class RunOptions:
                 raise ValueError(f"{flag(name)} is {getattr(self, name)}; it must be between 0 and 1")
         if self.init is not None and self.tokenizer is None:
             raise ValueError("--init has no tokenizer: give --tokenizer, a folder, a hub id or a tokenizer.json")
+        for name, given in (*(("data", each) for each in self.data), ("eval_data", self.eval_data)):
+            if given is not None and Path(given).suffix in (".jsonl", ".json") and not Path(given).exists():
+                raise ValueError(f"{flag(name)} is {given}: there is no such file")
+        for name in self.report_to:
+            if name not in get_args(TrackerName):
+                raise ValueError(f"--report-to is {name!r}; give one of {', '.join(get_args(TrackerName))}")
         self._check_weights()
         if not self.out:
             raise ValueError("--out is empty; give a folder")
+        if not self.resume:
+            raise ValueError("--resume is empty; give never, auto or a checkpoint folder")
         self._check_contradictions()
 
     def _check_weights(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -93,3 +94,22 @@ def test_what_appears_meanwhile_stays(tmp_path: Path, appears: Callable[[Path], 
         writing.__exit__(None, None, None)
     assert path.is_file() or _names(path) == ["file"]
     assert _names(tmp_path) == ["out"]
+
+
+def test_what_a_killed_process_left_is_removed_and_what_it_moved_away_put_back(tmp_path: Path) -> None:
+    path, other = tmp_path / "out", ".out2.77.00000001.new"
+    for name in (".out.77.00000001.new", ".out.77.00000001.old", ".out.78.00000002.new", other):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".out.77.00000001.old" / "former").touch()
+    lives = os.open(tmp_path / ".out.78.00000002.new", os.O_RDONLY)
+    fcntl.flock(lives, fcntl.LOCK_EX)
+    with pytest.raises(FileExistsError, match="is not empty"), folder_aside(path):
+        pass
+    assert _names(path) == ["former"]
+    assert _names(tmp_path) == [".out.78.00000002.new", other, "out"]
+    os.close(lives)
+    with folder_aside(path, overwrite=True) as aside:
+        (aside / "new").touch()
+        assert _names(tmp_path) == sorted([aside.name, other, "out"])
+    assert _names(path) == ["new"]
+    assert _names(tmp_path) == [other, "out"]

@@ -236,6 +236,8 @@ def test_tied_parameters_are_held_once(tmp_path: Path) -> None:
 
 def test_a_writer_that_is_told_to_stop_ends_before_its_next_write(alone: tuple, tmp_path: Path) -> None:
     model, optimizer, _ = alone
+    with pytest.raises(ValueError, match="state has the key 'odc_scales': keys that begin with 'odc_' are reserved"):
+        Saving(tmp_path / "step-00000001", model=model, optimizer=optimizer, state={"odc_scales": {}}, step=1)
     saving = Saving(tmp_path / "step-00000001", model=model, optimizer=optimizer, state={}, step=1)
     with pytest.raises(InterruptedError, match="dropped, as the run ends"):
         saving.write(lambda: True)

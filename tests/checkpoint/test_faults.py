@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from odc_triton.base.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
 from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.checkpoint.dcp import read_metadata
-from odc_triton.checkpoint.steps import Checkpoints, newest_in, verify
+from odc_triton.checkpoint.steps import Checkpoints, verify
 from tests.support import ranks
 from tests.support.checkpointed import make, settle, train, unfinished, writers
+from tests.support.deadlines import LONG_S
 from tests.support.models import build
 
 MODEL = "qwen2"
@@ -89,9 +91,9 @@ def test_damage_is_named_and_an_older_one_used_where_asked_for(tmp_path: Path, d
     assert all(torch.equal(value, before[key]) for key, value in _weights(model).items())  # nothing overwritten
     if damage != "one bit":
         with pytest.raises(CheckpointCorrupt, match=name):
-            newest_in(tmp_path)
+            checkpoints.newest()
     with pytest.warns(UserWarning, match=name):
-        older = checkpoints.newest()
+        older = checkpoints.newest(fallback=True)
     assert older.name == "step-00000001"
     assert checkpoints.load(older, model=model, optimizer=optimizer) == {"step": 1}
     # What is saved from here on is the newest, whatever its number, and pushes out damaged ones first.
@@ -102,7 +104,7 @@ def test_damage_is_named_and_an_older_one_used_where_asked_for(tmp_path: Path, d
 
 def test_nothing_there(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path / "new", keep=1).newest() is None
-    assert newest_in(tmp_path / "new") is None
+    assert Checkpoints(tmp_path / "new", keep=1).newest(fallback=True) is None
     model, optimizer = make(MODEL, bf16=False)
     with pytest.raises(CheckpointFailed, match="there is no such folder"):
         Checkpoints(tmp_path, keep=1).load(tmp_path / "step-00000009", model=model, optimizer=optimizer)
@@ -235,12 +237,12 @@ def test_links_and_files_in_the_way(tmp_path: Path, step: int) -> None:
     assert checkpoints.load(checkpoints.newest(), model=model, optimizer=optimizer) == {"step": 2}
     Checkpoints(tmp_path / "run", keep=1).save(**saving, step=step)
     verify(kept)
-    assert sorted(os.listdir(tmp_path / "run")) == [f"step-{step:08d}"]
+    assert sorted(os.listdir(tmp_path / "run")) == [".lock", f"step-{step:08d}"]
     for way in (Path.touch, lambda path: path.symlink_to("nowhere")):
         way(checkpoints.path_of(9))
         with pytest.raises(CheckpointFailed, match="step-00000009 is in the way: it is not a folder; remove it"):
             checkpoints.save(**saving, step=9)
-        assert sorted(os.listdir(tmp_path / "run")) == [f"step-{step:08d}", "step-00000009"]
+        assert sorted(os.listdir(tmp_path / "run")) == [".lock", f"step-{step:08d}", "step-00000009"]
         checkpoints.path_of(9).unlink()
 
 
@@ -370,13 +372,32 @@ def test_a_rank_that_can_not_write(
         verify(path)
 
 
-# ------------------------------------------------------------------ killed runs
+# ------------------------------------------------------------------ two runs, one folder
 
 
-def test_what_a_killed_run_left_is_removed_and_what_it_moved_away_put_back(tmp_path: Path) -> None:
-    _, _, checkpoints = saved_twice(tmp_path)
-    (tmp_path / ".step-00000003.abcd1234.saving").mkdir()
-    shutil.copytree(checkpoints.path_of(1), tmp_path / ".step-00000001.abcd1234.replaced")
-    checkpoints.path_of(2).rename(tmp_path / ".step-00000002.abcd1234.replaced")
-    assert [path.name for path in Checkpoints(tmp_path, keep=3).all()] == ["step-00000001", "step-00000002"]
-    assert unfinished(tmp_path) == []
+def _hold(rank: int, world: int, folder: Path, seconds: float) -> None:
+    kept = saved_twice(folder)  # the lock goes with the last of these
+    time.sleep(seconds)
+    del kept
+
+
+def test_two_runs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from odc_triton.checkpoint import steps as module
+
+    monkeypatch.setattr(module, "_LOCK_WAIT_S", 0.2)
+    with ranks.start(_hold, 1, tmp_path, 600.0) as job:
+        deadline = time.monotonic() + LONG_S
+        while not (tmp_path / "step-00000002").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        running = tmp_path / ".step-00000003.abcd1234.saving"  # as if it saved now
+        running.mkdir()
+        model, optimizer = make(MODEL, bf16=False)
+        mine = Checkpoints(tmp_path, keep=1)
+        with pytest.raises(CheckpointFailed, match=f"process {job.processes[0].pid} saves checkpoints in"):
+            mine.save(model=model, optimizer=optimizer, state={}, step=9)
+        assert running.exists()
+        job.processes[0].kill()
+        job.processes[0].join()
+        mine.save(model=model, optimizer=optimizer, state={}, step=9)
+        assert not running.exists()  # its owner was gone

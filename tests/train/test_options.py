@@ -27,6 +27,7 @@ SFT: list[tuple[dict[str, Any], str]] = [
     ({"lora_alpha": 8.0}, "--lora-alpha is 8.0: give --lora-rank too"),
     ({"lora_targets": "q_proj"}, "--lora-targets is q_proj: give --lora-rank too"),
     ({"tokenizer": None}, "init has no tokenizer"),
+    ({"data": ("a", "missing.jsonl")}, "--data is missing.jsonl: there is no such file"),
     ({"data": ()}, "--data is missing: give at least one"),
     (
         {"data": ("a", "b"), "data_weight": (1.0,)},
@@ -36,6 +37,7 @@ SFT: list[tuple[dict[str, Any], str]] = [
     ({"data_weight": (2.0,)}, "--data-weight is 2.0, and a single --data needs none"),
     ({"replicas": 0}, "replicas is 0"),
     ({"checkpoint_every": -1}, "--checkpoint-every is -1"),
+    ({"resume": ""}, "resume is empty"),
     (
         {"split_sequences": True, "balance": "micro"},
         "--split-sequences goes with --balance mini or queue; it is micro",
@@ -45,6 +47,7 @@ SFT: list[tuple[dict[str, Any], str]] = [
     ({"teacher_beta": 1.0}, "--teacher-beta is 1.0: give --teacher too"),
     ({"teacher": "t", "teacher_weight": 1.5}, "--teacher-weight is 1.5; it must be between 0 and 1"),
     ({"router_aux_loss": -1.0}, "--router-aux-loss is -1.0; it must be at least 0"),
+    ({"report_to": ("mlflow",)}, "--report-to is 'mlflow'; give one of tensorboard, wandb, trackio"),
 ]
 GRPO: list[tuple[dict[str, Any], str]] = [
     ({"reward": ("vowels",)}, "give module:function"),
