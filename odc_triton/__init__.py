@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from .engine.api import publish as publish
     from .engine.api import register_fsdp_forward_method as register_fsdp_forward_method
     from .fsdp2.bridge import use_odc as use_odc
-    from .fsdp2.record import record_timeline as record_timeline
     from .nn.head import divergence as divergence
     from .nn.head import log_probs as log_probs
     from .nn.replace import replace_layers as replace_layers
@@ -69,7 +68,6 @@ _HOME = {
     "memory_plan": "sharding.footprint",
     "offer_policy": "policy.offer",
     "read_policy": "policy.reader",
-    "record_timeline": "fsdp2.record",
     "repeating": "checkpoint.repeat",
     "replace_layers": "nn.replace",
     "split_forward": "sequence.enable",

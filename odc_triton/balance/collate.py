@@ -46,18 +46,6 @@ class PackedDataset(torch.utils.data.Dataset):
 Pack = dict[str, "torch.Tensor | int"]
 
 
-class PackOfPieces(dict):
-    """A pack that has no `labels`: a model that shifted them itself would lose the last target of every piece."""
-
-    def __missing__(self, key: str) -> Any:
-        if key == "labels":
-            raise KeyError(
-                "labels: this pack has pieces of samples, whose last position predicts the next piece's first token. "
-                "Use odc_triton.hf.summed_loss, or compare the logits with pack['shift_labels'], without shifting them"
-            )
-        raise KeyError(key)
-
-
 def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
     """Per pack of samples one model input, its documents end to end. No packs give an empty list.
 
@@ -79,9 +67,10 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
     grids `mrope_position_ids`, int64 `[3, 1, T]`. Of a sample in pieces only one has all of its pictures.
 
     A pack with pieces has instead of `labels` `shift_labels`, `[1, T]`, where position t has the label of the token
-    after it; positions count in the sample; `pieces` is a `Piece` or None for each document. The list's `split` is the
-    minibatch's plan for `minibatch(split=…)`; None if no piece reads another pack's. Its `samples` are
-    the minibatch's, of all ranks; 0 for packs that are not a MinibatchSampler's.
+    after it, as a model that shifted them itself would lose the last target of every piece; positions count in the
+    sample; `pieces` is a `Piece` or None for each document. The list's `split` is the minibatch's plan for
+    `minibatch(split=…)`; None if no piece reads another pack's. Its `samples` are the minibatch's, of all ranks; 0 for
+    packs that are not a MinibatchSampler's.
 
     Raises ValueError for an empty pack, a sample without tokens, ids that are not 1-D integers, labels of another
     length, a piece beyond its sample, a branch off a sample of the pack with other tokens, videos, and pictures that
@@ -96,7 +85,7 @@ def to_device(pack: Mapping[str, Any], device: torch.device | str) -> dict[str, 
     The documents' bounds also stay on the host, for attention that runs document by document.
     """
     device = torch.device(device)
-    here = type(pack)() if isinstance(pack, PackOfPieces) else {}
+    here = {}
     for name, value in pack.items():
         here[name] = value
         if isinstance(value, torch.Tensor):
@@ -169,7 +158,7 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
         **join(documents, bounds, f"pack {index}"),
     }
     if any(pieces):
-        return PackOfPieces(pack, shift_labels=shifted[None], pieces=tuple(pieces))
+        return pack | {"shift_labels": shifted[None], "pieces": tuple(pieces)}
     return pack | {"labels": torch.cat([torch.tensor([IGNORED]), shifted[:-1]])[None]}
 
 

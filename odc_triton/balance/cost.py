@@ -78,10 +78,6 @@ class CostModel:
         without = max(min(stop, learned) - start, 0)
         return (self.quadratic * (start + stop) + self.linear) * (stop - start) - self.head * without
 
-    def tokens(self, cost: float) -> float:
-        """The tokens of a document of that cost; 0 for one below 0."""
-        return self.reach(0, cost)
-
     def reach(self, start: int, cost: float, learned: int = 0) -> float:
         """The token up to which a document's tokens from `start` cost `cost`: where `piece` is inverted."""
         linear = self.linear
@@ -105,7 +101,7 @@ class CostModel:
         return cls(quadratic=4.348 / 32000**2, linear=8.768 / 32000)
 
     @classmethod
-    def from_config(cls, config: object, *, gated_mlp: bool = True, attention: float = 1.0) -> CostModel:
+    def from_config(cls, config: object, *, attention: float = 1.0) -> CostModel:
         """FLOPs of forward and backward of a decoder, from the attributes of its transformers config.
 
         With L layers, W weights that a token is multiplied with in all of them (see `Decoder.of`; of experts only those
@@ -115,13 +111,13 @@ class CostModel:
             forward, attention    L * 2 q (k + v) s² / 2   (scores, weighted sum; half, as causal)
             backward              twice the forward
 
-        `gated_mlp`: MLPs have three matrices, else two. `attention`: the time of a FLOP of attention in those of linear
+        `attention`: the time of a FLOP of attention in those of linear
         layers, which `odc-triton tune` measures and prints. Left out: norms, the optimizer, recomputation by activation
         checkpointing and flash attention, sliding windows (their layers cost less), a router's imbalance.
 
         Raises ValueError naming an attribute that is missing or not positive.
         """
-        decoder = Decoder.of(config, gated_mlp=gated_mlp)
+        decoder = Decoder.of(config)
         widths = decoder.key_width + decoder.value_width
         return cls(
             quadratic=attention * 3 * decoder.layers * decoder.heads * widths,

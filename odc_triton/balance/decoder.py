@@ -31,12 +31,12 @@ class Decoder:
         return f"{self.heads}, {self.kv_heads} heads of {self.key_width}, {self.value_width} in {self.active} weights"
 
     @classmethod
-    def of(cls, config: object, *, gated_mlp: bool = True) -> Decoder:
+    def of(cls, config: object) -> Decoder:
         """Of the attributes of a text decoder's config, as transformers reads them. With hidden width h:
 
             attention           2 h q d + 2 h kv d,                          q query and kv key/value heads of d
             latent attention    h r + r q (n + p) + h (c + p) + c q (n + v) + q v h
-            MLP, one expert     3 h f (2 h f without `gated_mlp`),           f its width
+            MLP, one expert     3 h f,                                       f its width
             router              h E,                                         E experts
 
         Latent attention is DeepSeek's: r = q_lora_rank (without it h q (n + p) for the first two terms), c =
@@ -47,36 +47,35 @@ class Decoder:
         A missing num_key_value_heads means as many as query heads, a missing head_dim hidden_size / heads, a missing
         intermediate_size 4 h. Raises ValueError naming an attribute that is missing or not positive.
         """
-        hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-        layers, matrices = _size(config, "num_hidden_layers"), 3 if gated_mlp else 2
-        kv_heads = _size(config, "num_key_value_heads", heads)
+        hidden, heads = size_of(config, "hidden_size"), size_of(config, "num_attention_heads")
+        layers, kv_heads = size_of(config, "num_hidden_layers"), size_of(config, "num_key_value_heads", default=heads)
         if getattr(config, "kv_lora_rank", None):
-            latent, rope = _size(config, "kv_lora_rank"), _size(config, "qk_rope_head_dim")
-            plain, value_width = _size(config, "qk_nope_head_dim"), _size(config, "v_head_dim")
+            latent, rope = size_of(config, "kv_lora_rank"), size_of(config, "qk_rope_head_dim")
+            plain, value_width = size_of(config, "qk_nope_head_dim"), size_of(config, "v_head_dim")
             kv_heads, key_width = heads, plain + rope
             through = getattr(config, "q_lora_rank", None)
             attention = through * (hidden + heads * key_width) if through else hidden * heads * key_width
             attention += hidden * (latent + rope) + latent * heads * (plain + value_width)
             attention += heads * value_width * hidden
         else:
-            key_width = value_width = _size(config, "head_dim", max(1, hidden // heads))
+            key_width = value_width = size_of(config, "head_dim", default=max(1, hidden // heads))
             attention = 2 * hidden * heads * key_width + 2 * hidden * kv_heads * key_width
 
-        inner = _size(config, "intermediate_size", 4 * hidden)
-        width = _size(config, "moe_intermediate_size", inner)
+        inner = size_of(config, "intermediate_size", default=4 * hidden)
+        width = size_of(config, "moe_intermediate_size", default=inner)
         experts = expert_count(config)
         mixed = bool(experts or getattr(config, "num_experts_per_tok", None))
-        each = matrices * hidden * width  # an expert
+        each = 3 * hidden * width  # an expert
         shared = getattr(config, "n_shared_experts", 0) or 0
-        mixture = hidden * experts + each * (shared + _size(config, "num_experts_per_tok", 1))
-        dense = matrices * hidden * inner
+        mixture = hidden * experts + each * (shared + size_of(config, "num_experts_per_tok", default=1))
+        dense = 3 * hidden * inner
         first = getattr(config, "first_k_dense_replace", 0) or 0
-        step, only = _size(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", None) or ()
+        step, only = size_of(config, "decoder_sparse_step", default=1), getattr(config, "mlp_only_layers", None) or ()
         sparse = sum(mixed and i >= first and i not in only and (i + 1) % step == 0 for i in range(layers))
         return cls(
             layers=layers,
             active=layers * attention + sparse * mixture + (layers - sparse) * dense,
-            table=hidden * _size(config, "vocab_size"),
+            table=hidden * size_of(config, "vocab_size"),
             heads=heads,
             kv_heads=kv_heads,
             key_width=key_width,
@@ -89,7 +88,9 @@ def expert_count(config: object) -> int:
     return next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), 0)
 
 
-def _size(config: object, name: str, default: int | None = None) -> int:
+def size_of(config: object, *names: str, default: int | None = None) -> int:
+    """The first of these attributes that it has. Raises ValueError naming one that is missing or not positive."""
+    name = next((name for name in names if getattr(config, name, None) is not None), names[-1])
     value = getattr(config, name, None)
     value = default if value is None else value
     if not isinstance(value, int) or value < 1:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..data.vision import values_of as values_of
+from .decoder import size_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +48,17 @@ class TowerCost:
             raise ValueError(
                 f"{type(config).__name__} has no vision_config and text_config: give that of a whole model"
             )
-        hidden = _size(tower, "embed_dim", "hidden_size")
-        blocks, patch = _size(tower, "depth", "num_hidden_layers"), _size(tower, "patch_size")
+        hidden = size_of(tower, "embed_dim", "hidden_size")
+        blocks, patch = size_of(tower, "depth", "num_hidden_layers"), size_of(tower, "patch_size")
         full = getattr(tower, "fullatt_block_indexes", None)  # Qwen2.5-VL's, whose MLPs are gated
         ratio = getattr(tower, "mlp_ratio", None)
-        inner = hidden * ratio if ratio else _size(tower, "intermediate_size")
-        values = _size(tower, "in_channels", "num_channels") * getattr(tower, "temporal_patch_size", 1) * patch**2
+        inner = hidden * ratio if ratio else size_of(tower, "intermediate_size")
+        values = size_of(tower, "in_channels", "num_channels") * getattr(tower, "temporal_patch_size", 1) * patch**2
         weights = blocks * (4 * hidden**2 + (2 if full is None else 3) * hidden * inner) + hidden * values
         windowed, window = 0, 0
         if full is not None:
-            merge = _size(tower, "spatial_merge_size")
-            windowed, window = blocks - len(full), (_size(tower, "window_size") // merge // patch * merge) ** 2
+            merge = size_of(tower, "spatial_merge_size")
+            windowed, window = blocks - len(full), (size_of(tower, "window_size") // merge // patch * merge) ** 2
         each = 3 if trained else 1
         return cls(
             quadratic=each * 4 * hidden * (blocks - windowed),
@@ -70,21 +71,12 @@ class TowerCost:
 
 def _projector(config: object, tower: object, text: object, hidden: int, patch: int) -> float:
     """Its weights that a patch is multiplied with."""
-    width = _size(text, "hidden_size")
+    width = size_of(text, "hidden_size")
     if hasattr(tower, "spatial_merge_size"):  # Qwen's mergers: of merge² patches, joined, to their width and the text's
         mergers = 1 + len(getattr(tower, "deepstack_visual_indexes", ()))
-        return mergers * hidden * (_size(tower, "spatial_merge_size") ** 2 * hidden + width)
+        return mergers * hidden * (size_of(tower, "spatial_merge_size") ** 2 * hidden + width)
     if hasattr(config, "scale_factor"):  # Idefics3, SmolVLM: of scale² patches, joined, to the text's width
         return hidden * width
     if hasattr(config, "mm_tokens_per_image"):  # Gemma3: of patches that were averaged
-        return hidden * width * _size(config, "mm_tokens_per_image") * (patch / _size(tower, "image_size")) ** 2
+        return hidden * width * size_of(config, "mm_tokens_per_image") * (patch / size_of(tower, "image_size")) ** 2
     return hidden * width + width**2  # LLaVA
-
-
-def _size(config: object, *names: str) -> int:
-    """The first of these attributes that it has."""
-    name = next((name for name in names if hasattr(config, name)), names[-1])
-    value = getattr(config, name, None)
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"the model's config has {name}={value!r}, which the cost of its pictures depends on")
-    return value

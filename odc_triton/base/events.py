@@ -30,10 +30,6 @@ class Event:
     microbatch: int = -1
     label: str = ""
 
-    def __post_init__(self) -> None:
-        if self.kind not in BUSY_KINDS + IDLE_KINDS:
-            raise ValueError(f"kind is {self.kind!r}; it must be one of {', '.join(BUSY_KINDS + IDLE_KINDS)}")
-
     @property
     def is_elsewhere(self) -> bool:
         """What another process does for the rank, maybe while the rank itself computes."""

@@ -109,22 +109,7 @@ def _how(hint: Any) -> dict[str, Any]:
         return _how(typing.get_args(hint)[0]) | {"action": "append"}
     if typing.get_origin(hint) is typing.Literal:
         return {"choices": typing.get_args(hint)}
-    return {"type": {int: whole_number, float: _number}.get(hint, hint), "metavar": _METAVARS[hint]}
-
-
-def whole_number(text: str) -> int:
-    """The type of an argument, for argparse."""
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"it is {text!r}; give a whole number") from None
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"it is {text!r}; give a number") from None
+    return {"type": hint, "metavar": _METAVARS[hint]}
 
 
 def flag(name: str) -> str:

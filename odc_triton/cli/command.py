@@ -137,7 +137,7 @@ class _Command:
 
     def add(self, commands: argparse._SubParsersAction, name: str) -> None:
         from ..base.config_file import with_config
-        from ..base.options import RANKS_PER_CORE, add_arguments, read_options, require_ranks, whole_number
+        from ..base.options import RANKS_PER_CORE, add_arguments, read_options, require_ranks
 
         parser = commands.add_parser(name, help=self.help, description=self.description)
         kind = _imported(self.options)
@@ -145,7 +145,7 @@ class _Command:
             parser.add_argument(self.place[0], metavar=self.place[0].upper(), help=self.place[1])
         if self.has_ranks:
             text = f"processes to start on this machine, at most {RANKS_PER_CORE} for each core (default: 1)"
-            parser.add_argument("--ranks", type=whole_number, metavar="N", default=argparse.SUPPRESS, help=text)
+            parser.add_argument("--ranks", type=int, metavar="N", default=argparse.SUPPRESS, help=text)
         add_arguments(parser, kind, config=self.has_config)
 
         def called(options: argparse.Namespace) -> int:
@@ -288,25 +288,9 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
 
 
 def _inspect_data(options: argparse.Namespace) -> int:
-    from ..balance.cost import CostModel
-    from ..balance.relatives import find_relatives
-    from ..data.inspection import main as inspect
-    from ..data.tokenizer import read_config
+    from .inspection import main as inspect
 
-    cost = CostModel.paper_7b()
-    if options.model is not None:
-        cost = CostModel.from_config(read_config(options.model).get_text_config())
-    text, fits = inspect(
-        options.files,
-        weights=options.data_weight,
-        tokenizer=options.tokenizer,
-        model=options.model,
-        token_cap=options.token_cap,
-        fetch_images=options.fetch_images,
-        savings=lambda data, token_cap: find_relatives(data.undecoded()).savings(cost, token_cap=token_cap),
-    )
-    print(text)
-    return 0 if fits else 1
+    return inspect(options)
 
 
 def _add_doctor(commands: argparse._SubParsersAction) -> None:

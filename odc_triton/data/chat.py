@@ -10,14 +10,13 @@ for example without their reasoning, is refused. Turns before `learned_from` are
 from __future__ import annotations
 
 import re
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-
-from .records import content_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -133,7 +132,7 @@ class ChatTemplate:
     def _by_prefixes(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
         wholes = [self._complete(index, each, self._render(index, each)) for index, each in enumerate(conversations)]
         texts = [self._with_pictures(index, each, wholes[index]) for index, each in enumerate(conversations)]
-        heads = [each for some in _portions(texts, len) for each in encode_heads(self._encode, some, max_tokens)]
+        heads = [each for some in portions(texts, len) for each in encode_heads(self._encode, some, max_tokens)]
         ids, read = [list(each) for each, _ in heads], [characters for _, characters in heads]
         edges: list[list[int]] = [[] for _ in conversations]  # tokens before and after each turn of the assistant
 
@@ -148,27 +147,18 @@ class ChatTemplate:
                             yield index, turn, self._with_pictures(index, conversation, text, is_whole=False)
 
         # In portions, because prefixes of one conversation grow with the square of its turns.
-        for some in _portions(prefixes(), lambda each: len(each[-1])):
+        for some in portions(prefixes(), lambda each: len(each[-1])):
             encoded = iter(self._encode([text for index, _, text in some if len(text) < read[index]]))
             for index, turn, text in some:
                 prefix = list(next(encoded)) if len(text) < read[index] else ids[index]
                 if prefix != ids[index][: len(prefix)]:
-                    is_header = len(edges[index]) % 2 == 0
-                    content = content_text(conversations[index].messages[turn])
-                    is_theirs = content[:1].isspace() if is_header else content and text.endswith(content)
-                    if text[-1:].isspace() and not is_theirs:
-                        what, then = ("its header of ", "the assistant's words") if is_header else ("", "what follows")
-                        reason = (
-                            f"the chat template ends {what}message {turn} in white space, which this "
-                            f"tokenizer joins to {then}: put a template without it into the tokenizer's folder "
-                            f"(chat_template.jinja)"
-                        )
-                    else:
-                        reason = (
-                            f"message {turn} of the assistant does not {'begin' if is_header else 'end'} between two "
-                            f"tokens of the whole conversation. White space there can cause this: strip it"
-                        )
-                    raise ChatError(index, f"{reason}, or {_REMEDY}")
+                    edge = "end" if len(edges[index]) % 2 else "begin"
+                    raise ChatError(
+                        index,
+                        f"message {turn} of the assistant does not {edge} between two tokens of the whole "
+                        f"conversation. White space there, of the message or the chat template, can cause this: strip "
+                        f"it, or {_REMEDY}",
+                    )
                 edges[index].append(len(prefix))
         return [
             (whole, joined_spans(zip(each[::2], each[1::2], strict=True)))
@@ -286,13 +276,13 @@ def encode_heads(
     return [(each, len(head)) for each, head in zip(encoded, heads, strict=True)]
 
 
-def _portions(values: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
-    """`values` in lists of about `_CHARACTERS` characters."""
+def portions(values: Iterable[T], characters: Callable[[T], int], most: int = sys.maxsize) -> Iterator[list[T]]:
+    """`values` in lists of at most `most`, and of about `_CHARACTERS` characters."""
     some, total = [], 0
     for value in values:
         some.append(value)
         total += characters(value)
-        if total > _CHARACTERS:
+        if len(some) == most or total > _CHARACTERS:
             yield some
             some, total = [], 0
     if some:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from .chat import ChatError, Conversation, Spans, encode_heads
+from .chat import ChatError, Conversation, Spans, encode_heads, portions
 from .records import DataError, Record, content_text
 from .tokenizer import TextEncoder
 from .vision import PictureProcessor, SeenPictures
 
-_BATCH_RECORDS, _BATCH_CHARACTERS = 1024, 4_000_000  # most per call of the tokenizer; a record may be larger alone
+_BATCH_RECORDS = 1024  # most per call of the tokenizer
 
 
 class Encoded(NamedTuple):
@@ -86,14 +86,27 @@ def _contents(messages: list[dict[str, Any]], vision: PictureProcessor | None) -
     return [each | {"content": content(each)} if "content" in each else each for each in messages]
 
 
+def never_ends(
+    batch: Sequence[Record], encoded: Sequence[Encoded], encoder: TextEncoder, max_tokens: int
+) -> str | None:
+    """A warning if conversations are learned and none of their turns ends with the end token.
+
+    `encoded`: `batch` as encoded by `encode_records`; samples longer than `max_tokens` may lack their end.
+    """
+    learned = [
+        sample.ids[start:end]
+        for record, sample in zip(batch, encoded, strict=True)
+        for start, end in sample.spans
+        if record.messages is not None and len(sample.ids) <= max_tokens
+    ]
+    if not learned or any(encoder.end_id in ids for ids in learned):
+        return None
+    end = encoder.end_id if encoder.decode is None else encoder.decode([encoder.end_id])
+    return (
+        f"the chat template ends no turn of the assistant with the tokenizer's end token, {end}: the trained model "
+        f"will not stop there. Make the token that ends a turn the eos_token, or stop at it when you generate"
+    )
+
+
 def batches(records: Iterable[Record]) -> Iterator[list[Record]]:
-    batch: list[Record] = []
-    characters = 0
-    for record in records:
-        batch.append(record)
-        characters += record.characters
-        if len(batch) == _BATCH_RECORDS or characters > _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+    return portions(records, lambda record: record.characters, _BATCH_RECORDS)

@@ -108,16 +108,7 @@ def parse_json(where: str, raw: bytes, remedy: str = _EACH_LINE) -> Any:
     try:
         # utf-8-sig: Windows editors put a byte order mark at the start.
         return json.loads(raw.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise DataError(
-            f"{where}: not UTF-8 (byte 0x{byte:02x} at {error.start}); convert the file to UTF-8"
-        ) from error
-    except RecursionError as error:
-        raise DataError(f"{where}: not usable JSON: nested too deeply") from error
-    except ValueError as error:
-        why = str(error)
-        line = raw.rstrip()
-        if isinstance(error, json.JSONDecodeError) and b"\n" not in line:  # its own "line 1" would mislead
-            why = f"{error.msg}, at character {min(error.pos, len(line)) + 1}"
-        raise DataError(f"{where}: not valid JSON: {why}; {remedy}") from error
+    except (ValueError, RecursionError) as error:
+        # Without a decoder's own line, which would be that of `raw`.
+        why = f"{error.msg}, at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        raise DataError(f"{where}: not valid JSON in UTF-8: {why}; {remedy}") from error

@@ -5,7 +5,7 @@ chosen tokens, gets the weight that makes it one over those of all ranks. A refe
 before the policy's forward of the same pack, and TRL's loss gets its log-probabilities as if they were precomputed.
 
 [Note: the reference] TRL would load a whole reference model, or add an adapter to a model that is sharded already.
-While its constructor runs it is given an empty module instead, and no log-probabilities are precomputed.
+Its constructor is given an empty module instead.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ class ODCDPOTrainer(PairTrainer, DPOTrainer):
     images. Evaluation, checkpoints and resuming are as ODCTrainer's.
 
     The reference is `ref_model`, sharded; or the log-probabilities of the columns `ref_chosen_logps` and
-    `ref_rejected_logps`; or with `precompute_ref_log_probs` the model's before training, computed in each run; or the
-    adapter "ref" of a PEFT model, else that without adapters, also if they are trained already; or a model that is
-    loaded from the folder or hub id that the model came from, and sharded.
+    `ref_rejected_logps`; or the adapter "ref" of a PEFT model, else that without adapters, also if they are trained
+    already; or a model that is loaded from the folder or hub id that the model came from, and sharded.
 
     sampler, share_prefixes: as PairTrainer's. trainer: other arguments of DPOTrainer.
 
@@ -63,6 +62,8 @@ class ODCDPOTrainer(PairTrainer, DPOTrainer):
     config = DPOConfig
     refused: ClassVar[Mapping[str, str]] = PairTrainer.refused | {
         "sync_ref_model": "it would write into the reference's shards: leave it out",
+        "precompute_ref_log_probs": "a sharded reference takes little memory: leave it out, or give the columns "
+        "ref_chosen_logps and ref_rejected_logps",
     }
 
     def __init__(
@@ -79,15 +80,9 @@ class ODCDPOTrainer(PairTrainer, DPOTrainer):
                     f"and fully_shard on one of its own, or leave it out"
                 )
             refuse_unpacked(ref_model, "ref_model")
-        precomputes, nothing = getattr(args, "precompute_ref_log_probs", None), nn.Identity()
+        nothing = nn.Identity()  # see [Note: the reference]
         nothing.config = getattr(model, "config", None)
-        try:  # see [Note: the reference]
-            if precomputes:
-                args.precompute_ref_log_probs = False
-            super().__init__(model, args, ref_model=nothing, **trainer)
-        finally:
-            if precomputes:
-                args.precompute_ref_log_probs = True
+        super().__init__(model, args, ref_model=nothing, **trainer)
         if self.aux_loss_enabled:
             raise ValueError(
                 f"the model's auxiliary loss has router_aux_loss_coef {self.router_aux_loss_coef}, and is a mean over "
@@ -96,26 +91,18 @@ class ODCDPOTrainer(PairTrainer, DPOTrainer):
         self.precompute_ref_logps = True  # TRL's loss finds them in each pack
         self._loss_weights = self.loss_weights
         self._set_reference(ref_model)
-        self.train_dataset = self._precompute_ref_logps(self.train_dataset, "train", args.per_device_train_batch_size)
-        size, given = args.per_device_eval_batch_size, self._eval_datasets
-        made = {name: self._precompute_ref_logps(each, name, size) for name, each in given.items()}
-        self.eval_dataset = made if given is self.eval_dataset else made.get("eval")
 
     def _check_arguments(self, args: DPOConfig) -> None:
         super()._check_arguments(args)
         for each in {"aot", "aot_unpaired"} & {*args.loss_type}:
             raise ValueError(f"DPOConfig has loss_type {each!r}, which sorts a batch, and packs differ: choose another")
 
-    @property
-    def _eval_datasets(self) -> dict[str, Any]:
-        given = self.eval_dataset
-        return given if isinstance(given, dict) else {} if given is None else {"eval": given}
-
     # ------------------------------------------------------------------ the reference
 
     def _set_reference(self, ref_model: nn.Module | None) -> None:
-        datasets = [self.train_dataset, *self._eval_datasets.values()]
-        known = self.args.precompute_ref_log_probs or all(map(_has_logps, datasets))
+        given = self.eval_dataset
+        evaluated = given.values() if isinstance(given, dict) else [] if given is None else [given]
+        known = all(set(_LOGPS) <= set(each.column_names or ()) for each in (self.train_dataset, *evaluated))
         if ref_model is None and not known and hasattr(self.model, "get_base_model"):
             self._check_adapters()
         elif ref_model is None and not known:
@@ -124,26 +111,6 @@ class ODCDPOTrainer(PairTrainer, DPOTrainer):
             self._shares = self._shares and takes_branches(innermost(ref_model))
             ref_model = self._wrap_model(ref_model.eval())
         self.ref_model = ref_model
-
-    @torch.no_grad()
-    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """The data set with the reference's log-probabilities, if the arguments ask for them. Collective."""
-        if not self.args.precompute_ref_log_probs or _has_logps(dataset):
-            return dataset
-        model, samples, mine = self.ref_model or self.model, self._samples(dataset), {}
-        model.eval()
-        for packs in self._make_sampler(samples, self.args.precompute_ref_batch_size or batch_size, whole=True):
-            for pack in packs:
-                (batch,) = self._collate([[samples[index] for index in pack]])
-                logps = self.compute_ref_log_probs(partial(self._outputs, model), self._prepare_inputs(batch))
-                mine |= zip(map(str, pack), torch.stack(logps, 1).tolist(), strict=True)
-        found: dict[str, list[float]] = {}
-        for each in self._engine.exchange(f"reference log-probabilities of {name}", {"logps": mine}):
-            found |= each["logps"]
-        columns = zip(*(found[str(index)] for index in range(len(samples))), strict=True)
-        for column, values in zip(_LOGPS, columns, strict=True):
-            dataset = dataset.add_column(column, list(values))
-        return dataset
 
     # ------------------------------------------------------------------ a pack
 
@@ -196,7 +163,3 @@ class ODCDPOTrainer(PairTrainer, DPOTrainer):
 def _counts(batch: Mapping[str, Tensor]) -> list[Tensor]:
     """The completion's tokens of chosen and of rejected rows."""
     return [part.sum() for part in batch["completion_mask"][:, 1:].chunk(2)]
-
-
-def _has_logps(dataset: Any) -> bool:
-    return set(_LOGPS) <= set(dataset.column_names or ())

@@ -9,35 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..balance.pieces import SplitPlan
 from .enable import innermost
 
 
 @contextmanager
-def embedding_noise(
-    model: nn.Module, alpha: float | None, pack: Mapping[str, Any], split: SplitPlan | None = None
-) -> Iterator[None]:
+def embedding_noise(model: nn.Module, alpha: float | None, pack: Mapping[str, Any]) -> Iterator[None]:
     """Within the block, a training forward of `pack` adds uniform noise of up to alpha / sqrt(L * D) to the embeddings.
 
-    L: tokens of a token's sample, with `split` of a piece's whole sample. D: width of the embeddings.
-    Without `alpha` nothing is added.
+    L: tokens of a token's sample. D: width of the embeddings. Without `alpha` nothing is added. Raises ValueError for
+    pieces of samples.
     """
     if alpha is None:
         yield
         return
-    bounds = pack["cu_seq_lens_q"]
-    tokens = lengths = bounds.diff()
     if "pieces" in pack:
-        of_pieces = {} if split is None else split.lengths
-        whole = [piece and of_pieces.get(piece.sample, piece.stop) for piece in pack["pieces"]]
-        lengths = torch.tensor([each or 0 for each in whole], device=tokens.device)
-        lengths = torch.where(lengths > 0, lengths, tokens)
+        raise ValueError("neftune_noise_alpha is by a sample's length, and this pack has pieces: leave it out")
+    lengths = pack["cu_seq_lens_q"].diff()
 
     def add(module: nn.Module, _: Any, output: Tensor) -> Tensor:
         if not module.training:
             return output
         largest = alpha / (lengths * output.shape[-1]).sqrt()
-        largest = largest.repeat_interleave(tokens, output_size=output.shape[-2])[:, None]
+        largest = largest.repeat_interleave(lengths, output_size=output.shape[-2])[:, None]
         return output + torch.zeros_like(output).uniform_(-1, 1) * largest.to(output.dtype)
 
     hook = innermost(model).get_input_embeddings().register_forward_hook(add)

@@ -293,7 +293,7 @@ class ODCTrainer(ShardedTrainer):
             tokens = max(mb.tokens, 1)
             for pack in inputs:
                 pack = self._prepare_inputs(pack)
-                with embedding_noise(model, self._noise_alpha, pack, split):
+                with embedding_noise(model, self._noise_alpha, pack):
                     loss = self.compute_loss(model, pack, num_items_in_batch=tokens)
                 loss.backward()
                 loss_sum += loss.detach()

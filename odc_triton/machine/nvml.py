@@ -9,7 +9,7 @@ Answers are NVML's own numbers, which probe.py interprets:
     links of a device         active, remote_type (0 GPU, 1 CPU, 2 switch, 255 unknown), remote_bus_id, speed_mbps
                               (10⁶ bytes per second), atomics; in a file `count` for as many alike
     pairs                     of (positions in devices, of all pairs that are alike), nvmlGpuP2PStatus_t for read,
-                              write, atomics and nvlink, nvmlGpuTopologyLevel_t of the common PCIe `ancestor`
+                              write, atomics and nvlink
 
 None or missing: this driver or GPU does not answer.
 """
@@ -25,14 +25,6 @@ from typing import Any
 # For nvmlDeviceGetP2PStatus. Literals, because a stray comma makes pynvml's NVML_P2P_CAPS_INDEX_READ the tuple (0,).
 _P2P = {"read": 0, "write": 1, "nvlink": 2, "atomics": 3}
 
-_WHY_NOT = {
-    "NVMLError_LibraryNotFound": "no NVIDIA driver is installed here (libnvidia-ml.so.1 is not found)",
-    "NVMLError_DriverNotLoaded": "the NVIDIA driver is installed, but its kernel module is not loaded",
-    "NVMLError_LibRmVersionMismatch": "the NVIDIA driver's library and its kernel module differ in version "
-    "(the driver was upgraded: reboot, or reload the module)",
-    "NVMLError_NoPermission": "no permission to ask the NVIDIA driver (are /dev/nvidia* in this container?)",
-}
-
 Ask = Callable[..., Any]
 
 
@@ -45,7 +37,7 @@ def ask_driver(library: ModuleType | None = None) -> dict[str, Any]:
     try:
         library.nvmlInit()
     except library.NVMLError as error:
-        return {"missing": _WHY_NOT.get(type(error).__name__, f"NVML does not start: {error}")}
+        return {"missing": f"the NVIDIA driver does not answer: {error}"}
 
     def ask(question: str, *arguments: Any) -> Any:
         try:
@@ -120,8 +112,7 @@ def _speed_mbps(ask: Ask, handle: Any, link: int, library: ModuleType) -> int | 
 
 
 def _pair(ask: Ask, one: Any, other: Any) -> dict[str, Any]:
-    reach = {name: ask("nvmlDeviceGetP2PStatus", one, other, number) for name, number in _P2P.items()}
-    return {**reach, "ancestor": ask("nvmlDeviceGetTopologyCommonAncestor", one, other)}
+    return {name: ask("nvmlDeviceGetP2PStatus", one, other, number) for name, number in _P2P.items()}
 
 
 def _text(value: Any) -> Any:

@@ -1,6 +1,6 @@
 """Reads the topology of GPUs and links from the driver, or a file of its answers, and torch's CUDA.
 
-This module interprets NVML's numbers (nvml.h); topology.py has the enumerations of pairs.
+This module interprets NVML's numbers (nvml.h); topology.py has those of pairs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from .nvml import ask_driver
-from .topology import P2P, Gpu, Pair, PciePath, Topology, bare
+from .topology import P2P, Gpu, Pair, Topology, bare
 
 # GB/s per direction and link at line rate by compute capability, as drivers report it (`nvidia-smi nvlink -s`). For
 # drivers that don't report it, or report nonsense.
@@ -102,7 +102,6 @@ def _pair(both: tuple[Answers, Answers], devices: tuple[Gpu, Gpu], answers: Answ
         read=P2P(answers.get("read")),
         write=P2P(answers.get("write")),
         atomics=atomics,
-        path=PciePath(answers.get("ancestor")),
         nvlinks=len(links) // 2,
         through_switch=through_switch,
         link_gbs=_link_gbs(links, devices) if links else None,

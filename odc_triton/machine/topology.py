@@ -1,7 +1,7 @@
 """The GPUs of a machine, their links, and which pairs can add to each other's memory. Pure.
 
-`read_topology` in probe.py fills it in, unusable.py has remedies for pairs that can't. Enumerations have the
-numbers of nvml.h (nvmlGpuP2PStatus_t, nvmlGpuTopologyLevel_t).
+`read_topology` in probe.py fills it in, unusable.py has remedies for pairs that can't. `P2P` has the
+numbers of nvml.h (nvmlGpuP2PStatus_t).
 """
 
 from __future__ import annotations
@@ -30,22 +30,6 @@ class P2P(IntEnum):
     def is_refused(self) -> bool:
         """False if unknown: opening the heap will show."""
         return self not in (P2P.OK, P2P.UNKNOWN)
-
-
-class PciePath(IntEnum):
-    """The PCIe path between two GPUs, in nvidia-smi's abbreviations: the farther apart, the larger."""
-
-    SELF = 0  # one board
-    PIX = 10  # one PCIe switch
-    PXB = 20  # several PCIe switches, no host bridge
-    PHB = 30  # a host bridge
-    NODE = 40  # several host bridges of one NUMA node
-    SYS = 50  # two sockets
-    UNKNOWN = 99
-
-    @classmethod
-    def _missing_(cls, value: object) -> PciePath:
-        return cls.UNKNOWN
 
 
 _NOMINAL_GBS = (14, 20, 25, 50, 100)  # without the line code: as in data sheets, the same for all drivers
@@ -87,7 +71,6 @@ class Pair:
     read: P2P = P2P.UNKNOWN
     write: P2P = P2P.UNKNOWN
     atomics: P2P = P2P.UNKNOWN
-    path: PciePath = PciePath.UNKNOWN
     nvlinks: int = 0
     through_switch: bool = False
     link_gbs: float | None = None
@@ -127,7 +110,7 @@ class Pair:
         if self.nvlinks:
             return f"{'nvswitch' if self.through_switch else 'nvlink'}-{self.nvlinks}x{_nominal(self.link_gbs)}"
         known = [device for device in (self.one, self.other) if device.pcie_gbs]
-        if not known or self.path is PciePath.UNKNOWN:
+        if not known:
             return "unknown"
         generation, lanes = min(known, key=lambda device: device.pcie_gbs).pcie
         return f"pcie-gen{generation}x{lanes}"
@@ -157,9 +140,6 @@ class Topology:
     def visible(self) -> Topology:
         """The part that is visible to this process."""
         return self.only(device.uuid for device in self.devices if device.cuda_index is not None)
-
-    def pair(self, one: Gpu, other: Gpu) -> Pair | None:
-        return next((pair for pair in self.pairs if {pair.one.uuid, pair.other.uuid} == {one.uuid, other.uuid}), None)
 
     @property
     def key(self) -> str:

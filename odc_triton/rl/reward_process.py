@@ -6,6 +6,7 @@ because a reward may execute a model's output, so nothing from the process may b
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import inspect
@@ -22,6 +23,7 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal
 
 from ..base.errors import TRACEBACK
@@ -161,14 +163,14 @@ def _serve(channel: socket.socket) -> None:
         else:
             functions.append(found)
     _send(channel, json.dumps(problem).encode())
-    events = _Events()
+    loop = cache(asyncio.new_event_loop)  # one for all calls, as clients keep connections in it
     while True:
         try:
             message = _receive(channel)
         except EOFError:
             return
         function, keywords = pickle.loads(message)
-        _send(channel, json.dumps(_call(functions[function], keywords, events)).encode())
+        _send(channel, json.dumps(_call(functions[function], keywords, loop)).encode())
 
 
 def _start_reaper() -> None:
@@ -221,29 +223,13 @@ def find_function(kind: Literal["reward", "rollout"], name: str) -> Callable | s
     return found
 
 
-class _Events:
-    """One event loop for all calls of asynchronous functions, as their clients keep connections in it."""
-
-    def __init__(self) -> None:
-        self._loop: Any = None
-
-    def result_of(self, value: Any) -> Any:
-        if not inspect.isawaitable(value):
-            return value
-        if self._loop is None:
-            import asyncio
-
-            self._loop = asyncio.new_event_loop()
-
-        async def wait() -> Any:
-            return await value
-
-        return self._loop.run_until_complete(wait())
-
-
-def _call(function: Callable, keywords: dict[str, Any], events: _Events) -> dict[str, Any]:
+def _call(
+    function: Callable, keywords: dict[str, Any], loop: Callable[[], asyncio.AbstractEventLoop]
+) -> dict[str, Any]:
     try:
-        returned = events.result_of(function(**keywords))
+        returned = function(**keywords)
+        if inspect.isawaitable(returned):
+            returned = loop().run_until_complete(returned)
         try:
             rewards = list(returned)
         except TypeError:

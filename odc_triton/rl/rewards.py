@@ -60,7 +60,7 @@ class Rewards:
         """The reward of each function for each completion, [function][sample]; NaN where a function returned None.
 
         `columns`: as many values as completions for each of the dataset's other columns. Raises
-        RewardFailed. To name the prompt, a function that raised is called again, on one completion at a time.
+        RewardFailed.
         """
         batch = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         batch = {name: list(values) for name, values in {**columns, **batch}.items()}
@@ -101,22 +101,20 @@ class Rewards:
 
     def _rewards_of(self, function: int, batch: dict[str, list]) -> list[float]:
         reward, count = f"reward {self.names[function]}", len(batch["prompts"])
+        has = f"; it had {count} completions, the first of the prompt {_prompt(batch, 0)}"
         self._running()  # starting the process does not count
         deadline = time.monotonic() + self.timeout_s
         try:
             answer = self._call(function, batch, deadline)
         except TimeoutError:
             raise RewardFailed(
-                f"{reward} did not return within its timeout of {self.timeout_s:g} s for {count} completions, the "
-                f"first of the prompt {_prompt(batch, 0)}: make it faster, or raise --reward-timeout-s"
+                f"{reward} did not return within its timeout of {self.timeout_s:g} s{has}: make it faster, or raise "
+                f"--reward-timeout-s"
             ) from None
         except ProcessEnded as end:
-            raise RewardFailed(
-                f"in {reward} {end}; it had {count} completions, the first of the prompt {_prompt(batch, 0)}"
-            ) from None
+            raise RewardFailed(f"in {reward} {end}{has}") from None
         if "raised" in answer:
-            where = self._culprit(function, batch, deadline)
-            raise RewardFailed(f"{reward} raised {answer['raised']}{where}\n{answer['trace']}")
+            raise RewardFailed(f"{reward} raised {answer['raised']}{has}\n{answer['trace']}")
         if "returned" in answer:
             raise RewardFailed(f"{reward} returned {answer['returned']}: return a list of {count} numbers")
         rewards = answer["rewards"]
@@ -144,18 +142,6 @@ class Rewards:
             self._process = None
             process.kill()
             raise
-
-    def _culprit(self, function: int, batch: dict[str, list], deadline: float) -> str:
-        """The completion that a function raises on, as text: calls it on one at a time until `deadline`."""
-        for index in range(len(batch["prompts"])):
-            one = {name: values[index : index + 1] for name, values in batch.items()}
-            try:
-                answer = self._call(function, one, deadline)
-            except (TimeoutError, ProcessEnded):
-                break
-            if "raised" in answer:
-                return f", as it does alone at {_place(batch, index)}"
-        return ""
 
 
 def _place(batch: dict[str, list], index: int) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from ..base.environment import environment
 from ..base.errors import GenerationFailed
 from ..checkpoint.pretrained_tensors import PretrainedTensors
 from ..policy.vllm_server import OLDEST, difference, is_too_old
@@ -46,7 +46,7 @@ class VllmColocate:
             "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
-        with _environment(wanted):
+        with environment(**wanted):
             self._llm = vllm.LLM(
                 model=str(folder),
                 dtype=dtype,
@@ -89,20 +89,6 @@ class VllmColocate:
     def close(self) -> None:
         """Frees the engine."""
         self._llm = None
-
-
-@contextmanager
-def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables of this block."""
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def _completion(output: Any, options: SamplingOptions) -> Sampled:

@@ -32,18 +32,13 @@ def parameters(options: SamplingOptions, seed: int) -> dict[str, Any]:
 
 def sampled(ids: Sequence[int], logps: Sequence[float | None], reason: str | None, options: SamplingOptions) -> Sampled:
     """A completion as vLLM returned it. Raises GenerationFailed for one that these parameters can't produce."""
-    problem = None
-    if not 0 < len(ids) <= options.max_new_tokens or len(logps) != len(ids):
-        problem = f"{len(ids)} tokens of at most {options.max_new_tokens}, with {len(logps)} log-probabilities"
-    elif not all(isinstance(each, int) and each >= 0 for each in ids):
-        problem = f"the tokens {list(ids)[:8]}"
-    elif reason not in ("stop", "length"):
-        problem = f"a completion that ended by {reason!r}"
-    elif any(each in options.end_tokens for each in ids[:-1]):
-        problem = "tokens after an end token"
-    elif reason == "stop" and ids[-1] not in options.end_tokens:
-        problem = f"a completion that stopped at token {ids[-1]}, which is not one of {list(options.end_tokens)}"
-    if problem is not None:
-        raise GenerationFailed(f"vLLM returned {problem}: is this version supported, and the model the policy's?")
+    fits = 0 < len(ids) <= options.max_new_tokens and len(logps) == len(ids) and all(type(each) is int for each in ids)
+    ends = [each in options.end_tokens for each in ids]
+    if not fits or any(ends[:-1]) or reason not in ("stop" if ends[-1] else "length", "length"):
+        raise GenerationFailed(
+            f"vLLM returned {len(ids)} tokens of at most {options.max_new_tokens}, with {len(logps)} "
+            f"log-probabilities, ended by {reason!r} at {list(ids)[-1:]}, where only {list(options.end_tokens)} end a "
+            f"completion: is this version supported, and the model the policy's?"
+        )
     known = [math.nan if each is None else float(each) for each in logps]
     return Sampled(ids=list(ids), logps=known, ended=ids[-1] in options.end_tokens)

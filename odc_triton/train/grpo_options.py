@@ -115,11 +115,9 @@ class GrpoOptions(RunOptions):
                 f"divergence and 1 - WEIGHT times that of the rewards; give --reward and a --teacher-weight below 1, "
                 f"or neither"
             )
-        if self.rollout is not None and not _FUNCTION.fullmatch(self.rollout):
-            raise ValueError(f"--rollout is {self.rollout!r}; give module:function, as in --rollout my_tools:rollout")
-        for name in self.reward:
-            if not _FUNCTION.fullmatch(name):
-                raise ValueError(f"--reward is {name!r}; give module:function, as in --reward my_rewards:length")
+        for given, name in [*(("reward", each) for each in self.reward), ("rollout", self.rollout)]:
+            if name is not None and not _FUNCTION.fullmatch(name):
+                raise ValueError(f"--{given} is {name!r}; give module:function, as in --{given} my_tools:{given}")
         if self.reward_weight and len(self.reward_weight) != len(self.reward):
             raise ValueError(
                 f"--reward-weight is given {len(self.reward_weight)} times and --reward {len(self.reward)} times: give "

@@ -47,14 +47,6 @@ class RunState:
     repeated: int = 0  # minibatches that were run again as exact sums did not fit their scales
     sampler: dict[str, Any] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, saved: dict[str, Any]) -> RunState:
-        """Raises TypeError unless the fields are those of `as_json`."""
-        return cls(**saved)
-
 
 class TooManySkipped(RuntimeError):
     """More steps than `max_skipped` had a loss or a gradient that is not finite."""
@@ -188,14 +180,14 @@ class Run(ABC):
 
     def position(self) -> dict[str, Any]:
         """All that a checkpoint needs besides shards and random states, the same on every rank; JSON."""
-        return {"state": self.state.as_json(), "identity": self.identity, "seed": self.options.seed}
+        return {"state": asdict(self.state), "identity": self.identity, "seed": self.options.seed}
 
     def resume(self, saved: dict[str, Any], where: Path) -> None:
         """Restores a `position` of the run in the folder `where`. Raises ValueError for another kind of run."""
         if "state" not in saved:
             raise ValueError(f"the checkpoint has no position of a run: it was not saved by {self.kind}")
         require_same(saved["identity"], self.identity, where=where)
-        self.state = RunState.from_json(saved["state"])
+        self.state = RunState(**saved["state"])
 
     def close(self) -> None:  # noqa: B027
         """Ends what the run has started."""

@@ -30,8 +30,7 @@ from ..data.dataset import (
     samples_of,
     split_samples,
 )
-from ..data.encode import encode_records
-from ..data.inspection import never_ends
+from ..data.encode import encode_records, never_ends
 from ..data.prepared import prepare_data, prepared_path
 from ..data.records import DataError
 from ..data.sources import RecordSource, open_source

@@ -86,8 +86,6 @@ def test_config_attributes_that_may_be_missing_and_experts():
     dense = CostModel.from_config(SimpleNamespace(**full))
     experts = CostModel.from_config(SimpleNamespace(**full, num_experts_per_tok=2))
     assert experts.linear - dense.linear == 6 * 2 * 3 * 32 * 128
-    plain = CostModel.from_config(SimpleNamespace(**full), gated_mlp=False)
-    assert dense.linear - plain.linear == 6 * 2 * 32 * 128
     wide = CostModel.from_config(SimpleNamespace(**{**full, "head_dim": 16}))
     assert wide.quadratic == 2 * dense.quadratic
 

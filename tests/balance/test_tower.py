@@ -84,7 +84,7 @@ def test_a_config_without_pictures_or_sizes_is_refused_by_name() -> None:
     ):
         TowerCost.from_config(SimpleNamespace(hidden_size=8))
     config = SimpleNamespace(vision_config=SimpleNamespace(hidden_size=8), text_config=SimpleNamespace())
-    with pytest.raises(ValueError, match="config has num_hidden_layers=None, which the cost of its pictures"):
+    with pytest.raises(ValueError, match="config has num_hidden_layers=None, which its cost depends on"):
         TowerCost.from_config(config)
 
 

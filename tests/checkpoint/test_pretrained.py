@@ -246,8 +246,8 @@ def test_a_models_own_code_is_never_run(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_attention_heads": 0}, "num_attention_heads is 0; a model needs at least 1"),
-        ({"hidden_act": "foo"}, "hidden_act is 'foo'; transformers has .*silu"),
+        ({"num_attention_heads": 0}, "can't make a causal LM of this config|is not the config of a model"),
+        ({"hidden_act": "foo"}, "can't make a causal LM of this config .*foo|is not the config of a model"),
         (
             {"intermediate_size": "wide"},
             r"can't make a causal LM of this config \(TypeError|is not the config of a model",

@@ -6,22 +6,21 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from odc_triton.cli.doctor import Report, diagnose, examine, main, render
 from odc_triton.cli.doctor.findings import NOTE, OK, PROBLEM, WIDTH
-from odc_triton.cli.doctor.software import TESTED, Software
+from odc_triton.cli.doctor.software import Software
 from odc_triton.machine.probe import VisibleDevice, read_topology
 from odc_triton.machine.topology import Topology
 from tests.support.snapshots import KEYS, NAMES, topology
 
-NO_GPU = Topology(missing="no NVIDIA driver is installed here")
+NO_GPU = Topology(missing="the NVIDIA driver does not answer: NVML Shared Library Not Found")
 H100 = topology("hgx-h100-nvswitch")
 CUDA_BUILD = Software(python="3.12.3", torch="2.13.0+cu128", cuda="12.8", triton="3.7.1")
-CPU_BUILD = Software(python="3.11.7", torch="2.13.0+cpu", triton="3.7.1", transformers="5.23.0")
+CPU_BUILD = Software(python="3.11.7", torch="2.13.0+cpu", triton="3.7.1")
 
 
 def report_on(
@@ -55,7 +54,7 @@ def test_machines_without_a_problem() -> None:
     assert "torch 2.13.0+cu128, CUDA 12.8; driver 570.124.06 supports CUDA 12.8" in text
     assert text.endswith("No problems, 0 notes.")
     words = only(report_on(NO_GPU, CPU_BUILD), NOTE, "GPUs")
-    assert words.startswith("none: no NVIDIA driver is installed here. The CPU backend needs none -> ")
+    assert words.startswith("none: the NVIDIA driver does not answer: NVML Shared Library Not Found. The CPU")
 
 
 @pytest.mark.parametrize(
@@ -64,23 +63,12 @@ def test_machines_without_a_problem() -> None:
         ({"torch": "2.10.1"}, PROBLEM, "torch", "too old -> pip install 'torch>=2.11'"),
         ({"triton": "3.5.1"}, PROBLEM, "triton", "triton 3.5.1: too old -> pip install 'triton>=3.6'"),
         ({"triton": None}, PROBLEM, "triton", "not installed"),
-        ({"torch": "2.14.1+cu128"}, NOTE, "versions", "untested: torch 2.14.1+cu128 (tested: 2.11, 2.13, 2.15) -> run"),
-        ({"python": "3.14.1"}, NOTE, "versions", "untested: python 3.14.1 (tested: 3.10, 3.11, 3.12, 3.13)"),
         ({"cuda": None}, PROBLEM, "torch", "install a CUDA build of torch (pytorch.org/get-started)"),
         ({"cuda_error": "driver too old"}, PROBLEM, "torch", "does not start: driver too old -> check that nvidia-smi"),
     ],
 )
 def test_software(change: dict[str, Any], level: str, topic: str, words: str) -> None:
     assert words in only(report_on(software=replace(CUDA_BUILD, **change)), level, topic)
-
-
-def test_tested_versions_are_those_of_the_constraints() -> None:
-    root = Path(__file__).parents[2]
-    pins = re.findall(r"^(\w+)==(\d+)\.(\d+)", "".join(p.read_text() for p in root.glob("constraints*.txt")), re.M)
-    for name in ("torch", "triton", "transformers"):
-        assert set(TESTED[name]) == {(int(major), int(minor)) for pin, major, minor in pins if pin == name}
-    python = ", ".join(f"{major}.{minor}" for major, minor in TESTED["python"])
-    assert f"| Python | 3.10 and newer | {python} |" in (root / "README.md").read_text()
 
 
 def test_environments() -> None:

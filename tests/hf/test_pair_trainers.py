@@ -45,9 +45,7 @@ GROUPS: dict[str, list[Run]] = {
     "references": [
         ("DPO", FAST | {"lora": "new"}),
         ("DPO", FAST | WITH_SFT | {"lora": "ref"}),
-        ("DPO", {"other": "model-5"}),
-        ("DPO", {"other": "model-5", "precompute_ref_log_probs": True, "ld_alpha": 0.5}),
-        ("DPO", FAST | {"lora": "ref", "precompute_ref_log_probs": True}),
+        ("DPO", {"other": "model-5", "ld_alpha": 0.5}),
         ("DPO", {"other": "model-5", "columns": "of model-5"}),
     ],
     "packs": [
@@ -220,6 +218,7 @@ REFUSED = {
         ({"loss_type": ["aot"]}, {}, "DPOConfig has loss_type 'aot', which sorts a batch"),
         ({"loss_type": ["sigmoid", "aot_unpaired"]}, {}, "loss_type 'aot_unpaired'"),
         ({"sync_ref_model": True}, {}, "sync_ref_model=True: it would write into the reference's shards"),
+        ({"precompute_ref_log_probs": True}, {}, "precompute_ref_log_probs=True: a sharded reference takes little"),
         (
             {},
             {},

@@ -141,7 +141,7 @@ def test_scores(rewards: Callable[..., Rewards]) -> None:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        ("raises", ["KeyError: 'no such answer'", "as it does alone at completion 2 of 3"]),
+        ("raises", ["KeyError: 'no such answer'", "it had 3 completions, the first of the prompt 'good'"]),
         ("too_few", ["2 rewards for 3 completions"]),
         ("one_number", ["float 1.5", "list of 3 numbers"]),
         ("not_a_number", ["returned nan for completion 2 of 3", "a bad prompt"]),
@@ -153,7 +153,7 @@ def test_scores(rewards: Callable[..., Rewards]) -> None:
         ("exact", ["missing 1 required positional argument: 'answer'"]),
         ("killed", ["killed by SIGKILL (out of memory?", "it had 3 completions, the first of the prompt 'good'"]),
         ("leaves", ["ended with status 3"]),
-        ("hangs", ["timeout of 1.5 s for 3 completions, the first of the prompt 'good'"]),
+        ("hangs", ["timeout of 1.5 s; it had 3 completions, the first of the prompt 'good'"]),
     ],
 )
 def test_failures(rewards: Callable[..., Rewards], tmp_path: Path, function: str, words: list[str]) -> None:

@@ -143,8 +143,8 @@ def test_faults_of_completions(with_faults: Callable[..., str], faults: dict, wo
         ([], [], "length", "0 tokens of at most 6"),
         ([3] * 7, [-1.0] * 7, "length", "7 tokens of at most 6"),
         ([3], [-1.0] * 9, "length", "1 tokens of at most 6, with 9 log-probabilities"),
-        ([5, 3], [-1, -1], "length", "tokens after an end token"),
-        ([3], [-1], "stop", r"stopped at token 3, which is not one of \[2, 5, 11\]"),
+        ([5, 3], [-1, -1], "length", r"ended by 'length' at \[3\], where only \[2, 5, 11\] end"),
+        ([3], [-1], "stop", r"ended by 'stop' at \[3\], where only \[2, 5, 11\] end"),
     ],
 )
 def test_what_vllm_can_not_have_sampled(ids: list, logps: list, reason: str, words: str) -> None:

@@ -14,7 +14,7 @@ from ...machine.probe import read_topology
 from ...machine.topology import Topology
 from .findings import NOTE, PROBLEM, WIDTH, Finding, count
 from .gpus import check_gpus, check_peers
-from .software import Software, check_tested, check_torch, check_triton, installed_software
+from .software import Software, check_torch, check_triton, installed_software
 from .trial import check_ranks, try_ranks
 
 
@@ -63,7 +63,6 @@ def diagnose(topology: Topology, software: Software, environment: Mapping[str, s
     findings = (
         *check_torch(software, topology, environment),
         *check_triton(software, visible, environment),
-        *check_tested(software),
         *check_gpus(topology),
         *check_peers(topology),
         *(check_ranks(tried) if software.torch is not None else ()),

@@ -11,16 +11,9 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from ...machine.topology import Topology
-from .findings import NOTE, OK, PROBLEM, Finding, dotted
+from .findings import NOTE, OK, PROBLEM, Finding
 
 _OLDEST = {"torch": (2, 11), "triton": (3, 6)}
-# Versions that the tests have run with: constraints*.txt, and README's table.
-TESTED = {
-    "python": ((3, 10), (3, 11), (3, 12), (3, 13)),
-    "torch": ((2, 11), (2, 13), (2, 15)),
-    "triton": ((3, 6), (3, 7), (3, 9)),
-    "transformers": ((5, 17), (5, 23)),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,23 +28,27 @@ class Software:
     cuda: str | None = None
     cuda_error: str | None = None
     triton: str | None = None
-    transformers: str | None = None
 
 
 def installed_software() -> Software:
     """Imports torch, and starts CUDA if torch was built with it."""
-    others = {"triton": _version("triton"), "transformers": _version("transformers")}
     python = ".".join(map(str, sys.version_info[:3]))
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:  # OSError: one of torch's libraries does not load
-        return Software(python=python, cuda_error=str(error), **others)
+        return Software(python=python, cuda_error=str(error), triton=_version("triton"))
     cuda_error = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if torch.version.cuda is not None and not torch.cuda.is_available():
             cuda_error = str(caught[-1].message).split("(Triggered")[0].strip() if caught else "torch sees no GPU"
-    return Software(python=python, torch=torch.__version__, cuda=torch.version.cuda, cuda_error=cuda_error, **others)
+    return Software(
+        python=python,
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        cuda_error=cuda_error,
+        triton=_version("triton"),
+    )
 
 
 def _version(package: str) -> str | None:
@@ -103,21 +100,5 @@ def check_triton(software: Software, visible: Topology, environment: Mapping[str
         yield Finding(OK, "triton", f"{text}{' (interpreting)' if interpreted else ''}")
 
 
-def check_tested(software: Software) -> Iterator[Finding]:
-    """Reports versions that tests have not run with, except those that are too old."""
-    untested = []
-    for name, tested in TESTED.items():
-        version = getattr(software, name)
-        if version is not None and _numbers(version)[:2] not in tested and not _is_too_old(name, version):
-            untested.append(f"{name} {version} (tested: {', '.join(map(dotted, tested))})")
-    if untested:
-        text = f"untested: {', '.join(untested)}"
-        yield Finding(NOTE, "versions", text, "run `make test` with them, or use tested ones")
-
-
 def _is_too_old(name: str, version: str) -> bool:
-    return _numbers(version)[:2] < _OLDEST.get(name, (0, 0))
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _OLDEST[name]

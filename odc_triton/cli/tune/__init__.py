@@ -5,15 +5,14 @@ Imports no torch, so that `--help` is quick.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ...base.environment import environment
 from ...base.options import REQUIRED, option, require_files, require_one_model
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def run_tune(options: TuneOptions) -> str | None:
 
     from ...balance.decoder import Decoder
     from ...comm.replicas import grid_of
-    from ...nn.tuned import save
+    from ...nn.tuned import OFF, VARIABLE, save
     from ...sharding.agree import default_mesh, watched_barrier
     from ...sharding.backend import backend_of
     from .attention import measure_attention
@@ -111,7 +110,7 @@ def run_tune(options: TuneOptions) -> str | None:
     for number, (workload, layers) in enumerate(counts.items(), start=1):
         if mesh.get_rank() == 0:
             print(f"[{number} of {len(counts)}] {workload.name}, {layers} layers", flush=True)
-        with _untuned():
+        with environment(**{VARIABLE: OFF}):  # `fully_shard` reads no table, so every candidate finds whole weights
             trial = Trial(workload, mesh=mesh, dtype=dtype, backend=options.backend, timeout=TIMEOUT)
         found, report = _tune(trial, options, place)
         lines += found
@@ -137,19 +136,6 @@ def _shapes(options: TuneOptions) -> nn.Module:
     model = meta_causal_lm(model=options.model, init=options.init)
     replace_layers(model, roles=[*DEFAULT_ROLES, HEAD], verbose=False)
     return model
-
-
-@contextlib.contextmanager
-def _untuned() -> Iterator[None]:
-    """Within the block `fully_shard` reads no table, so every candidate finds whole weights."""
-    from ...nn.tuned import OFF, VARIABLE
-
-    former = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = OFF
-    try:
-        yield
-    finally:
-        os.environ.pop(VARIABLE) if former is None else os.environ.update({VARIABLE: former})
 
 
 def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line], list[list[str]]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -12,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from .dataset import DataOptions, DataSummary, TokenizedDataset, tokenize_source
-from .encode import Encoded, encode_records
-from .order import Mix
-from .records import IGNORED, Record
-from .sources import RecordSource, open_source
-from .tokenizer import TextEncoder, read_config, read_tokenizer
-from .vision import has_processor, read_processor
+from ..balance.cost import CostModel
+from ..balance.relatives import find_relatives
+from ..data.dataset import DataOptions, DataSummary, TokenizedDataset, tokenize_source
+from ..data.encode import encode_records, never_ends
+from ..data.order import Mix
+from ..data.records import IGNORED
+from ..data.sources import RecordSource, open_source
+from ..data.tokenizer import TextEncoder, read_config, read_tokenizer
+from ..data.vision import has_processor, read_processor
 
 _NO_CAP = 2**31 - 1
 _INSPECTED = 16  # records, for the warning
@@ -35,9 +38,6 @@ _PERCENTILES = {
 }
 _SHOWN = 240  # characters of one part of the example, at most
 
-# (tokens that sharing prefixes saves, their share of the time) of samples cut off at a cap; balance/relatives.py has it
-Savings = Callable[[TokenizedDataset, int], tuple[int, float]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
@@ -53,7 +53,7 @@ class Inspection:
     largest_token: int
     vocabulary: int | None  # token ids that the model has
     tokens_outside: int  # that it lacks
-    shared: tuple[int, float] | None  # as `Savings`
+    shared: tuple[int, float]  # tokens that sharing prefixes saves, and their share of the time
     warning: str | None  # for a training run on these data
     example: list[tuple[bool, str]]  # one sample of middle length: (is learned, its text), in turn
 
@@ -88,13 +88,12 @@ class Inspection:
                 f"truncating cuts off {(over - cap).sum():,} tokens and leaves {self.too_long_nothing_left:,} of them "
                 f"with nothing to learn; dropping removes all of them"
             )
-        if self.shared is not None:
-            tokens, time = self.shared
-            share = tokens / np.minimum(self.lengths, cap).sum()
-            lines.append(
-                f"{tokens:,} tokens ({share:.1%}) are not learned and begin another sample too: train sft "
-                f"--share-prefixes saves these at most, {time:.1%} of the time"
-            )
+        tokens, time = self.shared
+        share = tokens / np.minimum(self.lengths, cap).sum()
+        lines.append(
+            f"{tokens:,} tokens ({share:.1%}) are not learned and begin another sample too: train sft "
+            f"--share-prefixes saves these at most, {time:.1%} of the time"
+        )
         if self.tokens_outside:
             lines.append(
                 f"{self.tokens_outside:,} tokens are outside the model's vocabulary of {self.vocabulary:,} (the "
@@ -105,16 +104,10 @@ class Inspection:
 
 
 def inspect_data(
-    source: RecordSource,
-    encoder: TextEncoder,
-    *,
-    token_cap: int,
-    vocabulary: int | None = None,
-    savings: Savings | None = None,
+    source: RecordSource, encoder: TextEncoder, *, token_cap: int, cost: CostModel, vocabulary: int | None = None
 ) -> Inspection:
-    """Statistics of `source`. Raises as `tokenize_source` does.
-
-    Memory does not grow with it, but for a few bytes per sample. `savings`: of its samples; None: not counted.
+    """Statistics of `source`. Memory does not grow with it, but for a few bytes per sample. Raises as
+    `tokenize_source` does.
     """
     DataOptions(max_tokens=token_cap)  # raises if the cap is too small
     forms, pictures = Counter(), []
@@ -136,53 +129,26 @@ def inspect_data(
         too_long_nothing_left=int(((data.lengths > token_cap) & (data.targets_below(token_cap) == 0)).sum()),
         largest_token=data.largest_token,
         vocabulary=vocabulary,
-        tokens_outside=0 if vocabulary is None else _count_from(data.tokens, vocabulary),
-        shared=savings and savings(data, token_cap),
+        tokens_outside=0 if vocabulary is None else int((data.tokens >= vocabulary).sum()),
+        shared=find_relatives(data.undecoded()).savings(cost, token_cap=token_cap),
         warning=never_ends(first, list(encode_records(first, encoder, _NO_CAP)), encoder, _NO_CAP),
         example=_example(data, encoder),
     )
 
 
-def never_ends(
-    batch: Sequence[Record], encoded: Sequence[Encoded], encoder: TextEncoder, max_tokens: int
-) -> str | None:
-    """A warning if conversations are learned and none of their turns ends with the end token.
-
-    `encoded`: `batch` as encoded by `encode_records`; samples longer than `max_tokens` may lack their end.
+def main(options: argparse.Namespace) -> int:
+    """Prints the statistics; returns 1 if `options.model` lacks tokens. With several files also each one's share of an
+    epoch.
     """
-    learned = [
-        sample.ids[start:end]
-        for record, sample in zip(batch, encoded, strict=True)
-        for start, end in sample.spans
-        if record.messages is not None and len(sample.ids) <= max_tokens
-    ]
-    if not learned or any(encoder.end_id in ids for ids in learned):
-        return None
-    end = encoder.end_id if encoder.decode is None else encoder.decode([encoder.end_id])
-    return (
-        f"the chat template ends no turn of the assistant with the tokenizer's end token, {end}: the trained model "
-        f"will not stop there. Make the token that ends a turn the eos_token, or stop at it when you generate"
-    )
-
-
-def main(
-    names: Sequence[str],
-    *,
-    weights: Sequence[float] = (),
-    tokenizer: str,
-    model: str | None,
-    token_cap: int,
-    fetch_images: bool = False,
-    savings: Savings | None = None,
-) -> tuple[str, bool]:
-    """(the command's output, True if the model has all tokens). With several names also each one's share of an epoch
-    by `weights`. `savings`: see `inspect_data`."""
-    encoder = TextEncoder.of(_reader(tokenizer, names), fetch=fetch_images)
-    vocabulary = None if model is None else read_config(model).get_text_config().vocab_size
-    how = {"token_cap": token_cap, "vocabulary": vocabulary, "savings": savings}
+    names, weights = options.files, options.data_weight
+    encoder = TextEncoder.of(_reader(options.tokenizer, names), fetch=options.fetch_images)
+    config = None if options.model is None else read_config(options.model).get_text_config()
+    cost = CostModel.paper_7b() if config is None else CostModel.from_config(config)
+    how = {"token_cap": options.token_cap, "vocabulary": config and config.vocab_size, "cost": cost}
     found = [inspect_data(open_source(name), encoder, **how) for name in names]
     pages = [*map(str, found), *([_epoch(found, weights)] if len(names) > 1 or weights else [])]
-    return "\n\n\n".join(pages), not any(each.tokens_outside for each in found)
+    print("\n\n\n".join(pages))
+    return int(any(each.tokens_outside for each in found))
 
 
 def _reader(tokenizer: str, names: Sequence[str]) -> Any:
@@ -204,11 +170,6 @@ def _epoch(files: Sequence[Inspection], weights: Sequence[float]) -> str:
             f"{found.data}, weight {weight:g}"
         )
     return "\n".join(lines)
-
-
-def _count_from(tokens: np.ndarray, first: int) -> int:
-    step = 1 << 20
-    return sum(int((tokens[at : at + step] >= first).sum()) for at in range(0, len(tokens), step))
 
 
 def _example(data: TokenizedDataset, encoder: TextEncoder) -> list[tuple[bool, str]]:

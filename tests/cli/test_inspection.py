@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from odc_triton.balance.cost import CostModel
 from odc_triton.cli.command import main
+from odc_triton.cli.inspection import inspect_data
 from odc_triton.data.dataset import DataOptions
-from odc_triton.data.inspection import inspect_data
 from odc_triton.data.records import DataError
 from odc_triton.data.sources import RecordFiles
 from tests.support.chats import CHATML, make_tokenizer
@@ -25,7 +26,7 @@ CHAT = {"messages": [{"role": "user", "content": "why"}, {"role": "assistant", "
 @given(records=RECORDS, cap=st.integers(2, 12))
 def test_counts_are_those_of_the_preparation(tmp_path_factory, records, cap):
     path = write_lines(tmp_path_factory.getbasetemp() / "inspect.jsonl", *records)
-    found = inspect_data(RecordFiles([path]), CHARACTERS, token_cap=cap, vocabulary=100)
+    found = inspect_data(RecordFiles([path]), CHARACTERS, token_cap=cap, cost=CostModel.paper_7b(), vocabulary=100)
     data = tokenize_file(path, CHARACTERS)
     assert found.lengths.tolist() == data.lengths.tolist()
     assert found.summary == data.summary
