@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..base.errors import DeadlineExceeded
 from ..engine.api import engine_of
-from ..engine.participant import StepPart
+from ..engine.minibatch import StepPart
 from .folder import Saving
 from .sharded import problem_of, raise_together
 from .steps import Checkpoints

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..base.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
 from ..engine.api import engine_of
-from ..engine.engine import Engine
+from ..engine.module import Engine
 from ..engine.parameter import ShardedParameter
 
 _SHOWN = 5  # names or differences that a message lists

@@ -16,7 +16,7 @@ from ..base.events import Event, EventLog
 from ..base.files import write_file
 from ..base.report import save_timelines
 from ..base.trace import excerpt, idle_of_ranks
-from ..engine.passes import tensors_in
+from ..engine.forward import tensors_in
 from .found import replace_comms
 
 _FILE = ".events.json"
