@@ -93,8 +93,7 @@ class Unit:
         reshard_after_forward: bool | None,
     ) -> None:
         self.name, self.module, self.slots, self.policy = name, module, slots, policy
-        self.passes = passes
-        self.is_root = name == ""
+        self.passes, self.is_root = passes, name == ""
         self.reshard_after_forward = reshard_after_forward
         storages = [slot.parameter.gathered for slot in slots if slot.parameter.gathered is not None]
         self.gathered: list[GatheredParameters] = list(dict.fromkeys(storages))
@@ -257,7 +256,6 @@ class Passes(Participant):
         self._owners = range(protocol.grid.first, protocol.grid.first + protocol.grid.shards)
         self.prefetch = Prefetch()
         self.count = 0
-        self._of_ranks: list[int] = []  # `count` of each rank at the last exit
         self.in_backward = False
         self._graph_is_kept = False  # the backward makes a graph, for its own backward
         self._forwards = 0  # units whose forward is running, nested ones included
@@ -308,14 +306,11 @@ class Passes(Participant):
         return self.count
 
     def settle(self, messages: list[int] | None) -> None:
-        self._of_ranks = messages or []
-
-    def reduced(self) -> None:
         protocol = self.protocol
-        if len(set(self._of_ranks)) > 1 and protocol.divides_by_ranks:
+        if len(set(messages or ())) > 1 and protocol.divides_by_ranks:
             protocol.warn_once(
                 "counts",
-                f"ranks ran {self._of_ranks} microbatches in minibatch {protocol.number} and gradients are divided by "
+                f"ranks ran {messages} microbatches in minibatch {protocol.number} and gradients are divided by "
                 f"the number of ranks; give tokens= to minibatch() and divide the loss by mb.tokens",
             )
 
