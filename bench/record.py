@@ -16,7 +16,7 @@ from odc_triton.base.events import Event, EventLog
 from odc_triton.base.files import write_file
 from odc_triton.base.report import save_timelines
 from odc_triton.base.trace import excerpt, idle_of_ranks
-from odc_triton.engine.passes import tensors_in
+from odc_triton.engine.forward import tensors_in
 from odc_triton.fsdp2.found import replace_comms
 
 _FILE = ".events.json"

@@ -29,7 +29,8 @@ from odc_triton.base.events import Event, EventLog
 from odc_triton.checkpoint.repeat import repeating
 from odc_triton.comm.layout import find_units
 from odc_triton.data.records import IGNORED
-from odc_triton.engine.api import engine_of, minibatch
+from odc_triton.engine.api import engine_of
+from odc_triton.engine.minibatch import minibatch
 from odc_triton.fsdp2.bridge import use_odc
 from odc_triton.fsdp2.found import replace_comms
 from odc_triton.hf import enable_packing, summed_loss

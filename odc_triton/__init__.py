@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from .base.errors import RankLost as RankLost
     from .base.errors import RanksDiffer as RanksDiffer
     from .checkpoint.repeat import repeating as repeating
-    from .engine.api import begin_minibatch as begin_minibatch
-    from .engine.api import end_minibatch as end_minibatch
     from .engine.api import full_parameters as full_parameters
-    from .engine.api import minibatch as minibatch
     from .engine.api import publish as publish
     from .engine.api import register_fsdp_forward_method as register_fsdp_forward_method
+    from .engine.minibatch import begin_minibatch as begin_minibatch
+    from .engine.minibatch import end_minibatch as end_minibatch
+    from .engine.minibatch import minibatch as minibatch
     from .fsdp2.bridge import use_odc as use_odc
     from .nn.head import divergence as divergence
     from .nn.head import log_probs as log_probs
@@ -39,14 +39,8 @@ if TYPE_CHECKING:
     from .sharding.footprint import memory_plan as memory_plan
     from .sharding.shard_module import fully_shard as fully_shard
 
-_API = (
-    "begin_minibatch",
-    "end_minibatch",
-    "full_parameters",
-    "minibatch",
-    "publish",
-    "register_fsdp_forward_method",
-)
+_CALLS = ("full_parameters", "publish", "register_fsdp_forward_method")
+_MINIBATCH = ("begin_minibatch", "end_minibatch", "minibatch")
 _ERRORS = (
     "DeadlineExceeded",
     "MinibatchFailed",
@@ -58,7 +52,8 @@ _ERRORS = (
     "RanksDiffer",
 )
 _HOME = {
-    **dict.fromkeys(_API, "engine.api"),
+    **dict.fromkeys(_CALLS, "engine.api"),
+    **dict.fromkeys(_MINIBATCH, "engine.minibatch"),
     **dict.fromkeys(_ERRORS, "base.errors"),
     "MixedPrecisionPolicy": "sharding.shard_module",
     "enable_split": "sequence.enable",

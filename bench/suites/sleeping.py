@@ -23,7 +23,8 @@ from torch import nn
 
 from odc_triton.balance.pieces import Piece, SplitPlan
 from odc_triton.base.events import total_s
-from odc_triton.engine.api import engine_of, minibatch
+from odc_triton.engine.api import engine_of
+from odc_triton.engine.minibatch import minibatch
 from odc_triton.sequence.buffers import KVBuffers, LayerShape
 from odc_triton.sequence.exchange import SequenceExchange, Span
 from odc_triton.sequence.layer import LayerSplit, RowsOfOthers

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..base.errors import DeadlineExceeded
 from ..engine.api import engine_of
-from ..engine.participant import StepPart
+from ..engine.minibatch import StepPart
 from .failures import problem_of, raise_together
 from .folder import Saving
 from .steps import Checkpoints

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..base.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
-from ..engine.engine import Engine
+from ..engine.module import Engine
 
 _SHOWN = 5  # names or differences that a message lists
 _KINDS = {kind.__name__: kind for kind in (CheckpointCorrupt, CheckpointDiffers)}

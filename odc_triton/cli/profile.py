@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..balance.collate import Pack
-    from ..engine.engine import Engine
+    from ..engine.module import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,8 @@ def _minibatch(model: nn.Module, optimizer: torch.optim.Optimizer, packs: list[P
     import torch
 
     from ..balance.collate import count_target_tokens, to_device
-    from ..engine.api import engine_of, minibatch
+    from ..engine.api import engine_of
+    from ..engine.minibatch import minibatch
     from ..hf import summed_loss
 
     device = engine_of(model).heap.device

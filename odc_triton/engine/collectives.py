@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .participant import Participant
+from .minibatch import Participant
 
 # The namespaces of collectives in `torch.ops`.
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")

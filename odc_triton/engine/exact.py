@@ -28,7 +28,7 @@ from odc_kernels.peers import ExactAdds, PeerShards
 
 from ..base.errors import MinibatchToRepeat, RanksDiffer
 from ..nn.operand import add_rows
-from .participant import Participant
+from .minibatch import Participant
 from .protocol import Protocol
 from .shard import HeapShard
 from .transport import Target

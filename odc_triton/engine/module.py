@@ -1,10 +1,13 @@
-"""The methods of a sharded module: each of FSDP2's `FSDPModule` works, is a documented no-op, or is refused."""
+"""A sharded module: the engine behind it, and its methods.
+
+Each method of FSDP2's `FSDPModule` works, is a documented no-op, or is refused.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -12,10 +15,86 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.tensor import DTensor
 
+from ..comm.barrier import Barrier
+from ..comm.replicas import Grid, Replicas
 from ..nn.operand import is_sharded
-from .engine import Engine
+from .collectives import NoCollectives
+from .exact import ExactSums
+from .forward import run_forward
+from .minibatch import RefusesDeterminism, Trained
 from .parameter import ShardedParameter
-from .unit import Unit
+from .protocol import Protocol
+from .transport import Transport
+from .unit import Passes, Unit
+
+_IN_ANY_ORDER = (
+    "torch.use_deterministic_algorithms(True) came after fully_shard, and this model's gradients are added in the "
+    "order of their arrival: set it before, or give fully_shard(model, exact=True)"
+)
+
+
+class Engine(Protocol):
+    """One sharded model on one rank: its units and parameters, which take part in the minibatch protocol.
+
+    `deterministic`: sums of gradients have the same bits in whatever order ranks add, by exact.py. `debug`: refuses
+    collectives inside a minibatch.
+    """
+
+    def __init__(
+        self,
+        *,
+        grid: Grid,
+        transport: Transport,
+        barrier: Barrier,
+        replicas: Replicas,
+        deterministic: bool,
+        debug: bool,
+    ) -> None:
+        super().__init__(grid=grid, transport=transport, barrier=barrier, replicas=replicas)
+        self.deterministic = deterministic
+        self.units: list[Unit] = []
+        self.parameters: list[ShardedParameter] = []  # those of `shards`, in their order
+        self.ignored: dict[int, nn.Parameter] = {}  # fully_shard's ignored_params, by id
+        self.attention: dict[str, float] = {}  # as in `nn.tuned.Tuned`, the same on all ranks
+        self.passes = Passes(self, units=self.units, parameters=self.parameters, ignored=self.ignored)
+        self.register(
+            *([NoCollectives()] if debug else []),
+            self.passes,
+            Trained(self.shards),
+            ExactSums(self.shards, self) if deterministic else RefusesDeterminism(_IN_ANY_ORDER),
+        )
+
+    def add(self, parameters: list[ShardedParameter]) -> None:
+        for parameter in parameters:
+            self.parameters.append(parameter)
+            self.shards.append(parameter.shard)
+            self.streams.watch(parameter.staging)
+            if parameter.trains:
+                parameter.listen(self.passes)
+
+    def absorb(self, inner: Engine) -> None:
+        """Takes over a submodule that was sharded before its root; its parameters stay where they are."""
+        for unit in inner.units:
+            unit.join(self.passes)
+            unit.module._odc_engine = self
+        self.units += inner.units
+        self.ignored |= inner.ignored
+        self.streams.join(inner.streams)
+        self.add(inner.parameters)
+        inner.optimizers.stop()
+
+    def name_parameters(self, root: nn.Module) -> None:
+        """Names every parameter as seen from the root."""
+        names = {id(value): name for name, value in root.named_parameters()}
+        for shard in self.shards:
+            shard.name = names[id(shard.sharded)]
+
+    def originals(self) -> Iterator[tuple[nn.Parameter, ShardedParameter]]:
+        """Parameters as they were before sharding, where something still holds them: a tie into this module."""
+        for parameter in self.parameters:
+            original = parameter.original() if parameter.original is not None else None
+            if original is not None:
+                yield original, parameter
 
 
 class DoneHandle:
@@ -149,7 +228,7 @@ class ODCModule:
     # ---- nn.Module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._odc_unit.run(super().__call__, args, kwargs)
+        return run_forward(self._odc_unit, super().__call__, args, kwargs)
 
     def __deepcopy__(self, memo: dict) -> NoReturn:
         raise TypeError("a sharded model can't be copied; build a second model and load full_parameters(model) into it")

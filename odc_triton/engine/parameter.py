@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from odc_kernels.staged import StagedWeight, Staging
 from ..nn.choice import TABLE, Entry
 from ..nn.operand import AddRows, handle_of, resolve
 from .gathered import GatheredParameters
-from .passes import Passes
+from .protocol import Protocol as MinibatchProtocol
 from .shard import HeapShard
 from .transport import Transport, Waits
 
@@ -39,6 +40,16 @@ def parameter_of_shard(shard: torch.Tensor) -> ShardedParameter | None:
     """The parameter of which optimizers see `shard`; None if it is not sharded. RuntimeError if its model is gone."""
     handle = getattr(shard, "_odc_shard_of", None)
     return None if handle is None else resolve(handle)
+
+
+class Backwards(Protocol):
+    """Where a parameter asks whether a gradient is allowed now: a model's passes."""
+
+    protocol: MinibatchProtocol
+
+    def gradient_comes(self) -> None: ...
+
+    def waited(self, name: str, waits: Waits) -> None: ...
 
 
 class Residency(Enum):
@@ -82,7 +93,7 @@ class ShardedParameter:
         self._rank = transport.heap.rank
         self._accumulation: Node | None = None  # autograd's node that its gradient reaches
         self._hook: Any = None
-        self._passes: weakref.ref[Passes] | None = None
+        self._passes: weakref.ref[Backwards] | None = None
         self.original: weakref.ref[nn.Parameter] | None = None  # what it was before sharding
 
     def versioned(self) -> tuple[torch.Tensor, ...]:
@@ -160,7 +171,7 @@ class ShardedParameter:
     def first_row(self, owner: int) -> int:
         return self.shard.rows[owner][0] if owner < self.shard.world else self.shard.rows[-1][1]
 
-    def listen(self, passes: Passes) -> None:
+    def listen(self, passes: Backwards) -> None:
         """Adds each gradient that a backward makes to the owners, and reports it to `passes`.
 
         By weak references: the garbage collector does not see into hooks of tensors, so a cycle through one would
@@ -179,7 +190,7 @@ class ShardedParameter:
         self._hook = self.leaf.register_post_accumulate_grad_hook(accumulated)
 
     @property
-    def passes(self) -> Passes | None:
+    def passes(self) -> Backwards | None:
         """Those of its engine; None if it does not train."""
         return None if self._passes is None else self._passes()
 
@@ -247,3 +258,29 @@ class ShardedParameter:
             # another.
             if self.leaf.requires_grad and self._accumulation is None:
                 self._accumulation = get_gradient_edge(self.leaf).node
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One place in the module tree where a parameter is registered. Tied parameters have several."""
+
+    module: nn.Module
+    attribute: str
+    parameter: ShardedParameter
+
+    def put(self, value: nn.Parameter) -> None:
+        # Modules such as nn.LSTM override __setattr__ to keep lists of their weights: they must see it.
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.attribute] = value
+        else:
+            setattr(self.module, self.attribute, value)
+
+
+def written_in_forward(root: nn.Module) -> set[tuple[int, str]]:
+    """(id of the module, attribute) of parameters that a forward writes, alike on all ranks: nn.Embedding(max_norm=…)
+    shortens rows in place. PEFT's wrapper of a bare parameter, as routers and experts have, registers a
+    parametrization, which sets the parameter to the storage that it has."""
+    modules = list(root.modules())
+    shortened = {(id(each), "weight") for each in modules if getattr(each, "max_norm", None) is not None}
+    wrappers = [each for each in modules if hasattr(each, "parameter_name") and hasattr(each, "get_base_layer")]
+    return shortened | {(id(each.get_base_layer()), each.parameter_name) for each in wrappers}

@@ -41,7 +41,7 @@ from ..base.errors import (
 from ..base.events import EventLog
 from ..comm.barrier import Barrier
 from ..comm.replicas import Grid, Replicas
-from .participant import Participant, Tokens
+from .minibatch import Participant, Tokens
 from .shard import Shard, Zeros, clear_gradients, copy_masters, reduce_gradients
 from .steps import Hyperparameters, OptimizerWatch, Publication
 from .transport import AllStreams, Transport

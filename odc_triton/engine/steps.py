@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..base.errors import RanksDiffer
 from ..comm.barrier import Barrier
 from ..comm.memory.heap import Status, SymmetricHeap
-from .participant import Participant
+from .minibatch import Participant
 from .shard import Shard
 
 COMPARED = ("lr", "momentum", "betas", "eps", "weight_decay")

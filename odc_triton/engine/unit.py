@@ -1,4 +1,4 @@
-"""A unit: a module whose parameters are whole together, while its forward or a backward runs.
+"""Units: modules whose parameters are whole together, and the passes for which they are.
 
 And which unit is prefetched: the one that came next in the last microbatch.
 
@@ -9,43 +9,25 @@ parameter, of its local shard, or of the whole tensor in a forward. They don't s
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Container, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils import _pytree as pytree
 
+from ..base.errors import describe
 from .gathered import GatheredParameters
-from .parameter import ShardedParameter
-from .participant import Participant
-from .passes import Passes, in_backward_pass, watch_end_of_backward
+from .minibatch import Participant
+from .parameter import ShardedParameter, Slot, written_in_forward
+from .protocol import Protocol
+from .transport import Waits
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One place in the module tree where a parameter is registered. Tied parameters have several."""
-
-    module: nn.Module
-    attribute: str
-    parameter: ShardedParameter
-
-    def put(self, value: nn.Parameter) -> None:
-        # Modules such as nn.LSTM override __setattr__ to keep lists of their weights: they must see it.
-        if type(self.module).__setattr__ is nn.Module.__setattr__:
-            self.module._parameters[self.attribute] = value
-        else:
-            setattr(self.module, self.attribute, value)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.to(dtype)
-    return value
+def in_backward_pass() -> bool:
+    """True while autograd runs a backward in this thread: a forward now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class Prefetch:
@@ -108,29 +90,27 @@ class Unit:
         slots: list[Slot],
         policy: MixedPrecisionPolicy,
         passes: Passes,
-        prefetch: Prefetch,
         reshard_after_forward: bool | None,
     ) -> None:
         self.name, self.module, self.slots, self.policy = name, module, slots, policy
-        self._passes, self._prefetch = passes, prefetch
-        self.is_root = name == ""
+        self.passes, self.is_root = passes, name == ""
         self.reshard_after_forward = reshard_after_forward
         storages = [slot.parameter.gathered for slot in slots if slot.parameter.gathered is not None]
         self.gathered: list[GatheredParameters] = list(dict.fromkeys(storages))
-        written = _written_in_forward(module)
+        written = written_in_forward(module)
         parameters = [slot.parameter for slot in slots if (id(slot.module), slot.attribute) not in written]
         self._only_read = [(tensor, parameter) for parameter in parameters for tensor in parameter.versioned()]
         self._versions: list[int] = []
-        self._uses = 0  # forwards of this unit that are running
+        self.uses = 0  # forwards of it that are running
         self._held = False  # by unshard()
         self._whole = False
         for slot in slots:
             slot.put(slot.parameter.sharded)
 
-    def join(self, passes: Passes, prefetch: Prefetch) -> None:
+    def join(self, passes: Passes) -> None:
         """A module around this one was sharded: it is no longer a root."""
         self.reset()
-        self._passes, self._prefetch, self.is_root = passes, prefetch, False
+        self.passes, self.is_root = passes, False
 
     def make_whole(self) -> None:
         if not self._whole:
@@ -140,7 +120,7 @@ class Unit:
 
     def make_sharded(self) -> None:
         """Back to DTensors, unless a forward, a backward or `unshard()` still needs the whole tensors."""
-        if self._whole and not (self._uses or self._held or self._passes.in_backward):
+        if self._whole and not (self.uses or self._held or self.passes.in_backward):
             self._whole = False
             for slot in self.slots:
                 slot.put(slot.parameter.sharded)
@@ -186,14 +166,14 @@ class Unit:
 
     def reset(self) -> None:
         """Forgets `unshard()`, and uses that an interrupt between two lines left open."""
-        if self._held or self._uses:
-            self._uses = 0
+        if self._held or self.uses:
+            self.uses = 0
             self.release()
 
     def fetch(self) -> None:
         """Starts filling the whole tensors."""
         for storage in self.gathered:
-            storage.fetch(self, self._passes.protocol.publication.number)
+            storage.fetch(self, self.passes.protocol.publication.number)
 
     def expire(self) -> None:
         """Makes the next fetch refill the whole tensors."""
@@ -207,7 +187,7 @@ class Unit:
 
     def let_go(self) -> None:
         """Frees the whole tensors, unless a forward or `unshard()` still needs them."""
-        if not (self._uses or self._held):
+        if not (self.uses or self._held):
             for storage in self.gathered:
                 storage.release(self)
 
@@ -220,86 +200,73 @@ class Unit:
     def _reshards_after_forward(self) -> bool:
         return not self.is_root if self.reshard_after_forward is None else self.reshard_after_forward
 
-    def _own(self, value: Any) -> Any:
-        """Copies an output that is a view of a parameter, whose memory will be freed."""
-        if isinstance(value, torch.Tensor) and any(storage.holds(value) for storage in self.gathered):
-            return value.clone()
-        return value
+    def forward_begins(self) -> None:
+        self.passes.forward_begins()
+        with self.passes.prefetch.lock:
+            self.uses += 1
 
-    def _backward_begins(self) -> None:
-        self._prefetch.needs(self, in_backward=True)
+    def prepare(self) -> None:
+        """Puts whole tensors into their places. Raises RuntimeError if a parameter was replaced or edited."""
+        with self.passes.prefetch.lock:  # else another thread would find it whole before all places are
+            self.check_places()
+            self.make_whole()
+        if self.passes.protocol.is_open:
+            self.refuse_edits()
 
-    def _backward_ends(self) -> None:
-        if not torch.is_grad_enabled():  # else it makes a graph, whose own backward needs the parameters again
-            self.let_go()
-
-    def run(self, call: Callable, args: tuple, kwargs: dict) -> Any:
-        """`call(*args, **kwargs)` as a forward of this unit, with its parameters whole.
-
-        It wraps the module's `__call__` rather than using forward hooks, which an interrupt would skip.
-        """
-        self._passes.forward_begins()
-        with self._prefetch.lock:
-            self._uses += 1
-        try:
-            with self._prefetch.lock:  # else another thread would find it whole before all places are
-                self.check_places()
-                self.make_whole()
-            if self._passes.protocol.is_open:
-                self.refuse_edits()
-            dtype = self.policy.param_dtype
-            if dtype is not None and self.policy.cast_forward_inputs:
-                args, kwargs = pytree.tree_map(lambda value: _cast(value, dtype), (args, kwargs))
-            if self.gathered:
-                self._prefetch.needs(self, in_backward=in_backward_pass())
-                if torch.is_grad_enabled() and self._uses == 1:
-                    args, values = watch_end_of_backward(self._backward_ends, (args, tuple(kwargs.values())))
-                    kwargs = dict(zip(kwargs, values, strict=True))
-            output = call(*args, **kwargs)
-            if self.policy.output_dtype is not None:
-                output = pytree.tree_map(lambda value: _cast(value, self.policy.output_dtype), output)
-            if self.gathered:
-                output = pytree.tree_map(self._own, output)
-            watched = self._passes.watch_backward(output, self._backward_begins if self.gathered else None)
-        except BaseException as error:
-            self._leave(error, backward_follows=in_backward_pass())  # a recomputation may stop early by an exception
-            raise
-        self._leave(None, backward_follows=watched)
-        return output
-
-    def _leave(self, error: BaseException | None, *, backward_follows: bool) -> None:
-        with self._prefetch.lock:
-            self._uses -= 1
+    def forward_ends(self, error: BaseException | None, *, backward_follows: bool) -> None:
+        with self.passes.prefetch.lock:
+            self.uses -= 1
             # After a recomputation its backward follows at once.
             if not (backward_follows and (in_backward_pass() or not self._reshards_after_forward)):
                 self.make_sharded()
                 self.let_go()
-        self._passes.forward_ends(error)
+        self.passes.forward_ends(error)
 
-    def wrap_method(self, method: Callable) -> Callable:
-        """`method` of the module, run as if it were its forward."""
+    def backward_begins(self) -> None:
+        self.passes.prefetch.needs(self, in_backward=True)
 
-        @functools.wraps(method)
-        def as_forward(*args: Any, **kwargs: Any) -> Any:
-            return self.run(method, args, kwargs)
-
-        return as_forward
+    def backward_ends(self) -> None:
+        if not torch.is_grad_enabled():  # else it makes a graph, whose own backward needs the parameters again
+            self.let_go()
 
 
-class Units(Participant):
-    """A model's units and parameters between the entry and the exit. Some may be added later.
+class Passes(Participant):
+    """A model's forwards and backwards, as its units and parameters report them; `count`: microbatches ended in this
+    minibatch.
 
-    `ignored`: the `ignored_params` of `fully_shard`, by id.
+    A forward outside of a minibatch waits for what the owners publish; a backward there is refused. What can't end
+    correctly fails the minibatch. Each microbatch checks that the ranks of this replica are alive, so that a death
+    is known long before the exit.
     """
 
-    name = "units"
+    name = "microbatches"
 
     def __init__(
-        self, units: Sequence[Unit], parameters: Sequence[ShardedParameter], ignored: dict[int, nn.Parameter]
+        self,
+        protocol: Protocol,
+        *,
+        units: Sequence[Unit] = (),
+        parameters: Sequence[ShardedParameter] = (),
+        ignored: Container[int] = (),
     ) -> None:
-        self._units, self._parameters, self._ignored = units, parameters, ignored
+        """`units` and `parameters`: all of the model, also those added later; none where FSDP2 has them. `ignored`: the
+        ids of `fully_shard`'s `ignored_params`.
+        """
+        self.protocol, self._units, self._parameters, self._ignored = protocol, units, parameters, ignored
+        self._owners = range(protocol.grid.first, protocol.grid.first + protocol.grid.shards)
+        self.prefetch = Prefetch()
+        self.count = 0
+        self.in_backward = False
+        self._graph_is_kept = False  # the backward makes a graph, for its own backward
+        self._forwards = 0  # units whose forward is running, nested ones included
+        self._forward_start_s = self._backward_start_s = 0.0
+        self._loss_start_s: float | None = None  # a forward ended there and its backward has not begun
+
+    # ------------------------------------------------------------------ the minibatch
 
     def entry(self, given: None) -> None:
+        if self.in_forward:
+            raise RuntimeError("a minibatch can't begin inside a forward of the model")
         for unit in self._units:
             unit.check_places()
         self._refuse_added()
@@ -318,22 +285,124 @@ class Units(Participant):
                     )
 
     def opened(self) -> None:
+        self.count = 0
         for unit in self._units:
             unit.expire()
             unit.watch_edits()
 
     def leave(self) -> None:
+        """Does not wait for passes that have not ended."""
+        if self.in_backward:
+            self._stop_early()
+        else:
+            self._stop_backward()
+        self._forwards = 0
         for unit in self._units:
             unit.reset()
         for unit in self._units:
             unit.refuse_edits()
 
+    def exit(self) -> int:
+        return self.count
 
-def _written_in_forward(root: nn.Module) -> set[tuple[int, str]]:
-    """(id of the module, attribute) of parameters that a forward writes, alike on all ranks: nn.Embedding(max_norm=…)
-    shortens rows in place. PEFT's wrapper of a bare parameter, as routers and experts have, registers a
-    parametrization, which sets the parameter to the storage that it has."""
-    modules = list(root.modules())
-    shortened = {(id(each), "weight") for each in modules if getattr(each, "max_norm", None) is not None}
-    wrappers = [each for each in modules if hasattr(each, "parameter_name") and hasattr(each, "get_base_layer")]
-    return shortened | {(id(each.get_base_layer()), each.parameter_name) for each in wrappers}
+    def settle(self, messages: list[int] | None) -> None:
+        protocol = self.protocol
+        if len(set(messages or ())) > 1 and protocol.divides_by_ranks:
+            protocol.warn_once(
+                "counts",
+                f"ranks ran {messages} microbatches in minibatch {protocol.number} and gradients are divided by "
+                f"the number of ranks; give tokens= to minibatch() and divide the loss by mb.tokens",
+            )
+
+    # ------------------------------------------------------------------ forwards and backwards
+
+    @property
+    def in_forward(self) -> bool:
+        return self._forwards > 0
+
+    def forward_begins(self) -> None:
+        protocol = self.protocol
+        self._forwards += 1
+        if self._forwards > 1 or in_backward_pass():  # a nested unit, or a recomputation of checkpointing
+            return
+        if self.in_backward:
+            self._stop_early()
+        try:
+            if protocol.is_open:
+                protocol.events.microbatch = self.count
+                protocol.require_alive(self._owners, f"the shards of all ranks in minibatch {protocol.number}")
+            else:
+                protocol.publication.wait_readable()
+        except BaseException:
+            self._forwards -= 1
+            raise
+        protocol.streams.computes_here()
+        self._forward_start_s = time.monotonic()
+
+    def forward_ends(self, error: BaseException | None) -> None:
+        protocol = self.protocol
+        self._forwards -= 1
+        if self._forwards or in_backward_pass():
+            return
+        now_s = time.monotonic()
+        protocol.events.add("forward", self._forward_start_s, now_s)
+        backward_follows = protocol.is_open and torch.is_grad_enabled() and error is None
+        self._loss_start_s = now_s if backward_follows else None
+        if not backward_follows:
+            self.prefetch.microbatch_ends()
+        if error is not None:
+            if protocol.is_open:
+                protocol.fail(describe(error))
+        elif not protocol.is_open:
+            protocol.streams.drain("reading the parameters")
+            protocol.publication.check_not_torn()
+
+    def backward_begins(self, number: int | None) -> None:
+        """A backward of a forward in minibatch `number` is running; None: of one outside of minibatches."""
+        protocol = self.protocol
+        self._graph_is_kept = torch.is_grad_enabled()
+        if self.in_backward:
+            return
+        protocol.refuse_in_child("a backward")
+        if not protocol.is_open:
+            raise RuntimeError("backward outside of a minibatch: put it into `with minibatch(model):`")
+        if number != protocol.number:
+            protocol.fail("a backward belonged to a forward outside of the minibatch")
+            raise RuntimeError(
+                f"this backward belongs to a forward outside of minibatch {protocol.number}: the parameters have "
+                f"changed since. Run forward and backward of a microbatch in one minibatch."
+            )
+        self.in_backward = True
+        self._backward_start_s = time.monotonic()
+        if self._loss_start_s is not None:
+            protocol.events.add("forward", self._loss_start_s, self._backward_start_s, label="loss")
+            self._loss_start_s = None
+        for unit in self._units:  # checkpointing may recompute any part of any unit
+            unit.make_whole()
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def gradient_comes(self) -> None:
+        """A backward has made a gradient. Raises RuntimeError if none is allowed now."""
+        self.backward_begins(self.protocol.number)
+
+    def waited(self, name: str, waits: Waits) -> None:
+        """Adding the gradient of `name` had to wait for other ranks at these times."""
+        for start_s, end_s in waits:
+            self.protocol.events.add("wait", start_s, end_s, label=f"lock of {name}")
+
+    def _backward_ends(self) -> None:
+        self.protocol.events.add("backward", self._backward_start_s, time.monotonic())
+        self.count += 1
+        self._stop_backward()
+
+    def _stop_early(self) -> None:
+        self.protocol.fail("a backward began and did not end")
+        self._stop_backward()
+
+    def _stop_backward(self) -> None:
+        self.in_backward = False
+        self.prefetch.microbatch_ends()
+        for unit in self._units:
+            unit.make_sharded()
+            if not self._graph_is_kept:
+                unit.let_go()

@@ -21,10 +21,11 @@ from ..base.deadlines import Timeout, timedelta_of
 from ..comm.barrier import Barrier
 from ..comm.layout import Plan, place_regions
 from ..comm.replicas import Grid, Replicas, grid_of
-from ..engine.participant import Participant, RefusesDeterminism, Trained
-from ..engine.passes import Passes
+from ..engine.forward import watch_backward
+from ..engine.minibatch import Participant, RefusesDeterminism, Trained
 from ..engine.protocol import Protocol
 from ..engine.transport import Streams, Transport
+from ..engine.unit import Passes
 from ..sharding.agree import AGREEING, agree, all_came, open_barrier, open_heap, refusing, require_module
 from ..sharding.backend import Backend, backend_of
 from ..sharding.collect import dtype_name
@@ -129,7 +130,7 @@ class BridgedEngine(Protocol):
         replicas: Replicas,
     ) -> None:
         super().__init__(grid=grid, transport=transport, barrier=barrier, replicas=replicas)
-        self.passes = Passes(self, owners=range(grid.first, grid.first + grid.shards))
+        self.passes = Passes(self)
         zeros = ReducedZeros()
         self.bridged = [
             BridgedUnit(
@@ -204,7 +205,7 @@ class FsdpModules(Participant):
             running.pop()
             error = sys.exc_info()[1] if output is None else None
             if error is None:
-                passes.watch_backward(output, check_sync)
+                watch_backward(passes, output, check_sync)
             passes.forward_ends(error)
             if not (passes.in_forward or self._engine.is_open):
                 self._evaluated(error)

@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm.layout import Region
 from ..comm.memory.heap import SymmetricHeap
-from ..engine.passes import Passes
 from ..engine.shard import PendingGradient, Shard
 from ..engine.transport import Target, Transport
+from ..engine.unit import Passes
 from .found import FsdpParameter, FsdpUnit
 
 

@@ -39,7 +39,7 @@ from ..balance.packing import best_fit_decreasing
 from ..balance.pieces import Entry, number_of
 from ..balance.relatives import find_relatives
 from ..data.records import IGNORED
-from ..engine.api import minibatch
+from ..engine.minibatch import minibatch
 from ..nn.head import log_probs
 from .enable import innermost, refuse_unpacked, takes_branches
 from .grpo_rows import AssignedRows, Row, assign_rows, batch_of, counted, in_bonus, rows_of, share_packs

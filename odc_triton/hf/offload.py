@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from ..engine.api import engine_of
+from ..engine.minibatch import Participant
 from ..engine.module import plain_class
-from ..engine.participant import Participant
 from ..engine.transport import Streams
 
 

@@ -22,7 +22,7 @@ from ..balance.collate import PackedDataset, pack_collate
 from ..balance.pieces import number_of
 from ..balance.relatives import find_relatives
 from ..data.records import IGNORED
-from ..engine.api import minibatch
+from ..engine.minibatch import minibatch
 from .enable import innermost, refuse_unpacked, takes_branches
 from .trainer import ODCTrainer
 from .trl_metrics import alone, append_merged, check_given

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ..balance.collate import Pack
 from ..engine.api import engine_of
-from ..engine.participant import Participant
+from ..engine.minibatch import Participant
 from ..nn.head import FusedLogits, divergence
 from ..sequence.exchange import SequenceExchange
 from .loss import frozen_logits

@@ -37,7 +37,8 @@ from ..checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
 from ..checkpoint.dcp import METADATA
 from ..checkpoint.folder import load_checkpoint, write_checkpoint
 from ..checkpoint.repeat import repeating
-from ..engine.api import engine_of, minibatch
+from ..engine.api import engine_of
+from ..engine.minibatch import minibatch
 from ..nn.operand import is_sharded
 from ..sharding.shard_module import fully_shard
 from .enable import enable_packing, refuse_prompt_learning

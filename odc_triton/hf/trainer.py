@@ -21,7 +21,7 @@ from ..balance import MinibatchSampler
 from ..balance.collate import count_target_tokens
 from ..balance.strategies import assign_one
 from ..balance.tower import TowerCost
-from ..engine.api import minibatch
+from ..engine.minibatch import minibatch
 from .chunks import compute_in_chunks
 from .enable import ATTENTION_NAME, innermost, is_packed
 from .images import sees_pictures, trains_tower

@@ -20,7 +20,7 @@ from ..balance.pieces import Entry, SplitPlan, named
 from ..balance.relatives import find_relatives
 from ..base.errors import GenerationAborted, RolloutStopped
 from ..comm.launch import Interrupted
-from ..engine.participant import Participant
+from ..engine.minibatch import Participant
 from .generation import SamplingOptions
 from .learned import Learned
 from .objective import advantages

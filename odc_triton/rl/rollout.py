@@ -25,7 +25,7 @@ from ..balance.queue import Counter
 from ..base.errors import TRACEBACK, GenerationFailed, RolloutFailed, describe
 from ..base.events import ELSEWHERE
 from ..comm.launch import Interrupted
-from ..engine.engine import Engine
+from ..engine.module import Engine
 from .generation import CompletionEngine, Request, Sampled, SamplingOptions
 from .prompts import Prompt
 from .rewards import RewardFailed, Rewards

@@ -27,9 +27,9 @@ import torch
 from ..balance.pieces import Piece, PlannedPiece, Read, SplitPlan
 from ..base.errors import RanksDiffer
 from ..comm.replicas import Grid
-from ..engine.participant import Participant
-from ..engine.passes import in_backward_pass
+from ..engine.minibatch import Participant
 from ..engine.transport import Streams
+from ..engine.unit import in_backward_pass
 from .buffers import KEYS, RUN_TOKENS, VALUES, Flag
 from .fetched import Fetched, Rows, SharedRows
 from .sync import HostSync, OwnFlag, Wait

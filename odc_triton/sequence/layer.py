@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..balance.pieces import Piece, Read
-from ..engine.passes import in_backward_pass
+from ..engine.unit import in_backward_pass
 from .attention import Pair, RowsBefore, by_head, by_token
 from .exchange import SequenceExchange, Span
 

@@ -13,8 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..comm.layout import EXACT, ParameterSpec, find_units
-from ..engine.engine import Engine
-from ..engine.module import ODCModule
+from ..engine.module import Engine, ODCModule
 from ..engine.parameter import ShardedParameter, has_gradient_hooks
 from ..nn.choice import Entry
 from ..nn.operand import ReadsOnDemand

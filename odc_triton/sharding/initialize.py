@@ -23,8 +23,7 @@ from ..comm.layout import place_regions
 from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
 from ..comm.replicas import Replicas
 from ..engine.module import ODCModule
-from ..engine.parameter import Residency, ShardedParameter
-from ..engine.unit import Slot
+from ..engine.parameter import Residency, ShardedParameter, Slot
 from .agree import all_came, look_for, refusing
 from .collect import FoundParameter, dtype_name
 

@@ -23,15 +23,14 @@ from ..base.deadlines import Timeout, timedelta_of
 from ..comm.layout import Plan, make_plan
 from ..comm.memory.heap import SymmetricHeap
 from ..comm.replicas import Grid, Replicas, grid_of, refuse_mesh
-from ..engine.engine import Engine
 from ..engine.exact import ExactTarget
 from ..engine.gathered import GatheredParameters
-from ..engine.module import ODCModule
+from ..engine.module import Engine, ODCModule
 from ..engine.module import attach as attach_unit
-from ..engine.parameter import ShardedParameter
+from ..engine.parameter import ShardedParameter, Slot
 from ..engine.shard import HeapShard
 from ..engine.transport import Streams, Target, Transport
-from ..engine.unit import Slot, Unit
+from ..engine.unit import Unit
 from ..nn.tuned import Tuned
 from .agree import AGREEING, agree, default_mesh, open_barrier, open_heap, refusing, require_module
 from .backend import Backend, backend_of
@@ -225,7 +224,6 @@ def _attach(
             slots=slots,
             policy=policy,
             passes=engine.passes,
-            prefetch=engine.prefetch,
             reshard_after_forward=None if reshard_after_forward is None else bool(reshard_after_forward),
         )
         attach_unit(owner, unit, engine)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..engine.engine import Engine
-from ..engine.participant import StepPart
+from ..engine.minibatch import StepPart
+from ..engine.module import Engine
 
 
 def own_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:

@@ -18,7 +18,8 @@ from ..balance.relatives import find_relatives
 from ..balance.split import assign_split, readable_tokens
 from ..base.errors import RolloutStopped
 from ..checkpoint.repeat import Replayable
-from ..engine.api import engine_of, minibatch
+from ..engine.api import engine_of
+from ..engine.minibatch import minibatch
 from ..hf.enable import innermost, takes_branches
 from ..hf.loss import NO_ROUTER_LOSS, refuse_router_loss
 from ..hf.reference import Reference

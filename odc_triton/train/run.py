@@ -19,7 +19,7 @@ from ..base.errors import MinibatchToRepeat
 from ..base.events import Event, total_s
 from ..checkpoint.repeat import repeating
 from ..engine.api import engine_of
-from ..engine.participant import StepPart
+from ..engine.minibatch import StepPart
 from ..hf.reference import Teacher
 from .agreement import StepSums, clip, own_gradients, square_norm, sum_up
 from .metrics import Metrics

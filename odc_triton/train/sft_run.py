@@ -22,7 +22,8 @@ from ..balance.strategies import assign_one
 from ..checkpoint.repeat import Replayable
 from ..data.dataset import Samples
 from ..data.order import Mix
-from ..engine.api import engine_of, minibatch
+from ..engine.api import engine_of
+from ..engine.minibatch import minibatch
 from ..hf import summed_losses
 from ..hf.loss import router_predictions
 from ..hf.pack_loader import tower_costs

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 
 from ..base.signals import StopRequest
-from ..engine.participant import StepPart
+from ..engine.minibatch import StepPart
 
 
 class StopSignal(StepPart):

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from odc_triton import full_parameters, fully_shard, minibatch
-from odc_triton.engine.unit import Prefetch, Slot
+from odc_triton.engine.parameter import Slot
+from odc_triton.engine.unit import Prefetch
 from tests.support import ranks
 from tests.support.blocks import Residual, filled
 from tests.support.place import DEVICE, INTERPRETED

@@ -10,7 +10,7 @@ from torch import nn
 
 from odc_triton import fully_shard, minibatch
 from odc_triton.base.errors import OdcError, RanksDiffer
-from odc_triton.engine.participant import Participant
+from odc_triton.engine.minibatch import Participant
 from tests.support import ranks
 
 

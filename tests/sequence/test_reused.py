@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from odc_triton import enable_split, fully_shard
 from odc_triton.engine.api import engine_of
-from odc_triton.engine.passes import in_backward_pass
+from odc_triton.engine.unit import in_backward_pass
 from odc_triton.sequence.attention import Pair
 from odc_triton.sequence.buffers import LayerShape, slots_of
 from odc_triton.sequence.layer import RowsOfOthers

@@ -25,7 +25,7 @@ def add_to_each_other() -> None:
     import torch
     from torch import nn
 
-    from ...engine.api import minibatch
+    from ...engine.minibatch import minibatch
     from ...sharding.shard_module import fully_shard
 
     backend = "cuda" if torch.cuda.device_count() > 1 else "cpu"

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ...engine.api import engine_of, minibatch
+from ...engine.api import engine_of
+from ...engine.minibatch import minibatch
 from ...nn.choice import Choice, Entry, as_choice
 from ...sharding.shard_module import fully_shard
 from .workload import Workload

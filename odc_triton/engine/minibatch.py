@@ -1,4 +1,5 @@
-"""A feature's part in the minibatch protocol: what it sends at the barriers, and what follows from all messages.
+"""A minibatch, as a training loop opens it, and as features take part in it: what they send at its two barriers, and
+what follows from all messages.
 
 And the parts that every engine has: target tokens, which parameters train, the order of additions.
 """
@@ -6,15 +7,94 @@ And the parts that every engine has: target tokens, which parameters train, the 
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import sys
 from collections.abc import Iterator, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..base.errors import RanksDiffer
 from .shard import Shard
+
+
+def protocol_of(module: nn.Module) -> Any:
+    """The `Protocol` behind a module that `fully_shard` or `use_odc` returned."""
+    if (protocol := getattr(module, "_odc_engine", None)) is None:
+        raise TypeError(
+            f"{type(module).__name__} is not sharded: call fully_shard(model) first, and give what it returns"
+        )
+    return protocol
+
+
+class minibatch:
+    """One optimizer step's microbatches of this rank, any number of them.
+
+        with minibatch(model, tokens=count(packs)) as mb:
+            for pack in packs:
+                (summed_loss(model, pack) / mb.tokens).backward()
+
+    `tokens`: this rank's target tokens; `mb.tokens` is then their sum over all ranks and gradients are summed.
+    Without it gradients are divided by the world size, as FSDP2 does, and `mb.tokens` raises RuntimeError. Give it
+    on all ranks or on none. `split`: `packs.split`, the plan of packs that hold pieces of sequences (`enable_split`).
+
+    Enter: waits until every rank's parameters are readable and its gradient shards are zero. Exit: waits until
+    every rank's gradients are reduced; `p.grad` is then this rank's shard of the sum, or None on all ranks if no
+    rank touched p. Inside, ranks never wait for each other.
+
+    Raises MinibatchFailed on every rank if a microbatch raised on any; RankLost if a peer's process is gone;
+    DeadlineExceeded if a live peer is later than the `timeout` of fully_shard.
+    """
+
+    def __init__(self, model: nn.Module, tokens: int | None = None, *, split: Any = None) -> None:
+        self._engine = protocol_of(model)
+        self._given = {"tokens": tokens, "split": split}
+        self._tokens: int | None = None
+        self.index: int | None = None  # the number of this minibatch, from 0, the same on every rank
+
+    def __enter__(self) -> minibatch:
+        self._engine.begin(**self._given)
+        self._tokens, self.index = self._engine.tokens.total, self._engine.number
+        return self
+
+    @property
+    def tokens(self) -> int:
+        """The target tokens of all ranks together. Raises RuntimeError if no rank gave its own, or before entry."""
+        if self._tokens is None:
+            raise RuntimeError(
+                "mb.tokens is not known: give this rank's number of target tokens, minibatch(model, tokens=…), and "
+                "read it inside the `with` block"
+            )
+        return self._tokens
+
+    def divide_by(self, number: float) -> None:
+        """Divides the sums of the gradients by `number`, above 0, at the exit: for a mean whose denominator is known
+        only inside. Call it there, on all ranks, with the same number. Raises ValueError for 0 or less, RuntimeError
+        outside.
+        """
+        if self._engine.number != self.index or not self._engine.is_open:
+            raise RuntimeError("divide_by outside of its minibatch: call it inside of the `with` block")
+        if not 0 < number < math.inf:
+            raise ValueError(f"divide_by has {number!r}; give a finite number above 0")
+        self._engine.tokens.late_divisor = float(number)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._engine.end(error)
+
+
+def begin_minibatch(model: nn.Module, tokens: int | None = None, *, split: Any = None) -> minibatch:
+    """Enters a minibatch where a `with` block can't be used; `end_minibatch(model)` leaves it."""
+    return minibatch(model, tokens, split=split).__enter__()
+
+
+def end_minibatch(model: nn.Module, error: BaseException | None = None) -> None:
+    """Leaves the minibatch that `begin_minibatch` entered. `error`: what a microbatch raised, if anything."""
+    protocol_of(model).end(error)
 
 
 class Participant:
