@@ -31,27 +31,6 @@ def test_every_marked_number_is_in_its_file():
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "1.57<!--a.json:split/ratio--> times",
-        "**1.6x**<!--a.json:split/ratio-->",
-        "needs 1.57 times (1.50 to 1.65)<!--a.json:split--> our time",
-        "| 1.57 | 1.50 to 1.65<!--a.json:split--> |",
-        "1.57<!--a.json:split/ratio--> (95%\ninterval 1.50 to 1.65)<!--a.json:split-->",
-        "21%<!--a.json:mean(idle / all)-->, 33<!--a.json:idle / all/2-->%",
-        "1,234,567<!--a.json:tokens-->, 1.23<!--a.json:tokens *1e-6--> M",
-        "–2.1%<!--a.json:off-->",
-        "1.6<!--a.json:min(rows/way=ODC/s)-->, 4.6<!--a.json:sum(rows/*/s)-->, 1.0<!--a.json:rows/2/s-->",
-        "1.25 to 1.25<!--a.json:min(rows/0/s // rows/way=ODC/s)-->",
-        "8.07<!--not recorded: by an older commit--> GB, `1.50 to 1.65`\n```\n1.50 to 1.65\n```\n",
-        "versions 3.6 to 3.9 <!-- begin: a table -->",
-    ],
-)
-def test_right(results, text):
-    assert results(text) == []
-
-
-@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("\n1.56<!--a.json:split/ratio-->", "a.md:2: '1.56'<!--a.json:split/ratio-->: 1.56 should be 1.57"),
