@@ -150,8 +150,8 @@ def test_split_samples_train_as_whole_ones(tmp_path: Path) -> None:
     assert split.losses == pytest.approx(whole.losses, rel=1e-5)
 
 
-def _report(tmp_path: Path, *, repeats: int, waited_s: float) -> dict:
-    """As if every variant took its pace. `repeats`, `waited_s`: of the last minibatch, in split ODC's turn."""
+def _report(tmp_path: Path) -> dict:
+    """As if every variant took its pace, on a quiet machine."""
     count = WARM_UP + 6
     work = Work(
         dataset=cut_text(tmp_path / "data.npz", (3, 4)), config=CONFIG, minibatches=[[0, 1]] * count, token_cap=128
@@ -161,8 +161,7 @@ def _report(tmp_path: Path, *, repeats: int, waited_s: float) -> dict:
     for kind, seconds in pace.items():
         result = Measured(name=kind.name, balance=kind.balance, seconds=[seconds] * count, losses=[3.0, 2.0] * count)
         result.step_seconds, result.microbatches = [0.1] * count, [[2, 2]] * count
-        result.waited_s = [[0.0, 0.0]] * (count - 1) + [[0.0, waited_s if kind is OdcSplit else 0.0]]
-        result.repeats = [0] * (count - 1) + [repeats]
+        result.waited_s, result.repeats = [[0.0, 0.0]] * count, [0] * count
         result.events = [
             Event(rank=rank, kind=what, start_s=k * 10 + a, end_s=k * 10 + b, minibatch=k)
             for k in range(count)
@@ -175,7 +174,7 @@ def _report(tmp_path: Path, *, repeats: int, waited_s: float) -> dict:
 
 
 def test_report_says_what_was_measured(tmp_path: Path) -> None:
-    report = _report(tmp_path, repeats=0, waited_s=0.0)
+    report = _report(tmp_path)
     assert report["speedup_vs_fsdp2"]["ratio"] == pytest.approx(2.0 / 1.2)
     assert report["speedup_vs_fastest"]["name"] == Fsdp2NoReshard.name
     assert report["speedup_vs_fastest"]["ratio"] == pytest.approx(1.5 / 1.2)
