@@ -54,22 +54,6 @@ def test_labels_default_to_the_input_and_targets_are_counted():
     assert count_target_tokens([]) == 0
 
 
-def test_a_models_loss_over_a_pack_sums_the_counted_targets_of_each_document_alone():
-    """transformers shifts labels itself: no target may be predicted from the document before."""
-    logits = torch.randn(1, 9, 11, generator=torch.Generator().manual_seed(0))
-    documents = [{"input_ids": [1, 2, 3, 4]}, {"input_ids": [5, 6, 7, 8, 9]}]
-
-    def summed(logits, labels):  # as transformers' ForCausalLMLoss: labels move one place to the left
-        shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
-        return torch.nn.functional.cross_entropy(logits[0], shifted[0], reduction="sum")
-
-    (packed,) = pack_collate([documents])
-    alone = [pack_collate([[document]])[0] for document in documents]
-    expected = summed(logits[:, :4], alone[0]["labels"]) + summed(logits[:, 4:], alone[1]["labels"])
-    torch.testing.assert_close(summed(logits, packed["labels"]), expected)
-    assert count_target_tokens([packed]) == count_target_tokens(alone) == 3 + 4
-
-
 @pytest.mark.parametrize("balance", ["mini", "global"])
 def test_a_dataloader_goes_end_to_end(balance):
     """Every token of every sample arrives once, whole and under the cap, over both ranks."""

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
 from odc_triton.nn import Embedding, Linear
-from odc_triton.nn.functional import embedding, linear, qkv, token_divergence, token_log_probs
+from odc_triton.nn.functional import embedding, linear, qkv, token_log_probs
 from odc_triton.nn.functional.qkv import HeadNorm
 from tests.support import ranks, slow
 
@@ -242,42 +242,11 @@ def _heads(backends: str) -> dict[str, Case]:
     return cases
 
 
-def _plain_divergence(
-    p: dict[str, torch.Tensor], h: torch.Tensor, teacher_h: torch.Tensor, beta: float, scales: tuple[float, float]
-) -> torch.Tensor:
-    log_p, log_q = (
-        (scale * each @ p[name].T).log_softmax(-1)
-        for each, name, scale in zip((h, teacher_h), ("weight", "teacher"), scales, strict=True)
-    )
-    log_m = ((1 - beta) * log_p.exp() + beta * log_q.exp()).log()
-    of_teacher, of_student = ((each.exp() * (each - log_m)).sum(-1) for each in (log_q, log_p))
-    return (beta or 1) * of_teacher + ((1 - beta) or 1) * of_student
-
-
-def _divergences(backends: str) -> dict[str, Case]:
-    """A teacher of another width; one with more words than ranks, one with fewer."""
-    cases = {}
-    for choice in backends.split():
-        for v, d, beta, scales in ((7, 5, 0.0, (1.0, 1.0)), (2, 16, 1.0, (0.5, 1.0)), (130, 8, 0.3, (2.0, 0.5))):
-            batches = [(_x(*lead, d), _x(*lead, d + 3, trains=False)) for lead in ((5,), (2, 3), (0,), (1,), ())]
-            batches.append((_x(3, d, trains=False), _x(3, d + 3, trains=False)))
-            how = {"beta": beta, "scale": scales[0], "teacher_scale": scales[1], "choice": choice}
-            cases[f"{choice}, {v}x{d}"] = Case(
-                shapes={"weight": (v, d), "teacher": (v, d + 3)},
-                ours=lambda p, h, t, how=how: token_divergence(h, p["weight"], t, p["teacher"], **how),
-                plain=lambda p, h, t, beta=beta, scales=scales: _plain_divergence(p, h, t, beta, scales),
-                batches=batches,
-                frozen=("teacher", "weight") if d == 16 else ("teacher",),
-            )
-    return cases
-
-
 TABLES = {
     "linear": _linears,
     "embedding": _embeddings,
     "qkv": _qkvs,
     "log_probs": _heads,
-    "divergence": _divergences,
 }
 
 
