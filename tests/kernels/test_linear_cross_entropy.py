@@ -293,32 +293,6 @@ def test_what_lies_behind_a_chunk_is_not_seen(count: int, garbage: float) -> Non
     assert unwritten.all(), "rows behind the last token were written"
 
 
-def test_addresses_past_two_to_the_31_elements() -> None:
-    """Three rows 2³⁰ elements apart: the third one's offset overflows 32 bits. Only touched pages become memory."""
-    stride = 2**30
-    logits = torch.empty(2 * stride + 16, dtype=torch.float16).as_strided((3, 16), (stride, 1))
-    logits.copy_(torch.randn(3, 16))
-    z, targets = logits.double(), torch.tensor([2, 0, 15])
-    state = SoftmaxState.of(3, logits.device)
-    online_softmax(logits=logits, first=0, targets=targets, state=state, scale=1.0, tile=TILE)
-    logp, lse, entropy = state.result()
-    close(logp, z.log_softmax(1).gather(1, targets[:, None])[:, 0], 5e-6, "logp")
-    softmax_grad(
-        logits=logits,
-        first=0,
-        vocabulary=16,
-        targets=targets,
-        lse=lse,
-        entropy=entropy,
-        g_logp=torch.ones(3),
-        g_entropy=None,
-        ignore_index=IGNORE,
-        scale=1.0,
-        tile=TILE,
-    )
-    close(logits, F.one_hot(targets, 16) - z.softmax(1), TOLERANCE[torch.float16], "dz")
-
-
 # Llama-3-8B; Qwen2.5-1.5B and 32B.
 @pytest.mark.parametrize("head_of", [(128256, 4096), (151936, 1536), (152064, 5120)], ids=str)
 def test_default_chunks_keep_to_an_eighth_of_the_logits(head_of: tuple) -> None:
