@@ -305,19 +305,6 @@ def test_readable_tokens_are_enough_to_cut_one_long_sample(length: int, ranks: i
         assert assign_split([length], tokens=tokens, **options).plan is not None
 
 
-def test_with_one_long_sample_all_ranks_cost_the_same() -> None:
-    for microbatch in (0.0, 3.0):
-        cost = CostModel(quadratic=COST.quadratic, linear=COST.linear, microbatch=microbatch)
-        deal = assign_split([65536], ranks=4, token_cap=65536, tokens=32768, cost=cost)
-        pieces = deal.plan.pieces
-        assert [each.rank for each in pieces] == [0, 1, 2, 3]
-        costs = [price([each.piece], {"lengths": [65536], "cost": COST}) for each in pieces]
-        assert max(costs) / min(costs) < 1.01
-        assert deal.estimate == pytest.approx(COST.sequence(65536) / 4 + microbatch, rel=0.01)
-        lengths = [len(each.piece) for each in pieces]
-        assert lengths == sorted(lengths, reverse=True), "later tokens attend to more"
-
-
 def test_longer_than_the_cap() -> None:
     deal = checked({"lengths": [3000, 10], "ranks": 2, "token_cap": 2000, "tokens": 1990, "cost": COST})
     assert deal.plan.lengths == {0: 3000}

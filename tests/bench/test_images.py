@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 
 from bench import pictures
 from bench.harness import Measured, Work, compare
-from bench.pictures import AT_ENDS, DUMMIES, PictureWork
+from bench.pictures import PictureWork
 from bench.suites import images
 from bench.suites.images import (
     Fsdp2Dummies,
@@ -38,21 +37,6 @@ def small(tmp_path: Path) -> PictureWork:
     (tmp_path / "sizes.json").write_text(json.dumps({"minibatches": [SIZES]}))
     drawn = [[0, 1], [2, 3, 4, 5, 6, 7]]
     return PictureWork(dataset=str(tmp_path / "sizes.json"), config=config, minibatches=drawn, token_cap=95)
-
-
-def test_a_pack_without_pictures_gets_the_dummy(small: PictureWork) -> None:
-    dummy, lengths = len(SIZES), small.data().lengths
-    samples = [0, 2, 1, 3, 5, 4]
-
-    def dealt(balance: str, **work: object) -> list:
-        own = replace(small, **work)
-        return own.assign([lengths[i] for i in samples], samples, balance=balance, ranks=2, token_cap=95)
-
-    assert dealt("local") == [[[1], [2], [0]], [[3], [5], [4]]]
-    assert dealt("local" + DUMMIES) == [[[1], [2, dummy], [0, dummy]], [[3], [5, dummy], [4, dummy]]]
-    assert dealt("local" + AT_ENDS) == [[[1], [2], [0, dummy]], [[3], [5], [4, dummy]]]
-    assert dealt("local", even=True) == [[[1], [2], [0]]] * 2
-    assert dealt("global" + DUMMIES, even=True) == [[[2, 1], [0, dummy]]] * 2
 
 
 def compared(rank: int, world: int, work: Work, caps: tuple[int, ...]) -> list[Measured]:

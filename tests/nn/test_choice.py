@@ -133,43 +133,6 @@ def test_argument_over_variable_over_table(argument: tuple, variable: tuple) -> 
         assert got == (want[0] == "triton")
 
 
-OWN = _entry("linear", "triton/direct/fused", device_type="cuda", shape=(8, 4), tokens=16)
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["linear", "qkv"]),
-            st.sampled_from([None, "cuda", "cpu"]),
-            st.sampled_from([None, (2, 3), (3, 2)]),
-            st.sampled_from([None, 0, 5, 50]),
-            st.sampled_from(["/".join(words) for words in itertools.product(["eager"], STRATEGIES, WGRADS)]),
-        ),
-        max_size=8,
-    ),
-    st.sampled_from([(2, 3), (3, 2)]),
-    st.integers(0, 60),
-)
-def test_lines_by_hand(lines: list[tuple], shape: tuple[int, ...], tokens: int) -> None:
-    table = tuple(_entry(op, words, device_type=where, shape=of, tokens=n) for op, where, of, n, words in lines)
-    holding = [
-        (words, n)
-        for op, where, of, n, words in lines
-        if op == "linear" and where in (None, "cuda") and of in (None, shape)
-    ]
-    fitting = [words for words, n in holding if n is None or tokens <= n]
-    place = {"shape": shape, "device_type": "cuda", "table": table}
-    if fitting:
-        assert choose("linear", tokens=tokens, **place) == _choice(fitting[0])
-        # A list, as `torch.Size` or a config may give it, is the same shape.
-        assert choose("linear", tokens=tokens, **place | {"shape": list(shape)}) == _choice(fitting[0])
-    else:
-        with pytest.raises(LookupError):
-            choose("linear", tokens=tokens, **place)
-    if holding:
-        assert is_gathered("linear", **place) == any("gathered" in words for words, _ in holding)
-
-
 @pytest.mark.parametrize(("operator", "device_type"), [*itertools.product(WORDS, ["cpu", "cuda"])])
 def test_the_shipped_table(operator: str, device_type: str) -> None:
     """Nothing has been measured to be faster than the library's products."""

@@ -17,6 +17,7 @@ from tests.support import ranks
 from tests.support import trl_case as case
 from tests.support.deadlines import SHORT_S
 from tests.support.families import causal_lm
+from tests.support.sampling import greedy
 from tests.support.vllm_real import ENVIRONMENT, require_vllm, vllm_serve
 
 require_vllm()
@@ -36,13 +37,6 @@ def _saved(folder: Path, vocabulary: int = 128) -> str:
     return str(folder)
 
 
-def _greedy(model: torch.nn.Module, prompt: list[int], tokens: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    for _ in range(tokens):
-        ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
-    return ids[0, len(prompt) :].tolist()
-
-
 def _trained(rank: int, world: int, folder: str, start: str, changes: dict[str, Any]) -> dict[str, Any]:
     """A run whose engine says, before it samples for each step and after the last, what it would sample greedily."""
     from odc_triton import full_parameters
@@ -56,7 +50,7 @@ def _trained(rank: int, world: int, folder: str, start: str, changes: dict[str, 
         def compare(self) -> None:
             for name, value in full_parameters(self.model):
                 plain.get_parameter(name).copy_(value)
-            want = [_greedy(plain, prompt, 12) for prompt in PROMPTS]
+            want = [greedy(plain, prompt, 12) for prompt in PROMPTS]
             engine = self.vllm_generation
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(engine, "temperature", 0.0)
