@@ -20,7 +20,7 @@ from tests.support.deadlines import LONG_S
 pytestmark = place.MARKS
 
 # tokens, output features, input features: odd, one row, one token, no token, owners without rows: by pointers. The last
-# two by TMA where owners have a multiple of 16 rows: whole tiles in world 1, 4 and, of the first, 3; in 2 and 8 not.
+# two by TMA where owners have a multiple of 16 rows: whole tiles in world 1 and, of the first, 3; in 8 not.
 SHAPES = [
     (5, 7, 3),
     (1, 16, 16),
