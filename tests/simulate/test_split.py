@@ -24,13 +24,6 @@ JOB = Job(links=Links.none(4), seconds=COST.pack, cost=COST, layers=4, prefetch=
 CAP = 8000
 
 
-def test_a_piece_costs_what_is_left_of_its_sequence() -> None:
-    whole = JOB.pack_seconds([8000, 100])
-    pieces = [[Piece(0, 0, 5000), 100], [Piece(0, 5000, 8000)]]
-    assert sum(map(JOB.pack_seconds, pieces)) == pytest.approx(whole + 0.5)  # a microbatch more
-    assert JOB.pack_seconds(pieces[1]) == pytest.approx(0.5 + COST.sequence(8000) - COST.sequence(5000))
-
-
 def test_one_long_sample_is_every_ranks_share() -> None:
     outcome = simulate([[8000]], job=JOB, schedule="odc", balance="split", token_cap=CAP)
     share = COST.sequence(8000) / 4 + 0.5
