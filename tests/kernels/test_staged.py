@@ -107,20 +107,6 @@ def test_an_owner_whose_rows_do_not_come(missing: int, flag: str, columns: int) 
     check(staged)  # told once
 
 
-def test_a_buffer_serves_one_weight_after_the_other() -> None:
-    x, y = torch.randn(20, 24), torch.empty(20, 40)
-    staged = None
-    for layer in range(3):
-        weight = shards_of(torch.randn(40, 24), 4)
-        peers = PeerShards.of(weight, shape=(40, 24), rank=2, near=ALL)
-        settle()
-        staged = pull(peers=peers, staged=staged or StagedWeight.of(peers))
-        assert staged.epoch == layer + 1
-        linear_staged(x=x, weight=staged, out=y.fill_(torch.nan), tile=TILE)
-        check(staged)
-        close(y, linear_ref(x, weight, None), x.dtype)
-
-
 SHAPE, WAIT_S = (64, 32), 0.15
 
 
