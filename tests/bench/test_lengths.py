@@ -15,7 +15,7 @@ from odc_triton.cli.command import main
 from odc_triton.data.lengths import read_lengths
 from odc_triton.data.records import Record
 from tests.support import ranks
-from tests.support.models import SIZES
+from tests.support.families import SIZES
 
 CONFIG = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]} | SIZES
 

@@ -13,16 +13,9 @@ from bench.suites.prefixes import Trees
 from bench.trees import SHARED
 from bench.variants import Ddp, Fsdp2Trees, Odc, OdcRepeated, OdcShared, OdcTrees
 from tests.support import ranks
+from tests.support.families import SIZES
 
-CONFIG = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
+CONFIG = SIZES | {"max_position_embeddings": 256}
 KINDS = (Odc, Ddp, Fsdp2Trees, OdcTrees, OdcRepeated, OdcShared)
 
 

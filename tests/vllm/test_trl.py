@@ -98,13 +98,9 @@ def _colocated(rank: int, world: int, folder: str, start: str, changes: dict[str
     return _trained(rank, world, folder, start, changes | {"vllm_mode": "colocate", "vllm_max_model_length": 128})
 
 
-WORLDS = pytest.mark.parametrize(("world", "turns"), [(1, 1), (2, 2)])
-
-
-@WORLDS
-def test_colocate(tmp_path: Path, world: int, turns: int) -> None:
+def test_colocate(tmp_path: Path) -> None:
     start = _saved(tmp_path / "model")
-    for found in ranks.run(_colocated, world, str(tmp_path / "run"), start, {"turns": turns}):
+    for found in ranks.run(_colocated, 2, str(tmp_path / "run"), start, {}):
         _assert_same_policy(found)
 
 
@@ -135,10 +131,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
         yield start, server.address
 
 
-@WORLDS
-def test_server(tmp_path: Path, served: tuple[str, str], world: int, turns: int) -> None:
+def test_server(tmp_path: Path, served: tuple[str, str]) -> None:
     start, address = served
-    for found in ranks.run(_trained, world, str(tmp_path), start, _server_mode(address, turns=turns)):
+    for found in ranks.run(_trained, 2, str(tmp_path), start, _server_mode(address, turns=2)):
         _assert_same_policy(found)
 
 
