@@ -1,12 +1,11 @@
-"""Collation without padding, and a DataLoader end to end."""
+"""Collation without padding. test_split_samplers.py has DataLoaders."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
-from odc_triton.balance import MinibatchSampler, PackedDataset, count_target_tokens, pack_collate, to_device
+from odc_triton.balance import count_target_tokens, pack_collate, to_device
 
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -52,51 +51,6 @@ def test_labels_default_to_the_input_and_targets_are_counted():
     assert count_target_tokens(packs) == 3
     assert pack_collate([]) == []
     assert count_target_tokens([]) == 0
-
-
-def test_a_models_loss_over_a_pack_sums_the_counted_targets_of_each_document_alone():
-    """transformers shifts labels itself: no target may be predicted from the document before."""
-    logits = torch.randn(1, 9, 11, generator=torch.Generator().manual_seed(0))
-    documents = [{"input_ids": [1, 2, 3, 4]}, {"input_ids": [5, 6, 7, 8, 9]}]
-
-    def summed(logits, labels):  # as transformers' ForCausalLMLoss: labels move one place to the left
-        shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
-        return torch.nn.functional.cross_entropy(logits[0], shifted[0], reduction="sum")
-
-    (packed,) = pack_collate([documents])
-    alone = [pack_collate([[document]])[0] for document in documents]
-    expected = summed(logits[:, :4], alone[0]["labels"]) + summed(logits[:, 4:], alone[1]["labels"])
-    torch.testing.assert_close(summed(logits, packed["labels"]), expected)
-    assert count_target_tokens([packed]) == count_target_tokens(alone) == 3 + 4
-
-
-@pytest.mark.parametrize("balance", ["mini", "global"])
-def test_a_dataloader_goes_end_to_end(balance):
-    """Every token of every sample arrives once, whole and under the cap, over both ranks."""
-    lengths = [(i * 37) % 60 + 1 for i in range(24)]
-    dataset = [{"input_ids": [1000 * i + t for t in range(n)]} for i, n in enumerate(lengths)]
-    seen: list[list[int]] = []
-    targets = 0
-    for rank in range(2):
-        loader = DataLoader(
-            PackedDataset(dataset),
-            batch_sampler=MinibatchSampler(lengths, 3, 100, balance, seed=1, rank=rank, world=2),
-            collate_fn=pack_collate,
-        )
-        assert len(loader) == 4
-        for packs in loader:
-            targets += count_target_tokens(packs)
-            for pack in packs:
-                total = pack["input_ids"].shape[1]
-                assert {tuple(pack[name].shape) for name in ("input_ids", "position_ids", "labels")} == {(1, total)}
-                assert total <= 100
-                starts = (pack["position_ids"][0] == 0).nonzero().flatten().tolist()
-                bounds = zip(starts, [*starts[1:], total], strict=True)
-                assert pack["cu_seq_lens_q"].tolist() == [*starts, total]
-                assert len(pack["target_positions"]) == count_target_tokens([pack])
-                seen += [pack["input_ids"][0, a:b].tolist() for a, b in bounds]
-    assert sorted(seen) == [sample["input_ids"] for sample in dataset]
-    assert targets == sum(n - 1 for n in lengths)
 
 
 @pytest.mark.parametrize(

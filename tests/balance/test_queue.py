@@ -1,4 +1,4 @@
-"""The work queue: every pack once whoever takes it, gradients as plain torch has them, errors where a rank is gone."""
+"""The work queue: every pack once whoever takes it, errors where a rank is gone. tests/sequence trains with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from odc_triton import DeadlineExceeded, RankLost, full_parameters, fully_shard, minibatch
+from odc_triton import DeadlineExceeded, RankLost, fully_shard, minibatch
 from odc_triton.balance import (
     CostModel,
     MinibatchSampler,
@@ -177,7 +177,7 @@ def test_a_data_loader_is_refused(workers: int) -> None:
         next(iter(loader))
 
 
-# ---------------------------------------------------------------------- training
+# ---------------------------------------------------------------------- ranks that die, stores that don't answer
 
 
 def build() -> nn.Module:
@@ -193,50 +193,6 @@ def rows(members: list[int]) -> torch.Tensor:
 
 def summed(model: nn.Module, members: list[int]) -> torch.Tensor:
     return model(rows(members)).square().sum()
-
-
-def _steps(rank: int, world: int) -> tuple[dict[str, torch.Tensor], list[list[int]], list[int]]:
-    model = fully_shard(build())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    own = sampler(rank, world, samples_per_rank=12 // world)
-    taken, totals = [], []
-    for queued in own:
-        with minibatch(model, tokens=sum(LENGTHS[i] for i in queued.own_part())) as mb:
-            for members in queued:
-                (summed(model, members) / mb.tokens).backward()
-                # Rank 0 is so slow that the others take all that it leaves.
-                while rank == 0 and own.assigner.counter.add(queued._key, 0) <= len(queued.packs):
-                    time.sleep(0.005)
-        optimizer.step()
-        optimizer.zero_grad()
-        taken.append(len(queued.taken))
-        totals.append(mb.tokens)
-    assert not own.assigner.counter._store.check(["minibatch/0"])
-    return {name: value.clone() for name, value in full_parameters(model)}, taken, totals
-
-
-@pytest.mark.slow
-def test_steps_equal_plain_torch() -> None:
-    want = build()
-    optimizer = torch.optim.SGD(want.parameters(), lr=0.1)
-    totals = []
-    for packs in sampler(samples_per_rank=12, balance="mini", token_cap=10_000):
-        members = [i for each in packs for i in each]
-        totals.append(sum(LENGTHS[i] for i in members))
-        (summed(want, members) / totals[-1]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    outcomes = ranks.run(_steps, 2)
-    for weights, taken, of_rank in outcomes:
-        assert of_rank == totals
-        assert len(taken) == 4
-        for name, value in want.named_parameters():
-            # fp32 sums in another order, over four steps
-            torch.testing.assert_close(weights[name], value.detach(), rtol=1e-4, atol=1e-6)
-    assert max(outcomes[0][1]) <= 1
-
-
-# ---------------------------------------------------------------------- ranks that die, stores that don't answer
 
 
 def _one_dies(rank: int, world: int, victim: int) -> str:

@@ -305,28 +305,6 @@ def test_readable_tokens_are_enough_to_cut_one_long_sample(length: int, ranks: i
         assert assign_split([length], tokens=tokens, **options).plan is not None
 
 
-def test_with_one_long_sample_all_ranks_cost_the_same() -> None:
-    for microbatch in (0.0, 3.0):
-        cost = CostModel(quadratic=COST.quadratic, linear=COST.linear, microbatch=microbatch)
-        deal = assign_split([65536], ranks=4, token_cap=65536, tokens=32768, cost=cost)
-        pieces = deal.plan.pieces
-        assert [each.rank for each in pieces] == [0, 1, 2, 3]
-        costs = [price([each.piece], {"lengths": [65536], "cost": COST}) for each in pieces]
-        assert max(costs) / min(costs) < 1.01
-        assert deal.estimate == pytest.approx(COST.sequence(65536) / 4 + microbatch, rel=0.01)
-        lengths = [len(each.piece) for each in pieces]
-        assert lengths == sorted(lengths, reverse=True), "later tokens attend to more"
-
-
-def test_longer_than_the_cap() -> None:
-    deal = checked({"lengths": [3000, 10], "ranks": 2, "token_cap": 2000, "tokens": 1990, "cost": COST})
-    assert deal.plan.lengths == {0: 3000}
-    even = assign_split([3999], ranks=2, token_cap=2000, tokens=3000, cost=COST)
-    assert [[tokens_of(pack, [3999]) for pack in even.packs(rank)] for rank in range(2)] == [[1999], [2000]]
-    costs = [sum(COST.piece(each.start, each.stop, 0) for each in even.packs(rank)[0]) for rank in range(2)]
-    assert max(costs) < 1.001 * min(costs)
-
-
 def test_samples_of_less_than_an_even_share_are_split_if_whole_ones_are_uneven() -> None:
     """Of five equal samples one of four ranks has two; of two replicas one has three for its two ranks."""
     deal = assign_split([1000] * 5, ranks=4, replicas=2, token_cap=2000, tokens=2000, cost=COST)
@@ -370,17 +348,6 @@ def test_ranks_come_near_an_even_share(
     shares = [share_of_bound(name, samples, ranks=ranks, replicas=replicas, seed=seed) for seed in seeds]
     assert math.fsum(shares) / len(shares) >= share
     assert min(shares) >= min(share, 0.9)
-
-
-def test_each_replica_splits_its_own_longest() -> None:
-    lengths, options = [65536, 64000, 300, 200], {"token_cap": 70_000, "cost": COST, "ranks": 8}
-    deal = assign_split(lengths, tokens=32768, replicas=2, **options)
-    homes = {(each.piece.sample, each.rank // 4) for each in deal.plan.pieces}
-    assert sorted(home for _, home in homes) == [0, 1]
-    assert deal.estimate == pytest.approx(COST.sequence(65536) / 4, rel=0.02)
-    with pytest.raises(ValueError, match=r"has pieces on ranks of replicas \[0, 1\]"):
-        SplitPlan.of(packs_of(deal), replicas=4)
-    assert assign_split(lengths, tokens=32768, replicas=8, **options).plan is None, "one rank each can split nothing"
 
 
 # ------------------------------------------------------------------ pictures
@@ -506,5 +473,7 @@ def test_waves_zigzag_and_riders() -> None:
     assert [(each.offset, each.read) for each in plan.of_rank(0)] == [(0, 4), (4, 0), (4, 2)]
     with pytest.raises(ValueError, match=r"Piece\(sample=0, start=4, stop=4, parent=None\) has no tokens"):
         Piece(0, 4, 4)
+    with pytest.raises(ValueError, match=r"has pieces on ranks of replicas \[0, 1\]"):
+        SplitPlan.of(dealt, replicas=2)
     with pytest.raises(ValueError, match="2 ranks can't be split into 3 equal replicas"):
         SplitPlan.of(dealt, replicas=3)

@@ -20,16 +20,6 @@ def costs_of(packs, lengths) -> list[float]:
     return [sum(COST.sequence(lengths[i]) for i in members) for members in packs]
 
 
-def fsdp_time(dealt, lengths) -> float:
-    """Σ over microbatches of the slowest rank's."""
-    rows = itertools.zip_longest(*(costs_of(packs, lengths) for packs in dealt), fillvalue=0.0)
-    return sum(map(max, rows))
-
-
-def odc_time(dealt, lengths) -> float:
-    return max(sum(costs_of(packs, lengths)) for packs in dealt)
-
-
 def long_tailed(count: int, seed: int) -> list[int]:
     rng = random.Random(seed)
     return [min(65536, max(1, int(rng.lognormvariate(9.2, 1.0)))) for _ in range(count)]
@@ -91,20 +81,6 @@ def test_global_groups_hold_packs_that_are_neighbours_by_cost():
     assert assign([8, 7, 6, 5], ranks=2, token_cap=8, balance="global") == [[[0], [3]], [[1], [2]]]
     for above, below in itertools.pairwise(rows):
         assert min(above) >= max(below)
-
-
-def test_who_waits_less():
-    """On long-tailed lengths, in the cost model: the order that the paper and the baselines rest on."""
-    total = {balance: [0.0, 0.0] for balance in BALANCES}
-    for seed in range(10):
-        lengths = long_tailed(32, seed)
-        for balance in BALANCES:
-            dealt = assign(lengths, ranks=8, token_cap=65536, balance=balance, cost=COST)
-            total[balance][0] += fsdp_time(dealt, lengths)
-            total[balance][1] += odc_time(dealt, lengths)
-    assert total["global"][0] < total["micro"][0] < total["local"][0]
-    assert total["mini"][1] < total["micro"][1] < total["micro"][0]
-    assert total["mini"][1] < 0.9 * total["global"][0]
 
 
 def test_too_few_samples_for_equal_counts_are_refused_with_the_remedy():

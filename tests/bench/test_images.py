@@ -1,9 +1,8 @@
-"""What the measurements of models with pictures train, count and compare."""
+"""Six ways to train models with pictures have the same gradient."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 
 from bench import pictures
 from bench.harness import Measured, Work, compare
-from bench.pictures import AT_ENDS, DUMMIES, PictureWork
+from bench.pictures import PictureWork
 from bench.suites import images
 from bench.suites.images import (
     Fsdp2Dummies,
@@ -21,8 +20,6 @@ from bench.suites.images import (
     OdcUnbalanced,
 )
 from bench.variants import Odc
-from odc_triton.balance import pack_collate
-from odc_triton.balance.tower import values_of
 from tests.support import ranks
 
 KINDS = (Fsdp2Dummies, Fsdp2DummiesNoReshard, OdcByText, Odc, Fsdp2Unbalanced, OdcUnbalanced)
@@ -40,31 +37,6 @@ def small(tmp_path: Path) -> PictureWork:
     (tmp_path / "sizes.json").write_text(json.dumps({"minibatches": [SIZES]}))
     drawn = [[0, 1], [2, 3, 4, 5, 6, 7]]
     return PictureWork(dataset=str(tmp_path / "sizes.json"), config=config, minibatches=drawn, token_cap=95)
-
-
-def test_samples_have_their_pictures_after_a_few_tokens(small: PictureWork) -> None:
-    data = small.data()
-    assert [len(data[index]["input_ids"]) for index in range(len(SIZES) + 1)] == data.lengths
-    assert all(data.values(index) == values_of(data[index]) for index in range(len(data.sizes)))
-    (pack,) = pack_collate([[data[1], data[0], data[len(SIZES)]]])
-    assert pack["image_blocks"] == ((0, 9, 17), (0, 19, 35), (67, 68 + 1, 68 + 2))
-    assert pack["image_grid_thw"].tolist() == [[1, 4, 8], [1, 8, 8], [1, 2, 2]]
-    assert len(pack["target_positions"]) == 9 + 30 - 2, "all text but the first tokens, nothing of the dummy"
-
-
-def test_a_pack_without_pictures_gets_the_dummy(small: PictureWork) -> None:
-    dummy, lengths = len(SIZES), small.data().lengths
-    samples = [0, 2, 1, 3, 5, 4]
-
-    def dealt(balance: str, **work: object) -> list:
-        own = replace(small, **work)
-        return own.assign([lengths[i] for i in samples], samples, balance=balance, ranks=2, token_cap=95)
-
-    assert dealt("local") == [[[1], [2], [0]], [[3], [5], [4]]]
-    assert dealt("local" + DUMMIES) == [[[1], [2, dummy], [0, dummy]], [[3], [5, dummy], [4, dummy]]]
-    assert dealt("local" + AT_ENDS) == [[[1], [2], [0, dummy]], [[3], [5], [4, dummy]]]
-    assert dealt("local", even=True) == [[[1], [2], [0]]] * 2
-    assert dealt("global" + DUMMIES, even=True) == [[[2, 1], [0, dummy]]] * 2
 
 
 def compared(rank: int, world: int, work: Work, caps: tuple[int, ...]) -> list[Measured]:

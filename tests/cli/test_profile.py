@@ -33,18 +33,10 @@ from odc_triton.base.trace import (
 from odc_triton.cli.command import main
 from odc_triton.cli.profile import ProfileOptions, _names_of_our_kernels
 from tests.support import ranks as test_ranks
+from tests.support.families import SIZES
 
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 128,
-}
+CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | SIZES
+CONFIG |= {"vocab_size": 128, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 def _call(rank: int, world: int, function: Callable, *args: Any) -> Any:

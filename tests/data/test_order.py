@@ -33,24 +33,6 @@ def test_one_set_is_in_the_order_that_saved_runs_have():
     assert Mix((20, 30)).order(1, "5") == shuffled(50, "5 1")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "weights", "copies", "by_epoch"),
-    [
-        ((6, 4), (1.0, 2.0), (1, 2), [({1}, {2})] * 3),
-        ((6, 4), (0.5, 1.0), (1, 1), [({0, 1}, {1})] * 3),
-        ((4, 3), (2.5, 1.0), (3, 1), [({2, 3}, {1})] * 3),
-    ],
-)
-def test_how_often_an_epoch_takes_each_sample(sizes, weights, copies, by_epoch):
-    mix = Mix(sizes, weights)
-    assert mix.copies == copies
-    for epoch, wanted in enumerate(by_epoch):
-        found = taken(mix, epoch)
-        for size, weight, counts, allowed in zip(sizes, weights, found, wanted, strict=True):
-            assert {counts[sample] for sample in range(size)} == allowed
-            assert counts.total() == round(weight * size)
-
-
 def test_half_of_a_set_is_the_other_half_in_the_next_epoch():
     mix = Mix((10, 6), (0.5, 1.0))
     halves = [set(taken(mix, epoch)[0]) for epoch in range(4)]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sysconfig
+from pathlib import Path
+
 import pytest
 
+from bench.stdlib_corpus import build_corpus
 from odc_triton.data.tokenizer import (
     COMPLETION,
     END,
@@ -14,9 +18,14 @@ from odc_triton.data.tokenizer import (
     to_transformers,
     train_tokenizer,
 )
-from tests.bench.test_corpus import some_corpus as some_corpus
 from tests.support.records import samples_of, write_lines
 from tests.support.tokenized import tokenize_file
+
+
+@pytest.fixture(scope="module")
+def some_corpus() -> list[dict[str, str]]:
+    """A folder of the standard library, so that the test takes no second."""
+    return build_corpus(Path(sysconfig.get_path("stdlib"), "asyncio"))[0]
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from tests.gpu.launched import Blocks
 from tests.gpu.marks import MARKS, ONE_GPU, take_gpu
@@ -152,22 +151,3 @@ def test_exact_sums(world: int) -> None:
     for errors, differ in ranks.run(_exactly, world):
         assert max(errors.values()) <= 1e-4, errors  # fp32 products by another kernel than the library's
         assert not differ
-
-
-def _clipped(rank: int, world: int) -> tuple[float, float]:
-    from odc_triton import fully_shard, minibatch
-
-    take_gpu(rank)
-    model, plain = fully_shard(Blocks(64), backend="cuda"), Blocks(64).cuda()
-    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).cuda()
-    with minibatch(model, tokens=world):
-        (model(x).square().mean() / world).backward()
-    plain(x).square().mean().backward()
-    got = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    return got.full_tensor().item(), nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item()
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_clipping(world: int) -> None:
-    for got, want in ranks.run(_clipped, world):
-        assert got == pytest.approx(want, rel=1e-4)  # fp32 sums in another order

@@ -9,8 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from odc_triton import hf
 from odc_triton.hf.document_attention import AttentionTerms
 from tests.support.families import causal_lm
+from tests.support.gradients import assert_same_gradients, gradients_of
 from tests.support.varlen import Varlen
 
+TOLERANCE = 1e-4  # fp32 sums over the same terms in another order
 LENGTHS = (9, 1, 14)  # the sliding windows are shorter than the first and the last document
 MODELS = ("Qwen2", "Qwen2, windows", "Mistral", "Gemma2", "Gemma3", "GPT2", "Phi3", "Qwen2Moe", "GptOss", "DeepseekV3")
 
@@ -39,20 +41,6 @@ def make_pack(lengths=LENGTHS, seed: int = 1) -> dict[str, torch.Tensor]:
     }
 
 
-def grads(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same_grads(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    assert expected
-    # The floor is for gradients that are zero in exact arithmetic (key biases): relative to the largest one.
-    floor = 1e-6 * max(grad.norm() for grad in expected.values())
-    for name, grad in expected.items():
-        # fp32 sums over the same terms in another order
-        assert (actual[name] - grad).norm() <= 1e-4 * grad.norm() + floor, name
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_pack_equals_each_document_alone(name):
     alone = build(name)
@@ -70,7 +58,7 @@ def test_pack_equals_each_document_alone(name):
         expected = alone(input_ids=pack["input_ids"][:, part], use_cache=False).logits[0]
         torch.testing.assert_close(logits[part], expected, rtol=1e-4, atol=1e-4)
         (expected * weight[part]).sum().backward()
-    assert_same_grads(grads(packed), grads(alone))
+    assert_same_gradients(gradients_of(packed), gradients_of(alone), TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["Mistral", "GPT2"])
@@ -268,7 +256,7 @@ def test_summed_loss_is_the_librarys_times_the_targets(name, keeps_logits, monke
             loss.backward()
             total += loss.item()
     assert hf.summed_loss(model, pack).item() == pytest.approx(total, rel=1e-5)
-    assert_same_grads(grads(model), grads(plain))
+    assert_same_gradients(gradients_of(model), gradients_of(plain), TOLERANCE)
 
 
 def test_summed_loss_projects_targets_only_and_may_have_none():
@@ -317,9 +305,9 @@ def test_varlen_kernel_equals_sdpa_per_document(name, monkeypatch):
     hf.enable_packing(model)
     pack = {key: value.cuda() for key, value in make_pack().items()}
     hf.summed_loss(model, pack).backward()
-    kernel = {key: grad.clone() for key, grad in grads(model).items()}
+    kernel = {key: grad.clone() for key, grad in gradients_of(model).items()}
     model.zero_grad()
     monkeypatch.setattr(AttentionTerms, "fit_kernel", lambda *args: False)
     hf.summed_loss(model, pack).backward()
-    for key, grad in grads(model).items():  # bf16 activations round differently in the two kernels
+    for key, grad in gradients_of(model).items():  # bf16 activations round differently in the two kernels
         assert (kernel[key] - grad).norm() <= 5e-2 * grad.norm() + 1e-3, key

@@ -16,6 +16,7 @@ from tests.support import ranks, slow
 from tests.support import trl_case as case
 from tests.support.families import causal_lm
 from tests.support.models import build
+from tests.support.sampling import greedy
 from tests.support.trl_case import ROWS, STEPS, assert_alike
 
 # At the second update of the same completions ratios are not 1; so near to 1 some are clipped.
@@ -194,10 +195,7 @@ def _sampled(rank: int, world: int, folder: str, lora: str | None = None) -> lis
 def _assert_greedy(found: list[list[int]], lora: str | None = None) -> None:
     model = case.adapted(build("qwen2"), lora).eval()
     for prompt, completion in zip([[5, 9, 3], [17, 40, 2, 8, 11], [6]], found, strict=True):
-        ids = torch.tensor([prompt])
-        for _ in range(case.MAX_TOKENS):
-            ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
-        want = ids[0, len(prompt) :].tolist()
+        want = greedy(model, prompt, case.MAX_TOKENS)
         assert completion == want[: want.index(case.END) + 1 if case.END in want else None]
 
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from odc_triton import hf
 from odc_triton.balance.collate import pack_collate, to_device
-from tests.hf.test_attention import LENGTHS, build, grads
+from tests.hf.test_attention import LENGTHS, build
+from tests.support.gradients import gradients_of
 
 SHAPES = [LENGTHS, (24,), (1, 1, 1), (1, 30, 1)]
 
@@ -30,7 +31,7 @@ def _learnt(model: nn.Module, pack: dict[str, Any]) -> tuple[torch.Tensor, dict[
     model.zero_grad()
     loss = hf.summed_loss(model, pack)
     loss.backward()
-    return loss.detach(), {name: gradient.clone() for name, gradient in grads(model).items()}
+    return loss.detach(), {name: gradient.clone() for name, gradient in gradients_of(model).items()}
 
 
 def _assert_same(model: nn.Module, pack: dict[str, Any], other: dict[str, Any]) -> None:

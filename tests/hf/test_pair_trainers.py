@@ -15,6 +15,7 @@ import torch
 from tests.support import pair_case as case
 from tests.support import ranks, slow
 from tests.support.families import causal_lm, with_lora
+from tests.support.sampling import log_probabilities
 from tests.support.trl_case import assert_alike, environment, model_of, tokenizer
 
 pytestmark = [
@@ -98,11 +99,9 @@ def _columns(start: str) -> dict[str, list[float]]:
     for index in range(case.PAIRS):
         pair = case.pair(index)
         for name in ("chosen", "rejected"):
-            ids = torch.tensor([tokens(pair["prompt"] + pair[name] + "<end>")["input_ids"]])
-            first = len(tokens(pair["prompt"])["input_ids"])
-            with torch.no_grad():
-                every = model(ids).logits[0, :-1].log_softmax(-1)
-            columns[f"ref_{name}_logps"].append(float(every.gather(-1, ids[0, 1:, None])[first - 1 :].sum()))
+            prompt = tokens(pair["prompt"])["input_ids"]
+            completion = tokens(pair["prompt"] + pair[name] + "<end>")["input_ids"][len(prompt) :]
+            columns[f"ref_{name}_logps"].append(float(log_probabilities(model, prompt, completion, 1.0).sum()))
     return columns
 
 

@@ -19,6 +19,7 @@ from odc_triton.hf.loss import model_inputs
 from odc_triton.hf.pack_loader import PackLoader
 from tests.support import ranks, slow
 from tests.support.families import causal_lm, with_lora
+from tests.support.gradients import assert_same_gradients, gradients_of
 from tests.support.trainer_case import samples
 
 WEIGHT = 0.5  # as large as the loss, or an error in one of them would not show
@@ -39,14 +40,6 @@ def plain_losses(model: nn.Module, sample: dict[str, list[int]]) -> tuple[torch.
     return F.cross_entropy(found.logits[0, :-1], labels, reduction="sum"), found.aux_loss
 
 
-def _assert_same_grads(found: dict[str, torch.Tensor], plain: nn.Module) -> None:
-    want = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
-    assert found.keys() == want.keys()
-    for name, grad in want.items():
-        # Keys' bias changes nothing: its gradient is all rounding.
-        assert (found[name] - grad).norm() <= 1e-5 * grad.norm() + 1e-6, name
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("checkpointing", [False, slow(True)])
 def test_of_each_sample_of_a_pack(name: str, checkpointing: bool) -> None:
@@ -65,7 +58,7 @@ def test_of_each_sample_of_a_pack(name: str, checkpointing: bool) -> None:
         assert found.item() == pytest.approx(sum(terms).item(), rel=1e-6)
     (loss / 50 + router).backward()
     (sum(each for each, _ in want) / 50 + sum(each for _, each in want)).backward()
-    _assert_same_grads({name: each.grad for name, each in model.named_parameters() if each.grad is not None}, plain)
+    assert_same_gradients(gradients_of(model), gradients_of(plain))
     with torch.no_grad():
         assert torch.equal(hf.summed_losses(model, pack)[1], router)
         model.config.output_router_logits = False
@@ -153,4 +146,4 @@ def test_in_a_loop_of_ones_own(lora: bool) -> None:
     for of_rank in ranks.run(_each, 2, lora):
         for found, grads in of_rank:
             assert found == counts
-            _assert_same_grads(grads, plain)
+            assert_same_gradients(grads, gradients_of(plain))

@@ -17,6 +17,7 @@ from odc_triton.hf import ODCTrainer, enable_packing
 from odc_triton.hf.picture_records import PictureRecords
 from tests.support import ranks
 from tests.support.processors import make_processor, picture
+from tests.support.sft_pictures import fit_vocabulary
 from tests.support.trainer_case import arguments, assert_weights_alike, weights_of
 from tests.support.trl_case import COMMON, environment
 from tests.support.vision import FAMILIES
@@ -39,13 +40,7 @@ def records(kind: str) -> list[dict[str, Any]]:
 def model_for(family: str, processor: Any) -> nn.Module:
     model = FAMILIES[family].model()
     torch.manual_seed(1)
-    model.resize_token_embeddings(len(processor.tokenizer))
-    token = getattr(processor.tokenizer, "image_token", None) or processor.image_token
-    model.config.image_token_id = processor.tokenizer.convert_tokens_to_ids(token)
-    if family.startswith("qwen"):
-        names = {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>", "video": "<|video_pad|>"}
-        for name, token in names.items():
-            setattr(model.config, f"{name}_token_id", processor.tokenizer.convert_tokens_to_ids(token))
+    fit_vocabulary(model, processor)
     return model
 
 
@@ -83,8 +78,10 @@ def _train(rank: int, world: int, folder: str, family: str, kind: str, plain: bo
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11")
-@pytest.mark.parametrize("kind", ["messages", "completion"])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "idefics3", "llava"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("qwen2_5_vl", "messages"), ("gemma3", "completion"), ("idefics3", "messages"), ("llava", "completion")],
+)
 def test_as_trl(tmp_path: Path, family: str, kind: str) -> None:
     """Losses, metrics and weights."""
     (plain,) = ranks.run(_train, 1, str(tmp_path / "plain"), family, kind, True)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import triton
 from triton.runtime import _allocation
 
 from odc_kernels import device
 from odc_kernels.device import makes_descriptors
-from odc_kernels.linear_staged import linear_dx_staged, linear_staged
-from odc_kernels.wgrad import wgrad
 
 
 def test_the_users_allocator_stays() -> None:
@@ -25,9 +21,3 @@ def test_the_users_allocator_stays() -> None:
         assert _allocation._allocator.get() is users
     finally:
         triton.set_allocator(former)
-
-
-def test_nobody_else_sets_it() -> None:
-    assert all(hasattr(each, "__wrapped__") for each in (wgrad, linear_staged, linear_dx_staged))
-    folder = Path(device.__file__).parent
-    assert [path.name for path in folder.glob("*.py") if "set_allocator" in path.read_text()] == ["device.py"]

@@ -87,17 +87,6 @@ def test_embedding(world: int, shape: tuple, dtype: torch.dtype) -> None:
     assert out[~known].isnan().all()
 
 
-def test_an_unknown_id_reads_nothing() -> None:
-    # The last owner holds 1 row where others hold 3: ids 7 and 8 would be behind its end. Addresses of the others
-    # would be no memory of this process.
-    whole = torch.randn(7, 4)
-    ids = torch.tensor([-1, 7, 8, 9, 2**62, -(2**62), 6])
-    out = torch.zeros(7, 4)
-    embedding(ids=ids, weight=PeerShards.of(split(whole, 3), shape=(7, 4)), out=out, tile=TILE)
-    assert out[:-1].isnan().all()
-    assert torch.equal(out[-1], whole[6])
-
-
 @pytest.mark.parametrize(("world", "shape", "dtype"), CASES)
 def test_gradient(world: int, shape: tuple, dtype: torch.dtype) -> None:
     tokens, rows, columns = shape
@@ -143,20 +132,6 @@ def test_an_id_is_added_to_its_owner_once(repeats: int, held: int) -> None:
     ids[[2, 5]] = torch.tensor([0, 4])
     grad(shards, torch.ones(repeats + 2, 4), ids)
     assert torch.equal(join(shards)[:, 0] - held, torch.tensor([0.0, 0, 0, repeats, 0]))
-
-
-def test_nothing_else_is_written() -> None:
-    # Owners' memory goes on behind their rows, as other parameters do in a region. -0.0 shows an addition of 0.0 too.
-    rows, regions = [3, 3, 1], [torch.full((8, 4), -0.0) for _ in range(3)]
-    shards = [region[2 : 2 + count] for region, count in zip(regions, rows, strict=True)]
-    ids = torch.tensor([7, 8, 9, -1, -2, 2**40, -(2**40), *[7] * 9, 5])
-    weight = PeerShards.of(shards, shape=(7, 4))
-    with launched_blind():
-        embedding_grad(dy=torch.ones(17, 4), ids=ids, weight=weight, tile=GRAD_TILE)
-    assert torch.equal(shards[1][2], torch.ones(4))
-    untouched = torch.stack([region.signbit().all(1) for region in regions])
-    assert untouched.sum() == 23
-    assert not untouched[1, 4]
 
 
 def test_addresses_past_two_to_the_31() -> None:

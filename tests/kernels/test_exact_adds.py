@@ -150,25 +150,6 @@ def test_what_does_not_fit_is_not_added_and_seen(kernel: str, sizes: tuple, bad:
     assert not seen.abs() * 2.0**EXPONENT < 2.0**62
 
 
-@pytest.mark.parametrize(("kernel", "sizes"), EACH[:3], ids=str)
-def test_the_same_bits_in_any_order(kernel: str, sizes: tuple) -> None:
-    """Of three ranks' additions, whose fp32 values do not depend on the rank that adds them."""
-    made = [MAKE[kernel](torch.randn, *sizes) for _ in range(3)]
-    zeros = [torch.zeros(shape, dtype=torch.int64) for shape in made[0][0]]
-    found = []
-    for order, ranks in (((0, 1, 2), (0, 1, 2)), ((2, 0, 1), (2, 0, 1)), ((1, 2, 0), (1, 1, 1))):
-        exact = _exact()
-
-        def run(*peers: PeerShards, order: tuple = order, ranks: tuple = ranks) -> None:
-            for index, rank in zip(order, ranks, strict=True):
-                made[index][1](*(replace(each, rank=rank) for each in peers))
-
-        found.append((_added(run, zeros, 3, exact=exact), exact.largest.clone()))
-    for sums, largest in found[1:]:
-        assert torch.equal(sums, found[0][0])
-        assert torch.equal(largest, found[0][1])
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, FP32], ids=str)
 @pytest.mark.parametrize(("kernel", "sizes"), EACH, ids=str)
 def test_sums_of_the_wrong_kind_are_refused(kernel: str, sizes: tuple, dtype: torch.dtype) -> None:

@@ -22,7 +22,7 @@ from odc_kernels.linear_cross_entropy import (
     linear_cross_entropy_grad_ref,
     linear_cross_entropy_ref,
 )
-from odc_kernels.online_softmax import SoftmaxState, SoftmaxTile, online_softmax, softmax_grad
+from odc_kernels.online_softmax import SoftmaxTile
 from odc_kernels.peers import PeerShards, join
 from tests.support.peak_memory import peak_bytes
 from tests.support.place import split
@@ -202,16 +202,6 @@ def test_a_logit_of_minus_infinity_has_no_part(eager: bool) -> None:
     close(dw[1:], want_dw, TOLERANCE[torch.float16], "dW")
 
 
-def test_all_ignored() -> None:
-    h, whole = head(6, 20, 4, torch.float32)
-    targets = torch.full((6,), IGNORE)
-    output, dh, dw = gradients(h, whole, targets, torch.randn(6))
-    for name, value in {"logp": output.logp, "dh": dh, "dW": dw}.items():
-        assert (value == 0).all(), name
-    close(output.lse, (h.double() @ whole.double().T).logsumexp(1), FORWARD_TOLERANCE, "lse")
-    close(output.entropy, linear_cross_entropy_ref(h, [whole], targets, IGNORE, 1.0).entropy, 5e-6, "entropy")
-
-
 @EAGER
 def test_an_ignored_token_hides_what_its_gradient_is(eager: bool) -> None:
     h, whole = head(2, 20, 4, torch.float32)
@@ -257,66 +247,6 @@ def test_frozen_weight_and_frozen_input() -> None:
     linear_cross_entropy_grad(**given, gradient=PeerShards.of(gradient, shape=whole.shape), dh=None)
     torch.testing.assert_close(join(gradient), want_dw, rtol=0, atol=0)
     linear_cross_entropy_grad(**given, gradient=None, dh=None)
-
-
-@pytest.mark.parametrize(("count", "garbage"), [(1, torch.inf), (15, torch.nan), (16, torch.nan), (47, torch.inf)])
-def test_what_lies_behind_a_chunk_is_not_seen(count: int, garbage: float) -> None:
-    buffer = torch.full((5, 48), garbage)
-    logits = buffer[:3, :count]
-    logits.copy_(torch.randn(3, count))
-    z = logits.double()
-    state = SoftmaxState.of(3, logits.device)
-    targets = torch.tensor([0, count - 1, count])
-    online_softmax(logits=logits, first=0, targets=targets, state=state, scale=1.0, tile=SoftmaxTile(t=4, v=16))
-    logp, lse, entropy = state.result()
-    close(lse, z.logsumexp(1), 5e-6, "lse")
-    close(entropy, -(z.softmax(1) * z.log_softmax(1)).sum(1), 5e-6, "entropy")
-    close(logp[:2], torch.stack([z[0, 0] - lse[0], z[1, -1] - lse[1]]), 5e-6, "logp")
-    assert logp[2].isnan()
-    softmax_grad(
-        logits=logits,
-        first=0,
-        vocabulary=count + 1,
-        targets=targets,
-        lse=lse,
-        entropy=entropy,
-        g_logp=torch.ones(3),
-        g_entropy=torch.ones(3),
-        ignore_index=IGNORE,
-        scale=1.0,
-        tile=SoftmaxTile(t=4, v=16),
-    )
-    hit = F.one_hot(targets, count + 1)[:, :count]
-    p, log_p = z.softmax(1), z.log_softmax(1)
-    close(logits, hit - p - p * (log_p - (p * log_p).sum(1, keepdim=True)), 1e-5, "dz")
-    unwritten = buffer[3:].isnan() if garbage != garbage else buffer[3:] == garbage
-    assert unwritten.all(), "rows behind the last token were written"
-
-
-def test_addresses_past_two_to_the_31_elements() -> None:
-    """Three rows 2³⁰ elements apart: the third one's offset overflows 32 bits. Only touched pages become memory."""
-    stride = 2**30
-    logits = torch.empty(2 * stride + 16, dtype=torch.float16).as_strided((3, 16), (stride, 1))
-    logits.copy_(torch.randn(3, 16))
-    z, targets = logits.double(), torch.tensor([2, 0, 15])
-    state = SoftmaxState.of(3, logits.device)
-    online_softmax(logits=logits, first=0, targets=targets, state=state, scale=1.0, tile=TILE)
-    logp, lse, entropy = state.result()
-    close(logp, z.log_softmax(1).gather(1, targets[:, None])[:, 0], 5e-6, "logp")
-    softmax_grad(
-        logits=logits,
-        first=0,
-        vocabulary=16,
-        targets=targets,
-        lse=lse,
-        entropy=entropy,
-        g_logp=torch.ones(3),
-        g_entropy=None,
-        ignore_index=IGNORE,
-        scale=1.0,
-        tile=TILE,
-    )
-    close(logits, F.one_hot(targets, 16) - z.softmax(1), TOLERANCE[torch.float16], "dz")
 
 
 # Llama-3-8B; Qwen2.5-1.5B and 32B.

@@ -331,22 +331,3 @@ def test_a_position_without_a_row_makes_nan() -> None:
         assert out[name][list(wrong)].isnan().all()
         assert torch.equal(out[name][others], want[name][others])
     assert torch.equal(out["v"], want["v"])
-
-
-def test_a_table_past_32_bits() -> None:
-    """The last row of a table of more than 2^31 elements; only touched pages take memory on the CPU."""
-    layer = Layer.of("llama", tokens=2)
-    rows = 2**31 // 16 + 5
-    cos, sin = (torch.empty(rows, 16, dtype=torch.float16) for _ in range(2))
-    positions = torch.tensor([rows - 1, rows - 4])
-    small = Rope(cos=layer.rope.cos.half(), sin=layer.rope.sin.half(), positions=torch.tensor([3, 0]))
-    cos[-4:], sin[-4:] = small.cos[:4], small.sin[:4]
-    layer.rope = small
-    want, upstream = layer.forward(0), random_gradients(layer)
-    want_gradients = backward(layer, upstream, {}, 0)
-    layer.rope = Rope(cos=cos, sin=sin, positions=positions)
-    out = layer.forward(0)
-    for name, value in out.items():
-        assert torch.equal(value, want[name]), name
-    for name, value in backward(layer, upstream, {}, 0).items():
-        close(name, value, want_gradients[name], torch.float32)

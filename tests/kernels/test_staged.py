@@ -20,7 +20,7 @@ from tests.support.deadlines import LONG_S
 pytestmark = place.MARKS
 
 # tokens, output features, input features: odd, one row, one token, no token, owners without rows: by pointers. The last
-# two by TMA where owners have a multiple of 16 rows: whole tiles in world 1, 4 and, of the first, 3; in 2 and 8 not.
+# two by TMA where owners have a multiple of 16 rows: whole tiles in world 1 and, of the first, 3; in 8 not.
 SHAPES = [
     (5, 7, 3),
     (1, 16, 16),
@@ -105,20 +105,6 @@ def test_an_owner_whose_rows_do_not_come(missing: int, flag: str, columns: int) 
     with pytest.raises(TimeoutError, match=f"owner {missing} "):
         check(staged)
     check(staged)  # told once
-
-
-def test_a_buffer_serves_one_weight_after_the_other() -> None:
-    x, y = torch.randn(20, 24), torch.empty(20, 40)
-    staged = None
-    for layer in range(3):
-        weight = shards_of(torch.randn(40, 24), 4)
-        peers = PeerShards.of(weight, shape=(40, 24), rank=2, near=ALL)
-        settle()
-        staged = pull(peers=peers, staged=staged or StagedWeight.of(peers))
-        assert staged.epoch == layer + 1
-        linear_staged(x=x, weight=staged, out=y.fill_(torch.nan), tile=TILE)
-        check(staged)
-        close(y, linear_ref(x, weight, None), x.dtype)
 
 
 SHAPE, WAIT_S = (64, 32), 0.15

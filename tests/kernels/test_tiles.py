@@ -129,15 +129,6 @@ def test_bytes_by_hand() -> None:
     assert wgrad.hbm_bytes == 2 * (7 * 10 + 7 * 25) + 8 * 5 * 25
 
 
-def test_a_slow_link_sets_the_time_of_a_staged_layer() -> None:
-    problem = ProductShape(tokens=7, rows=10, columns=25, world=2)
-    slow = replace(TOY, link_bytes_s=1.0, launch_s=0.25)
-    compute_s = predict("linear_staged", TILE, problem, TOY).seconds
-    # Launching the kernel and one copy, 250 bytes, then the half of the work that waited for them.
-    assert compute_s == pytest.approx(1.2)
-    assert predict("linear_staged", TILE, problem, slow).seconds == pytest.approx(0.25 + 0.25 + 250 + 0.6)
-
-
 def test_staged_wins_where_there_are_many_tokens() -> None:
     def seconds(operator: str, tokens: int) -> float:
         return ranked(operator, ProductShape(tokens=tokens, rows=14336, columns=4096, world=8), H200)[0][0]

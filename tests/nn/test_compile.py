@@ -21,6 +21,7 @@ from odc_triton.engine.parameter import ShardedParameter
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.families import WIDE, causal_lm
+from tests.support.gradients import assert_same_gradients
 from tests.support.parity import TRANSFORMS
 
 # What Dynamo and inductor do themselves: look at the gradients of a graph's inputs, and two old uses.
@@ -156,10 +157,7 @@ def same(setup: Setup, losses: dict[int, float], gradients: dict[str, torch.Tens
     want_losses, want = plain(setup.family, setup.layers, setup.attention, setup.change, setup.lengths)
     for number, loss in losses.items():
         assert loss == pytest.approx(want_losses[number], rel=TOLERANCE)
-    assert gradients.keys() == want.keys()
-    floor = FLOOR * max(float(gradient.norm()) for gradient in want.values())
-    for name, gradient in want.items():
-        assert (gradients[name] - gradient).norm() <= TOLERANCE * gradient.norm() + floor, name
+    assert_same_gradients(gradients, want, TOLERANCE, FLOOR)
 
 
 def check(setup: Setup, world: int = 1) -> int:

@@ -14,16 +14,9 @@ from odc_triton.nn.families import FusedProjections
 from odc_triton.nn.replace import replace_layers
 from tests.nn.test_families import KERNELS, QKV
 from tests.support.families import with_lora
+from tests.support.gradients import assert_same_gradients
 from tests.support.models import ALL_CASES, build, microbatches
 from tests.support.parity import BODY, WITH_HEAD, one_step, relative
-
-
-def same(got: dict, want: dict, tolerance: float = 1e-5, floor: float = 0.0) -> None:
-    """floor: of the largest gradient's norm."""
-    assert got.keys() == want.keys()
-    least = floor * max(gradient.norm() for gradient in want.values())
-    for name, gradient in want.items():
-        assert (got[name] - gradient).norm() <= tolerance * gradient.norm() + least, name
 
 
 def replaced(model: nn.Module, roles: tuple[str, ...] = BODY, choice: str = "auto") -> nn.Module:
@@ -46,7 +39,7 @@ def test_lora_on_o_proj_beside_a_fused_projection() -> None:
         patch.setattr(FusedProjections, "_is_fused", lambda self, x: calls.append(inner(self, x)) or calls[-1])
         _, got = one_step(fully_shard(replaced(adapted(), choice=QKV), backend="cpu"), "Llama", [3, 2])
     assert calls == [True] * 4  # two layers, two microbatches
-    same(got, want)
+    assert_same_gradients(got, want, floor=0.0)
 
 
 def test_frozen_weights_have_no_gradient_shards() -> None:
@@ -75,7 +68,7 @@ def test_autocast(backend: str, choice: str, roles: tuple[str, ...]) -> None:
     fused_head = "head" in roles
     # The fused head multiplies in fp32 where autocast would have in bf16, of 8 bits of mantissa; the rest is the same.
     assert loss == pytest.approx(want_loss, rel=1e-3 if fused_head else 1e-6)
-    same(got, want, 3e-2 if fused_head else 1e-5)
+    assert_same_gradients(got, want, 3e-2 if fused_head else 1e-5, floor=0.0)
     name = "model.layers.0.mlp.up_proj.weight"
     _, in_fp32 = one_step(build("Llama"), "Llama")
     assert relative(want[name], in_fp32[name]) > 1e-3  # that it was autocast shows
@@ -98,8 +91,8 @@ def test_bf16_by_policy(name: str, choice: str) -> None:
     gradients = [{key: p.grad.float() for key, p in each.named_parameters()} for each in (plain, fp32)]
     got = {key: p.grad.to_local() for key, p in model.named_parameters()}
     assert {gradient.dtype for gradient in got.values()} == {torch.float32}
-    same(got, gradients[0], 5e-2, floor=1e-2)
-    same(got, gradients[1], 5e-2, floor=1e-2)
+    assert_same_gradients(got, gradients[0], 5e-2, floor=1e-2)
+    assert_same_gradients(got, gradients[1], 5e-2, floor=1e-2)
 
 
 # ---------------------------------------------------------------------- generation, attentions

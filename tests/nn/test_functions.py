@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
-from odc_triton.nn import Embedding, Linear
-from odc_triton.nn.functional import embedding, linear, qkv, token_divergence, token_log_probs
+from odc_triton.nn import Embedding, Linear, LMHead
+from odc_triton.nn.functional import embedding, linear, qkv
 from odc_triton.nn.functional.qkv import HeadNorm
 from tests.support import ranks, slow
 
@@ -219,65 +219,10 @@ def _qkvs(backends: str) -> dict[str, Case]:
     return cases
 
 
-def _plain_log_probs(p: dict[str, torch.Tensor], h: torch.Tensor, targets: torch.Tensor, scale: float) -> tuple:
-    logp = (scale * h @ p["weight"].T).log_softmax(-1)
-    picked = logp.gather(-1, targets.clamp_min(0)[..., None])[..., 0].masked_fill(targets < 0, 0.0)
-    return picked, -(logp.exp() * logp).sum(-1)
-
-
-def _heads(backends: str) -> dict[str, Case]:
-    cases = {}
-    for choice in backends.split():
-        for v, d, scale in ((7, 5, 1.0), (1, 3, 1.0), (2, 16, 0.5), (130, 8, 2.0)):
-            batches = [(_x(*lead, d), torch.randint(0, v, lead)) for lead in ((5,), (2, 3), (0,), (1,), ())]
-            batches[0][1][1] = -100
-            batches.append((_x(3, d, trains=False), torch.full((3,), -100)))
-            cases[f"{choice}, {v}x{d}"] = Case(
-                shapes={"weight": (v, d)},
-                ours=lambda p, h, t, c=choice, s=scale: token_log_probs(h, p["weight"], t, scale=s, choice=c),
-                plain=lambda p, h, t, s=scale: _plain_log_probs(p, h, t, s),
-                batches=batches,
-                frozen=("weight",) if d == 16 else (),
-            )
-    return cases
-
-
-def _plain_divergence(
-    p: dict[str, torch.Tensor], h: torch.Tensor, teacher_h: torch.Tensor, beta: float, scales: tuple[float, float]
-) -> torch.Tensor:
-    log_p, log_q = (
-        (scale * each @ p[name].T).log_softmax(-1)
-        for each, name, scale in zip((h, teacher_h), ("weight", "teacher"), scales, strict=True)
-    )
-    log_m = ((1 - beta) * log_p.exp() + beta * log_q.exp()).log()
-    of_teacher, of_student = ((each.exp() * (each - log_m)).sum(-1) for each in (log_q, log_p))
-    return (beta or 1) * of_teacher + ((1 - beta) or 1) * of_student
-
-
-def _divergences(backends: str) -> dict[str, Case]:
-    """A teacher of another width; one with more words than ranks, one with fewer."""
-    cases = {}
-    for choice in backends.split():
-        for v, d, beta, scales in ((7, 5, 0.0, (1.0, 1.0)), (2, 16, 1.0, (0.5, 1.0)), (130, 8, 0.3, (2.0, 0.5))):
-            batches = [(_x(*lead, d), _x(*lead, d + 3, trains=False)) for lead in ((5,), (2, 3), (0,), (1,), ())]
-            batches.append((_x(3, d, trains=False), _x(3, d + 3, trains=False)))
-            how = {"beta": beta, "scale": scales[0], "teacher_scale": scales[1], "choice": choice}
-            cases[f"{choice}, {v}x{d}"] = Case(
-                shapes={"weight": (v, d), "teacher": (v, d + 3)},
-                ours=lambda p, h, t, how=how: token_divergence(h, p["weight"], t, p["teacher"], **how),
-                plain=lambda p, h, t, beta=beta, scales=scales: _plain_divergence(p, h, t, beta, scales),
-                batches=batches,
-                frozen=("teacher", "weight") if d == 16 else ("teacher",),
-            )
-    return cases
-
-
 TABLES = {
     "linear": _linears,
     "embedding": _embeddings,
     "qkv": _qkvs,
-    "log_probs": _heads,
-    "divergence": _divergences,
 }
 
 
@@ -285,8 +230,6 @@ def _cases(backends: str, dtype: torch.dtype, turn: int) -> dict[str, Case]:
     """All tables' cases; of those in the interpreter, which is slow, others each turn."""
     cases = {}
     for table, make in TABLES.items():
-        if dtype is FP64 and table == "log_probs":
-            continue  # refused: kernels sum in fp32
         for number, (name, case) in enumerate(make(backends).items()):
             if "triton" in name:
                 if (number + number // 4 + turn) % 4:
@@ -378,11 +321,16 @@ def _second_derivatives(rank: int, world: int, backend: str, choice: str) -> Non
 
 
 def _no_second_derivative(which: str) -> None:
-    case = _qkvs("triton")["triton/direct/fused, plain"] if which == "qkv" else _heads("triton")["triton, 7x5"]
-    model, batch = fully_shard(Operator(case), backend="cpu-sharded"), case.batches[0]
+    if which == "qkv":
+        case = _qkvs("triton")["triton/direct/fused, plain"]
+        model, batch = Operator(case), case.batches[0]
+    else:
+        model, batch = LMHead(5, 7, choice="triton"), (_x(3, 5),)
+    model = fully_shard(model, backend="cpu-sharded")
     with minibatch(model, tokens=1):
-        loss = sum(each.square().sum() for each in model(*batch))
-        torch.autograd.grad(loss, batch[0], create_graph=True)
+        out = model(*batch)
+        outputs = out if which == "qkv" else [out.log_probs(torch.tensor([0, 6, 3])).logp]
+        torch.autograd.grad(sum(each.square().sum() for each in outputs), batch[0], create_graph=True)
 
 
 @pytest.mark.parametrize(
@@ -419,13 +367,3 @@ def _penalties_and_ids(rank: int, world: int) -> None:
 
 def test_a_penalty_on_gradients_and_ids_out_of_range() -> None:
     ranks.run(_penalties_and_ids, 3)
-
-
-def test_a_padding_idx_from_the_end() -> None:
-    """Counted as `torch.nn.functional.embedding` counts it, not silently no row's."""
-    like = _embeddings("eager")["eager/direct/fused, 7x5"]
-    case = replace(like, ours=lambda p, ids: embedding(ids, p["weight"], padding_idx=-1))
-    model = fully_shard(Operator(case), backend="cpu")
-    with minibatch(model, tokens=1):
-        model(torch.tensor([6, 0, 3])).sum().backward()
-    assert model.weight.grad.to_local().sum(1).tolist() == [5, 0, 0, 5, 0, 0, 0]

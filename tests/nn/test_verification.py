@@ -52,8 +52,21 @@ class _Detached(LMHead):
         return super().forward(h.detach())
 
 
+class _Steep(LMHead):
+    """Of which only the gradients are wrong."""
+
+    def forward(self, h: torch.Tensor) -> object:
+        h.register_hook(lambda gradient: gradient * 1.01)
+        return super().forward(h)
+
+
 @pytest.mark.parametrize(
-    ("wrong", "words"), [(_Scaled, "the loss is"), (_Detached, r"model\.embed_tokens\.weight has no gradient")]
+    ("wrong", "words"),
+    [
+        (_Scaled, "the loss is"),
+        (_Detached, r"model\.embed_tokens\.weight has no gradient"),
+        (_Steep, r"the gradient of .* differs by 1\.0e-02"),
+    ],
 )
 def test_a_difference_is_named(wrong: type, words: str) -> None:
     model = _replaced()

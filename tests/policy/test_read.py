@@ -151,20 +151,6 @@ def _values(tensors: Iterator[tuple[str, torch.Tensor]], between: object = None)
     return found.union(*(value.flatten().tolist() for _, value in tensors))
 
 
-def test_a_read_that_publications_met_is_repeated(policy: _Policy) -> None:
-    calls, met = 0, 3
-
-    def take(tensors: Iterator[tuple[str, torch.Tensor]]) -> set[float]:
-        nonlocal calls
-        calls += 1
-        return _values(tensors, policy.step if calls <= met else None)
-
-    before = policy.reader.version
-    assert policy.reader.read(take) == {-float(met)}
-    assert calls == met + 1
-    assert policy.reader.version == policy.model._odc_engine.publication.number > before
-
-
 def test_a_step_that_has_begun_is_waited_for(policy: _Policy) -> None:
     """Its owner writes where it is read: the numbers are looked at before the read too."""
     policy.step()

@@ -11,6 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from odc_triton.rl.generation import Request, SamplingOptions
 from tests.support import ranks
+from tests.support.sampling import log_probabilities
 from tests.support.sft_case import QWEN2
 
 END = 16  # which the model says within 20 tokens in some completions, and not in others
@@ -45,12 +46,6 @@ def _sample(rank: int, world: int, temperature: float, seeds: list[int], most: i
     return made
 
 
-def _log_probs(model: torch.nn.Module, prompt: list[int], ids: list[int], temperature: float) -> torch.Tensor:
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_log_probabilities_are_the_policys(temperature: float) -> None:
     model = _model()
@@ -64,7 +59,7 @@ def test_log_probabilities_are_the_policys(temperature: float) -> None:
             assert sampled.ended == (sampled.ids[-1] == END)
             assert END not in sampled.ids[:-1]
             assert sampled.ended or len(sampled.ids) == 20
-            want = _log_probs(model, prompt, sampled.ids, temperature or 1.0)
+            want = log_probabilities(model, prompt, sampled.ids, temperature or 1.0)
             torch.testing.assert_close(torch.tensor(sampled.logps), want, rtol=1e-4, atol=1e-4)
         if temperature == 0.0:
             with torch.no_grad():

@@ -80,23 +80,6 @@ def test_lengths_from_files(tmp_path: Path) -> None:
     assert lengths_of_file(tmp_path / "c.npz")[0] == [3, 7]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("a.txt", "5 0", "line 1: '0' is not a length"),
-        ("a.txt", "5 inf", "line 1: 'inf' is not a length"),
-        ("a.json", '{"a": 1}', "{'a': 1} is not a length"),
-        ("a.json", "[5, true]", "row 1: True is not a length"),
-        ("a.json", "[5", "a.json: not valid JSON"),
-        ("a.jsonl", '{"text": ""}', "line 1 is a text of 0 tokens"),
-    ],
-)
-def test_lengths_that_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=message):
-        lengths_of_file(tmp_path / name)
-
-
 def test_drawn_minibatches() -> None:
     lengths = list(range(1, 11))
     drawn = draw(lengths, samples=4, minibatches=5, seed=1)

@@ -153,15 +153,6 @@ def test_whoever_is_free_takes_the_next_pack_of_the_queue(lengths: list[int], ra
     assert told.step_s == pytest.approx(max(clocks), rel=1e-9)
 
 
-def test_a_rank_of_the_queue_is_free_after_its_transfers() -> None:
-    """Two short packs take rank 1 less work than the long one takes rank 0, but with twice the reads and adds."""
-    long, short = 10_000, 6000
-    job = a_job(2, links=Links(gpus=2, gbs=0.1, latency_s=0.0), model=ROOTLESS)
-    told = simulate([[long, short, short, short]], job=job, schedule="odc", balance="queue", token_cap=CAP)
-    assert 2 * COST.sequence(short) < COST.sequence(long)
-    assert told.microbatches == [[2, 2]]
-
-
 @pytest.mark.parametrize(("schedule", "balance"), [(s, "mini") for s in SCHEDULES] + [("odc", "queue")])
 def test_the_timeline_says_what_the_outcome_says(schedule: str, balance: str) -> None:
     links = Links(gpus=4, gbs=2.0)
@@ -176,22 +167,6 @@ def test_the_timeline_says_what_the_outcome_says(schedule: str, balance: str) ->
         assert busy == pytest.approx(told.busy_s[0, rank], rel=1e-9)
     if schedule == "odc":
         assert [barrier.label for barrier in barriers(told.events)] == ["enter", "exit"]
-
-
-def test_collectives_take_sms_from_compute_and_the_copy_engine_does_not() -> None:
-    lengths = lengths_of(8)
-    job = a_job(2, links=Links(gpus=2, gbs=1.0, sm_share=0.2), model=TINY, prefetch=True, overlap=True)
-    busy = {s: simulate([lengths], job=job, schedule=s, balance="mini", token_cap=CAP).busy_s.sum() for s in SCHEDULES}
-    assert busy["odc"] == pytest.approx(sum(map(COST.sequence, lengths)))
-    # Never slower than 1 / (1 - 0.2) in compute.
-    assert busy["odc"] < busy["fsdp"] <= busy["odc"] / 0.8 * (1 + 1e-9)
-
-
-def test_more_ranks_than_sequences() -> None:
-    for balance in ("mini", "queue"):
-        told = simulate([[100, 200]], job=a_job(4), schedule="odc", balance=balance, token_cap=CAP)
-        assert told.step_s == pytest.approx(COST.sequence(200), rel=1e-9)
-        assert sorted(told.microbatches[0]) == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(

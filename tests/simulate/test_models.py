@@ -94,7 +94,7 @@ def test_memory_is_that_of_memory_plan() -> None:
             assert simulate([[60, 100, *[10] * 6]], **how).peak_bytes == plan.total_bytes  # the largest microbatch's
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("name", ["qwen2", *MIXTURES])
 def test_flops_are_those_that_torch_counts(name: str) -> None:
     """A forward of the real model, expert by expert, of which torch counts every product."""
     model, tokens = build(name).eval(), 24

@@ -24,13 +24,6 @@ JOB = Job(links=Links.none(4), seconds=COST.pack, cost=COST, layers=4, prefetch=
 CAP = 8000
 
 
-def test_a_piece_costs_what_is_left_of_its_sequence() -> None:
-    whole = JOB.pack_seconds([8000, 100])
-    pieces = [[Piece(0, 0, 5000), 100], [Piece(0, 5000, 8000)]]
-    assert sum(map(JOB.pack_seconds, pieces)) == pytest.approx(whole + 0.5)  # a microbatch more
-    assert JOB.pack_seconds(pieces[1]) == pytest.approx(0.5 + COST.sequence(8000) - COST.sequence(5000))
-
-
 def test_one_long_sample_is_every_ranks_share() -> None:
     outcome = simulate([[8000]], job=JOB, schedule="odc", balance="split", token_cap=CAP)
     share = COST.sequence(8000) / 4 + 0.5
@@ -38,23 +31,6 @@ def test_one_long_sample_is_every_ranks_share() -> None:
     assert outcome.idle_share < 0.02
     mini = simulate([[8000]], job=JOB, schedule="odc", balance="mini", token_cap=CAP)
     assert mini.step_s == pytest.approx(COST.sequence(8000) + 0.5)
-
-
-def test_ranks_of_a_wave_are_as_slow_as_the_slowest() -> None:
-    assigned = [assign_packs([8000], ranks=4, token_cap=CAP, balance="split", cost=COST)]
-    slow = replace(JOB, slow={2: 1.5})
-    took = simulate([[8000]], job=slow, schedule="odc", balance="split", token_cap=CAP, assigned=assigned)
-    plain = simulate([[8000]], job=JOB, schedule="odc", balance="split", token_cap=CAP, assigned=assigned)
-    assert took.step_s == pytest.approx(1.5 * plain.step_s, rel=0.01)
-
-
-def test_nodes_split_their_own_samples() -> None:
-    job = replace(JOB, links=Links.none(2, nodes=2))
-    outcome = simulate([[8000]], job=job, schedule="odc", balance="split", token_cap=CAP)
-    assert outcome.step_s == pytest.approx(COST.sequence(8000) / 2 + 0.5, rel=0.01)
-    outcome = simulate([[8000] * 2], job=job, schedule="odc", balance="split", token_cap=CAP)
-    assert outcome.step_s == pytest.approx(COST.sequence(8000) / 2 + 0.5, rel=0.01)
-    assert outcome.idle_share < 0.02
 
 
 def test_waves_of_different_nodes_do_not_wait_for_each_other() -> None:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from bench.kernels.code import Case
-from odc_kernels.device import add_to_peer, bulk_reads_follow, dot, peer_address, wait_for_shard
+from odc_kernels.device import dot, peer_address, wait_for_shard
 
 
 @triton.jit
@@ -21,13 +21,6 @@ def product(x, w, y, columns, B_T: tl.constexpr, B_N: tl.constexpr, B_K: tl.cons
         w_NK = tl.load(w + n[:, None] * columns + (start + k)[None, :])
         acc = dot(x_TK, tl.trans(w_NK), acc, False)
     tl.store(y + t[:, None] * columns + n[None, :], acc)
-
-
-@triton.jit
-def product_in_tf32(x, w, y, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    tile = at[:, None] * BLOCK + at[None, :]
-    tl.store(y + tile, tl.dot(tl.load(x + tile), tl.load(w + tile)))  # triton's default
 
 
 @triton.jit
@@ -50,30 +43,9 @@ def copy_flat(source, out, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def add_compared(source, table, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    target = peer_address(table, 0, tl.int32)
-    tl.atomic_cas(target + at, tl.load(source + at), tl.load(source + at) + 1, sem="relaxed", scope="sys")
-
-
-@triton.jit
 def add_on_this_gpu(source, table, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     tl.atomic_add(peer_address(table, 0, tl.float32) + at, tl.load(source + at), sem="relaxed", scope="gpu")
-
-
-@triton.jit
-def add_and_look(source, table, out, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    target = peer_address(table, 0, tl.float32)
-    tl.store(out + at, tl.atomic_add(target + at, tl.load(source + at), sem="relaxed", scope="sys"))
-
-
-@triton.jit
-def add_tile(source, table, columns, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    offsets = at.to(tl.int64)[:, None] * columns + at[None, :]
-    add_to_peer(peer_address(table, 0, tl.float32) + offsets, tl.load(source + offsets), None)
 
 
 @triton.jit
@@ -86,9 +58,6 @@ def read_before_wait(w, out, flags, status, epoch, BLOCK: tl.constexpr, BULK: tl
     wait_for_shard(flags, status, 0, epoch, 1000)
     if BULK:
         rows = shard.load([0])
-    elif not EARLY:
-        bulk_reads_follow()
-        rows = tl.load(w + at)
     tl.store(out + at, rows)
 
 
@@ -100,25 +69,14 @@ def cases() -> Iterator[Case]:
         return Case(name=name, kernel=kernel, signature=signature, constants=constants, aligned=aligned, **more)
 
     data = {"x": "*bf16", "w": "*bf16", "y": "*fp32", "columns": "i32"}
-    yield case("good", product, data, {"B_T": 128, "B_N": 128, "B_K": 64, "STAGES": 3}, num_warps=8, matrix=True)
     yield case("spills", product, data, {"B_T": 256, "B_N": 256, "B_K": 64, "STAGES": 2}, num_warps=4)
-    yield case("no HGMMA", product, data, {"B_T": 32, "B_N": 64, "B_K": 64, "STAGES": 2})
-    yield case("tf32", product_in_tf32, {"x": "*fp32", "w": "*fp32", "y": "*fp32"}, {"BLOCK": 64})
     yield case("2 bytes", copy_unaligned, {"table": "*i64", "out": "*bf16"}, {"DTYPE": tl.bfloat16, "BLOCK": 1024})
     sizes = {"rows": "i32", "columns": "i32"}
     yield case("copy_narrow", copy_narrow, {"source": "*fp32", "out": "*fp32", **sizes}, {"BLOCK": 512})
     yield case("copy_flat", copy_flat, {"source": "*fp32", "out": "*fp32", "count": "i32"}, {"BLOCK": 512}, flat=True)
     adds = {"source": "*fp32", "table": "*i64"}
-    ints = {"source": "*i32", "table": "*i64"}
-    yield case("CAS", add_compared, ints, {"BLOCK": 512}, reduces=True)
     yield case("scope", add_on_this_gpu, adds, {"BLOCK": 512}, reduces=True)
-    yield case("nothing", product, data, {"B_T": 128, "B_N": 128, "B_K": 64, "STAGES": 3}, num_warps=8, reduces=True)
-    yield case("atom", add_and_look, {**adds, "out": "*fp32"}, {"BLOCK": 512}, reduces=True)
-    yield case("tile", add_tile, {**adds, "columns": "i32"}, {"BLOCK": 64}, reduces=True)
     wait = {"w": "*fp32", "out": "*fp32", "flags": "*i32", "status": "*i32", "epoch": "i32"}
-    for name, bulk, early in (("early", False, True), ("unfenced", True, False), ("patient", False, False)):
+    for name, bulk, early in (("early", False, True), ("unfenced", True, False)):
         constants = {"BLOCK": 512, "BULK": bulk, "EARLY": early}
         yield case(name, read_before_wait, wait, constants, waits=True)
-    flags = "ld.global.sys.acquire.b64"
-    yield case("polls", add_and_look, {**adds, "out": "*fp32"}, {"BLOCK": 512}, flags=flags)
-    yield case("no code", product, data, {"B_T": 128, "B_N": 128, "B_K": 3, "STAGES": 2})

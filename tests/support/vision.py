@@ -10,23 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support.families import SIZES
+
 VOCABULARY = 64
 PICTURE = 60  # the token that stands for a part of a picture
 _PATCH = 4  # pixels
 _SIDE = 16  # pixels of a picture of fixed size
 
-_TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+_TEXT = SIZES | {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
+_TEXT |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 _TOKENS = {"image_token_id": PICTURE, "video_token_id": 61, "vision_start_token_id": 58, "vision_end_token_id": 59}
 _ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
 

@@ -6,7 +6,6 @@ For what vLLM itself can't be made to do: tests/vllm has the real one.
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -94,8 +93,6 @@ class Serving:
                 body = b"" if answer is None else json.dumps(answer).encode()
                 if path != "/v1/completions":
                     self.reply(200, body)
-                elif faults.get("breaks_off"):
-                    self.connection.shutdown(socket.SHUT_RDWR)
                 else:
                     self.reply(200, faults.get("body", "").encode() or body, faults.get("missing_bytes", 0))
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from tests.support import ranks
 from tests.support.families import FAMILIES, FUSED, WIDE, class_of, config_of, wide
+from tests.support.gradients import assert_same_gradients, gradients_of
 from tests.support.splitting import Setup, packs_of, samples
 from tests.support.table_models import COLUMNS, MODELS, TITLES
 
@@ -77,7 +78,7 @@ def plain(name: str, lora: bool) -> Found:
     model = _adapted(model) if lora else model
     loss = sum(_alone(model, sample) for sample in every) / _targets(every)
     loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), gradients_of(model)
 
 
 def _on_shards(rank: int, world: int, name: str, column: str) -> Found:
@@ -136,12 +137,8 @@ def test_cell(outcomes: list, title: str, column: str) -> None:
     assert not isinstance(found[0], str), found[0]
     want_loss, want = plain(name, column == "LoRA")
     assert sum(loss for loss, _ in found) == pytest.approx(want_loss, rel=1e-5)  # fp32, in another order
-    largest = max(gradient.norm() for gradient in want.values())
-    for _, gradients in found:
-        assert gradients.keys() == want.keys()
-        for key, gradient in want.items():
-            # fp32 sums in another order; the floor is for biases of keys, whose gradients are all but zero.
-            assert (gradients[key] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-8 * largest, key
+    for _, gradients in found:  # fp32 sums in another order
+        assert_same_gradients(gradients, want, floor=1e-8)
 
 
 @pytest.mark.slow

@@ -19,22 +19,3 @@ def test_the_committed_table_is_that_of_the_tests(table: Table) -> None:
     made, _, versions = committed.rpartition("\nMade by ")
     assert made == f"\n{table.markdown()}", "run `make tables` and commit the page"
     assert re.fullmatch(r"`make tables`, with torch [\d.]+ and transformers [\d.]+\.\n", versions)
-
-
-def test_equal_reasons_share_a_note() -> None:
-    refused = {("b", "x"): "no: why", ("b", "y"): "no: why"}
-    rows = (("a", "first"), ("b", "second"))
-    table = Table(
-        name="small",
-        columns=("x", "y"),
-        rows=rows,
-        expected=lambda *cell: None if cell == ("a", "y") else refused.get(cell, "yes"),
-    )
-    assert table.markdown().splitlines()[2:] == [
-        "| **a**<br>first | ✓ |  |",
-        "| **b**<br>second | ✗<sup>1</sup> | ✗<sup>1</sup> |",
-        "",
-        "1. why",
-    ]
-    passed = {("small", "a", "x"): True, ("small", "b", "x"): False}
-    assert table.missing(passed) == ["b, x: its test failed", "b, y: no test ran"]

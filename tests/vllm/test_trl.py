@@ -17,6 +17,7 @@ from tests.support import ranks
 from tests.support import trl_case as case
 from tests.support.deadlines import SHORT_S
 from tests.support.families import causal_lm
+from tests.support.sampling import greedy
 from tests.support.vllm_real import ENVIRONMENT, require_vllm, vllm_serve
 
 require_vllm()
@@ -36,13 +37,6 @@ def _saved(folder: Path, vocabulary: int = 128) -> str:
     return str(folder)
 
 
-def _greedy(model: torch.nn.Module, prompt: list[int], tokens: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    for _ in range(tokens):
-        ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
-    return ids[0, len(prompt) :].tolist()
-
-
 def _trained(rank: int, world: int, folder: str, start: str, changes: dict[str, Any]) -> dict[str, Any]:
     """A run whose engine says, before it samples for each step and after the last, what it would sample greedily."""
     from odc_triton import full_parameters
@@ -56,7 +50,7 @@ def _trained(rank: int, world: int, folder: str, start: str, changes: dict[str, 
         def compare(self) -> None:
             for name, value in full_parameters(self.model):
                 plain.get_parameter(name).copy_(value)
-            want = [_greedy(plain, prompt, 12) for prompt in PROMPTS]
+            want = [greedy(plain, prompt, 12) for prompt in PROMPTS]
             engine = self.vllm_generation
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(engine, "temperature", 0.0)
@@ -104,13 +98,9 @@ def _colocated(rank: int, world: int, folder: str, start: str, changes: dict[str
     return _trained(rank, world, folder, start, changes | {"vllm_mode": "colocate", "vllm_max_model_length": 128})
 
 
-WORLDS = pytest.mark.parametrize(("world", "turns"), [(1, 1), (2, 2)])
-
-
-@WORLDS
-def test_colocate(tmp_path: Path, world: int, turns: int) -> None:
+def test_colocate(tmp_path: Path) -> None:
     start = _saved(tmp_path / "model")
-    for found in ranks.run(_colocated, world, str(tmp_path / "run"), start, {"turns": turns}):
+    for found in ranks.run(_colocated, 2, str(tmp_path / "run"), start, {}):
         _assert_same_policy(found)
 
 
@@ -141,10 +131,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
         yield start, server.address
 
 
-@WORLDS
-def test_server(tmp_path: Path, served: tuple[str, str], world: int, turns: int) -> None:
+def test_server(tmp_path: Path, served: tuple[str, str]) -> None:
     start, address = served
-    for found in ranks.run(_trained, world, str(tmp_path), start, _server_mode(address, turns=turns)):
+    for found in ranks.run(_trained, 2, str(tmp_path), start, _server_mode(address, turns=2)):
         _assert_same_policy(found)
 
 

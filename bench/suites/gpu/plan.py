@@ -106,7 +106,7 @@ def _named(*names: str) -> tuple[str, ...]:
 _KERNELS = _named("kernels/gather_scatter", "kernels/matrix", "kernels/staged", "kernels/engine_step")
 _KERNELS += _named("kernels/embedding", "kernels/linear_cross_entropy", "kernels/linear_divergence")
 _KERNELS += _named("kernels/qkv", "kernels/exact_adds")
-_KERNELS += _named("kernels/addresses", "kernels/flags", "kernels/ops")
+_KERNELS += _named("kernels/flags", "kernels/ops")
 _ENGINE = _named("gpu/cuda_engine", "engine/gathered", "gpu/cuda_steady", "hf/attention", "engine/gathered_usage")
 _ENGINE += _named("gpu/cuda_tree", "engine/foreach", "balance/collate", "gpu/cuda_copies")
 _ROW = "unsharded,FSDP2 + LB-Micro,FSDP2 symmetric memory + LB-Micro,FSDP2 + use_odc + LB-Mini,ODC + LB-Mini"
