@@ -88,7 +88,7 @@ WAITS = (
     Wait(
         "masters are copied before replicas exchange them",
         'drain("publishing the own part of the parameters")',
-        "tests/engine/test_hybrid.py::test_odd_rows[dtype1-others]",
+        "tests/engine/test_hybrid.py::test_odd_rows",
     ),
     Wait(
         "an evaluation waits for what peers publish",

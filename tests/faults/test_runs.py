@@ -19,12 +19,19 @@ import psutil
 import pytest
 import torch
 
+from odc_triton import RankLost, full_parameters
+from odc_triton.base import signals
 from odc_triton.base.config_file import write_config
 from odc_triton.checkpoint.steps import verify
 from odc_triton.comm.launch import Interrupted
-from odc_triton.train import outcome
+from odc_triton.train import outcome, sft
+from odc_triton.train.loop import lost_within
 from odc_triton.train.metrics import read_metrics
+from odc_triton.train.run_folder import RunFolder
+from odc_triton.train.sft import train_sft
 from odc_triton.train.sft_options import SftOptions
+from odc_triton.train.sft_run import SftRun
+from odc_triton.train.stop import StopSignal
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.leftovers import environment, interrupted
@@ -71,10 +78,6 @@ def _poisoned(rank: int, world: int, folder: Path) -> dict[str, tuple[str, list[
 
 
 def _one_poisoned(rank: int, folder: Path, name: str, given: Poisoned) -> tuple[str, list[dict], bool]:
-    from odc_triton import full_parameters
-    from odc_triton.train import sft
-    from odc_triton.train.sft_run import SftRun
-
     seen: list[dict] = []
     weights: list[torch.Tensor] = []
 
@@ -134,8 +137,6 @@ def test_steps_that_are_not_finite_and_a_microbatch_that_raises(tmp_path: Path) 
 
 
 def _losing_its_folder(rank: int, world: int, wanted: SftOptions) -> str:
-    from odc_triton.train.sft import train_sft
-
     def on_metrics(metrics: dict) -> None:
         if metrics["step"] == 2:
             shutil.rmtree(wanted.out)
@@ -160,9 +161,6 @@ def test_the_folder_vanishes(tmp_path: Path) -> None:
 
 
 def test_the_first_request_is_remembered_and_a_second_one_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from odc_triton.base import signals
-    from odc_triton.train.stop import StopSignal
-
     before = signal.getsignal(signal.SIGTERM)
     asked: list[str] = []
     stop = StopSignal(asked.append)
@@ -182,9 +180,6 @@ def test_the_first_request_is_remembered_and_a_second_one_ends_at_once(monkeypat
 
 def test_a_lost_peer_is_named_though_torch_wraps_the_error() -> None:
     """The handler of SIGTERM raises in whatever runs, as DTensor's operators do in the optimizer's step."""
-    from odc_triton import RankLost
-    from odc_triton.train.loop import lost_within
-
     lost, wrapped = RankLost([1], "rank 1 died"), RuntimeError("Sharding propagation failed for aten.sqrt.default")
     wrapped.__cause__ = lost
     assert lost_within(wrapped) is lost
@@ -260,8 +255,6 @@ def test_torchrun_brings_the_job_back(tmp_path: Path) -> None:
 
 
 def test_another_job_in_the_same_folder(tmp_path: Path) -> None:
-    from odc_triton.train.run_folder import RunFolder
-
     identity = {"seed": 0}
     first, second = RunFolder(tmp_path / "out"), RunFolder(tmp_path / "out")
     first.lock(resume="never")

@@ -171,7 +171,6 @@ def _beside_one_that_ends(rank: int, world: int, deal: Dealt, where: str, victim
     ("deal", "where", "victim", "number"),
     [
         (EVERYWHERE, "write", 1, signal.SIGKILL),
-        slow(BEHIND, "write", 0, signal.SIGKILL),
         (BEHIND, "write", 0, signal.SIGSTOP),
         slow(EVERYWHERE, "wait", 1, signal.SIGSTOP),
         slow(BEFORE, "wait", 0, signal.SIGSTOP),

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,15 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.suites.hosts_net import inside
-from odc_triton.base.config_file import write_config
 from odc_triton.data.dataset import DataOptions
 from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
 from odc_triton.train.sft_options import SftOptions
-from tests.support import jobs, namespaces, ranks
-from tests.support.deadlines import LONG_S
+from odc_triton.train.sft_run import SftRun
+from tests.support import jobs, ranks
 from tests.support.jobs import ENDED
-from tests.support.leftovers import environment
 from tests.support.sft_case import case, write_case
 from tests.support.tokenized import tokenize_file
 
@@ -64,8 +58,6 @@ def losses(out: str) -> tuple[list[float], list[float]]:
 
 def _on_hosts(rank: int, world: int, wanted: Sequence[SftOptions], hosts: int) -> list[str]:
     """Each host is a replica; ranks are not equally fast."""
-    from odc_triton.train.sft_run import SftRun
-
     next_packs = SftRun.next_packs
 
     def late(self: SftRun) -> object:
@@ -93,32 +85,3 @@ def test_exact_sums_have_the_same_bits(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(weights(wanted.out), weights(on_hosts.out))
     (alone,), _ = ranks.run(_on_hosts, 2, [replace(queue, balance="mini")], 2)
     assert "there is a replica on each of 2 hosts, of one rank each, and --split-sequences splits" in alone
-
-
-def test_on_two_hosts_killed_in_a_wave_a_run_goes_on(folder: Path, tmp_path: Path) -> None:
-    """Torchruns in two network namespaces; the same bits as a run that nothing disturbed."""
-    namespaces.require()
-    how = {"samples_per_rank": 3, "steps": 4, "checkpoint_every": 1, "exact": True, "resume": "auto"}
-    wanted = options(folder, tmp_path / "out", **how)
-    write_config(tmp_path / "run.yaml", wanted, comment="the run")
-    command = inside(sys.executable, "-m", "tests.support.two_torchruns", str(tmp_path / "run.yaml"))
-    said = []
-    for step in (["2"], []):
-        done = subprocess.run(
-            [*command, *step],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=2 * LONG_S,
-        )
-        assert (done.returncode == 0) == (step == []), done.stdout
-        said.append(done.stdout)
-    killed, again = said
-    for rank in (0, 1):  # of the other host
-        assert re.search(rf"rank {rank} was waiting for '.*': rank 3 died", killed), killed
-    assert "continuing after step 2" in again
-    whole = replace(wanted, out=str(tmp_path / "whole"), replicas=2)
-    assert jobs.run(4, whole) == [ENDED]
-    assert losses(wanted.out) == losses(whole.out)
-    assert torch.equal(weights(wanted.out), weights(whole.out))
