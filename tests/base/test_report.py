@@ -17,7 +17,6 @@ from odc_triton.base.events import ELSEWHERE
 from odc_triton.base.report import (
     COLOURS,
     Curves,
-    curve_figure,
     save_html,
     save_timeline,
     table,
@@ -49,16 +48,6 @@ def painting(figure, track=0):
 
 def area(pixels, state):
     return int((pixels == list(bytes.fromhex(COLOURS[state][0][1:]))).all(axis=-1).sum())
-
-
-def test_timeline_areas_are_proportional_to_time():
-    tracks = {"a": odc_like(2)}
-    pixels = painting(timeline_figure(tracks))
-    seconds = {"wait": 2, "forward": 4, "backward": 8, "accumulate": 2, "step": 4}
-    per_second = area(pixels, "forward") / seconds["forward"]
-    assert per_second == pytest.approx(48 * pixels.shape[1] / 10, rel=0.01)
-    for state, value in seconds.items():
-        assert area(pixels, state) == pytest.approx(value * per_second, rel=0.01), state
 
 
 def test_what_runs_elsewhere_is_drawn_beside_what_the_rank_does():
@@ -134,18 +123,6 @@ def test_html_leaves_out_what_is_empty(tmp_path):
     none = {"title": "t", "summary": "s", "rows": [], "columns": (), "tracks": {}, "curves": [], "facts": {}}
     save_html(tmp_path / "r.html", **none)
     assert not {"img", "table", "dl", "h2"} & set(tags_of((tmp_path / "r.html").read_text()))
-
-
-def test_curves_with_every_value_and_names_that_stay_on_the_picture():
-    values = {"_a": [3.0, 2.0, 1.0], "$b": [3.0, 2.5], "FSDP2 no reshard + LB-Mini": [float("nan"), 2.5]}
-    figure = curve_figure(Curves(title="Loss $", label="per token", values=values))
-    axes = figure.axes[0]
-    assert [line.get_ydata().tolist() for line in axes.lines[:2]] == [[3, 2, 1], [3, 2.5]]
-    assert [line.get_marker() for line in axes.lines] == ["None", "None", "o"], "a value between gaps is a dot"
-    assert [t.get_text().lstrip("\u200b") for t in axes.get_legend().get_texts()] == [*values]
-    figure.draw_without_rendering()
-    box = axes.get_legend().get_window_extent()
-    assert axes.bbox.x1 <= box.x0 < box.x1 <= figure.bbox.x1
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):

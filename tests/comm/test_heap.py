@@ -202,12 +202,5 @@ def test_there_are_so_many_statuses() -> None:
         heap.new_slot()
 
 
-def test_another_heap_names_ranks_alike() -> None:
-    heap = _heap(0, 1)
-    heap.first, heap.near = 4, frozenset({0})
-    other = heap.another(size_bytes=64, slots=1, token="unused", timeout_s=LONG_S)
-    assert (other.first, other.near) == (4, frozenset({0}))
-
-
 def test_a_forked_process_that_ends_has_not_left() -> None:
     assert ranks.run(_forked, 2) == [([0, 0], True)] * 2

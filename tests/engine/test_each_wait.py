@@ -1,4 +1,4 @@
-"""Waits are needed: one of each kind is removed in turn from a copy of the package, and a test of that copy fails.
+"""Waits are needed: of each module that waits one is removed from a copy of the package, and a test of that copy fails.
 
 A copy is tested by another process, in the copy's folder, so the tests and their ranks import it.
 """
@@ -58,37 +58,15 @@ WAITS = (
         _STREAMS + "copies_follow_what_is_computed_before[late]",
     ),
     Wait(
-        "memory is freed after other streams have read it",
-        "copies.home.wait_stream(user)",
-        _STREAMS + "memory_is_freed_after_all_streams_have_used_it[late]",
-    ),
-    Wait(
-        "a gradient is held while its addition runs",
-        "(self._add.record_event(), gradient)",
-        _STREAMS + "gradients_live_until_they_are_added[all-late]",
-        "(self._add.record_event(), gradient.clone())",
-    ),
-    Wait(
         "a drain waits for additions",
         "for stream in (*self._computing, *self._copy, self._add):",
         _STREAMS + "additions_follow_what_is_computed_before[late]",
         "for stream in (*self._computing, *self._copy):",
     ),
     Wait(
-        "a forward notes its stream",
-        "computes_here()",
-        _DRAINS + "a_minibatch_ends_when_every_stream_has_ended[on demand]",
-        before="self._forward_start_s =",
-    ),
-    Wait(
         "at the exit gradients are added before the barrier",
         'drain(f"the microbatches of minibatch {self.number}")',
         _DRAINS + "peers_see_what_the_device_has_done",
-    ),
-    Wait(
-        "masters are copied before replicas exchange them",
-        'drain("publishing the own part of the parameters")',
-        "tests/engine/test_hybrid.py::test_odd_rows",
     ),
     Wait(
         "an evaluation waits for what peers publish",
@@ -108,21 +86,11 @@ WAITS = (
         after="def copy() -> None:",
     ),
     Wait(
-        "a buffer is written after others have read the layer before",
-        "self._wait_for(Flag.READ, former.layer, former.epoch, former.whom, sets_next=doing)()",
-        _SEQUENCE + "reused.py::test_a_late_reader_never_sees_the_next_layers_rows[cpu]",
-    ),
-    Wait(
         "a flag says that gradients of keys are added after they are",
         "after_adds(",
         _SEQUENCE + "order.py::test_a_flag_follows_the_additions_and_these_follow_earlier_ranks_if_in_order[True]",
         "(lambda work: work())(",
         before="partial(",
-    ),
-    Wait(
-        "forwards of pieces end when the device has ended",
-        'drain("forwards on pieces of samples")',
-        _SEQUENCE + "evaluation.py::test_the_device_has_ended_when_forwards_begin_and_when_they_end",
     ),
     Wait(
         "what was on the host is used after it has come back",

@@ -206,12 +206,6 @@ def test_owners_are_read_side_by_side() -> None:
     assert torch.equal(gathered.whole[0], torch.cat(shards))
 
 
-def test_a_stream_without_copies_is_not_waited_for() -> None:
-    gathered, _ = _gathered("late", rows=(0, 4))
-    gathered.fetch("me", 1)
-    assert len(gathered._copies.done) == 1
-
-
 @KINDS
 def test_filled_used_and_freed(kind: str) -> None:
     gathered, shards = _gathered(kind)
@@ -226,44 +220,3 @@ def test_filled_used_and_freed(kind: str) -> None:
         gathered.release("me")
         gathered.release("me")
         assert gathered.whole[0].untyped_storage().nbytes() == 0
-
-
-@KINDS
-def test_what_is_tied_over_units_stays_for_the_last_of_them(kind: str) -> None:
-    gathered, shards = _gathered(kind)
-    for unit in ("root", "block"):
-        gathered.fetch(unit, 1)
-        gathered.wait()
-    gathered.release("block")
-    assert gathered.is_filled
-    assert torch.equal(gathered.whole[0], torch.cat(shards))
-    gathered.release("root")
-    assert gathered.whole[0].untyped_storage().nbytes() == 0
-
-
-@KINDS
-def test_fetched_ahead_in_vain(kind: str) -> None:
-    gathered, shards = _gathered(kind)
-    gathered.fetch("me", 1)
-    gathered.release("me")
-    gathered.fetch("me", 1)
-    gathered.wait()
-    assert torch.equal(gathered.whole[0], torch.cat(shards))
-
-
-@KINDS
-def test_filled_anew_in_its_own_memory(kind: str) -> None:
-    gathered, shards = _gathered(kind)
-    gathered.fetch("me", 1)
-    gathered.wait()
-    address = gathered.whole[0].data_ptr()
-    shards[0].fill_(7)
-    gathered.expire()
-    gathered.fetch("you", 2)
-    gathered.wait()
-    assert gathered.whole[0].data_ptr() == address
-    assert torch.equal(gathered.whole[0], torch.cat(shards))
-    gathered.release("me")
-    assert gathered.is_filled
-    gathered.release("you")
-    assert not gathered.is_filled

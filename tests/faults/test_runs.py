@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -22,6 +24,7 @@ import torch
 from odc_triton import RankLost, full_parameters
 from odc_triton.base import signals
 from odc_triton.base.config_file import write_config
+from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.checkpoint.steps import verify
 from odc_triton.comm.launch import Interrupted
 from odc_triton.train import outcome, sft
@@ -32,6 +35,7 @@ from odc_triton.train.sft import train_sft
 from odc_triton.train.sft_options import SftOptions
 from odc_triton.train.sft_run import SftRun
 from odc_triton.train.stop import StopSignal
+from tests.checkpoint.test_background import writers_held_back
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.leftovers import environment, interrupted
@@ -66,10 +70,27 @@ POISONED = {
     # What was still being written is completed, as all ranks know of the error.
     "out of memory": Poisoned(
         poison="out of memory",
-        saved=[1, 2],
+        changes={"checkpoint_every": 2, "checkpoint_background": True},
+        saved=[2],
         error="MinibatchFailed: minibatch 2 failed.*rank 1: OutOfMemoryError: no memory for 3 GiB",
     ),
 }
+
+
+@contextmanager
+def written_when_waited_for() -> Iterator[None]:
+    """The background's writer writes nothing before the run waits for it."""
+    wait = BackgroundCheckpoints.wait
+
+    with writers_held_back() as go_on:
+
+        def waiting(background: BackgroundCheckpoints, **how: float) -> None:
+            if not background.is_idle:
+                go_on.set()
+            wait(background, **how)
+
+        with mock.patch.object(BackgroundCheckpoints, "wait", waiting):
+            yield
 
 
 def _poisoned(rank: int, world: int, folder: Path) -> dict[str, tuple[str, list[dict], bool]]:
@@ -103,7 +124,8 @@ def _one_poisoned(rank: int, folder: Path, name: str, given: Poisoned) -> tuple[
 
     usual = {"steps": 5, "samples_per_rank": 2, "checkpoint_every": 1, "keep": 3, "max_skipped": 9}
     wanted = case(folder, out=str(folder / name), **usual | given.changes)
-    with mock.patch.object(sft, "SftRun", PoisonedRun), mock.patch.object(outcome, "can_draw", return_value=False):
+    quickly = mock.patch.object(outcome, "can_draw", return_value=False)
+    with written_when_waited_for(), mock.patch.object(sft, "SftRun", PoisonedRun), quickly:
         try:
             sft.train_sft(wanted)
             error = "ended"

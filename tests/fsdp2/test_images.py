@@ -10,8 +10,6 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc_triton import minibatch, use_odc
 from odc_triton.comm.layout import find_units
-from odc_triton.hf import enable_packing
-from tests.hf.test_images import CHANGES, one_process, trained
 from tests.support import ranks, slow
 from tests.support.splitting import gradients
 from tests.support.vision import FAMILIES, alone
@@ -51,16 +49,3 @@ def _compare(of_ranks: list[dict[str, torch.Tensor]], wanted: dict[str, torch.Te
         assert found.keys() == wanted.keys()
         for name, each in wanted.items():
             assert torch.allclose(found[name], each, rtol=0, atol=1e-10), name
-
-
-def _packs(rank: int, world: int, family: str, change: str) -> dict[str, torch.Tensor]:
-    model = FAMILIES[family].model(dtype=torch.float64)
-    enable_packing(model)
-    return trained(_bridged(CHANGES[change](model).train(), "cpu-sharded"), rank, world, family)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "change"), [*((each, "LoRA") for each in FAMILIES), ("gemma3", "frozen tower")])
-def test_packs(family: str, change: str) -> None:
-    """One of three ranks has no microbatch, and two have pictures."""
-    _compare(ranks.run(_packs, 3, family, change), one_process(family, change, torch.float64))

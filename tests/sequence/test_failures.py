@@ -23,8 +23,8 @@ from tests.support.splitting import (
     Setup,
     build,
     packs_of,
-    plain,
     raises_in_forward,
+    require_plain,
     samples,
     sharded,
     step_on,
@@ -37,8 +37,7 @@ def right_after(model: torch.nn.Module, setup: Setup, rank: int) -> None:
     """One more minibatch is as if nothing had been."""
     model.zero_grad()
     _, found = step_on(model, setup, rank)
-    for name, want in plain(Setup(prefix=setup.prefix))[1].items():
-        assert (found[name] - want).norm() <= 1e-5 * want.norm() + 1e-7, name
+    require_plain(found, Setup(prefix=setup.prefix))
 
 
 # ------------------------------------------------------------------ a microbatch goes wrong on one rank
@@ -166,8 +165,7 @@ def _wrong_calls(rank: int, world: int) -> None:
     refused("(none on rank 0, ", lambda: one(split=plan if rank else None))
     # And after all of it a minibatch works.
     _, found = step_on(model, Setup(), rank)
-    for name, want in plain(Setup())[1].items():
-        assert (found[name] - want).norm() <= 1e-5 * want.norm() + 1e-7, name
+    require_plain(found, Setup())
 
 
 def test_wrong_calls_are_told() -> None:

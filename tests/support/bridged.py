@@ -95,7 +95,6 @@ LAYOUTS: dict[str, Callable[..., None]] = {"blocks": _blocks, "titan": _titan, "
 
 TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     **{name: parity.TRANSFORMS[name] for name in ("checkpointing", "frozen", "lora")},
-    "chunks": lambda model: parity.TRANSFORMS["chunks"](parity.TRANSFORMS["checkpointing"](model)),
     "": parity.TRANSFORMS["none"],
     "lora, bf16 base": lambda model: with_lora(model.to(torch.bfloat16)),
 }
