@@ -220,3 +220,34 @@ def test_filled_used_and_freed(kind: str) -> None:
         gathered.release("me")
         gathered.release("me")
         assert gathered.whole[0].untyped_storage().nbytes() == 0
+
+
+@KINDS
+def test_what_is_tied_over_units_stays_for_the_last_of_them(kind: str) -> None:
+    gathered, shards = _gathered(kind)
+    for unit in ("root", "block"):
+        gathered.fetch(unit, 1)
+        gathered.wait()
+    gathered.release("block")
+    assert gathered.is_filled
+    assert torch.equal(gathered.whole[0], torch.cat(shards))
+    gathered.release("root")
+    assert gathered.whole[0].untyped_storage().nbytes() == 0
+
+
+@KINDS
+def test_filled_anew_in_its_own_memory(kind: str) -> None:
+    gathered, shards = _gathered(kind)
+    gathered.fetch("me", 1)
+    gathered.wait()
+    address = gathered.whole[0].data_ptr()
+    shards[0].fill_(7)
+    gathered.expire()
+    gathered.fetch("you", 2)
+    gathered.wait()
+    assert gathered.whole[0].data_ptr() == address
+    assert torch.equal(gathered.whole[0], torch.cat(shards))
+    gathered.release("me")
+    assert gathered.is_filled
+    gathered.release("you")
+    assert not gathered.is_filled
