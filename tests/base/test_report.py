@@ -13,17 +13,16 @@ from collections import Counter
 import pytest
 from matplotlib.image import imread
 
-from odc_triton.base.events import BUSY_KINDS, ELSEWHERE
+from odc_triton.base.events import ELSEWHERE
 from odc_triton.base.report import (
     COLOURS,
     Curves,
-    curve_figure,
     save_html,
     save_timeline,
     table,
     timeline_figure,
 )
-from odc_triton.base.trace import STATES, chrome_trace, timeline_text
+from odc_triton.base.trace import chrome_trace, timeline_text
 from tests.support.timelines import odc_like, span
 
 
@@ -51,16 +50,6 @@ def area(pixels, state):
     return int((pixels == list(bytes.fromhex(COLOURS[state][0][1:]))).all(axis=-1).sum())
 
 
-def test_timeline_areas_are_proportional_to_time():
-    tracks = {"a": odc_like(2)}
-    pixels = painting(timeline_figure(tracks))
-    seconds = {"wait": 2, "forward": 4, "backward": 8, "accumulate": 2, "step": 4}
-    per_second = area(pixels, "forward") / seconds["forward"]
-    assert per_second == pytest.approx(48 * pixels.shape[1] / 10, rel=0.01)
-    for state, value in seconds.items():
-        assert area(pixels, state) == pytest.approx(value * per_second, rel=0.01), state
-
-
 def test_what_runs_elsewhere_is_drawn_beside_what_the_rank_does():
     """A server samples from 0 to 3 s, and the rank computes from 1 to 4 s; in the trace each has a thread."""
     events = [
@@ -80,36 +69,6 @@ def test_what_runs_elsewhere_is_drawn_beside_what_the_rank_does():
     threads = {each["tid"]: each["args"]["name"] for each in found if each["name"] == "thread_name"}
     spans = [(each["name"], threads[each["tid"]]) for each in found if each["ph"] == "X"]
     assert sorted(spans) == [("forward", "rank 0"), ("forward", "rank 1"), ("rollout", "rank 0, elsewhere")]
-
-
-def test_variants_share_an_axis_that_starts_at_their_own_zero():
-    figure = timeline_figure({"one": odc_like(1, start_s=3.0), "two": odc_like(2, start_s=900.0)})
-    one, two = figure.axes
-    assert (one.get_xlim(), two.get_xlim()) == ((0, 10), (0, 10))
-    assert two.get_xlabel() == "seconds from each variant's own start"
-    assert [each.get_title(loc="left") for each in (one, two)] == ["one", "two"]
-    assert [each.texts[0].get_text().splitlines()[0] for each in (one, two)] == ["5.00 s", "10.0 s"]
-    white = [(painting(figure, track) == 255).all(axis=-1).all(axis=0) for track in (0, 1)]
-    columns = len(white[0])
-    assert white[0][columns // 2 + 1 :].all()
-    assert not white[0][: columns // 2].any()
-    assert not white[1].any()
-    # Barriers: at 4 and 5 s of each minibatch, all of whole minibatches.
-    assert [round(x, 9) for x in two.lines[0].get_xdata()] == [4, 5, 9, 10]
-    assert len(two.collections[0].get_segments()) == 4
-
-
-def test_many_ranks_and_every_state_are_drawn():
-    kinds = (*BUSY_KINDS, "wait")
-    tracks = {"a": [span(r, k, i, i + 1.0) for r in range(64) for i, k in enumerate(kinds)]}
-    tracks["a"].append(span(0, "step", 9, 10))
-    figure = timeline_figure(tracks, title="Five % of $5")
-    assert all(area(painting(figure), state) for state in STATES)
-    (axes,) = figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 63"]
-    assert figure.texts[0].get_text() == "Five % of $5"
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend == [*(words for _, words in reversed(COLOURS.values())), "barrier"]
 
 
 def test_table_is_aligned_and_escaped():
@@ -164,18 +123,6 @@ def test_html_leaves_out_what_is_empty(tmp_path):
     none = {"title": "t", "summary": "s", "rows": [], "columns": (), "tracks": {}, "curves": [], "facts": {}}
     save_html(tmp_path / "r.html", **none)
     assert not {"img", "table", "dl", "h2"} & set(tags_of((tmp_path / "r.html").read_text()))
-
-
-def test_curves_with_every_value_and_names_that_stay_on_the_picture():
-    values = {"_a": [3.0, 2.0, 1.0], "$b": [3.0, 2.5], "FSDP2 no reshard + LB-Mini": [float("nan"), 2.5]}
-    figure = curve_figure(Curves(title="Loss $", label="per token", values=values))
-    axes = figure.axes[0]
-    assert [line.get_ydata().tolist() for line in axes.lines[:2]] == [[3, 2, 1], [3, 2.5]]
-    assert [line.get_marker() for line in axes.lines] == ["None", "None", "o"], "a value between gaps is a dot"
-    assert [t.get_text().lstrip("\u200b") for t in axes.get_legend().get_texts()] == [*values]
-    figure.draw_without_rendering()
-    box = axes.get_legend().get_window_extent()
-    assert axes.bbox.x1 <= box.x0 < box.x1 <= figure.bbox.x1
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):

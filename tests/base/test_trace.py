@@ -19,7 +19,6 @@ from odc_triton.base.trace import (
     excerpt,
     idle_fraction,
     save_trace,
-    seconds_text,
     segments,
     shares,
     timeline_text,
@@ -70,14 +69,6 @@ def test_segments_and_idle_fraction_equal_sampled_time(events):
     assert idle_fraction(events) == pytest.approx(idle / cells_of_all if cells_of_all else 0.0)
 
 
-def test_idle_fraction_of_a_known_minibatch():
-    assert idle_fraction(odc_like(3)) == pytest.approx(1 / 10)
-    within = [span(0, "backward", 0, 10), span(0, "wait", 2, 4), span(0, "accumulate", 5, 6)]
-    assert idle_fraction(within) == pytest.approx(0.2)
-    with pytest.raises(ValueError, match="0 events"):
-        idle_fraction([])
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.lists(spans, min_size=1, max_size=12), st.integers(1, 9))
 def test_shares_equal_overlap_summed_by_hand(events, columns):
@@ -125,17 +116,6 @@ def test_excerpt_cuts_pauses_but_no_idle_time():
     assert idle_fraction(chosen) == pytest.approx(idle_fraction(first))
     with pytest.raises(ValueError, match=r"'a' has no event.*\[0\]"):
         excerpt({"a": first}, minibatches=[7])
-
-
-def test_excerpt_keeps_minibatches_that_overlap_in_time_as_they_are():
-    events = [span(0, "step", 5, 8, 0), span(1, "step", 5, 6, 0), span(1, "forward", 6, 9, 1)]
-    moved = excerpt({"a": events}, minibatches=(0, 1))["a"]
-    assert sorted((e.start_s, e.end_s) for e in moved) == [(0, 1), (0, 3), (1, 4)]
-
-
-def test_seconds_text():
-    values = {4.4: "4.40 s", 0.0123: "12.3 ms", 1234.5: "1,234 s", 5e-5: "50.0 µs", 0: "0 s"}
-    assert {value: seconds_text(value) for value in values} == values
 
 
 def test_timeline_text_shows_busy_idle_and_lengths():

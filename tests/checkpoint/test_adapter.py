@@ -9,7 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from odc_triton import fully_shard, minibatch
 from odc_triton.base.errors import CheckpointDiffers
+from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained, with_adapter
+from odc_triton.checkpoint.base_model import base_name
+from odc_triton.checkpoint.dcp import read_metadata, tensors_of
+from odc_triton.checkpoint.steps import Checkpoints
 from tests.support import ranks
 from tests.support.models import CASES, build, microbatches
 
@@ -21,9 +26,6 @@ IDS = torch.arange(3, 12)[None]
 
 def _sharded(base: Path) -> torch.nn.Module:
     import peft
-
-    from odc_triton import fully_shard
-    from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, with_adapter
 
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
     model = fully_shard(with_adapter(meta_causal_lm(model=str(base)), config))
@@ -37,10 +39,6 @@ def _logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def _trained(rank: int, world: int, base: Path, folder: Path) -> tuple[torch.Tensor, torch.Tensor, int]:
-    from odc_triton import minibatch
-    from odc_triton.checkpoint import save_pretrained
-    from odc_triton.checkpoint.steps import Checkpoints
-
     model = _sharded(base)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     first = _logits(model)
@@ -62,8 +60,6 @@ def _trained(rank: int, world: int, base: Path, folder: Path) -> tuple[torch.Ten
 
 def _resumed(rank: int, world: int, bases: list[Path], run: Path) -> list[torch.Tensor | str]:
     """Logits after a checkpoint was loaded onto adapters of each base, or the error."""
-    from odc_triton.checkpoint.steps import Checkpoints
-
     found: list[torch.Tensor | str] = []
     for base in bases:
         model, checkpoints = _sharded(base), Checkpoints(run, keep=1)
@@ -76,8 +72,6 @@ def _resumed(rank: int, world: int, bases: list[Path], run: Path) -> list[torch.
 
 
 def _names(run: Path) -> list[str]:
-    from odc_triton.checkpoint.dcp import read_metadata, tensors_of
-
     names = tensors_of(read_metadata(run / "step-00000002"))
     return [name for name in names if name.startswith("model.")]
 
@@ -123,8 +117,6 @@ def test_first_values_are_pefts() -> None:
     """A of a model on the meta device is drawn as A of a real one is, B is 0."""
     import peft
 
-    from odc_triton.checkpoint import with_adapter
-
     with torch.device("meta"):
         model = build("qwen2")
     adapted = with_adapter(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
@@ -139,9 +131,6 @@ def test_a_random_base_has_no_name(tmp_path: Path) -> None:
     """So checkpoints hold it: nothing else does."""
     import peft
 
-    from odc_triton.checkpoint import meta_causal_lm, with_adapter
-    from odc_triton.checkpoint.base_model import base_name
-
     build("qwen2").config.save_pretrained(tmp_path)
     sources = {"model": (str(tmp_path), str(tmp_path)), "init": (str(tmp_path / "config.json"), None)}
     for kind, (source, name) in sources.items():
@@ -154,8 +143,6 @@ def test_a_random_base_has_no_name(tmp_path: Path) -> None:
 )
 def test_adapters_that_need_weights_are_refused(options: dict) -> None:
     import peft
-
-    from odc_triton.checkpoint import with_adapter
 
     with pytest.raises(NotImplementedError, match="leave them out"):
         with_adapter(build("qwen2"), peft.LoraConfig(target_modules=["q_proj"], **options))

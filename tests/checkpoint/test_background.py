@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from odc_triton import MixedPrecisionPolicy, memory_plan, minibatch
 from odc_triton.base.errors import DeadlineExceeded
 from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.checkpoint.folder import Saving
@@ -106,8 +107,6 @@ def _read(rank: int, world: int, path: Path, bf16: bool) -> tuple[dict, dict, li
 @pytest.mark.parametrize(("world", "bf16"), [(1, False), (2, True)])
 def test_it_is_what_a_step_that_waits_would_have_saved(tmp_path: Path, world: int, bf16: bool) -> None:
     """Bit for bit, though the masters and the optimizer's states have changed before it is written."""
-    from odc_triton import MixedPrecisionPolicy, memory_plan
-
     ((losses, host_bytes), *_) = ranks.run(_saved_both_ways, world, tmp_path, bf16)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
     plan = memory_plan(build(MODEL), world, mp_policy=policy, checkpoint_background=True)
@@ -246,8 +245,6 @@ def test_a_writer_that_is_told_to_stop_ends_before_its_next_write(alone: tuple, 
 
 
 def test_refused_inside_a_minibatch(alone: tuple) -> None:
-    from odc_triton import minibatch
-
     model, optimizer, background = alone
     with minibatch(model), pytest.raises(RuntimeError, match="saving inside a minibatch"):
         background.save(optimizer=optimizer, state={}, step=1)

@@ -23,9 +23,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from odc_triton import publish
 from tests.support import ranks
-from tests.support.checkpointed import Whole, assert_same, make, train, whole
+from tests.support.checkpointed import Whole, assert_same, train, whole
 from tests.support.models import build
+from tests.support.replicas import mesh_of
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -42,7 +44,9 @@ def _made(engine: str, name: str, seed: int) -> tuple[nn.Module, torch.optim.Opt
         odc_triton.use_odc(fsdp.fully_shard(model))
     else:
         dtype = torch.bfloat16 if engine == "in bf16" else None
-        model = odc_triton.fully_shard(model, mp_policy=odc_triton.MixedPrecisionPolicy(param_dtype=dtype))
+        mesh = mesh_of((2, dist.get_world_size() // 2)) if engine == "two replicas" else None
+        policy = odc_triton.MixedPrecisionPolicy(param_dtype=dtype)
+        model = odc_triton.fully_shard(model, mesh=mesh, mp_policy=policy)
     # Its epsilon keeps AdamW from making much of gradients that are nearly rounding.
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
@@ -68,8 +72,6 @@ def _load(
     rank: int, world: int, engine: str, name: str, folder: Path, ways: tuple[str, ...]
 ) -> dict[str, tuple[Whole, list[float], Whole]]:
     """The same of a model that was loaded, by how."""
-    from odc_triton import publish
-
     found = {}
     for way in ways:
         model, optimizer = _made(engine, name, 9)
@@ -102,6 +104,7 @@ WHOLE = ("in place", "whole on rank 0", "whole everywhere")
         # A scalar, an empty parameter, fewer rows than ranks. torch's whole optimizer state dicts hold a scalar's
         # moments as plain tensors, which no optimizer accepts beside a DTensor.
         ("fully_shard", "conv", (3, 1), ("sharded",)),
+        ("two replicas", "conv", (4, 2), ("sharded",)),
         ("in bf16", "qwen2", (2, 3), WHOLE),
         ("fully_shard", "gpt2-tied", (2, 3), WHOLE),
         ("use_odc", "qwen2", (2, 3), ("sharded",)),
@@ -119,20 +122,3 @@ def test_a_loop_goes_on(tmp_path: Path, engine: str, name: str, worlds: tuple[in
             torch.testing.assert_close(losses, want, **tolerance)
             if engine != "in bf16":
                 assert_same(its, after, **tolerance)
-
-
-def _load_fsdp2(rank: int, world: int) -> dict[str, torch.Tensor]:
-    from odc_triton import full_parameters
-
-    model, _ = make("qwen2", bf16=True)
-    plain = build("qwen2", seed=4)
-    fsdp.fully_shard(plain, mesh=dist.init_device_mesh("cpu", (world,)))
-    model.load_state_dict(plain.state_dict())
-    return dict(full_parameters(model))
-
-
-def test_a_state_dict_of_fsdp2_loads() -> None:
-    want = build("qwen2", seed=4)
-    for got in ranks.run(_load_fsdp2, 3):
-        for name, value in want.named_parameters():
-            assert torch.equal(got[name], value.detach().to(got[name].dtype)), name

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from odc_triton import full_parameters
+from odc_triton.checkpoint.steps import Checkpoints
 from odc_triton.cli.command import main
+from odc_triton.data.tokenizer import train_tokenizer
 from tests.support import ranks
 from tests.support.checkpointed import make, train
 from tests.support.models import build
@@ -20,9 +23,6 @@ IDS = torch.arange(3, 12)[None]
 
 
 def _run(rank: int, world: int, folder: Path) -> dict[str, torch.Tensor]:
-    from odc_triton import full_parameters
-    from odc_triton.checkpoint.steps import Checkpoints
-
     model, optimizer = make("gpt2-tied", bf16=False)
     checkpoints = Checkpoints(folder, keep=2)
     for step in (1, 2):
@@ -40,8 +40,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
 
 def test_export(tmp_path: Path, saved: tuple[Path, dict], capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from odc_triton.data.tokenizer import train_tokenizer
 
     weights = saved[1]
     shutil.copytree(saved[0], tmp_path / "run")
@@ -83,30 +81,6 @@ def test_export(tmp_path: Path, saved: tuple[Path, dict], capsys: pytest.Capture
     assert "is not empty" in capsys.readouterr().err
     assert main([*command, "--out", str(tmp_path / "merged"), "--merge"]) == 1
     assert "is not of a run with --lora-rank, so it has no adapters: leave it out" in capsys.readouterr().err
-
-
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks by the old name
-def test_merged_adapters_have_the_weights_of_their_base(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    from odc_triton import fully_shard
-    from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm
-    from odc_triton.checkpoint.steps import Checkpoints
-    from odc_triton.train.model import add_adapters
-
-    base, out = tmp_path / "base", tmp_path / "out"
-    plain = build("qwen2", seed=3)
-    plain.save_pretrained(base)
-    lora = {"rank": 4, "alpha": None, "targets": "q_proj"}
-    model = fully_shard(add_adapters(meta_causal_lm(model=str(base)), **lora))
-    load_pretrained_shards(model, base)
-    state = {"identity": {f"lora_{name}": value for name, value in lora.items()}}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    Checkpoints(tmp_path / "run", keep=1).save(model=model, optimizer=optimizer, state=state, step=1)
-    assert main(["export", str(tmp_path / "run"), "--model", str(base), "--merge", "--out", str(out)]) == 0
-    got = AutoModelForCausalLM.from_pretrained(out).state_dict()
-    for name, value in plain.state_dict().items():
-        assert torch.equal(got[name], value), name  # B is 0 yet
 
 
 def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

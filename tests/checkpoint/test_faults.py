@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from odc_triton import full_parameters, fully_shard
 from odc_triton.base.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
 from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.checkpoint.dcp import read_metadata
@@ -30,8 +31,6 @@ MODEL = "qwen2"
 
 
 def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    from odc_triton import full_parameters
-
     return dict(full_parameters(model))
 
 
@@ -64,18 +63,14 @@ def test_the_last_few_stay(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ damage
 
 
-@pytest.mark.parametrize("damage", ["truncated", "one bit", "missing", "no manifest", "manifest edited"])
+@pytest.mark.parametrize("damage", ["truncated", "missing", "no manifest", "manifest edited"])
 def test_damage_is_named_and_an_older_one_used_where_asked_for(tmp_path: Path, damage: str) -> None:
     model, optimizer, checkpoints = saved_twice(tmp_path)
     newest = checkpoints.newest()
     assert newest.name == "step-00000002"
     shard, manifest = newest / "__0_0.distcp", newest / "manifest.json"
-    content = bytearray(shard.read_bytes())
     if damage == "truncated":
-        os.truncate(shard, len(content) // 2)
-    elif damage == "one bit":
-        content[len(content) // 2] ^= 1
-        shard.write_bytes(content)
+        os.truncate(shard, shard.stat().st_size // 2)
     elif damage == "missing":
         shard.unlink()
     elif damage == "no manifest":
@@ -89,9 +84,8 @@ def test_damage_is_named_and_an_older_one_used_where_asked_for(tmp_path: Path, d
     with pytest.raises(CheckpointCorrupt, match=name):
         verify(newest)
     assert all(torch.equal(value, before[key]) for key, value in _weights(model).items())  # nothing overwritten
-    if damage != "one bit":
-        with pytest.raises(CheckpointCorrupt, match=name):
-            checkpoints.newest()
+    with pytest.raises(CheckpointCorrupt, match=name):
+        checkpoints.newest()
     with pytest.warns(UserWarning, match=name):
         older = checkpoints.newest(fallback=True)
     assert older.name == "step-00000001"
@@ -114,8 +108,6 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 
 def test_another_architecture(tmp_path: Path) -> None:
-    from odc_triton import fully_shard
-
     _, _, checkpoints = saved_twice(tmp_path)
     path = checkpoints.newest()
     other = fully_shard(build("llama"))
@@ -258,22 +250,6 @@ def test_a_changed_bit_in_any_file_is_found(tmp_path: Path) -> None:
             verify(path)
         file.write_bytes(good)
     verify(path)
-
-
-def test_a_manifest_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No folder of a finished checkpoint's name without one."""
-    from odc_triton.checkpoint import folder as manifest
-
-    model, optimizer, checkpoints = saved_twice(tmp_path)
-
-    def no_space(self: manifest.Manifest) -> bytes:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(manifest.Manifest, "to_json", no_space)
-    with pytest.raises(CheckpointFailed, match="no space left"):
-        checkpoints.save(model=model, optimizer=optimizer, state={"step": 3}, step=3)
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000002"]
-    assert unfinished(tmp_path) == []
 
 
 def test_pickles_are_not_run(plain: Plain, tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from odc_triton import full_parameters
+from odc_triton.checkpoint.steps import Checkpoints
 from tests.support import ranks
 from tests.support.checkpointed import Whole, assert_same, make, train, whole
 from tests.support.models import CASES, build, microbatches
@@ -59,16 +61,12 @@ def _save_theirs(rank: int, world: int, folder: Path, name: str, layout: str) ->
 
 
 def _load_ours(rank: int, world: int, folder: Path, name: str) -> Whole:
-    from odc_triton.checkpoint.steps import Checkpoints
-
     model, optimizer = make(name, bf16=False, seed=9)
     assert Checkpoints(folder.parent / "mine", keep=1).load(folder, model=model, optimizer=optimizer) == {}
     return whole(model, optimizer)
 
 
 def _save_ours(rank: int, world: int, folder: Path, name: str) -> Whole:
-    from odc_triton.checkpoint.steps import Checkpoints
-
     model, optimizer = make(name, bf16=False)
     train(model, optimizer, name, range(SAVED_AT))
     Checkpoints(folder, keep=1).save(model=model, optimizer=optimizer, state={}, step=SAVED_AT)
@@ -106,9 +104,6 @@ def test_ours_there(tmp_path: Path) -> None:
 
 
 def _load_a_scalar(rank: int, world: int, folder: Path) -> tuple[dict, torch.Tensor]:
-    from odc_triton import full_parameters
-    from odc_triton.checkpoint.steps import Checkpoints
-
     model, optimizer = make("conv", False, seed=9)
     Checkpoints(folder.parent / "mine", keep=1).load(folder, model=model, optimizer=optimizer)
     return dict(full_parameters(model)), optimizer.state[model.temperature]["exp_avg"].full_tensor()

@@ -13,7 +13,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from odc_triton.base.errors import CheckpointDiffers, CheckpointFailed
+from odc_triton import full_parameters, fully_shard
+from odc_triton.base.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
+from odc_triton.checkpoint import load_pretrained_shards, save_pretrained
+from odc_triton.data.tokenizer import read_tokenizer
 from tests.support import ranks, slow
 from tests.support.models import MIXTURES, build
 from tests.support.sft_case import QWEN2
@@ -22,7 +25,6 @@ IDS = torch.arange(3, 12)[None]
 
 
 def _sharded(folder: Path) -> nn.Module:
-    from odc_triton import fully_shard
     from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm
 
     model = fully_shard(meta_causal_lm(model=str(folder)))
@@ -33,9 +35,6 @@ def _sharded(folder: Path) -> nn.Module:
 def _loaded_and_exported(
     rank: int, world: int, folder: Path, out: Path, dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    from odc_triton import full_parameters
-    from odc_triton.checkpoint import save_pretrained
-
     model = _sharded(folder)
     if rank == 0:
         save_pretrained(model, out, dtype=dtype, shard_bytes=20_000)
@@ -123,7 +122,6 @@ def test_in_bf16(tmp_path: Path) -> None:
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
-    from odc_triton import fully_shard
     from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm
 
     build("llama").save_pretrained(tmp_path / "llama")
@@ -148,10 +146,6 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_cut_file(tmp_path: Path) -> None:
-    from odc_triton import fully_shard
-    from odc_triton.base.errors import CheckpointCorrupt
-    from odc_triton.checkpoint import load_pretrained_shards
-
     build("qwen2").save_pretrained(tmp_path)
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[: len(data) // 2])
@@ -160,9 +154,6 @@ def test_a_cut_file(tmp_path: Path) -> None:
 
 
 def test_an_export_does_not_replace(tmp_path: Path) -> None:
-    from odc_triton import fully_shard
-    from odc_triton.checkpoint import save_pretrained
-
     with pytest.raises(TypeError, match="not a sharded transformers model"):
         save_pretrained(nn.Linear(2, 2), tmp_path)
     model = fully_shard(build("qwen2"))
@@ -180,7 +171,6 @@ def test_an_export_does_not_replace(tmp_path: Path) -> None:
 
 def _memory(rank: int, world: int, folder: Path, out: Path) -> list[int]:
     from bench.harness import PeakMemory
-    from odc_triton import fully_shard
     from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
 
     small = fully_shard(build("qwen2"))  # what torch and transformers set up on first use
@@ -221,7 +211,6 @@ def test_no_private_copy(tmp_path: Path) -> None:
 
 def test_a_models_own_code_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from odc_triton.checkpoint.pretrained import load_causal_lm, meta_causal_lm
-    from odc_triton.data.tokenizer import read_tokenizer
 
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}})

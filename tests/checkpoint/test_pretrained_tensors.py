@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from odc_triton import fully_shard
 from odc_triton.checkpoint.pretrained_tensors import PretrainedTensors
 from tests.support.models import build
 
@@ -18,8 +19,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 def test_as_in_a_checkpoint(name: str, tmp_path: Path) -> None:
     """Tied weights once, experts apart."""
     from safetensors.torch import load_file
-
-    from odc_triton import fully_shard
 
     plain = build(name)
     plain.save_pretrained(tmp_path)
@@ -36,8 +35,6 @@ def test_as_in_a_checkpoint(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen2", "gpt2-tied"])  # the second has its weights transposed
 def test_lora_is_added(name: str) -> None:
     import peft
-
-    from odc_triton import fully_shard
 
     targets = {"qwen2": ["q_proj", "down_proj"], "gpt2-tied": ["c_attn", "c_proj"]}[name]
     config = peft.LoraConfig(
@@ -62,8 +59,6 @@ def test_lora_is_added(name: str) -> None:
 
 
 def test_in_chunks() -> None:
-    from odc_triton import fully_shard
-
     weights = PretrainedTensors(fully_shard(build("qwen2")))
     chunks = list(weights.chunks(20_000))
     assert [name for chunk in chunks for name, _ in chunk] == [name for name, _ in weights]
@@ -75,8 +70,6 @@ def test_in_chunks() -> None:
 
 def test_refuses_other_models_and_adapters() -> None:
     import peft
-
-    from odc_triton import fully_shard
 
     with pytest.raises(TypeError, match="not a transformers model"):
         PretrainedTensors(fully_shard(torch.nn.Linear(2, 2)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 
 from odc_triton.comm.launch import Interrupted, LocalRanks, RemoteTraceback, launch
 from tests.comm.launched import work
-from tests.support import leftovers, slow
+from tests.support import leftovers
 from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.leftovers import environment
 
@@ -65,26 +64,18 @@ def test_a_failure_after_a_wish_to_stop(tmp_path: Path) -> None:
         launch(work, "Ctrl-C, and a failure", str(tmp_path), ranks=2)
 
 
-def _late(how: str) -> None:
-    if how == "stopped" and os.environ["RANK"] == "0":
+def _late() -> None:
+    if os.environ["RANK"] == "0":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if how == "at exit":
-        atexit.register(time.sleep, LONG_S)
 
 
-@pytest.mark.parametrize(
-    ("how", "ranks", "words"),
-    [
-        ("stopped", 2, "rank 0 failed first: its process is stopped and has not ended"),
-        slow("at exit", 1, "its process has not ended"),
-    ],
-)
-def test_a_rank_that_does_not_end_is_named(how: str, ranks: int, words: str) -> None:
+def test_a_rank_that_does_not_end_is_named() -> None:
     """After the last barrier no rank waits for it."""
-    with LocalRanks(ranks, method="fork") as job:
+    words = "rank 0 failed first: its process is stopped and has not ended"
+    with LocalRanks(2, method="fork") as job:
         job.start()
         with pytest.raises(RuntimeError, match=f"{words} {SHORT_S:g} s after the first rank had done its work"):
-            job.run(_late, how, timeout_s=SHORT_S)
+            job.run(_late, timeout_s=SHORT_S)
         assert not job._running
 
 
@@ -115,7 +106,7 @@ _WAITING = """
 import sys, time
 from odc_triton.comm.launch import LocalRanks
 if __name__ == "__main__":
-    with LocalRanks(2, method=METHOD) as job:
+    with LocalRanks(2, method="fork") as job:
         sys.path.insert(0, sys.argv[1])
         job.start(preload="writes_its_pid")
         time.sleep(600)
@@ -126,14 +117,9 @@ pathlib.Path(__file__).with_name(f"rank-{os.environ['RANK']}").write_text(str(os
 """
 
 
-@pytest.mark.parametrize(
-    "code",
-    [slow(_SCRIPT), slow(_WAITING.replace("METHOD", "'spawn'")), _WAITING.replace("METHOD", "'fork'")],
-    ids=["working", "waiting", "waiting, forked"],
-)
-def test_ranks_die_with_their_launcher(tmp_path: Path, code: str) -> None:
+def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(code)
+    script.write_text(_WAITING)
     (tmp_path / "writes_its_pid.py").write_text(_WRITES_ITS_PID)
     launcher = subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=leftovers.environment())
     try:

@@ -119,6 +119,19 @@ class Handover(nn.Module):
         return self.layers[1](x @ weight)
 
 
+class ListOfLists(nn.Module):
+    """Blocks that are lists of their parts: nothing calls such a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for first, second in self.layers:
+            x = second(torch.relu(first(x)))
+        return x
+
+
 def _sum(model: nn.Module, x: torch.Tensor) -> None:
     output = model(x)
     (output.value if isinstance(output, Output) else output).square().sum().backward()
@@ -186,6 +199,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, torch.Ten
     "sparse embedding": (lambda: nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Linear(3, 2)), _tokens),
     "autocast": (lambda: Stack("tuple"), _autocast),
     "handover": (Handover, _reused_leaf),
+    "blocks are lists": (ListOfLists, _sum),
 }
 
 

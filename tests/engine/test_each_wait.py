@@ -1,7 +1,6 @@
-"""Every wait is needed: each is removed in turn from a copy of the package, and a test of that copy fails.
+"""Waits are needed: of each module that waits one is removed from a copy of the package, and a test of that copy fails.
 
-`tests/support/waits.py` lists them. A copy is tested by another process, in the copy's folder, so the tests and their
-ranks import it.
+A copy is tested by another process, in the copy's folder, so the tests and their ranks import it.
 """
 
 from __future__ import annotations
@@ -12,19 +11,103 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-
-from tests.support.waits import WAITS, Wait
 
 _REPOSITORY = Path(__file__).parents[2]
 _FOLDERS = {"odc_triton": "odc_triton", "kernels": "odc_kernels", "bench": "bench", "tests": "tests"}
 _TIMEOUT_S = 240.0
 # Of a test that can't run, or that hangs, instead of one that finds a fault.
 _BROKEN = re.compile(r"\b((Import|ModuleNotFound|Syntax|Indentation|Name|UnboundLocal)Error|Timeout \(>)")
+_STREAMS = "tests/engine/test_streams.py::test_"
+_DRAINS = "tests/engine/test_drains.py::test_"
+_SEQUENCE = "tests/sequence/test_"
+_NEAR = "tests/kernels/test_near_and_far.py::test_"
+_OFFLOAD = "tests/hf/test_offload.py::test_copies_follow_what_is_computed_and_come_before_they_are_used[late]"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """`text`: what waits, found once in all sources, with what stands before and after it; `without`: what takes its
+    place. `test`: fails then, where simulated streams are late.
+    """
+
+    name: str
+    text: str
+    test: str
+    without: str = "pass"
+    after: str = ""
+    before: str = ""
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """Finds `text` as its group "wait", whatever object it is called on."""
+        called_on = r"\b(?:\w+\.)*" if self.text[0].isidentifier() else ""
+        after = rf"{re.escape(self.after)}\s+" if self.after else ""
+        before = rf"(?=\s*{re.escape(self.before)})" if self.before else ""
+        return re.compile(f"{after}(?P<wait>{called_on}{re.escape(self.text)}){before}")
+
+
+WAITS = (
+    Wait(
+        "a copy from peers waits for what was computed before",
+        "stream.wait_stream(copies.home)",
+        _STREAMS + "copies_follow_what_is_computed_before[late]",
+    ),
+    Wait(
+        "a drain waits for additions",
+        "for stream in (*self._computing, *self._copy, self._add):",
+        _STREAMS + "additions_follow_what_is_computed_before[late]",
+        "for stream in (*self._computing, *self._copy):",
+    ),
+    Wait(
+        "at the exit gradients are added before the barrier",
+        'drain(f"the microbatches of minibatch {self.number}")',
+        _DRAINS + "peers_see_what_the_device_has_done",
+    ),
+    Wait(
+        "an evaluation waits for what peers publish",
+        "wait_readable()",
+        "tests/engine/test_evaluation.py::test_rank_0_alone_right_after_its_step",
+        after="else:",
+    ),
+    Wait(
+        "a forward or backward of a unit waits for its parameters",
+        "unit.wait()",
+        "tests/engine/test_gathered.py::test_tied_over_units",
+    ),
+    Wait(
+        "keys and values are copied after their flags have come",
+        "self._wait()",
+        _SEQUENCE + "order.py::test_keys_and_values_are_read_after_their_flags_have_come[True]",
+        after="def copy() -> None:",
+    ),
+    Wait(
+        "a flag says that gradients of keys are added after they are",
+        "after_adds(",
+        _SEQUENCE + "order.py::test_a_flag_follows_the_additions_and_these_follow_earlier_ranks_if_in_order[True]",
+        "(lambda work: work())(",
+        before="partial(",
+    ),
+    Wait(
+        "what was on the host is used after it has come back",
+        "self._streams.follow_adds()",
+        _OFFLOAD,
+    ),
+    Wait(
+        "a buffer is filled again after it was read",
+        "staged.stream.wait_event(staged.read)",
+        _NEAR + "a_buffer_is_filled_again_after_it_was_read[None]",
+    ),
+    Wait(
+        "the head waits for the rows of a part",
+        "compute.wait_event(arrived)",
+        _NEAR + "the_heads_parts_come_before_they_are_read_and_stay_till_then[late-False]",
+    ),
+)
 
 
 def _sources(root: Path, *names: str) -> dict[Path, str]:
@@ -35,7 +118,7 @@ def _find(sources: dict[Path, str], wait: Wait) -> tuple[Path, re.Match[str]]:
     """Where it is written. Fails unless that is one place."""
     has_it = [(path, text) for path, text in sources.items() if wait.text in text]
     found = [(path, match) for path, text in has_it for match in wait.pattern.finditer(text)]
-    advice = "update the table in tests/support/waits.py"
+    advice = "update WAITS"
     assert found, f"the wait {wait.name!r} is no longer written as {wait.text!r}: {advice}"
     places = ", ".join(path.name for path, _ in found)
     assert len(found) == 1, f"the wait {wait.name!r}, {wait.text!r}, is found {len(found)} times, in {places}: {advice}"
@@ -84,15 +167,6 @@ def _run(copy: Path, *tests: str) -> subprocess.CompletedProcess[str]:
 def test_with_all_waits_the_tests_pass(copy: Path) -> None:
     result = _run(copy, *dict.fromkeys(wait.test for wait in WAITS))
     assert result.returncode == 0, result.stdout
-
-
-@pytest.mark.slow
-def test_ranks_import_the_copy(copy: Path) -> None:
-    drain = next(wait for wait in WAITS if wait.name == "a drain waits for an engine's streams")
-    _remove(copy, replace(drain, without='raise RuntimeError("of the copy")'))
-    result = _run(copy, "tests/engine/test_gathered.py::test_another_order_is_still_right")
-    assert result.returncode == 1, result.stdout
-    assert "RuntimeError: of the copy" in result.stdout
 
 
 @pytest.mark.slow

@@ -93,29 +93,6 @@ def test_rank_0_alone_right_after_its_step() -> None:
             assert (sum(errors) / sum(norms)).sqrt() < (1e-2 if bf16 else 1e-5)
 
 
-def _everywhere(rank: int, world: int) -> tuple:
-    model = fully_shard(build("gpt2-tied")).eval()
-    before = dict(full_parameters(model))
-    for _, value in full_parameters(model):
-        value.zero_()  # a copy: nobody else sees it
-    walk = full_parameters(model)
-    first = next(walk)
-    with torch.no_grad():
-        return before, first, model(PROMPT).logits, _generate(model)
-
-
-def test_before_any_step() -> None:
-    plain = build("gpt2-tied").eval()
-    with torch.no_grad():
-        logits, tokens = plain(PROMPT).logits, _generate(plain)
-    for parameters, (name, value), got, generated in ranks.run(_everywhere, 3):
-        assert list(parameters) == [key for key, _ in plain.named_parameters()]  # a tied one once
-        assert name == next(iter(parameters))
-        assert torch.equal(value, parameters[name])
-        torch.testing.assert_close(got, logits, rtol=0, atol=0)
-        assert generated == tokens
-
-
 def _torn_walk(rank: int, world: int) -> str:
     """Rank 1 steps while rank 0 still walks: what rank 0 would read is neither the old nor the new model."""
     model = fully_shard(build("conv"))

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from odc_triton import MinibatchToRepeat, full_parameters, fully_shard, minibatch, repeating
 from odc_triton.engine.exact import ExactSum
 from tests.support import ranks, slow
-from tests.support.models import CASES, MIXTURES, build, microbatches
+from tests.support.models import CASES, build, microbatches
 from tests.support.parity import DEALS, SIZES, TRANSFORMS, compare_each
 from tests.support.replicas import mesh_of
 
@@ -155,7 +155,6 @@ def test_rows_by_index_and_more_than_a_block() -> None:
         ([("qwen2", "none")], 2, "bottom-up", "cpu-sharded"),
         ([("qwen3", "layers")], 2, "root", "cpu-interpreter"),
         slow([("qwen3", "direct")], 2, "root", "cpu-interpreter"),
-        slow([(name, "none") for name in (*CASES, *MIXTURES)], 2, "root", "cpu"),
     ],
 )
 def test_as_plain_torch(runs: list[tuple[str, str]], world: int, style: str, backend: str) -> None:
@@ -202,7 +201,7 @@ def _late(
     [
         ("qwen2", 3, "none", ["cpu", "cpu-sharded"], 3),
         slow("qwen3", 2, "layers", ["cpu", "cpu"], 3),
-        *(slow("qwen2", world, "checkpointing", ["cpu"] * 5, 10) for world in (2, 4)),
+        slow("qwen2", 4, "checkpointing", ["cpu"] * 3, 10),
         slow("qwen3", 2, "direct", ["cpu-interpreter"] * 2, 3),
     ],
 )
@@ -214,7 +213,7 @@ def test_the_same_bits_in_every_run(name: str, world: int, transform: str, backe
     assert len({repeated for *_, repeated in found}) == 1  # once for the first minibatch's guesses, or never
 
 
-@pytest.mark.parametrize("name", ["qwen2", slow("conv"), slow("qwen3-moe")])
+@pytest.mark.parametrize("name", ["qwen2", slow("conv")])
 def test_the_same_gradients_on_any_number_of_ranks(name: str) -> None:
     want, *_ = ranks.run(_late, 1, name, 1, "none", "cpu", 0, 1)[0]
     for world, replicas, backend in ((2, 1, "cpu-interpreter"), (3, 1, "cpu"), (4, 2, "cpu")):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from odc_triton import full_parameters, fully_shard, minibatch
+from odc_triton import full_parameters, fully_shard, minibatch, publish
 from odc_triton.engine.parameter import Slot
 from odc_triton.engine.unit import Prefetch
 from tests.support import ranks
@@ -242,8 +242,6 @@ def _add_one(model: nn.Module) -> nn.Module:
 
 def test_another_publication_is_read_anew() -> None:
     """Without a reshard, after which all is read anew in any case."""
-    from odc_triton import publish
-
     model, x = _sharded(), torch.randn(5, 3, device=DEVICE)
     model.unshard()
     plain = _add_one(model)

@@ -206,12 +206,6 @@ def test_owners_are_read_side_by_side() -> None:
     assert torch.equal(gathered.whole[0], torch.cat(shards))
 
 
-def test_a_stream_without_copies_is_not_waited_for() -> None:
-    gathered, _ = _gathered("late", rows=(0, 4))
-    gathered.fetch("me", 1)
-    assert len(gathered._copies.done) == 1
-
-
 @KINDS
 def test_filled_used_and_freed(kind: str) -> None:
     gathered, shards = _gathered(kind)
@@ -239,16 +233,6 @@ def test_what_is_tied_over_units_stays_for_the_last_of_them(kind: str) -> None:
     assert torch.equal(gathered.whole[0], torch.cat(shards))
     gathered.release("root")
     assert gathered.whole[0].untyped_storage().nbytes() == 0
-
-
-@KINDS
-def test_fetched_ahead_in_vain(kind: str) -> None:
-    gathered, shards = _gathered(kind)
-    gathered.fetch("me", 1)
-    gathered.release("me")
-    gathered.fetch("me", 1)
-    gathered.wait()
-    assert torch.equal(gathered.whole[0], torch.cat(shards))
 
 
 @KINDS

@@ -330,30 +330,6 @@ def _custom_methods(rank: int, world: int) -> None:
     assert_gradients(_gradients(model), _reference_gradients(lambda model: _head_norm(model.model.layers[1], x)))
 
 
-class _ListOfLists(nn.Module):
-    """Blocks that are lists of their parts: nothing calls such a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for first, second in self.layers:
-            x = second(torch.relu(first(x)))
-        return x
-
-
-def _list_of_lists(rank: int, world: int) -> None:
-    torch.manual_seed(0)
-    plain = _ListOfLists()
-    want = plain(torch.ones(2, 4)).detach().clone()
-    model = fully_shard(plain)
-    with minibatch(model):
-        got = model(torch.ones(2, 4))
-        got.sum().backward()
-    torch.testing.assert_close(got, want)
-
-
 def _loaded_while_held(rank: int, world: int) -> None:
     model = fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     model.unshard()
@@ -373,7 +349,6 @@ IN_RANKS = (
     _sliced,
     _unsharded,
     _custom_methods,
-    _list_of_lists,
     _loaded_while_held,
 )
 

@@ -7,18 +7,22 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 from unittest import mock
 
+from odc_triton.checkpoint.background import BackgroundCheckpoints
+from odc_triton.checkpoint.steps import Checkpoints
+from odc_triton.train import loop, sft
+from odc_triton.train.sft import train_sft
 from odc_triton.train.sft_options import SftOptions
+from odc_triton.train.sft_run import SftRun
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.leftovers import is_stopped
 
-# Events that the interpreter reports (PEP 578) while a checkpoint is written or read: each is a moment to die.
+# Events that the interpreter reports (PEP 578) while a checkpoint is written: each is a moment to die.
 _FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.listdir", "os.rmdir", "shutil.rmtree")
 
 
@@ -26,7 +30,7 @@ _FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.listdir", "os.
 class Fault:
     """`signal` to `rank` in `phase` of minibatch `minibatch`, at the `moment`-th opportunity there.
 
-    `phase`: lock, step, save, background, load or export.
+    `phase`: step, save or background.
     """
 
     rank: int
@@ -38,8 +42,6 @@ class Fault:
 
 def run_with(rank: int, world: int, wanted: SftOptions, fault: Fault | None, folder: str) -> str:
     """Runs `train_sft` on one rank, with temporary files in `folder`."""
-    from odc_triton.train.sft import train_sft
-
     tempfile.tempdir = folder
     os.environ["TMPDIR"] = folder
     if fault is not None and fault.rank == rank:
@@ -79,23 +81,16 @@ class _Trigger:
 
 
 def _arm(fault: Fault) -> None:
-    from odc_triton.checkpoint.background import BackgroundCheckpoints
-    from odc_triton.checkpoint.steps import Checkpoints
-    from odc_triton.train import loop, sft
-    from odc_triton.train.sft_run import SftRun
-
     trigger, in_background = _Trigger(fault), _Trigger(fault)  # the latter stays armed while steps are taken
 
     class FaultyRun(SftRun):
         def __init__(self, **given: Any) -> None:
             super().__init__(**given)
-            if fault.phase == "lock":
-                self.engine.heap.try_lock = _then(self.engine.heap.try_lock, trigger)
-            elif fault.phase == "step":
+            if fault.phase == "step":
                 self.optimizer.register_step_pre_hook(trigger)
 
         def train_step(self, **given: Any) -> dict:
-            trigger.armed = fault.phase in ("lock", "step") and self.state.step == fault.minibatch
+            trigger.armed = fault.phase == "step" and self.state.step == fault.minibatch
             metrics = super().train_step(**given)
             trigger.armed = False
             return metrics
@@ -107,35 +102,13 @@ def _arm(fault: Fault) -> None:
             trigger.armed = False
             return path
 
-        def load(self, *given: Any, **named: Any) -> Any:
-            trigger.armed = fault.phase == "load"
-            state = super().load(*given, **named)
-            trigger.armed = False
-            return state
-
     class FaultyBackground(BackgroundCheckpoints):
         def save(self, **given: Any) -> None:
             self.wait()  # the one before it is whole
             in_background.armed = fault.phase == "background" and given["step"] >= fault.minibatch
             super().save(**given)
 
-    def save_model(*given: Any) -> Any:
-        trigger.armed = fault.phase == "export"
-        return real_save_model(*given)
-
-    real_save_model = loop.save_model
     sft.SftRun = FaultyRun
     loop.Checkpoints, loop.BackgroundCheckpoints = FaultyCheckpoints, FaultyBackground
-    loop.save_model = save_model
-    if fault.phase in ("save", "background", "load", "export"):
+    if fault.phase != "step":
         sys.addaudithook(lambda event, _: (trigger(), in_background()) if event in _FILE_EVENTS else None)
-
-
-def _then(function: Callable[..., bool], trigger: _Trigger) -> Callable[..., bool]:
-    def called(*given: Any) -> bool:
-        took = function(*given)
-        if took:
-            trigger()
-        return took
-
-    return called

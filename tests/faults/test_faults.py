@@ -14,6 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from odc_triton import MinibatchFailed, begin_minibatch, end_minibatch, full_parameters, fully_shard, minibatch, use_odc
+from odc_triton.base.errors import OdcError
+from odc_triton.comm import barrier
+from odc_triton.comm.barrier import Barrier
+from odc_triton.comm.memory.heap import LEFT
 from tests.support import bridged, leftovers, ranks
 from tests.support.blocks import batch, build
 from tests.support.deadlines import LONG_S, SHORT_S
@@ -33,8 +38,6 @@ def _failing(rank: int, world: int) -> list[tuple[str, int, dict[str, torch.Tens
 
 
 def _failing_at(rank: int, where: str) -> tuple[str, int, dict[str, torch.Tensor]]:
-    from odc_triton import MinibatchFailed, full_parameters, fully_shard, minibatch
-
     model = fully_shard(build())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
@@ -92,8 +95,6 @@ def test_microbatch_raised() -> None:
 
 
 def _interrupted(rank: int, world: int) -> list[str]:
-    from odc_triton import begin_minibatch, fully_shard, minibatch
-
     def interrupt(*_: object) -> None:
         dist.barrier()
         os.kill(os.getpid(), signal.SIGINT)
@@ -128,8 +129,6 @@ def test_interrupted() -> None:
 
 
 def _guarded(action) -> tuple[str, list[int], str, float]:
-    from odc_triton.base.errors import OdcError
-
     start_s = time.monotonic()
     try:
         action()
@@ -140,8 +139,6 @@ def _guarded(action) -> tuple[str, list[int], str, float]:
 
 def _look_late(board) -> None:
     """This rank is interrupted once it has seen that nobody has left, until rank 0 has."""
-    from odc_triton.comm.memory.heap import LEFT
-
     seen = board.seen
 
     def late(slot: int) -> list[int]:
@@ -154,9 +151,6 @@ def _look_late(board) -> None:
 
 
 def _late(rank: int, world: int, where: str, timeout_s: float, sleep_s: float) -> tuple:
-    from odc_triton import begin_minibatch, end_minibatch, fully_shard, minibatch
-    from odc_triton.comm import barrier
-
     lines: list[str] = []
     barrier._FIRST_WARNING_S = SHORT_S / 2
     handler = logging.Handler()
@@ -217,8 +211,6 @@ def test_late_but_live() -> None:
 
 
 def _leaving(rank: int, world: int, exits: bool) -> tuple:
-    from odc_triton import fully_shard, minibatch
-
     model = fully_shard(build(), timeout=LONG_S)
     if not exits:
         model._odc_engine.barrier.timeout_s = SHORT_S
@@ -249,8 +241,6 @@ def test_leaves_the_loop_early(exits: bool) -> None:
 
 def _struck(rank: int, world: int, number: int, victim: int, where: str, folder: str) -> tuple:
     """In the second of three minibatches the victim sends itself the signal."""
-    from odc_triton import fully_shard, minibatch
-
     tempfile.tempdir = folder
     os.environ["TMPDIR"] = folder
     dist.barrier()  # they start together
@@ -304,8 +294,6 @@ def test_stopped(where: str, tmp_path: Path) -> None:
 
 
 def _killed_at_the_start(rank: int, world: int, call: str, victim: int, where: str) -> tuple:
-    from odc_triton import fully_shard, use_odc
-    from odc_triton.comm.barrier import Barrier
     from odc_triton.comm.memory import heap
 
     def die(*_: object) -> None:
@@ -350,8 +338,6 @@ MANY = 2_000
 
 def _works_on(rank: int, world: int) -> tuple:
     """Rank 1 is killed in its second microbatch, rank 0 has many left."""
-    from odc_triton import fully_shard, minibatch
-
     model = fully_shard(build(), timeout=LONG_S)
     done = []
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.suites.hosts_net import NO_NAMESPACES
 from odc_triton import OdcError, fully_shard
 from tests.support import namespaces, ranks
 from tests.support.deadlines import LONG_S, SHORT_S
@@ -112,28 +111,3 @@ def test_a_fault_on_one_of_several_hosts_is_named_on_all(kind: str, tmp_path: Pa
     found = json.loads(out.read_text())["faults"]
     assert (found["tried"], found["named_in_time"], found["wrong"]) == (5, 5, 0)
     assert [row["place"] for row in found["rows"]] == ["forward", "backward", "exit", "sum", "exchange"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({NO_NAMESPACES: "1"}, f"{NO_NAMESPACES}: 1 tests in network namespaces were left out"),
-        ({"PATH": "/nowhere"}, f"{NO_NAMESPACES}=1 leaves out the tests that need network namespaces"),
-    ],
-)
-def test_where_the_kernel_forbids_namespaces(changes: dict[str, str], said: str) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/engine/test_hybrid.py::test_two_hosts",
-    ]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment() | changes, capture_output=True, text=True, timeout=LONG_S
-    )
-    assert said in done.stdout, done.stdout + done.stderr
-    assert done.returncode == (0 if NO_NAMESPACES in changes else 1)

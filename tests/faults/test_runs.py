@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -19,12 +21,21 @@ import psutil
 import pytest
 import torch
 
+from odc_triton import RankLost, full_parameters
+from odc_triton.base import signals
 from odc_triton.base.config_file import write_config
+from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.checkpoint.steps import verify
 from odc_triton.comm.launch import Interrupted
-from odc_triton.train import outcome
+from odc_triton.train import outcome, sft
+from odc_triton.train.loop import lost_within
 from odc_triton.train.metrics import read_metrics
+from odc_triton.train.run_folder import RunFolder
+from odc_triton.train.sft import train_sft
 from odc_triton.train.sft_options import SftOptions
+from odc_triton.train.sft_run import SftRun
+from odc_triton.train.stop import StopSignal
+from tests.checkpoint.test_background import writers_held_back
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.leftovers import environment, interrupted
@@ -59,10 +70,27 @@ POISONED = {
     # What was still being written is completed, as all ranks know of the error.
     "out of memory": Poisoned(
         poison="out of memory",
-        saved=[1, 2],
+        changes={"checkpoint_every": 2, "checkpoint_background": True},
+        saved=[2],
         error="MinibatchFailed: minibatch 2 failed.*rank 1: OutOfMemoryError: no memory for 3 GiB",
     ),
 }
+
+
+@contextmanager
+def written_when_waited_for() -> Iterator[None]:
+    """The background's writer writes nothing before the run waits for it."""
+    wait = BackgroundCheckpoints.wait
+
+    with writers_held_back() as go_on:
+
+        def waiting(background: BackgroundCheckpoints, **how: float) -> None:
+            if not background.is_idle:
+                go_on.set()
+            wait(background, **how)
+
+        with mock.patch.object(BackgroundCheckpoints, "wait", waiting):
+            yield
 
 
 def _poisoned(rank: int, world: int, folder: Path) -> dict[str, tuple[str, list[dict], bool]]:
@@ -71,10 +99,6 @@ def _poisoned(rank: int, world: int, folder: Path) -> dict[str, tuple[str, list[
 
 
 def _one_poisoned(rank: int, folder: Path, name: str, given: Poisoned) -> tuple[str, list[dict], bool]:
-    from odc_triton import full_parameters
-    from odc_triton.train import sft
-    from odc_triton.train.sft_run import SftRun
-
     seen: list[dict] = []
     weights: list[torch.Tensor] = []
 
@@ -100,7 +124,8 @@ def _one_poisoned(rank: int, folder: Path, name: str, given: Poisoned) -> tuple[
 
     usual = {"steps": 5, "samples_per_rank": 2, "checkpoint_every": 1, "keep": 3, "max_skipped": 9}
     wanted = case(folder, out=str(folder / name), **usual | given.changes)
-    with mock.patch.object(sft, "SftRun", PoisonedRun), mock.patch.object(outcome, "can_draw", return_value=False):
+    quickly = mock.patch.object(outcome, "can_draw", return_value=False)
+    with written_when_waited_for(), mock.patch.object(sft, "SftRun", PoisonedRun), quickly:
         try:
             sft.train_sft(wanted)
             error = "ended"
@@ -134,8 +159,6 @@ def test_steps_that_are_not_finite_and_a_microbatch_that_raises(tmp_path: Path) 
 
 
 def _losing_its_folder(rank: int, world: int, wanted: SftOptions) -> str:
-    from odc_triton.train.sft import train_sft
-
     def on_metrics(metrics: dict) -> None:
         if metrics["step"] == 2:
             shutil.rmtree(wanted.out)
@@ -160,9 +183,6 @@ def test_the_folder_vanishes(tmp_path: Path) -> None:
 
 
 def test_the_first_request_is_remembered_and_a_second_one_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from odc_triton.base import signals
-    from odc_triton.train.stop import StopSignal
-
     before = signal.getsignal(signal.SIGTERM)
     asked: list[str] = []
     stop = StopSignal(asked.append)
@@ -182,9 +202,6 @@ def test_the_first_request_is_remembered_and_a_second_one_ends_at_once(monkeypat
 
 def test_a_lost_peer_is_named_though_torch_wraps_the_error() -> None:
     """The handler of SIGTERM raises in whatever runs, as DTensor's operators do in the optimizer's step."""
-    from odc_triton import RankLost
-    from odc_triton.train.loop import lost_within
-
     lost, wrapped = RankLost([1], "rank 1 died"), RuntimeError("Sharding propagation failed for aten.sqrt.default")
     wrapped.__cause__ = lost
     assert lost_within(wrapped) is lost
@@ -260,8 +277,6 @@ def test_torchrun_brings_the_job_back(tmp_path: Path) -> None:
 
 
 def test_another_job_in_the_same_folder(tmp_path: Path) -> None:
-    from odc_triton.train.run_folder import RunFolder
-
     identity = {"seed": 0}
     first, second = RunFolder(tmp_path / "out"), RunFolder(tmp_path / "out")
     first.lock(resume="never")

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc_triton import minibatch, use_odc
 from odc_triton.comm.layout import find_units
-from odc_triton.hf import enable_packing
-from tests.hf.test_images import CHANGES, one_process, trained
 from tests.support import ranks, slow
-from tests.support.deadlines import SHORT_S
 from tests.support.splitting import gradients
 from tests.support.vision import FAMILIES, alone
 
@@ -56,36 +49,3 @@ def _compare(of_ranks: list[dict[str, torch.Tensor]], wanted: dict[str, torch.Te
         assert found.keys() == wanted.keys()
         for name, each in wanted.items():
             assert torch.allclose(found[name], each, rtol=0, atol=1e-10), name
-
-
-def _by_torch_alone(rank: int, world: int, family: str) -> None:
-    """The tower's units have a process group of their own, as gloo aborts where the ranks' n-th collectives are of
-    different sizes; NCCL does not compare them.
-    """
-    made = [dist.new_group(timeout=timedelta(seconds=SHORT_S)) for _ in range(2)]
-    text, tower = (DeviceMesh.from_group(each, "cpu", mesh=[0, 1]) for each in made)
-    model = FAMILIES[family].model(dtype=torch.float64)
-    for name in find_units(model):
-        torch_fully_shard(model.get_submodule(name), mesh=tower if "vis" in name else text)
-    loss_of(torch_fully_shard(model, mesh=text), family, rank).backward()
-
-
-@pytest.mark.slow
-def test_fsdp2_alone_hangs() -> None:
-    """Rank 0 waits in its tower, rank 1 in the text's layers, each for the other."""
-    with ranks.start(_by_torch_alone, 2, "qwen2_5_vl") as job:
-        errors = [outcome.error or "" for outcome in job.join()]
-    assert any("Timed out waiting" in error for error in errors), errors
-
-
-def _packs(rank: int, world: int, family: str, change: str) -> dict[str, torch.Tensor]:
-    model = FAMILIES[family].model(dtype=torch.float64)
-    enable_packing(model)
-    return trained(_bridged(CHANGES[change](model).train(), "cpu-sharded"), rank, world, family)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "change"), [*((each, "LoRA") for each in FAMILIES), ("gemma3", "frozen tower")])
-def test_packs(family: str, change: str) -> None:
-    """One of three ranks has no microbatch, and two have pictures."""
-    _compare(ranks.run(_packs, 3, family, change), one_process(family, change, torch.float64))

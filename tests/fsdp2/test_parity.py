@@ -27,7 +27,6 @@ class Case:
     backend: str = "auto"
     options: dict[str, Any] = field(default_factory=dict)
     evaluates: bool = False
-    slow: bool = False
 
     def __str__(self) -> str:
         words = [self.name, self.transform, self.layout, f"{self.world} ranks", self.kind, self.backend]
@@ -44,14 +43,11 @@ CASES = [
     Case(name="qwen2", transform="checkpointing", backend="cpu-sharded", options=RESHARD),
     Case(name="branches", backend="cpu-interpreter", world=2),
     Case(name="branches", world=4, options={"reshard_after_forward": 2}),
-    # The rest of the matrix.
-    Case(name="qwen2", layout="columns", world=4, replicas=2, kind="adamw", slow=True),
-    Case(name="qwen2", transform="chunks", layout="titan", options=RESHARD, slow=True),
-    Case(name="qwen3-moe", kind="adamw", backend="cpu-sharded", slow=True),
+    Case(name="qwen2", layout="columns", world=4, replicas=2, kind="adamw"),
 ]
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, id=str(c), marks=[pytest.mark.slow] * c.slow) for c in CASES])
+@pytest.mark.parametrize("case", [pytest.param(c, id=str(c)) for c in CASES])
 def test_as_plain_torch(case: Case) -> None:
     words = (case.name, case.transform, case.kind, STEPS, case.layout, case.replicas)
     words += (case.backend, case.options, case.evaluates)

@@ -88,15 +88,6 @@ def test_links_that_are_up_at_one_end_only_do_not_count(ends: tuple[int, int]) -
     assert pair.gbs == pytest.approx(joined * 14.062 if joined else 16 * 1.969)
 
 
-def test_links_of_which_no_end_is_known_lead_nowhere() -> None:
-    snapshot = load("a100-nvlink-mesh")
-    for device in snapshot["devices"]:
-        del device["bus_id"]
-        for link in device["links"]:
-            del link["remote_bus_id"]
-    assert {pair.nvlinks for pair in read_topology(snapshot, ()).pairs} == {0}
-
-
 def test_atomics_by_the_links_where_the_driver_does_not_say_of_the_pair() -> None:
     snapshot = load("a100-nvlink-mesh")
     del snapshot["pairs"][0]["atomics"]

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from odc_triton import fully_shard
 from odc_triton.machine.probe import read_topology
 from odc_triton.machine.topology import P2P, Gpu, Pair, Topology
 from odc_triton.machine.unusable import refuse_unusable, unusable_pairs, usable_groups
+from odc_triton.sharding.backend import CpuBackend
 from tests.support import ranks
 from tests.support.snapshots import load, topology
 
@@ -109,9 +111,6 @@ def test_the_remedy_follows_from_the_matrix(groups: tuple, of_ranks: Sequence[in
 
 def _one_rank_finds(rank: int, world: int) -> list[str]:
     from torch import nn
-
-    from odc_triton import fully_shard
-    from odc_triton.sharding.backend import CpuBackend
 
     def finds(self: CpuBackend, devices: list[str | None]) -> str:
         return "GPU0 and GPU1 can't be peers. Use one"

@@ -11,12 +11,8 @@ from torch import nn
 from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
 from odc_triton.balance.relatives import find_relatives
 from odc_triton.hf import enable_packing
-from odc_triton.hf.document_attention import AttentionTerms
 from odc_triton.hf.loss import predictions
-from odc_triton.sequence import flash
 from tests.support.families import causal_lm, make_new_positions
-from tests.support.flash import Flash
-from tests.support.parity import TRANSFORMS
 
 IGNORED = -100
 
@@ -92,46 +88,6 @@ def test_as_whole_samples(family: str, case: str) -> None:
     assert loss == pytest.approx(want_loss, rel=tolerance)
     for name, gradient in want.items():
         assert (found[name] - gradient).abs().max() <= tolerance * gradient.abs().max() + 1e-14, name
-
-
-def test_by_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, by stand-ins for its operators: one forward and backward per depth and layer."""
-    torch.manual_seed(0)
-    model = in_own_dtype(causal_lm("Qwen2").double())
-    enable_packing(model)
-    samples = CASES["three levels"]
-    _, want = gradients(model, pack_collate([[each] for each in samples]))
-    kernel = Flash()
-    monkeypatch.setattr(flash, "_forward", kernel.forward)
-    monkeypatch.setattr(flash, "_backward", kernel.backward)
-    monkeypatch.setattr(AttentionTerms, "fit_kernel", lambda *_: True)
-    entries = find_relatives(samples).entries(range(len(samples)))
-    _, found = gradients(model, pack_collate([PackedDataset(samples)[entries]]))
-    assert all((found[name] - each).abs().max() <= 1e-12 * each.abs().max() + 1e-14 for name, each in want.items())
-    assert len(kernel.calls) == 2 * 3 * model.config.num_hidden_layers
-
-
-@pytest.mark.parametrize("family", ["Qwen3", "StableLm"])
-def test_with_activation_checkpointing_and_in_bf16(family: str) -> None:
-    """A checkpoint computes the branches again; in bf16 results are as near to fp32's as those of whole samples."""
-    samples = CASES["three levels"]
-    packs = pack_collate([PackedDataset(samples)[find_relatives(samples).entries(range(len(samples)))]])
-    whole = pack_collate([[each] for each in samples])
-    torch.manual_seed(0)
-    model = in_own_dtype(causal_lm(family).double())
-    enable_packing(model)
-    _, want = gradients(model, whole)
-    TRANSFORMS["checkpointing"](model)
-    model.train()
-    _, found = gradients(model, packs)
-    assert all((found[name] - each).abs().max() <= 1e-12 * each.abs().max() + 1e-14 for name, each in want.items())
-    model.bfloat16()
-
-    def off(packs: list) -> torch.Tensor:
-        _, found = gradients(model, packs)
-        return torch.stack([(found[name] - each).norm() for name, each in want.items()]).norm()
-
-    assert off(packs) <= 2 * off(whole)
 
 
 def test_a_model_that_drops_the_argument_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

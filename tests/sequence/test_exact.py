@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -51,9 +50,3 @@ def test_however_many_layers_have_buffers(backend: str) -> None:
     setup = Setup(backend=backend, change="checkpointing", sizes=(("num_hidden_layers", 5),))
     calls = ((exact_gradients, replace(setup, in_flight=in_flight), DEAL) for in_flight in (5, 2, 1))
     assert_same_bits(*ranks.run_all(4, *calls))
-
-
-@pytest.mark.parametrize("backend", ["cpu", "cpu-sharded", slow("cpu-interpreter")])
-def test_whoever_is_late(backend: str) -> None:
-    calls = (partial(exact_gradients, setup=Setup(backend=backend), deal=DEAL, late=late) for late in (1, 3))
-    assert_same_bits(*ranks.run_all(4, *((call,) for call in calls)))

@@ -63,8 +63,10 @@ def _model(layers: int, device: str = "cpu") -> Qwen3ForCausalLM:
     return TRANSFORMS["checkpointing"](model)
 
 
-def _most(rank: int, world: int, cells: list[tuple[int, bool]]) -> list[tuple[int, int]]:
-    """For each number of layers, with or without offloading: most bytes in a microbatch; bytes of the K/V heap."""
+def _most(rank: int, world: int, cells: list[tuple[int, bool]]) -> list[tuple[int, int, int]]:
+    """For each number of layers, with or without offloading: most bytes in a microbatch; bytes of the K/V heap, and of
+    the one for parameters and gradients.
+    """
     deal = [[each] for each in zigzag(Strip(0, 0, LENGTH), world, 1)]
     ids = torch.randint(3, 64, (LENGTH,), generator=torch.Generator().manual_seed(0))
     (pack,) = pack_collate(PackedDataset([{"input_ids": ids, "labels": ids.clone()}]).__getitems__(deal[rank]))
@@ -81,7 +83,8 @@ def _most(rank: int, world: int, cells: list[tuple[int, bool]]) -> list[tuple[in
         for _ in range(2):
             with minibatch(model, tokens=1, split=plan), LiveBytes() as live:
                 summed_loss(model, pack).backward()
-        found.append((live.most, engine_of(model).participant("split").buffers.heap.size_bytes))
+        own, split = engine_of(model).heap, engine_of(model).participant("split").buffers.heap
+        found.append((live.most, split.size_bytes, own.size_bytes - own._data_offset))
     return found
 
 
@@ -98,11 +101,12 @@ def test_memory_is_as_planned_and_does_not_grow_with_layers() -> None:
             split_tokens=OWN,
             offload_checkpoints=offload,
         )
-        most, heap_bytes = (max(each) for each in zip(*outcomes, strict=True))
+        most, heap_bytes, own_bytes = (max(each) for each in zip(*outcomes, strict=True))
         kept = (2 if offload else layers) * OWN * 48 * 4
         without = most - kept * (not offload)  # what comes back from the host is not made by an operator
         assert without + kept == pytest.approx(plan.activation_bytes, rel=0.001)
         assert heap_bytes == pytest.approx(WORLD * plan.split_bytes, rel=0.01)
+        assert own_bytes == plan.job_shared_bytes - WORLD * plan.split_bytes
         sizes.append((without, heap_bytes))
     (few, heap_of_few), (many, heap_of_many), (offloaded, _) = sizes
     assert few == pytest.approx(many, rel=0.001) == offloaded

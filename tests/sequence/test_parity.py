@@ -71,6 +71,7 @@ def test_as_whole_samples() -> None:
         # Its layers get the pieces with the position ids.
         Setup(family="StableLm", dtype=FP64, change="checkpointing"),
         Setup(family="DeepseekV3", deal="zigzag"),  # experts, and keys wider than values
+        Setup(deal="no pieces"),
         Setup(change="frozen", backend="cpu-sharded"),
         Setup(family="Qwen3", change="layers", deal="zigzag", backend="cpu-sharded"),
         Setup(deal="cut tree", prefix=8, backend="cpu-sharded"),
@@ -117,31 +118,38 @@ def test_by_flash_attention_what_was_fetched_is_freed_and_filled_again() -> None
 BACKENDS = ("cpu", "cpu-sharded", "cpu-interpreter")
 FAMILIES = ("Qwen2", "Llama", "Qwen3", "Mistral", "Gemma2", "GptOss", "Qwen3Moe", "Mixtral", "DeepseekV3")
 CHANGES = ("checkpointing", "reentrant", "lora+checkpointing", "frozen", "layers", "head", "reentrant+chunks")
-SLOW = [
-    *(Setup(family=family, deal="four", backend=BACKENDS[at % 3]) for at, family in enumerate(FAMILIES)),
-    *(Setup(deal=deal, backend="cpu-sharded", prefix=8 * ("tree" in deal)) for deal in DEALS),
-    *(
-        Setup(family=family, deal="zigzag", backend=BACKENDS[at % 3], change=change, empty_start=family == "Mistral")
-        for family in ("Qwen3", "Mistral")
+SLOW = {
+    "families": [Setup(family=family, deal="four", backend=BACKENDS[at % 3]) for at, family in enumerate(FAMILIES)],
+    "deals": [Setup(deal=deal, backend="cpu-sharded", prefix=8) for deal in ("one token last", "whole", "tree")],
+    "changes": [
+        Setup(family="Mistral", deal="zigzag", backend=BACKENDS[at % 3], change=change, empty_start=True)
         for at, change in enumerate(CHANGES)
-    ),
-    *(replace(REUSED, family=family, backend=BACKENDS[at % 2]) for at, family in enumerate(FAMILIES)),
-    replace(REUSED, deal="cut tree", backend="cpu-interpreter", prefix=8),
-    replace(REUSED, deal="2x2", replicas=2, backend="cpu-sharded", in_flight=2),
-    Setup(deal="zigzag", backend="cpu-sharded", steps=20),
-    Setup(family="Nemotron", deal="cut tree", prefix=8, backend="cpu-sharded", change="reentrant"),
-    Setup(family="GptOss", deal="tree", prefix=8, backend="cpu-sharded"),
-    Setup(compiler="inductor", steps=2),
-    Setup(family="Llama", compiler="aot_eager", change="lora"),
-    Setup(family="Qwen3", compiler="aot_eager", change="layers", backend="cpu-sharded"),
-    Setup(family="StableLm", deal="cut tree", prefix=8, compiler="aot_eager", change="checkpointing"),
-]
+    ],
+    "reused": [
+        *(replace(REUSED, family=family, backend="cpu-sharded") for family in ("Gemma2", "DeepseekV3")),
+        replace(REUSED, deal="cut tree", backend="cpu-interpreter", prefix=8),
+        replace(REUSED, deal="2x2", replicas=2, backend="cpu-sharded", in_flight=2),
+    ],
+    "compiled": [
+        Setup(compiler="inductor", steps=2),
+        Setup(family="Llama", compiler="aot_eager", change="lora"),
+        Setup(family="Qwen3", compiler="aot_eager", change="layers", backend="cpu-sharded"),
+        Setup(family="StableLm", deal="cut tree", prefix=8, compiler="aot_eager", change="checkpointing"),
+    ],
+    "more": [
+        Setup(deal="zigzag", backend="cpu-sharded", steps=20),
+        Setup(family="Nemotron", deal="cut tree", prefix=8, backend="cpu-sharded", change="reentrant"),
+        Setup(family="GptOss", deal="tree", prefix=8, backend="cpu-sharded"),
+        Setup(family="Llama", deal="2x3", replicas=2, change="lora"),
+        Setup(family="Qwen3Moe", deal="3x2", replicas=3, backend="cpu-sharded"),
+    ],
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setup", SLOW, ids=str)
-def test_every_family_and_change(setup: Setup) -> None:
-    compare(setup)
+@pytest.mark.parametrize("setups", SLOW.values(), ids=SLOW)
+def test_every_family_and_change(setups: list[Setup]) -> None:
+    compare(*setups)
 
 
 def test_bf16_is_as_good_as_on_whole_samples() -> None:

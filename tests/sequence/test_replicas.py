@@ -18,7 +18,7 @@ from odc_triton.balance.pieces import PlannedPiece, SplitPlan
 from odc_triton.hf import summed_loss
 from tests.sequence.test_exact import assert_same_bits, exact_gradients
 from tests.sequence.test_failures import assert_cause_alone, fails_once, right_after
-from tests.sequence.test_parity import FP64, assert_alike, compare
+from tests.sequence.test_parity import assert_alike
 from tests.sequence.test_trees import assert_alike as assert_as_dense
 from tests.support import ranks
 from tests.support.refusals import caught
@@ -168,15 +168,3 @@ def test_evaluation_and_a_replica_without_pieces(found: dict[str, list[Any]]) ->
 
 def test_exact_whoever_is_late(found: dict[str, list[Any]]) -> None:
     assert_same_bits(found["exact, 0 late"], found["exact, 1 late"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("deal", "replicas"), [("2x2", 2), ("3x2", 3), ("2x3", 2)])
-def test_families_and_changes(deal: str, replicas: int) -> None:
-    setups = (
-        Setup(family="Qwen3Moe", backend="cpu-sharded"),
-        Setup(family="Mistral", dtype=FP64, change="checkpointing", backend="cpu-sharded", empty_start=True),
-        Setup(family="Llama", change="lora"),
-        Setup(family="Qwen3", change="layers", backend="cpu-interpreter"),
-    )
-    compare(*(replace(setup, deal=deal, replicas=replicas) for setup in setups))

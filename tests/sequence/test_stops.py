@@ -66,11 +66,8 @@ _AWAY: Dealt = [[[0]], [], [[P(2, 0, 10)]], [[P(2, 10, 30)]]]  # replica 0 is at
 _THREE: Dealt = [[[0]], [], [], [[P(2, 0, 10), 1]], [[P(2, 10, 20)]], [[P(2, 20, 30)]]]
 STOPS = {
     "publishing, one at the exit": Stop(deal=_BESIDE, where="publish", victim=0),
-    "publishing, one behind another": Stop(deal=_BEHIND, where="publish", victim=0, layer=0),
     "adding, one behind another": Stop(deal=_BEHIND, where="begin_adding", victim=2),
     "waiting": Stop(deal=_BESIDE, where="wait", victim=1),
-    "adding, waves on both replicas": Stop(deal=DEALS["2x2"], where="begin_adding", victim=1, replicas=2),
-    "publishing, a replica at the exit": Stop(deal=_AWAY, where="publish", victim=2, replicas=2),
     "waiting, a replica at the exit": Stop(deal=_AWAY, where="wait", victim=3, replicas=2),
     # Rank 5 waits for the lock that rank 4 holds, and rank 3 for rank 5.
     "adding under the lock": Stop(deal=_THREE, where="lock", victim=4, replicas=2),
@@ -171,12 +168,9 @@ def _said_by_others(stop: Stop, backend: str) -> list[tuple[str, list[int]]]:
         ("publishing, one at the exit", "cpu"),
         ("adding, one behind another", "cpu"),
         ("waiting", "cpu-interpreter"),
-        slow("adding, waves on both replicas", "cpu-sharded"),
-        slow("publishing, a replica at the exit", "cpu-interpreter"),
         ("waiting, a replica at the exit", "cpu"),
         ("reading", "cpu"),
         ("waiting for readers", "cpu"),
-        slow("publishing again", "cpu"),
         slow("adding under the lock", "cpu"),
         slow("adding in order", "cpu-interpreter"),
         slow("waiting to add in order", "cpu"),

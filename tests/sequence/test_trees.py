@@ -8,35 +8,21 @@ import pytest
 import torch
 
 from tests.support import ranks
-from tests.support.tree_cells import (
-    WORLD,
-    Cell,
-    Found,
-    dense,
-    joined,
-    on_ranks,
-)
+from tests.support.tree_cells import WORLD, Cell, Found, dense, joined, on_ranks
 
 FP32, SHARDED = {"dtype": torch.float32}, {"backend": "cpu-sharded"}
 FAST = [
-    Cell(shape="a group", deal="two trees in a wave", loss="gspo"),
-    Cell(shape="a group", deal="cut completions", loss="gspo", importance="token_mask", **SHARDED),
-    Cell(
-        shape="three levels",
-        deal="cut completions",
-        family="Qwen3",
-        change="checkpointing",
-        loss="dapo",
-        importance="sequence_mask",
-    ),
-    Cell(shape="turns", deal="two waves", family="Mistral", loss="kl", importance="token_mask", **SHARDED),
+    Cell(shape="a group", deal="two trees in a wave"),
+    Cell(shape="a group", deal="cut completions", **SHARDED),
+    Cell(shape="three levels", deal="cut completions", family="Qwen3", change="checkpointing"),
+    Cell(shape="turns", deal="two waves", family="Mistral", **SHARDED),
     # Their experts, or the softmax under their softcap, compute in fp32.
-    Cell(shape="another's prefix", deal="mixed", family="GptOss", loss="grpo", importance="sequence_truncate", **FP32),
-    Cell(shape="duplicates", family="Gemma2", change="checkpointing", loss="cispo", **FP32, **SHARDED),
+    Cell(shape="another's prefix", deal="mixed", family="GptOss", **FP32),
+    Cell(shape="duplicates", deal="here and there", family="Gemma2", change="checkpointing", **FP32, **SHARDED),
 ]
 SLOW = [
     Cell(shape="three levels", deal="mixed", family="Llama", change="lora", **SHARDED),
-    Cell(shape="duplicates", deal="two waves", loss="grpo", backend="cpu-interpreter", **FP32),
+    Cell(shape="duplicates", deal="two waves", backend="cpu-interpreter", **FP32),
 ]
 
 
@@ -52,7 +38,6 @@ def assert_alike(cell: Cell, found: Found, want: Found) -> None:
     # Rounding alone. A sum of fp32 numbers in another order differs by some 1e-6 of the largest.
     tolerance = 1e-12 if cell.dtype == torch.float64 else 5e-6
     assert found.loss == pytest.approx(want.loss, rel=tolerance, abs=tolerance), cell
-    assert found.sums == pytest.approx(want.sums, rel=tolerance), cell
     for sample, logp in want.logps.items():
         torch.testing.assert_close(found.logps[sample], logp, rtol=tolerance, atol=tolerance, msg=f"{cell}: {sample}")
     for name, gradient in want.gradients.items():

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from odc_triton import replace_layers
 from odc_triton.sharding.footprint import OPTIMIZER_STATES, SCHEMES, memory_plan, side_by_side
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -243,8 +244,6 @@ def test_side_by_side_is_aligned_and_in_gb():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_read_on_demand_is_never_whole(tied):
-    from odc_triton import replace_layers
-
     vocabulary = 1024 * 64 * 4  # bytes of an embedding or a head: more than a block
     with torch.device("meta"):
         model = qwen2(vocab_size=1024, tie_word_embeddings=tied)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from odc_triton import full_parameters, minibatch, use_odc
 from tests.support import parity
 from tests.support.families import with_lora
 from tests.support.models import CASES, Case
@@ -94,7 +95,6 @@ LAYOUTS: dict[str, Callable[..., None]] = {"blocks": _blocks, "titan": _titan, "
 
 TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     **{name: parity.TRANSFORMS[name] for name in ("checkpointing", "frozen", "lora")},
-    "chunks": lambda model: parity.TRANSFORMS["chunks"](parity.TRANSFORMS["checkpointing"](model)),
     "": parity.TRANSFORMS["none"],
     "lora, bf16 base": lambda model: with_lora(model.to(torch.bfloat16)),
 }
@@ -160,8 +160,6 @@ def bridged(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule
 
-    from odc_triton import full_parameters, minibatch, use_odc
-
     model = made(name, transform).to(device)
     mesh = init_device_mesh(device, (world,))
     if replicas > 1:
@@ -201,15 +199,11 @@ def sharded(**options: Any) -> nn.Module:
 
 def under_odc(**options: Any) -> nn.Module:
     """The same under `use_odc`."""
-    from odc_triton import use_odc
-
     return use_odc(sharded(), **options)
 
 
 def train(model: nn.Module, batches: list[tuple], name: str = "both branches") -> None:
     """One minibatch."""
-    from odc_triton import minibatch
-
     with minibatch(model, tokens=sum(count_of(name, batch) for batch in batches)) as mb:
         for batch in batches:
             (loss_of(name, model, batch) / mb.tokens).backward()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
-from odc_triton import minibatch
+from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
 from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.engine.api import engine_of
 from tests.support.models import ALL_CASES, build, microbatches
@@ -21,8 +21,6 @@ Whole = dict[str, Any]
 
 
 def make(name: str, bf16: bool, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    from odc_triton import MixedPrecisionPolicy, fully_shard
-
     model = fully_shard(build(name, seed), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 

@@ -14,8 +14,19 @@ from unittest import mock
 import torch
 from torch import nn
 
+from odc_triton import enable_split, minibatch, replace_layers, use_odc
+from odc_triton.balance import MinibatchSampler, PackedDataset, pack_collate, store_counter
+from odc_triton.checkpoint.background import BackgroundCheckpoints
+from odc_triton.checkpoint.folder import Saving
+from odc_triton.checkpoint.steps import Checkpoints
 from odc_triton.data.dataset import DataOptions, TokenizedDataset
 from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
+from odc_triton.hf import enable_packing, summed_loss
+from odc_triton.nn import Linear, LMHead
+from odc_triton.optim import Muon
+from odc_triton.train import sft
+from odc_triton.train.job import train
+from odc_triton.train.model import precision
 from odc_triton.train.sft_options import SftOptions
 from tests.support.deadlines import LONG_S
 from tests.support.sft_case import case, write_case
@@ -98,8 +109,6 @@ def _noting(found: Trained, feature: str, function: Callable) -> Callable:
 
 def _watch_model(model: nn.Module, found: Trained, features: tuple[str, ...]) -> None:
     """Compiles the blocks if that is wanted; notes what is in the model, and what its forwards call."""
-    from odc_triton.nn import Linear, LMHead
-
     found.start = whole(model)
     if {Linear, LMHead} <= {type(module) for module in model.modules()}:
         found.seen.add("replaced layers")
@@ -133,8 +142,6 @@ def _compile_blocks(model: nn.Module, found: Trained) -> None:
 
 def _watch_run(run: Any, found: Trained, went_on: threading.Event) -> None:
     """`went_on`: set after the step that follows step SAVED."""
-    from odc_triton.optim import Muon
-
     step, packs = run.train_step, run.next_packs
 
     def noted_step() -> Any:
@@ -169,12 +176,6 @@ def _watch_run(run: Any, found: Trained, went_on: threading.Event) -> None:
 
 def _by_job(rank: int, world: int, folder: Path, features: tuple[str, ...], out: Path) -> Trained:
     """A run of `train sft`. Only compiling is no option of it."""
-    from odc_triton.checkpoint.background import BackgroundCheckpoints
-    from odc_triton.checkpoint.folder import Saving
-    from odc_triton.checkpoint.steps import Checkpoints
-    from odc_triton.train import sft
-    from odc_triton.train.job import train
-
     found, runs, went_on = Trained(), [], threading.Event()
     save, write = _noting(found, "background checkpoints", BackgroundCheckpoints.save), Saving.write
 
@@ -199,7 +200,7 @@ def _by_job(rank: int, world: int, folder: Path, features: tuple[str, ...], out:
         train(options_of(folder, features, world=world, out=out), sft.prepare, start, None)
     (run,) = runs
     found.end = whole(run.model)
-    if run.options.checkpoints:
+    if run.options.checkpoint_every:
         checkpoints = Checkpoints(out / "checkpoints", keep=2)
         checkpoints.load(checkpoints.path_of(SAVED), model=run.model, optimizer=run.optimizer)
         found.saved = whole(run.model)
@@ -232,11 +233,6 @@ def _bridged(folder: Path, features: tuple[str, ...], options: SftOptions, out: 
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from odc_triton import enable_split, replace_layers, use_odc
-    from odc_triton.checkpoint.background import BackgroundCheckpoints
-    from odc_triton.checkpoint.steps import Checkpoints
-    from odc_triton.hf import enable_packing
-    from odc_triton.train.model import precision
     from tests.support.composed_plain import plain_model
 
     model = plain_model(folder, features)
@@ -255,7 +251,7 @@ def _bridged(folder: Path, features: tuple[str, ...], options: SftOptions, out: 
     use_odc(fully_shard(model, **how))
     if options.split_sequences:
         enable_split(model, tokens=CAP)
-    if options.checkpoints:
+    if options.checkpoint_every:
         BackgroundCheckpoints(Checkpoints(out, keep=2), model=model)
     return model
 
@@ -263,11 +259,6 @@ def _bridged(folder: Path, features: tuple[str, ...], options: SftOptions, out: 
 def _steps(
     model: nn.Module, options: SftOptions, data: TokenizedDataset, rank: int, world: int, found: Trained
 ) -> None:
-    from odc_triton import minibatch
-    from odc_triton.balance import MinibatchSampler, PackedDataset, pack_collate, store_counter
-    from odc_triton.hf import summed_loss
-    from odc_triton.optim import Muon
-
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=options.weight_decay)
     if options.optimizer == "muon":

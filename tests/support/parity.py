@@ -53,11 +53,6 @@ Trained = tuple[dict, dict, list[float], list[float]]
 """Gradients of the first minibatch, weights after the last, gradient norms, this process's part of the losses."""
 
 
-def unsharded(name: str, steps: int) -> tuple[dict, dict, list[float]]:
-    """By plain torch in this process: `Trained` without losses."""
-    return unsharded_as(name, steps, (), tuple(SIZES))[:3]
-
-
 @functools.cache
 def unsharded_as(
     name: str, steps: int, transforms: tuple[str, ...], sizes: tuple[int, ...], device: str = "cpu"

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc_triton import full_parameters
+from odc_triton import full_parameters, fully_shard
 from odc_triton.optim import ChainedOptimizer, Muon
 from tests.support.replicas import mesh_of
 
@@ -52,8 +52,6 @@ def plain(steps: int, **options: Any) -> dict[str, torch.Tensor]:
 
 def sharded(shape: tuple[int, ...], backend: str, *, seed: int = 1, **options: Any) -> tuple[Matrices, Any]:
     """The model on a mesh of that shape, and its optimizer."""
-    from odc_triton import fully_shard
-
     model = fully_shard(Matrices(seed), mesh=mesh_of(shape), backend=backend)
     muon = Muon(model.matrices(), **OPTIONS | options)
     return model, ChainedOptimizer(muon, torch.optim.AdamW(model.others(), **OPTIONS))

@@ -217,3 +217,11 @@ def plain(setup: Setup) -> tuple[list[float], dict[str, torch.Tensor], dict[str,
         optimizer.step()
         optimizer.zero_grad()
     return losses, first, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def require_plain(found: dict[str, torch.Tensor], setup: Setup, tolerance: float = 1e-5) -> None:
+    """The gradients of whole samples, but for fp32 sums in another order."""
+    want = plain(setup)[1]
+    assert found.keys() == want.keys()
+    for name, gradient in want.items():
+        assert (found[name] - gradient).norm() <= tolerance * gradient.norm() + 1e-2 * tolerance, name

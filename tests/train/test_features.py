@@ -14,6 +14,7 @@ from torch import nn
 from odc_triton.cli.command import main
 from odc_triton.data.dataset import DataOptions, SampleSubset, TokenizedDataset, split_samples
 from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
+from odc_triton.train import outcome
 from odc_triton.train.sft import train_sft
 from odc_triton.train.sft_options import SftOptions
 from tests.support import jobs, ranks
@@ -47,8 +48,6 @@ def runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 
 def train_and_look(rank: int, world: int, wanted: SftOptions) -> torch.Tensor | None:
     """Rank 0's logits of `IDS` by the trained model, before it is written."""
-    from odc_triton.train import outcome
-
     logits, write = [], outcome.save_pretrained
 
     def look(model: nn.Module, *arguments: object, **options: object) -> None:

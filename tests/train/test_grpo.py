@@ -15,10 +15,14 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from odc_triton.balance import CostModel
+from odc_triton.balance import CostModel, collate, relatives
 from odc_triton.balance.split import assign_split
 from odc_triton.data.order import Mix
+from odc_triton.data.tokenizer import read_tokenizer
 from odc_triton.rl.generation import Request, Sampled, SamplingOptions
+from odc_triton.rl.prompts import completion_seed, read_prompts
+from odc_triton.rl.turns import TurnEngine
+from odc_triton.train import grpo
 from odc_triton.train.grpo_options import GrpoOptions
 from odc_triton.train.metrics import read_metrics
 from tests.rewards import vowels
@@ -40,9 +44,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(rank: int, world: int, jobs: list[GrpoOptions]) -> list[int]:
     """Of each job the branches that this rank computed."""
-    from odc_triton.balance import collate, relatives
-    from odc_triton.train import grpo
-
     grpo._engine = lambda wanted, *_: Recorded(
         VOCABULARY,
         elsewhere=wanted.engine != "transformers",
@@ -71,8 +72,6 @@ RETURNED = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
 
 def sampled(request: Request, wanted: GrpoOptions, options: SamplingOptions) -> list[Sampled]:
     """The completions of one prompt, by the rollout function if there is one."""
-    from odc_triton.rl.turns import TurnEngine
-
     engine = Recorded(VOCABULARY, near=wanted.importance.startswith("sequence"))
     if wanted.rollout is None:
         return engine.generate([request], options)[0]
@@ -114,9 +113,6 @@ def plain(
     Also the lengths of each step's completions, with their prompts, their mean number of sampled tokens, and the
     divergence in each iteration, if there is one.
     """
-    from odc_triton.data.tokenizer import read_tokenizer
-    from odc_triton.rl.prompts import completion_seed, read_prompts
-
     tokenizer = read_tokenizer(wanted.tokenizer)
     prompts = read_prompts(wanted.data[0], tokenizer, most_tokens=wanted.token_cap * world)
     model = AutoModelForCausalLM.from_pretrained(wanted.model)
@@ -219,8 +215,9 @@ CASES["gspo, split, other engine"] = {
     "clip_norm": 1e9,
     "lr": 30.0,
 }
-CASES["dapo, split, other engine"] = {
+CASES["grpo, split, other engine"] = {
     **CASES["dapo, split"],
+    "loss": "grpo",
     "engine": "vllm-colocate",
     "importance": "sequence_mask",
     "importance_cap": 1.2,

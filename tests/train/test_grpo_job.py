@@ -17,7 +17,12 @@ from safetensors.torch import load_file
 
 from odc_triton.data.tokenizer import load_tokenizer, to_transformers
 from odc_triton.rl.prompts import read_prompts
+from odc_triton.rl.rewards import Rewards
+from odc_triton.rl.transformers_engine import TransformersEngine
+from odc_triton.train import grpo
+from odc_triton.train.grpo import check_before_start
 from odc_triton.train.grpo_options import GrpoOptions
+from odc_triton.train.grpo_run import GrpoRun
 from odc_triton.train.metrics import read_metrics
 from tests.rewards import vowels
 from tests.support import jobs, ranks
@@ -50,11 +55,6 @@ def train(rank: int, world: int, wanted: GrpoOptions, fault: str, at: int) -> st
 
 def _arm(fault: str, at: int) -> None:
     """`fault`: "kill" or "stop", and the phase: rollout, scoring or update."""
-    from odc_triton.rl.rewards import Rewards
-    from odc_triton.rl.transformers_engine import TransformersEngine
-    from odc_triton.train import grpo
-    from odc_triton.train.grpo_run import GrpoRun
-
     what, phase = fault.split()
     runs: list[GrpoRun] = []
 
@@ -216,8 +216,6 @@ def test_nothing_to_learn_adapters_vllm_and_a_reward_that_fails(folder: Path, tm
 
 def test_before_the_ranks_start(folder: Path, tmp_path: Path) -> None:
     """What can be seen without ranks is said without them."""
-    from odc_triton.train.grpo import check_before_start
-
     check_before_start(options(folder, tmp_path / "out"), 1)
     with pytest.raises(ValueError, match="no_such_module"):
         check_before_start(options(folder, tmp_path / "out", reward=("no_such_module:f",)), 1)
@@ -236,8 +234,6 @@ def test_before_the_ranks_start(folder: Path, tmp_path: Path) -> None:
 
 def test_a_prompt_over_the_cap(folder: Path, tmp_path: Path) -> None:
     """Split sequences take it as long as its pieces fit."""
-    from odc_triton.train.grpo import check_before_start
-
     longest = max(len(json.loads(line)["prompt"]) for line in (folder / "prompts.jsonl").read_text().splitlines())
     wanted = options(folder, tmp_path / "out", split_sequences=True, token_cap=longest, max_new_tokens=longest)
     check_before_start(wanted, 2)

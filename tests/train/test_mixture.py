@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from odc_triton.data.order import Mix
+from odc_triton.sharding.agree import default_mesh
+from odc_triton.train import grpo, sft
 from odc_triton.train.grpo_options import GrpoOptions
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.run_folder import require_same
@@ -43,9 +45,6 @@ def options(folder: Path, **changes: object) -> SftOptions:
 
 def job(rank: int, world: int, wanted: SftOptions, prompts: GrpoOptions) -> tuple[list, ...]:
     """The losses of a run, which then goes on from step `STOP`; what GRPO's epochs take, what SFT holds out."""
-    from odc_triton.sharding.agree import default_mesh
-    from odc_triton.train import grpo, sft
-
     assert jobs.train(rank, world, [replace(wanted, checkpoint_every=STOP, keep=9)]) == [jobs.ENDED]
     first = [line["loss"] for line in read_metrics(Path(wanted.out, "metrics.jsonl"))]
     for newer in sorted(Path(wanted.out, "checkpoints").glob("step-*"))[1:]:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from odc_triton import fully_shard
+from odc_triton.train.optimizers import make_optimizer
 from tests.support import jobs, ranks
 from tests.support.jobs import ENDED, STOPPED, losses
 from tests.support.sft_case import case, write_case
@@ -35,9 +37,6 @@ def _groups(rank: int, world: int, folder: Path) -> tuple[list[tuple[str, set[st
     own optimizers were made with, by --optimizer.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
-
-    from odc_triton import fully_shard
-    from odc_triton.train.optimizers import make_optimizer
 
     options = case(folder, optimizer="muon")
     model, vectors = (

@@ -11,10 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from odc_triton.balance.assigner import Assigner
 from odc_triton.balance.pieces import MinibatchPacks, Piece, SplitPlan
 from odc_triton.rl.generation import Request, Sampled, SamplingOptions
+from odc_triton.rl.learned import Learned
 from odc_triton.rl.prompts import completion_seed
+from odc_triton.train import grpo
 from odc_triton.train.grpo_options import GrpoOptions
+from odc_triton.train.grpo_run import GrpoRun
 from odc_triton.train.metrics import read_metrics
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S
@@ -51,11 +55,6 @@ class Gated(Recorded):
 
 def train(rank: int, world: int, jobs: Sequence[tuple[GrpoOptions, int | None]]) -> list[Packs]:
     """This rank's packs in each of the jobs; those of an earlier job, in phases, where its number is given."""
-    from odc_triton.balance.assigner import Assigner
-    from odc_triton.rl.learned import Learned
-    from odc_triton.train import grpo
-    from odc_triton.train.grpo_run import GrpoRun
-
     grpo._engine = lambda options, *_: Gated(options, world)
     found, minibatch, loss = [], GrpoRun._minibatch, Learned.loss
 

@@ -15,6 +15,7 @@ import pytest
 from odc_triton.balance.counter import Log
 from odc_triton.comm.barrier import Barrier
 from odc_triton.rl.overlap import OverlappedRollout
+from odc_triton.train import grpo
 from odc_triton.train.grpo_options import GrpoOptions
 from tests.support import jobs, ranks
 from tests.support.grpo_case import Recorded, case, write_prompts
@@ -61,8 +62,6 @@ def stops_after_the_last(own: OverlappedRollout, made: dict, came: Callable = Ov
 
 def disturbed(rank: int, world: int, of: dict[str, GrpoOptions]) -> list[str]:
     """How each job ended on this rank. By its name: what happens to rank 1."""
-    from odc_triton.train import grpo
-
     ends, wait_for, came = [], Barrier.wait_for, OverlappedRollout._came
     for name, wanted in of.items():
         waits, engine = Path(wanted.out) / "waits", Recorded(VOCABULARY)

@@ -23,7 +23,7 @@ from odc_triton.train.vision import one_ahead
 from tests.support import jobs
 from tests.support.processors import WITHOUT_TORCHVISION, picture
 from tests.support.sft_case import write_case
-from tests.support.sft_pictures import COLOURS, case, of_model, write_alike, write_model, write_records
+from tests.support.sft_pictures import case, of_model, write_alike, write_model, write_records
 from tests.support.vision import FAMILIES
 
 pytestmark = WITHOUT_TORCHVISION
@@ -102,27 +102,21 @@ def test_the_same_losses_however_samples_are_dealt(family: str, folder: Path, tm
     assert any("vis" in name for name in moved)
 
 
-@pytest.mark.slow
-def test_it_learns_from_pictures_also_after_a_stop(folder: Path, tmp_path: Path) -> None:
-    """Stopped, and continued on one rank, when the pictures' files are gone: they are in the prepared file."""
-    write_records(tmp_path, "learned", asked=12, text=12)
-    write_records(tmp_path, "held_out", asked=2, text=0, seed=1)
-    how = {"eval_data": str(tmp_path / "held_out.jsonl"), "checkpoint_every": 1000}
-    how |= {"steps": 80, "lr": 1e-2, "schedule": "constant", "token_cap": 512}
+def test_a_run_goes_on_when_the_pictures_files_are_gone(folder: Path, tmp_path: Path) -> None:
+    """On one rank: they are in the prepared file."""
+    write_records(tmp_path, "learned", asked=3, text=4)
+    write_records(tmp_path, "held_out", asked=1, text=0, seed=1)
+    how = {"eval_data": str(tmp_path / "held_out.jsonl"), "checkpoint_every": 1000, "steps": 4, "token_cap": 512}
     once = case(tmp_path, **of_model(folder / "model"), **how, out=str(tmp_path / "once"))
     stopped = replace(once, out=str(tmp_path / "stopped"))
     assert jobs.run(2, once) == [jobs.ENDED]
-    assert jobs.run(2, stopped, stop_after=5) == [jobs.STOPPED]
+    assert jobs.run(2, stopped, stop_after=1) == [jobs.STOPPED]
     for name in ("learned", "held_out"):
         shutil.rmtree(tmp_path / name)
-    again = replace(stopped, resume="auto", samples_per_rank=8)
-    assert jobs.run(1, again) == [jobs.ENDED]
-    found, resumed = jobs.lines(once.out), jobs.lines(stopped.out)
-    # Later steps amplify how sums were rounded.
-    assert [line["loss"] for line in resumed[:20]] == pytest.approx([line["loss"] for line in found[:20]], rel=1e-3)
-    guessed = math.log(len(COLOURS)) / 3  # of an answer's three tokens the first is the picture's
-    assert found[-1]["eval_loss"] < guessed / 5
-    assert resumed[-1]["eval_loss"] < guessed / 5
+    assert jobs.run(1, replace(stopped, resume="auto", samples_per_rank=2 * once.samples_per_rank)) == [jobs.ENDED]
+    for name in ("loss", "eval_loss"):
+        found, resumed = ([line[name] for line in jobs.lines(out) if name in line] for out in (once.out, stopped.out))
+        assert resumed == pytest.approx(found, rel=1e-3), name
 
 
 # ------------------------------------------------------------------ what is trained

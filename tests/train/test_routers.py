@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from odc_triton.balance import MinibatchSampler
+from odc_triton.data.tokenizer import load_tokenizer
 from odc_triton.train.model import build_model
 from odc_triton.train.sft_options import SftOptions
 from tests.hf.test_router_loss import plain_losses
@@ -103,8 +104,6 @@ def test_as_plain_transformers(folder: Path) -> None:
 )
 def test_refused(folder: Path, tmp_path: Path, config: str, changes: dict, words: str | None) -> None:
     """As the command does before ranks start."""
-    from odc_triton.data.tokenizer import load_tokenizer
-
     made = QWEN2 | {"model_type": config, "router_aux_loss_coef": 0.1, "output_router_logits": True}
     if config == "qwen2":
         made = QWEN2

@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 import torch
 
+from odc_triton import fully_shard
 from odc_triton.data.store import contents
+from odc_triton.hf import ODCTrainer, enable_packing
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.run_folder import require_same
 from odc_triton.train.sft_options import SftOptions
@@ -43,9 +45,6 @@ def _sft(rank: int, world: int, folder: Path, changes: dict[str, Any]) -> None:
 
 def _trainer(rank: int, world: int, folder: Path, resume: bool) -> list[float]:
     from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
-
-    from odc_triton import fully_shard
-    from odc_triton.hf import ODCTrainer, enable_packing
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # accelerate wants them, and takes our group
     os.chdir(folder)

@@ -15,19 +15,24 @@ import pytest
 import torch
 from torch import nn
 
+from odc_triton import full_parameters
+from odc_triton.balance import MinibatchSampler
 from odc_triton.balance.collate import count_target_tokens, pack_collate
 from odc_triton.balance.decoder import Decoder
 from odc_triton.base.config_file import read_config, write_config
 from odc_triton.base.options import read_options
 from odc_triton.data.dataset import DataOptions, TokenizedDataset
 from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
+from odc_triton.hf import enable_packing
 from odc_triton.nn import LMHead
 from odc_triton.nn.tuned import save
 from odc_triton.sharding.agree import default_mesh
 from odc_triton.sharding.backend import CpuBackend
+from odc_triton.sharding.shard_module import fully_shard
 from odc_triton.train.job import _sharded
 from odc_triton.train.model import build_model, replace
 from odc_triton.train.sft_options import SftOptions
+from odc_triton.train.sft_run import SftRun
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.sft_case import QWEN2, case, write_case
@@ -51,8 +56,6 @@ def options(folder: Path, **changes: object) -> SftOptions:
 def _model() -> nn.Module:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from odc_triton.hf import enable_packing
-
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**QWEN2))
     enable_packing(model)
@@ -60,10 +63,6 @@ def _model() -> nn.Module:
 
 
 def train(rank: int, world: int, jobs: list[SftOptions], folder: Path) -> list[tuple[list[float], dict, dict]]:
-    from odc_triton import full_parameters
-    from odc_triton.sharding.shard_module import fully_shard
-    from odc_triton.train.sft_run import SftRun
-
     found = []
     for wanted in jobs:
         model = _model()
@@ -84,8 +83,6 @@ def _warmup_cosine(step: int, steps: int, warmup_steps: int) -> float:
 @pytest.fixture(scope="module")
 def of_plain_torch(folder: Path) -> tuple[list[float], dict]:
     """Losses and weights of plain torch, one sample a microbatch, eight a minibatch: the same samples."""
-    from odc_triton.balance import MinibatchSampler
-
     wanted = options(folder)
     torch.set_num_threads(1)
     model = _model()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from odc_triton.train.sft_options import SftOptions
-from tests.support import jobs
+from tests.support import jobs, ranks
 from tests.support.jobs import ENDED, STOPPED
 from tests.support.sft_case import case, write_case
 
@@ -62,3 +64,24 @@ def test_what_does_not_fit(folder: Path, tmp_path: Path) -> None:
     assert re.match("DataError.*more than the cap of 80; raise --token-cap", too_long)
     said = r"ValueError: sample \d+ has .* over the token_cap of 128, and others may read 5 tokens .*pieces need"
     assert re.match(said, too_few)
+
+
+def _on_hosts(rank: int, world: int, wanted: Sequence[SftOptions]) -> list[str]:
+    os.environ["ODC_HOST"] = f"host-{rank * 2 // world}"
+    return jobs.train(rank, world, wanted)
+
+
+@pytest.mark.slow
+def test_each_host_is_a_replica(folder: Path, tmp_path: Path) -> None:
+    """With exact sums the same bits as by --replicas."""
+    how = {"token_cap": CAP, "split_sequences": True, "samples_per_rank": 1, "exact": True}
+    on_hosts, queue = (options(folder, tmp_path / name, balance=name, **how) for name in ("mini", "queue"))
+    wanted = replace(on_hosts, out=str(tmp_path / "replicas"), replicas=2)
+    assert jobs.run(4, wanted) == [ENDED]
+    first, *others = ranks.run(_on_hosts, 4, [on_hosts, queue])
+    assert others == [first] * 3
+    assert first[0] == ENDED
+    assert "--split-sequences goes with several replicas only by --balance mini" in first[1]
+    assert losses(wanted.out) == losses(on_hosts.out)
+    (alone,), _ = ranks.run(_on_hosts, 2, [replace(queue, balance="mini")])
+    assert "there is a replica on each of 2 hosts, of one rank each, and --split-sequences splits" in alone

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from odc_triton.train.sft import check_before_start
 from odc_triton.train.sft_options import SftOptions
 from odc_triton.train.trackers import Trackers
 from tests.support import jobs, logged
@@ -141,8 +142,6 @@ def test_one_that_hangs(fake: Any, capsys: pytest.CaptureFixture) -> None:
 
 
 def test_one_that_is_not_installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from odc_triton.train.sft import check_before_start
-
     def version(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
