@@ -33,12 +33,12 @@ from odc_triton.engine.api import engine_of
 from odc_triton.engine.minibatch import minibatch
 from odc_triton.fsdp2.bridge import use_odc
 from odc_triton.fsdp2.found import replace_comms
+from odc_triton.fsdp2.record import TimedComm
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.sequence.enable import enable_split
 from odc_triton.sharding.shard_module import fully_shard
 from odc_triton.simulate.job import SPLIT
 
-from .record import TimedComm
 from .trees import REPEATED, SHARED, TREES
 
 LEARNING_RATE = 3e-4

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .engine.minibatch import end_minibatch as end_minibatch
     from .engine.minibatch import minibatch as minibatch
     from .fsdp2.bridge import use_odc as use_odc
+    from .fsdp2.record import record_timeline as record_timeline
     from .nn.head import divergence as divergence
     from .nn.head import log_probs as log_probs
     from .nn.replace import replace_layers as replace_layers
@@ -63,6 +64,7 @@ _HOME = {
     "memory_plan": "sharding.footprint",
     "offer_policy": "policy.offer",
     "read_policy": "policy.reader",
+    "record_timeline": "fsdp2.record",
     "repeating": "checkpoint.repeat",
     "replace_layers": "nn.replace",
     "split_forward": "sequence.enable",

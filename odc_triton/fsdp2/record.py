@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from odc_triton.base.events import Event, EventLog
-from odc_triton.base.files import write_file
-from odc_triton.base.report import save_timelines
-from odc_triton.base.trace import excerpt, idle_of_ranks
-from odc_triton.engine.forward import tensors_in
-from odc_triton.fsdp2.found import replace_comms
+from ..base.events import Event, EventLog
+from ..base.files import write_file
+from ..base.report import save_timelines
+from ..base.trace import excerpt, idle_of_ranks
+from ..engine.forward import tensors_in
+from .found import replace_comms
 
 _FILE = ".events.json"
 

@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import odc_triton
-from bench.record import record_timeline
-from odc_triton import minibatch
+from odc_triton import minibatch, record_timeline
 from odc_triton.base.events import Event, total_s
 from odc_triton.fsdp2.found import replace_comms
 from tests.support import ranks
