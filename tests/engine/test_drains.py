@@ -141,6 +141,15 @@ def test_an_operator_waits_for_what_was_fetched_ahead() -> None:
         assert torch.equal(whole, parameter.read())
 
 
+def test_unsharded_parameters_are_there() -> None:
+    model = fully_shard(nn.Linear(2, 2), backend="cpu-sharded")
+    wanted = dict(full_parameters(model))
+    model.unshard()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, wanted[name])
+    model.reshard()
+
+
 def _status_on_rank_1(rank: int, world: int) -> tuple[str, list[int]]:
     """On rank 1 a kernel's wait for an owner's rows times out, as its status says: the errors on each rank."""
     model = fully_shard(nn.Linear(4, 4), backend="cpu-sharded")

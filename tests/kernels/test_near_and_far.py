@@ -73,6 +73,20 @@ def test_a_flag_of_the_pull_before_is_not_taken_for_this_one() -> None:
         check(weight)
 
 
+@pytest.mark.parametrize("near", [ALL, None])
+def test_a_buffer_is_filled_again_after_it_was_read(near: str | None) -> None:
+    device, (shards, peers), (_, others) = SimulatedDevice(), _peers(near), _peers(near, seed=1)
+    weight, read = pull(peers=peers, staged=StagedWeight.of(peers, on=device)), []
+    assert device.has_come(weight.stream.record_event())
+    device.enqueue(device.current(), lambda: read.append(weight.buffer.clone()))  # a kernel
+    weight.is_read_now()
+    weight = pull(peers=others, staged=weight)
+    assert device.has_come(weight.stream.record_event())
+    assert device.has_come(device.current().record_event())
+    assert torch.equal(read[0], torch.cat(shards))
+    assert torch.equal(weight.buffer, torch.cat(others.shards))
+
+
 def test_a_buffer_is_filled_after_it_was_made() -> None:
     device, (_, peers), done = SimulatedDevice(), _peers(near=None), []
     device.enqueue(device.current(), lambda: done.append("zeros"))
