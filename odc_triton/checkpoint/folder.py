@@ -144,6 +144,10 @@ class Saving:
         engine = engine_of(model)
         if engine.is_open:
             raise RuntimeError("saving inside a minibatch: gradients are not reduced; save after the optimizer's step")
+        if reserved := [key for key in state if key.startswith(_OWN)]:
+            raise ValueError(
+                f"state has the key {reserved[0]!r}: keys that begin with {_OWN!r} are reserved, rename it"
+            )
         engine.drain("saving a checkpoint")
         self.final, self.step = final, step
         self._engine = engine
