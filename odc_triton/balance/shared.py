@@ -150,8 +150,9 @@ class _SharedProblem:
             for whole in (False, True):
                 if found := [*self._laid(line, rest, whole)]:
                     least = min(each.estimate for each in found)
-                    # They must be better by the least gain.
-                    yield from (replace(each, estimate=each.estimate / (1 - _LEAST_GAIN)) for each in found)
+                    for each in found:
+                        reads = SplitPlan.of(each.packs) is not None  # then it must be better by the least gain
+                        yield replace(each, estimate=each.estimate / (1 - _LEAST_GAIN * reads))
                     break
             count //= 2
 

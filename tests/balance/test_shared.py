@@ -101,6 +101,14 @@ SHOWN = st.lists(
 )
 
 
+# A tree over ranks that is on one rank, so nothing is read.
+ON_ONE_RANK = [
+    *(sample(prompt, end) for prompt, end in (([0], [0, 0]), ([0], [0, 0]), ([1], [0, 0]), ([1, 0], [0, 1]))),
+    *(shown([0], [0] * tokens, [(before, 0)]) for tokens, before in ((2, 2), (4, 3), (6, 6))),
+    sample([1, 0, 0, 0], [0] * 6),
+]
+
+
 def contents(each: dict, tokens: int) -> list:
     """The first tokens, a picture's with its number."""
     numbers = iter(each["pixel_values"][::2, 0].tolist() if "pixel_values" in each else ())
@@ -111,6 +119,7 @@ def contents(each: dict, tokens: int) -> list:
 @settings(max_examples=200, deadline=None)
 @given(SAMPLES | SHOWN, st.integers(1, 5), st.integers(12, 40), st.sampled_from([0.0, 3.0]), st.integers(1, 40))
 @example([sample([1, 1, 0], [1])] * 3, 2, 12, 0.0, 1)
+@example(ON_ONE_RANK, 2, 18, 3.0, 1)
 def test_assigned(samples: list[dict], ranks: int, token_cap: int, microbatch: float, tokens: int) -> None:
     """Every token of every sample is computed once in each tree that has it, within the limits and no picture cut; no
     way is better.
