@@ -129,7 +129,7 @@ def inspect_data(
         too_long_nothing_left=int(((data.lengths > token_cap) & (data.targets_below(token_cap) == 0)).sum()),
         largest_token=data.largest_token,
         vocabulary=vocabulary,
-        tokens_outside=0 if vocabulary is None else int((data.tokens >= vocabulary).sum()),
+        tokens_outside=0 if vocabulary is None else _count_from(data.tokens, vocabulary),
         shared=find_relatives(data.undecoded()).savings(cost, token_cap=token_cap),
         warning=never_ends(first, list(encode_records(first, encoder, _NO_CAP)), encoder, _NO_CAP),
         example=_example(data, encoder),
@@ -170,6 +170,11 @@ def _epoch(files: Sequence[Inspection], weights: Sequence[float]) -> str:
             f"{found.data}, weight {weight:g}"
         )
     return "\n".join(lines)
+
+
+def _count_from(tokens: np.ndarray, first: int) -> int:
+    step = 1 << 20
+    return sum(int((tokens[at : at + step] >= first).sum()) for at in range(0, len(tokens), step))
 
 
 def _example(data: TokenizedDataset, encoder: TextEncoder) -> list[tuple[bool, str]]:

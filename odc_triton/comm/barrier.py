@@ -77,8 +77,8 @@ def _answer_all(questions: SimpleQueue) -> None:
 class Barrier:
     """The barrier of the ranks of one engine, which all pass it in the same order; `passed`: how often.
 
-    `timeout_s`: how late a live rank may be; one that is `working`, after its last sign. A rank whose process is gone
-    is named after `_CHECK_S`.
+    `timeout_s`: how late a live rank may be, counted from its last sign of life while it is `working`. A rank whose
+    process is gone is named after `_CHECK_S`.
     """
 
     def __init__(self, *, store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
@@ -254,12 +254,14 @@ class Barrier:
                 ranks = [rank for rank in ranks if sign_s[rank] == quiet_since_s]
                 late_at_s = quiet_since_s + self.timeout_s
                 words = self._words(purpose, ranks, waited_s)
-                if quiet_since_s:
-                    words += f", which has shown no sign of life for {waited_s - quiet_since_s:.1f} s"
                 if waited_s > late_at_s:
-                    self.raise_late(purpose, DeadlineExceeded(ranks, f"{words}: the deadline has passed"))
+                    silent = f", with no sign of life for {waited_s - quiet_since_s:.1f} s" if quiet_since_s else ""
+                    self.raise_late(purpose, DeadlineExceeded(ranks, f"{words}{silent}: the deadline has passed"))
                 if waited_s > warn_at_s:
-                    log.warning("%s; its deadline is %.0f s", words, self.timeout_s)
+                    works = quiet_since_s and waited_s - quiet_since_s < 2 * _CHECK_S
+                    log.warning(
+                        "%s; %s", words, "it is working" if works else f"its deadline is {self.timeout_s:.0f} s"
+                    )
                     warn_at_s *= 2
             time.sleep(min(max(waited_s / 50, _SHORTEST_NAP_S), _LONGEST_NAP_S))
 

@@ -109,6 +109,7 @@ def parse_json(where: str, raw: bytes, remedy: str = _EACH_LINE) -> Any:
         # utf-8-sig: Windows editors put a byte order mark at the start.
         return json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        # Without a decoder's own line, which would be that of `raw`.
-        why = f"{error.msg}, at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        why: object = error
+        if isinstance(error, json.JSONDecodeError) and b"\n" not in raw.rstrip():  # its own "line 1" would mislead
+            why = f"{error.msg}, at character {error.pos + 1}"
         raise DataError(f"{where}: not valid JSON in UTF-8: {why}; {remedy}") from error

@@ -1,5 +1,4 @@
-"""A minibatch, as a training loop opens it, and as features take part in it: what they send at its two barriers, and
-what follows from all messages.
+"""A minibatch as a training loop opens it, and the hooks by which features take part in it.
 
 And the parts that every engine has: target tokens, which parameters train, the order of additions.
 """

@@ -42,7 +42,7 @@ def parameter_of_shard(shard: torch.Tensor) -> ShardedParameter | None:
     return None if handle is None else resolve(handle)
 
 
-class Backwards(Protocol):
+class TakesGradients(Protocol):
     """Where a parameter asks whether a gradient is allowed now: a model's passes."""
 
     protocol: MinibatchProtocol
@@ -93,7 +93,7 @@ class ShardedParameter:
         self._rank = transport.heap.rank
         self._accumulation: Node | None = None  # autograd's node that its gradient reaches
         self._hook: Any = None
-        self._passes: weakref.ref[Backwards] | None = None
+        self._passes: weakref.ref[TakesGradients] | None = None
         self.original: weakref.ref[nn.Parameter] | None = None  # what it was before sharding
 
     def versioned(self) -> tuple[torch.Tensor, ...]:
@@ -171,7 +171,7 @@ class ShardedParameter:
     def first_row(self, owner: int) -> int:
         return self.shard.rows[owner][0] if owner < self.shard.world else self.shard.rows[-1][1]
 
-    def listen(self, passes: Backwards) -> None:
+    def listen(self, passes: TakesGradients) -> None:
         """Adds each gradient that a backward makes to the owners, and reports it to `passes`.
 
         By weak references: the garbage collector does not see into hooks of tensors, so a cycle through one would
@@ -190,7 +190,7 @@ class ShardedParameter:
         self._hook = self.leaf.register_post_accumulate_grad_hook(accumulated)
 
     @property
-    def passes(self) -> Backwards | None:
+    def passes(self) -> TakesGradients | None:
         """Those of its engine; None if it does not train."""
         return None if self._passes is None else self._passes()
 

@@ -10,7 +10,7 @@ OPEN     inside a minibatch: compute shards are only read, gradient shards only 
 REDUCED  every rank's gradients are in the owners' shards; `p.grad` is set
 BROKEN   a barrier failed: a peer is gone or too late; this job can't go on
 
-Features take part by the hooks of participant.py.
+Features take part by the hooks of minibatch.py.
 """
 
 from __future__ import annotations

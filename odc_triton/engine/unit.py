@@ -1,4 +1,4 @@
-"""Units: modules whose parameters are whole together, and the passes for which they are.
+"""Units: modules whose parameters are whole together, and the forwards and backwards that need them whole.
 
 And which unit is prefetched: the one that came next in the last microbatch.
 
@@ -256,6 +256,7 @@ class Passes(Participant):
         self._owners = range(protocol.grid.first, protocol.grid.first + protocol.grid.shards)
         self.prefetch = Prefetch()
         self.count = 0
+        self._of_ranks: list[int] = []  # `count` of each rank at the last exit
         self.in_backward = False
         self._graph_is_kept = False  # the backward makes a graph, for its own backward
         self._forwards = 0  # units whose forward is running, nested ones included
@@ -306,11 +307,14 @@ class Passes(Participant):
         return self.count
 
     def settle(self, messages: list[int] | None) -> None:
+        self._of_ranks = messages or []
+
+    def reduced(self) -> None:
         protocol = self.protocol
-        if len(set(messages or ())) > 1 and protocol.divides_by_ranks:
+        if len(set(self._of_ranks)) > 1 and protocol.divides_by_ranks:
             protocol.warn_once(
                 "counts",
-                f"ranks ran {messages} microbatches in minibatch {protocol.number} and gradients are divided by "
+                f"ranks ran {self._of_ranks} microbatches in minibatch {protocol.number} and gradients are divided by "
                 f"the number of ranks; give tokens= to minibatch() and divide the loss by mb.tokens",
             )
 

@@ -23,7 +23,10 @@ def embedding_noise(model: nn.Module, alpha: float | None, pack: Mapping[str, An
         yield
         return
     if "pieces" in pack:
-        raise ValueError("neftune_noise_alpha is by a sample's length, and this pack has pieces: leave it out")
+        raise ValueError(
+            "neftune_noise_alpha is set, and this pack has pieces of samples, which don't know their sample's length: "
+            "leave it out"
+        )
     lengths = pack["cu_seq_lens_q"].diff()
 
     def add(module: nn.Module, _: Any, output: Tensor) -> Tensor:

@@ -111,6 +111,13 @@ class ODCTrainer(ShardedTrainer):
             raise ValueError("split=True: call odc_triton.enable_split(model, tokens=…) after fully_shard")
         if split and sampler is not None:
             raise ValueError("split=True with a sampler: give MinibatchSampler(…, split=True) instead")
+        if self._noise_alpha and (
+            split or sampler is not None and (sampler.split_tokens or sampler.relatives is not None)
+        ):
+            raise ValueError(
+                "neftune_noise_alpha with pieces of samples, which don't know their sample's length: leave it out, or "
+                "split=True and the sampler's split and relatives"
+            )
         self._is_streamed = isinstance(self.train_dataset, IterableDataset)
         if self._is_streamed and (sampler is not None or split or self.args.dataloader_num_workers > 1):
             raise ValueError(

@@ -25,6 +25,14 @@ from typing import Any
 # For nvmlDeviceGetP2PStatus. Literals, because a stray comma makes pynvml's NVML_P2P_CAPS_INDEX_READ the tuple (0,).
 _P2P = {"read": 0, "write": 1, "nvlink": 2, "atomics": 3}
 
+_WHY_NOT = {
+    "NVMLError_LibraryNotFound": "no NVIDIA driver is installed here (libnvidia-ml.so.1 is not found)",
+    "NVMLError_DriverNotLoaded": "the NVIDIA driver is installed, but its kernel module is not loaded",
+    "NVMLError_LibRmVersionMismatch": "the NVIDIA driver's library and its kernel module differ in version "
+    "(the driver was upgraded: reboot, or reload the module)",
+    "NVMLError_NoPermission": "no permission to ask the NVIDIA driver (are /dev/nvidia* in this container?)",
+}
+
 Ask = Callable[..., Any]
 
 
@@ -37,7 +45,7 @@ def ask_driver(library: ModuleType | None = None) -> dict[str, Any]:
     try:
         library.nvmlInit()
     except library.NVMLError as error:
-        return {"missing": f"the NVIDIA driver does not answer: {error}"}
+        return {"missing": _WHY_NOT.get(type(error).__name__, f"NVML does not start: {error}")}
 
     def ask(question: str, *arguments: Any) -> Any:
         try:

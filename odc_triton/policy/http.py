@@ -97,15 +97,17 @@ class Server:
             try:
                 connection.request(method, self._path + path, body, {"Content-Type": "application/json"})
                 with connection.getresponse() as response:
-                    return response.status, response.read()
-            except (OSError, http.client.HTTPException):
-                if late.is_set():
-                    raise TimeoutError from None
-                raise
+                    answer = response.status, response.read()
             finally:
                 timer.cancel()
                 with self._lock:
                     self._open.discard(raw)
+                # Also without an error: an answer of unknown length is over when its connection is.
+                if late.is_set():
+                    raise TimeoutError
+                if self._aborts != aborts:
+                    raise ConnectionAbortedError
+            return answer
 
 
 def _end(connection: socket.socket, late: threading.Event) -> None:

@@ -32,7 +32,8 @@ def parameters(options: SamplingOptions, seed: int) -> dict[str, Any]:
 
 def sampled(ids: Sequence[int], logps: Sequence[float | None], reason: str | None, options: SamplingOptions) -> Sampled:
     """A completion as vLLM returned it. Raises GenerationFailed for one that these parameters can't produce."""
-    fits = 0 < len(ids) <= options.max_new_tokens and len(logps) == len(ids) and all(type(each) is int for each in ids)
+    fits = 0 < len(ids) <= options.max_new_tokens and len(logps) == len(ids)
+    fits = fits and all(type(each) is int and each >= 0 for each in ids)
     ends = [each in options.end_tokens for each in ids]
     if not fits or any(ends[:-1]) or reason not in ("stop" if ends[-1] else "length", "length"):
         raise GenerationFailed(

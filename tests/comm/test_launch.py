@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from odc_triton.comm.launch import Interrupted, LocalRanks, RemoteTraceback, launch
 from tests.comm.launched import work
-from tests.support import leftovers
+from tests.support import leftovers, slow
 from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.leftovers import environment
 
@@ -64,18 +65,26 @@ def test_a_failure_after_a_wish_to_stop(tmp_path: Path) -> None:
         launch(work, "Ctrl-C, and a failure", str(tmp_path), ranks=2)
 
 
-def _late() -> None:
-    if os.environ["RANK"] == "0":
+def _late(how: str) -> None:
+    if how == "stopped" and os.environ["RANK"] == "0":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "at exit":
+        atexit.register(time.sleep, LONG_S)
 
 
-def test_a_rank_that_does_not_end_is_named() -> None:
+@pytest.mark.parametrize(
+    ("how", "ranks", "words"),
+    [
+        ("stopped", 2, "rank 0 failed first: its process is stopped and has not ended"),
+        slow("at exit", 1, "its process has not ended"),
+    ],
+)
+def test_a_rank_that_does_not_end_is_named(how: str, ranks: int, words: str) -> None:
     """After the last barrier no rank waits for it."""
-    words = "rank 0 failed first: its process is stopped and has not ended"
-    with LocalRanks(2, method="fork") as job:
+    with LocalRanks(ranks, method="fork") as job:
         job.start()
         with pytest.raises(RuntimeError, match=f"{words} {SHORT_S:g} s after the first rank had done its work"):
-            job.run(_late, timeout_s=SHORT_S)
+            job.run(_late, how, timeout_s=SHORT_S)
         assert not job._running
 
 
@@ -106,7 +115,7 @@ _WAITING = """
 import sys, time
 from odc_triton.comm.launch import LocalRanks
 if __name__ == "__main__":
-    with LocalRanks(2, method="fork") as job:
+    with LocalRanks(2, method=METHOD) as job:
         sys.path.insert(0, sys.argv[1])
         job.start(preload="writes_its_pid")
         time.sleep(600)
@@ -117,9 +126,14 @@ pathlib.Path(__file__).with_name(f"rank-{os.environ['RANK']}").write_text(str(os
 """
 
 
-def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "code",
+    [slow(_SCRIPT), slow(_WAITING.replace("METHOD", "'spawn'")), _WAITING.replace("METHOD", "'fork'")],
+    ids=["working", "waiting", "waiting, forked"],
+)
+def test_ranks_die_with_their_launcher(tmp_path: Path, code: str) -> None:
     script = tmp_path / "script.py"
-    script.write_text(_WAITING)
+    script.write_text(code)
     (tmp_path / "writes_its_pid.py").write_text(_WRITES_ITS_PID)
     launcher = subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=leftovers.environment())
     try:

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from odc_triton import MixedPrecisionPolicy, OdcError, full_parameters, fully_shard, minibatch
+from odc_triton import MinibatchFailed, MixedPrecisionPolicy, OdcError, full_parameters, fully_shard, minibatch
 from odc_triton.comm import replicas
 from odc_triton.sharding.footprint import memory_plan
 from tests.support import ranks
@@ -159,3 +159,29 @@ def test_a_killed_rank_is_named_by_all_others(where: str, victim: int) -> None:
             assert (kind, named) == ("RankLost", [victim]), text
             assert f"rank {victim} died" in text
             assert seconds < LONG_S / 2  # found dead, not late
+
+
+def _raising(rank: int, world: int) -> tuple[dict, list]:
+    model = fully_shard(build("conv"), mesh=mesh_of((2, 2)))
+    (batch,) = microbatches("conv", [3], seed=0)
+    failed = {}
+    for number in range(2):
+        try:
+            with minibatch(model):
+                CASES["conv"].loss(model, batch).backward()
+                if rank == 2 and number == 0:
+                    raise ValueError("no luck")
+        except MinibatchFailed as error:
+            failed = error.ranks
+            assert all(p.grad is None for p in model.parameters())
+    return failed, [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_a_microbatch_that_raised_fails_on_all_replicas() -> None:
+    """And in the next one, without tokens, gradients are divided by the number of all ranks."""
+    model = build("conv")
+    CASES["conv"].loss(model, microbatches("conv", [3], seed=0)[0]).backward()
+    for failed, gradients in ranks.run(_raising, 4):
+        assert failed == {2: "ValueError: no luck"}
+        for got, p in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(got.view_as(p), p.grad, rtol=1e-4, atol=1e-5)  # of four equal summands, in fp32

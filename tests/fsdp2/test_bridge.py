@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import signal
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from odc_triton import MinibatchFailed, minibatch, publish, use_odc
 from tests.support import ranks
 from tests.support.bridged import LAYOUTS, batches_of, count_of, loss_of, made, sharded, train, under_odc
+from tests.support.deadlines import LONG_S
 from tests.support.refusals import caught
 
 
@@ -77,6 +80,21 @@ def test_a_failed_minibatch_is_named_and_the_next_one_is_right() -> None:
     for errors in ranks.run(_recovers, 2):
         assert len(errors) == 2
         assert all("rank 1: ValueError: exploded" in error for error in errors), errors
+
+
+def _dies(rank: int, world: int) -> None:
+    model, batches = under_odc(timeout=LONG_S), batches_of("both branches", 0, 4)
+    train(model, batches[rank::3])
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    train(model, batches[rank::3])
+
+
+def test_a_dead_rank_is_named() -> None:
+    outcomes = ranks.start(_dies, 3).join()
+    for outcome in outcomes[:2]:
+        assert outcome.error_type == "RankLost", outcome
+        assert "rank 2" in outcome.error.splitlines()[-1]
 
 
 # ---------------------------------------------------------------------- checkpoints and writes by hand

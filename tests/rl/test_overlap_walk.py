@@ -1,11 +1,12 @@
 """All interleavings of small overlapped rollouts: ranks agree on who computes what, each completion is computed once,
-and no rank waits forever.
+and no rank waits forever; and a fault as soon as a rule is dropped.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -97,11 +98,12 @@ class Walk:
 
     def after_main(self, state: State, at: int, rank: Rank) -> Iterator[State]:
         if rank.phase == "free" and (self.plan.threads or self.is_done(state, at, 0)):  # or computes its pack
-            yield self.writes(state.changed(at, phase="wait"), at, -1, {"free": at})
+            now, again = state.changed(at, phase="wait"), not rank.packs or self.plan.without != "free again"
+            yield self.writes(now, at, -1, {"free": at}) if again else now
         elif rank.phase == "stop":
             yield self.writes(state.changed(at, phase="wait"), at, -1, {"ended": {"rank": at, "stop": SIGNAL}})
         elif rank.phase == "wait":
-            is_behind = any(each.rank == at for each in state.log)
+            is_behind = self.plan.without != "waits for holes" and any(each.rank == at for each in state.log)
             known, has_pack, written, missing = self.looks(rank.known, at, rank.packs, rank.is_stopped, is_behind)
             if written:
                 yield state.changed(at, phase="stop")
@@ -143,7 +145,8 @@ class Walk:
                 elif fault == "dies":
                     yield less.changed(at, phase="dead")
                 elif fault == "crash" and rank.phase == "free" and rank.packs:
-                    yield self.writes(less.changed(at, phase="crashed"), at, -1, {"ended": {"rank": at}})
+                    now = less.changed(at, phase="crashed")
+                    yield now if self.plan.without == "failed" else self.writes(now, at, -1, {"ended": {"rank": at}})
                 for thread, (phase, places) in enumerate(rank.threads):
                     if fault == "raise" and phase == "busy" and not any(it[:2] == (at, thread) for it in state.log):
                         now = less.in_thread(at, thread, "done", places)
@@ -158,13 +161,16 @@ class Walk:
     def has_set(self, state: State, place: int) -> State:
         log = [*state.log]
         log[place] = log[place]._replace(is_set=True)
+        skips = self.plan.without == "stops at a hole"  # rank 0 looks often
+        if skips:
+            state = self.reads(state, range(1), log[place].text)
         while log and log[0].is_set:
-            state = self.reads(state, log.pop(0).text)
+            state = self.reads(state, range(skips, self.plan.ranks), log.pop(0).text)
         return state._replace(log=tuple(log))
 
-    def reads(self, state: State, text: str) -> State:
+    def reads(self, state: State, ranks: range, text: str) -> State:
         """A rank reads again before it acts, so all know at once what can be read."""
-        for at in range(self.plan.ranks):
+        for at in ranks:
             if state.ranks[at].phase not in OVER:
                 state = state.changed(at, known=self.step(state.ranks[at].known, text))
         return state
@@ -194,7 +200,7 @@ class Walk:
         packs = reader._arrivals.packs
         if reader._ended is None and rank.packs < len(packs[at]):
             raise Fault(f"rank {at} computes {rank.packs} of its packs {packs[at]}")
-        end = json.dumps([reader._ended, reader._arrivals.rest])
+        end = json.dumps([reader._ended, reader._arrivals.rest, [*map(list, packs)] if self.plan.without else None])
         return state.changed(at, phase="out", known=end)
 
     def check_end(self, state: State) -> None:
@@ -232,3 +238,23 @@ LONG = {
 @pytest.mark.parametrize("plan", [*PLANS.values(), *map(slow, LONG.values())], ids=[*PLANS, *LONG])
 def test_no_plan_can_stop(plan: Plan) -> None:
     assert Walk(plan).run() > 20
+
+
+@pytest.mark.parametrize(
+    ("rule", "plan", "words"),
+    [
+        ("free again", "ranks sample", "waits for no rank"),
+        ("a stop is written", "two stops", "wait forever"),
+        ("failed", "two errors", "wait forever"),
+        ("no end after the last completion", "two stops", "do not agree"),
+        ("the first end counts", "two stops", "do not agree"),
+        ("one pack for one rank", "a server samples", "were given"),
+        ("anyone may take a prompt", "a server samples", "waits for no rank"),
+        ("waits for holes", "holes", "waits for no rank"),
+        ("waits for holes", "a rank dies", "waits for no rank"),
+        ("stops at a hole", "holes", "do not agree"),
+    ],
+)
+def test_without_a_rule_a_plan_fails(rule: str, plan: str, words: str) -> None:
+    with pytest.raises(Fault, match=words):
+        Walk(replace(PLANS[plan], without=rule)).run()

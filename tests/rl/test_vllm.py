@@ -124,7 +124,8 @@ def test_weights_and_requests_of_ranks() -> None:
         ({"choice": {"finish_reason": "abort"}}, "ended by 'abort'"),
         ({"missing_bytes": 5}, "is unreachable for POST /v1/completions"),
         ({"slow_s": 2 * LONG_S}, "did not answer POST /v1/completions within 0.3 s"),
-        ({"drips": True, "missing_bytes": 10**6}, "did not answer POST /v1/completions within 0.3 s"),
+        ({"drips": "headers", "missing_bytes": 10**6}, "did not answer POST /v1/completions within 0.3 s"),
+        ({"drips": "body", "missing_bytes": 10**6}, "did not answer POST /v1/completions within 0.3 s"),
         ({"slow_s": 2 * LONG_S, "fast_seed": 8, "choices": 2}, "returned 2 completions"),  # not waiting for others
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import pickle
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from odc_triton.balance.arrivals import Arrivals
 from odc_triton.balance.cost import CostModel
 from odc_triton.balance.counter import Log, StoreCounter
 from odc_triton.rl.overlap import OverlappedRollout
@@ -108,6 +110,16 @@ class Plan:
     keeps: bool = False
     faults: tuple[str, ...] = ()
     holes: bool = False
+    without: str = ""  # the rule that is dropped
+
+
+class Weaker(Arrivals):
+    def _assign(self) -> None:
+        while self._free and self._pool:  # a pack is given to all ranks that are free
+            pack, free = self._pack(), [*self._free]
+            self._free.clear()
+            for rank in free:
+                self.packs[rank].append(pack)
 
 
 class Reader(OverlappedRollout):
@@ -118,6 +130,9 @@ class Reader(OverlappedRollout):
         sampler = Sampling(0, plan, Store())
         super().__init__(sampler, assigner, shares_prefixes=True, scale="none")
         self.open(sampler.slots, None, Batch(plan.groups), decode=1, stop=lambda: None)
+        self.without = plan.without
+        if self.without == "one pack for one rank":
+            self._arrivals.__class__ = Weaker
 
     def after(self, text: str) -> Reader:
         """After one message more, behind which there is a hole."""
@@ -127,23 +142,27 @@ class Reader(OverlappedRollout):
         it._log = Log(Store(), "log")
         it._log._store.values |= {"log": 3, "log/0": text, "log/2": "behind a hole"}
         it._read()
+        if "ended" in (message := json.loads(text)):
+            if it.without == "no end after the last completion":
+                it._ended = it._ended or message["ended"]
+            if it.without == "the first end counts":
+                it._ended = message["ended"] if it._ended else None
         return it
+
+    def _missing(self, own: Any) -> list[int]:
+        found = super()._missing(own)
+        if self.without == "anyone may take a prompt":
+            return [rank for rank in found if rank in self._holders.values()]
+        return found
 
     @property
     def state(self) -> tuple:
-        """What follows depends on it."""
+        """What follows depends on it. Rules that hold need no history."""
         it = self._arrivals
         pool = tuple(sorted((*each.members, each.left) for each in it._pool))
+        packs = repr(it.packs) if self.without else tuple(map(len, it.packs))
         holders = tuple(sorted(each for each in self._holders.items() if each[0] not in self._made))
-        return (
-            tuple(map(len, it.packs)),
-            pool,
-            (*it._free,),
-            (*it.rest,),
-            holders,
-            frozenset(self._made),
-            str(self._ended),
-        )
+        return packs, pool, (*it._free,), (*it.rest,), holders, frozenset(self._made), str(self._ended)
 
     def check(self) -> None:
         it = self._arrivals
@@ -158,6 +177,6 @@ class Reader(OverlappedRollout):
         own, written = deque([*self._arrivals.packs[rank]][packs:]), []
         self._log = Log(Store(), "log")
         self._log.write, self._log._own = written.append, [0] * is_behind
-        self._stop = lambda: SIGNAL if is_stopped else None
+        self._stop = lambda: SIGNAL if is_stopped and self.without != "a stop is written" else None
         known, missing = self._is_known(own), self._missing(own)
         return known, bool(own) and self._ended is None, bool(written), missing

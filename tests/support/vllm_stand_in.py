@@ -101,8 +101,12 @@ class Serving:
             def reply(self, status: int, body: bytes, missing_bytes: int = 0) -> None:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(body) + missing_bytes))
+                drips = missing_bytes and serving.faults.get("drips")
+                while drips == "headers" and not serving.ended.wait(0.05):
+                    self.send_header("Another", "one")
+                    self.flush_headers()
                 self.end_headers()
-                while missing_bytes and serving.faults.get("drips") and not serving.ended.wait(0.05):
+                while drips == "body" and not serving.ended.wait(0.05):
                     self.wfile.write(b" ")
                 self.wfile.write(body)
 

@@ -142,4 +142,4 @@ def test_a_rank_0_that_is_stopped_in_it_has_a_name(tmp_path: Path, replicas: int
     kind, blamed, words = second.value
     assert (kind, blamed) == ("DeadlineExceeded", [0])
     assert "for rank 0 at 'rank 0 prepares the data'" in words
-    assert "which has shown no sign of life for " in words
+    assert "with no sign of life for " in words
