@@ -112,7 +112,7 @@ class ODCTrainer(ShardedTrainer):
         if split and sampler is not None:
             raise ValueError("split=True with a sampler: give MinibatchSampler(…, split=True) instead")
         if self._noise_alpha and (
-            split or sampler is not None and (sampler.split_tokens or sampler.relatives is not None)
+            split or (sampler is not None and (sampler.split_tokens or sampler.relatives is not None))
         ):
             raise ValueError(
                 "neftune_noise_alpha with pieces of samples, which don't know their sample's length: leave it out, or "

@@ -93,7 +93,7 @@ def _show_life(barrier: Barrier, grid: Grid, heap: SymmetricHeap, token: str) ->
 
 @contextmanager
 def watched_barrier(grid: Grid, timeout: timedelta) -> Iterator[Barrier]:
-    """A barrier for use before there is a model. It names a rank that died, or that stopped while `working`. Collective."""
+    """A barrier for use before there is a model: it names a rank that died, or stopped while `working`. Collective."""
     barrier = open_barrier(grid, timeout)
     token = barrier.exchange("all ranks are here", {"token": uuid.uuid4().hex})[0]["token"]
     heap = SharedMemoryHeap(
