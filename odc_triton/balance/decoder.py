@@ -95,7 +95,7 @@ def size_of(config: object, *names: str, default: int | None = None) -> int:
     value = default if value is None else value
     if not isinstance(value, int) or value < 1:
         raise ValueError(
-            f"the model's config has {name}={value!r}, which its cost depends on: give the model's own config (of "
-            "one that is a part of another, that part's), or CostModel its coefficients"
+            f"the model's config has {name}={value!r}, which its cost depends on: give a config that "
+            "sets it (of a model of several parts its text_config), or CostModel its coefficients"
         )
     return value

@@ -67,7 +67,7 @@ def test_config_attributes_that_may_be_missing_and_experts():
 
 def test_a_config_without_sizes_is_refused_by_the_attributes_name():
     with pytest.raises(
-        ValueError, match="config has hidden_size=None, which its cost depends on: give the config of a text"
+        ValueError, match="config has hidden_size=None, which its cost depends on: give a config that sets"
     ):
         CostModel.from_config(SimpleNamespace(text_config=SimpleNamespace(hidden_size=8)))
 
