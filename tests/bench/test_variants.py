@@ -85,6 +85,7 @@ def alone(mini: bool) -> dict:
     return _weights(variant.model)
 
 
+@pytest.mark.slow
 def test_variants_equal_unsharded() -> None:
     wanted = {mini: alone(mini) for mini in (True, False)}
     outcomes = ranks.run(two_steps, 2, ALL)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from odc_triton import publish
-from tests.support import ranks
+from tests.support import ranks, slow
 from tests.support.checkpointed import Whole, assert_same, train, whole
 from tests.support.models import build
 from tests.support.replicas import mesh_of
@@ -105,7 +105,7 @@ WHOLE = ("in place", "whole on rank 0", "whole everywhere")
         # moments as plain tensors, which no optimizer accepts beside a DTensor.
         ("fully_shard", "conv", (3, 1), ("sharded",)),
         ("two replicas", "conv", (4, 2), ("sharded",)),
-        ("in bf16", "qwen2", (2, 3), WHOLE),
+        slow("in bf16", "qwen2", (2, 3), WHOLE),
         ("fully_shard", "gpt2-tied", (2, 3), WHOLE),
         ("use_odc", "qwen2", (2, 3), ("sharded",)),
         ("use_odc", "qwen2", (1, 1), ("sharded",)),

@@ -153,7 +153,7 @@ def test_rows_by_index_and_more_than_a_block() -> None:
         ([("gpt2-tied", "none"), ("qwen3-moe", "none"), ("conv", "none"), ("qwen3", "layers")], 3, "root", "cpu"),
         ([("qwen2", "frozen+checkpointing")], 2, "root", "cpu-sharded"),
         ([("qwen2", "none")], 2, "bottom-up", "cpu-sharded"),
-        ([("qwen3", "layers")], 2, "root", "cpu-interpreter"),
+        slow([("qwen3", "layers")], 2, "root", "cpu-interpreter"),
         slow([("qwen3", "direct")], 2, "root", "cpu-interpreter"),
     ],
 )

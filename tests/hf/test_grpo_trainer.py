@@ -212,6 +212,7 @@ def _outside(rank: int, world: int, folder: str) -> dict[str, Any]:
     return found | {"masked": _all_masked(rank, world, f"{folder}/masked")}  # last, as it changes what is sampled
 
 
+@pytest.mark.slow
 def test_outside_of_minibatches(tmp_path: Path) -> None:
     found = ranks.run(_outside, 2, str(tmp_path))
     weights = dict(build("qwen2").named_parameters())

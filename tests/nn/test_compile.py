@@ -170,6 +170,7 @@ def check(setup: Setup, world: int = 1) -> int:
     return outcomes[0][3]
 
 
+@pytest.mark.slow
 def test_by_kernels() -> None:
     """On shards apart kernels may read them, and add to them, and the weights have no memory of their own."""
     check(Setup(choice="triton/direct/fused", engine="cpu-interpreter", attention=None, layers=1, lengths=(5,)))

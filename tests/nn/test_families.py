@@ -14,6 +14,7 @@ from odc_triton import fully_shard
 from odc_triton.nn import Embedding, Linear, LMHead
 from odc_triton.nn.families import FusedProjections
 from odc_triton.nn.replace import replace_layers
+from tests.support import slow
 from tests.support.gradients import assert_same_gradients
 from tests.support.models import build
 from tests.support.parity import BODY, FEW, WITH_HEAD, compare_each, one_step
@@ -48,11 +49,12 @@ RUNS: dict[str, list[tuple[str, str]]] = {
 BY_KERNELS = [("llama", "direct"), ("Qwen2", "qkv"), ("Llama", "lora+qkv")]
 
 
-@pytest.mark.parametrize("backend", RUNS)
+@pytest.mark.parametrize("backend", [slow("cpu"), "cpu-sharded"])
 def test_steps(backend: str) -> None:
     compare_each(RUNS[backend], 2, backend=backend, steps=3)
 
 
+@pytest.mark.slow
 def test_a_step_by_kernels() -> None:
     """LoRA wraps q_proj; a fused projection would read its weight and skip the adapter."""
     compare_each(BY_KERNELS, 2, backend="cpu-interpreter", steps=1, sizes=FEW)

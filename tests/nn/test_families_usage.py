@@ -98,6 +98,7 @@ def test_bf16_by_policy(name: str, choice: str) -> None:
 # ---------------------------------------------------------------------- generation, attentions
 
 
+@pytest.mark.slow
 def test_generation_with_a_cache_after_a_step() -> None:
     ids = torch.randint(3, 97, (2, 7), generator=torch.Generator().manual_seed(6))
     ids[0, :3] = 0

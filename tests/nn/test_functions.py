@@ -246,7 +246,7 @@ BOTH = "eager triton"
     ("world", "backend", "backends"),
     [
         (3, "cpu", {FP32: BOTH, FP64: "eager"}),
-        (2, "cpu-sharded", {FP32: BOTH, BF16: "eager"}),
+        slow(2, "cpu-sharded", {FP32: BOTH, BF16: "eager"}),
         (3, "cpu-interpreter", {FP32: BOTH}),
         slow(2, "cpu-interpreter", {BF16: BOTH}),
     ],

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from odc_triton import fully_shard, minibatch, replace_layers
 from odc_triton.nn import Attention, Embedding, Linear, LMHead
-from tests.support import ranks
+from tests.support import ranks, slow
 from tests.support.peak_memory import peak_bytes
 
 DIRECT = "eager/direct/fused"
@@ -92,7 +92,7 @@ def _own_model(rank: int, world: int, backend: str, choice: str) -> None:
 @pytest.mark.parametrize(
     ("world", "backend", "choices"),
     [
-        (2, "cpu-sharded", CHOICES),
+        slow(2, "cpu-sharded", CHOICES),
         (3, "cpu", ("auto", DIRECT)),
     ],
 )

@@ -102,6 +102,7 @@ def test_the_same_losses_however_samples_are_dealt(family: str, folder: Path, tm
     assert any("vis" in name for name in moved)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_the_pictures_files_are_gone(folder: Path, tmp_path: Path) -> None:
     """On one rank: they are in the prepared file."""
     write_records(tmp_path, "learned", asked=3, text=4)
