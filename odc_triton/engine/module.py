@@ -1,4 +1,4 @@
-"""A sharded module: the engine behind it, and its methods.
+"""The engine of a sharded module, and the methods that the module gets.
 
 Each method of FSDP2's `FSDPModule` works, is a documented no-op, or is refused.
 """

@@ -110,7 +110,7 @@ def on_ranks(rank: int, world: int, cell: Cell) -> Found:
             for entry in of_pack:
                 sample = entry.sample if isinstance(entry, Piece) else entry
                 start, stop = (entry.start, entry.stop) if isinstance(entry, Piece) else (0, len(samples[sample].ids))
-                # Its tokens predict those behind them.
+                # Each token predicts the next one.
                 first, last = max(start + 1, samples[sample].learned), min(stop + 1, len(samples[sample].ids))
                 own, logp = logp.detach().split([max(last - first, 0), len(logp) - max(last - first, 0)])
                 logps.setdefault(sample, []).append((first, own))

@@ -1,4 +1,4 @@
-"""Rank 0 prepares the data: for longer than the deadline, in vain, and it dies or is stopped while it does."""
+"""Rank 0 prepares the data: it takes longer than the deadline, fails, dies or is stopped."""
 
 from __future__ import annotations
 
