@@ -37,6 +37,7 @@ html_title = f"odc-triton {release}"
 html_favicon = "_static/icon.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "_ext" / "scorer.js")
 html_copy_source = False
 html_show_copyright = False
 html_use_index = False  # the search finds more

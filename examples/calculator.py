@@ -39,8 +39,9 @@ CONFIG = {
 
 
 def rollout(prompts, engine):
-    """Each completion until it ends; after a call the calculator's output is put in, which is not learned."""
+    """Each completion until it ends. After a call comes its result, which is not learned."""
     (end_of_call,) = engine.tokenizer.encode(">", add_special_tokens=False)
+    most = engine.options.max_new_tokens
     ids, logprobs, mask = ([[] for _ in prompts] for _ in range(3))
     rows = range(len(prompts))
     while rows:
@@ -50,9 +51,9 @@ def rollout(prompts, engine):
         for row, turn in zip(rows, turns, strict=True):
             output = []
             if turn.ids[-1:] == [end_of_call]:
-                said = calculate(engine.tokenizer.decode(ids[row] + turn.ids))
-                output = engine.tokenizer.encode(f"[{said}]", add_special_tokens=False)
-            if output and len(ids[row] + turn.ids + output) < engine.options.max_new_tokens:
+                result = calculate(engine.tokenizer.decode(ids[row] + turn.ids))
+                output = engine.tokenizer.encode(f"[{result}]", add_special_tokens=False)
+            if output and len(ids[row] + turn.ids + output) < most:
                 called.append(row)
             else:
                 output = []
@@ -60,7 +61,8 @@ def rollout(prompts, engine):
             logprobs[row] += turn.logps + [None] * len(output)
             mask[row] += [1] * len(turn.ids) + [0] * len(output)
         rows = called
-    return {"prompt_ids": engine.prompt_ids, "completion_ids": ids, "logprobs": logprobs, "env_mask": mask}
+    columns = {"completion_ids": ids, "logprobs": logprobs, "env_mask": mask}
+    return {"prompt_ids": engine.prompt_ids} | columns
 
 
 def calculate(text):

@@ -32,7 +32,8 @@ def evaluate(address: str) -> None:
     for _ in range(3):
         weights = dict(reader)  # all of one version, reader.version
         model = Qwen2ForCausalLM.from_pretrained(None, config=config, state_dict=weights).eval()
-        print(f"version {reader.version}: loss {model(input_ids=IDS, labels=IDS).loss.item():.4f}")
+        loss = model(input_ids=IDS, labels=IDS).loss.item()
+        print(f"version {reader.version}: loss {loss:.4f}")
 
 
 if __name__ == "__main__":

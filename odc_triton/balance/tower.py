@@ -37,7 +37,7 @@ class TowerCost:
         With L blocks of width h, and W weights that a patch is multiplied with:
 
             forward, per patch    2 W
-            forward, attention    L * 2 * 2 h n²   (scores, weighted sum; all of it, as it is not causal)
+            forward, attention    L * 2 * 2 h n²   (scores, weighted sum; whole, as not causal)
             backward              twice the forward; none if not `trained`, as of a frozen tower
 
         Left out: norms, position embeddings, a class token, windows at borders that are not full, a pooling head.

@@ -40,7 +40,7 @@ class ODCDPOTrainer(PairTrainer, DPOTrainer):
 
         enable_packing(model)
         model = fully_shard(model)
-        trainer = ODCDPOTrainer(model, args=DPOConfig(...), train_dataset=pairs, processing_class=tokenizer)
+        trainer = ODCDPOTrainer(model, args=DPOConfig(...), train_dataset=pairs)
         trainer.train()
 
     Pass the sharded model, on every rank, and TRL's other arguments. One step takes world *

@@ -26,7 +26,9 @@ from ..engine.transport import Streams
 def offload_checkpoints(model: nn.Module) -> None:
     """Moves what checkpointed layers keep between forward and backward to the host, and back one layer ahead.
 
-        model.gradient_checkpointing_enable({"use_reentrant": False}); fully_shard(model); offload_checkpoints(model)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model = fully_shard(model)
+        offload_checkpoints(model)
 
     Results are the same, bit by bit. Two layers' inputs stay on the device. Host memory: one microbatch's inputs of all
     layers, kept until the model goes.

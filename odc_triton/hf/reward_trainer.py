@@ -29,10 +29,11 @@ except ImportError as error:
 class ODCRewardTrainer(PairTrainer, RewardTrainer):
     """TRL's RewardTrainer on a model of `fully_shard`: a sequence classifier of one label, on a decoder.
 
-        model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, dtype=torch.float32)
+        model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1)
         enable_packing(model)
         model = fully_shard(model)
-        ODCRewardTrainer(model, RewardConfig(...), train_dataset=pairs, processing_class=tokenizer).train()
+        trainer = ODCRewardTrainer(model, RewardConfig(...), train_dataset=pairs)
+        trainer.train()
 
     Pass the sharded model, on every rank, and TRL's other arguments. One step takes world *
     `per_device_train_batch_size` * `gradient_accumulation_steps` pairs, assigned to the ranks by what they cost; the
