@@ -9,13 +9,10 @@ import torch
 from torch import nn
 
 from ..engine.api import engine_of
-from ..engine.parameter import ShardedParameter
 from .adapter import adapted_weights, merged
 from .parameters import sharded_parameters
-from .pretrained import empty_copy, tensors_by_unit, transformers_part
+from .pretrained import Place, empty_copy, tensors_by_unit, transformers_part
 
-CHUNK_BYTES = 2**30
-Place = ShardedParameter | torch.Tensor
 T = TypeVar("T")
 
 
@@ -48,7 +45,7 @@ class PretrainedTensors:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return in_files(self.empty, self.units, self._read)
 
-    def chunks(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def chunks(self, chunk_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """The items in lists of at most `chunk_bytes`, or of one tensor that is larger."""
         chunk: list[tuple[str, torch.Tensor]] = []
         size = 0

@@ -118,7 +118,8 @@ def _write_model(root: nn.Module, model: nn.Module, folder: Path, dtype: torch.d
         custom_object_save(empty, folder, config=empty.config)
     empty.config.save_pretrained(folder)
     if empty.can_generate():
-        model.generation_config.save_pretrained(folder)
+        # `save_pretrained` refuses some that transformers itself has loaded: nothing here may cost a trained model.
+        model.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
     files: list[list[str]] = []
     total_bytes = 0
     for chunk in tensors.chunks(shard_bytes):

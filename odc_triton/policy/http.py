@@ -61,7 +61,7 @@ class Server:
         except TimeoutError:
             raise GenerationFailed(
                 f"the server at {self.address} did not answer {what} within {timeout_s:g} s: see its log, or give more "
-                f"time"
+                f"time (--timeout-minutes, or a trainer's ddp_timeout)"
             ) from None
         except (OSError, http.client.HTTPException) as error:
             if self._aborts != aborts:

@@ -50,7 +50,7 @@ class WeightsNotRead(OfRanks, GenerationFailed):
 
 
 class PolicyServer:
-    """The vLLM server at `address`, such as http://127.0.0.1:8000. `timeout_s`: of one update of its weights.
+    """The vLLM server at `address`, such as http://127.0.0.1:8000. `timeout_s`: of one request.
 
     Calls raise GenerationFailed if it is gone, late, or refuses.
     """

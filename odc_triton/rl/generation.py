@@ -23,7 +23,7 @@ class Sampled:
 
     ids: list[int]  # with the end token, if it ended
     logps: list[float]  # of each of `ids` under the sampled distribution (after temperature); NaN if unknown
-    ended: bool  # by an end token; else cut at max_new_tokens
+    ended: bool  # by an end token; else at max_new_tokens, or by a rollout function
     mask: list[int] | None = None  # of each of `ids`, 0: from outside, such as a tool's output; None: all are sampled
     prompt: list[int] | None = None  # the tokens before them, if not the request's
 
@@ -66,13 +66,7 @@ class CompletionEngine(Protocol):
 
 
 def end_tokens_of(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens at which a completion ends: the model's, and the tokenizer's. Raises ValueError if there is none."""
+    """The tokens at which a completion ends: the model's, and the tokenizer's, which has one."""
     named = getattr(model.generation_config, "eos_token_id", None)
     named = [*named] if isinstance(named, (list, tuple)) else [named]
-    found = {token for token in (*named, tokenizer.eos_token_id) if token is not None}
-    if not found:
-        raise ValueError(
-            "neither the model's generation_config.json nor the tokenizer names an end token (eos_token_id), so no "
-            "completion would end: add it to one of them"
-        )
-    return tuple(sorted(found))
+    return tuple(sorted({token for token in (*named, tokenizer.eos_token_id) if token is not None}))

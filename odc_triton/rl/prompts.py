@@ -44,11 +44,11 @@ class Prompts(Sequence[Prompt]):
     @property
     def longest(self) -> int:
         """Tokens of the longest."""
-        return max(len(each.ids) for each in self)
+        return max((len(each.ids) for each in self), default=0)
 
     @property
     def largest_token(self) -> int:
-        return max(max(each.ids) for each in self)
+        return max((max(each.ids) for each in self), default=0)
 
     def digest(self) -> str:
         """A digest of all tokens and columns."""
@@ -61,7 +61,7 @@ class Prompts(Sequence[Prompt]):
 def joined_prompts(sets: Sequence[Prompts], copies: Sequence[int]) -> Prompts:
     """The prompts of several sets, as `Mix` numbers them."""
     prompts = [prompt for each, n in zip(sets, copies, strict=True) for _ in range(n) for prompt in each]
-    return Prompts(prompts, ", ".join(each.name for each in sets), dropped=sum(each.dropped for each in sets))
+    return Prompts(prompts, ", ".join(each.name for each in sets))
 
 
 def read_prompts(name: str, tokenizer: Any, *, most_tokens: int, drop_long: bool = False, first: int = 0) -> Prompts:
@@ -84,7 +84,7 @@ def read_prompts(name: str, tokenizer: Any, *, most_tokens: int, drop_long: bool
         if not ids:
             raise DataError(f"{where}: the prompt has no tokens; write at least one word")
         prompts.append(Prompt(ids=ids, given=given, columns=columns))
-    if not prompts:
+    if not prompts and not (first and dropped):  # later ones may fit
         raise DataError(f"{name} has no prompt that fits: each of its {dropped} has more than {most_tokens} tokens")
     return Prompts(prompts, name, dropped=dropped)
 

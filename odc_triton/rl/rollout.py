@@ -44,7 +44,7 @@ class PromptSlot:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """All ranks' completions, the same on every rank, by slot. None if the ranks agreed to stop.
+    """All ranks' completions, the same on every rank, by slot.
 
     rewards: [functions, slots, completions], NaN where a function did not apply; totals: their weighted sum, [slots,
     completions], NaN where none did. Seconds are means over ranks.

@@ -19,7 +19,7 @@ _TOGETHER = 256  # requests in flight per rank: vLLM batches them
 class VllmServer:
     """A `CompletionEngine` on the vLLM server at `address`, such as http://127.0.0.1:8000; nothing is sent elsewhere.
 
-    `timeout_s`: of each completion; `sync_timeout_s`: of one read of the policy.
+    `timeout_s`: of each request: a completion, or a part of reading the policy.
     `generate` raises GenerationFailed if the server is gone, late, or gives an unexpected answer. So does `sync` if it
     can't read the policy: see `PolicyServer.refresh`.
     """
@@ -27,8 +27,8 @@ class VllmServer:
     samples_elsewhere = True
     samples_remotely = True
 
-    def __init__(self, address: str, *, timeout_s: float = 600.0, sync_timeout_s: float = 600.0) -> None:
-        self.server = PolicyServer(address, timeout_s=sync_timeout_s)
+    def __init__(self, address: str, *, timeout_s: float = 600.0) -> None:
+        self.server = PolicyServer(address, timeout_s=timeout_s)
         self._http, self._timeout_s = self.server.http, timeout_s
         self._model_name: str | None = None
         self._offer: PolicyOffer | None = None

@@ -113,7 +113,7 @@ def _largest(options: GrpoOptions, tokenizer: Any, found: list[Prompts]) -> dict
     """The longest sample and the largest token that the model must accept."""
     return {
         "longest": max(each.longest for each in found) + options.max_new_tokens,
-        "largest_token": max(*(each.largest_token for each in found), tokenizer.eos_token_id or 0),
+        "largest_token": max(*(each.largest_token for each in found), tokenizer.eos_token_id),
     }
 
 
@@ -159,7 +159,7 @@ def _start(options: GrpoOptions, sharded: Sharded, prepared: Prepared[Prompts]) 
 def _engine(options: GrpoOptions, model: nn.Module, should_stop: Callable[[], bool]) -> CompletionEngine:
     engine = engine_of(model)
     if options.vllm_server is not None:
-        return VllmServer(options.vllm_server, sync_timeout_s=60 * options.timeout_minutes)
+        return VllmServer(options.vllm_server, timeout_s=60 * options.timeout_minutes)
     if options.engine == "vllm-colocate":
         longest = options.most_tokens(engine.grid.shards)
         positions = getattr(innermost(model).config.get_text_config(), "max_position_embeddings", longest)

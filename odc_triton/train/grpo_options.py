@@ -59,7 +59,8 @@ class GrpoOptions(RunOptions):
         None,
         "module:function that makes the completions in any number of turns: f(prompts, engine), as TRL's rollout_func",
     )
-    decode_at_once: int = option(64, "most completions that a rank decodes together; fewer balance ranks better")
+    decode_at_once: int = option(64, "most completions that a rank decodes together, but at least those of one prompt; fewer "
+        "balance ranks better")
     engine: Literal["transformers", "vllm-server", "vllm-colocate"] = option(
         "transformers",
         "what samples. transformers: the sharded model itself; vllm-server: a running vLLM; vllm-colocate: a vLLM in "
@@ -88,6 +89,7 @@ class GrpoOptions(RunOptions):
 
     job: ClassVar[str] = "grpo"
     per_rank: ClassVar[str] = "prompts_per_rank"
+    shortens: ClassVar[str] = "--drop-long, or lower --max-new-tokens"
     free: ClassVar[frozenset[str]] = RunOptions.free | {
         "share_prefixes",
         "eval_samples",
@@ -123,7 +125,7 @@ class GrpoOptions(RunOptions):
                 f"--reward-weight is given {len(self.reward_weight)} times and --reward {len(self.reward)} times: give "
                 f"one weight for each reward, or none"
             )
-        if self.generations < 2 and self.scale_rewards != "batch":
+        if self.generations < 2 and self.reward:
             raise ValueError(
                 f"--generations is {self.generations}: a completion is compared with others of the same prompt, so "
                 f"give at least 2"
@@ -153,6 +155,8 @@ class GrpoOptions(RunOptions):
                 f"{self.needs_phases}, so none can be computed before the last one is there: leave --overlap-rollout "
                 f"out"
             )
+        if self.kl and not self.reward:
+            raise ValueError(f"--kl is {self.kl}: it is a part of the loss of rewards; give --reward too, or leave it out")
         if self.kl and self.lora_rank and self.init is not None:
             raise ValueError(
                 f"--kl is {self.kl} with --lora-rank {self.lora_rank}, and --init would draw other weights for the "

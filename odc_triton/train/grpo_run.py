@@ -26,7 +26,7 @@ from ..hf.reference import Reference
 from ..rl.generation import CompletionEngine, SamplingOptions, end_tokens_of
 from ..rl.importance import Importance
 from ..rl.learned import Learned
-from ..rl.objective import LearningRule, Objective
+from ..rl.objective import LearningRule, Objective, advantages
 from ..rl.overlap import OverlappedRollout
 from ..rl.prompts import Prompts, completion_seed, prompts_of_step
 from ..rl.rewards import Rewards
@@ -333,7 +333,7 @@ class GrpoRun(Run):
         if self.options.reward:
             metrics["reward"] = rewards.nanmean().item()
             metrics["reward_std"] = rewards[~rewards.isnan()].std(correction=0).item()
-            metrics["groups_learned"] = (rewards != rewards[:, :1]).any(1).double().mean().item()
+            metrics["groups_learned"] = (advantages(rewards, "none") != 0).any(1).double().mean().item()
         if len(self.options.reward) > 1:
             for name, scores in zip(self.sampler.rewards.names, made.rewards, strict=True):
                 metrics[f"rewards/{name}"] = scores.nanmean().item()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ..base.errors import MinibatchFailed, OdcError, OfRanks
+from ..base.errors import MinibatchFailed, OdcError, OfRanks, RolloutFailed
 from ..checkpoint.background import BackgroundCheckpoints
 from ..checkpoint.steps import Checkpoints
 from ..comm.launch import Interrupted
@@ -17,6 +18,7 @@ from .stop import StopSignal
 from .trackers import END_S, Trackers
 
 OnMetrics = Callable[[Metrics], None]
+ON_ALL_RANKS = (MinibatchFailed, RolloutFailed, TooManySkipped)
 
 
 def lost_within(error: BaseException) -> OfRanks | None:
@@ -78,11 +80,11 @@ class Loop:
     def run_to_the_end(self) -> Metrics:
         try:
             return self._run_to_the_end()
-        except (MinibatchFailed, TooManySkipped) as error:  # on all ranks: the last checkpoint can still be completed
+        except ON_ALL_RANKS as error:  # so the last checkpoint can still be completed
             try:
                 self.background.wait()
             except OdcError as problem:
-                error.add_note(f"Then the last checkpoint failed: {problem}")
+                print(f"the last checkpoint failed too: {problem}", file=sys.stderr, flush=True)
             raise
         finally:
             self.background.close()
@@ -137,10 +139,13 @@ class Loop:
             path = None if newest is None else str(newest)
         path = run.engine.exchange("find the checkpoint", {"path": path})[0]["path"]
         if path is None:
+            if resume == "auto" and self._is_first and self.prepared.resumes:
+                print(f"there is no whole checkpoint in {self.checkpoints.folder}: starting again", flush=True)
             return
         saved = self.checkpoints.load(path, model=run.model, optimizer=run.optimizer)
         run.resume(saved, where=Path(path).absolute().parent.parent)
-        self.saved_step = run.state.step
+        if Path(path).absolute().parent == self.checkpoints.folder.absolute():
+            self.saved_step = run.state.step
         run.reset_timer()
         if self._is_first:
             if run.state.step < run.steps:
@@ -149,10 +154,10 @@ class Loop:
                 print(f"all {run.steps} steps are done already, in {path}", flush=True)
 
     def _evaluates_now(self) -> bool:
-        if not self.run.evaluates:
-            return False
-        every, step = self.run.options.eval_every, self.run.state.step
-        return step == self.run.steps or (every > 0 and step % every == 0)
+        run, every = self.run, self.run.options.eval_every
+        if not run.evaluates or run.state.step == run.steps:
+            return run.evaluates
+        return run.stop is None and every > 0 and run.state.step % every == 0
 
     def _save_where_due(self) -> None:
         """Saves every so many steps, at the end, and when the run is stopped.
@@ -161,9 +166,11 @@ class Loop:
         saves, and only sound weights, and no older checkpoint is removed.
         """
         run, options = self.run, self.run.options
+        if run.state.step == self.saved_step:  # a rollout was abandoned
+            return
         by_steps = options.checkpoint_every > 0 and run.state.step % options.checkpoint_every == 0
         last = options.checkpoint_every > 0 and run.state.step == run.steps
-        stops = run.stop is not None and run.state.step < run.steps and run.state.step > self.saved_step
+        stops = run.stop is not None and run.state.step < run.steps
         if run.was_skipped:
             if (last or stops) and run.is_sound():
                 self._save(prune=False, ends=True)
@@ -191,8 +198,8 @@ class Loop:
             lines = read_metrics(self.out / "metrics.jsonl")
             summary = in_words(lines, ranks=ranks)
             trackers.finish(metrics, summary)  # they take it while the model is written
-            written = write_report(run, lines, events, summary)
             folder = save_model(run, self.out, self.prepared.tokenizer)
+            written = write_report(run, lines, events, summary)
             trackers.close(within_s=min(END_S, run.engine.barrier.timeout_s / 2))  # the others wait below
             written = ", ".join([*written, "metrics.jsonl"])
             print(f"{summary}\n{written} and {folder.name}/ are in {self.out}")

@@ -33,7 +33,7 @@ def build_model(
     torch.manual_seed(options.seed)
     model = meta_causal_lm(model=options.model, init=options.init)
     name_special_tokens(model, tokenizer)
-    check_fit(model, longest, largest_token)
+    check_fit(model, longest, largest_token, remedy=options.shortens)
     cost = CostModel.from_config(model.config.get_text_config())
     try:
         enable_packing(model)
@@ -122,8 +122,11 @@ def replace(model: nn.Module, options: Any, rank: int, *, try_head: bool = False
         print(f"logits are computed whole, as the head can't be fused ({why})", flush=True)
 
 
-def check_fit(model: nn.Module, longest: int, largest_token: int) -> None:
-    """Raises ValueError for samples that the model can't take: unknown tokens, or too many for its positions."""
+def check_fit(model: nn.Module, longest: int, largest_token: int, *, remedy: str) -> None:
+    """Raises ValueError for samples that the model can't take: unknown tokens, or too many for its positions.
+
+    `remedy`: the options that shorten samples.
+    """
     config = model.config.get_text_config()
     if largest_token >= config.vocab_size:
         raise ValueError(
@@ -134,7 +137,7 @@ def check_fit(model: nn.Module, longest: int, largest_token: int) -> None:
     if places is not None and longest > places:
         raise ValueError(
             f"the longest sample has {longest} tokens and the model takes at most {places} "
-            f"(max_position_embeddings): set --token-cap {places}, and --truncate to cut longer samples"
+            f"(max_position_embeddings): lower --token-cap and give {remedy}"
         )
 
 

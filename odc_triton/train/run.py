@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import nn
 
 from ..balance import store_counter
@@ -41,7 +42,7 @@ class RunState:
     The learning rate is a function of `step`; the samples' order is a function of the sampler's seed and position.
     """
 
-    step: int = 0  # optimizer steps taken, skipped ones counted
+    step: int = 0  # skipped ones counted; one of GRPO has --iterations steps of the optimizer
     tokens: int = 0  # targets learned so far, all ranks
     skipped: int = 0  # steps whose loss or gradient was not finite
     repeated: int = 0  # minibatches that were run again as exact sums did not fit their scales
@@ -123,7 +124,11 @@ class Run(ABC):
 
     def update(self, loss_sum: float, sums: Sequence[float] = ()) -> StepSums:
         """After a minibatch: ranks agree, and take the optimizer's step if all is finite."""
-        gradients = own_gradients(self.model.parameters())
+        parameters = [each for each in self.model.parameters() if each.requires_grad]
+        if all(each.grad is None for each in parameters):  # nothing to learn: zeros, of which momenta and decay step
+            for each in parameters:
+                each.grad = torch.zeros_like(each)
+        gradients = own_gradients(parameters)
         events = self.engine.events.drain()
         now_s = time.monotonic()
         own = StepSums(

@@ -61,8 +61,8 @@ class RunOptions:
     replace_layers: bool = option(False, "attention, embedding and linear layers read from and add to their owners")
     fused_head: bool | None = option(
         None,
-        "never compute whole logits: less memory, a little more time; by default with --split-sequences, for a head "
-        "that can be fused",
+        "never compute whole logits: less memory, a little more time; by default with --split-sequences and "
+        "--teacher, for a head that can be fused",
     )
 
     teacher: str | None = option(
@@ -107,6 +107,7 @@ class RunOptions:
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("model", "init"),)
     job: ClassVar[str]  # the word after `odc-triton train`
     per_rank: ClassVar[str]  # the option that one step takes of on each rank, on average
+    shortens: ClassVar[str]  # the options that do so to long samples
 
     def __post_init__(self) -> None:
         if isinstance(self.data, str):
@@ -172,7 +173,7 @@ class RunOptions:
                     f"{flag(one)} is {getattr(self, one)} and {flag(other)} is {getattr(self, other)}; give one of them"
                 )
         needs = {"split_tokens": "split_sequences", "lora_alpha": "lora_rank", "lora_targets": "lora_rank"}
-        needs["offload_checkpoints"] = "gradient_checkpointing"
+        needs |= {"offload_checkpoints": "gradient_checkpointing", "run_name": "report_to", "project": "report_to"}
         needs |= dict.fromkeys(("teacher_beta", "teacher_temperature", "teacher_weight"), "teacher")
         for name, needed in needs.items():
             if getattr(self, name) != self.defaults()[name] and not getattr(self, needed):

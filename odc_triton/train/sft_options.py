@@ -49,6 +49,7 @@ class SftOptions(RunOptions):
     )
     job: ClassVar[str] = "sft"
     per_rank: ClassVar[str] = "samples_per_rank"
+    shortens: ClassVar[str] = "--truncate or --drop-long"
     free: ClassVar[frozenset[str]] = RunOptions.free | {"fetch_images"}
 
     def __post_init__(self) -> None:

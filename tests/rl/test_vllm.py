@@ -221,7 +221,7 @@ def _does_not_send(rank: int, world: int, addresses: list[str]) -> list[str]:
 
     model, found = fully_shard(build("qwen2")), []
     for address in addresses:
-        engine = VllmServer(address, sync_timeout_s=1.0 if address == addresses[-1] else LONG_S)
+        engine = VllmServer(address, timeout_s=1.0 if address == addresses[-1] else LONG_S)
         begin_s = time.monotonic()
         with pytest.raises(GenerationFailed) as raised:
             engine.sync(model)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from odc_triton.data.order import Mix
 from odc_triton.data.tokenizer import load_tokenizer, to_transformers
 from odc_triton.rl.prompts import read_prompts
 from odc_triton.rl.rewards import Rewards
@@ -24,6 +25,7 @@ from odc_triton.train.grpo import check_before_start
 from odc_triton.train.grpo_options import GrpoOptions
 from odc_triton.train.grpo_run import GrpoRun
 from odc_triton.train.metrics import read_metrics
+from odc_triton.train.prepare import load_any_tokenizer
 from tests.rewards import vowels
 from tests.support import jobs, ranks
 from tests.support.grpo_case import case, write_prompts
@@ -166,21 +168,31 @@ def test_stopped_and_killed_a_run_goes_on_as_if_it_never_was(folder: Path, tmp_p
     wanted = options(folder, out, **watched)
     assert ranks.run(train, 2, wanted, "stop update", 2) == [STOPPED] * 2
     assert len(lines(out)) == 3
+    elsewhere = replace(wanted, out=str(tmp_path / "elsewhere"), resume=str(out / "checkpoints" / "step-00000003"))
+    assert ranks.run(train, 2, elsewhere, "stop rollout", 3) == [STOPPED] * 2
+    assert (tmp_path / "elsewhere" / "checkpoints" / "step-00000003").exists()
     assert ranks.run(train, 2, wanted, "stop rollout", 3) == [STOPPED] * 2
     assert len(lines(out)) == 3, "a rollout that was stopped is no step"
     assert jobs.run(2, wanted) == [ENDED]
     same(lines(out), whole)
 
 
-def test_nothing_to_learn_adapters_vllm_and_a_reward_that_fails(folder: Path, tmp_path: Path) -> None:
-    """In one launch."""
+def test_nothing_to_learn_adapters_vllm_and_a_reward_that_fails(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one launch. The reward fails in the second step."""
     start = {"init": None, "model": str(folder / "start"), "steps": 2}
-    alike = {"reward": ("tests.rewards:all_alike",), "split_sequences": True}
+    alike = {"reward": ("tests.rewards:all_alike",), "split_sequences": True, "optimizer": "adamw", "weight_decay": 0.5}
+    late = {"reward": ("tests.rewards:disturbed",), "checkpoint_every": 1, "checkpoint_background": True}
+    prompts = [json.loads(line)["prompt"] for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    fifth = prompts[Mix((len(prompts),)).order(0, f"prompts {options(folder, tmp_path).seed}")[4]]
+    monkeypatch.setenv("ODC_TEST_REWARD", f"raises: {fifth}")
+    monkeypatch.setenv("ODC_TEST_STRUCK", str(tmp_path / "struck"))
     engine = {"engine": "vllm-server", "reward": ("tests.rewards:second_token",), "importance": "token_truncate"}
     equal, adapters, failing, raising = (
         options(folder, tmp_path / "equal", **start, **alike),
         options(folder, tmp_path / "adapters", lora_rank=4, kl=0.05, **start | {"lr": 1e-2}),
-        options(folder, tmp_path / "failing", reward=("tests.rewards:raising",)),
+        options(folder, tmp_path / "failing", **late),
         options(folder, tmp_path / "raising", rollout="tests.rollouts:raising"),
     )
     with vllm_serve() as server:
@@ -191,11 +203,12 @@ def test_nothing_to_learn_adapters_vllm_and_a_reward_that_fails(folder: Path, tm
     assert ends == [ENDED] * 4
 
     for line in lines(equal.out):
-        assert (line["loss"], line["grad_norm"], line["skipped"]) == (0.0, 0.0, 0)
+        assert (line["loss"], line["grad_norm"], line["skipped"], line["groups_learned"]) == (0.0, 0.0, 0, 0.0)
         assert line["reward"] == pytest.approx(0.1)
         assert line["ratio"] is None, "of no token"
     before, after = (load_file(each / "model.safetensors") for each in (folder / "start", tmp_path / "equal" / "model"))
-    assert all(torch.equal(before[name], after[name]) for name in after)
+    for name in after:  # as in TRL, where gradients are zeros
+        torch.testing.assert_close(after[name], before[name] * (1 - 0.5 * equal.lr) ** 2, rtol=1e-6, atol=0)
 
     found = lines(adapters.out)
     assert found[0]["kl"] == pytest.approx(0.0, abs=1e-6), "adapters start as the reference"
@@ -209,8 +222,9 @@ def test_nothing_to_learn_adapters_vllm_and_a_reward_that_fails(folder: Path, tm
         assert line["mismatch"] == pytest.approx(0.34, abs=0.02)
 
     assert problem.startswith("RolloutFailed: ")
-    assert "reward tests.rewards:raising raised KeyError: 'nothing known of" in problem
-    assert read_metrics(tmp_path / "failing" / "metrics.jsonl") == []
+    assert "reward tests.rewards:disturbed raised KeyError: 'told to'" in problem
+    assert len(lines(failing.out)) == 1
+    assert (tmp_path / "failing" / "checkpoints" / "step-00000001" / "manifest.json").exists(), "all ranks know of it"
     assert "rollout tests.rollouts:raising raised KeyError: 'no tool for" in of_rollout.partition("\n")[0]
 
 
@@ -225,8 +239,10 @@ def test_before_the_ranks_start(folder: Path, tmp_path: Path) -> None:
         options(folder, tmp_path / "out", rollout="tests.rollouts")
     with pytest.raises(ValueError, match=r"line 1: the prompt has .* tokens, and 3 fit.*--max-new-tokens"):
         check_before_start(options(folder, tmp_path / "out", token_cap=15), 1)
+    dropping = options(folder, tmp_path / "out", token_cap=15, drop_long=True)
+    check_before_start(dropping, 1)  # which reads the first few
     with pytest.raises(ValueError, match="has no prompt that fits"):
-        check_before_start(options(folder, tmp_path / "out", token_cap=15, drop_long=True), 1)
+        read_prompts(str(folder / "prompts.jsonl"), load_any_tokenizer(dropping), most_tokens=3, drop_long=True)
     (tmp_path / "no.jsonl").write_text(json.dumps({"question": "why"}) + "\n")
     with pytest.raises(ValueError, match="needs 'prompt', text or messages; it has 'question'"):
         check_before_start(options(folder, tmp_path / "out", data=str(tmp_path / "no.jsonl")), 1)

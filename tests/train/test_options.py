@@ -47,6 +47,7 @@ SFT: list[tuple[dict[str, Any], str]] = [
     ({"teacher_beta": 1.0}, "--teacher-beta is 1.0: give --teacher too"),
     ({"teacher": "t", "teacher_weight": 1.5}, "--teacher-weight is 1.5; it must be between 0 and 1"),
     ({"router_aux_loss": -1.0}, "--router-aux-loss is -1.0; it must be at least 0"),
+    ({"run_name": "a"}, "--run-name is a: give --report-to too"),
     ({"report_to": ("mlflow",)}, "--report-to is 'mlflow'; give one of tensorboard, wandb, trackio"),
 ]
 GRPO: list[tuple[dict[str, Any], str]] = [
@@ -55,6 +56,8 @@ GRPO: list[tuple[dict[str, Any], str]] = [
     ({"reward": ()}, "--reward is missing"),
     ({"reward_timeout_s": 0.0}, "--reward-timeout-s is 0.0; it must be positive"),
     ({"generations": 1}, "at least 2"),
+    ({"generations": 1, "scale_rewards": "batch"}, "at least 2"),
+    ({"reward": (), "teacher": "t", "kl": 0.1}, "--kl is 0.1: it is a part of the loss of rewards"),
     ({"loss": "cispo"}, "give --clip-high 5"),
     ({"overlap_rollout": "on", "iterations": 2}, "--iterations is 2: later updates need the first one's"),
     ({"overlap_rollout": "on", "scale_rewards": "batch"}, "--scale-rewards is batch: the deviation is that of all"),

@@ -78,8 +78,8 @@ _SFT = [
     ({"--init": "layers.json"}, "layers.json is not the config of a model .* must be equal to .*`layer_types`.*"),
     (
         {"--data": "long.jsonl", "--samples-per-rank": "1"},
-        r"the longest sample has \d{3,} tokens and the model takes at most 256 \(max_position_embeddings\): set "
-        "--token-cap 256, and --truncate to cut longer samples",
+        r"the longest sample has \d{3,} tokens and the model takes at most 256 \(max_position_embeddings\): "
+        "lower --token-cap and give --truncate or --drop-long",
     ),
     (
         {"--ranks": "3", "--replicas": "2", "--samples-per-rank": "1"},

@@ -99,7 +99,7 @@ def _hangs(rank: int, world: int, start: str, address: str, group: int) -> list[
     from odc_triton import fully_shard
 
     model = fully_shard(AutoModelForCausalLM.from_pretrained(start))
-    engine, found = VllmServer(address, timeout_s=LONG_S, sync_timeout_s=LONG_S), []
+    engine, found = VllmServer(address, timeout_s=LONG_S), []
     requests = [Request(ids=[5], seeds=[1, 2])]
     engine.sync(model)
     engine.generate(requests, SAMPLING)
