@@ -66,7 +66,8 @@ def packed_mask(
     """
     causal = allow_is_bidirectional_skip is None  # the library gives the argument to bidirectional masks only
     if causal and attention_mask is None and q_length == kv_length:
-        if use_vmap:
+        # transformers adds blocks of tokens that see each other (`block_sequence_ids`) without `use_vmap`.
+        if use_vmap or library["mask_function"].__qualname__.startswith("or_masks"):
             raise PackingUnsupported(f"its causal mask has an overlay that a pack would drop. {REMEDY}")
         return None
     return sdpa_mask(

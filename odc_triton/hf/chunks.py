@@ -75,8 +75,8 @@ class _Chunks(nn.Module):
         kept = torch.is_grad_enabled() and not self._layer[0].gradient_checkpointing
         if few or kept or others or named or torch.compiler.is_compiling() or self._has_units():
             return self.run(x, *others, **named)
-        saved = _Saved.apply(x.new_empty(0, requires_grad=True), x).grad_fn
-        return _InChunks.apply(self, saved, x, *self.trained().values())
+        saved = _Saved.apply(x.new_empty(0, requires_grad=True), x)
+        return _InChunks.apply(self, [saved], x, *self.trained().values())  # in a list: not an input with a gradient
 
     def _has_units(self) -> bool:
         """True if parts of the module are units themselves, whose weights can't be stood in for."""
@@ -100,12 +100,12 @@ class _Saved(torch.autograd.Function):
 
 
 class _InChunks(torch.autograd.Function):
-    """See [Note: chunks]. `saved`: the node that has saved x."""
+    """See [Note: chunks]. `saved`: a tensor whose node has saved x, for as long as the tensor lives."""
 
     @staticmethod
-    def forward(ctx: Any, chunks: _Chunks, saved: Any, x: Tensor, *weights: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, chunks: _Chunks, saved: list[Tensor], x: Tensor, *weights: nn.Parameter) -> Tensor:
         kind = x.device.type
-        ctx.chunks, ctx.saved, ctx.random = chunks, saved, (torch.get_rng_state(), *get_device_states(x))
+        (ctx.saved,), ctx.chunks, ctx.random = saved, chunks, (torch.get_rng_state(), *get_device_states(x))
         # Without the cache, which would keep casts that were made without gradients for later uses with them.
         ctx.autocast = {"device_type": kind, "dtype": torch.get_autocast_dtype(kind), "cache_enabled": False}
         ctx.autocast["enabled"] = torch.is_autocast_enabled(kind)
@@ -120,7 +120,7 @@ class _InChunks(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        chunks, (x,), (state, devices, states) = ctx.chunks, ctx.saved.saved_tensors, ctx.random
+        chunks, (x,), (state, devices, states) = ctx.chunks, ctx.saved.grad_fn.saved_tensors, ctx.random
         weights, dx = chunks.trained(), torch.empty_like(x)
         never_whole = [name for name, each in weights.items() if getattr(each, "_odc_never_whole", False)]
         adding = [weights[name] for name in never_whole if resolve(weights[name]._odc_handle).wants_gradient()]

@@ -88,7 +88,7 @@ class ODCDPOTrainer(PairTrainer, DPOTrainer):
                 f"the model's auxiliary loss has router_aux_loss_coef {self.router_aux_loss_coef}, and is a mean over "
                 f"a batch's tokens: set router_aux_loss_coef=0.0 in DPOConfig"
             )
-        self.precompute_ref_logps = True  # TRL's loss finds them in each pack
+        self._is_given = ref_model is not None
         self._loss_weights = self.loss_weights
         self._set_reference(ref_model)
 
@@ -124,7 +124,12 @@ class ODCDPOTrainer(PairTrainer, DPOTrainer):
         return pairs
 
     def _mean_loss_of(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        if _LOGPS[0] not in inputs:
+        if self._is_given or _LOGPS[0] not in inputs:
+            if self.ref_model is None and not hasattr(model, "get_base_model"):
+                raise ValueError(
+                    f"the data evaluated have no {_LOGPS[0]} and {_LOGPS[1]}, which the training data have, and there "
+                    f"is no ref_model: give the columns, or a ref_model"
+                )
             logps = self.compute_ref_log_probs(partial(self._outputs, self.ref_model or model), inputs)
             inputs = inputs | dict(zip(_LOGPS, logps, strict=True))
         chosen, rejected = map(int, _counts(inputs))
@@ -134,7 +139,11 @@ class ODCDPOTrainer(PairTrainer, DPOTrainer):
             share = chosen / (self._chosen_per_pair * self._pack_metrics.rows)
             weights = zip(self.loss_types, self._loss_weights, strict=True)
             self.loss_weights = [weight * share if name == "sft" else weight for name, weight in weights]
-        return self._compute_loss(partial(self._outputs, model), inputs, False)
+        self.precompute_ref_logps = True  # TRL's loss takes them from the batch; its `evaluate` would compute them
+        try:
+            return self._compute_loss(partial(self._outputs, model), inputs, False)
+        finally:
+            self.precompute_ref_logps = False
 
     def _outputs(
         self, model: nn.Module, *, input_ids: Tensor, pack: Mapping[str, Any], targets: Tensor, **_: Any

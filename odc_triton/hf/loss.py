@@ -100,11 +100,12 @@ def frozen_logits(model: nn.Module, pack: Mapping[str, Any]) -> Tensor | FusedLo
     """Logits of the pack's targets by a model that is only read: in evaluation mode, but for a fused head's."""
     if model.training:
         model.eval()
-    head = innermost(model).get_output_embeddings().train()  # a fused head computes whole logits in evaluation
+    head = innermost(model).get_output_embeddings()
+    head.training = True  # a fused head computes whole logits in evaluation; not `train()`, for dropout of adapters
     try:
         return predictions(model, pack)[0]
     finally:
-        head.eval()
+        head.training = False
 
 
 def summed_losses(model: nn.Module, pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..balance.collate import PackedDataset, pack_collate
+from ..balance.collate import PackedDataset, pack_collate, to_device
 from ..balance.pieces import number_of
 from ..balance.relatives import find_relatives
 from ..data.records import IGNORED
@@ -99,6 +99,12 @@ class PairTrainer(ODCTrainer):
         """What a loader's workers can be sent."""
         return partial(_batches, self.data_collator, self._rows_of, self._shares)
 
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        raise ValueError(f"{type(self).__name__}.predict: packs have no logits to return; call evaluate instead")
+
+    def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return super()._on_device(batch | {"pack": to_device(batch["pack"], self.args.device)})
+
     # ------------------------------------------------------------------ a step
 
     def training_step(self, model: nn.Module, inputs: list[dict[str, Any]], num_items_in_batch: Any = None) -> Tensor:
@@ -113,7 +119,7 @@ class PairTrainer(ODCTrainer):
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.args.device)
         with alone(self, "train") as metrics, minibatch(model, tokens=self._count_targets(inputs)) as mb:
             for pack in inputs:
-                loss = self.compute_loss(model, self._prepare_inputs(pack), num_items_in_batch=mb.tokens)
+                loss = self.compute_loss(model, self._on_device(pack), num_items_in_batch=mb.tokens)
                 loss.backward()
                 loss_sum += loss.detach()
         tokens = sum(int(pack["attention_mask"].sum()) for pack in inputs)

@@ -17,6 +17,7 @@ autocast, as in plain Trainer, but without the cache of cast weights, which woul
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
@@ -219,7 +220,11 @@ class ShardedTrainer(Trainer):
             if getattr(processor, "video_processor", "") is None:  # its files are copied, as it can't be made here
                 source = processor.tokenizer.name_or_path or None
             save_pretrained(self.model, made, processor, processor=source, overwrite=True)
+            for old in folder.glob("model*.safetensors*"):  # transformers would load a model.safetensors first
+                old.unlink()
             for file in made.iterdir():  # checkpoints may be in the same folder
+                if file.is_dir():
+                    shutil.rmtree(folder / file.name, ignore_errors=True)
                 os.replace(file, folder / file.name)
             made.rmdir()
             torch.save(self.args, folder / TRAINING_ARGS_NAME)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..balance import MinibatchSampler
-from ..balance.collate import count_target_tokens
+from ..balance.collate import count_target_tokens, to_device
 from ..balance.strategies import assign_one
 from ..balance.tower import TowerCost
 from ..engine.minibatch import minibatch
@@ -299,7 +299,7 @@ class ODCTrainer(ShardedTrainer):
         with minibatch(model, tokens=self._count_targets(inputs), split=split) as mb:
             tokens = max(mb.tokens, 1)
             for pack in inputs:
-                pack = self._prepare_inputs(pack)
+                pack = self._on_device(pack)
                 with embedding_noise(model, self._noise_alpha, pack):
                     loss = self.compute_loss(model, pack, num_items_in_batch=tokens)
                 loss.backward()
@@ -320,7 +320,9 @@ class ODCTrainer(ShardedTrainer):
         if return_outputs:  # Trainer's own evaluation, of padded batches
             options = {"output_router_logits": False} if router_weight(model) else {}
             outputs = model(**inputs, **options, use_cache=False)
-            return outputs.loss, outputs
+            if self.label_smoother is None:
+                return outputs.loss, outputs
+            return self.label_smoother(outputs, inputs["labels"], shift_labels=True), outputs
         weight = router_weight(model) if model.training else 0.0
         logits, targets, router = router_predictions(model, inputs, bool(weight))
         self._sums[4] += router.detach()
@@ -332,6 +334,9 @@ class ODCTrainer(ShardedTrainer):
         sums = token_losses(logits, targets, self.args).sum(1)
         self._sums[1:3] += sums[1:].detach()
         return sums[0] / num_items_in_batch + balance
+
+    def _on_device(self, pack: Mapping[str, Any]) -> dict[str, Any]:
+        return self._prepare_inputs(to_device(pack, self.args.device))
 
     def floating_point_ops(self, inputs: Any) -> int:
         """The FLOPs of all packs, by Trainer's estimate."""
@@ -367,7 +372,7 @@ class ODCTrainer(ShardedTrainer):
             for packs in dataloader:
                 self._sums[3] += self._count_targets(packs)
                 for pack in packs:
-                    loss_sum += self.compute_loss(self.model, self._prepare_inputs(pack), num_items_in_batch=1)
+                    loss_sum += self.compute_loss(self.model, self._on_device(pack), num_items_in_batch=1)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self._sums[0] = loss_sum
         reports = self._engine.exchange("evaluation", {"sums": self._sums.tolist()})

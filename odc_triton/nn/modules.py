@@ -36,7 +36,9 @@ class ReadsShards(nn.Module):
         value = super().__getattr__(name)
         if not getattr(value, "_odc_never_whole", False):
             return value
-        return read_whole(value) if torch.compiler.is_compiling() else WholeOnUse.of(value)
+        if torch.compiler.is_compiling():
+            return read_whole(value)
+        return value if value.untyped_storage().size() else WholeOnUse.of(value)  # whole between unshard and reshard
 
 
 def leaf(module: nn.Module, name: str) -> torch.Tensor | None:

@@ -59,8 +59,10 @@ class GrpoOptions(RunOptions):
         None,
         "module:function that makes the completions in any number of turns: f(prompts, engine), as TRL's rollout_func",
     )
-    decode_at_once: int = option(64, "most completions that a rank decodes together, but at least those of one prompt; fewer "
-        "balance ranks better")
+    decode_at_once: int = option(
+        64,
+        "most completions that a rank decodes together, but at least those of one prompt; fewer balance ranks better",
+    )
     engine: Literal["transformers", "vllm-server", "vllm-colocate"] = option(
         "transformers",
         "what samples. transformers: the sharded model itself; vllm-server: a running vLLM; vllm-colocate: a vLLM in "
@@ -156,7 +158,9 @@ class GrpoOptions(RunOptions):
                 f"out"
             )
         if self.kl and not self.reward:
-            raise ValueError(f"--kl is {self.kl}: it is a part of the loss of rewards; give --reward too, or leave it out")
+            raise ValueError(
+                f"--kl is {self.kl}: it is a part of the loss of rewards; give --reward too, or leave it out"
+            )
         if self.kl and self.lora_rank and self.init is not None:
             raise ValueError(
                 f"--kl is {self.kl} with --lora-rank {self.lora_rank}, and --init would draw other weights for the "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -36,8 +37,9 @@ def _loaded_and_exported(
     rank: int, world: int, folder: Path, out: Path, dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model = _sharded(folder)
-    if rank == 0:
-        save_pretrained(model, out, dtype=dtype, shard_bytes=20_000)
+    if rank == 0:  # transformers itself would not write a temperature of greedy decoding
+        with mock.patch.object(model.generation_config, "temperature", 0.5):
+            save_pretrained(model, out, dtype=dtype, shard_bytes=20_000)
     else:
         with pytest.raises(RuntimeError, match="rank 0 only"):
             save_pretrained(model, out)
@@ -90,7 +92,7 @@ def test_a_folder_in_and_out(tmp_path: Path, name: str, files: str) -> None:
     config, generation = (json.loads((tmp_path / "out" / f"{n}config.json").read_text()) for n in ("", "generation_"))
     assert config["architectures"] == [type(model).__name__]
     assert config["dtype"] == "float32"
-    assert generation["max_new_tokens"] == 7
+    assert (generation["max_new_tokens"], generation["temperature"]) == (7, 0.5)
     written = [path.name for path in (tmp_path / "out").glob("*.safetensors")]
     assert len(written) > 2
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]

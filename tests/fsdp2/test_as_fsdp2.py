@@ -79,7 +79,8 @@ def _nothing(model: nn.Module, log: list) -> None:
 
 
 def _reduce_unused(model: nn.Module, log: list) -> None:
-    model.set_reduce_scatter_unused_params(True)
+    if hasattr(model, "set_reduce_scatter_unused_params"):  # of newer versions of torch
+        model.set_reduce_scatter_unused_params(True)
 
 
 def _tie(model: nn.Module, log: list) -> None:

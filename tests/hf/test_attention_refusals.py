@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from transformers import masking_utils
 
 from odc_triton import hf
 from tests.hf.test_attention import build
@@ -75,19 +76,28 @@ def test_a_window_that_attention_is_not_told_of_is_refused(monkeypatch):
         hf.enable_packing(model)
 
 
-@pytest.mark.parametrize("use_vmap", [True, False])
-def test_a_mask_of_the_models_own_is_refused(use_vmap, monkeypatch):
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("overlay", "overlay that a pack would drop"),
+        ("blocks", "overlay that a pack would drop"),
+        ("wider", "mask is not plain causal"),
+    ],
+)
+def test_a_mask_of_the_models_own_is_refused(how, message, monkeypatch):
     modeling = transformers.models.qwen2.modeling_qwen2
     inner = modeling.create_causal_mask
 
     def overlaid(config, **kwargs):
-        if use_vmap:  # the library's way for overlays
+        if how == "overlay":
             return inner(config, **kwargs, and_mask_function=lambda b, h, q, k: q - k != 2)
-        kwargs["block_sequence_ids"] = torch.zeros(1, kwargs["inputs_embeds"].shape[1], dtype=torch.long)
-        return inner(config, **kwargs)
+        length = kwargs["inputs_embeds"].shape[1]
+        if how == "wider":
+            monkeypatch.setattr(masking_utils, "causal_mask_function", lambda b, h, q, k: k <= q + 1)
+            return inner(config, **kwargs)
+        return inner(config, **kwargs | {"block_sequence_ids": torch.zeros(1, length, dtype=torch.long)})
 
     monkeypatch.setattr(modeling, "create_causal_mask", overlaid)
-    message = "overlay that a pack would drop" if use_vmap else "mask is not plain causal"
     with pytest.raises(hf.PackingUnsupported, match=message):
         hf.enable_packing(build("Qwen2"))
 

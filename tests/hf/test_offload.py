@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import ctypes
 import errno
 import gc
@@ -36,6 +37,7 @@ def _steps(rank: int, world: int, setup: Setup) -> tuple[list[dict[str, torch.Te
     counts.append(offloaded.sent_bytes)
     with pytest.raises(Exception, match=r"3 GiB|failed"):
         step_on(model, setup, rank, loss_of=raises_in_forward)
+    gc.collect()  # torch 2.11 takes a failed checkpoint's hooks away when its generator is freed
     again = step_on(model, setup, rank)[1]
     counts.append(offloaded.sent_bytes)
     packs = packs_of(setup, rank)

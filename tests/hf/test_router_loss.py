@@ -48,7 +48,7 @@ def test_of_each_sample_of_a_pack(name: str, checkpointing: bool) -> None:
     plain = copy.deepcopy(model)
     hf.enable_packing(model)
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     taken = [*samples()[:4], {"input_ids": [9], "labels": [9]}]
     (pack,) = pack_collate([taken])
     assert model_inputs(pack, model)["attention_mask"].shape == PREPARED_MASK
@@ -81,7 +81,7 @@ def test_refused() -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             hf.summed_losses(wrong, given)
-    model.activation_checkpointing_enable({"use_reentrant": True})
+    model.gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(ValueError, match="MixtralForCausalLM's routers' logits have no gradient: checkpoint"):
         hf.summed_losses(model, pack)
 
@@ -109,7 +109,7 @@ def _own_loop(rank: int, world: int, backend: str, lora: bool) -> tuple[list[int
     if lora:
         model = with_lora(model, ("q_proj",))
     else:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     model = fully_shard(model, backend=backend, exact=lora)
     data = samples()
     sampler = MinibatchSampler([len(each["input_ids"]) for each in data], PER_RANK, 32, rank=rank, world=world)

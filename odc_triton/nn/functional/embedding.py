@@ -52,7 +52,7 @@ def _embedding(
         from odc_kernels.embedding import embedding as rows_by_kernel  # here, as importing triton takes a second
 
         out = torch.empty(*ids.shape, w.shape[1], dtype=w.dtype, device=ids.device)
-        rows_by_kernel(ids=ids.reshape(-1), weight=w.compute_peers, out=out.view(-1, w.shape[1]))
+        rows_by_kernel(ids=ids.reshape(-1).contiguous(), weight=w.compute_peers, out=out.view(-1, w.shape[1]))
         return out
     parts = w.parts(how.source)
     if len(parts) == 1:
@@ -100,7 +100,7 @@ def _embedding_grad(
     if not w.wants_gradient():
         return
     how = chosen("embedding", w, ids.numel(), ids.device, choice)
-    flat, dy = ids.reshape(-1), dy.reshape(-1, dy.shape[-1]).contiguous()
+    flat, dy = ids.reshape(-1).contiguous(), dy.reshape(-1, dy.shape[-1]).contiguous()
     if how.wgrad == "whole":
         dw = torch.ops.aten.embedding_dense_backward(
             dy, flat, w.shape[0], -1 if padding_idx is None else padding_idx, False

@@ -16,7 +16,7 @@ _VIEWS = frozenset(("H", "T", "data", "imag", "mH", "mT", "real"))
 _KNOWN = frozenset(
     (
         *("dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "ndimension"),
-        *("nelement", "numel", "size", "stride", "__hash__", "__len__"),
+        *("nelement", "numel", "requires_grad_", "size", "stride", "__hash__", "__len__"),
     )
 )
 
@@ -67,7 +67,11 @@ class WholeOnUse(torch.Tensor):
         cls, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(function, "__name__", "")
-        known = function.__self__.__name__ not in _VIEWS if name == "__get__" else name in _KNOWN
+        known = name in _KNOWN
+        if name in ("__get__", "__set__"):
+            known = function.__self__.__name__ not in _VIEWS
+        if not known and (name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__"))):
+            raise RuntimeError(f"{name} on a parameter that is never whole would edit a copy: call it on its shards")
 
         def used(value: WholeOnUse) -> torch.Tensor:
             return value._weight if known else read_whole(value._weight)
