@@ -25,7 +25,8 @@ def handling(handler: Callable[[int, Any], Any], *numbers: int) -> Iterator[None
         yield
     finally:
         for number, former in before.items():
-            signal.signal(number, former)
+            if former is not None:  # else it was set in C, and Python can't put it back
+                signal.signal(number, former)
 
 
 class StopRequest:

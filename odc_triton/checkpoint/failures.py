@@ -34,6 +34,7 @@ class all_or_none(dict):
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._engine.refuse_in_child(f"'{self._purpose}'")
         problem = None if error is None else problem_of(error)
         message = {"problem": problem, **(self if error is None else {})}
         if error is not None and not isinstance(error, Exception):  # a request to stop: don't wait for others

@@ -243,11 +243,17 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
         adapters_only = saved is not None and base_model.FILE in saved.files
         base = base_model.frozen_base(model) if adapters_only else {}
         shared["base"] = base_model.own_sum(base)
-    with all_or_none(engine, purpose):  # separate, because creating an optimizer's states is a step of all ranks
-        if adapters_only:
-            base_model.require_same(path, base, [theirs["base"] for theirs in shared.all])
-        wanted = training_state.to_load(model, optimizer, metadata, without=base.keys())
-        engine.drain("loading a checkpoint")
+    fresh = optimizer is not None and not optimizer.state
+    try:
+        with all_or_none(engine, purpose):  # separate, because creating an optimizer's states is a step of all ranks
+            if adapters_only:
+                base_model.require_same(path, base, [theirs["base"] for theirs in shared.all])
+            wanted = training_state.to_load(model, optimizer, metadata, without=base.keys())
+            engine.drain("loading a checkpoint")
+    except Exception:
+        if fresh:
+            optimizer.state.clear()
+        raise
     with engine.writing(), all_or_none(engine, purpose):
         dcp.read_into(path, metadata, wanted)
         training_state.take(model, optimizer, wanted, metadata)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..engine.api import engine_of
+from ..engine.parameter import ShardedParameter
 from .adapter import adapted_weights, merged
 from .parameters import sharded_parameters
 from .pretrained import Place, empty_copy, tensors_by_unit, transformers_part

@@ -172,9 +172,13 @@ def take(model: nn.Module, optimizer: Optimizer | None, loaded: dict[str, Any], 
                 if not isinstance(optimizer.state[parameter][kind], torch.Tensor):
                     optimizer.state[parameter][kind] = loaded[key + kind]
     of = {id(parameter): name for name, parameter in names.items()}
+    groups = f"{base}param_groups."
+    lists = {key: each for key, each in loaded.items() if key.startswith(groups) and key.endswith(".params")}
+    groups_of = {name: key.removesuffix("params") for key, names in lists.items() for name in names}
     for index, group in enumerate(optimizer.param_groups):
-        by_index = f"{base}param_groups.{index}."
-        by_name = f"{base}param_groups.{of[id(group['params'][0])]}." if group["params"] else by_index
+        first = of[id(group["params"][0])] if group["params"] else None
+        by_index = groups_of.get(first, f"{groups}{index}.")  # groups may be in another order
+        by_name = by_index if first is None else f"{groups}{first}."
         for name, value in loaded.items():
             for start in (by_index, by_name):
                 kind = name[len(start) :]

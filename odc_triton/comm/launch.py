@@ -70,7 +70,9 @@ def die_with_parent(parent_pid: int | None = None, number: int = signal.SIGKILL)
 
 
 def status_of(end: SystemExit) -> int:
-    """The exit status that `sys.exit` asked for."""
+    """The exit status that `sys.exit` asked for; prints the text that it was given instead, as Python does."""
+    if isinstance(end.code, str):
+        print(end.code, file=sys.stderr, flush=True)
     return end.code if isinstance(end.code, int) else int(end.code is not None)
 
 
@@ -229,7 +231,8 @@ class LocalRanks:
                     each.connection.send(({NAME: store}, work))
             self._wait(timeout_s)
         self._raise_failure()
-        return [pickle.loads(self._started[rank].message) for rank in range(self.ranks)]
+        messages = (self._started[rank].message for rank in range(self.ranks))
+        return [pickle.loads(each) if each else None for each in messages]  # None of a rank that exited with status 0
 
     def on_signal(self, number: int, _: Any = None) -> None:
         """Passes a signal on to the ranks; a second request kills them."""

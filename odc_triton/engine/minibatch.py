@@ -233,6 +233,28 @@ def _undivided() -> Iterator[None]:
         options["num_steps"] = steps
 
 
+class DividedAlike(Participant):
+    """Compares the units' gradient divide factors, on this rank and between ranks."""
+
+    name = "divide_factor"
+
+    def __init__(self, units: Sequence[Any]) -> None:
+        self._units = units
+
+    def entry(self, given: None) -> float | None:
+        factors = {unit.divide_factor for unit in self._units}
+        if len(factors) > 1:
+            raise ValueError(
+                f"units have different gradient divide factors, {', '.join(sorted(map(str, factors)))}: call "
+                f"set_gradient_divide_factor on the root, after fully_shard"
+            )
+        return next(iter(factors), None)
+
+    def entered(self, messages: list[float | None]) -> None:
+        if len(set(messages)) > 1:
+            raise RanksDiffer(f"by rank, the gradient divide factors are {messages}: set the same on all ranks")
+
+
 class Trained(Participant):
     """Compares which of the shards require a gradient: one bit each, in hexadecimal."""
 

@@ -21,7 +21,7 @@ from ..nn.operand import is_sharded
 from .collectives import NoCollectives
 from .exact import ExactSums
 from .forward import run_forward
-from .minibatch import RefusesDeterminism, Trained
+from .minibatch import DividedAlike, RefusesDeterminism, Trained
 from .parameter import ShardedParameter
 from .protocol import Protocol
 from .transport import Transport
@@ -61,6 +61,7 @@ class Engine(Protocol):
             *([NoCollectives()] if debug else []),
             self.passes,
             Trained(self.shards),
+            DividedAlike(self.units),
             ExactSums(self.shards, self) if deterministic else RefusesDeterminism(_IN_ANY_ORDER),
         )
 
@@ -140,9 +141,14 @@ class ODCModule:
         self._odc_unit.release()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divides gradients by `factor` when they are reduced, instead of by 1 (`tokens` given) or the world size."""
+        """Divides gradients by `factor` when they are reduced, instead of by 1 (`tokens` given) or the world size.
+
+        On the root it is for all units. A minibatch raises ValueError if units have different ones.
+        """
         if not factor > 0:
             raise ValueError(f"factor is {factor}; it must be positive")
+        for unit in self._odc_engine.units if self._odc_unit.is_root else [self._odc_unit]:
+            unit.divide_factor = float(factor)
         self._odc_engine.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -273,6 +279,7 @@ class ODCModule:
         """
         if assign:
             raise RuntimeError("load_state_dict(assign=True) would replace the heap's memory; leave assign out")
+        self._odc_engine.refuse_in_child("load_state_dict")
         if self._odc_engine.is_open:
             raise RuntimeError("load_state_dict inside a minibatch: peers are reading the parameters")
         for unit in self._odc_engine.units:  # `unshard()` shows whole tensors, which can't be loaded into
@@ -286,7 +293,7 @@ class ODCModule:
             if parameter is not None and _is_whole(value, parameter):
                 local[name] = parameter.shard.own_part(value)
         self._odc_engine.drain("what still reads the parameters")
-        self._odc_engine.barrier.exchange("load_state_dict", {})
+        self._odc_engine.exchange("load_state_dict", {})
         with self._odc_engine.writing():
             return super().load_state_dict(local, strict=strict)
 

@@ -374,6 +374,7 @@ class Protocol:
 
         Announces it first, as processes outside of the job may be reading.
         """
+        self.refuse_in_child("writing the parameters")
         self.publication.announce()
         try:
             yield
@@ -405,6 +406,7 @@ class Protocol:
 
         Raises RankLost, DeadlineExceeded.
         """
+        self.refuse_in_child(f"'{purpose}'")
         self._refuse_broken()
         return self._exchange(purpose, message, None)
 

@@ -52,8 +52,12 @@ class PendingGradient(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Metadata and zeroing go through; anything else raises."""
         if func in _ZEROING:
-            for each in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
-                each.zeroed |= func in (torch.Tensor.zero_, torch._foreach_zero_)
+            given = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+            for each in given:
+                if isinstance(each, PendingGradient):
+                    each.zeroed |= func in (torch.Tensor.zero_, torch._foreach_zero_)
+            if plain := [each for each in given if not isinstance(each, PendingGradient)]:  # of another model
+                func(plain)
             return args[0]
         if getattr(func, "__name__", "") == "__get__":  # an attribute; one that computes, such as .T, comes here again
             with torch._C.DisableTorchFunctionSubclass():

@@ -137,7 +137,8 @@ class Hyperparameters(Participant):
             [[len(each)] for each in stepped], "optimizer.step() was called, since the last minibatch,", "times"
         )
         for at in zip(*stepped, strict=True):
-            for number, groups in enumerate(zip(*at, strict=False)):
+            _require_same([[len(groups)] for groups in at], "the optimizer has", "parameter groups")
+            for number, groups in enumerate(zip(*at, strict=True)):
                 for name in COMPARED:
                     values = [group[name] for group in groups]
                     _require_same(values, f"the optimizer's {name} (parameter group {number}) is")

@@ -101,6 +101,7 @@ class Unit:
         parameters = [slot.parameter for slot in slots if (id(slot.module), slot.attribute) not in written]
         self._only_read = [(tensor, parameter) for parameter in parameters for tensor in parameter.versioned()]
         self._versions: list[int] = []
+        self.divide_factor: float | None = None  # set_gradient_divide_factor
         self.uses = 0  # forwards of it that are running
         self._held = False  # by unshard()
         self._whole = False

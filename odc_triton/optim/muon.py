@@ -44,6 +44,13 @@ class Muon(torch.optim.Muon):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
+        try:
+            self._check_last_group()
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _check_last_group(self) -> None:
         for p in self.param_groups[-1]["params"]:
             matrix = parameter_of_shard(p)
             if p.ndim != 2:

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.deadlines import Timeout, timedelta_of
-from ..base.errors import RanksDiffer, describe
+from ..base.errors import DeadlineExceeded, RankLost, RanksDiffer, describe
 from ..comm.barrier import Barrier
 from ..comm.layout import Plan, first_difference
 from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
@@ -135,6 +135,8 @@ def refusing(barrier: Barrier, purpose: str, *, call: str = "fully_shard") -> It
     """Around work before the barrier `purpose` of `call`: reports an error to the ranks that wait there."""
     try:
         yield
+    except (RankLost, DeadlineExceeded):  # of a barrier within: peers see it for themselves
+        raise
     except Exception as error:
         barrier.post(f"{call}: {purpose}", {"refused": describe(error)})
         raise

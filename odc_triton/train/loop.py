@@ -80,7 +80,7 @@ class Loop:
     def run_to_the_end(self) -> Metrics:
         try:
             return self._run_to_the_end()
-        except ON_ALL_RANKS as error:  # so the last checkpoint can still be completed
+        except ON_ALL_RANKS:  # so the last checkpoint can still be completed
             try:
                 self.background.wait()
             except OdcError as problem:

@@ -134,6 +134,7 @@ def test_another_architecture(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     with pytest.raises(CheckpointDiffers, match=r"exp_avg of .* is not in this SGD"):
         checkpoints.load(path, model=model, optimizer=optimizer)
+    assert not optimizer.state, "states that loading made would count as a step"
 
 
 # ------------------------------------------------------------------ hostile

@@ -125,3 +125,28 @@ def test_a_checkpoint_that_was_being_replaced_is_there_again(tmp_path: Path) -> 
     _folder(tmp_path, "step-00000020", number=1, step=20)
     _folder(tmp_path, ".step-00000030.0123abcd.replaced", number=2, step=30)
     assert Checkpoints(tmp_path, keep=2).newest() == tmp_path / "step-00000030"
+
+
+def _grouped(rank: int, world: int, folder: Path, swapped: bool) -> list[tuple[float, float]]:
+    """By group, weights before biases, weight decay and learning rate: as saved, or as loaded into other groups."""
+    model, _ = make("conv", False)
+    groups = [
+        {"params": [p for name, p in model.named_parameters() if ("bias" in name) == biases], "weight_decay": decay}
+        for biases, decay in ((False, 0.1), (True, 0.2))
+    ]
+    optimizer, checkpoints = torch.optim.AdamW(groups[::-1] if swapped else groups, lr=0.1), Checkpoints(folder, keep=1)
+    if swapped:
+        checkpoints.load(checkpoints.newest(), model=model, optimizer=optimizer)
+    else:
+        optimizer.param_groups[1]["lr"] = 0.3
+        train(model, optimizer, "conv", range(1))
+        checkpoints.save(model=model, optimizer=optimizer, state={}, step=1)
+    found = [(group["weight_decay"], group["lr"]) for group in optimizer.param_groups]
+    return found[::-1] if swapped else found
+
+
+def test_groups_in_another_order(tmp_path: Path) -> None:
+    """Hyperparameters follow the parameters' names."""
+    saved, loaded = (ranks.run(_grouped, 1, tmp_path, swapped) for swapped in (False, True))
+    assert saved == loaded
+    assert saved[0][0] != saved[0][1]

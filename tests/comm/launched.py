@@ -44,6 +44,11 @@ def work(what: str, folder: str) -> dict:
         raise ValueError("the cause")
     if what == "killed" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if what == "exits":
+        sys.exit() if rank == 1 else None
+        return {"rank": rank}
+    if what == "exits with a reason" and rank == 1:
+        sys.exit("no data for it")
     if what == "stopped":
         sys.exit(128 + signal.SIGTERM)
     if what.startswith("Ctrl-C") and rank == 1:

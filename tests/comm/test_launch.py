@@ -26,6 +26,13 @@ def test_returns_by_rank(tmp_path: Path) -> None:
     assert all(result["sum"].item() == 6 for result in results)
 
 
+def test_a_rank_that_exits(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    assert launch(work, "exits", str(tmp_path), ranks=2) == [{"rank": 0}, None]
+    with pytest.raises(RuntimeError, match="rank 1 failed first: its process ended with status 1"):
+        launch(work, "exits with a reason", str(tmp_path), ranks=2)
+    assert "no data for it" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("what", "words"),
     [

@@ -119,6 +119,11 @@ def _calls(rank: int, world: int) -> None:
         with minibatch(model):
             model(x).sum().backward()
 
+    def one_units_factor() -> None:
+        model = net()
+        fully_shard(model[0]).set_gradient_divide_factor(2.0)
+        begin_minibatch(fully_shard(model))
+
     model, _ = fresh()
     cases = [
         (inside(step), "MinibatchFailed.*optimizer step inside a minibatch.*Step after"),
@@ -163,6 +168,10 @@ def _calls(rank: int, world: int) -> None:
         (lambda: copy.deepcopy(nn.Sequential(model)), "TypeError: a sharded model can't be copied.*full_parameters"),
         (lambda: torch.save(model, io.BytesIO()), "TypeError: a sharded model can't be pickled.*state_dict"),
         (lambda: model.set_gradient_divide_factor(0), "ValueError: factor is 0"),
+        (
+            one_units_factor,
+            "MinibatchFailed.*units have different gradient divide factors, 2.0, None: call .* on the root",
+        ),
         (lambda: begin_minibatch(net()), "TypeError: Sequential is not sharded: call fully_shard"),
     ]
     for action, words in cases:
@@ -217,16 +226,18 @@ def _sometimes_unused(rank: int, world: int) -> dict[str, dict[str, torch.Tensor
         model = _TwoHeads()
         if sharded:
             fully_shard(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=zero == "foreach")
+        plain, zeroed = nn.Parameter(torch.ones(())), []  # of no sharded model
+        optimizer = torch.optim.AdamW([*model.parameters(), plain], lr=0.1, foreach=zero == "foreach")
         clear = {
             "none": model.zero_grad,
             "in place": lambda: model.zero_grad(set_to_none=False),
-            "foreach": lambda: optimizer.zero_grad(set_to_none=False),
+            "foreach": lambda: [optimizer.zero_grad(set_to_none=False), zeroed.append(plain.grad.item())],
             "never": lambda: None,
         }[zero]
         generator = torch.Generator().manual_seed(5)
         for step in range(3):
             x = torch.randn(4, 4, generator=generator)
+            plain.grad = torch.ones(())
             if not inside:
                 clear()
             with minibatch(model) if sharded else contextlib.nullcontext():
@@ -237,6 +248,7 @@ def _sometimes_unused(rank: int, world: int) -> dict[str, dict[str, torch.Tensor
                 if inside and sharded:
                     clear()  # nothing: the sum is not there yet
             optimizer.step()
+        assert not any(zeroed)
         values = dict(full_parameters(model)) if sharded else {n: p.detach() for n, p in model.named_parameters()}
         grads = {
             f"{name}.grad": p.grad if p.grad is None or not sharded else p.grad.full_tensor()

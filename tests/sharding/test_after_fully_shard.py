@@ -46,6 +46,8 @@ def _in_a_child(rank: int, world: int) -> tuple[dict[str, str], bool]:
                 "minibatch": caught(lambda: minibatch(model).__enter__()),
                 "step": caught(optimizer.step),
                 "publish": caught(lambda: publish(model)),
+                "exchange": caught(lambda: model._odc_engine.exchange("measure", {})),
+                "load": caught(lambda: model.load_state_dict(model.state_dict())),
             }
             if torch.__version__ >= "2.12":  # older ones abort a forked process that starts autograd's threads
                 said["backward"] = caught(output.backward)

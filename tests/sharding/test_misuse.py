@@ -174,6 +174,21 @@ def _different(rank: int, world: int) -> None:
                 model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
 
+    def different_groups() -> None:
+        model = fully_shard(net())
+        every = [*model.parameters()]
+        groups = [{"params": every}] if other else [{"params": every[:1]}, {"params": every[1:]}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        for _ in range(2):
+            with minibatch(model):
+                model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    def different_factors() -> None:
+        model = fully_shard(net())
+        model.set_gradient_divide_factor(2.0 + rank)
+        begin_minibatch(model)
+
     def step_times(mine: int) -> None:
         model = fully_shard(net())
         optimizer = torch.optim.AdamW(model.parameters())
@@ -189,6 +204,11 @@ def _different(rank: int, world: int) -> None:
         begin_minibatch(model)
 
     cases: list[tuple[Callable[[], object], str]] = [
+        (
+            different_groups,
+            r"RanksDiffer: the optimizer has 2 parameter groups on ranks \[0, 2\]; 1 parameter groups on",
+        ),
+        (different_factors, r"RanksDiffer: by rank, the gradient divide factors are \[2.0, 3.0, 4.0\]: set the same"),
         (different_betas, r"RanksDiffer: .* betas .* 0.8, 0.99 on ranks \[0, 2\]; 0.8, 0.9 on ranks \[1\]"),
         (lambda: step_times(0 if other else 1), r"RanksDiffer: .*step.* 1 times on ranks \[0, 2\]; 0 times on"),
         (lambda: step_times(2 if other else 1), r"RanksDiffer: .*step.* 1 times on ranks \[0, 2\]; 2 times on"),
