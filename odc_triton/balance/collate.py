@@ -102,7 +102,10 @@ def count_target_tokens(packs: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
-    if isinstance(pack, dict) or any(not isinstance(sample, Mapping) for sample in pack):
+    wrong = next((sample for sample in pack if not isinstance(sample, Mapping)), None)
+    if wrong is not None and isinstance(pack, list):
+        raise ValueError(f"pack {index} has a {type(wrong).__name__}: a sample is a dict with input_ids")
+    if isinstance(pack, dict) or wrong is not None:
         raise ValueError(
             f"pack {index} is a {type(pack).__name__}, not a list of samples: wrap the data set in PackedDataset, "
             f"whose packs are lists of dicts"

@@ -132,7 +132,12 @@ class Relatives:
     def _start(self, before: int, place: int) -> int:
         """The first own token of the sample at `place` where that at `before` is in the same pack; 0: it is whole."""
         alike = min(int(self.shared[before + 1 : place + 1].min()), self.free[self.order[place]])
-        return alike - 1 if alike >= LEAST_SHARED else 0
+        return first_own(alike)
+
+
+def first_own(alike: int) -> int:
+    """The first token that a sample of a pack computes which begins with `alike` tokens of another; 0: it is whole."""
+    return alike - 1 if alike >= LEAST_SHARED else 0  # each computes the last one
 
 
 def find_relatives(samples: Sequence[Mapping[str, Any]], progress: Callable[[int], None] | None = None) -> Relatives:

@@ -118,6 +118,8 @@ class MinibatchSampler:
         self.token_cap = token_cap
         self.balance = balance
         self.seed = seed
+        if cost is None and extra is not None and any(extra):
+            raise ValueError("extra is given without cost: both must have the same unit, so give cost too")
         self.cost = cost or CostModel.paper_7b()
         floors = relatives.floors if floors is None and relatives is not None else floors
         whole_strips(self.lengths, self.cost, extra, floors)  # raises if they don't fit
@@ -127,6 +129,8 @@ class MinibatchSampler:
                 f"split is {split} with balance {balance!r}: sequences are split with balance "
                 f"{' or '.join(map(repr, UNEVEN))}"
             )
+        if not hasattr(split, "__index__") or split < 0:
+            raise ValueError(f"split is {split!r}: give True, or the tokens of each rank that others may read")
         self.split_tokens = int(split)
         if split is True:
             self.split_tokens = readable_tokens(

@@ -242,8 +242,9 @@ class _Problem:
         """Numbers of sequences to split, fewest first, with their waves: those whose lower bound is near the least.
 
         Lower bounds of the step are an even part of the line plus the costliest remaining sample, and an even share.
-        Pieces that exceed the limits end it. First comes the fewest that is enough for a line that makes up for the
-        others: none of them costs more than an even share. It is nearly always even, and has the fewest tokens to read.
+        Those whose pieces exceed the limits are left out. First comes the fewest that is enough for a line that makes
+        up for the others: none of them costs more than an even share. It is nearly always even, and has the fewest
+        tokens to read.
         """
         rest = np.append(self.costs[1:], 0.0)
         bound = np.maximum(np.cumsum(self.costs) / self.ranks + rest, self.even_share)

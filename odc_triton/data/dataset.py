@@ -65,7 +65,9 @@ class DataSummary:
     samples: int = 0
     truncated: int = 0  # samples that were cut at their end
     dropped_too_long: int = 0  # also those whose pictures a cut would damage
-    dropped_no_target: int = 0  # an empty text, no turn of the assistant, or a prompt that fills max_tokens
+    dropped_no_target: int = (
+        0  # an empty text without a begin token, no turn of the assistant, or a prompt that fills max_tokens
+    )
     tokens: int = 0
     target_tokens: int = 0
 

@@ -36,12 +36,12 @@ def encode_records(batch: list[Record], encoder: TextEncoder, max_tokens: int) -
             yield next(chats)
             continue
         if record.prompt is None:
-            head, masked = [*encoder.before_text], 0
+            completion, masked = next(encoded), 0
+            ids = encoder.begun(encoder.before_text, completion)
         else:
-            head = [*encoder.before_prompt, *next(encoded), *encoder.before_completion]
-            masked = len(head)
-        completion = next(encoded)
-        ids = [*head, *completion]
+            head = [*encoder.begun(encoder.before_prompt, next(encoded)), *encoder.before_completion]
+            completion, masked = next(encoded), len(head)
+            ids = [*head, *completion]
         # A text made by a chat template may already have its end token.
         if not len(completion) or completion[-1] != encoder.end_id:
             ids.append(encoder.end_id)

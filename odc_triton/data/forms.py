@@ -41,6 +41,12 @@ def record_of(where: str, value: Any, *, folder: str | None = None) -> Record:
     form = _recognised(where, fields, names_of(value))
     if form in ("messages", "conversations", "prompt and completion as messages"):
         messages, learned_from = _conversation(where, fields, form)
+        for number, each in enumerate(messages[learned_from:]):
+            if each["role"] == "assistant" and each.get("weight") == 0:
+                raise DataError(
+                    f"{where}: message {learned_from + number} has weight 0, and all turns of the assistant are "
+                    f"learned: give the messages before those to learn as 'prompt', and these as 'completion'"
+                )
         messages, pictures = place_pictures(where, fields, messages)
         return Record(
             form=form,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import unicodedata
 from typing import Any
 
 from .records import DataError, from_json, kind_of, names_of, string
@@ -77,7 +78,7 @@ def _source(here: str, value: Any, is_base64: bool = False) -> Source:
             return base64.b64decode("".join(value.split()), validate=True)
         except (binascii.Error, ValueError) as error:
             raise DataError(f"{here}: its base64 is damaged: {error}") from error
-    if not value or not value.isprintable():
+    if not value or any(unicodedata.category(each) in ("Cc", "Cs") for each in value):  # a control, half a surrogate
         raise DataError(f"{here}: {value[:100]!a} is the path of no picture")
     return value
 

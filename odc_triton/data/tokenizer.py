@@ -178,6 +178,11 @@ class TextEncoder:
             pictures=pictures,
         )
 
+    def begun(self, before: tuple[int, ...], ids: Sequence[int]) -> list[int]:
+        """`ids` after `before`; a text made by a chat template may have the begin token, and gets no other."""
+        has_begun = tuple(ids[:1]) == self.before_text
+        return [*before[len(self.before_text) if has_begun else 0 :], *ids]
+
 
 def _encodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
     """True if transformers adds nothing to its Rust library; the library alone is faster."""

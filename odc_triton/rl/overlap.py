@@ -17,7 +17,7 @@ from ..balance.arrivals import Arrivals
 from ..balance.assigner import Assigner
 from ..balance.counter import Log, StoreCounter
 from ..balance.pieces import Entry, SplitPlan, named
-from ..balance.relatives import find_relatives
+from ..balance.relatives import find_relatives, first_own
 from ..base.errors import GenerationAborted, RolloutStopped
 from ..comm.launch import Interrupted
 from ..engine.minibatch import Participant
@@ -154,7 +154,7 @@ class OverlappedRollout(Participant):
         group, _, totals = self.sampler.group(made)
         numbers = batch.add(place, self._slots[place], group, advantages(totals[None], self._scale)[0].tolist())
         shares = self._shares_prefixes and all(one.prompt is None for one in group)
-        shared = len(self._slots[place].prompt.ids) - 1 if shares else 0  # each computes the last one
+        shared = first_own(len(self._slots[place].prompt.ids)) if shares else 0
         self._arrivals.came({number: batch.length(number) for number in numbers}, shared)
 
     def _next(self) -> list[int] | None:

@@ -99,7 +99,7 @@ def _encoded(name: str, tokenizer: Any, first: int) -> Iterator[tuple[str, Any, 
     plain = iter(encoder.encode_batch([given for _, given, _ in records if isinstance(given, str)]))
     for where, given, columns in records:
         if isinstance(given, str):
-            ids = [*encoder.before_prompt, *next(plain), *encoder.before_completion]
+            ids = [*encoder.begun(encoder.before_prompt, next(plain)), *encoder.before_completion]
         else:
             try:
                 text = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)

@@ -29,7 +29,7 @@ def enable_split(model: nn.Module, tokens: int, *, layers_in_flight: int | None 
     `tokens`: of each rank, the most tokens of one minibatch whose keys and values others may read; their memory is
     allocated now. `MinibatchSampler(split=tokens)` keeps within it, and its `split_tokens` is what to give where it was
     made with `split=True`. With replicas a sample is split over the ranks of one: `MinibatchSampler(replicas=…)`. A
-    forward of two tokens finds out which layers attend, and how wide.
+    forward of one token finds out which layers attend, and how wide.
 
     `layers_in_flight`: how many layers have buffers at the same time. By default 2, where each layer is checkpointed by
     itself or nothing is trained; else all layers. If one checkpoint of yours covers several layers, give at
@@ -123,6 +123,7 @@ def split_forward(model: nn.Module, split: SplitPlan | None) -> Iterator[None]:
     failed = True
     try:
         yield
+        exchange.leave()
         engine.drain("forwards on pieces of samples")
         failed = False
     finally:

@@ -108,8 +108,7 @@ class Job:
 
     `seconds`: forward and backward of one microbatch, from its documents' tokens, on a rank of normal speed; spread
     evenly over `layers`, `forward_share` of it forward. `cost`: a sequence's cost assumed by balancing. `model`: sizes
-    of transfers and memory; None: no transfers, memory is unknown. `step_s` is added to every minibatch, on top
-    of the optimizer step, whose time follows from the model's size.
+    of transfers and memory; None: no transfers, memory is unknown.
 
     `checkpointing` and `fused_head` (logits are never computed) change memory only. Each node holds a whole copy in
     shards, and gradients cross nodes once per minibatch. `prefetch` and `overlap` as in lanes.py. `slow`: by rank, the
@@ -127,7 +126,6 @@ class Job:
     fused_head: bool = True
     forward_share: float = 1 / 3
     barrier_s: float = 0.0
-    step_s: float = 0.0
     memory_gbs: float = math.inf
     prefetch: bool = True
     overlap: bool = True
@@ -196,9 +194,9 @@ class Job:
     def tail_s(self, schedule: str) -> float:
         """The optimizer step, and ODC's transfers between nodes: gradients before it, parameters after it."""
         if self.model is None:
-            return self.step_s
+            return 0.0
         plan = self.plans[schedule]
-        tail = self.step_s + plan.master_shard_bytes * _STEP / (1e9 * self.memory_gbs)
+        tail = plan.master_shard_bytes * _STEP / (1e9 * self.memory_gbs)
         if schedule == "odc":
             tail += sum(map(self.links.replicas_s, (plan.gradient_shard_bytes, plan.compute_shard_bytes)))
         return tail

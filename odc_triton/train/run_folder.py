@@ -128,7 +128,7 @@ def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: Path) 
         per_step = options.per_step()
         shown = {each: flag(each) for each in different} | {per_step: per_step.replace("_", " ")}
         words = "; ".join(
-            "the samples differ, so the data or the tokenizer changed"
+            "the samples differ, so the data, the tokenizer, or the most tokens of a sample changed"
             if name == "prepared"
             else f"{shown[name]} was {saved.get(name)!r} and is {wanted.get(name)!r}"
             for name in different

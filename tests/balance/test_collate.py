@@ -58,7 +58,8 @@ def test_labels_default_to_the_input_and_targets_are_counted():
     [
         ([], "pack 1 has no samples"),
         ({"input_ids": [[1, 2]]}, "wrap the data set in PackedDataset"),
-        (["input_ids"], "wrap the data set in PackedDataset"),
+        (["input_ids"], "pack 1 has a str: a sample is a dict with input_ids"),
+        ((1, 2), "pack 1 is a tuple, not a list of samples: wrap the data set in PackedDataset"),
         ([{"tokens": [1]}], r"sample 0 has \['tokens'\]: it needs input_ids"),
         ([{"input_ids": [1, 0], "attention_mask": [1, 0]}], "sample 0 is padded"),
         ([{"input_ids": []}], "pack 1, sample 0: input_ids has shape"),

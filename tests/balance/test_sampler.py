@@ -213,10 +213,13 @@ def test_with_other_weights_a_saved_position_is_refused():
 def test_extra_costs_are_those_of_the_data_sets_samples(balance):
     """One sample of 8 costs as much as all others: it is alone on its rank, or taken first, alone."""
     lengths, extra = [100] * 16, [0.0] * 16
-    extra[5] = 7 * CostModel.paper_7b().sequence(100)
-    seen = 0
+    cost = CostModel.paper_7b()
+    extra[5] = 7 * cost.sequence(100)
+    seen, given = 0, {"world": 2, "cost": cost, "counter": OwnCounter()}
     for rank in range(2):
-        sampler = MinibatchSampler(lengths, 4, 1000, balance, rank=rank, world=2, extra=extra, counter=OwnCounter())
+        sampler = MinibatchSampler(
+            lengths, 4, 1000, balance, rank=rank, extra=extra, **given | {"counter": OwnCounter()}
+        )
         for packs in sampler:
             own = packs.packs if balance == "queue" else packs
             if any(5 in pack for pack in own):
@@ -224,4 +227,9 @@ def test_extra_costs_are_those_of_the_data_sets_samples(balance):
                 assert own[: None if balance == "mini" else 1] == [[5]]
     assert seen == (2 if balance == "queue" else 1)
     with pytest.raises(ValueError, match="extra has 15 costs for 16 samples"):
-        MinibatchSampler(lengths, 4, 1000, rank=0, world=2, extra=extra[1:])
+        MinibatchSampler(lengths, 4, 1000, rank=0, extra=extra[1:], **given)
+    with pytest.raises(ValueError, match="extra is given without cost"):
+        MinibatchSampler(lengths, 4, 1000, rank=0, world=2, extra=extra)
+    for split in (0.4, -5):
+        with pytest.raises(ValueError, match=f"split is {split}: give True, or the tokens"):
+            MinibatchSampler(lengths, 4, 1000, rank=0, world=2, split=split)

@@ -31,6 +31,7 @@ def test_samples_by_hand(tmp_path):
         {"completion": "", "prompt": ""},
         {"text": "a\x01"},  # ends with the end token already
         {"text": ""},
+        {"text": "\x02a"},  # begins with the begin token already
     )
     assert samples_of(data) == [
         ([3, a, b, 4, x, y, 1], [-100, -100, -100, -100, x, y, 1]),
@@ -38,13 +39,14 @@ def test_samples_by_hand(tmp_path):
         ([3, 4, 1], [-100, -100, 1]),
         ([2, a, 1], [2, a, 1]),
         ([2, 1], [2, 1]),
+        ([2, a, 1], [2, a, 1]),
     ]
-    assert data.lengths.tolist() == [7, 5, 3, 3, 2]
-    assert len(data) == 5
+    assert data.lengths.tolist() == [7, 5, 3, 3, 2, 3]
+    assert len(data) == 6
     assert data.tokens.dtype == np.int32
     assert data[0]["input_ids"].dtype == data[0]["labels"].dtype == np.int64
-    assert data.summary.tokens == 20
-    assert data.summary.target_tokens == 3 + 4 + 1 + 2 + 1
+    assert data.summary.tokens == 23
+    assert data.summary.target_tokens == 3 + 4 + 1 + 2 + 1 + 2
 
 
 def test_samples_can_be_changed_and_indexed_from_the_end(tmp_path):

@@ -42,6 +42,9 @@ def test_text(fields, form, prompt, completion):
     assert record.characters == len(prompt or "") + len(completion)
 
 
+UNLEARNED = {**SAY, "weight": 0}
+
+
 @pytest.mark.parametrize(
     ("fields", "messages", "learned_from", "tools"),
     [
@@ -79,6 +82,7 @@ def test_text(fields, form, prompt, completion):
             [TOOL],
         ),
         ({"prompt": [SYSTEM, ASK], "completion": [SAY]}, [SYSTEM, ASK, SAY], 2, None),
+        ({"prompt": [ASK, UNLEARNED, ASK], "completion": [SAY]}, [ASK, UNLEARNED, ASK, SAY], 3, None),
         ({"prompt": [ASK, SAY, ASK], "completion": [SAY, ASK, SAY]}, [ASK, SAY] * 3, 3, None),
         ({"prompt": FROM[:1], "completion": FROM[1:], "tools": [TOOL]}, [ASK, SAY], 1, [TOOL]),
         ({"messages": [ASK, SAY], "tools": ""}, [ASK, SAY], 0, None),
@@ -115,6 +119,10 @@ def test_messages(fields, messages, learned_from, tools):
         ({"prompt": "a", "completion": [SAY]}, "'completion' is a list and 'prompt' is a string; give both as text"),
         ({"prompt": [ASK], "completion": ["yes"]}, "'completion', message 0 is a string, not an object"),
         ({"prompt": True, "completion": "a"}, "'prompt' must be a string, not true or false"),
+        (
+            {"messages": [ASK, UNLEARNED, ASK, SAY]},
+            "message 1 has weight 0, and all turns of the assistant are learned",
+        ),
         ({"messages": [ASK, SAY], "tools": "add"}, "'tools' must be a list of objects.*not 'add'"),
     ],
 )

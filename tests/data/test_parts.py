@@ -35,6 +35,7 @@ def record(fields: object):
 ONE = asked(IMAGE, ASKS)
 FORMS = {
     "path": ({"messages": asked(IMAGE | {"path": "a.png"}, ASKS)}, ONE, ["a.png"]),
+    "spaces": ({"messages": asked(IMAGE | {"path": "\u5199\u3000\u202f1"}, ASKS)}, ONE, ["\u5199\u3000\u202f1"]),
     "url": ({"messages": asked(IMAGE | {"url": "https://host/a.png"}, ASKS)}, ONE, ["https://host/a.png"]),
     "base64": ({"messages": asked(IMAGE | {"base64": CODED}, ASKS)}, ONE, [PNG]),
     "base64 that is not said to be": ({"messages": asked(IMAGE | {"image": CODED}, ASKS)}, ONE, [PNG]),

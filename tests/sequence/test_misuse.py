@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from odc_triton import MinibatchFailed, enable_split, fully_shard, minibatch, split_forward
 from odc_triton.balance import count_target_tokens
+from odc_triton.base.errors import PeerFailed
 from odc_triton.hf import summed_loss
 from tests.support import ranks
 from tests.support.families import make_new_positions
@@ -95,6 +96,23 @@ def _attention_frozen(rank: int, world: int, trained: str) -> str:
     return "right"
 
 
+def _left_out(rank: int, world: int) -> str:
+    """Rank 0 runs no pack; the other needs its pieces."""
+    model = sharded(SETUP, rank)
+    packs = packs_of(SETUP, rank)
+    said = "nothing"
+    try:
+        with torch.no_grad(), split_forward(model, packs.split):
+            for pack in packs[: 0 if rank == 0 else None]:
+                summed_loss(model, pack)
+    except PeerFailed as error:
+        said = "were not computed" if error.ranks == [0] else str(error)
+    except RuntimeError as error:
+        said = str(error)
+    _is_right(step_on(model, SETUP, rank)[1])
+    return said
+
+
 def _without_plan(rank: int, world: int) -> str:
     model = sharded(SETUP, rank)
     packs = packs_of(SETUP, rank, deal=[[[0, 1]], [[2, 3]]])
@@ -148,6 +166,7 @@ CALLS = [
     ((_reference_first,), "were computed before"),
     ((_inside_of_each_other,), "inside split_forward"),
     ((_attention_frozen, "model.layers.1.self_attn.q_proj.weight"), "right"),
+    ((_left_out,), "were not computed"),
     ((_without_plan,), "right"),
     ((_compiled_later,), "right"),
     ((_not_checkpointed,), "was not computed again in the backward of tokens"),

@@ -50,7 +50,6 @@ def train(rank: int, world: int, jobs: list[GrpoOptions]) -> list[int]:
         remotely=wanted.engine == "vllm-server",
         near=wanted.importance.startswith("sequence"),
     )
-    relatives.LEAST_SHARED = 4  # prompts here are short
     counts, make = [], collate._collate
 
     def counted(*given: object) -> dict:
@@ -62,6 +61,7 @@ def train(rank: int, world: int, jobs: list[GrpoOptions]) -> list[int]:
     collate._collate = counted
     with mock.patch("odc_triton.train.outcome.can_draw", return_value=False):
         for wanted in jobs:
+            relatives.LEAST_SHARED = 99 if "too short" in wanted.out else 4  # prompts here are short
             counts.append(0)
             grpo.train_grpo(wanted)
     return counts
@@ -187,6 +187,7 @@ CASES = {
     "gspo twice, temperature": {"loss": "gspo", "iterations": 2, "clip": 0.001, "temperature": 0.7},
     "cispo twice, fused head": {"loss": "cispo", "iterations": 2, "clip_high": 1.001, "fused_head": True},
     "dapo, nothing shared": {"share_prefixes": "off"},
+    "dapo, too short to share, overlapped": {"overlap_rollout": "on", "token_cap": 60},
     "teacher": {"reward": (), "teacher": "teacher", "overlap_rollout": "on"},
     "gspo, overlapped": {
         "overlap_rollout": "on",
@@ -230,7 +231,7 @@ CASES["dapo, over the cap, overlapped"] = {
     "kl": 0.05,
 }
 # Their packs compute a prompt for each completion.
-UNSHARED = {"dapo, nothing shared", "dapo, split over replicas"}
+UNSHARED = {"dapo, nothing shared", "dapo, too short to share, overlapped", "dapo, split over replicas"}
 # With this seed both replicas split a sample in the first step.
 LONG = {"token_cap": 256, "split_tokens": 200, "max_new_tokens": 210, "seed": 18, "generations": 2}
 # With tokens from outside: see tests/rollouts.py.
