@@ -174,7 +174,7 @@ class Barrier:
         number = self.passed
         keys = [self._key(number, rank) for rank in range(self.world)]
         try:
-            if (last := self._answer) is not None:  # the keys that it deletes
+            if (last := self._answer) is not None:  # old keys are being deleted: `post` would not wait
                 self.wait_until(f"{purpose}: the store on its host", lambda: [] if last.done() else [0])
             self.post(purpose, message)
             self.wait_until(purpose, lambda: self._missing(number, keys))

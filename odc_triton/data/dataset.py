@@ -65,9 +65,7 @@ class DataSummary:
     samples: int = 0
     truncated: int = 0  # samples that were cut at their end
     dropped_too_long: int = 0  # also those whose pictures a cut would damage
-    dropped_no_target: int = (
-        0  # an empty text without a begin token, no turn of the assistant, or a prompt that fills max_tokens
-    )
+    dropped_no_target: int = 0  # an empty text, if none begins it; no turn of the assistant; a prompt of max_tokens
     tokens: int = 0
     target_tokens: int = 0
 

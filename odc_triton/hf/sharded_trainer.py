@@ -21,6 +21,7 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -220,13 +221,16 @@ class ShardedTrainer(Trainer):
             if getattr(processor, "video_processor", "") is None:  # its files are copied, as it can't be made here
                 source = processor.tokenizer.name_or_path or None
             save_pretrained(self.model, made, processor, processor=source, overwrite=True)
-            for old in folder.glob("model*.safetensors*"):  # transformers would load a model.safetensors first
-                old.unlink()
-            for file in made.iterdir():  # checkpoints may be in the same folder
-                if file.is_dir():
-                    shutil.rmtree(folder / file.name, ignore_errors=True)
-                os.replace(file, folder / file.name)
+            files = {file.name for file in made.iterdir()}
+            for name in files:  # checkpoints may be in the same folder
+                if (made / name).is_dir():
+                    shutil.rmtree(folder / name, ignore_errors=True)
+                os.replace(made / name, folder / name)
             made.rmdir()
+            weights = "model*.safetensors*"  # transformers would load an older model.safetensors before new parts
+            if any(fnmatch(name, weights) for name in files):  # not only adapters
+                for old in {*folder.glob(weights)} - {folder / name for name in files}:
+                    old.unlink()
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -231,6 +231,9 @@ REFUSED = {
 }
 
 
+_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+
+
 def _refusals(rank: int, world: int, folder: str) -> None:
     import trl
 
@@ -278,6 +281,18 @@ def _refusals(rank: int, world: int, folder: str) -> None:
             make(kind, model, **given)
     with pytest.raises(TypeError, match="IterableDataset"):
         make("DPO", ref_model=reference, eval_dataset=stream).evaluate()
+    held_out, wrong = (case.dataset([0, 1], columns) for columns in (None, {name: [50.0, 60.0] for name in _COLUMNS}))
+    wanted = make("DPO", ref_model=reference, eval_dataset=held_out).evaluate()["eval_loss"]
+    for each in (held_out, wrong):  # a given ref_model goes before columns
+        assert make("DPO", ref_model=reference).evaluate(each)["eval_loss"] == pytest.approx(wanted)
+    columns = make("DPO", train_dataset=wrong)
+    assert columns.evaluate(wrong)["eval_loss"] != pytest.approx(wanted)
+    with pytest.raises(
+        ValueError, match="have no ref_chosen_logps and ref_rejected_logps, which the training data have"
+    ):
+        columns.evaluate(held_out)
+    with pytest.raises(ValueError, match=r"ODCDPOTrainer\.predict: packs have no logits to return"):
+        columns.predict(held_out)
     adapted = with_lora(case.model_for("DPO", None))
     hf.enable_packing(adapted)
     with pytest.warns(UserWarning, match="the adapters are trained already, and the reference is the model without"):

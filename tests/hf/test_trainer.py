@@ -27,8 +27,10 @@ from tests.support.trainer_case import (
     targets,
     weights_of,
 )
+from tests.support.trl_case import tokenizer
 
 LOGGED = ("loss", "grad_norm", "target_tokens", "learning_rate")
+OLD = "model-00001-of-00002.safetensors"
 OPTIMIZERS = ("adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 
 # ------------------------------------------------------------------ the same training
@@ -37,7 +39,16 @@ OPTIMIZERS = ("adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 def _train(rank: int, world: int, folder: str, resume: str | bool | None = None, **changes: Any) -> dict[str, Any]:
     trainer = odc_trainer(folder, world, **changes)
     trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model(f"{folder}/final")
+    final = Path(folder, "final")
+    if rank == 0:  # what another run has left there
+        (final / "additional_chat_templates").mkdir(parents=True, exist_ok=True)
+        (final / OLD).touch()
+    trainer.processing_class = tokenizer()
+    trainer.processing_class.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
+    for _ in range(2):
+        trainer.save_model(str(final))
+    left = {file.name for file in final.glob("*model*.safetensors*")}
+    assert left == ({"adapter_model.safetensors", OLD} if "lora" in changes else {"model.safetensors"})
     return _summary(trainer, rank)
 
 
@@ -282,6 +293,7 @@ def _metrics(rank: int, world: int, folder: str) -> dict[str, Any]:
     trainer.train()
     trainer.eval_dataset = data
     evaluated, predicted = trainer.evaluate(), trainer.predict(data)
+    _smooths_padded_batches(trainer, pad(data))
     trainer.compute_metrics = None
     result = _summary(trainer, rank) | {
         "right": evaluated["eval_right"],
@@ -293,6 +305,17 @@ def _metrics(rank: int, world: int, folder: str) -> dict[str, Any]:
     with pytest.raises(ValueError, match="accelerate counts 1 processes, and the model has 2 ranks: start them with"):
         type(trainer)(trainer.model, arguments(folder))
     return result
+
+
+def _smooths_padded_batches(trainer: Any, batch: dict[str, torch.Tensor]) -> None:
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    trainer.label_smoother = LabelSmoother(0.3)
+    with torch.no_grad():
+        found, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    trainer.label_smoother = None
+    predicted, labels = outputs.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    torch.testing.assert_close(found, torch.nn.functional.cross_entropy(predicted, labels, label_smoothing=0.3))
 
 
 def _assert_metrics(results: list[dict[str, Any]]) -> None:
