@@ -106,6 +106,35 @@ def test_what_is_known_without_reading(monkeypatch: pytest.MonkeyPatch) -> None:
         reads.clear()
         model(torch.tensor([1, 2]))
         assert reads == expected
+        model.unshard()
+        reads.clear()  # what has memory is not read again
+        model(torch.tensor([1, 2]))
+        model.reshard()
+        assert reads == []
+
+
+def test_edits_that_would_be_lost_are_refused() -> None:
+    model = Model(USES["shape"])
+    replace_layers(model, choice="eager/direct/fused", verbose=False)
+    fully_shard(model, backend="cpu-sharded")
+    edits = [
+        lambda weight: weight.clamp_(-1, 1),
+        lambda weight: weight.requires_grad_(False),
+        lambda weight: weight.__setitem__(0, 1.0),
+        lambda weight: setattr(weight, "data", torch.zeros(1)),
+    ]
+    seen = []
+
+    def edit(module: nn.Module, given: tuple) -> None:
+        for each in edits:
+            with pytest.raises(RuntimeError, match="on a parameter that is never whole would edit a copy"):
+                each(module.weight)
+            seen.append(each)
+
+    model.table.register_forward_pre_hook(edit)
+    with torch.no_grad():
+        model(torch.tensor([1, 2]))
+    assert len(seen) == len(edits)
 
 
 @PLACES

@@ -16,7 +16,7 @@ _VIEWS = frozenset(("H", "T", "data", "imag", "mH", "mT", "real"))
 _KNOWN = frozenset(
     (
         *("dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "ndimension"),
-        *("nelement", "numel", "requires_grad_", "size", "stride", "__hash__", "__len__"),
+        *("nelement", "numel", "size", "stride", "__hash__", "__len__"),
     )
 )
 
