@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ DEVICES = {
 
 def find_device(name: str) -> GpuKind:
     """Finds it by a word in the name, such as `h100` in `NVIDIA H100 80GB HBM3`. Raises ValueError for other names."""
-    found = [kind for word, kind in DEVICES.items() if word in name.lower()]
+    words = re.split(r"\W+", name.lower())  # a GH200 is no H200
+    found = [kind for word, kind in DEVICES.items() if word in words]
     if len(found) != 1:
         raise ValueError(f"the GPU {name!r} is not known: give --gpu, one of {', '.join(DEVICES)}")
     return found[0]
@@ -98,7 +100,7 @@ class Links:
 
     Collectives take `sm_share` of the SMs while bytes move; reads and adds go through the copy engine.
 
-    Raises ValueError for numbers that are not finite and positive.
+    Raises ValueError for speeds that are not positive.
     """
 
     gpus: int

@@ -96,6 +96,9 @@ def test_devices() -> None:
     assert find_device("Tesla V100-SXM2-32GB") is DEVICES["v100"]
     with pytest.raises(ValueError, match="the GPU 'GTX 480' is not known: give --gpu, one of v100"):
         find_device("GTX 480")
+    for other in ("NVIDIA GH200 480GB", "NVIDIA RTX A1000"):
+        with pytest.raises(ValueError, match="give --gpu, one of"):
+            find_device(other)
 
 
 def test_models_that_are_refused(tmp_path: Path) -> None:
