@@ -1,7 +1,7 @@
 """Prepared data: samples made once, kept in a folder, and found again on the next start.
 
 The file's name holds a hash of everything that the samples depend on: path, size and times of the data (for a data
-set of `datasets`, its fingerprint), the tokenizer with its chat template and library, `DataOptions`, and the
+set of `datasets`, its fingerprint), the tokenizer with its chat template and libraries, `DataOptions`, and the
 version of this format. So nothing is ever stale: a change gives another name, and unused files may be deleted at any
 time. Checksums are compared before a file is reused; a damaged one is rewritten.
 

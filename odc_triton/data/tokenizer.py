@@ -198,6 +198,7 @@ def _encodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    import tokenizers
     import transformers
 
     # A slow tokenizer is Python code: its class, vocabulary and settings stand for it.
@@ -208,6 +209,8 @@ def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     )
     parts = (
         transformers.__version__,  # it renders the chat template
+        tokenizers.__version__,
+        getattr(tokenizer, "split_special_tokens", False),
         rules,
         tokenizer.chat_template,
         sorted(tokenizer.special_tokens_map.items()),

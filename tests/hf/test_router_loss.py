@@ -33,6 +33,12 @@ def mixture(name: str = "Mixtral") -> nn.Module:
     return model
 
 
+def checkpoint(model: nn.Module, *, reentrant: bool) -> None:
+    """By transformers' own method, which versions name differently."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+
+
 def plain_losses(model: nn.Module, sample: dict[str, list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """A sample's summed loss and its routers' auxiliary loss, by transformers."""
     found = model(input_ids=torch.tensor([sample["input_ids"]]), use_cache=False, output_router_logits=True)
@@ -48,7 +54,7 @@ def test_of_each_sample_of_a_pack(name: str, checkpointing: bool) -> None:
     plain = copy.deepcopy(model)
     hf.enable_packing(model)
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint(model, reentrant=False)
     taken = [*samples()[:4], {"input_ids": [9], "labels": [9]}]
     (pack,) = pack_collate([taken])
     assert model_inputs(pack, model)["attention_mask"].shape == PREPARED_MASK
@@ -81,7 +87,7 @@ def test_refused() -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             hf.summed_losses(wrong, given)
-    model.gradient_checkpointing_enable({"use_reentrant": True})
+    checkpoint(model, reentrant=True)
     with pytest.raises(ValueError, match="MixtralForCausalLM's routers' logits have no gradient: checkpoint"):
         hf.summed_losses(model, pack)
 
@@ -109,7 +115,7 @@ def _own_loop(rank: int, world: int, backend: str, lora: bool) -> tuple[list[int
     if lora:
         model = with_lora(model, ("q_proj",))
     else:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint(model, reentrant=False)
     model = fully_shard(model, backend=backend, exact=lora)
     data = samples()
     sampler = MinibatchSampler([len(each["input_ids"]) for each in data], PER_RANK, 32, rank=rank, world=world)
