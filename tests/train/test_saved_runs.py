@@ -131,9 +131,7 @@ def test_other_samples_are_another_run(saved: Path) -> None:
     # Another file of the same samples.
     require_same(identity, same | {"prepared": [contents(other)]}, where=out)
     require_same(identity, same | {"data": "moved.jsonl", "tokenizer": "elsewhere"}, where=out)
-    with pytest.raises(
-        ValueError, match="the samples differ, so the data, the tokenizer, or the most tokens"
-    ):
+    with pytest.raises(ValueError, match="the samples differ, so the data, the tokenizer, or the most tokens"):
         require_same(identity, same | {"prepared": ["0" * 32]}, where=out)
 
 
