@@ -77,13 +77,14 @@ def named(entry: Entry, names: Sequence[int]) -> Entry:
 
 class MinibatchPacks(list):
     """One rank's packs of a minibatch. `split`: the plan of all ranks' pieces, None if none reads another pack's.
-    `samples`: of all ranks; 0 if unknown.
+    `samples`: of all ranks; 0 if unknown. `checksum`: of these samples, the same on all ranks; None if unknown.
 
     They survive a DataLoader's workers, pickling and pinning, also on a rank without packs.
     """
 
     split: SplitPlan | None = None
     samples: int = 0
+    checksum: int | None = None
 
     @classmethod
     def of(cls, packs: Iterable[Any], split: SplitPlan | None) -> MinibatchPacks:
@@ -95,7 +96,7 @@ class MinibatchPacks(list):
     def like(cls, others: Sequence[Any], packs: Iterable[Any]) -> MinibatchPacks:
         """`packs` that were made of `others`, which may be a plain list."""
         made = cls.of(packs, getattr(others, "split", None))
-        made.samples = getattr(others, "samples", 0)
+        made.samples, made.checksum = getattr(others, "samples", 0), getattr(others, "checksum", None)
         return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -186,6 +187,7 @@ class MinibatchSampler:
             relatives = None if self.relatives is None else self.relatives.among(samples)
             own = self.assigner.own([self.lengths[i] for i in samples], samples, relatives)
             own.samples = len(samples)
+            own.checksum = zlib.crc32(repr([(i, self.lengths[i]) for i in samples]).encode())
             yield own
 
     def set_epoch(self, epoch: int) -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..balance.collate import PackedDataset, pack_collate, to_device
-from ..balance.pieces import number_of
+from ..balance.pieces import MinibatchPacks, number_of
 from ..balance.relatives import find_relatives
 from ..data.records import IGNORED
 from ..engine.minibatch import minibatch
@@ -172,4 +172,4 @@ def _batches(
         targets = [torch.stack([torch.full_like(at, row), at]) for mask, row in scored for at in mask.nonzero().T]
         (pack,) = pack_collate([PackedDataset(rows)[entries]])
         made.append({**batch, "pack": pack, "targets": torch.cat(targets, 1)})
-    return made
+    return MinibatchPacks.like(packs, made)

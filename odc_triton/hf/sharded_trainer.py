@@ -44,6 +44,7 @@ from ..engine.minibatch import minibatch
 from ..nn.operand import is_sharded
 from ..sharding.shard_module import fully_shard
 from .enable import enable_packing, refuse_prompt_learning
+from .streams import refuse_other_samples
 
 SHARDS = "odc"  # folder within a checkpoint: masters and optimizer states, see checkpoint/folder.py
 
@@ -172,11 +173,14 @@ class ShardedTrainer(Trainer):
         raise NotImplementedError
 
     def _run_minibatch(self, model: nn.Module, *given: Any) -> tuple[torch.Tensor, minibatch, list[dict[str, Any]]]:
-        """The loss of all ranks' packs, and each rank's metrics, of what `_minibatch` makes of `given`."""
+        """The loss of all ranks' packs, and each rank's metrics, of what `_minibatch` makes of `given`, packs first."""
         self._set_training(model)
         run = partial(self._minibatch, model, *given)
         loss_sum, mb, mine = repeating(run) if self._engine.deterministic else run()
-        reports = self._engine.exchange(f"sum up minibatch {mb.index}", mine | {"loss_sum": loss_sum.item()})
+        checksum = getattr(given[0], "checksum", None)
+        mine |= {"loss_sum": loss_sum.item(), "checksum": checksum}
+        reports = self._engine.exchange(f"sum up minibatch {mb.index}", mine)
+        refuse_other_samples([each["checksum"] for each in reports])
         loss = sum(each["loss_sum"] for each in reports)
         return torch.tensor(loss, dtype=torch.float32, device=self.args.device), mb, reports
 

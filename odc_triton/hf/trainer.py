@@ -32,7 +32,7 @@ from .picture_records import PictureRecords, has_picture_records
 from .router_loss import router_weight
 from .sft_metrics import append, token_losses
 from .sharded_trainer import ShardedTrainer
-from .streams import StreamedSteps, collate_step, refuse_other_streams
+from .streams import StreamedSteps, collate_step
 
 _UNPACKED = (
     "two samples fit into a pack, and the model's attention does not keep documents apart: call "
@@ -277,7 +277,6 @@ class ODCTrainer(ShardedTrainer):
                 f"or return a DataLoader with a MinibatchSampler as batch_sampler and collate_fn=pack_collate"
             )
         loss, mb, reports = self._run_minibatch(model, inputs)
-        refuse_other_streams([each["checksum"] for each in reports])
         self._target_tokens += mb.tokens
         if self._is_sft:
             self._total_train_tokens += sum(each["tokens"] for each in reports)
@@ -305,8 +304,7 @@ class ODCTrainer(ShardedTrainer):
                 loss.backward()
                 loss_sum += loss.detach()
         tokens = sum(pack["input_ids"].numel() for pack in inputs)
-        sums, checksum = self._sums[[1, 2, 4]].tolist(), getattr(inputs, "checksum", None)
-        return loss_sum, mb, {"sums": sums, "tokens": tokens, "checksum": checksum}
+        return loss_sum, mb, {"sums": self._sums[[1, 2, 4]].tolist(), "tokens": tokens}
 
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

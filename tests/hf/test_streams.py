@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,12 @@ def _each(rank: int, world: int, folder: str) -> dict[str, Any]:
     from odc_triton.base.errors import RanksDiffer
 
     found = {"whole": _trained(rank, world, f"{folder}/whole", Stream(), **SAVING)}
-    with pytest.raises(RanksDiffer, match="rank 1 read other samples than rank 0: give every rank the same stream"):
+    with pytest.raises(
+        RanksDiffer, match="rank 1 has other samples than rank 0: give every rank the same train_dataset"
+    ):
         _trained(rank, world, f"{folder}/other", Stream(first=rank))
+    with pytest.raises(RanksDiffer, match="rank 1 has other samples than rank 0"):
+        _trained(rank, world, f"{folder}/seeds", [*islice(Stream(), 12)], seed=rank)
     return found
 
 
