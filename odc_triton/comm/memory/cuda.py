@@ -90,6 +90,7 @@ class CudaHeap(SymmetricHeap):
             timeout_s=timeout_s,
             group=self._group,
             shared_device=self._shared_device,
+            look=self._look,
         )
         heap.first, heap.near = self.first, self.near
         return heap
