@@ -21,6 +21,21 @@ def option(default: Any, text: str, *, group: str | None = None) -> Any:
     return field(default=default, metadata={"help": text, "group": group})
 
 
+def expanded(path: str | os.PathLike) -> str:
+    """A path as text, with the user's home in place of `~`, which shells leave in `--out=~/run`, and YAML anywhere."""
+    return os.path.expanduser(os.fspath(path))
+
+
+def plain_paths(options: Any, *names: str) -> None:
+    """For a dataclass's `__post_init__`: the options `names`, text or Path objects, become `expanded` ones."""
+    for name in names:
+        value = getattr(options, name)
+        if isinstance(value, (tuple, list)):
+            object.__setattr__(options, name, tuple(map(expanded, value)))
+        elif value is not None:
+            object.__setattr__(options, name, expanded(value))
+
+
 def require_one_model(options: Any) -> None:
     """Raises ValueError unless exactly one of `model` and `init` is set, to a path of its own kind."""
     if (options.model is None) == (options.init is None):

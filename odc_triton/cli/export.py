@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ..base.config_file import written_options
 from ..base.files import require_new_folder, require_source
-from ..base.options import REQUIRED, option, require_one_model
+from ..base.options import REQUIRED, expanded, option, plain_paths, require_one_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,7 @@ class ExportOptions:
     merge: bool = option(False, "for a run with --lora-rank: the whole model, with its adapters added to it")
 
     def __post_init__(self) -> None:
+        plain_paths(self, "out", "model", "init", "tokenizer")
         if self.model is not None or self.init is not None:
             require_one_model(self)
 
@@ -47,7 +48,7 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     from ..train.model import adapters_of, add_adapters, name_special_tokens
 
     require_new_folder(options.out)  # before work that takes minutes
-    path = Path(checkpoint)
+    path = Path(expanded(checkpoint))
     if not (path / ".metadata").exists():
         newest = newest_in(path) or newest_in(path / "checkpoints")
         if newest is None:

@@ -33,7 +33,7 @@ from ..sharding.shard_module import fully_shard
 from .loop import Loop, OnMetrics, lost_within
 from .metrics import Metrics
 from .model import build_model, frozen_options, precision
-from .prepare import Prepared
+from .prepare import HasEnded, Prepared
 from .run import Run
 from .run_options import RunOptions
 from .stop import StopSignal
@@ -52,7 +52,10 @@ def train(options: RunOptions, prepare: Prepare, start: Start, on_metrics: OnMet
     timeout = timedelta(minutes=options.timeout_minutes)
     mesh = default_mesh(timeout, replicas=options.replicas)
     options.require_replicas(mesh.size(0) if mesh.ndim == 2 else 1, mesh.size())
-    prepared = prepare(options, mesh=mesh)
+    try:
+        prepared = prepare(options, mesh=mesh)
+    except HasEnded as ended:
+        return ended.metrics
     try:
         run = start(options, partial(_sharded, prepared=prepared, mesh=mesh), prepared)
         stop = StopSignal(run.engine.require_peers)
@@ -142,6 +145,11 @@ def _main(kind: type[Options], run: Callable[[Options], Metrics], name: str) -> 
         options = read_options(kind, given)
     except ValueError as error:
         parser.error(str(error))
+    run_here(run, options)
+
+
+def run_here(run: Callable[[Options], Metrics], options: Options) -> None:
+    """Runs as a rank that torchrun, or another program, started. Prints an error and exits with status 1."""
     try:
         record(run)(options)  # so that torchrun's summary has the error
     except (OSError, ValueError, RuntimeError, ImportError) as error:
