@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,26 +47,52 @@ def with_adapter(model: nn.Module, config: Any) -> nn.Module:
     return adapted
 
 
-def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
-    """Writes a sharded PEFT model's adapter into `folder`, as PEFT's `save_pretrained` would. Only rank 0 calls it.
+def adapter_to_write(model: nn.Module) -> str:
+    """The name of the adapter that is written. "ref", as TRL names a frozen reference, is not.
 
-    An adapter "ref", as TRL names a frozen reference, is not written.
+    Raises ValueError if there are several, NotImplementedError, with their names, for trained tensors that PEFT does
+    not write.
     """
-    from peft import get_peft_model_state_dict
-    from safetensors.torch import save_file
-
     adapters = [name for name in model.peft_config if name != "ref"]
     if len(adapters) != 1:
         raise ValueError(f"the model has adapters {[*model.peft_config]}; exactly one besides 'ref' can be saved")
-    (adapter,) = adapters
+    own = _adapters_own(model)
+    with torch.enable_grad():
+        # PEFT renames and slices what it writes, so autograd says what that is made of, on tensors without memory.
+        leaf = {id(value): torch.zeros((), dtype=value.dtype) for value in own.values()}
+        trained = {id(value): name for name, value in own.items() if value.requires_grad}
+        stand_ins = {name: leaf[id(value)].requires_grad_(id(value) in trained) for name, value in own.items()}
+        whole = {name: stand_ins[name].expand(value.shape) for name, value in own.items()}
+        state = _peft_state(model, whole, adapters[0])
+        total = sum(value.sum() for value in state.values() if value.requires_grad)
+        leaves = [leaf[each] for each in trained]
+        reached = torch.autograd.grad(total, leaves, allow_unused=True) if len(state) and leaves else []
+    refuse_unwritten(name for name, gradient in zip(trained.values(), reached, strict=False) if gradient is None)
+    return adapters[0]
+
+
+def refuse_unwritten(names: Iterable[str]) -> None:
+    """Raises NotImplementedError for these trained tensors, if any."""
+    if names := [*names]:
+        raise NotImplementedError(
+            f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''} would be trained, and what is saved or sampled "
+            f"from would not have it: freeze it (requires_grad_(False)) before fully_shard, or save the state dict by "
+            f"torch.distributed.checkpoint"
+        )
+
+
+def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
+    """Writes a sharded PEFT model's adapter into `folder`, as PEFT's `save_pretrained` would. Only rank 0 calls it.
+
+    Raises as `adapter_to_write`.
+    """
+    from safetensors.torch import save_file
+
+    adapter = adapter_to_write(model)
     parameters = sharded_parameters(model)
-    weights = {
-        name: read_whole(model, parameters.get(id(value), value), dtype)
-        for name, value in model.named_parameters()
-        if value.requires_grad or model.base_model.prefix in name
-    }
-    state = get_peft_model_state_dict(model, state_dict=weights, adapter_name=adapter, save_embedding_layers=False)
-    tensors = {name: value.contiguous() for name, value in state.items()}
+    own = _adapters_own(model).items()
+    whole = {name: read_whole(model, parameters.get(id(value), value), dtype) for name, value in own}
+    tensors = {name: value.contiguous() for name, value in _peft_state(model, whole, adapter).items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = model.peft_config[adapter]
     former, config.inference_mode = config.inference_mode, True  # as in PEFT
@@ -73,6 +101,18 @@ def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> 
     finally:
         config.inference_mode = former
     shutil.copymode(folder / "adapter_config.json", folder / "adapter_model.safetensors")  # mode 0600 otherwise
+
+
+def _adapters_own(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers but for the base's frozen ones, a tied one by each of its names."""
+    frozen = {id(each.value) for _, each in sources_of(model, adapted=False) if not each.value.requires_grad}
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if id(value) not in frozen}
+
+
+def _peft_state(model: nn.Module, whole: dict[str, torch.Tensor], adapter: str) -> dict[str, torch.Tensor]:
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model, state_dict=whole, adapter_name=adapter, save_embedding_layers=False)
 
 
 class LoraPair(NamedTuple):
@@ -84,38 +124,109 @@ class LoraPair(NamedTuple):
     is_transposed: bool
 
 
-def adapted_weights(part: nn.Module) -> dict[str, list[LoraPair]]:
-    """The pairs of sharded parameters of each weight that LoRA is added to, by the weight's name in the plain model.
+class Source(NamedTuple):
+    """What a tensor of the plain model is made of: `value` with `pairs` added, or what PEFT merges in `layer`, where it
+    is called `name`."""
 
-    `part`: the transformers model within PEFT's wrapper. Raises NotImplementedError for adapters that can't be added.
+    value: torch.Tensor
+    pairs: tuple[LoraPair, ...] = ()
+    layer: nn.Module | None = None
+    name: str = ""
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal for tensors that are always equal, as tied ones are."""
+        pairs = tuple((id(pair.a), id(pair.b), *pair[2:]) for pair in self.pairs)
+        return id(self.value), pairs, type(self.layer), frozenset(self.reads())
+
+    def reads(self) -> set[int]:
+        """The ids of all tensors that it is made of."""
+        of_layer = [] if self.layer is None else self.layer.parameters()
+        return {id(each) for each in [self.value, *of_layer, *(each for pair in self.pairs for each in pair[:2])]}
+
+
+def sources_of(module: nn.Module, prefix: str = "", *, adapted: bool = True) -> Iterator[tuple[str, Source]]:
+    """Each parameter and persistent buffer of the plain model in `module`, by its name there, a tied one by each.
+
+    `adapted`: as PEFT's active adapters make it; else as it is below them.
     """
-    from peft.tuners.lora import Linear, LoraLayer
+    if isinstance(module, _peft_layers()):
+        yield from _sources_of_layer(module, prefix, adapted=adapted)
+        return
+    buffers = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
+    for name, value in (module._parameters | buffers).items():
+        if value is not None:
+            yield f"{prefix}{name}", Source(value)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from sources_of(child, f"{prefix}{name}.", adapted=adapted)
 
-    found: dict[str, list[tuple[Any, str]]] = {}
-    for name, module in part.named_modules():
-        if isinstance(module, LoraLayer):
-            if not isinstance(module, Linear) or any([*module.use_dora.values(), *module.lora_bias.values()]):
-                raise NotImplementedError(
-                    f"{name}: only LoRA of linear layers, without bias and DoRA, can be added to the weights that "
-                    f"another engine samples from, or that are exported: use another adapter, sample by "
-                    f"transformers, or export the adapter alone"
-                )
-            found[f"{name}.weight"] = [
-                LoraPair(
-                    a=module.lora_A[adapter].weight,
-                    b=module.lora_B[adapter].weight,
-                    scaling=module.scaling[adapter],
-                    is_transposed=module.fan_in_fan_out,
-                )
-                for adapter in module.active_adapters
-                if adapter in module.lora_A
-            ]
-    return found
+
+def _peft_layers() -> tuple[type[nn.Module], ...]:
+    """PEFT's classes of layers that stand in the place of others."""
+    if "peft" not in sys.modules:
+        return ()
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return BaseTunerLayer, AuxiliaryTrainingWrapper
+
+
+def _sources_of_layer(layer: Any, prefix: str, *, adapted: bool) -> Iterator[tuple[str, Source]]:
+    from peft.tuners import lora
+    from peft.tuners.ln_tuning.layer import LNTuningLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+    base = layer.original_module if isinstance(layer, AuxiliaryTrainingWrapper) else layer.base_layer
+    if not adapted:
+        yield from sources_of(base, prefix, adapted=False)
+    elif isinstance(layer, (ModulesToSaveWrapper, LNTuningLayer)):
+        others = layer.modules_to_save if isinstance(layer, ModulesToSaveWrapper) else layer.ln_tuning_layers
+        active = [others[name] for name in layer.active_adapters if name in others]
+        yield from sources_of(active[0] if active else base, prefix)
+    elif isinstance(layer, lora.Linear) and not any([*layer.lora_variant, *layer.lora_bias.values()]):
+        active = [name for name in layer.active_adapters if name in layer.lora_A and name not in layer.merged_adapters]
+        pairs = [
+            LoraPair(
+                a=layer.lora_A[name].weight,
+                b=layer.lora_B[name].weight,
+                scaling=layer.scaling[name],
+                is_transposed=layer.fan_in_fan_out,
+            )
+            for name in active
+        ]
+        for name, source in sources_of(base, prefix):
+            is_weight = name == f"{prefix}weight"
+            yield name, source._replace(pairs=(*source.pairs, *pairs)) if is_weight else source
+    else:
+        for name, source in sources_of(base, adapted=False):
+            yield f"{prefix}{name}", Source(source.value, layer=layer, name=name)
 
 
 def merged(value: torch.Tensor, pairs: Iterable[LoraPair], read: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    """A base's whole weight with its `adapted_weights` added, in its own dtype. `read`: whole values of a and b."""
+    """A base's whole weight with LoRA's `pairs` added, in its own dtype. `read`: whole values of a and b."""
     for pair in pairs:
         added = (read(pair.b).float() @ read(pair.a).float()) * pair.scaling
         value = (value + (added.T if pair.is_transposed else added)).to(value.dtype)
     return value
+
+
+@torch.no_grad()
+def merged_layer(layer: Any, read: Callable[[Any], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of the plain layer that PEFT's `layer` becomes if PEFT merges it, by their names in it.
+
+    `read`: whole values of its parameters. Raises NotImplementedError for a layer that can't be merged.
+    """
+    whole = {id(each): nn.Parameter(read(each), requires_grad=False) for each in layer.parameters()}
+    plain = copy.deepcopy(layer, whole)  # with these in the place of its own
+    try:
+        if hasattr(plain, "unload_and_optionally_merge_module"):
+            plain = plain.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        else:
+            plain.merge()
+            plain = plain.get_base_layer()
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise NotImplementedError(f"PEFT can't merge it ({error})") from error
+    found = plain.state_dict()
+    if extra := found.keys() - {name for name, _ in sources_of(layer, adapted=False)}:
+        raise NotImplementedError(f"it becomes a layer with {sorted(extra)}, which the plain model does not have")
+    return found
