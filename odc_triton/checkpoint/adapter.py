@@ -105,7 +105,7 @@ def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> 
 
 def _adapters_own(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers but for the base's frozen ones, a tied one by each of its names."""
-    frozen = {id(each.value) for _, each in sources_of(model, adapted=False) if not each.value.requires_grad}
+    frozen = {id(each.value) for _, each in origins_of(model, adapted=False) if not each.value.requires_grad}
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if id(value) not in frozen}
 
 
@@ -124,7 +124,7 @@ class LoraPair(NamedTuple):
     is_transposed: bool
 
 
-class Source(NamedTuple):
+class Origin(NamedTuple):
     """What a tensor of the plain model is made of: `value` with `pairs` added, or what PEFT merges in `layer`, where it
     is called `name`."""
 
@@ -144,21 +144,21 @@ class Source(NamedTuple):
         return {id(each) for each in [self.value, *of_layer, *(each for pair in self.pairs for each in pair[:2])]}
 
 
-def sources_of(module: nn.Module, prefix: str = "", *, adapted: bool = True) -> Iterator[tuple[str, Source]]:
+def origins_of(module: nn.Module, prefix: str = "", *, adapted: bool = True) -> Iterator[tuple[str, Origin]]:
     """Each parameter and persistent buffer of the plain model in `module`, by its name there, a tied one by each.
 
     `adapted`: as PEFT's active adapters make it; else as it is below them.
     """
     if isinstance(module, _peft_layers()):
-        yield from _sources_of_layer(module, prefix, adapted=adapted)
+        yield from _origins_of_layer(module, prefix, adapted=adapted)
         return
     buffers = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
     for name, value in (module._parameters | buffers).items():
         if value is not None:
-            yield f"{prefix}{name}", Source(value)
+            yield f"{prefix}{name}", Origin(value)
     for name, child in module._modules.items():
         if child is not None:
-            yield from sources_of(child, f"{prefix}{name}.", adapted=adapted)
+            yield from origins_of(child, f"{prefix}{name}.", adapted=adapted)
 
 
 def _peft_layers() -> tuple[type[nn.Module], ...]:
@@ -171,18 +171,18 @@ def _peft_layers() -> tuple[type[nn.Module], ...]:
     return BaseTunerLayer, AuxiliaryTrainingWrapper
 
 
-def _sources_of_layer(layer: Any, prefix: str, *, adapted: bool) -> Iterator[tuple[str, Source]]:
+def _origins_of_layer(layer: Any, prefix: str, *, adapted: bool) -> Iterator[tuple[str, Origin]]:
     from peft.tuners import lora
     from peft.tuners.ln_tuning.layer import LNTuningLayer
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
     base = layer.original_module if isinstance(layer, AuxiliaryTrainingWrapper) else layer.base_layer
     if not adapted:
-        yield from sources_of(base, prefix, adapted=False)
+        yield from origins_of(base, prefix, adapted=False)
     elif isinstance(layer, (ModulesToSaveWrapper, LNTuningLayer)):
         others = layer.modules_to_save if isinstance(layer, ModulesToSaveWrapper) else layer.ln_tuning_layers
         active = [others[name] for name in layer.active_adapters if name in others]
-        yield from sources_of(active[0] if active else base, prefix)
+        yield from origins_of(active[0] if active else base, prefix)
     elif isinstance(layer, lora.Linear) and not any([*layer.lora_variant, *layer.lora_bias.values()]):
         active = [name for name in layer.active_adapters if name in layer.lora_A and name not in layer.merged_adapters]
         pairs = [
@@ -194,12 +194,12 @@ def _sources_of_layer(layer: Any, prefix: str, *, adapted: bool) -> Iterator[tup
             )
             for name in active
         ]
-        for name, source in sources_of(base, prefix):
+        for name, origin in origins_of(base, prefix):
             is_weight = name == f"{prefix}weight"
-            yield name, source._replace(pairs=(*source.pairs, *pairs)) if is_weight else source
+            yield name, origin._replace(pairs=(*origin.pairs, *pairs)) if is_weight else origin
     else:
-        for name, source in sources_of(base, adapted=False):
-            yield f"{prefix}{name}", Source(source.value, layer=layer, name=name)
+        for name, origin in origins_of(base, adapted=False):
+            yield f"{prefix}{name}", Origin(origin.value, layer=layer, name=name)
 
 
 def merged(value: torch.Tensor, pairs: Iterable[LoraPair], read: Callable[[Any], torch.Tensor]) -> torch.Tensor:
@@ -227,6 +227,6 @@ def merged_layer(layer: Any, read: Callable[[Any], torch.Tensor]) -> dict[str, t
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise NotImplementedError(f"PEFT can't merge it ({error})") from error
     found = plain.state_dict()
-    if extra := found.keys() - {name for name, _ in sources_of(layer, adapted=False)}:
+    if extra := found.keys() - {name for name, _ in origins_of(layer, adapted=False)}:
         raise NotImplementedError(f"it becomes a layer with {sorted(extra)}, which the plain model does not have")
     return found

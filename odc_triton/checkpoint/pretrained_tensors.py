@@ -11,7 +11,7 @@ from torch import nn
 
 from ..comm.layout import find_units
 from ..engine.api import engine_of
-from .adapter import Source, adapter_to_write, merged, merged_layer, refuse_unwritten, sources_of
+from .adapter import Origin, adapter_to_write, merged, merged_layer, refuse_unwritten, origins_of
 from .parameters import sharded_parameters
 from .pretrained import empty_copy, transformers_part
 
@@ -25,11 +25,11 @@ def require_written(model: nn.Module) -> None:
     if hasattr(model, "peft_config"):
         adapter_to_write(model)
     else:
-        _require_all(model, dict(sources_of(part)))
+        _require_all(model, dict(origins_of(part)))
 
 
-def _require_all(model: nn.Module, sources: dict[str, Source]) -> None:
-    read = set().union(*(source.reads() for source in sources.values()))
+def _require_all(model: nn.Module, origins: dict[str, Origin]) -> None:
+    read = set().union(*(origin.reads() for origin in origins.values()))
     refuse_unwritten(name for name, value in model.named_parameters() if value.requires_grad and id(value) not in read)
 
 
@@ -53,16 +53,16 @@ class PretrainedTensors:
         self.empty = empty_copy(part)
         self._engine, self._dtype, self._device = engine_of(model), dtype, device
         self._parameters, self._part = sharded_parameters(model), part
-        sources = dict(sources_of(part))
-        _require_all(model, sources)
+        origins = dict(origins_of(part))
+        _require_all(model, origins)
         kinds = {}  # one layer of each kind that PEFT merges is tried now, before anything is written
-        for name, source in sources.items():
-            if source.layer is not None:
-                variants = [*getattr(source.layer, "lora_variant", {}).values()]
-                kinds.setdefault((type(source.layer), *map(type, variants), name.rpartition(".")[2]), source)
-        for source in kinds.values():
-            self._merged(source.layer)
-        self.units = _by_unit(sources, self.empty)
+        for name, origin in origins.items():
+            if origin.layer is not None:
+                variants = [*getattr(origin.layer, "lora_variant", {}).values()]
+                kinds.setdefault((type(origin.layer), *map(type, variants), name.rpartition(".")[2]), origin)
+        for origin in kinds.values():
+            self._merged(origin.layer)
+        self.units = _by_unit(origins, self.empty)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         layer = lru_cache(maxsize=1)(self._merged)  # the tensors of a layer come one after the other
@@ -82,10 +82,10 @@ class PretrainedTensors:
             yield chunk
 
     @torch.no_grad()
-    def _read(self, layer: Callable[[nn.Module], dict[str, torch.Tensor]], _: str, source: Source) -> torch.Tensor:
-        whole = self._whole(source.value) if source.layer is None else layer(source.layer)[source.name]
-        whole = merged(whole, source.pairs, self._whole)
-        return whole if id(source.value) not in self._parameters else whole.to(self._dtype or whole.dtype)
+    def _read(self, layer: Callable[[nn.Module], dict[str, torch.Tensor]], _: str, origin: Origin) -> torch.Tensor:
+        whole = self._whole(origin.value) if origin.layer is None else layer(origin.layer)[origin.name]
+        whole = merged(whole, origin.pairs, self._whole)
+        return whole if id(origin.value) not in self._parameters else whole.to(self._dtype or whole.dtype)
 
     def _merged(self, layer: nn.Module) -> dict[str, torch.Tensor]:
         try:
@@ -105,20 +105,20 @@ class PretrainedTensors:
         return whole.to(self._device)
 
 
-def _by_unit(sources: dict[str, Source], empty: nn.Module) -> list[dict[str, Source]]:
-    """`sources` by their names in files, a tied one once, grouped by unit, as transformers converts only tensors of the
+def _by_unit(origins: dict[str, Origin], empty: nn.Module) -> list[dict[str, Origin]]:
+    """`origins` by their names in files, a tied one once, grouped by unit, as transformers converts only tensors of the
     same unit. What is tied is what is one tensor in memory: if the config ties others, it is changed in `empty`."""
-    tied = {name: other for name, other in empty.all_tied_weights_keys.items() if {name, other} <= sources.keys()}
-    if any(sources[name].key() != sources[other].key() for name, other in tied.items()):
+    tied = {name: other for name, other in empty.all_tied_weights_keys.items() if {name, other} <= origins.keys()}
+    if any(origins[name].key() != origins[other].key() for name, other in tied.items()):
         tied = {}
         for config in (empty.config, *(getattr(empty.config, name, None) for name in empty.config.sub_configs)):
             if getattr(config, "tie_word_embeddings", False):
                 config.tie_word_embeddings = False
     units = find_units(empty)
-    groups: dict[str, dict[str, Source]] = {unit: {} for unit in ["", *units]}
-    for name, source in sources.items():
+    groups: dict[str, dict[str, Origin]] = {unit: {} for unit in ["", *units]}
+    for name, origin in origins.items():
         if name not in tied:
-            groups[next((unit for unit in units if name.startswith(f"{unit}.")), "")][name] = source
+            groups[next((unit for unit in units if name.startswith(f"{unit}.")), "")][name] = origin
     return list(groups.values())
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.adapter import Source
+from ..checkpoint.adapter import Origin
 from ..checkpoint.pretrained import transformers_part
 from ..checkpoint.pretrained_tensors import PretrainedTensors
 from ..comm.layout import aligned
@@ -103,20 +103,20 @@ class _Contents:
         try:
             transformers_part(self._model)
         except TypeError:  # no transformers model: its parameters' names
-            units, kind, config = [{each.name: Source(each.sharded) for each in self._engine.parameters}], None, None
+            units, kind, config = [{each.name: Origin(each.sharded) for each in self._engine.parameters}], None, None
         else:
             weights = PretrainedTensors(self._model)
             units, kind, config = weights.units, type(weights.empty).__name__, weights.empty.config.to_dict()
         publication = self._engine.publication
-        sources = {name: source for unit in units for name, source in unit.items()}
-        if by_peft := [name for name, source in sources.items() if source.layer is not None]:
+        origins = {name: origin for unit in units for name, origin in unit.items()}
+        if by_peft := [name for name, origin in origins.items() if origin.layer is not None]:
             raise NotImplementedError(
                 f"{by_peft[0]} is merged by PEFT's code, which other processes don't run: adapt linear layers by LoRA "
                 f"without bias and variants, or sample with the model itself or with vLLM in the ranks' processes"
             )
         content = {
-            "units": [{name: self._place(source.value) for name, source in unit.items()} for unit in units],
-            "adapted": {name: [*map(self._pair, each.pairs)] for name, each in sources.items() if each.pairs},
+            "units": [{name: self._place(origin.value) for name, origin in unit.items()} for unit in units],
+            "adapted": {name: [*map(self._pair, each.pairs)] for name, each in origins.items() if each.pairs},
             "class": kind,
             "config": config,
             "world": self._engine.heap.world,

@@ -68,6 +68,7 @@ def test_in_chunks() -> None:
     assert all(size + chunk[0][1].nbytes > 20_000 for size, chunk in zip(sizes, chunks[1:], strict=False))
 
 
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
 def test_refuses_other_models_and_adapters() -> None:
     import peft
 
