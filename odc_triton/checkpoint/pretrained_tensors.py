@@ -11,7 +11,7 @@ from torch import nn
 
 from ..comm.layout import find_units
 from ..engine.api import engine_of
-from .adapter import Origin, adapter_to_write, merged, merged_layer, refuse_unwritten, origins_of
+from .adapter import Origin, adapter_to_write, merged, merged_layer, origins_of, refuse_unwritten
 from .parameters import sharded_parameters
 from .pretrained import empty_copy, transformers_part
 
