@@ -105,8 +105,14 @@ def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> 
 
 def _adapters_own(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers but for the base's frozen ones, a tied one by each of its names."""
-    frozen = {id(each.value) for _, each in origins_of(model, adapted=False) if not each.value.requires_grad}
-    return {name: value for name, value in model.state_dict(keep_vars=True).items() if id(value) not in frozen}
+    base = frozen_ids(model)
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if id(value) not in base}
+
+
+def frozen_ids(model: nn.Module) -> set[int]:
+    """The ids of what is not trained of the model below PEFT's adapters."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return {id(each.value) for _, each in origins_of(base, adapted=False) if not each.value.requires_grad}
 
 
 def _peft_state(model: nn.Module, whole: dict[str, torch.Tensor], adapter: str) -> dict[str, torch.Tensor]:

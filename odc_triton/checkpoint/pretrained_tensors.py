@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from ..comm.layout import find_units
-from ..engine.api import engine_of
 from .adapter import Origin, adapter_to_write, merged, merged_layer, origins_of, refuse_unwritten
-from .parameters import sharded_parameters
+from .parameters import read_whole, sharded_parameters
 from .pretrained import empty_copy, transformers_part
 
 T = TypeVar("T")
@@ -51,17 +50,13 @@ class PretrainedTensors:
         if missing := [name for name, value in part.named_parameters() if value.is_meta]:
             raise RuntimeError(f"no values for {missing[:3]}: they were not sharded (ignored_params)")
         self.empty = empty_copy(part)
-        self._engine, self._dtype, self._device = engine_of(model), dtype, device
+        self._model, self._dtype, self._device = model, dtype, device
         self._parameters, self._part = sharded_parameters(model), part
         origins = dict(origins_of(part))
         _require_all(model, origins)
-        kinds = {}  # one layer of each kind that PEFT merges is tried now, before anything is written
-        for name, origin in origins.items():
-            if origin.layer is not None:
-                variants = [*getattr(origin.layer, "lora_variant", {}).values()]
-                kinds.setdefault((type(origin.layer), *map(type, variants), name.rpartition(".")[2]), origin)
-        for origin in kinds.values():
-            self._merged(origin.layer)
+        layers = {repr(each.layer): each.layer for each in origins.values() if each.layer is not None}
+        for layer in layers.values():  # one of each kind that PEFT merges is tried before anything is written
+            self._merged(layer)
         self.units = _by_unit(origins, self.empty)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -97,12 +92,7 @@ class PretrainedTensors:
             ) from error
 
     def _whole(self, value: torch.Tensor) -> torch.Tensor:
-        """A whole tensor of its own, which may be changed."""
-        parameter = self._parameters.get(id(value))
-        if parameter is None:
-            return value.detach().clone().to(self._device)
-        ((_, whole),) = self._engine.full_parameters([parameter.shard])
-        return whole.to(self._device)
+        return read_whole(self._model, self._parameters.get(id(value), value), None, self._device)
 
 
 def _by_unit(origins: dict[str, Origin], empty: nn.Module) -> list[dict[str, Origin]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,14 +79,15 @@ def refuse_unshardable(name: str, parameter: nn.Parameter, home: str) -> None:
 
 
 def find_parameters(root: nn.Module, unit_names: list[str], ignored: set[nn.Parameter]) -> list[FoundParameter]:
-    """All parameters of `root` in registration order, each with every place where it is registered.
+    """All parameters of `root` in registration order, each with every place where it is registered, or another one of
+    the same memory.
 
     Modules that are sharded already (bottom-up use) are skipped, with all below them. `unit_names`: the
     outermost units; a place outside all of them belongs to the root, "".
     """
     units = set(unit_names)
     ignored_ids = {id(parameter) for parameter in ignored}
-    found: dict[int, FoundParameter] = {}
+    found: dict[Any, FoundParameter] = {}
 
     def visit(module: nn.Module, prefix: str, unit: str) -> None:
         if isinstance(module, ODCModule):
@@ -94,7 +97,7 @@ def find_parameters(root: nn.Module, unit_names: list[str], ignored: set[nn.Para
         for attribute, parameter in module._parameters.items():
             if parameter is None or id(parameter) in ignored_ids:
                 continue
-            entry = found.setdefault(id(parameter), FoundParameter(parameter))
+            entry = found.setdefault(_memory_of(parameter), FoundParameter(parameter))
             entry.names.append(f"{prefix}.{attribute}" if prefix else attribute)
             entry.places.append((module, attribute, unit))
         for name, child in module._modules.items():
@@ -103,6 +106,33 @@ def find_parameters(root: nn.Module, unit_names: list[str], ignored: set[nn.Para
 
     visit(root, "", "")
     return list(found.values())
+
+
+def _memory_of(parameter: nn.Parameter) -> Any:
+    """Equal for parameters of the same elements in the same order: those of one memory are one parameter."""
+    if not _is_dense(parameter):
+        return id(parameter)
+    return parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype, parameter.requires_grad
+
+
+def _is_dense(parameter: nn.Parameter) -> bool:
+    """True if it has memory, and no gaps in it."""
+    if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.numel():
+        return False
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    return parameter.numel() == extent
+
+
+def _refuse_other_views(found: list[FoundParameter]) -> None:
+    """Raises ValueError for parameters of the same memory that are not the same elements in the same order."""
+    dense = sorted((each for each in found if _is_dense(each.value)), key=lambda each: each.value.data_ptr())
+    for first, second in itertools.pairwise(dense):
+        if second.value.data_ptr() < first.value.data_ptr() + first.value.nbytes:
+            raise ValueError(
+                f"{second.name} is another view of {first.name}'s memory, and would be trained apart from it: shard a "
+                f"model without such views. PEFT's LoRA makes them of a tied head and its embeddings with "
+                f"ensure_weight_tying=True: leave it out, or give it with modules_to_save"
+            )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -163,6 +193,7 @@ def describe(
     found = [entry for entry in all_found if id(entry.value) not in known]
     for entry in found:
         refuse_unshardable(entry.name, entry.value, home)
+    _refuse_other_views(found)
     return Description(
         found=found,
         specs=[spec_of(entry, policy, exact=exact) for entry in found],
