@@ -47,60 +47,54 @@ def with_adapter(model: nn.Module, config: Any) -> nn.Module:
     return adapted
 
 
-def adapter_to_write(model: nn.Module) -> str:
-    """The name of the adapter that is written. "ref", as TRL names a frozen reference, is not.
-
-    Raises ValueError if there are several, NotImplementedError, with their names, for trained tensors that PEFT does
-    not write.
-    """
-    adapters = [name for name in model.peft_config if name != "ref"]
-    if len(adapters) != 1:
-        raise ValueError(f"the model has adapters {[*model.peft_config]}; exactly one besides 'ref' can be saved")
+def adapter_reads(model: nn.Module) -> set[int]:
+    """The ids of the trained tensors that are in what is written of a PEFT model's adapter. Reads no values."""
     own = _adapters_own(model)
+    if not any(value.requires_grad for value in own.values()):
+        return set()
+    # PEFT renames and slices, so autograd says what reaches its files; the tensors have no memory.
     with torch.enable_grad():
-        # PEFT renames and slices what it writes, so autograd says what that is made of, on tensors without memory.
-        leaf = {id(value): torch.zeros((), dtype=value.dtype) for value in own.values()}
-        trained = {id(value): name for name, value in own.items() if value.requires_grad}
-        stand_ins = {name: leaf[id(value)].requires_grad_(id(value) in trained) for name, value in own.items()}
-        whole = {name: stand_ins[name].expand(value.shape) for name, value in own.items()}
-        state = _peft_state(model, whole, adapters[0])
-        total = sum(value.sum() for value in state.values() if value.requires_grad)
-        leaves = [leaf[each] for each in trained]
-        reached = torch.autograd.grad(total, leaves, allow_unused=True) if len(state) and leaves else []
-    refuse_unwritten(name for name, gradient in zip(trained.values(), reached, strict=False) if gradient is None)
-    return adapters[0]
-
-
-def refuse_unwritten(names: Iterable[str]) -> None:
-    """Raises NotImplementedError for these trained tensors, if any."""
-    if names := [*names]:
-        raise NotImplementedError(
-            f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''} would be trained, and what is saved or sampled "
-            f"from would not have it: freeze it (requires_grad_(False)) before fully_shard, or save the state dict by "
-            f"torch.distributed.checkpoint"
-        )
+        of = {id(each): torch.zeros((), dtype=each.dtype, requires_grad=each.requires_grad) for each in own.values()}
+        state = _peft_state(model, {name: of[id(value)].expand(value.shape) for name, value in own.items()})
+        sums = [value.sum() for value in state.values() if value.requires_grad]
+        total = sum(sums, start=torch.zeros((), requires_grad=True))
+        trained = {key: each for key, each in of.items() if each.requires_grad}
+        gradients = torch.autograd.grad(total, [*trained.values()], allow_unused=True)
+    return {key for key, gradient in zip(trained, gradients, strict=True) if gradient is not None}
 
 
 def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
     """Writes a sharded PEFT model's adapter into `folder`, as PEFT's `save_pretrained` would. Only rank 0 calls it.
 
-    Raises as `adapter_to_write`.
+    An adapter "ref", as TRL names a frozen reference, is not written.
     """
     from safetensors.torch import save_file
 
-    adapter = adapter_to_write(model)
-    parameters = sharded_parameters(model)
-    own = _adapters_own(model).items()
+    parameters, own = sharded_parameters(model), _adapters_own(model).items()
     whole = {name: read_whole(model, parameters.get(id(value), value), dtype) for name, value in own}
-    tensors = {name: value.contiguous() for name, value in _peft_state(model, whole, adapter).items()}
+    prefix = "" if hasattr(model, "get_base_model") else "base_model.model."  # added by transformers' add_adapter
+    tensors = {f"{prefix}{name}": value.contiguous() for name, value in _peft_state(model, whole).items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = model.peft_config[adapter]
+    config = model.peft_config[_adapter(model)]
     former, config.inference_mode = config.inference_mode, True  # as in PEFT
     try:
         config.save_pretrained(folder)
     finally:
         config.inference_mode = former
     shutil.copymode(folder / "adapter_config.json", folder / "adapter_model.safetensors")  # mode 0600 otherwise
+
+
+def _adapter(model: nn.Module) -> str:
+    adapters = [name for name in model.peft_config if name != "ref"]
+    if len(adapters) != 1:
+        raise ValueError(f"the model has adapters {[*model.peft_config]}; exactly one besides 'ref' can be saved")
+    return adapters[0]
+
+
+def _peft_state(model: nn.Module, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model, state_dict=whole, adapter_name=_adapter(model), save_embedding_layers=False)
 
 
 def _adapters_own(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -113,12 +107,6 @@ def frozen_ids(model: nn.Module) -> set[int]:
     """The ids of what is not trained of the model below PEFT's adapters."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return {id(each.value) for _, each in origins_of(base, adapted=False) if not each.value.requires_grad}
-
-
-def _peft_state(model: nn.Module, whole: dict[str, torch.Tensor], adapter: str) -> dict[str, torch.Tensor]:
-    from peft import get_peft_model_state_dict
-
-    return get_peft_model_state_dict(model, state_dict=whole, adapter_name=adapter, save_embedding_layers=False)
 
 
 class LoraPair(NamedTuple):
@@ -141,8 +129,7 @@ class Origin(NamedTuple):
 
     def key(self) -> tuple[Any, ...]:
         """Equal for tensors that are always equal, as tied ones are."""
-        pairs = tuple((id(pair.a), id(pair.b), *pair[2:]) for pair in self.pairs)
-        return id(self.value), pairs, type(self.layer), frozenset(self.reads())
+        return type(self.layer), self.reads(), [pair[2:] for pair in self.pairs]
 
     def reads(self) -> set[int]:
         """The ids of all tensors that it is made of."""
@@ -191,15 +178,8 @@ def _origins_of_layer(layer: Any, prefix: str, *, adapted: bool) -> Iterator[tup
         yield from origins_of(active[0] if active else base, prefix)
     elif isinstance(layer, lora.Linear) and not any([*layer.lora_variant, *layer.lora_bias.values()]):
         active = [name for name in layer.active_adapters if name in layer.lora_A and name not in layer.merged_adapters]
-        pairs = [
-            LoraPair(
-                a=layer.lora_A[name].weight,
-                b=layer.lora_B[name].weight,
-                scaling=layer.scaling[name],
-                is_transposed=layer.fan_in_fan_out,
-            )
-            for name in active
-        ]
+        ab = [(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in active]
+        pairs = [LoraPair(*each, layer.fan_in_fan_out) for each in ab]
         for name, origin in origins_of(base, prefix):
             is_weight = name == f"{prefix}weight"
             yield name, origin._replace(pairs=(*origin.pairs, *pairs)) if is_weight else origin

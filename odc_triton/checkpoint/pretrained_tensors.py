@@ -10,26 +10,27 @@ import torch
 from torch import nn
 
 from ..comm.layout import find_units
-from .adapter import Origin, adapter_to_write, merged, merged_layer, origins_of, refuse_unwritten
+from .adapter import Origin, adapter_reads, merged, merged_layer, origins_of
 from .parameters import read_whole, sharded_parameters
 from .pretrained import empty_copy, transformers_part
 
 T = TypeVar("T")
 
 
-def require_written(model: nn.Module) -> None:
-    """Raises NotImplementedError, with its name, if something trained would not be in what is written of `model`: the
-    adapter of a PEFT model, else the whole one. Reads no values."""
+def require_written(model: nn.Module, *, merge: bool = False) -> None:
+    """Raises NotImplementedError, with its name, if something trained would not be in what is written of `model`: of a
+    PEFT model the adapter, with `merge` the whole model. Reads no values."""
     _, part = transformers_part(model)
-    if hasattr(model, "peft_config"):
-        adapter_to_write(model)
+    if hasattr(model, "peft_config") and not merge:
+        read = adapter_reads(model)
     else:
-        _require_all(model, dict(origins_of(part)))
-
-
-def _require_all(model: nn.Module, origins: dict[str, Origin]) -> None:
-    read = set().union(*(origin.reads() for origin in origins.values()))
-    refuse_unwritten(name for name, value in model.named_parameters() if value.requires_grad and id(value) not in read)
+        read = set().union(*(origin.reads() for _, origin in origins_of(part)))
+    lost = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in read]
+    if lost:
+        raise NotImplementedError(
+            f"{', '.join(lost[:3])}{', …' if len(lost) > 3 else ''} would be trained, and what is saved or sampled "
+            f"from would not have it: freeze it before fully_shard, or name its module in PEFT's modules_to_save"
+        )
 
 
 class PretrainedTensors:
@@ -52,8 +53,8 @@ class PretrainedTensors:
         self.empty = empty_copy(part)
         self._model, self._dtype, self._device = model, dtype, device
         self._parameters, self._part = sharded_parameters(model), part
+        require_written(model, merge=True)
         origins = dict(origins_of(part))
-        _require_all(model, origins)
         layers = {repr(each.layer): each.layer for each in origins.values() if each.layer is not None}
         for layer in layers.values():  # one of each kind that PEFT merges is tried before anything is written
             self._merged(layer)

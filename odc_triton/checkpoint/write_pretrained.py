@@ -19,7 +19,7 @@ from ..engine.api import engine_of
 from ..nn.operand import is_sharded
 from .adapter import write_adapter
 from .pretrained import transformers_part
-from .pretrained_tensors import PretrainedTensors
+from .pretrained_tensors import PretrainedTensors, require_written
 
 SHARD_BYTES = 2 * 2**30
 # Of a processor, besides its tokenizer's.
@@ -63,6 +63,7 @@ def save_pretrained(
     is_adapted = hasattr(model, "peft_config")
     if merge and not is_adapted:
         raise ValueError(f"merge=True, and {type(model).__name__} has no adapters: leave it out")
+    require_written(model, merge=merge)
     with _naming(folder), folder_aside(folder, overwrite=overwrite) as aside:
         if is_adapted and not merge:
             write_adapter(model, aside, dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,30 +107,23 @@ def find_parameters(root: nn.Module, unit_names: list[str], ignored: set[nn.Para
     return list(found.values())
 
 
-def _memory_of(parameter: nn.Parameter) -> Any:
+def _memory_of(parameter: nn.Parameter) -> tuple[Any, ...]:
     """Equal for parameters of the same elements in the same order: those of one memory are one parameter."""
-    if not _is_dense(parameter):
-        return id(parameter)
-    return parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype, parameter.requires_grad
-
-
-def _is_dense(parameter: nn.Parameter) -> bool:
-    """True if it has memory, and no gaps in it."""
     if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.numel():
-        return False
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-    return parameter.numel() == extent
+        return (id(parameter),)
+    return parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype, parameter.requires_grad
 
 
 def _refuse_other_views(found: list[FoundParameter]) -> None:
     """Raises ValueError for parameters of the same memory that are not the same elements in the same order."""
-    dense = sorted((each for each in found if _is_dense(each.value)), key=lambda each: each.value.data_ptr())
-    for first, second in itertools.pairwise(dense):
-        if second.value.data_ptr() < first.value.data_ptr() + first.value.nbytes:
+    at: dict[int, FoundParameter] = {}
+    for entry in found:
+        other = at.setdefault(_memory_of(entry.value)[0], entry)
+        if other is not entry:
             raise ValueError(
-                f"{second.name} is another view of {first.name}'s memory, and would be trained apart from it: shard a "
-                f"model without such views. PEFT's LoRA makes them of a tied head and its embeddings with "
-                f"ensure_weight_tying=True: leave it out, or give it with modules_to_save"
+                f"{entry.name} is another view of {other.name}'s memory, and would be trained apart from it: make it a "
+                f"parameter of its own. If it is of PEFT's LoRA with ensure_weight_tying=True on embeddings, leave "
+                f"that out, or name them in modules_to_save"
             )
 
 
