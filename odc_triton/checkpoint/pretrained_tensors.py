@@ -99,7 +99,8 @@ class PretrainedTensors:
 def _by_unit(origins: dict[str, Origin], empty: nn.Module) -> list[dict[str, Origin]]:
     """`origins` by their names in files, a tied one once, grouped by unit, as transformers converts only tensors of the
     same unit. What is tied is what is one tensor in memory: if the config ties others, it is changed in `empty`."""
-    tied = {name: other for name, other in empty.all_tied_weights_keys.items() if {name, other} <= origins.keys()}
+    known = getattr(empty, "all_tied_weights_keys", {})
+    tied = {name: other for name, other in known.items() if {name, other} <= origins.keys()}
     if any(origins[name].key() != origins[other].key() for name, other in tied.items()):
         tied = {}
         for config in (empty.config, *(getattr(empty.config, name, None) for name in empty.config.sub_configs)):
