@@ -23,7 +23,6 @@ from torch import nn
 
 from ..base.errors import CheckpointCorrupt, CheckpointDiffers
 from ..base.files import reading
-from ..comm.layout import find_units
 from ..data.tokenizer import read_config
 from ..engine.api import engine_of
 from ..engine.module import plain_class
@@ -115,20 +114,6 @@ def empty_copy(model: nn.Module) -> nn.Module:
     if conversions is not None:
         empty._weight_conversions = conversions
     return empty
-
-
-def tensors_by_unit(part: nn.Module, empty: nn.Module) -> list[dict[str, torch.Tensor]]:
-    """A transformers model's parameters and persistent buffers by their names in files, grouped by unit, as
-    transformers converts only tensors of the same unit. Tied ones once. `empty`: its `empty_copy`.
-    """
-    tied, known = getattr(empty, "all_tied_weights_keys", {}), empty.state_dict().keys()
-    units = find_units(empty)
-    groups: dict[str, dict[str, torch.Tensor]] = {unit: {} for unit in ["", *units]}
-    for name, value in [*part.named_parameters(remove_duplicate=False), *part.named_buffers()]:
-        plain = plain_name(name)
-        if plain in known and plain not in tied:
-            groups[next((unit for unit in units if plain.startswith(f"{unit}.")), "")][plain] = value
-    return list(groups.values())
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from ..base.errors import in_a_line
 from ..base.options import add_arguments, read_options
 from ..base.signals import STOPS, handling
 from ..checkpoint import load_pretrained_shards
+from ..checkpoint.pretrained_tensors import require_written
 from ..comm.launch import Interrupted, die_with_parent, end_process, status_of
 from ..engine.api import engine_of
 from ..hf import offload_checkpoints
@@ -87,6 +88,7 @@ def _sharded(
         model.requires_grad_(False)
     exact = options.exact or None  # None: by torch.use_deterministic_algorithms
     model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype), timeout=timeout, exact=exact)
+    require_written(model)
     decoder = Decoder.of(innermost(model).config.get_text_config())
     key = f"{'bfloat16' if options.dtype == 'bf16' else 'float32'}: {decoder.words}"
     if (factor := engine_of(model).attention.get(key, 1.0)) != 1.0:
