@@ -23,6 +23,7 @@ from ...device import Gpu, Rehearsal
 from ...provenance import RESULTS, ROOT, WARNING, about, read_lines, save_json, source_digest
 from .. import gpu as suite
 from .inputs import write_inputs
+from .paths import make_importable
 from .plan import FIRST, STAGES, Run, Stages
 
 _LEAST_S = 5.0  # with less time left, nothing is started
@@ -91,17 +92,6 @@ def read(file: Path) -> Any:
     return (read_lines(file) if lines else json.loads(file.read_text())) if file.is_file() else None
 
 
-def environment_of(device: Gpu, out: Path) -> dict[str, str]:
-    """Finds the packages of this checkout under the names that an installation gives them."""
-    site = out / "site"
-    site.mkdir(parents=True, exist_ok=True)
-    for name, folder in (("odc_kernels", "kernels"), ("odc_bench", "bench"), ("odc_triton", "odc_triton")):
-        with contextlib.suppress(FileExistsError):
-            (site / name).symlink_to(ROOT / folder)
-    path = [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return device.environment() | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-
-
 def do(
     name: str, run: Run, words: tuple[str, ...], report: Report, key: str, env: dict[str, str], left_s: float
 ) -> bool:
@@ -155,7 +145,8 @@ def main(words: list[str] | None = None, stages: Stages = STAGES) -> int:
     if not device.count():
         print("there is no GPU here: nothing was run; --rehearse tries this command without one", file=sys.stderr)
         return 2
-    environment = environment_of(device, options.out)
+    make_importable(options.out / "site")
+    environment = device.environment()
     write_inputs(options.out / "inputs", rehearse=options.rehearse)
     facts = {"rehearsal": options.rehearse, "gpu": device.about(), "gpus": device.count(), **about()}
     facts |= {"source": source_digest(), "when": time.strftime("%Y-%m-%d %H:%M:%S")}
