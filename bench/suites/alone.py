@@ -56,7 +56,8 @@ class LengthsWork:
     """What to train on, like `harness.Work`: random tokens of given lengths, any transformers causal LM.
 
     `lengths`: tokens of every sample. `minibatches`: indices of all ranks' samples, `round_size` minibatches per round,
-    the first of each round to warm up. No sample is longer than `token_cap`.
+    the first of each round to warm up. No sample is longer than `token_cap`. `drawn_on`: the device that draws random
+    weights: a host takes half a minute for a billion.
     """
 
     model: str | None
@@ -67,6 +68,7 @@ class LengthsWork:
     token_cap: int
     gradient_checkpointing: bool = False
     seed: int = 0
+    drawn_on: str = "cpu"
 
     @classmethod
     def drawn(
@@ -100,7 +102,8 @@ class LengthsWork:
         from odc_triton.checkpoint import load_causal_lm
 
         torch.manual_seed(self.seed)
-        model = load_causal_lm(model=self.model, init=self.init)
+        with torch.device("cpu" if self.init is None else self.drawn_on):
+            model = load_causal_lm(model=self.model, init=self.init)
         if self.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model

@@ -16,7 +16,7 @@ import pytest
 import bench.suites.gpu as suite
 from bench.device import Rehearsal
 from bench.provenance import ROOT, WARNING
-from bench.suites.gpu.__main__ import main
+from bench.suites.gpu.__main__ import lacks, main
 from bench.suites.gpu.plan import FIRST, STAGES, Run
 from tests.support.deadlines import LONG_S
 
@@ -123,6 +123,15 @@ def test_killed_at_any_moment_it_leaves_what_had_ended(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(WARNING)
     assert re.search(r"s/b +\| killed", done.stdout)
+
+
+def test_what_is_not_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    words, device = ("suite",), Rehearsal()
+    assert lacks(Run(words=words, seconds=1), (), device) == "there is nothing of it to rehearse"
+    assert lacks(Run(words=words, seconds=1, gpus=3), words, device) == "it needs 3 GPUs; here: 2"
+    monkeypatch.setenv("PATH", "")
+    assert lacks(Run(words=words, seconds=1, under=("tool",)), words, device) == "compute-sanitizer is not installed"
+    assert lacks(Run(words=words, seconds=1, gpus=2), words, device) == ""
 
 
 def in_a_plain_checkout(*words: str) -> str:

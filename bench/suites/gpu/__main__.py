@@ -135,6 +135,15 @@ def do(
     return good
 
 
+def lacks(run: Run, given: tuple[str, ...], device: Gpu) -> str:
+    """Why a run can't be started here; "" if it can."""
+    if not given:
+        return "there is nothing of it to rehearse"
+    if run.gpus > device.count():
+        return f"it needs {run.gpus} GPUs; here: {device.count()}"
+    return f"{_TOOL} is not installed" if run.under and shutil.which(_TOOL) is None else ""
+
+
 def main(words: list[str] | None = None, stages: Stages = STAGES) -> int:
     begin_s, options = time.monotonic(), parsed(words, stages)
     report = Report(options.out)
@@ -163,8 +172,8 @@ def main(words: list[str] | None = None, stages: Stages = STAGES) -> int:
         left_s = begin_s + options.seconds - time.monotonic()
         if before.get("verdict") == "passed" and before["key"] == key:
             print(f"{name}: passed before", flush=True)
-        elif not given or run.gpus > device.count() or (run.under and shutil.which(_TOOL) is None):
-            print(f"{name}: not run here: GPUs {run.gpus}{f', {_TOOL}' * bool(run.under)}", flush=True)
+        elif lacking := lacks(run, given, device):
+            print(f"{name}: not run here: {lacking}", flush=True)
         elif left_s < _LEAST_S:
             print(f"{name}: not run, there is no time left", flush=True)
             passed = False
