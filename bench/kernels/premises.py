@@ -172,11 +172,11 @@ def gather(gpu: Gpu) -> dict[str, Any]:
         for place, rows in pieces:
             memory[place : place + PIECE_BYTES].copy_(rows, non_blocking=True)
 
-    found: dict[str, Any] = {"one_by_one": _both_clocks(gpu, one_by_one)}
+    found: dict[str, Any] = {"one_by_one": both_clocks(gpu, one_by_one)}
     if batch_copy is not None:
         with torch.cuda.stream(torch.cuda.Stream()):  # it takes no default stream
             for name, batch in batches.items():
-                found[name] = _both_clocks(gpu, partial(batch_copy, batch, memory.data_ptr()))
+                found[name] = both_clocks(gpu, partial(batch_copy, batch, memory.data_ptr()))
     return found
 
 
@@ -206,12 +206,12 @@ def tree(gpu: Gpu) -> dict[str, Any]:
         torch.autograd.grad(out, qkv, torch.ones_like(out))
 
     qkv, repeated = drawn(bounds[-1]), drawn(COMPLETIONS * sample)
-    found = {way.__name__: _both_clocks(gpu, partial(both_ways, way, qkv)) for way in (in_parts, with_copies)}
+    found = {way.__name__: both_clocks(gpu, partial(both_ways, way, qkv)) for way in (in_parts, with_copies)}
     whole = partial(varlen, cu_seq_lens=of_samples, longest=sample, terms=terms)
-    return found | {"whole_samples": _both_clocks(gpu, partial(both_ways, whole, repeated))}
+    return found | {"whole_samples": both_clocks(gpu, partial(both_ways, whole, repeated))}
 
 
-def _both_clocks(gpu: Gpu, run: Callable[[], None]) -> dict[str, float]:
+def both_clocks(gpu: Gpu, run: Callable[[], None]) -> dict[str, float]:
     run()
     host, device = [], []
     for _ in range(20):
