@@ -14,11 +14,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from odc_triton.base.errors import DeadlineExceeded
 from odc_triton.comm.layout import Region
-from odc_triton.comm.memory.cuda import check_socket_folder
+from odc_triton.comm.memory.cuda import _allocated, check_socket_folder
 from odc_triton.comm.memory.heap import LEFT, PID, STATUS_SLOTS, ByteLocks, SharedMemoryHeap, _new_memfd
 from odc_triton.comm.memory.rendezvous import receive_files, send_files
 from tests.support import leftovers, ranks
@@ -231,6 +232,15 @@ def test_a_folder_too_long_for_sockets() -> None:
     check_socket_folder("/" + "a" * 89)
     with pytest.raises(RuntimeError, match=r"TMPDIR is '/a+', .* more than 107 bytes: set TMPDIR to a shorter path"):
         check_socket_folder("/" + "a" * 90)
+
+
+def test_one_rank_needs_no_symmetric_memory() -> None:
+    """Torch has it for GPUs alone; some virtual machines refuse it there."""
+    with pytest.warns(UserWarning, match="one rank goes on without symmetric memory, more can't start here: Symmetric"):
+        memory = _allocated(256, torch.device("cpu"), world=1)
+    assert (memory.shape, memory.dtype) == ((256,), torch.uint8)
+    with pytest.raises(RuntimeError, match="SymmetricMemory"):
+        _allocated(256, torch.device("cpu"), world=2)
 
 
 def test_there_are_so_many_statuses() -> None:
