@@ -38,6 +38,8 @@ def difference(theirs: dict[str, Any], mine: dict[str, Any]) -> str | None:
 
     `theirs`: of vLLM's model; `mine`: of the policy.
     """
+    if theirs.get("tie_word_embeddings") and mine.get("tie_word_embeddings") is False:  # it would drop the head
+        return "has tied embeddings, and the policy has not: write false for tie_word_embeddings in its config.json"
     theirs, mine = (config.get("text_config") or config for config in (theirs, mine))
     for name in _COMPARED:
         if theirs.get(name) != mine.get(name):
