@@ -7,6 +7,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,11 @@ from transformers import AutoModelForCausalLM
 from odc_triton import full_parameters, fully_shard
 from odc_triton.base.errors import CheckpointDiffers
 from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
+from odc_triton.cli.export import ExportOptions, export
+from odc_triton.rl.generation import Request, SamplingOptions
+from odc_triton.rl.transformers_engine import TransformersEngine
 from odc_triton.train import sft
-from tests.support import slow
+from tests.support import jobs, slow
 from tests.support.families import causal_lm
 from tests.support.sft_case import case, write_case
 from tests.support.vision import FAMILIES
@@ -248,6 +252,44 @@ def test_a_tied_model_does_not_take_two_tensors(tmp_path: Path) -> None:
         CheckpointDiffers, match=rf"{HEAD} and {EMBEDDING} differ, and are one parameter here: make the"
     ):
         load_pretrained_shards(model, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*they are not tied")
+def test_a_run_from_two_tensors(tmp_path: Path) -> None:
+    """Stopped and continued, exported, and sampled from: with both, as transformers has them."""
+    write_case(tmp_path)
+    tied(tmp_path / "in", head_moved)
+    usual = {
+        "init": None,
+        "model": str(tmp_path / "in"),
+        "steps": 3,
+        "checkpoint_every": 1,
+        "token_cap": 128,
+        "exact": True,
+    }
+    runs = {name: case(tmp_path, **usual, out=str(tmp_path / name)) for name in ("whole", "stopped")}
+    assert jobs.run(2, runs["whole"]) == [jobs.ENDED]
+    assert jobs.run(2, runs["stopped"], stop_after=1) == [jobs.STOPPED]
+    assert jobs.run(2, replace(runs["stopped"], resume="auto")) == [jobs.ENDED]
+    export(tmp_path / "whole", ExportOptions(out=str(tmp_path / "exported")))
+    want = everything(plain(tmp_path / "whole" / "model"))
+    assert (want[HEAD][-1, -1] - want[EMBEDDING][-1, -1]) > 0.9
+    assert not torch.equal(want[HEAD], everything(plain(tmp_path / "in"))[HEAD])
+    for other in (tmp_path / "stopped" / "model", tmp_path / "exported"):
+        found = everything(plain(other))
+        assert found.keys() == want.keys()
+        for key, value in want.items():
+            assert torch.equal(found[key], value), f"{other}: {key}"
+
+    model = fully_shard(meta_causal_lm(model=str(tmp_path / "in")))
+    load_pretrained_shards(model, tmp_path / "in")
+    options = SamplingOptions(temperature=0.0, max_new_tokens=9, end_tokens=())
+    (((one,),)) = TransformersEngine(model).generate([Request(ids=[5, 6, 7], seeds=[0])], options)
+    made = plain(tmp_path / "in").generate(
+        torch.tensor([[5, 6, 7]]), max_new_tokens=9, do_sample=False, eos_token_id=-1
+    )
+    assert one.ids == made[0, 3:].tolist()
 
 
 def quantised(folder: Path, dtype: torch.dtype, config: dict | None = None) -> None:
