@@ -6,10 +6,10 @@ import fcntl
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
+from ..base.files import remove_left, require_replaceable
 from ..base.options import flag
 from ..data.store import contents
 from .grpo_options import GrpoOptions
@@ -17,7 +17,8 @@ from .run_options import RunOptions
 from .sft_options import SftOptions
 
 # The names that `atomic_file` and `folder_aside` write under: with the process id and random digits.
-_UNFINISHED = re.compile(r"\..+\.\d+\.[0-9a-f]{8}(\.new|\.old)?")
+_UNFINISHED = re.compile(r"\.(.+)\.\d+\.[0-9a-f]{8}(\.new|\.old)?")
+_WRITTEN_LAST = ("model", "adapter")
 
 
 class RunFolder:
@@ -34,7 +35,7 @@ class RunFolder:
         """Creates the folder, locks it for this job, and removes partial files of a killed job.
 
         Raises BlockingIOError while another job writes to it, FileExistsError for another run's folder unless resuming,
-        OSError if it can't be written.
+        OSError if it can't be written, or the model can't be in the end.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -53,8 +54,14 @@ class RunFolder:
                 f"{self.path} holds another run: continue it with --resume auto, or give another --out"
             )
         for path in [*self.path.glob(".*"), *self.file("data").glob(".*")]:
-            if _UNFINISHED.fullmatch(path.name):
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            if found := _UNFINISHED.fullmatch(path.name):
+                remove_left(path.with_name(found[1])) if path.is_dir() else path.unlink(missing_ok=True)
+        for name in _WRITTEN_LAST:
+            try:
+                require_replaceable(self.file(name))
+            except OSError:
+                self.release()
+                raise
 
     def take(self, identity: dict[str, Any]) -> bool:
         """After `lock`: True if the folder holds a run to resume; if not, it becomes this run's.
