@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints
 from transformers.utils import is_accelerate_available
 
 from ..balance import CostModel
@@ -167,10 +167,19 @@ class ShardedTrainer(Trainer):
         """The model itself, see [Note: what accelerate wraps]."""
         return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
 
-    def _set_training(self, model: nn.Module) -> None:
-        model.train()
-        if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers have two modes
-            self.optimizer.train()
+    def _set_mode(self, *, training: bool) -> None:
+        self.model.train(training)
+        switch = getattr(self.optimizer, "train" if training else "eval", None)
+        if callable(switch):  # schedule-free optimizers have two modes, with other weights
+            switch()
+
+    def _publish_edits(self, purpose: str, edit: Callable[[], None] = lambda: None) -> None:
+        """Before parameters are read outside of minibatches: all ranks come here, `edit` theirs while none reads, and
+        then read what all have written, in callbacks too.
+        """
+        self._engine.exchange(purpose, {})
+        edit()
+        self._engine.publish()  # reads wait until all ranks have
 
     def _minibatch(self, model: nn.Module, *given: Any) -> tuple[torch.Tensor, minibatch, dict[str, Any]]:
         """Forward and backward of this rank's packs: its part of the loss, and its metrics, after the reduction."""
@@ -178,7 +187,7 @@ class ShardedTrainer(Trainer):
 
     def _run_minibatch(self, model: nn.Module, *given: Any) -> tuple[torch.Tensor, minibatch, list[dict[str, Any]]]:
         """The loss of all ranks' packs, and each rank's metrics, of what `_minibatch` makes of `given`, packs first."""
-        self._set_training(model)
+        self._set_mode(training=True)
         run = partial(self._minibatch, model, *given)
         loss_sum, mb, mine = repeating(run) if self._engine.deterministic else run()
         checksum = getattr(given[0], "checksum", None)
@@ -214,6 +223,24 @@ class ShardedTrainer(Trainer):
         load_pretrained_shards(reference, source)
         return reference
 
+    # ------------------------------------------------------------------ evaluation
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Trainer's, of the parameters as they are when the last rank begins."""
+        with self._engine.naming_lost("evaluate"):
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, as `evaluate`."""
+        with self._engine.naming_lost("predict"):
+            return super().predict(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        self._publish_edits("evaluate", partial(self._set_mode, training=False))
+        output = super().evaluation_loop(*args, **kwargs)
+        self._engine.exchange("the end of an evaluation", {})  # who goes on may write
+        return output
+
     # ------------------------------------------------------------------ saving and resuming
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -234,6 +261,7 @@ class ShardedTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes a folder for plain transformers, or PEFT, in the compute dtype. Every rank calls it; rank 0 writes."""
         with self._engine.naming_lost("save_model"):
+            self._publish_edits("save the model")
             super().save_model(output_dir, _internal_call)
             self._engine.barrier.exchange("save_model", {})  # until then rank 0 reads the others' shards
 

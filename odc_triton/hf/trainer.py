@@ -361,9 +361,7 @@ class ODCTrainer(ShardedTrainer):
         if not isinstance(dataloader, PackLoader):
             return super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         self._sums.zero_()
-        self.model.eval()
-        if callable(getattr(self.optimizer, "eval", None)):
-            self.optimizer.eval()
+        self._publish_edits("evaluate", partial(self._set_mode, training=False))
         self.callback_handler.eval_dataloader = dataloader
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.args.device)
         with torch.no_grad():
