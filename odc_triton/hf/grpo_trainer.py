@@ -169,6 +169,12 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
                 f"{args.steps_per_generation} make {wanted}: make it where torchrun has set its variables, and on "
                 f"CPUs with use_cpu=True"
             )
+        prompts = wanted // args.num_generations
+        if hasattr(self.train_dataset, "__len__") and len(self.train_dataset) < prompts:
+            raise ValueError(
+                f"train_dataset has {len(self.train_dataset)} prompts, and a step samples for {prompts}: it would be "
+                f"left out as incomplete. Give more prompts, or more num_generations of each"
+            )
 
     # ------------------------------------------------------------------ outside of minibatches
 

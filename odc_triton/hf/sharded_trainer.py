@@ -99,6 +99,11 @@ class ShardedTrainer(Trainer):
                 adapted = self.takes_adapters and name == "peft_config"
                 instead = "call peft.get_peft_model before fully_shard" if adapted else "leave it out"
                 raise ValueError(f"{name} is given, but the model is sharded already: {instead}")
+        for name in ("train_dataset", "eval_dataset"):
+            given = trainer.get(name)
+            for each in given.values() if isinstance(given, dict) else [given]:
+                if hasattr(each, "__len__") and not len(each):  # at which TRL's constructors end in a StopIteration
+                    raise ValueError(f"{name}: the data set has no samples")
         self._accumulated = 1
         if args is not None:
             self._check_arguments(args)

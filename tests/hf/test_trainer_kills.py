@@ -59,12 +59,12 @@ def _killed(rank: int, world: int, folder: str, kind: str, victim: int, moment: 
 
 # Of each kind the moments at which a rank dies, up to about as many as it waits in all.
 MOMENTS = {
-    "Odc": (1, 8, 15, 22, 29),
+    "Odc": (1, 5, 9, 15, 21, 25, 33),
     "DPO": (2, 12, 22, 32, 42),
     "Reward": (3, 13, 23, 33, 43),
     "GRPO": (4, 90, 180, 270, 350),
 }
-_FAST = ("Odc", 2, 8)
+_FAST = ("Odc", 2, 5)
 _EVERY = [(kind, world, moment) for kind in MOMENTS for moment in MOMENTS[kind] for world in (2, 3)]
 # GRPO's groups of 4 completions don't fit 3 ranks.
 KILLS = [_FAST, *(slow(*each) for each in _EVERY if each != _FAST and each[:2] != ("GRPO", 3))]
