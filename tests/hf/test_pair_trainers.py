@@ -214,6 +214,11 @@ _BOTH = [
     ({}, {"share_prefixes": "on"}, "share_prefixes is 'on': give 'auto' or 'off'"),
     ({}, {"compute_metrics": print}, "compute_metrics is given, and packs have no logits"),
     ({}, {"peft_config": object()}, "peft_config is given, but the model is sharded already"),
+    (
+        {"max_length": 2},
+        {},
+        "all 2 samples of the train data set are too long for max_length=2 and were dropped by TRL",
+    ),
 ]
 # Arguments, what else the trainer is given, and the error.
 REFUSED = {
@@ -262,6 +267,7 @@ def _refusals(rank: int, world: int, folder: str) -> None:
             with pytest.raises(ValueError, match=re.escape(words)):
                 make(kind, changes=changes, **given)
     images, stream = case.dataset([0, 1], {"image": ["a", "b"]}), data["train_dataset"].to_iterable_dataset()
+    long = images.remove_columns("image").map(lambda each: {"prompt": "w5 " * 2000})
     language = case.sharded("DPO", None)
     language.config.num_labels = 1
     reference, dpo, apart = (
@@ -279,6 +285,14 @@ def _refusals(rank: int, world: int, folder: str) -> None:
         ("DPO", None, {"ref_model": unpacked["DPO"]}, f"ref_model{apart}"),
         ("DPO", None, {"ref_model": case.model_for("DPO", None)}, "ref_model is not sharded: call enable_packing and"),
         ("DPO", None, {"ref_model": dpo}, "ref_model is the model itself"),
+        (
+            "DPO",
+            None,
+            {"eval_dataset": {"a": long}},
+            "all 2 samples of the a data set are too long for max_length=1024",
+        ),
+        ("Reward", None, {"eval_dataset": long}, "all 2 samples of the eval data set are too long for max_length=1024"),
+        ("DPO", None, {"train_dataset": long.select([])}, "train_dataset: the data set has no samples"),
         ("DPO", None, {"train_dataset": images}, "contains 'image' or 'images' keys"),
         ("DPO", None, {"ref_model": reference, "train_dataset": stream}, "IterableDataset"),
     ):
