@@ -70,7 +70,8 @@ class Merge:
         """The whole merged tensor `name`. `read(name)`: a whole tensor of the base."""
 
         def value(tensor: torch.Tensor) -> torch.Tensor:
-            return read(self._name[id(tensor)]).to(tensor.dtype) if tensor.is_meta else tensor
+            whole = read(self._name[id(tensor)]) if tensor.is_meta else tensor
+            return whole.to(tensor.dtype, copy=True)  # PEFT merges into it, and safetensors reads it once
 
         origin = self.origins[name]
         if origin.layer is not None:
