@@ -34,7 +34,7 @@ def with_adapter(model: nn.Module, config: Any) -> nn.Module:
             "use_dora, modules_to_save and init_lora_weights need weights to start from: leave them out"
         )
     source = getattr(getattr(model, "config", None), "_name_or_path", "")
-    if source and base_of(source) is not None:
+    if source and Path(source).is_dir() and base_of(source) is not None:
         raise NotImplementedError(
             f"{source} has an adapter, and PEFT can't read one on top of it: begin with a model that PEFT's "
             f"merge_and_unload() made of it"

@@ -95,7 +95,7 @@ def _copy_processor(source: str | Path, folder: Path) -> None:
     """
     from huggingface_hub import try_to_load_from_cache
 
-    source = with_tokenizer(source)
+    source = with_tokenizer(source) if Path(source).is_dir() else source  # nothing is asked of the hub at a run's end
     for name in _OF_PICTURES:
         found = Path(source, name)
         if not Path(source).exists():
