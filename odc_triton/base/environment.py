@@ -1,10 +1,35 @@
-"""Environment variables for the duration of a block."""
+"""Environment variables: for the duration of a block, and those of a rank that another program started."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+def joined_world() -> int | None:
+    """The number of ranks of the job that torchrun, or the like, started this process for; None: it is no rank.
+
+    Raises ValueError for variables that contradict each other.
+    """
+    rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None or world is None or (world == "1" and "TORCHELASTIC_RUN_ID" not in os.environ):
+        return None
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)) or "MASTER_ADDR" not in os.environ:
+        raise ValueError(
+            f"RANK is {rank!r}, WORLD_SIZE {world!r} and MASTER_ADDR {os.environ.get('MASTER_ADDR')!r}: start this by "
+            f"torchrun, which sets them, or unset RANK and WORLD_SIZE"
+        )
+    return int(world)
+
+
+def require_world(ranks: int | None, world: int) -> None:
+    """Raises ValueError for a number of ranks that is not that of the world."""
+    if ranks not in (None, world):
+        raise ValueError(
+            f"--ranks is {ranks}, and this process is one of {world} ranks, as torchrun's RANK and WORLD_SIZE say: "
+            f"leave --ranks out, or unset RANK and WORLD_SIZE"
+        )
 
 
 @contextmanager

@@ -22,8 +22,16 @@ def option(default: Any, text: str, *, group: str | None = None) -> Any:
 
 
 def expanded(path: str | os.PathLike) -> str:
-    """A path as text, with the user's home in place of `~`, which shells leave in `--out=~/run`, and YAML anywhere."""
-    return os.path.expanduser(os.fspath(path))
+    """A path as text, with the user's home in place of `~`, which shells leave in `--out=~/run`, and YAML anywhere.
+
+    Raises ValueError for the home of a user who is not there, TypeError for what is no path.
+    """
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise TypeError(f"{path!r} is not text")
+    if (found := os.path.expanduser(text)).startswith("~"):
+        raise ValueError(f"{text} begins with the home of a user who does not exist: give another path, or ./{text}")
+    return found
 
 
 def plain_paths(options: Any, *names: str) -> None:

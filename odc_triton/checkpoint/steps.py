@@ -76,6 +76,11 @@ class Checkpoints:
                 warnings.warn(f"skipped: {error}", stacklevel=2)
         return None
 
+    @property
+    def any_folder(self) -> bool:
+        """True if there is a checkpoint, whole or not."""
+        return bool(_folders(self.folder))
+
     # ------------------------------------------------------------------ saving
 
     def save(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..base.environment import joined_world
 from ..base.errors import in_a_line
 from ..base.options import expanded
 from .start import ending_at_once, join_job, report_stopped, start_job
@@ -134,11 +135,13 @@ class _Command:
     options: str  # "module:name" of the dataclass
     run: str | Callable[..., int]  # or "module:name" of it
     has_ranks: bool = False  # passed to `run` first
+    joins: bool = False  # under torchrun it is one of its ranks
     has_config: bool = False  # the options may come from a file
     place: tuple[str, str] | None = None  # a positional argument, and its help; passed to `run` first
 
     def add(self, commands: argparse._SubParsersAction, name: str) -> None:
         from ..base.config_file import with_config
+        from ..base.environment import require_world
         from ..base.options import RANKS_PER_CORE, add_arguments, read_options, require_ranks
 
         parser = commands.add_parser(name, help=self.help, description=self.description)
@@ -155,7 +158,10 @@ class _Command:
             try:
                 if self.has_config:
                     given = with_config(kind, given)
-                require_ranks(given.get("ranks", 1))
+                if self.joins and (world := joined_world()) is not None:
+                    require_world(given.get("ranks"), world)
+                else:
+                    require_ranks(given.get("ranks", 1))
                 wanted = read_options(kind, given)
             except ValueError as error:
                 parser.error(str(error))
@@ -171,8 +177,8 @@ def _imported(name: str) -> Any:
 
 
 def _train(job: str, ranks: int, wanted: Any) -> int:
-    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        join_job(f"odc_triton.train.{job}", f"run_{job}", wanted, ranks=ranks)
+    if joined_world() is not None:
+        join_job(f"odc_triton.train.{job}", f"run_{job}", wanted)
     start_job(f"odc_triton.train.{job}", f"run_{job}", wanted, ranks=ranks)
     return 0
 
@@ -212,20 +218,21 @@ _BENCH = _Command(
 _SFT = _Command(
     help="supervised fine-tuning on packed sequences",
     description="Supervised fine-tuning of a transformers causal LM on packed sequences. Starts the ranks on this "
-    "machine; under torchrun use `torchrun -m odc_triton.train.sft` with the same options.",
+    "machine, or joins those of torchrun: torchrun --nproc-per-node 8 --no-python odc-triton train sft …",
     options="..train.sft_options:SftOptions",
     run=partial(_train, "sft"),
     has_ranks=True,
+    joins=True,
     has_config=True,
 )
 _GRPO = _Command(
     help="reinforcement learning by GRPO",
     description="Reinforcement learning of a transformers causal LM by GRPO: completions of your prompts, rewarded by "
-    "your functions. Starts the ranks on this machine; under torchrun use `torchrun -m odc_triton.train.grpo` with the "
-    "same options.",
+    "your functions. Starts the ranks on this machine, or joins those of torchrun.",
     options="..train.grpo_options:GrpoOptions",
     run=partial(_train, "grpo"),
     has_ranks=True,
+    joins=True,
     has_config=True,
 )
 _EXPORT = _Command(

@@ -104,7 +104,7 @@ def prepare(options: GrpoOptions, *, mesh: DeviceMesh) -> Prepared[Prompts]:
         mix=mix,
         identity=taken["identity"],
         folder=folder,
-        **{name: taken[name] for name in ("resumes", "resume_from", "branch")},
+        **taken["before"],
         **_largest(options, tokenizer, found),
     )
 

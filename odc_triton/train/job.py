@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..balance import CostModel
 from ..balance.decoder import Decoder
 from ..base.config_file import with_config
+from ..base.environment import joined_world, require_world
 from ..base.errors import in_a_line, lost_within
 from ..base.options import add_arguments, read_options
 from ..base.signals import STOPS, handling
@@ -141,9 +142,7 @@ def _main(kind: type[Options], run: Callable[[Options], Metrics], name: str) -> 
     add_arguments(parser, kind, config=True)
     try:
         given = with_config(kind, vars(parser.parse_args()))
-        ranks, world = given.get("ranks"), int(os.environ.get("WORLD_SIZE", 1))
-        if ranks not in (None, world):
-            raise ValueError(f"{given['config']} has ranks: {ranks}, but torchrun started {world}: leave ranks out")
+        require_world(given.get("ranks"), joined_world() or 1)
         options = read_options(kind, given)
     except ValueError as error:
         parser.error(str(error))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..base.errors import MinibatchFailed, OdcError, RolloutFailed
+from ..base.errors import CheckpointCorrupt, CheckpointFailed, MinibatchFailed, OdcError, RolloutFailed
 from ..checkpoint.background import BackgroundCheckpoints
 from ..checkpoint.steps import Checkpoints
 from ..comm.launch import Interrupted
@@ -61,15 +62,15 @@ class Loop:
         self.out = Path(run.options.out)
         self.checkpoints = Checkpoints(self.out / "checkpoints", keep=run.options.keep)
         self.saved_step = -1
+        self._evaluation_s = 0.0  # what the last one took
         self._is_first = run.engine.rank == 0
         self._records: Records | None = None
         # By default only where ranks compute on GPUs: on the CPU the writer takes a core from a rank's step.
         wanted = run.options.checkpoint_background
         self._in_background = run.engine.heap.device.type == "cuda" if wanted is None else wanted
         self.background = BackgroundCheckpoints(self.checkpoints, model=run.model)
-        self.clock = SaveClock(run.options.checkpoint_interval_s)
         run.stop_signal = stop
-        run.parts += [self.background, self.clock]
+        run.parts.append(self.background)
 
     def run_to_the_end(self) -> Metrics:
         try:
@@ -87,23 +88,36 @@ class Loop:
         run = self.run
         self._resume()
         metrics: Metrics = {"step": run.state.step, "tokens": run.state.tokens}
-        self.clock.begin()
-        self.clock.end()
+        if run.steps <= min(run.state.step, self.prepared.ended_step):
+            if self._is_first:
+                self.prepared.folder.end(self.prepared.ended_step)  # for these options too
+            return metrics
+        self.clock = SaveClock(run.options.checkpoint_interval_s)
+        run.parts.append(self.clock)
+        unsaved: CheckpointFailed | None = None
         if self._is_first:
             self._records = Records(run, self.on_metrics)
         with Progress(total=run.steps, done=run.state.step, shown=self._is_first) as progress:
             while run.state.step < run.steps and run.stop is None:
+                self.clock.ahead_s = self._evaluations_s()
                 made = run.train_step()
                 if made is None:
                     self._save_where_due()
                     break
                 metrics, run.samples = made, []
-                if self._evaluates_now():
+                if self._evaluates(run.state.step):
+                    begun_s = time.monotonic()
                     metrics |= run.evaluate()
+                    self._evaluation_s = time.monotonic() - begun_s
                 if self._records is not None:
                     self._records.write(metrics, run.samples)
                 progress.show(run.shown(metrics))
-                self._save_where_due()
+                try:
+                    self._save_where_due()
+                except CheckpointFailed as error:
+                    if run.state.step < run.steps:
+                        raise
+                    unsaved = error  # the model may still be written
                 self.clock.restart()
         self.background.wait()
         if run.stop is not None and run.state.step < run.steps:
@@ -118,7 +132,9 @@ class Loop:
                 f"no model is written: {run.state.skipped} of {run.state.step} steps were skipped, and the weights are "
                 f"not finite or unchanged. Lower --lr, look at the data, or continue from an older checkpoint"
             )
-        self._finish(metrics)
+        self._finish(metrics, is_saved=unsaved is None)
+        if unsaved is not None:
+            raise unsaved
         return metrics
 
     def close(self) -> None:
@@ -127,23 +143,26 @@ class Loop:
             self._records.close()
 
     def _resume(self) -> None:
-        run, path = self.run, self.prepared.resume_from
-        if path is None and self._is_first and self.prepared.resumes:
+        run, path, are_damaged = self.run, None, False
+        if self._is_first and self.prepared.resumes:
             newest = self.checkpoints.newest(fallback=True)
-            path = None if newest is None else str(newest)
-        path = path or self.prepared.branch
-        path = run.engine.exchange("find the checkpoint", {"path": path})[0]["path"]
-        if path is None:
+            path, are_damaged = None if newest is None else str(newest), newest is None and self.checkpoints.any_folder
+        found = run.engine.exchange("find the checkpoint", {"path": path, "are_damaged": are_damaged})[0]
+        if found["are_damaged"]:
+            raise CheckpointCorrupt(
+                f"no checkpoint in {self.checkpoints.folder} is whole, and starting again would replace what the run "
+                f"has: give another --out"
+            )
+        if (path := found["path"]) is None:
             if self._is_first and self.prepared.resumes:
-                print(f"there is no whole checkpoint in {self.checkpoints.folder}: starting again", flush=True)
+                print(f"there is no checkpoint in {self.checkpoints.folder}: starting again", flush=True)
             return
         chosen = [group["weight_decay"] for group in run.optimizer.param_groups]
         saved = self.checkpoints.load(path, model=run.model, optimizer=run.optimizer)
         for group, weight_decay in zip(run.optimizer.param_groups, chosen, strict=True):
             group["weight_decay"] = weight_decay  # else the checkpoint's
-        changed = run.resume(saved, where=Path(path).absolute().parent.parent)
-        if Path(path).absolute().parent == self.checkpoints.folder.absolute():
-            self.saved_step = run.state.step
+        changed = run.resume(saved, where=Path(self.prepared.branch or path).absolute().parent.parent)
+        self.saved_step = run.state.step
         run.reset_timer()
         if self._is_first:
             if changed:
@@ -153,11 +172,15 @@ class Loop:
             else:
                 print(f"all {run.steps} steps are done already, in {path}", flush=True)
 
-    def _evaluates_now(self) -> bool:
+    def _evaluates(self, step: int) -> bool:
         run, every = self.run, self.run.options.eval_every
-        if not run.evaluates or run.state.step == run.steps:
+        if not run.evaluates or step == run.steps:
             return run.evaluates
-        return run.stop is None and every > 0 and run.state.step % every == 0
+        return run.stop is None and every > 0 and step % every == 0
+
+    def _evaluations_s(self) -> float:
+        """Of this step and the next, by the last one's: before the next checkpoint can be saved, if not now."""
+        return self._evaluation_s * sum(self._evaluates(self.run.state.step + more) for more in (1, 2))
 
     def _save_where_due(self) -> None:
         """Saves by the clock or every so many steps, at the end, and when the run is stopped.
@@ -194,7 +217,7 @@ class Loop:
         self.saved_step = step
         run.reset_timer()
 
-    def _finish(self, metrics: Metrics) -> None:
+    def _finish(self, metrics: Metrics, *, is_saved: bool) -> None:
         run = self.run
         events = gather_events(run)
         if self._records is not None:
@@ -206,6 +229,7 @@ class Loop:
             written = write_report(run, lines, events, summary)
             trackers.close(within_s=min(END_S, run.engine.barrier.timeout_s / 2))  # the others wait below
             written = ", ".join([*written, "metrics.jsonl"])
-            self.prepared.folder.end()
+            if is_saved:
+                self.prepared.folder.end(run.state.step)
             print(f"{summary}\n{written} and {folder.name}/ are in {self.out}")
         run.engine.exchange("the trained model is written", {})  # rank 0 has read the others' shards

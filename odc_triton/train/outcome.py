@@ -43,7 +43,7 @@ def write_report(run: Run, metrics: Sequence[Metrics], events: list[Event], summ
     If a finished run was started again and took no step, an existing report stays; a new one has no timeline.
     """
     out = Path(run.options.out)
-    if all(event.kind != "step" for event in events) and (out / "report.html").exists():
+    if not run.recent and (out / "report.html").exists():
         return []
     written = ["report.html"]
     numbers = {event.minibatch for event in events}

@@ -44,8 +44,8 @@ class Prepared(Generic[Data]):
     identity: dict[str, Any]  # must be the same in a resumed run
     folder: RunFolder | None
     resumes: bool  # the folder holds a run to continue
-    resume_from: str | None  # the folder's checkpoint to continue from, by default the newest
-    branch: str | None  # the checkpoint of another run to begin with
+    branch: str | None  # the checkpoint of another run that this one began with
+    ended_step: int  # the last step of the run whose model is in the folder; 0: none
 
 
 class HasEnded(Exception):
@@ -84,8 +84,8 @@ def take_folder(
 ) -> tuple[dict[str, Any], RunFolder | None]:
     """Rank 0 takes the folder and reads the data. Returns (the result of `read`, rank 0's folder). Collective.
 
-    `read` returns JSON whose `prepared` are digests of the data. The result also has `identity`, `resumes`,
-    `resume_from` and `branch`. Raises HasEnded if the run in the folder is over.
+    `read` returns JSON whose `prepared` are digests of the data. The result also has what `Prepared` has of a run
+    before. Raises HasEnded if the run in the folder is over.
     """
     if options.lora_rank:
         require_peft()
@@ -96,18 +96,17 @@ def take_folder(
         folder.lock(resume=options.resume)
         try:
             identity = options.identity(mesh.size())
-            _check_resumed(options, folder, identity)  # before all the data are read
-            goes_on = folder.goes_on(options.resume)
-            if goes_on and folder.has_ended(identity):
-                return {"ended": _ended(folder, options)}
+            changed = _check_resumed(options, folder, identity)  # before all the data are read
+            if folder.goes_on(options.resume) and folder.has_ended(identity):
+                return {"ended": _ended(folder, options, changed)}
             made = read(folder)
             identity |= {"prepared": made["prepared"]}
             resumes = folder.take(identity, resume=options.resume)
-            made["branch"] = folder.branch
-            made["resume_from"] = options.resume if resumes and not goes_on else None
             repeat = f"odc-triton train {options.job} --config {folder.file(CONFIG)} --out ANOTHER_FOLDER"
-            write_config(folder.file(CONFIG), options, comment=f"To repeat this run: {repeat}", ranks=mesh.size())
-            return made | {"resumes": resumes, "identity": identity}
+            comment = f"The options of the last start. To train with them again: {repeat}"
+            write_config(folder.file(CONFIG), options, comment=comment, ranks=mesh.size())
+            before = {"resumes": resumes, "branch": folder.branch, "ended_step": folder.ended_step}
+            return made | {"before": before, "identity": identity}
         except BaseException:
             folder.release()
             raise
@@ -119,13 +118,15 @@ def take_folder(
     return made, folder if mesh.get_rank() == 0 else None
 
 
-def _ended(folder: RunFolder, options: RunOptions) -> Metrics:
-    """The last metrics of a run that is over. Says so."""
+def _ended(folder: RunFolder, options: RunOptions, changed: str) -> Metrics:
+    """The last metrics of a run that is over. Says so. `changed`: options, in words."""
     (metrics,) = read_metrics(folder.file("metrics.jsonl"))[-1:] or [{"step": 0, "tokens": 0}]
     written = folder.file("adapter" if options.lora_rank else "model")
     print(
         f"the run in {folder.path} has ended after step {metrics['step']}: {written} has its weights. Nothing was "
-        f"changed. To train on, give more {'--epochs or ' * (options.job == 'sft')}--steps",
+        f"changed. To train on, give more {'--epochs or ' * (options.job == 'sft')}--steps"
+        + f"; there are no steps for what is other now: {changed}"
+        * bool(changed),
         flush=True,
     )
     return metrics
@@ -160,11 +161,13 @@ def _on_rank_0(make: Callable[[], dict[str, Any]], mesh: DeviceMesh, timeout: ti
     return message["made"]
 
 
-def _check_resumed(options: RunOptions, folder: RunFolder, identity: dict[str, Any]) -> None:
-    """Raises OSError and ValueError if the resumed run had other options, its data aside, or is no checkpoint."""
-    folder.check(identity)
+def _check_resumed(options: RunOptions, folder: RunFolder, identity: dict[str, Any]) -> str:
+    """Raises OSError and ValueError if the resumed run had other options, its data aside, or is no checkpoint. Returns
+    the options in which the folder's run differs, and may, in words.
+    """
+    changed = folder.check(identity)
     if options.resume == "never" or folder.goes_on(options.resume):
-        return
+        return changed
     path = Path(options.resume)
     if not path.is_dir():
         raise FileNotFoundError(
@@ -181,6 +184,7 @@ def _check_resumed(options: RunOptions, folder: RunFolder, identity: dict[str, A
             f"--resume {path} has no position of a run: give a checkpoint of train {options.job}"
         ) from error
     require_same(saved, identity, where=path.absolute().parent.parent)
+    return changed
 
 
 def _has_tokens(model: str, tokenizer: Any, *, otherwise: bool) -> bool:

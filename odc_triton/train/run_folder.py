@@ -10,10 +10,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..base.files import remove_left, require_replaceable
+from ..base.files import link_or_copy, remove_left, require_replaceable
 from ..base.options import flag
+from ..checkpoint.folder import unfinished
+from ..checkpoint.steps import newest_in
 from ..data.store import contents
 from .grpo_options import GrpoOptions
+from .metrics import read_metrics
 from .run_options import PATHS, RunOptions
 from .sft_options import SftOptions
 
@@ -50,11 +53,9 @@ class RunFolder:
         except BlockingIOError:
             self.release()
             raise BlockingIOError(f"another job writes to {self.path}: wait for it, or give another --out") from None
-        if self._holds_run() and (resume == "never" or not self._is_own(resume)):
+        if self._holds_run() and not self.goes_on(resume):
             self.release()
-            raise FileExistsError(
-                f"{self.path} holds another run: continue it with --resume auto, or give another --out"
-            )
+            raise FileExistsError(self._refusal(resume))
         for path in [*self.path.glob(".*"), *self.file("data").glob(".*")]:
             if found := _UNFINISHED.fullmatch(path.name):
                 remove_left(path.with_name(found[1])) if path.is_dir() else path.unlink(missing_ok=True)
@@ -65,33 +66,44 @@ class RunFolder:
                 self.release()
                 raise
 
-    def _is_own(self, resume: str) -> bool:
-        """True if `resume` goes on with the run here: auto, one of its checkpoints, or the one that it began with."""
-        inside = os.path.realpath(Path(resume).parent) == os.path.realpath(self.file("checkpoints"))
-        return resume == "auto" or inside or self.goes_on(resume)
+    def _refusal(self, resume: str) -> str:
+        if os.path.dirname(os.path.realpath(resume)) == os.path.realpath(self.file("checkpoints")):
+            return (
+                f"--resume {resume} is not the newest checkpoint of the run in {self.path}, and going back would lose "
+                f"what came after it: give another --out, for a branch, or --resume auto to go on"
+            )
+        return f"{self.path} holds another run: continue it with --resume auto, or give another --out"
 
     def goes_on(self, resume: str) -> bool:
-        """After `lock`: True if this is the run to continue where it stands: `resume` is auto, or the checkpoint of
-        another run that this one, a branch, began with.
+        """After `lock`: True if `resume` continues a run here where it stands: it is auto, the newest checkpoint, or
+        the one of another run that this one, a branch, began with.
         """
-        if resume == "auto" or not self._holds_run():
+        if resume in ("auto", "never") or not self._holds_run():
             return resume == "auto"
-        with contextlib.suppress(ValueError):
-            return self.branch == os.path.realpath(resume)
+        with contextlib.suppress(OSError, ValueError):
+            newest, path = newest_in(self.file("checkpoints")), os.path.realpath(resume)
+            return path in (self.branch, newest and os.path.realpath(newest))
         return False
 
     def take(self, identity: dict[str, Any], *, resume: str = "auto") -> bool:
-        """After `lock`: True if the folder holds a run to resume. From now on it is that of `identity`.
+        """After `lock`: True if the folder holds a run to resume. From now on it is that of `identity`; the checkpoint
+        `resume` that it shall begin with becomes one of its own.
 
-        Raises ValueError if that run's options differ and may not.
+        Raises ValueError if that run's options differ and may not, OSError.
         """
-        resumes = self._holds_run()
-        if resumes:
+        record: dict[str, Any] = {"ended": None}
+        if resumes := self._holds_run():
             self.check(identity)
-            branch = self.branch
-        else:
-            branch = None if resume in ("auto", "never") else os.path.realpath(resume)
-        self._write({"identity": identity} | ({} if branch is None else {"branch": branch}))
+            record = self._record()
+        elif resume not in ("auto", "never"):
+            record["branch"] = os.path.realpath(resume)
+        self._write(record | {"identity": identity})
+        if not resumes and "branch" in record:
+            own = self.file("checkpoints") / Path(record["branch"]).name
+            own.parent.mkdir(exist_ok=True)
+            link_or_copy(record["branch"], made := unfinished(own, "saving"))
+            os.rename(made, own)
+            return True
         return resumes
 
     @property
@@ -99,32 +111,54 @@ class RunFolder:
         """After `take`: the checkpoint of another run that this one began with."""
         return self._record().get("branch")
 
-    def check(self, identity: dict[str, Any]) -> None:
-        """After `lock`: raises ValueError if the folder holds a run whose options differ and may not.
+    def check(self, identity: dict[str, Any]) -> str:
+        """After `lock`: raises ValueError if the folder holds a run whose options differ and may not. Returns those
+        that differ and may, in words.
 
         An identity without `prepared` is of a run that has not read its data yet: the rest is compared.
         """
-        if self._holds_run():
-            require_same(self._record()["identity"], identity, where=self.path)
+        return require_same(self._record()["identity"], identity, where=self.path) if self._holds_run() else ""
 
-    def end(self) -> None:
-        """After `take`: the run's model is written."""
-        self._write(self._record() | {"ended": True})
+    def end(self, step: int) -> None:
+        """After `take`: the model after `step`, the run's last, is written."""
+        record = self._record()
+        self._write(record | {"ended": {"step": step, "length": _length(record["identity"])}})
+
+    @property
+    def ended_step(self) -> int:
+        """After `lock`: the last step of the run whose model is here; 0 if it has not come to its end."""
+        written = [self.file(f"{name}/{file}") for name, file in _WRITTEN_LAST.items()]
+        times = [each.stat().st_mtime_ns for each in written if each.is_file()]
+        if not times or not self._holds_run():
+            return 0
+        record = self._record()
+        if "ended" in record:
+            return (record["ended"] or {}).get("step", 0)
+        metrics = self.file("metrics.jsonl")  # of an older version, which wrote its model last
+        lines = read_metrics(metrics)
+        return lines[-1]["step"] if lines and max(times) >= metrics.stat().st_mtime_ns else 0
 
     def has_ended(self, identity: dict[str, Any]) -> bool:
-        """After `lock`: True if the run here is over, and `identity` is not of a longer one."""
-        if not self._holds_run() or not any(
-            self.file(f"{name}/{file}").is_file() for name, file in _WRITTEN_LAST.items()
-        ):
+        """After `lock`: True if the run here is over, and `identity` is of the same length. Raises ValueError if it is
+        of another, and there is no checkpoint.
+        """
+        if not self.ended_step:
             return False
-        if not any(self.path.glob("checkpoints/step-*")):  # of an older version: there is nothing to continue
-            return True
         record = self._record()
-        return "ended" in record and all(record["identity"].get(n) == identity.get(n) for n in ("steps", "epochs"))
+        if (record.get("ended") or {}).get("length", _length(record["identity"])) == _length(identity):
+            return True
+        if not any(self.path.glob("checkpoints/step-*")):
+            raise ValueError(
+                f"the run in {self.path} has ended and has no checkpoint to go on from: begin another one with its "
+                f"model, --model {self.file('model')}, in another --out"
+            )
+        return False
 
     def _write(self, record: dict[str, Any]) -> None:
         """A line: what a process that is killed between the two calls leaves of a longer one follows it."""
         line = json.dumps(record).encode() + b"\n"
+        if os.pread(self._lock, len(line) + 1, 0) == line:
+            return
         os.pwrite(self._lock, line, 0)
         os.ftruncate(self._lock, len(line))
         os.fsync(self._lock)
@@ -135,7 +169,7 @@ class RunFolder:
             if not isinstance(record["identity"], dict):
                 raise TypeError(f"the identity is {record['identity']!r}")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{self.file('run.json')} can't be read: give another --out") from error
+            raise ValueError(f"{self.file('run.json')} is missing or damaged: give another --out") from error
         return record
 
     def _holds_run(self) -> bool:
@@ -147,6 +181,10 @@ class RunFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _length(identity: dict[str, Any]) -> list[Any]:
+    return [identity.get(name) for name in ("steps", "epochs")]
 
 
 # Options that a job had once, with what they were by default.
@@ -164,7 +202,10 @@ def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: Path) 
     samples, so `saved` has their digests; older runs have names of files in their folder instead. Data are compared if
     they are in `wanted`; a model by what is in its folder, if both have that.
     """
-    options = _JOBS[wanted.get("job", "sft")]
+    jobs = [each.get("job", "sft") for each in (saved, wanted)]
+    if jobs[0] != jobs[1]:
+        raise ValueError(f"the run in {where} is one of train {jobs[0]}, not of train {jobs[1]}: give another --out")
+    options = _JOBS[jobs[1]]
     defaults = options.defaults()
     saved = _REMOVED | defaults | saved
     wanted = _REMOVED | wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -148,6 +149,12 @@ class RunOptions:
                 raise ValueError(f"{flag(name)} is {getattr(self, name)}; it must be between 0 and 1")
         if self.init is not None and self.tokenizer is None:
             raise ValueError("--init has no tokenizer: give --tokenizer, a folder, a hub id or a tokenizer.json")
+        own = [os.path.realpath(os.path.join(self.out, name)) for name in ("model", "adapter")]
+        for name in PATHS:
+            if (given := getattr(self, name)) is not None and os.path.realpath(given) in own:
+                raise ValueError(
+                    f"{flag(name)} is {given}, where this run will write its own model: give another --out"
+                )
         for name, given in (*(("data", each) for each in self.data), ("eval_data", self.eval_data)):
             if given is not None and Path(given).suffix in (".jsonl", ".json") and not Path(given).exists():
                 raise ValueError(f"{flag(name)} is {given}: there is no such file")

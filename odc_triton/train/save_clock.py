@@ -24,13 +24,14 @@ class SaveClock(StepPart):
         self._saved_s = self._reported_s = time.monotonic()  # of what the last checkpoint has; of the last report
         self._longest_s = 0.0  # step since then
         self._is_whole = True
+        self.ahead_s = 0.0  # of other work before the next step ends
         self.is_due = False
 
     def report(self) -> bool:
         now_s = time.monotonic()
         self._longest_s = max(self._longest_s, now_s - self._reported_s)
         self._reported_s = now_s
-        at_next_s = now_s - self._saved_s + self._longest_s + self._cost_s
+        at_next_s = now_s - self._saved_s + self.ahead_s + self._longest_s + self._cost_s
         return 0 < self._interval_s <= at_next_s
 
     def settle(self, reports: list[bool]) -> None:

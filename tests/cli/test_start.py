@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from odc_triton.base.environment import joined_world, require_world
 from odc_triton.cli import start
 from tests.support import leftovers, slow, started
 from tests.support.deadlines import LONG_S, SHORT_S
@@ -48,17 +49,23 @@ def test_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, f
     leftovers.assert_none_since(before)
 
 
-def test_a_world_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
+def test_a_world_is_joined_if_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's; not the one of each pod that an operator of clusters announces."""
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert joined_world() is None
+    set_all = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "host"}
+    for name, value in set_all.items():
+        monkeypatch.setenv(name, value)
+    assert joined_world() is None
     monkeypatch.setenv("WORLD_SIZE", "2")
-    options = started.Options(fault="", folder=Path(), timeout_minutes=1)
-    with pytest.raises(
-        ValueError, match=r"--ranks is 3, and this process is one of 2 that torchrun started .*leave --r"
-    ):
-        start.join_job(started.__name__, "run", options, ranks=3)
+    assert joined_world() == 2
+    require_world(None, 2)
+    with pytest.raises(ValueError, match=r"--ranks is 3, and this process is one of 2 ranks.*leave --ranks out"):
+        require_world(3, 2)
     monkeypatch.setenv("RANK", "2")
-    with pytest.raises(ValueError, match="RANK is '2' and WORLD_SIZE '2': set them as torchrun does"):
-        start.join_job(started.__name__, "run", options, ranks=1)
+    with pytest.raises(ValueError, match=r"RANK is '2', WORLD_SIZE '2' .*start this by torchrun"):
+        joined_world()
 
 
 def test_options_are_read_before_anything_is_imported() -> None:
