@@ -202,9 +202,10 @@ class HeapShard(Shard):
         """This rank's part of a tensor [N, ...], as a DTensor split like `sharded`."""
         shape = torch.Size(self.spec.shape)
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
+        made = DTensor.from_local(
             local, self._grid.mesh, self._grid.placements, run_check=False, shape=shape, stride=stride
         )
+        return made.detach()  # whose spec is one object for all that are alike, which torch's dispatch compares faster
 
     def parts_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Splits a shard of this rank by replica, as `torch.chunk` does: each has the master of its part."""
