@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,9 +35,9 @@ from ..provenance import about, options_of, save_parts
 
 UNITS, WIDTH, ROWS = 24, 16, 4
 MICROBATCHES, WARM_UP = 4, 5
-FSDP2, GATHERED = "FSDP2", "cpu-at-once"
-PARTS = ("microbatch", "minibatch", "clip", "step")  # "minibatch": its entry and exit
-COLUMNS = ("ranks", "", *(f"{part}{unit}" for part in PARTS for unit in (", ms", " / FSDP2's")))
+PLAIN, FSDP2, GATHERED = "plain torch", "FSDP2", "cpu-at-once"
+PARTS = ("microbatch", "clip", "step", "clip and step", "entry and exit")  # the last: of a minibatch; FSDP2 has none
+COLUMNS = ("ranks", "", *(f"{part}, ms (of FSDP2's)" for part in PARTS))
 
 
 class _Stream:
@@ -126,7 +127,7 @@ def by_odc(model: TinyModel, *, backend: str = "cpu", replaced: bool = False) ->
 
 
 ARMS: dict[str, Callable[[TinyModel], nn.Module]] = {
-    "plain torch": lambda model: model,
+    PLAIN: lambda model: model,
     FSDP2: by_fsdp2,
     "views": by_odc,
     "gathered": partial(by_odc, backend=GATHERED),
@@ -143,7 +144,9 @@ class Arm:
         torch.manual_seed(0)
         self.model = shard(TinyModel())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)  # a GPU's default
-        self.is_ours = hasattr(self.model, "_odc_engine")
+
+    def minibatch(self) -> AbstractContextManager[Any]:
+        return minibatch(self.model) if hasattr(self.model, "_odc_engine") else nullcontext()
 
     def round(self, x: torch.Tensor) -> dict[str, float]:
         """One minibatch; CPU seconds of its parts."""
@@ -154,22 +157,18 @@ class Arm:
             before_s, at_s = at_s, cpu_s()
             return at_s - before_s
 
-        block = minibatch(self.model) if self.is_ours else None
-        if block is not None:
-            block.__enter__()
-        around_s = lap()
-        for _ in range(MICROBATCHES):
-            self.model(x).sum().backward()
-            times.append(lap())
-        if block is not None:
-            block.__exit__(None, None, None)
-        around_s += lap()
+        with self.minibatch():
+            entry_s = lap()
+            for _ in range(MICROBATCHES):
+                self.model(x).sum().backward()
+                times.append(lap())
+        around_s = entry_s + lap()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
         clip_s = lap()
         self.optimizer.step()
         step_s = lap()
         self.optimizer.zero_grad()
-        return dict(zip(PARTS, (statistics.median(times), around_s, clip_s, step_s), strict=True))
+        return dict(zip(PARTS, (statistics.median(times), clip_s, step_s, clip_s + step_s, around_s), strict=True))
 
 
 def measure(rounds: int, names: list[str]) -> dict[str, dict[str, list[float]]]:
@@ -189,25 +188,26 @@ def measure(rounds: int, names: list[str]) -> dict[str, dict[str, list[float]]]:
 
 def summary(found: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
     """By arm and part: the median time, and its ratio to FSDP2's with an interval."""
-    return {
-        name: {
-            part: {"seconds": statistics.median(of), **median_ratio(of, found[FSDP2][part], draws=2000)}
-            for part, of in parts.items()
-        }
-        for name, parts in found.items()
-    }
+
+    def of_part(part: str, seconds: list[float]) -> dict[str, float]:
+        ratio = median_ratio(seconds, found[FSDP2][part], draws=2000) if part != "entry and exit" else {}
+        return {"seconds": statistics.median(seconds), **ratio}
+
+    return {name: {part: of_part(part, of) for part, of in parts.items()} for name, parts in found.items()}
+
+
+def cell(of: dict[str, float]) -> str:
+    milliseconds = f"{of['seconds'] * 1e3:.2f}"
+    return f"{milliseconds} ({of['ratio']:.2f}, {of['low']:.2f} to {of['high']:.2f})" if "ratio" in of else milliseconds
 
 
 def main() -> None:
     given = options_of(__doc__, rounds=60)
     single_thread_environment()
     results = {ranks: summary(launch(measure, given.rounds, [*ARMS], ranks=ranks)[0]) for ranks in (1, 2)}
-    rows = []
-    for ranks, arms in results.items():
-        for name, parts in arms.items():
-            cells = [(f"{of['seconds'] * 1e3:.2f}", f"{of['ratio']:.2f} ({of['low']:.2f} to {of['high']:.2f})")
-                     for of in parts.values()]  # fmt: skip
-            rows.append([ranks, name, *(cell for pair in cells for cell in pair)])
+    rows = [
+        [ranks, name, *map(cell, parts.values())] for ranks, arms in results.items() for name, parts in arms.items()
+    ]
     print(table(rows, COLUMNS))
     if given.out is not None:
         save_parts(given.out, about=about(), rounds=given.rounds, units=UNITS, ranks=results)
