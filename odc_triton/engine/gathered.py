@@ -8,12 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.profiler import record_function
 
 from odc_kernels.batch_copy import Batch, BatchCopy
 
 from ..comm.layout import ParameterSpec, aligned
-from .transport import COPY_STREAMS, Copies, Streams
+from .transport import COPY_STREAMS, Copies, Streams, named
 
 if TYPE_CHECKING:
     from odc_kernels.gather import ShardList
@@ -123,7 +122,6 @@ class GatheredParameters:
         if self.is_filled:
             self._filled_at = _OLD
 
-    @torch.no_grad()
     def fetch(self, user: Hashable, publication: int) -> None:
         """Starts filling the storage, unless it holds that publication already, and keeps it for `user`."""
         self._users.add(user)
@@ -135,10 +133,9 @@ class GatheredParameters:
         self._copies = self._streams.copy(self._storage, *(partial(self._fill, stream) for stream in streams))
         self._filled_at = publication
 
-    @torch.no_grad()
     def _fill(self, stream: int) -> None:
         """Makes the copies of one of the streams."""
-        with record_function("odc.gather"):
+        with named("odc.gather"):
             for parts, flat in self._small if stream == 0 else ():
                 from odc_kernels.gather import gather_many
 

@@ -237,10 +237,10 @@ class ShardedParameter:
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
         self._touch()
-        with torch.no_grad():
-            self._transport.add(
-                gradient.reshape(self.spec.shape), self.shard.target, name=self.name, waited=self._waited
-            )
+        gradient = gradient.detach()
+        if gradient.shape != self.shape:
+            gradient = gradient.reshape(self.shape)
+        self._transport.add(gradient, self.shard.target, name=self.name, waited=self._waited)
 
     def follow_requires_grad(self) -> None:
         """Makes modules compute its gradient if the user wants one now. Raises RuntimeError if there can't be one."""

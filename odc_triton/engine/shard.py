@@ -191,6 +191,7 @@ class HeapShard(Shard):
         self.master_rows = start + part, start + end
         self.sharded = nn.Parameter(self.as_dtensor(self.master), requires_grad=self.trains)
         self._outer_storage = self.sharded.untyped_storage()  # of the DTensor's shell: empty, but `.data = …` swaps it
+        self._memory = self.master.data_ptr(), self.master.dtype, self._outer_storage._cdata
         self._reduced: DTensor | None = None
 
     @property
@@ -202,9 +203,10 @@ class HeapShard(Shard):
         """This rank's part of a tensor [N, ...], as a DTensor split like `sharded`."""
         shape = torch.Size(self.spec.shape)
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
+        made = DTensor.from_local(
             local, self._grid.mesh, self._grid.placements, run_check=False, shape=shape, stride=stride
         )
+        return made.detach()  # whose spec is one object for all that are alike, which torch's dispatch compares faster
 
     def parts_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Splits a shard of this rank by replica, as `torch.chunk` does: each has the master of its part."""
@@ -255,11 +257,7 @@ class HeapShard(Shard):
     def _check_memory(self) -> None:
         """Something replaces it as `.double()` does."""
         local = self.sharded._local_tensor
-        if (
-            local.data_ptr() != self.master.data_ptr()
-            or local.dtype != self.master.dtype
-            or self.sharded.untyped_storage()._cdata != self._outer_storage._cdata
-        ):
+        if (local.data_ptr(), local.dtype, self.sharded.untyped_storage()._cdata) != self._memory:
             raise RuntimeError(
                 f"{self.name} is no longer in the shared heap: something replaced its storage "
                 f"(.data = …, .to(dtype) on a submodule, assign=True). Write into it with copy_() instead."

@@ -5,6 +5,7 @@ Under locks on the CPU, by atomic additions on a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -35,6 +36,11 @@ _NAP_S = 20e-6
 _LONG_WAIT_S = 1e-3  # shorter waits for a lock are not worth an event
 
 Waits = list[tuple[float, float]]
+
+
+def named(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A range of that name in a profile. Where nothing profiles it costs nothing; torch's takes longer than a copy."""
+    return record_function(name) if torch.autograd.profiler._is_profiler_enabled else contextlib.nullcontext()
 
 
 class Copies:
@@ -257,6 +263,7 @@ class Target:
         self, *, number: int, shards: Sequence[torch.Tensor], rank: int, near: frozenset[int] | None = None
     ) -> None:
         self.number, self.shards, self._rank, self._near = number, tuple(shards), rank, near
+        self.rows = [len(shard) for shard in shards]
 
     def add_rows(self, owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
         """Adds to an owner's shard, on the host. Nobody else may add to it meanwhile."""
@@ -296,7 +303,7 @@ class Transport(ABC):
 
     @abstractmethod
     def add(self, gradient: torch.Tensor, target: Target, *, name: str, waited: Callable[[Waits], None]) -> None:
-        """Adds `gradient`, whose rows are those of all shards together. `name`: the parameter's, for errors.
+        """Adds `gradient`, detached, whose rows are those of all shards together. `name`: the parameter's, for errors.
 
         `waited` gets the times, as (start_s, end_s), during which other ranks held it up.
         """
@@ -325,7 +332,7 @@ class LockedTransport(Transport):
 
         def add(gradient: torch.Tensor) -> None:
             target.begin_addition()
-            rows = gradient.split([len(shard) for shard in target.shards])
+            rows = gradient.split_with_sizes(target.rows)
             pending = {owner: rows[owner] for owner in turns if rows[owner].numel()}
             waited(self._add(pending, target, name))
 
@@ -335,15 +342,14 @@ class LockedTransport(Transport):
         target.begin_addition()
 
         def add(owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
-            waited(self._add({owner: rows}, target, name, at))
+            waited(self._add({owner: rows.detach()}, target, name, at))
 
         return add
 
-    @torch.no_grad()
     def _add(self, pending: dict[int, torch.Tensor], target: Target, name: str, at: int | torch.Tensor = 0) -> Waits:
         """Adds the `pending` rows of each owner to its shard, from row `at` on; returns the long waits for locks."""
         waits: Waits = []
-        with record_function("odc.accumulate"), self._threads.setdefault(target.number, threading.Lock()):
+        with named("odc.accumulate"), self._threads.setdefault(target.number, threading.Lock()):
             stuck_s: float | None = None
             while pending:
                 before_s = time.monotonic()

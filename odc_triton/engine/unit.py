@@ -99,7 +99,9 @@ class Unit:
         self.gathered: list[GatheredParameters] = list(dict.fromkeys(storages))
         written = written_in_forward(module)
         parameters = [slot.parameter for slot in slots if (id(slot.module), slot.attribute) not in written]
-        self._only_read = [(tensor, parameter) for parameter in parameters for tensor in parameter.versioned()]
+        only_read = [(tensor, parameter) for parameter in parameters for tensor in parameter.versioned()]
+        self._only_read = [tensor for tensor, _ in only_read]
+        self._edited_with = [parameter for _, parameter in only_read]
         self._versions: list[int] = []
         self.divide_factor: float | None = None  # set_gradient_divide_factor
         self.uses = 0  # forwards of it that are running
@@ -139,12 +141,15 @@ class Unit:
 
     def watch_edits(self) -> None:
         """A minibatch begins: from here on parameters are only read."""
-        self._versions = [tensor._version for tensor, _ in self._only_read]
+        self._versions = [tensor._version for tensor in self._only_read]
 
     def refuse_edits(self) -> None:
         """Raises RuntimeError if a parameter was edited in place in the open minibatch: see [Note: edits]."""
-        for (tensor, parameter), version in zip(self._only_read, self._versions, strict=True):
-            if tensor._version != version:
+        versions = [tensor._version for tensor in self._only_read]
+        if versions == self._versions:  # in every forward: a comparison of lists is the fastest
+            return
+        for parameter, version, seen in zip(self._edited_with, self._versions, versions, strict=True):
+            if seen != version:
                 raise RuntimeError(
                     f"{parameter.name} was edited in place inside a minibatch, while other ranks read it. Edit "
                     f"parameters after the minibatch, on all ranks, and call publish(model) before the next forward"
