@@ -11,12 +11,14 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from .hub import hub_problem
+
+_IN_THE_WAY = "is in the way: it is not a folder; remove it, or give another name"
 
 
 @contextmanager
@@ -80,14 +82,30 @@ def require_new_folder(path: str | os.PathLike) -> Path:
     real = Path(os.path.realpath(path))
     if real.exists() and (not real.is_dir() or any(real.iterdir())):
         raise FileExistsError(f"{path} exists already and is not empty: give another folder, or remove it")
-    if real.is_mount():
-        raise OSError(f"{path} is a mount point, which can't be replaced: give a folder in it")
+    _refuse_mount(path, real)
     return real
 
 
+def _refuse_mount(path: str | os.PathLike, real: Path) -> None:
+    if real.is_mount():
+        raise OSError(f"{path} is a mount point, which can't be replaced: give a folder in it")
+
+
+def require_replaceable(path: str | os.PathLike) -> None:
+    """Raises OSError for what `folder_aside(path, overwrite=True)` can't replace: a file, or a mount point."""
+    real = Path(os.path.realpath(path))
+    if real.exists() and not real.is_dir():
+        raise NotADirectoryError(f"{path} {_IN_THE_WAY}")
+    _refuse_mount(path, real)
+
+
 @contextmanager
-def folder_aside(path: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Path]:
+def folder_aside(
+    path: str | os.PathLike, *, overwrite: bool = False, replaces: Callable[[str], bool] = lambda name: True
+) -> Iterator[Path]:
     """Creates a folder next to `path` to fill; when the block succeeds it is synced to disk and renamed to `path`.
+
+    `overwrite`: of an existing folder entries go that the new one has too, or whose names it `replaces`; others stay.
 
     If the block raises, `path` is left as it was and nothing stays next to it; the next call removes leftovers of
     killed processes. Missing parents are created. Raises OSError; unless `overwrite`, FileExistsError as
@@ -95,7 +113,7 @@ def folder_aside(path: str | os.PathLike, *, overwrite: bool = False) -> Iterato
     """
     given, path = path, Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_left(path)
+    remove_left(path)
     if not overwrite:
         require_new_folder(given)
     stem = f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}"
@@ -112,6 +130,10 @@ def folder_aside(path: str | os.PathLike, *, overwrite: bool = False) -> Iterato
                     os.fsync(file.fileno())
             sync_folder(Path(folder))
         if overwrite:
+            for entry in list(path.iterdir()) if path.is_dir() else ():
+                if not replaces(entry.name) and not os.path.lexists(aside / entry.name):
+                    _link(entry, aside / entry.name)
+            sync_folder(aside)
             put_in_place(aside, path, former=old)
         else:
             try:
@@ -128,7 +150,18 @@ def folder_aside(path: str | os.PathLike, *, overwrite: bool = False) -> Iterato
         os.close(lock)
 
 
-def _remove_left(path: Path) -> None:
+def _link(source: Path | str, target: Path | str) -> None:
+    """The same files under another name, so that they are never missing; copies where files can't have two."""
+    if os.path.isdir(source) and not os.path.islink(source):
+        shutil.copytree(source, target, symlinks=True, copy_function=_link)
+        return
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def remove_left(path: Path) -> None:
     """Removes leftovers of killed processes next to `path`; puts back a folder that they had just moved away."""
     names = re.compile(rf"\.{re.escape(path.name)}\.\d+\.[0-9a-f]{{8}}\.(new|old)")
     for left in sorted(each for each in path.parent.iterdir() if names.fullmatch(each.name)):
@@ -153,7 +186,7 @@ def put_in_place(aside: Path, path: Path, *, former: Path) -> None:
     if path.is_dir():
         os.rename(path, former)
     elif os.path.lexists(path):
-        raise NotADirectoryError(f"{path} is in the way: it is not a folder; remove it, or give another name")
+        raise NotADirectoryError(f"{path} {_IN_THE_WAY}")
     try:
         os.rename(aside, path)
     except BaseException:

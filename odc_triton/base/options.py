@@ -29,11 +29,13 @@ def expanded(path: str | os.PathLike) -> str:
 def plain_paths(options: Any, *names: str) -> None:
     """For a dataclass's `__post_init__`: the options `names`, text or Path objects, become `expanded` ones."""
     for name in names:
-        value = getattr(options, name)
-        if isinstance(value, (tuple, list)):
-            object.__setattr__(options, name, tuple(map(expanded, value)))
-        elif value is not None:
-            object.__setattr__(options, name, expanded(value))
+        if (value := getattr(options, name)) is None:
+            continue
+        try:
+            is_many = isinstance(value, (tuple, list))
+            object.__setattr__(options, name, tuple(map(expanded, value)) if is_many else expanded(value))
+        except TypeError as error:
+            raise ValueError(f"{flag(name)} is {value!r}; give a path") from error
 
 
 def require_one_model(options: Any) -> None:

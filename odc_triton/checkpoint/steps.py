@@ -159,11 +159,18 @@ class Checkpoints:
 
 
 def newest_in(folder: Path) -> Path | None:
-    """As `Checkpoints.newest`, without taking the folder's lock."""
-    found = _by_age(folder)
-    if found:
-        Manifest.read(found[-1]).check_sizes(found[-1])
-    return found[-1] if found else None
+    """As `Checkpoints.newest`, without taking the folder's lock: a run may remove old ones meanwhile."""
+    folders = _folders(folder)
+    while True:
+        try:
+            found = _by_age(folder)
+            if found:
+                Manifest.read(found[-1]).check_sizes(found[-1])
+            return found[-1] if found else None
+        except CheckpointCorrupt:
+            before, folders = folders, _folders(folder)
+            if folders == before:
+                raise
 
 
 def _by_age(folder: Path) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,12 @@ from .pretrained import transformers_part
 from .pretrained_tensors import PretrainedTensors, require_written
 
 SHARD_BYTES = 2 * 2**30
+# What transformers and PEFT write and read again: an older model's, beside a new one that has no such file.
+_OF_A_MODEL = re.compile(
+    r"(pytorch_|adapter_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|additional_chat_templates|"
+    r"((generation_|adapter_|processor_|(video_)?preprocessor_|tokenizer_)?config|tokenizer|special_tokens_map|"
+    r"added_tokens|vocab|chat_template)\.json|chat_template\.jinja|tokenizer\.model|vocab\.txt|merges\.txt"
+)
 # Of a processor, besides its tokenizer's.
 _OF_PICTURES = (
     "processor_config.json",
@@ -49,7 +56,8 @@ def save_pretrained(
     Only rank 0 calls it, outside of a minibatch, while the others wait. Of a PEFT model it writes the adapter, or with
     `merge` the whole model, into which PEFT's code merges it. Everything trained is written. Parameters are saved in
     `dtype`, by default the compute dtype. Rank 0 temporarily holds one unit and one file's tensors, `shard_bytes`, in
-    memory. The folder is written under a temporary name and renamed, so it is atomic.
+    memory. The folder is written under a temporary name and renamed, so it is atomic; `overwrite` replaces a model's
+    files and leaves others in the folder.
 
     Raises TypeError for another kind of model, ValueError for `merge` without adapters, NotImplementedError for those
     that can't be merged and for trained parameters that would be left out, FileExistsError for a folder that is not
@@ -64,7 +72,7 @@ def save_pretrained(
     if merge and not is_adapted:
         raise ValueError(f"merge=True, and {type(model).__name__} has no adapters: leave it out")
     require_written(model, merge=merge)
-    with _naming(folder), folder_aside(folder, overwrite=overwrite) as aside:
+    with _naming(folder), folder_aside(folder, overwrite=overwrite, replaces=is_of_a_model) as aside:
         if is_adapted and not merge:
             write_adapter(model, aside, dtype)
         else:
@@ -73,6 +81,11 @@ def save_pretrained(
             save_processor(tokenizer, aside)
         if processor is not None:
             _copy_processor(processor, aside)
+
+
+def is_of_a_model(name: str) -> bool:
+    """True for a name of a file or folder of a model, adapter, tokenizer or processor."""
+    return _OF_A_MODEL.fullmatch(name) is not None
 
 
 def _copy_processor(source: str | Path, folder: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..base.config_file import written_options
+from ..base.errors import OdcError
 from ..base.files import require_new_folder, require_source
 from ..base.options import REQUIRED, expanded, option, plain_paths, require_one_model
 
@@ -38,24 +39,33 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     Raises as `load_checkpoint` and `save_pretrained`, ValueError for `merge` of a run without adapters and if
     the model is unknown, and FileNotFoundError if there is no checkpoint, or a file in run.yaml is missing.
     """
+    from ..checkpoint.steps import newest_in
+
+    require_new_folder(options.out)  # before work that takes minutes
+    path = Path(expanded(checkpoint))
+    if (path / ".metadata").exists():
+        return _export(path, options)
+    while (newest := newest_in(path) or newest_in(path / "checkpoints")) is not None:
+        try:
+            return _export(newest, options)
+        except (OSError, OdcError):
+            if newest.exists():
+                raise
+        print(f"the run has removed {newest} meanwhile: reading the next one", flush=True)
+    raise FileNotFoundError(
+        f"{path} is neither a checkpoint (step-…), nor a folder of them, nor a run's folder with any"
+    )
+
+
+def _export(path: Path, options: ExportOptions) -> Path:
     import torch
 
     from ..checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
     from ..checkpoint.base_model import FILE
     from ..checkpoint.folder import load_checkpoint, read_state
-    from ..checkpoint.steps import newest_in
     from ..sharding.shard_module import fully_shard
     from ..train.model import adapters_of, add_adapters, name_special_tokens
 
-    require_new_folder(options.out)  # before work that takes minutes
-    path = Path(expanded(checkpoint))
-    if not (path / ".metadata").exists():
-        newest = newest_in(path) or newest_in(path / "checkpoints")
-        if newest is None:
-            raise FileNotFoundError(
-                f"{path} is neither a checkpoint (step-…), nor a folder of them, nor a run's folder with any"
-            )
-        path = newest
     options = _with_model(options, path)
     tokenizer = _tokenizer(options)
     if tokenizer is None:

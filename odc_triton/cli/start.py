@@ -29,8 +29,10 @@ def ending_at_once() -> AbstractContextManager[None]:
 
 def join_job(name: str, run: str, options: RunOptions, *, ranks: int) -> NoReturn:
     """Calls the function `run` of the module `name` as one rank of the world that torchrun started this process in."""
-    world = int(os.environ["WORLD_SIZE"])
-    if ranks not in (1, world):
+    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+        raise ValueError(f"RANK is {rank!r} and WORLD_SIZE {world!r}: set them as torchrun does, or neither")
+    if ranks not in (1, int(world)):
         raise ValueError(
             f"--ranks is {ranks}, and this process is one of {world} that torchrun started (RANK and WORLD_SIZE are "
             f"set): leave --ranks out, or start the command without torchrun"

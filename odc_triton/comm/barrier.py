@@ -355,12 +355,7 @@ class Barrier:
             unknown = "the rendezvous store is gone"
         else:
             unknown = f"the connection to ranks {ranks} broke: {cause}"
-        # The store's host is a rank or the launcher; a dying rank takes a moment to release its locks.
-        for _ in range(20 if cause is not None else 1):
-            gone = [rank for rank in ranks if not self._is_alive(rank)]
-            if gone:
-                break
-            time.sleep(0.1)
+        gone = self._gone(ranks, at_once=cause is None)
         # A rank that gave up because another ended is not to blame.
         none = [0] * self.world
         broken, left = (none, none) if self.board is None else (self._broken.seen(), self.board.seen(LEFT))
@@ -373,6 +368,20 @@ class Barrier:
             f"rank {self.rank} was waiting for '{purpose}': {words or unknown}"
             f"{self._where(ranks)}. Start again from the last checkpoint.",
         ) from cause
+
+    def _gone(self, ranks: list[int], *, at_once: bool) -> list[int]:
+        """Those of `ranks` whose processes are gone: a dying one takes a moment to release its locks."""
+        for _ in range(1 if at_once else 20):
+            gone = [rank for rank in ranks if not self._is_alive(rank)]
+            if gone:
+                break
+            time.sleep(0.1)
+        return gone
+
+    def name_lost(self, purpose: str, cause: Exception) -> None:
+        """After an error of others' communication, as gloo's: raises RankLost if a rank's process is gone."""
+        if gone := self._gone(list(range(self.world)), at_once=False):
+            self.raise_lost(purpose, gone, cause)
 
     def _words(self, purpose: str, missing: list[int], waited_s: float) -> str:
         names = ", ".join(str(rank) for rank in missing)

@@ -318,6 +318,10 @@ class LocalRanks:
 
 _HINTS = {
     "SIGKILL": " (out of memory? `dmesg` names what the kernel killed)",
+    "SIGBUS": " (a page of its memory could not be had: the machine or its container is out of memory, /dev/shm or a "
+    "disk is full, or a file that it had mapped, of data or weights, was truncated while it was read)",
+    "SIGSEGV": " (a crash in native code: PYTHONFAULTHANDLER=1 shows where)",
+    "SIGABRT": " (native code gave up: it may have said why on stderr)",
     "SIGILL": " (torch used an instruction that this CPU lacks; virtual machines may announce AMX and not have it: set "
     "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16)",
 }

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, ProcessorMixin
 
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
 END = "<|end|>"
 PAD = "<|pad|>"
 PROMPT = "<|prompt|>"
@@ -104,9 +105,20 @@ def read_tokenizer(source: str | os.PathLike) -> PreTrainedTokenizerBase:
         if Path(source).suffix == ".json":
             return to_transformers(load_tokenizer(source), str(source))
         try:
-            return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        except ValueError as error:
-            raise ValueError(f"{source} has no tokenizer that transformers can load: {error}") from error
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        except (ValueError, TypeError, ImportError) as error:  # some classes don't expect that files are missing
+            raise ValueError(
+                f"{source} has no tokenizer that transformers can load: {error}; give --tokenizer"
+            ) from error
+    require_tokens(tokenizer, source)
+    return tokenizer
+
+
+def require_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.PathLike) -> None:
+    """Raises ValueError for an empty tokenizer, which transformers makes of a folder that has none."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    if len(tokenizer) < len(special.union(tokenizer.all_special_tokens)) + 2:  # "▁" may be there
+        raise ValueError(f"{source} has no tokenizer: give --tokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +235,7 @@ def read_config(source: str) -> Any:
     """Transformers' config from a folder, a config.json or a hub id. Raises OSError and ValueError."""
     from transformers import AutoConfig
 
+    refuse_adapter(source)
     with reading(source):
         if Path(source).is_file():
             read_json_object(source, "give the config.json of a model")
@@ -232,3 +245,18 @@ def read_config(source: str) -> Any:
             raise
         except Exception as error:  # its fields' checks raise other libraries' classes
             raise ValueError(f"{source} is not the config of a model that transformers has: {error}") from error
+
+
+def refuse_adapter(folder: str | os.PathLike) -> None:
+    """Raises ValueError for a folder with PEFT's adapter, which transformers loads, frozen, around the weights."""
+    if not Path(folder, ADAPTER).is_file():
+        return
+    if Path(folder, CONFIG).is_file():
+        raise ValueError(
+            f"{folder} has a model and an adapter ({ADAPTER}), and transformers loads both: move the adapter into a "
+            f"folder of its own, and merge it if you want to train with it"
+        )
+    raise ValueError(
+        f"{folder} has an adapter ({ADAPTER}) and no model: merge it into its base once, "
+        f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained(another_folder)"
+    )

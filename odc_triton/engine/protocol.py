@@ -33,10 +33,12 @@ from ..base.errors import (
     MinibatchFailed,
     MinibatchToRepeat,
     OdcError,
+    OfRanks,
     PeerFailed,
     RankLost,
     RanksDiffer,
     describe,
+    lost_within,
 )
 from ..base.events import EventLog
 from ..comm.barrier import Barrier
@@ -459,6 +461,26 @@ class Protocol:
         except RankLost:
             if not self.is_open:  # else the error ends the minibatch
                 self._enter(Phase.BROKEN)
+            raise
+
+    @contextlib.contextmanager
+    def naming_lost(self, what: str) -> Iterator[None]:
+        """Around code that communicates in ways of its own: if its error comes from a peer whose process is gone,
+        RankLost with that peer's name is raised instead. `what`: the code, in messages.
+        """
+        try:
+            yield
+        except OdcError:
+            raise
+        except Exception as error:
+            if (lost := lost_within(error)) is not None:
+                raise lost from error
+            if isinstance(error, RuntimeError):  # of gloo, NCCL and stores
+                try:
+                    self.barrier.name_lost(what, error)
+                except OfRanks:
+                    self._enter(Phase.BROKEN)
+                    raise
             raise
 
     def _break(self, purpose: str, error: BaseException) -> None:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -168,6 +169,12 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
                 f"{args.steps_per_generation} make {wanted}: make it where torchrun has set its variables, and on "
                 f"CPUs with use_cpu=True"
             )
+        prompts = wanted // args.num_generations
+        if hasattr(self.train_dataset, "__len__") and len(self.train_dataset) < prompts:
+            raise ValueError(
+                f"train_dataset has {len(self.train_dataset)} prompts, and a step samples for {prompts}: it would be "
+                f"left out as incomplete. Give more prompts, or more num_generations of each"
+            )
 
     # ------------------------------------------------------------------ outside of minibatches
 
@@ -248,7 +255,8 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One minibatch: forward and backward of this rank's packs. Returns the loss of all ranks' completions."""
         started = time.perf_counter()
-        self._set_training(model)  # completions are sampled by the weights that are trained
+        # Completions are sampled by the weights that are trained.
+        self._publish_edits("sample completions", partial(self._set_mode, training=True))
         inputs = self._prepare_inputs(inputs)
         if self.top_entropy_quantile < 1:
             inputs = inputs | {"entropy_mask": self._high_entropies(model, inputs)}

@@ -19,9 +19,9 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from datetime import timedelta
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,23 +31,25 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints
 from transformers.utils import is_accelerate_available
 
 from ..balance import CostModel
+from ..base.files import folder_aside
 from ..checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
-from ..checkpoint.dcp import METADATA
+from ..checkpoint.failures import all_or_none
 from ..checkpoint.folder import load_checkpoint, write_checkpoint
 from ..checkpoint.pretrained_tensors import require_written
 from ..checkpoint.repeat import repeating
+from ..checkpoint.write_pretrained import is_of_a_model
 from ..engine.api import engine_of
 from ..engine.minibatch import minibatch
 from ..nn.operand import is_sharded
 from ..sharding.shard_module import fully_shard
 from .enable import enable_packing, refuse_prompt_learning
 from .streams import refuse_other_samples
-
-SHARDS = "odc"  # folder within a checkpoint: masters and optimizer states, see checkpoint/folder.py
+from .trainer_checkpoints import SHARDS, find_checkpoint, is_of_a_checkpoint
 
 _ACCELERATE = "1.14.0"
 
@@ -69,6 +71,7 @@ class ShardedTrainer(Trainer):
     """
 
     takes_adapters: ClassVar[bool] = False  # the model may be PEFT's
+    _aside: str | None = None  # where a checkpoint is being written
 
     # Fields of the arguments that are refused if set, and remedies.
     refused: ClassVar[Mapping[str, str]] = {
@@ -98,6 +101,11 @@ class ShardedTrainer(Trainer):
                 adapted = self.takes_adapters and name == "peft_config"
                 instead = "call peft.get_peft_model before fully_shard" if adapted else "leave it out"
                 raise ValueError(f"{name} is given, but the model is sharded already: {instead}")
+        for name in ("train_dataset", "eval_dataset"):
+            given = trainer.get(name)
+            for each in given.values() if isinstance(given, dict) else [given]:
+                if hasattr(each, "__len__") and not len(each):  # at which TRL's constructors end in a StopIteration
+                    raise ValueError(f"{name}: the data set has no samples")
         self._accumulated = 1
         if args is not None:
             self._check_arguments(args)
@@ -107,7 +115,8 @@ class ShardedTrainer(Trainer):
             args.use_cpu = True
             vars(args).pop("_setup_devices", None)
             _ = args.device  # which asks accelerate anew
-        super().__init__(model=model, args=args, **trainer)
+        with self._engine.naming_lost(type(self).__name__):
+            super().__init__(model=model, args=args, **trainer)
         if self.args.world_size != self._engine.world:
             raise ValueError(
                 f"accelerate counts {self.args.world_size} processes, and the model has {self._engine.world} ranks: "
@@ -165,10 +174,19 @@ class ShardedTrainer(Trainer):
         """The model itself, see [Note: what accelerate wraps]."""
         return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
 
-    def _set_training(self, model: nn.Module) -> None:
-        model.train()
-        if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers have two modes
-            self.optimizer.train()
+    def _set_mode(self, *, training: bool) -> None:
+        self.model.train(training)
+        switch = getattr(self.optimizer, "train" if training else "eval", None)
+        if callable(switch):  # schedule-free optimizers have two modes, with other weights
+            switch()
+
+    def _publish_edits(self, purpose: str, edit: Callable[[], None] = lambda: None) -> None:
+        """Before parameters are read outside of minibatches: all ranks come here, `edit` theirs while none reads, and
+        then read what all have written, in callbacks too.
+        """
+        self._engine.exchange(purpose, {})
+        edit()
+        self._engine.publish()  # reads wait until all ranks have
 
     def _minibatch(self, model: nn.Module, *given: Any) -> tuple[torch.Tensor, minibatch, dict[str, Any]]:
         """Forward and backward of this rank's packs: its part of the loss, and its metrics, after the reduction."""
@@ -176,7 +194,7 @@ class ShardedTrainer(Trainer):
 
     def _run_minibatch(self, model: nn.Module, *given: Any) -> tuple[torch.Tensor, minibatch, list[dict[str, Any]]]:
         """The loss of all ranks' packs, and each rank's metrics, of what `_minibatch` makes of `given`, packs first."""
-        self._set_training(model)
+        self._set_mode(training=True)
         run = partial(self._minibatch, model, *given)
         loss_sum, mb, mine = repeating(run) if self._engine.deterministic else run()
         checksum = getattr(given[0], "checksum", None)
@@ -212,12 +230,47 @@ class ShardedTrainer(Trainer):
         load_pretrained_shards(reference, source)
         return reference
 
+    # ------------------------------------------------------------------ evaluation
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Trainer's, of the parameters as they are when the last rank begins."""
+        with self._engine.naming_lost("evaluate"):
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's, as `evaluate`."""
+        with self._engine.naming_lost("predict"):
+            return super().predict(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        self._publish_edits("evaluate", partial(self._set_mode, training=False))
+        output = super().evaluation_loop(*args, **kwargs)
+        self._engine.exchange("the end of an evaluation", {})  # who goes on may write
+        return output
+
     # ------------------------------------------------------------------ saving and resuming
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's. `resume_from_checkpoint=True` takes the newest whole checkpoint of `output_dir`."""
+        with self._engine.naming_lost("train"):
+            return super().train(self._found(resume_from_checkpoint), *args, **kwargs)
+
+    def _found(self, given: str | bool | None) -> str | bool | None:
+        """The checkpoint to go on from, as rank 0 finds it. Raises CheckpointCorrupt, a ValueError, on all ranks."""
+        if not given:
+            return given
+        with all_or_none(self._engine, "find the checkpoint") as shared:
+            if self._engine.rank == 0:
+                with self._engine.barrier.working():  # it may read all of a checkpoint
+                    shared["found"] = find_checkpoint(given, Path(self.args.output_dir))
+        return shared.all[0]["found"]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes a folder for plain transformers, or PEFT, in the compute dtype. Every rank calls it; rank 0 writes."""
-        super().save_model(output_dir, _internal_call)
-        self._engine.barrier.exchange("save_model", {})  # until then rank 0 reads the others' shards
+        with self._engine.naming_lost("save_model"):
+            self._publish_edits("save the model")
+            super().save_model(output_dir, _internal_call)
+            self._engine.barrier.exchange("save_model", {})  # until then rank 0 reads the others' shards
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if self.args.should_save:
@@ -233,11 +286,50 @@ class ShardedTrainer(Trainer):
                     shutil.rmtree(folder / name, ignore_errors=True)
                 os.replace(made / name, folder / name)
             made.rmdir()
-            weights = "model*.safetensors*"  # transformers would load an older model.safetensors before new parts
-            if any(fnmatch(name, weights) for name in files):  # not only adapters
-                for old in {*folder.glob(weights)} - {folder / name for name in files}:
-                    old.unlink()
+            if any(name.startswith("model") for name in files):  # not only adapters
+                for old in {*folder.glob("model*")} - {folder / name for name in files}:
+                    if is_of_a_model(old.name):  # transformers would load an older model.safetensors before new parts
+                        old.unlink()
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Trainer's, under a temporary name: `checkpoint-N` is there once every rank has written all of it."""
+        run, state, writes = self._get_output_dir(trial), self.state, self.args.should_save
+        final = Path(run, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        purpose = f"save {final.name}"
+        with ExitStack() as writing:
+            with all_or_none(self._engine, purpose) as shared:
+                if writes:
+                    aside = writing.enter_context(folder_aside(final, overwrite=True, replaces=is_of_a_checkpoint))
+                    shared["aside"] = str(aside)
+            self._aside = shared.all[0]["aside"]
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                made, self._aside = Path(self._aside, final.name), None
+            best = final.with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+            if best == final or best.is_dir():
+                state.best_model_checkpoint = str(best)
+            self._engine.exchange(f"write {final.name}", {})
+            with all_or_none(self._engine, purpose):
+                if writes:
+                    state.save_to_json(made / TRAINER_STATE_NAME)
+                    for each in made.iterdir():
+                        each.rename(aside / each.name)
+                    made.rmdir()
+                    writing.close()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(final))
+        if writes:
+            limit = self.args.save_total_limit
+            rotate_checkpoints(run, limit, best_model_checkpoint=state.best_model_checkpoint, use_mtime=True)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._aside or super()._get_output_dir(trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._aside is None:  # else it is not whole yet
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         write_checkpoint(
@@ -268,13 +360,7 @@ class ShardedTrainer(Trainer):
 
     def _load_shards(self, checkpoint: str, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Reads the model and, if given, the optimizer; returns the rest of the checkpoint."""
-        shards = Path(checkpoint, SHARDS)
-        if not (shards / METADATA).exists():
-            raise ValueError(
-                f"{checkpoint} has no complete {SHARDS}/ folder: {type(self).__name__} did not write it, or wrote it "
-                f"with save_only_model, or was interrupted. Resume from another one."
-            )
-        return load_checkpoint(shards, model=self.model, optimizer=optimizer)
+        return load_checkpoint(Path(checkpoint, SHARDS), model=self.model, optimizer=optimizer)
 
 
 def _in_one_batch(args: TrainingArguments) -> int:

@@ -192,6 +192,17 @@ class ODCTrainer(ShardedTrainer):
                 f"text can be: evaluate without compute_metrics"
             )
 
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *given: Any, **options: Any) -> Any:
+        """TRL's, which drops what `max_length` leaves nothing of to learn. Raises ValueError if that is all."""
+        made = super()._prepare_dataset(dataset, processing_class, args, *given, **options)
+        if hasattr(made, "__len__") and len(dataset) and not len(made):
+            name = options.get("dataset_name", given[-1] if given else "")
+            raise ValueError(
+                f"all {len(dataset)} samples of the {name} data set are too long for max_length={args.max_length} and "
+                f"were dropped by TRL: set a larger max_length in {type(args).__name__}, or None"
+            )
+        return made
+
     def _samples(self, dataset: Any) -> Any:
         """The data set, whose records become samples if they have pictures and no tokens."""
         if not has_picture_records(dataset):
@@ -361,9 +372,7 @@ class ODCTrainer(ShardedTrainer):
         if not isinstance(dataloader, PackLoader):
             return super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         self._sums.zero_()
-        self.model.eval()
-        if callable(getattr(self.optimizer, "eval", None)):
-            self.optimizer.eval()
+        self._publish_edits("evaluate", partial(self._set_mode, training=False))
         self.callback_handler.eval_dataloader = dataloader
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.args.device)
         with torch.no_grad():

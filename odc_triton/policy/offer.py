@@ -6,8 +6,8 @@ meanwhile. Owners do not wait for readers. But a reader that publications met se
 rank 0 shows its number, and owners begin no later one until the reader has finished, died, or used up `max_lag`.
 
 [Note: the socket] Over an abstract Unix socket rank 0's thread passes open files to readers of the same user: what is
-where, as JSON, and the heaps, read-only. A reader keeps its connection, whose end tells each side that the other died.
-It sends PIN, and gets the pinned number, or UNPIN.
+where, as JSON, and the heaps, read-only; with a byte that says which rank the reader itself is, or NO_RANK. A reader
+keeps its connection, whose end tells each side that the other died. It sends PIN, and gets the pinned number, or UNPIN.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ log = logging.getLogger("odc_triton")
 
 PIN, UNPIN = b"p", b"u"
 NUMBER = struct.Struct("q")
+NO_RANK = 255
 MOST_FILES = 250  # in one message over a Unix socket
 _LOOK_S, _PINNED_LOOK_S = 0.5, 0.02
 
@@ -81,8 +82,10 @@ def offer_policy(model: nn.Module, *, max_lag: float = 30.0) -> PolicyOffer:
         )
     engine.publication.max_lag_s = max_lag
     server = None
+    pids = [theirs["pid"] for theirs in engine.exchange("offer the policy", {"pid": os.getpid()})]
     if engine.rank == 0:
-        server = _OfferServer(engine.publication, files=_Contents(model).files(), max_lag_s=max_lag)
+        own = {"pids": pids[: min(engine.heap.world, NO_RANK)], "max_lag_s": max_lag}
+        server = _OfferServer(engine.publication, files=_Contents(model).files(), **own)
     message = {"address": None if server is None else server.address}
     return PolicyOffer(engine.exchange("offer the policy", message)[0]["address"], server)
 
@@ -176,10 +179,12 @@ def _file(contents: Iterable[bytes]) -> int:
 
 
 class _OfferServer:
-    """Rank 0's thread: see the notes above. `files`: what each reader gets; the first two are this object's own."""
+    """Rank 0's thread: see the notes above. `files`: what each reader gets; the first two are this object's own.
+    `pids`: of the ranks whose memory is offered.
+    """
 
-    def __init__(self, publication: Any, *, files: list[int], max_lag_s: float) -> None:
-        self._publication, self._files, self._max_lag_s = publication, files, max_lag_s
+    def __init__(self, publication: Any, *, files: list[int], pids: list[int], max_lag_s: float) -> None:
+        self._publication, self._files, self._pids, self._max_lag_s = publication, files, pids, max_lag_s
         name = f"odc-policy-{secrets.token_hex(8)}"
         self.address = f"@{name}"
         self._listener = listen(name, backlog=64)
@@ -223,7 +228,9 @@ class _OfferServer:
             reader.setblocking(False)
             self._readers.add(reader)
             selector.register(reader, selectors.EVENT_READ)
-            socket.send_fds(reader, [b"f"], self._files)
+            pid, _ = peer_of(reader)
+            rank = self._pids.index(pid) if pid in self._pids else NO_RANK
+            socket.send_fds(reader, [bytes([rank])], self._files)
 
     def _answer(self, reader: socket.socket) -> bool:
         """Answers one request; False if the reader has left."""

@@ -9,6 +9,7 @@ import mmap
 import os
 import select
 import socket
+import threading
 import time
 import warnings
 import weakref
@@ -77,9 +78,10 @@ class PolicyReader:
             connection.connect(f"\0{self._address.removeprefix('@')}")
             if (uid := peer_uid(connection)) != os.getuid():
                 raise PolicyUnavailable(f"the policy at {self._address} is offered by user {uid}, not by this one")
-            _, fds, _, _ = socket.recv_fds(connection, 1, MOST_FILES + 2)
+            rank, fds, _, _ = socket.recv_fds(connection, 1, MOST_FILES + 2)
             if not fds:
                 raise ConnectionError("it has ended")
+            self._rank = rank[0]  # of the job, that this process is, or NO_RANK
             return connection, fds
         except OSError as error:
             connection.close()
@@ -130,6 +132,7 @@ class PolicyReader:
                 return begun[0]
             if 0 < self._pinned < max(begun):  # that rank began before it saw the pin: let the others follow it
                 self._pin()
+            self._refuse_own_wait(begun)
             waited_s = time.monotonic() - start_s
             self._require_job()
             if waited_s > self._timeout_s:
@@ -138,6 +141,15 @@ class PolicyReader:
                     f"publish equally often within {waited_s:.0f} s: does the job stand still?"
                 )
             time.sleep(min(max(waited_s / 50, _SHORTEST_NAP_S), _LONGEST_NAP_S))
+
+    def _refuse_own_wait(self, begun: list[int]) -> None:
+        """Raises PolicyUnavailable in a rank that is behind others: it would wait for itself."""
+        in_step = threading.current_thread() is threading.main_thread()  # else that one may step meanwhile
+        if in_step and self._rank < len(begun) and begun[self._rank] < max(begun):
+            raise PolicyUnavailable(
+                f"rank {self._rank} reads the policy of its own job at {self._address} before its own step, which "
+                f"others have begun: read it after optimizer.step() on this rank, or by full_parameters(model)"
+            )
 
     def _is_still(self, number: int) -> bool:
         """True if no owner has begun another publication since `number`."""

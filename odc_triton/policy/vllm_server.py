@@ -38,10 +38,10 @@ def difference(theirs: dict[str, Any], mine: dict[str, Any]) -> str | None:
 
     `theirs`: of vLLM's model; `mine`: of the policy, of which vLLM would not take a head that it ties.
     """
-    if theirs.get("tie_word_embeddings") and mine.get("tie_word_embeddings") is False:
+    if theirs.get("tie_word_embeddings") and mine.get("tie_word_embeddings") is False:  # it would drop the head
         return (
-            "ties its head to its embeddings, and the policy's differ: train neither apart (leave lm_head and "
-            "embed_tokens out of the adapter), or start from a folder with tie_word_embeddings false"
+            "ties its head to its embeddings, and the policy's differ: write false for tie_word_embeddings in its "
+            "config.json, or leave lm_head and embed_tokens out of the adapter"
         )
     theirs, mine = (config.get("text_config") or config for config in (theirs, mine))
     for name in _COMPARED:

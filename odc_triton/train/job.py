@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..balance import CostModel
 from ..balance.decoder import Decoder
 from ..base.config_file import with_config
-from ..base.errors import in_a_line
+from ..base.errors import in_a_line, lost_within
 from ..base.options import add_arguments, read_options
 from ..base.signals import STOPS, handling
 from ..checkpoint import load_pretrained_shards
@@ -31,7 +31,7 @@ from ..hf import offload_checkpoints
 from ..hf.enable import innermost
 from ..sharding.agree import default_mesh
 from ..sharding.shard_module import fully_shard
-from .loop import Loop, OnMetrics, lost_within
+from .loop import Loop, OnMetrics
 from .metrics import Metrics
 from .model import build_model, frozen_options, precision
 from .prepare import HasEnded, Prepared

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ..base.errors import MinibatchFailed, OdcError, OfRanks, RolloutFailed
+from ..base.errors import MinibatchFailed, OdcError, RolloutFailed
 from ..checkpoint.background import BackgroundCheckpoints
 from ..checkpoint.steps import Checkpoints
 from ..comm.launch import Interrupted
@@ -20,14 +20,6 @@ from .trackers import END_S, Trackers
 
 OnMetrics = Callable[[Metrics], None]
 ON_ALL_RANKS = (MinibatchFailed, RolloutFailed, TooManySkipped)
-
-
-def lost_within(error: BaseException) -> OfRanks | None:
-    """The loss of a peer that `error` came from: a signal's handler raises it anywhere, and torch may wrap it."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, OfRanks):
-        found = found.__cause__ or found.__context__
-    return found
 
 
 class Records:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..base.config_file import write_config
 from ..base.options import flag
 from ..checkpoint.folder import MANIFEST, Manifest, read_state
-from ..checkpoint.pretrained import require_weights
+from ..checkpoint.pretrained_files import PretrainedFiles
 from ..checkpoint.steps import newest_in
 from ..comm.replicas import grid_of
 from ..data.order import Mix
@@ -185,8 +185,6 @@ def _check_resumed(options: RunOptions, folder: RunFolder, identity: dict[str, A
 
 def _has_tokens(model: str, tokenizer: Any, *, otherwise: bool) -> bool:
     """True if the model's own tokenizer has all tokens of `tokenizer`, by the same numbers; without one `otherwise`."""
-    if Path(model).is_dir() and not any(Path(model).glob("*token*")):  # transformers would make an empty one
-        return otherwise
     try:
         return tokenizer.get_vocab().items() <= read_tokenizer(model).get_vocab().items()
     except (OSError, ValueError):
@@ -215,7 +213,7 @@ def check_before_start(options: RunOptions, ranks: int, tokenizer: Any, *, longe
             )
     for folder in (options.model, options.teacher):
         if folder is not None and Path(folder).is_dir():
-            require_weights(folder)
+            PretrainedFiles(Path(folder))  # raises if it has no weights to read
     folder = RunFolder(options.out)
     folder.lock(resume=options.resume)
     try:

@@ -7,10 +7,10 @@ import fcntl
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
+from ..base.files import remove_left, require_replaceable
 from ..base.options import flag
 from ..data.store import contents
 from .grpo_options import GrpoOptions
@@ -18,7 +18,9 @@ from .run_options import PATHS, RunOptions
 from .sft_options import SftOptions
 
 # The names that `atomic_file` and `folder_aside` write under: with the process id and random digits.
-_UNFINISHED = re.compile(r"\..+\.\d+\.[0-9a-f]{8}(\.new|\.old)?")
+_UNFINISHED = re.compile(r"\.(.+)\.\d+\.[0-9a-f]{8}(\.new|\.old)?")
+# What a run writes at its end, with a file that is in it then.
+_WRITTEN_LAST = {"model": "config.json", "adapter": "adapter_config.json"}
 
 
 class RunFolder:
@@ -35,7 +37,7 @@ class RunFolder:
         """Creates the folder, locks it for this job, and removes partial files of a killed job.
 
         Raises BlockingIOError while another job writes to it, FileExistsError for another run's folder unless resuming
-        that one, OSError if it can't be written.
+        that one, OSError if it can't be written, or the model can't be in the end.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -54,8 +56,14 @@ class RunFolder:
                 f"{self.path} holds another run: continue it with --resume auto, or give another --out"
             )
         for path in [*self.path.glob(".*"), *self.file("data").glob(".*")]:
-            if _UNFINISHED.fullmatch(path.name):
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            if found := _UNFINISHED.fullmatch(path.name):
+                remove_left(path.with_name(found[1])) if path.is_dir() else path.unlink(missing_ok=True)
+        for name in _WRITTEN_LAST:
+            try:
+                require_replaceable(self.file(name))
+            except OSError:
+                self.release()
+                raise
 
     def _is_own(self, resume: str) -> bool:
         """True if `resume` goes on with the run here: auto, one of its checkpoints, or the one that it began with."""
@@ -105,7 +113,9 @@ class RunFolder:
 
     def has_ended(self, identity: dict[str, Any]) -> bool:
         """After `lock`: True if the run here is over, and `identity` is not of a longer one."""
-        if not self._holds_run() or not any(self.file(name).is_dir() for name in ("model", "adapter")):
+        if not self._holds_run() or not any(
+            self.file(f"{name}/{file}").is_file() for name, file in _WRITTEN_LAST.items()
+        ):
             return False
         if not any(self.path.glob("checkpoints/step-*")):  # of an older version: there is nothing to continue
             return True

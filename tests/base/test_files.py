@@ -6,6 +6,7 @@ import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -77,6 +78,26 @@ def test_a_folder_is_written_where_a_link_leads(tmp_path: Path, overwrite: bool)
         assert os.readlink(tmp_path / name) == target
         assert _names(tmp_path / target) == ["file"]
     assert _names(tmp_path) == ["disk", "real", "to a folder", "to nothing"]
+
+
+@pytest.mark.parametrize("can_link", [True, False])
+def test_what_is_not_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_link: bool) -> None:
+    """Where a link leads too: of an old folder goes what the new one has, and what is said to be replaced."""
+    real, path = tmp_path / "disk", tmp_path / "out"
+    (real / "runs" / "one").mkdir(parents=True)
+    path.symlink_to(real)
+    for name in ("notes.txt", "config.json", "old.weights", "runs/one/log"):
+        (real / name).write_text("mine")
+    (real / "latest").symlink_to("runs/one")
+    if not can_link:
+        monkeypatch.setattr(os, "link", mock.Mock(side_effect=PermissionError("no links on this disk")))
+    with folder_aside(path, overwrite=True, replaces=lambda name: name.endswith(".weights")) as aside:
+        (aside / "config.json").write_text("new")
+    assert _names(tmp_path) == ["disk", "out"]
+    assert _names(path) == ["config.json", "latest", "notes.txt", "runs"]
+    assert (os.readlink(path), os.readlink(real / "latest")) == (str(real), "runs/one")
+    assert (real / "config.json").read_text() == "new"
+    assert (real / "latest" / "log").read_text() == (real / "notes.txt").read_text() == "mine"
 
 
 def _write(path: Path) -> None:

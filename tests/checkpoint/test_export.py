@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from odc_triton import full_parameters
+from odc_triton.checkpoint.folder import Manifest
 from odc_triton.checkpoint.steps import Checkpoints
 from odc_triton.cli.command import main
 from odc_triton.data.tokenizer import train_tokenizer
@@ -92,6 +93,35 @@ def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         main(["export", str(tmp_path), "--model", "a", "--init", "b", "--out", str(tmp_path / "o")])
     assert "give either --model or --init" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("call", [1, 2], ids=["while it is found", "while it is read"])
+def test_a_run_removes_it_meanwhile(
+    tmp_path: Path, saved: tuple[Path, dict], monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """As with --keep 1: the next one, which was there before, is exported."""
+    from transformers import AutoModelForCausalLM
+
+    run, calls, check = shutil.copytree(saved[0], tmp_path / "run"), [], Manifest.check_sizes
+    older, newest, next_one = (run / f"step-{step:08d}" for step in (1, 2, 3))
+    build("gpt2-tied").config.save_pretrained(tmp_path / "config")
+
+    def removes(manifest: Manifest, folder: Path) -> None:
+        calls.append(folder)
+        if len(calls) == call:
+            assert folder == newest
+            shutil.copytree(newest, next_one)
+            shutil.rmtree(older)
+            shutil.rmtree(newest)
+        check(manifest, folder)
+
+    monkeypatch.setattr(Manifest, "check_sizes", removes)
+    command = ["export", str(run), "--init", str(tmp_path / "config" / "config.json"), "--out"]
+    assert main([*command, str(tmp_path / "out")]) == 0
+    for name, value in AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters():
+        assert torch.equal(value, saved[1][name])
+    (next_one / "random-0.json").unlink()  # damaged and there: no other is taken
+    assert main([*command, str(tmp_path / "other")]) == 1
 
 
 def _killed(rank: int, world: int, moment: str, command: list[str]) -> None:

@@ -17,10 +17,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from odc_triton import full_parameters, fully_shard
 from odc_triton.base.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
 from odc_triton.checkpoint import load_pretrained_shards, save_pretrained
+from odc_triton.checkpoint.write_pretrained import is_of_a_model
 from odc_triton.data.tokenizer import read_tokenizer
 from tests.support import ranks, slow
 from tests.support.models import MIXTURES, build
 from tests.support.sft_case import QWEN2
+from tests.support.trl_case import tokenizer
 
 IDS = torch.arange(3, 12)[None]
 
@@ -160,12 +162,24 @@ def test_an_export_does_not_replace(tmp_path: Path) -> None:
         save_pretrained(nn.Linear(2, 2), tmp_path)
     model = fully_shard(build("qwen2"))
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").touch()
+    for name in ("mine", "adapter_model.safetensors", "model-00001-of-00002.safetensors", "model-old.safetensors"):
+        (tmp_path / "out" / name).touch()
     with pytest.raises(FileExistsError, match="is not empty"):
         save_pretrained(model, tmp_path / "out")
-    save_pretrained(model, tmp_path / "out", overwrite=True)
-    assert not (tmp_path / "out" / "mine").exists()
-    assert (tmp_path / "out" / "model.safetensors").exists()
+    save_pretrained(model, tmp_path / "out", overwrite=True)  # an older model's files go, others stay
+    found = {path.name for path in (tmp_path / "out").iterdir()}
+    assert found == {"mine", "model-old.safetensors", "model.safetensors", "config.json", "generation_config.json"}
+
+
+def test_what_transformers_writes_is_a_models(tmp_path: Path) -> None:
+    written = build("qwen2"), tokenizer()
+    written[1].chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
+    for each in written:
+        each.save_pretrained(tmp_path, max_shard_size="20KB")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"model.safetensors.index.json", "additional_chat_templates", "tokenizer.json"} <= names
+    assert [name for name in names if not is_of_a_model(name)] == []
+    assert not any(map(is_of_a_model, ("notes.txt", "config.txt", "model.py", "my_config.json", "checkpoint-1")))
 
 
 # ------------------------------------------------------------------ memory

@@ -56,6 +56,9 @@ def test_a_world_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         ValueError, match=r"--ranks is 3, and this process is one of 2 that torchrun started .*leave --r"
     ):
         start.join_job(started.__name__, "run", options, ranks=3)
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(ValueError, match="RANK is '2' and WORLD_SIZE '2': set them as torchrun does"):
+        start.join_job(started.__name__, "run", options, ranks=1)
 
 
 def test_options_are_read_before_anything_is_imported() -> None:

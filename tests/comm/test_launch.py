@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
+import mmap
 import os
 import signal
 import subprocess
@@ -93,6 +95,35 @@ def test_a_rank_that_does_not_end_is_named(how: str, ranks: int, words: str) -> 
         with pytest.raises(RuntimeError, match=f"{words} {SHORT_S:g} s after the first rank had done its work"):
             job.run(_late, how, timeout_s=SHORT_S)
         assert not job._running
+
+
+def _dies(how: signal.Signals, file: str) -> None:
+    if os.environ["RANK"] == "0":
+        return
+    faulthandler.disable()  # pytest's
+    if how is signal.SIGBUS:  # as when the data of a run, which all ranks map, are cut
+        with open(file, "w+b") as data:
+            data.truncate(mmap.PAGESIZE)
+            mapped = mmap.mmap(data.fileno(), 0)
+            data.truncate(0)
+            mapped[0]
+    os.kill(os.getpid(), how)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (signal.SIGBUS, r"SIGBUS \(a page of its memory could not be had: .* out of memory, .* was truncated"),
+        (signal.SIGSEGV, r"SIGSEGV \(a crash in native code"),
+        (signal.SIGABRT, r"SIGABRT \(native code gave up"),
+        (signal.SIGILL, r"SIGILL \(torch used an instruction"),
+    ],
+)
+def test_a_signal_is_explained(tmp_path: Path, how: signal.Signals, words: str) -> None:
+    with LocalRanks(2, method="fork") as job:
+        job.start()
+        with pytest.raises(RuntimeError, match=f"^rank 1 failed first: its process was killed by {words}"):
+            job.run(_dies, how, str(tmp_path / "data"))
 
 
 _SCRIPT = """

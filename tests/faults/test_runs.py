@@ -24,11 +24,11 @@ import torch
 from odc_triton import RankLost, full_parameters
 from odc_triton.base import signals
 from odc_triton.base.config_file import write_config
+from odc_triton.base.errors import lost_within
 from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.checkpoint.steps import verify
 from odc_triton.comm.launch import Interrupted
 from odc_triton.train import outcome, sft
-from odc_triton.train.loop import lost_within
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.run_folder import RunFolder
 from odc_triton.train.sft import train_sft
@@ -319,3 +319,6 @@ def test_another_job_in_the_same_folder(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "run.json").read_text()) == {"identity": identity}
     assert third.take(identity) is True
     third.release()
+    (tmp_path / "out" / "model").touch()  # what the run would find at its end
+    with pytest.raises(NotADirectoryError, match="out/model is in the way: it is not a folder"):
+        third.lock(resume="auto")

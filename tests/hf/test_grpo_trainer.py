@@ -324,6 +324,13 @@ def _refusals(rank: int, world: int, folder: str) -> None:
     model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.001
     assert ODCGRPOTrainer(model, args=case.arguments(folder), **given)._share_rows(model) == 0
     del model.config.output_router_logits
+    for prompts, words in (
+        (0, "train_dataset: the data set has no samples"),
+        (1, "has 1 prompts, and a step samples for 2"),
+    ):
+        few = given | {"train_dataset": given["train_dataset"].select(range(prompts))}
+        with pytest.raises(ValueError, match=words):
+            ODCGRPOTrainer(model, args=args, **few)
     args.generation_batch_size = 64
     with pytest.raises(ValueError, match=r"generation_batch_size 64, and 1 ranks .* make 8"):
         ODCGRPOTrainer(model, args=args, **given)

@@ -111,6 +111,37 @@ def test_names_and_values_are_those_of_the_files(kind: str, world: int, backend:
     ranks.run(_reads, world, kind, backend)
 
 
+def _reads_before_its_step(rank: int, world: int) -> None:
+    model = fully_shard(_Plain())
+    reader, optimizer = read_policy(offer_policy(model).address), torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = model._odc_engine
+    dict(reader)  # before any step
+    with minibatch(model):
+        model(torch.randn(2, 3)).backward()
+    if rank == 0:
+        optimizer.step()
+    engine.exchange("rank 0 has stepped", {})
+    if rank == 1:
+        with pytest.raises(
+            PolicyUnavailable, match=r"rank 1 reads the policy of its own job at .* before its own step"
+        ):
+            dict(reader)
+        in_a_thread: list[dict] = []
+        thread = threading.Thread(target=lambda: in_a_thread.append(dict(reader)))
+        thread.start()  # which waits for this one
+        optimizer.step()
+        thread.join(LONG_S)
+        assert [*in_a_thread[0]] == [*dict(reader)]
+    engine.exchange("both have", {})
+    for name, value in full_parameters(model):
+        assert torch.equal(dict(reader)[name], value)
+    engine.exchange("read", {})
+
+
+def test_a_rank_does_not_wait_for_itself() -> None:
+    ranks.run(_reads_before_its_step, 2)
+
+
 # ---------------------------------------------------------------------- one version
 
 

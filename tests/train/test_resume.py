@@ -151,6 +151,8 @@ def test_a_run_of_an_older_version_that_has_ended(tmp_path: Path) -> None:
     (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 3}\n')
     assert not folder.has_ended(identity), "it was killed: it starts again"
     (tmp_path / "out" / "model").mkdir()
+    assert not folder.has_ended(identity), "a folder of the user's"
+    (tmp_path / "out" / "model" / "config.json").touch()
     assert folder.has_ended(identity)
     assert folder.has_ended(identity | {"steps": 5}), "it can't go on either"
     (tmp_path / "out" / "checkpoints" / "step-00000003").mkdir(parents=True)

@@ -134,7 +134,7 @@ def _shapes(options: TuneOptions) -> nn.Module:
     from ...checkpoint import meta_causal_lm
     from ...nn.replace import DEFAULT_ROLES, HEAD, replace_layers
 
-    model = meta_causal_lm(model=options.model, init=options.init)
+    model = meta_causal_lm(init=options.model or options.init)  # its weights are not read
     replace_layers(model, roles=[*DEFAULT_ROLES, HEAD], verbose=False)
     return model
 
