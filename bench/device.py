@@ -105,7 +105,7 @@ class Gpu:
 
 
 class Rehearsal(Gpu):
-    """Pretends to be two GPUs, so that the stages for several are rehearsed too; measures no memory."""
+    """Pretends to be two GPUs, so that the sections for several are rehearsed too; measures no memory."""
 
     rehearsal = True
     type = "cpu"
