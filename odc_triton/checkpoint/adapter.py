@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..data.adapted import base_of
 from .parameters import read_whole, sharded_parameters
 
 
@@ -31,6 +32,12 @@ def with_adapter(model: nn.Module, config: Any) -> nn.Module:
     if config.use_dora or config.modules_to_save or config.init_lora_weights is not True:
         raise NotImplementedError(
             "use_dora, modules_to_save and init_lora_weights need weights to start from: leave them out"
+        )
+    source = getattr(getattr(model, "config", None), "_name_or_path", "")
+    if source and base_of(source) is not None:
+        raise NotImplementedError(
+            f"{source} has an adapter, and PEFT can't read one on top of it: begin with a model that PEFT's "
+            f"merge_and_unload() made of it"
         )
     adapted = get_peft_model(model, config)
     for module in adapted.modules():

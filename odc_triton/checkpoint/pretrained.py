@@ -24,6 +24,7 @@ from torch import nn
 
 from ..base.errors import CheckpointDiffers
 from ..base.files import reading
+from ..data.adapted import base_of
 from ..data.tokenizer import read_config
 from ..engine.api import engine_of
 from ..engine.module import plain_class
@@ -32,6 +33,7 @@ from ..nn.operand import is_sharded
 from .base_model import ADAPTER
 from .failures import all_or_none, listed
 from .parameters import sharded_parameters
+from .pretrained_adapter import Merge
 from .pretrained_files import PretrainedFiles, refuse_quantised, rows_of, weights_folder
 
 _BLOCK = 2**22  # elements compared at a time
@@ -41,6 +43,10 @@ def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:
     """A transformers causal LM in fp32: weights from a folder or hub id, or random ones for the config `init`."""
     if init is not None:
         return _made(read_config(init), init)
+    if (base := base_of(model)) is not None:
+        raise ValueError(
+            f"{model} has an adapter, which is not merged into a whole model: give the folder of its base, {base}"
+        )
     config = read_config(model)
     refuse_quantised(model, config.to_dict())
     auto = auto_class(config)
@@ -65,26 +71,38 @@ def meta_causal_lm(*, model: str | None = None, init: str | None = None) -> nn.M
     For the config of a model that sees pictures it is the whole one, of AutoModelForImageTextToText.
     `fully_shard` gives it random weights, the same for any number of ranks; `load_pretrained_shards` loads real ones.
     Of `model`'s files it reads the names: quantised weights are refused, and parameters that the config ties, and the
-    files have with different values, are not tied, as by `from_pretrained`.
+    files have with different values, are not tied, as by `from_pretrained`. So with those that an adapter makes differ.
     """
-    from transformers import GenerationConfig
-
     if (model is None) == (init is None):
         raise ValueError("give either model (pretrained) or init (random weights)")
-    source = model if init is None else init
-    config = read_config(source)
     if init is not None:
+        config = read_config(init)
         config._name_or_path = ""  # only the run's checkpoints have these weights
         for each in (config, config.get_text_config()):  # which are plain numbers
             vars(each).pop("quantization_config", None)
+        with torch.device("meta"):
+            return _made(config, init)
+    made = _meta_base(model)
+    if (base := base_of(model)) is not None:
+        merge = Merge(made, model, base)
+        for target, source in list(made.all_tied_weights_keys.items()):
+            if merge.differ(target, source):
+                _untie(made, target)
+        made.config._name_or_path = made.name_or_path = str(model)
+    return made
+
+
+def _meta_base(model: str) -> nn.Module:
+    """`meta_causal_lm(model=model)` without its adapter."""
+    from transformers import GenerationConfig
+
     with torch.device("meta"):
-        made = _made(config, source)
-    if model is not None:
-        with contextlib.suppress(FileNotFoundError):  # it has no weights, and may get others
-            _tie_as_in(PretrainedFiles(weights_folder(model)), made)
-    if model is not None and made.can_generate():
+        made = _made(read_config(model), model)
+    with contextlib.suppress(FileNotFoundError):  # it has no weights, and may get others
+        _tie_as_in(PretrainedFiles(weights_folder(model)), made)
+    if made.can_generate():
         with contextlib.suppress(OSError):  # if there is none, the one from its config stays
-            made.generation_config = GenerationConfig.from_pretrained(model)
+            made.generation_config = GenerationConfig.from_pretrained(base_of(model) or model)
     return made
 
 
@@ -111,12 +129,16 @@ def _tie_as_in(files: PretrainedFiles, made: nn.Module) -> None:
                 f"they are not tied",
                 stacklevel=3,
             )
-        owner, _, name = target.rpartition(".")
-        module = made.get_submodule(owner)
-        setattr(module, name, nn.Parameter(torch.empty_like(getattr(module, name))))
-        del made.all_tied_weights_keys[target]
-        for config in (made.config, made.config.get_text_config()):
-            config.tie_word_embeddings = False
+        _untie(made, target)
+
+
+def _untie(made: nn.Module, target: str) -> None:
+    owner, _, name = target.rpartition(".")
+    module = made.get_submodule(owner)
+    setattr(module, name, nn.Parameter(torch.empty_like(getattr(module, name))))
+    del made.all_tied_weights_keys[target]
+    for config in (made.config, made.config.get_text_config()):
+        config.tie_word_embeddings = False
 
 
 def _equal(files: PretrainedFiles, one: _Source, other: _Source, rows: slice | None = None) -> bool:
@@ -171,7 +193,7 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
 
     `source`: a folder or a hub id. Each rank reads its own rows of each tensor, one tensor at a time; where
     transformers merges several into one (experts), one result at a time. Values are cast to the masters' dtype.
-    Adapters' weights stay as they are.
+    Adapters' weights stay as they are; an adapter in `source` is merged into its base, one layer at a time.
 
     Raises, on every rank and before anything is overwritten: CheckpointDiffers if names or shapes are another model's,
     CheckpointCorrupt, CheckpointFailed with the cause for pickled (.bin) or missing files. Warns of tensors in the
@@ -183,12 +205,25 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
         files = PretrainedFiles(weights_folder(source))
         places = _places(model)
         sources, unexpected = _sources(empty_copy(transformers_part(model)[1]), files, places.keys())
-        _check(places, sources, files)
+        base = base_of(source)
+        merge = None if base is None else Merge(_meta_base(str(source)), source, base)
+        changed = [] if merge is None else merge.changed(sources)
+        _check(places, sources, files, merge)
         engine.drain(purpose)
+    if base is not None and engine.rank == 0:
+        kind = "has an adapter beside its model" if base == str(source) else f"is an adapter of {base}"
+        print(f"{source} {kind}: its weights are merged into the model", flush=True)
     with engine.writing(), all_or_none(engine, purpose):
         for target, source_of in sources.items():
             for name, take in _values(target, source_of, files, model):
-                _fill(places[name], take)
+                if name not in changed:
+                    _fill(places[name], take)
+
+        def read(name: str) -> torch.Tensor:
+            return dict(_values(name, sources[name], files, model))[name](None)
+
+        for name in changed:
+            _fill(places[name], partial(rows_of, merge.whole(name, read)))
     if unexpected and engine.rank == 0:
         warnings.warn(
             f"{source} has {len(unexpected)} tensors that the model does not have: {listed(unexpected)}", stacklevel=2
@@ -246,7 +281,9 @@ def _sources(empty: nn.Module, files: PretrainedFiles, wanted: Collection[str]) 
     return sources, [name for name in unexpected if not any(pattern.search(name) for pattern in ignored)]
 
 
-def _check(places: dict[str, Place], sources: dict[str, _Source], files: PretrainedFiles) -> None:
+def _check(
+    places: dict[str, Place], sources: dict[str, _Source], files: PretrainedFiles, merge: Merge | None = None
+) -> None:
     differences = []
     given = {id(places[target]) for target in sources}
     made = [tuple(source.converter.target_patterns) for source in sources.values() if source.converter is not None]
@@ -260,7 +297,8 @@ def _check(places: dict[str, Place], sources: dict[str, _Source], files: Pretrai
         place = places[target]
         twin = filled.setdefault(id(place), target)
         rows = slice(*place.shard.master_rows) if isinstance(place, ShardedParameter) else None
-        if twin != target and not _equal(files, sources[twin], source, rows):
+        apart = merge is not None and merge.differ(twin, target)
+        if twin != target and (apart or not _equal(files, sources[twin], source, rows)):
             differences.append(
                 f"{twin} and {target} differ, and are one parameter here: make the model by meta_causal_lm(model=…), "
                 f"which does not tie them"
@@ -280,10 +318,11 @@ def _values(target: str, source: _Source, files: PretrainedFiles, model: nn.Modu
     if source.converter is None:
         yield target, partial(files.read, source.names[-1])
         return
+    converter = copy.deepcopy(source.converter)  # it keeps what it is given
     for name, pattern in zip(source.names, source.patterns, strict=True):
-        source.converter.add_tensor(target, name, pattern, files.read(name))
+        converter.add_tensor(target, name, pattern, files.read(name))
     _, part = transformers_part(model)
-    for name, value in source.converter.convert(target, model=part, config=part.config).items():
+    for name, value in converter.convert(target, model=part, config=part.config).items():
         yield name, partial(rows_of, value[0] if isinstance(value, list) else value)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from ..base.errors import CheckpointCorrupt
 from ..base.files import read_json_object, reading
-from ..data.tokenizer import CONFIG, refuse_adapter
+from ..data.adapted import CONFIG, base_of
 
 if TYPE_CHECKING:
     from safetensors import safe_open
@@ -22,7 +22,10 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}  # that weights are trained in, by safet
 
 
 def weights_folder(source: str | Path) -> Path:
-    """A local folder as given; for a hub id, the local folder of its safetensors, downloaded if allowed."""
+    """A local folder as given, for an adapter its base's; for a hub id, the local folder of its safetensors, downloaded
+    if allowed.
+    """
+    source = base_of(source) or source
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download
@@ -34,8 +37,8 @@ def weights_folder(source: str | Path) -> Path:
 class PretrainedFiles:
     """The tensors of a folder's safetensors files, by name. Reads only requested rows.
 
-    Raises FileNotFoundError for a folder without weights, ValueError for an adapter and for weights that can't be read
-    by rows or are quantised, CheckpointCorrupt for files that are missing or damaged.
+    Raises FileNotFoundError for a folder without weights, ValueError for weights that can't be read by rows or are
+    quantised, CheckpointCorrupt for files that are missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,7 +47,6 @@ class PretrainedFiles:
         self.file_of: dict[str, str] = {}
         path = folder / CONFIG
         config = read_json_object(path, "give a model's folder") if path.is_file() else {}
-        refuse_adapter(folder)
         refuse_quantised(folder, config)
         for file in _files_of(folder, config):
             self.file_of |= dict.fromkeys(self._file(file).keys(), file)  # of two tensors of a name the last counts

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..base.files import folder_aside
+from ..data.adapted import with_tokenizer
 from ..data.vision import save_processor
 from ..engine.api import engine_of
 from ..nn.operand import is_sharded
@@ -94,6 +95,7 @@ def _copy_processor(source: str | Path, folder: Path) -> None:
     """
     from huggingface_hub import try_to_load_from_cache
 
+    source = with_tokenizer(source)
     for name in _OF_PICTURES:
         found = Path(source, name)
         if not Path(source).exists():

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.files import read_json_object, reading
+from .adapted import base_of, with_tokenizer
 from .chat import ChatTemplate
 from .vision import PictureProcessor
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, ProcessorMixin
 
-CONFIG, ADAPTER = "config.json", "adapter_config.json"
 END = "<|end|>"
 PAD = "<|pad|>"
 PROMPT = "<|prompt|>"
@@ -104,6 +104,7 @@ def read_tokenizer(source: str | os.PathLike) -> PreTrainedTokenizerBase:
     with reading(str(source)):
         if Path(source).suffix == ".json":
             return to_transformers(load_tokenizer(source), str(source))
+        source = with_tokenizer(source)
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except (ValueError, TypeError, ImportError) as error:  # some classes don't expect that files are missing
@@ -235,7 +236,7 @@ def read_config(source: str) -> Any:
     """Transformers' config from a folder, a config.json or a hub id. Raises OSError and ValueError."""
     from transformers import AutoConfig
 
-    refuse_adapter(source)
+    source = base_of(source) or source
     with reading(source):
         if Path(source).is_file():
             read_json_object(source, "give the config.json of a model")
@@ -245,18 +246,3 @@ def read_config(source: str) -> Any:
             raise
         except Exception as error:  # its fields' checks raise other libraries' classes
             raise ValueError(f"{source} is not the config of a model that transformers has: {error}") from error
-
-
-def refuse_adapter(folder: str | os.PathLike) -> None:
-    """Raises ValueError for a folder with PEFT's adapter, which transformers loads, frozen, around the weights."""
-    if not Path(folder, ADAPTER).is_file():
-        return
-    if Path(folder, CONFIG).is_file():
-        raise ValueError(
-            f"{folder} has a model and an adapter ({ADAPTER}), and transformers loads both: move the adapter into a "
-            f"folder of its own, and merge it if you want to train with it"
-        )
-    raise ValueError(
-        f"{folder} has an adapter ({ADAPTER}) and no model: merge it into its base once, "
-        f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained(another_folder)"
-    )

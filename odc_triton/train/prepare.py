@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..base.config_file import write_config
 from ..base.options import flag
 from ..checkpoint.folder import MANIFEST, Manifest, read_state
-from ..checkpoint.pretrained_files import PretrainedFiles
+from ..checkpoint.pretrained_files import PretrainedFiles, weights_folder
 from ..checkpoint.steps import newest_in
 from ..comm.replicas import grid_of
 from ..data.order import Mix
@@ -213,7 +213,7 @@ def check_before_start(options: RunOptions, ranks: int, tokenizer: Any, *, longe
             )
     for folder in (options.model, options.teacher):
         if folder is not None and Path(folder).is_dir():
-            PretrainedFiles(Path(folder))  # raises if it has no weights to read
+            PretrainedFiles(weights_folder(folder))  # raises if it has no weights to read
     folder = RunFolder(options.out)
     folder.lock(resume=options.resume)
     try:

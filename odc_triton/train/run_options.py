@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from ..base.files import fingerprint
 from ..base.options import REQUIRED, flag, option, plain_paths, require_one_model, require_seed, require_token_cap
+from ..data.adapted import base_of
 
 PATHS = ("model", "init", "teacher")  # compared by what is there
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
@@ -256,6 +257,9 @@ class RunOptions:
         wanted = {name: value for name, value in asdict(self).items() if name not in self.free}
         wanted[self.per_step()] = wanted.pop(self.per_rank) * world
         wanted["contents"] = {name: fingerprint(wanted[name]) for name in PATHS if wanted[name] is not None}
+        for name in PATHS:
+            if wanted[name] is not None and Path(wanted[name]).is_dir() and (base := base_of(wanted[name])):
+                wanted["contents"][name] += fingerprint(base) or base
         weights = wanted.pop("data_weight")
         if len(self.data) == 1:
             return wanted | {"data": self.data[0]}

@@ -292,6 +292,46 @@ def test_a_run_from_two_tensors(tmp_path: Path) -> None:
     assert one.ids == made[0, 3:].tolist()
 
 
+def adapter(folder: Path, *, beside: bool = False, family: str = "Llama", tied: bool = False, **config: object) -> None:
+    """An adapter with values of a model in `folder`/base, `beside`: and that model."""
+    import peft
+
+    model = saved(folder / "base", family=family, tie_word_embeddings=tied)
+    kind = config.pop("peft_type", "LORA")
+    usual = {} if kind == "PROMPT_TUNING" else {"target_modules": ["q_proj", "v_proj"]}
+    config = peft.get_peft_config({"peft_type": kind, "task_type": "CAUSAL_LM", **usual, **config})
+    wrapped = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "base"), config)
+    torch.manual_seed(3)
+    for value in wrapped.parameters():
+        if value.requires_grad:
+            value.data += torch.randn_like(value) / 10
+    wrapped.save_pretrained(folder)
+    if beside:
+        model.save_pretrained(folder)
+
+
+# What PEFT is told, and whether the model has a tied head after that.
+ADAPTERS = {
+    "of a tied head": ({"tied": True, "target_modules": ["q_proj", "lm_head"]}, False),
+}
+MORE_ADAPTERS = {
+    "LoRA": ({"tied": True}, True),
+    "beside a model": ({"beside": True, "use_rslora": True}, False),
+    "of a tied embedding": ({"tied": True, "target_modules": ["embed_tokens"]}, False),
+    "a saved head": ({"tied": True, "modules_to_save": ["lm_head"]}, False),
+    "a saved embedding": ({"tied": True, "modules_to_save": ["embed_tokens"]}, False),
+    "both, kept tied": ({"tied": True, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, False),
+    "tokens": ({"tied": True, "trainable_token_indices": [1, 8]}, True),
+    "biases": ({"family": "Qwen2", "bias": "all"}, False),
+    "a bias of LoRA": ({"family": "Qwen2", "lora_bias": True}, False),
+    "GPT-2": ({"family": "GPT2", "tied": True, "target_modules": ["c_attn"], "fan_in_fan_out": True}, True),
+    "experts": ({"family": "Mixtral", "target_modules": ["q_proj"]}, False),
+    "IA3": ({"peft_type": "IA3", "feedforward_modules": []}, False),
+    "LN tuning": ({"peft_type": "LN_TUNING", "target_modules": ["norm"]}, False),
+    "LoHa": ({"peft_type": "LOHA"}, False),
+}
+
+
 def quantised(folder: Path, dtype: torch.dtype, config: dict | None = None) -> None:
     saved(folder)
     rewritten(
@@ -305,16 +345,61 @@ def quantised(folder: Path, dtype: torch.dtype, config: dict | None = None) -> N
         configured(folder, quantization_config=config)
 
 
-def adapter(folder: Path, *, beside: bool) -> None:
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks by the old name
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`")
+@pytest.mark.filterwarnings("ignore:Adapter 'default'. 4 LoRA tensor")  # biases of LoRA
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")  # PEFT's, of norms
+@pytest.mark.parametrize("rows", [ADAPTERS, slow(MORE_ADAPTERS)], ids=["usual", "more"])
+def test_adapters_are_merged(tmp_path: Path, rows: dict, capsys: pytest.CaptureFixture) -> None:
+    ids = torch.arange(1, 290, 7)[None]
+    for number, (name, (changes, is_tied)) in enumerate(rows.items()):
+        at, out = tmp_path / str(number), tmp_path / "out"
+        adapter(at, **changes)
+        want = AutoModelForCausalLM.from_pretrained(at, dtype=torch.float32)(ids).logits
+        model = fully_shard(meta_causal_lm(model=str(at)))
+        load_pretrained_shards(model, at)
+        assert f"{at} {'has an adapter' if changes.get('beside') else 'is an adapter of'}" in capsys.readouterr().out
+        save_pretrained(model, out, overwrite=True)
+        found = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        # The adapter's product is added to the weight's, not to the weight: in another order.
+        torch.testing.assert_close(
+            found(ids).logits, want, atol=2e-5, rtol=2e-5, msg=lambda text, at=name: f"{at}: {text}"
+        )
+        base = AutoModelForCausalLM.from_pretrained(at / "base", dtype=torch.float32)
+        assert not torch.allclose(base(ids).logits, want, atol=1e-3), name
+        assert bool(ties(found)) == is_tied, name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks by the old name
+def test_a_run_from_an_adapter(tmp_path: Path) -> None:
+    """And from its merge by PEFT: the same losses and weights. Resumed only from the same base."""
     import peft
 
-    model = saved(folder / "base")
-    wrapped = peft.get_peft_model(
-        AutoModelForCausalLM.from_pretrained(folder / "base"), peft.LoraConfig(init_lora_weights=False)
-    )
-    wrapped.save_pretrained(folder)
-    if beside:
-        model.save_pretrained(folder)
+    write_case(tmp_path)
+    for name, changes in {"in": {"tied": True, "target_modules": "all-linear"}, "teacher": {"beside": True}}.items():
+        adapter(tmp_path / name, **changes)
+        whole = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / name).merge_and_unload()
+        whole.save_pretrained(tmp_path / f"whole-{name}")
+    usual = {"init": None, "steps": 2, "token_cap": 128, "exact": True, "checkpoint_every": 1}
+    for name in ("", "whole-"):
+        model, teacher = str(tmp_path / f"{name}in"), str(tmp_path / f"{name}teacher")
+        run = case(tmp_path, **usual, model=model, teacher=teacher, out=str(tmp_path / f"of-{name}in"))
+        assert jobs.run(2, run) == [jobs.ENDED]
+    export(tmp_path / "of-in", ExportOptions(out=str(tmp_path / "exported")))
+    want = everything(plain(tmp_path / "of-whole-in" / "model"))
+    start = everything(plain(tmp_path / "whole-in"))
+    assert any((want[key] - value).abs().max() > 1e-4 for key, value in start.items())
+    for other in ("of-in/model", "exported"):
+        for key, value in everything(plain(tmp_path / other)).items():
+            torch.testing.assert_close(value, want[key], atol=1e-5, rtol=1e-5)
+    of_it = case(tmp_path, **usual, model=str(tmp_path / "in"), out=str(tmp_path / "new"))
+    with pytest.raises(ValueError, match="has an adapter, and PEFT can't read one on top of it: begin with"):
+        sft.check_before_start(replace(of_it, lora_rank=2), 1)
+    before = of_it.identity(2)["contents"]
+    saved(tmp_path / "in" / "base", seed=5)
+    assert of_it.identity(2)["contents"] != before
 
 
 def only(name: str, content: bytes = b"") -> Callable[[Path], None]:
@@ -359,8 +444,23 @@ MORE_REFUSED = {
         "quant_method gptq",
         False,
     ),
-    "an adapter": (lambda at: adapter(at, beside=False), "an adapter .* and no model: merge it into its base", True),
-    "an adapter beside a model": (lambda at: adapter(at, beside=True), "a model and an adapter .* loads both", True),
+    "a prompt": (
+        lambda at: adapter(at, peft_type="PROMPT_TUNING", num_virtual_tokens=3),
+        r"an adapter of type PROMPT_TUNING that can't be loaded \(.*\): give .*base, or",
+        False,
+    ),
+    "DoRA, whose magnitudes transformers draws": (lambda at: adapter(at, use_dora=True), "magnitude_vector", True),
+    "OFT": (lambda at: adapter(at, peft_type="OFT", oft_block_size=4), "of type OFT that can't be loaded", True),
+    "an adapter without its base": (
+        lambda at: (adapter(at), shutil.rmtree(at / "base")),
+        "and no model, and adapter_config.json names .*base' .*there is no such file or folder; write the folder",
+        False,
+    ),
+    "an adapter of an adapter": (
+        lambda at: (adapter(at), adapter(at / "base"), (at / "base" / "config.json").unlink()),
+        "names .*, which is not a model: write the folder of its model there",
+        False,
+    ),
     "a part is missing": (without_a_part, r"model-0000\d-of-0000\d.safetensors can't be read: No such file", False),
     "no index": (only(INDEX, b"{}"), "is not an index of safetensors: 'weight_map'", False),
     "an index that leaves the folder": (
