@@ -149,19 +149,21 @@ def test_what_faults_or_hangs_costs_itself_only(tmp_path: Path) -> None:
     assert errors["faults"].startswith("the process ended with ")
     assert errors["raises"] == "ValueError: no such thing"
     assert [line["section"] for line in lines if "what" in line] == ["hangs", "raises", "says"]
+    again = subprocess.run([*words, "--only", "says"], cwd=ROOT, capture_output=True, text=True)
+    assert (again.returncode, again.stdout.count("a number")) == (0, 1), "a run is judged by its own lines"
 
 
 @pytest.mark.slow
 def test_killed_at_any_moment_it_leaves_what_was_known(tmp_path: Path) -> None:
     """And the process that it had started ends."""
-    words, deadline_s = ["--out", str(tmp_path), "--rehearse", "--only", "says", "hangs"], time.monotonic() + LONG_S
+    words, deadline_s = ["--out", str(tmp_path), "--rehearse", "--only", "says", "waits"], time.monotonic() + LONG_S
     with subprocess.Popen([sys.executable, "-m", THIS, *words], cwd=ROOT) as process:
         while not (pids := [line["pid"] for line in read_lines(tmp_path / LINES) if "pid" in line]):
             assert process.poll() is None
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
-    assert [line["section"] for line in read_lines(tmp_path / LINES) if "what" in line] == ["says", "hangs"]
+    assert [line["section"] for line in read_lines(tmp_path / LINES) if "what" in line] == ["says", "waits"]
     while Path("/proc", str(pids[0])).exists():
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
@@ -170,5 +172,5 @@ def test_killed_at_any_moment_it_leaves_what_was_known(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    suite.LISTS = {"quarter": SURVIVED}
+    suite.LISTS = {"quarter": SURVIVED, "longer": {"waits": Here("hangs", 300, "")}}
     sys.exit(suite.main())

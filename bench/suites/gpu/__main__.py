@@ -135,8 +135,9 @@ def run_children(words: list[str], names: list[str], folder: Path, seconds: floa
     return code
 
 
-def report(folder: Path) -> int:
-    lines = read_lines(folder / LINES)
+def report(folder: Path, after: int = 0) -> int:
+    """Prints the lines after so many, those of earlier runs. Returns the exit status."""
+    lines = read_lines(folder / LINES)[after:]
     for line in lines:
         said = line.get("text", "")[-_SHOWN_CHARACTERS:].replace("\n", " | ")
         shown = str({key: value for key, value in line.items() if key != "text"})[: 2 * _SHOWN_CHARACTERS]
@@ -184,6 +185,7 @@ def main(words: list[str] | None = None) -> int:
     if options.report:
         return report(options.out)
     options.out.mkdir(parents=True, exist_ok=True)
+    before = len(read_lines(options.out / LINES))
     os.environ |= _ENVIRONMENT | {"OMP_NUM_THREADS": "4"} | (_REHEARSED if options.rehearse else {})
     module = [sys.executable, "-m", sys.modules["__main__"].__spec__.name, "--out", str(options.out), *given]
     with tempfile.TemporaryDirectory() as site:
@@ -192,7 +194,7 @@ def main(words: list[str] | None = None) -> int:
     if code == _NO_GPU:
         print("there is no GPU here: nothing was run; --rehearse tries this command without one", file=sys.stderr)
         return _NO_GPU
-    return report(options.out)
+    return report(options.out, before)
 
 
 if __name__ == "__main__":
