@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One thread per process: tests run several ranks side by side.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo demo-rl test test-slow test-vllm test-matrix tables aot docs docs-check venv lint format clean
+.PHONY: demo demo-rl test test-slow test-vllm test-matrix rehearse-gpu tables aot docs docs-check venv lint format clean
 
 demo: venv
 	$(BIN)/odc-triton demo --out out/demo
@@ -49,6 +49,10 @@ out/vllm/.installed: pyproject.toml
 PAIRS ?= 3.10-2.11 3.11-2.13 3.13-2.15
 test-matrix:
 	tests/matrix $(PAIRS)
+
+# Both lists of the suite for GPUs on the CPU, with the versions of a machine with a GPU and without an installation.
+rehearse-gpu:
+	bench/suites/gpu/rehearse
 
 # What models and features do, as tests show it: docs/models.md, docs/composes.md.
 tables: venv

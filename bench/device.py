@@ -8,12 +8,27 @@ rehearsal's files are marked as such, and refused among the results.
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
+
+
+def profiled(run: Callable[[], T]) -> tuple[T, list[tuple[str, float, float]]]:
+    """What `run` returns; each kernel on the GPU meanwhile: name, begin and end, in seconds of `time.monotonic`."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        offset_s = time.time() - time.monotonic()  # the profiler's clock is the time of day
+        found = run()
+    return found, [
+        (event.name(), event.start_ns() / 1e9 - offset_s, (event.start_ns() + event.duration_ns()) / 1e9 - offset_s)
+        for event in record.profiler.kineto_results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation()
+    ]
 
 
 class Gpu:
@@ -88,13 +103,9 @@ class Gpu:
     def peak_gb(self) -> float:
         return self.most_used_bytes() / 1e9
 
-    def environment(self) -> dict[str, str]:
-        """The environment for the processes that a benchmark starts."""
-        return dict(os.environ)
-
 
 class Rehearsal(Gpu):
-    """Pretends to be two GPUs, so that the stages for several are rehearsed too; measures no memory."""
+    """Pretends to be two GPUs, so that the sections for several are rehearsed too; measures no memory."""
 
     rehearsal = True
     type = "cpu"
@@ -131,7 +142,3 @@ class Rehearsal(Gpu):
 
     def most_used_bytes(self) -> int:
         return 0
-
-    def environment(self) -> dict[str, str]:
-        """Hides the GPU if there is one, and gives each rank one thread."""
-        return os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -6,19 +6,16 @@ A result is a JSON file, written whole; what a kill must not lose is appended to
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import platform
 import subprocess
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-WARNING = "REHEARSAL without a GPU: no number here is a measurement."
 _PACKAGES = ("odc-triton", "torch", "triton", "transformers", "numpy")
 
 
@@ -38,12 +35,6 @@ def save_parts(path: Path, **parts: object) -> None:
     """Replaces these keys of a result that several programs write."""
     before = json.loads(path.read_bytes()) if path.exists() else {}
     save_json(path, {**before, **parts})
-
-
-def refuse_results(folder: Path) -> None:
-    """Raises ValueError if a rehearsal would write among the results."""
-    if folder.resolve().is_relative_to(RESULTS):
-        raise ValueError(f"a rehearsal measures nothing: {folder} is in {RESULTS}, choose another folder")
 
 
 def options_of(about: str, **numbers: int) -> argparse.Namespace:
@@ -84,16 +75,6 @@ def commit() -> str:
         return git("rev-parse", "HEAD") + (" and uncommitted changes" if git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("ODC_COMMIT", "unknown")
-
-
-@cache
-def source_digest() -> str:
-    """Names the code as it is, committed or not: what passed with other code must pass again."""
-    digest = hashlib.sha256()
-    for folder in ("kernels", "odc_triton", "bench", "tests"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def gpu() -> dict[str, str] | None:

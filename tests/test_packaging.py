@@ -35,11 +35,12 @@ def test_pins_lie_in_the_open_ranges() -> None:
     assert all("==" not in str(specifier) for specifier in ranges.values()), "a library pins nothing"
 
 
-def test_help_explains_every_option(capsys) -> None:
+def test_help_explains_every_option(capsys, monkeypatch) -> None:
     from dataclasses import fields
 
     from odc_triton.train.sft_options import SftOptions
 
+    monkeypatch.setenv("COLUMNS", "1000")  # lines are wrapped at hyphens too
     with pytest.raises(SystemExit, match="0"):
         cli.main(["train", "sft", "--help"])
     text = " ".join(capsys.readouterr().out.split())

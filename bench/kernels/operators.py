@@ -1,4 +1,4 @@
-"""What `bench.kernels.run` measures: gather, scatter, embedding, head and loss here, and the products.
+"""What the kernels' benchmark measures: gather, scatter, embedding, head and loss here, and the products.
 
 gather and scatter have hardly any arithmetic: they are compared with a device copy of the same number of bytes. The
 embedding is compared with torch on a local table; head and loss with their products alone and torch with whole logits.
@@ -67,9 +67,8 @@ def _scatter(problem: Problem) -> Prepared:
         for rows, shard in by_owner(gradient, peers):
             shard.add_(rows)
 
-    baselines = {"device copy": _device_copy(problem, gradient.numel() * (gradient.element_size() + 8))}
-    if problem.peers == "loopback":  # torch can't add to another device's memory
-        baselines["add to every shard"] = additions
+    copy = _device_copy(problem, gradient.numel() * (gradient.element_size() + 8))
+    baselines = {"device copy": copy, "add to every shard": additions}
     work = problem.work(moved=gradient.numel(), adds=True)
     return Prepared(run=lambda: scatter(gradient=gradient, peers=peers), check=check, baselines=baselines, work=work)
 
@@ -148,7 +147,6 @@ class _Head:
             element_bytes=problem.dtype.itemsize,
             backward=backward,
         )
-        self.logits_bytes = problem.tokens * problem.layer.rows * problem.dtype.itemsize
         self.flops = 2.0 * problem.tokens * self.whole.numel()
         self.parts = [slice(start, start + CHUNK) for start in range(0, problem.tokens, CHUNK)]
 
@@ -178,7 +176,6 @@ def _cross_entropy(problem: Problem) -> Prepared:
         check=check,
         baselines={"torch.mm chunks": products, "torch, whole logits": whole_logits},
         work=problem.work(flops=head.flops, moved=h.numel(), reads=True),
-        whole_bytes=head.logits_bytes,
     )
 
 
@@ -227,7 +224,7 @@ def _cross_entropy_grad(problem: Problem) -> Prepared:
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):  # torch 2.13 has it, 2.11 does not
         baselines["torch fused, with its forward"] = fused
     work = problem.work(flops=3 * head.flops, moved=2 * h.numel(), reads=True, adds=True)
-    return Prepared(run=run, check=check, baselines=baselines, work=work, whole_bytes=head.logits_bytes)
+    return Prepared(run=run, check=check, baselines=baselines, work=work)
 
 
 def _divergence(problem: Problem) -> Prepared:
@@ -270,7 +267,6 @@ def _divergence(problem: Problem) -> Prepared:
         check=check,
         baselines={"torch, whole logits": lambda: whole(slice(None), student.h.dtype)},
         work=problem.work(flops=8 * student.flops, moved=3 * student.h.numel(), reads=True, adds=True),
-        whole_bytes=2 * student.logits_bytes,
     )
 
 

@@ -53,9 +53,7 @@ class Model:
     kv_heads: int
     head_dim: int
     vocabulary: int
-    blocks: int
     qkv_bias: bool
-    tied: bool
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """[N, K] of every linear layer of a block and of the head, by name."""
@@ -89,24 +87,24 @@ class Model:
         return [Layer(name="qkv", rows=(self.heads + 2 * self.kv_heads) * self.head_dim, columns=self.hidden)]
 
 
-# hidden, intermediate, heads, kv_heads, head_dim, vocabulary, blocks
+# hidden, intermediate, heads, kv_heads, head_dim, vocabulary
 MODELS = {
     model.name: model
     for model in (
-        Model("llama-3-8b", 4096, 14336, 32, 8, 128, 128256, 32, qkv_bias=False, tied=False),
-        Model("qwen2.5-1.5b", 1536, 8960, 12, 2, 128, 151936, 28, qkv_bias=True, tied=True),
-        Model("qwen2.5-7b", 3584, 18944, 28, 4, 128, 152064, 28, qkv_bias=True, tied=False),
-        Model("qwen2.5-32b", 5120, 27648, 40, 8, 128, 152064, 64, qkv_bias=True, tied=False),
+        Model("llama-3-8b", 4096, 14336, 32, 8, 128, 128256, qkv_bias=False),
+        Model("qwen2.5-1.5b", 1536, 8960, 12, 2, 128, 151936, qkv_bias=True),
+        Model("qwen2.5-7b", 3584, 18944, 28, 4, 128, 152064, qkv_bias=True),
+        Model("qwen2.5-32b", 5120, 27648, 40, 8, 128, 152064, qkv_bias=True),
     )
 }
 # Checked without a GPU: sizes that neither a tile nor a world divides.
-TINY = Model("tiny", 48, 75, 3, 1, 16, 101, 1, qkv_bias=True, tied=False)
+TINY = Model("tiny", 48, 75, 3, 1, 16, 101, qkv_bias=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """The least that one call must do. `link_bytes` go to or from the peers; `peer_bytes` is the resulting traffic of
-    the peers' own memory (a sum is read and written there), which in loopback is this GPU's.
+    the peers' own memory (a sum is read and written there), which here is this GPU's.
     """
 
     flops: float = 0.0
@@ -117,9 +115,8 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One layer of one model, seen from rank 0 of `world`. `peers`: "loopback" (all shards on this device) or "pinned"
-    (all but this rank's own in pinned host memory). Tensors are new random numbers in every call: never zeros, on
-    which a GPU runs faster.
+    """One layer of one model, seen from rank 0 of `world`, with all shards on this device. Tensors are new random
+    numbers in every call: never zeros, on which a GPU runs faster.
     """
 
     model: Model
@@ -127,7 +124,6 @@ class Problem:
     tokens: int  # 0 where the operator has none
     world: int
     dtype: torch.dtype
-    peers: str = "loopback"
     rank: int = 0
 
     @property
@@ -156,13 +152,7 @@ class Problem:
     def shards(self, whole: torch.Tensor) -> PeerShards:
         """Copies of a whole tensor's rows, each in its owner's memory."""
         parts = shards_of(whole, self.world)
-        if self.peers == "pinned":
-            parts = [
-                part if owner == self.rank or not part.numel() else part.cpu().pin_memory()
-                for owner, part in enumerate(parts)
-            ]
-        near = ALL if self.peers == "loopback" else None
-        return PeerShards.of(parts, shape=whole.shape, rank=self.rank, device=self.device, near=near)
+        return PeerShards.of(parts, shape=whole.shape, rank=self.rank, device=self.device, near=ALL)
 
     def work(
         self,
@@ -195,15 +185,13 @@ class Prepared:
     """A problem's tensors, and what runs on them.
 
     `run`: one call of ours. `check`: runs it on poisoned or known outputs and yields the results with plain torch's.
-    `baselines`: one call each of what it is compared with, by name. `whole_bytes`: size of what ours never holds whole
-    (logits), to compare its peak memory with.
+    `baselines`: one call each of what it is compared with, by name.
     """
 
     run: Run
     check: Callable[[], Results]
     baselines: Mapping[str, Run]
     work: Work
-    whole_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,8 +38,8 @@ class Pulled:
 
 
 def _linear(*, staged: bool, dx: bool) -> Callable[[Problem], Prepared]:
-    """y = x Wᵀ, or dx = dy W: `direct`, which reads the shards, or `staged`: in loopback the kernel alone, on rows that
-    have arrived, else copies and kernel in one call.
+    """y = x Wᵀ, or dx = dy W: `direct`, which reads the shards, or `staged`: the kernel alone, on rows that
+    have arrived.
     """
 
     def prepare(problem: Problem) -> Prepared:
@@ -53,7 +53,7 @@ def _linear(*, staged: bool, dx: bool) -> Callable[[Problem], Prepared]:
         def run() -> None:
             weight = peers
             if pulled is not None:
-                weight = pulled.weight if pulled.weight.epoch and problem.peers == "loopback" else pulled()
+                weight = pulled.weight if pulled.weight.epoch else pulled()
             launch(**{"dy" if dx else "x": a}, weight=weight, out=out)
 
         def run_whole() -> None:
@@ -111,10 +111,9 @@ def _wgrad(problem: Problem) -> Prepared:
     baselines: dict[str, Run] = {
         "torch.mm": product,
         "torch.mm, scatter": lambda: scatter(gradient=product(), peers=peers),
+        "torch.mm, add": product_then_add,
         "ours, as if far": lambda: wgrad(dy=dy, x=x, weight=far),
     }
-    if problem.peers == "loopback":  # torch can't add to another device's memory
-        baselines["torch.mm, add"] = product_then_add
     if problem.device.type == "cuda" and problem.dtype != torch.float32:
         # torch's own fusion, into one local fp32 tensor: no peers.
         local = before.clone()

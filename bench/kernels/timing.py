@@ -1,11 +1,10 @@
 """Times on a GPU (or a stand-in), side by side: every function once per round, the L2 flushed before each.
 
-And the roofline: the least time that a call could take, the longest of its arithmetic, its memory and its link.
+And the roofline: the least time that a call could take, the longer of its arithmetic and its memory.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,15 +20,6 @@ def quantiles(us: Sequence[float]) -> dict[str, float]:
     """p20, p50, p80, each the nearest of the values."""
     ordered = sorted(us)
     return {f"p{percent}": ordered[round((len(ordered) - 1) * percent / 100)] for percent in (20, 50, 80)}
-
-
-def median_interval(values: Sequence[float]) -> dict[str, float]:
-    """The median and its 95% interval, from the order of the values alone: no distribution is assumed."""
-    ordered = sorted(values)
-    count = len(ordered)
-    reach = 0.98 * math.sqrt(count)
-    low, high = max(math.floor(count / 2 - reach), 0), min(math.ceil(count / 2 + reach), count - 1)
-    return {"median": quantiles(values)["p50"], "low": ordered[low], "high": ordered[high]}
 
 
 def warm_up(runs: Mapping[str, Run], gpu: Gpu) -> tuple[dict[str, Run], dict[str, str]]:
@@ -80,35 +70,23 @@ def interleaved(runs: Mapping[str, Run], gpu: Gpu, *, seconds: float) -> dict[st
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What this GPU reached in this run, so that the roofline includes its clocks and its heat. `link_bytes_s`: for
-    pinned host memory, 0 without a link.
-    """
+    """What this GPU reached in this run, so that the roofline includes its clocks and its heat."""
 
     flops: float
     hbm_bytes_s: float  # counting both reads and writes
-    link_bytes_s: float = 0.0
 
     @classmethod
-    def measured(cls, gpu: Gpu, *, dtype: torch.dtype, peers: str, seconds: float = 0.5) -> Machine:
+    def measured(cls, gpu: Gpu, *, dtype: torch.dtype, seconds: float = 0.5) -> Machine:
         """The rates of the library's product of two square matrices and of copies, on random numbers."""
         a, b = (torch.randn(gpu.side, gpu.side, device=gpu.type, dtype=dtype) for _ in range(2))
         source = torch.randint(-128, 127, (gpu.copy_bytes,), dtype=torch.int8, device=gpu.type)
         target, out = torch.empty_like(source), torch.empty_like(a)
         runs = {"product": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(source)}
-        if peers == "pinned":
-            pinned = source.cpu().pin_memory()
-            runs["link"] = lambda: target.copy_(pinned, non_blocking=True)
         for run in runs.values():
             run()
         second = {name: quantiles(us)["p50"] / 1e6 for name, us in interleaved(runs, gpu, seconds=seconds).items()}
-        return cls(
-            flops=2 * gpu.side**3 / second["product"],
-            hbm_bytes_s=2 * gpu.copy_bytes / second["copy"],
-            link_bytes_s=gpu.copy_bytes / second["link"] if "link" in second else 0.0,
-        )
+        return cls(flops=2 * gpu.side**3 / second["product"], hbm_bytes_s=2 * gpu.copy_bytes / second["copy"])
 
     def seconds(self, work: Work) -> float:
-        """The roofline. Without a link the peers' memory is this GPU's, and their traffic is added to its own."""
-        if self.link_bytes_s:
-            return max(work.flops / self.flops, work.hbm_bytes / self.hbm_bytes_s, work.link_bytes / self.link_bytes_s)
+        """The roofline. The peers' memory is this GPU's, and their traffic is added to its own."""
         return max(work.flops / self.flops, (work.hbm_bytes + work.peer_bytes) / self.hbm_bytes_s)

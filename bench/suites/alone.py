@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import math
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,7 +32,7 @@ from odc_triton.base.trace import (
     overlapping,
 )
 
-from ..device import Gpu
+from ..device import Gpu, profiled
 from ..harness import Minibatch, PeakMemory, Work, build, gather, open_job, set_torch_up, train_minibatch
 from ..provenance import gpu
 from ..variants import Setting, Variant
@@ -181,17 +180,7 @@ def take_turn(kind: type[Variant], work: LengthsWork, setting: Setting, round_: 
 def _profiled_idle(
     variant: Variant, work: LengthsWork, data: RandomTokens, cost: CostModel, index: int, number: int
 ) -> float:
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as record:
-        offset_s = time.time() - time.monotonic()  # the profiler's clock is the time of day
-        ran = train_minibatch(variant, work, data, cost, index, number)
-    kernels = [
-        (event.name(), event.start_ns() / 1e9 - offset_s, (event.start_ns() + event.duration_ns()) / 1e9 - offset_s)
-        for event in record.profiler.kineto_results.events()
-        if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
-    ]
+    ran, kernels = profiled(lambda: train_minibatch(variant, work, data, cost, index, number))
     return idle_of_devices(gather(computing_seconds(kernels, ran)), ran)
 
 

@@ -1,164 +1,176 @@
-"""The GPU suite on a machine without a GPU: what it keeps whatever ends a run."""
+"""The suite for GPUs, without one: what is written whatever ends a section, what passes, and that all of it runs."""
 
 from __future__ import annotations
 
-import json
-import re
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import bench.suites.gpu as suite
 from bench.device import Rehearsal
-from bench.provenance import ROOT, WARNING
-from bench.suites.gpu.__main__ import lacks, main
-from bench.suites.gpu.plan import FIRST, STAGES, Run
+from bench.provenance import ROOT, read_lines
+from bench.suites.gpu import __main__ as suite
+from bench.suites.gpu.plan import ALL_TESTS, LINES, LISTS, LOG, LONGER, OPERATORS, QUARTER, TESTS, Section
 from tests.support.deadlines import LONG_S
 
-SUITE_S = 200  # of all runs of a test here, most of which end in a second
+
+def says(gpu: Rehearsal, *, count: int = 1) -> Iterator[dict]:
+    for number in range(count):
+        yield {"what": "a number", "number": number}
+        time.sleep(0.01 * (count > 1))
 
 
-@pytest.fixture(autouse=True)
-def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `run_of` writes is found by `python -m`, and no pytest that the suite starts takes itself for a worker."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    monkeypatch.setattr(sys, "path", [*sys.path])  # the suite prepends to both
+def raises(gpu: Rehearsal) -> Iterator[dict]:
+    yield {"what": "a number"}
+    raise ValueError("no such thing")
 
 
-SAYS = """import json, os, sys, time
-file = sys.argv[1]
-def say(x):
-    open(file + '.new', 'w').write(json.dumps(x))
-    os.replace(file + '.new', file)
-"""
+def faults(gpu: Rehearsal) -> Iterator[dict]:
+    os.abort()
 
 
-def run_of(folder: Path, program: str, **how: Any) -> Run:
-    """A run of `program`, in which `say(x)` is what it has found so far."""
-    name = f"given_{abs(hash(program))}"
-    (folder / f"{name}.py").write_text(f"{SAYS}{program}\n")
-    words = (name, "{out}/found.json")
-    return Run(words=words, rehearsal=words, **{"seconds": SUITE_S, "found": "found.json"} | how)
+def hangs(gpu: Rehearsal) -> Iterator[dict]:
+    yield {"what": "a number", "pid": os.getpid()}
+    time.sleep(600)
 
 
-def ran(folder: Path, *names: str, stages: dict[str, dict[str, Run]], seconds: int = SUITE_S) -> tuple[int, dict]:
-    """The exit code, and gpu_suite.json's runs."""
-    code = main(["--rehearse", "--out", str(folder / "out"), "--seconds", str(seconds), *names], stages)
-    return code, json.loads((folder / "out" / "gpu_suite.json").read_text())["runs"]
+class Here(Section):
+    """A function of this file."""
+
+    def lines(self, gpu: Any, folder: Path, left_s: float) -> Iterator[dict]:
+        return globals()[self.run](gpu, **self.given)
 
 
-# By name of a run: its program, other options than the usual, its verdict and what it found.
-RUNS = {
-    "passes": ("say(1)", {}, "passed", 1),
-    "finds what is wrong": ("say(0)", {}, "FAILED", 0),
-    "fails": ("say(1); sys.exit(3)", {}, "FAILED", 1),
-    "finds nothing": ("pass", {}, "FAILED", None),
-    "need find nothing": ("pass", {"found": ""}, "passed", None),
-    "is cut short": ("say(1); time.sleep(600)", {"seconds": 6}, "cut short", 1),
-    # A fault ends it; it is started again and keeps what it has.
-    "is started again": (
-        "seen = json.load(open(file)) + 1 if os.path.exists(file) else 1\nsay(seen)\nsys.exit(seen < 3)",
-        {"tries": 4},
-        "passed",
-        3,
-    ),
-}
+class Lost(Rehearsal):
+    def answers(self) -> bool:
+        return False
 
 
-@pytest.mark.slow
-def test_verdicts_and_that_what_passed_is_kept_and_what_failed_is_run_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+@pytest.fixture
+def no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite.faulthandler, "dump_traceback_later", lambda *_, **__: None)  # pytest's own has it
+    monkeypatch.setattr(suite.faulthandler, "cancel_dump_traceback_later", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("section", "left_s", "gpu", "keys"),
+    [
+        (Here("says", 60, ""), 60, Rehearsal, ["begins", "what", "ended"]),
+        (Here("says", 60, ""), 10, Rehearsal, ["skipped"]),
+        (Here("says", 60, "", gpus=3), 60, Rehearsal, ["skipped"]),
+        (Here("says", 0.005, "", given={"count": 900}), 60, Rehearsal, ["begins", "what", "cut", "ended"]),
+        (Here("raises", 60, ""), 60, Rehearsal, ["begins", "what", "error", "ended"]),
+        (Here("raises", 60, ""), 60, Lost, ["begins", "what", "error", "lost"]),
+    ],
+)
+def test_lines_of_a_section(
+    tmp_path: Path, section: Section, left_s: int, gpu: type, keys: list[str], no_deadline: None
 ) -> None:
-    stages = {"s": {name: run_of(tmp_path, program, **how) for name, (program, how, *_) in RUNS.items()}}
-    code, runs = ran(tmp_path, "s", stages=stages)
-    assert code == 1
-    assert {name: (run["verdict"], run["found"]) for name, run in runs.items()} == {
-        f"s/{name}": tuple(wanted) for name, (_, _, *wanted) in RUNS.items()
-    }
-    capsys.readouterr()
-    code, runs = ran(tmp_path, "s/passes", "s/fails", stages={"s": stages["s"] | {"fails": run_of(tmp_path, "say(1)")}})
-    assert code == 0
-    assert runs["s/fails"]["verdict"] == "passed"
-    assert "s/passes: passed before" in capsys.readouterr().out
-    assert len(runs) == len(RUNS)
+    answers = suite.run_section(tmp_path, "a section", section, time.time() + left_s, gpu())
+    assert answers == (gpu is not Lost)
+    lines = read_lines(tmp_path / LINES)
+    seen = list(dict.fromkeys(key for line in lines for key in line if key in ("what", *keys)))
+    assert seen == keys
+    assert any(map(suite.failed, lines)) == ("error" in keys)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "wrong"),
+    [
+        ("rates", {}, 0),
+        ("head", {}, 0),
+        ("attention", {"most": 1e-5}, 0),
+        ("attention", {"most": 0.0}, 1),  # its rule can fail
+    ],
+)
+def test_rehearsed(tmp_path: Path, name: str, given: dict, wrong: int, no_deadline: None) -> None:
+    section = QUARTER[name]
+    section = Section(section.run, section.seconds, section.passes, given={**section.given, **given})
+    assert suite.run_section(tmp_path, name, section, time.time() + LONG_S, Rehearsal())
+    lines = read_lines(tmp_path / LINES)
+    assert "ended" in lines[-1]
+    assert any("what" in line for line in lines)
+    assert sum(map(suite.failed, lines)) == wrong, lines
+
+
+def test_the_plan() -> None:
+    from bench.kernels.operators import all_operators
+
+    assert {*OPERATORS} == {*all_operators()}
+    assert len(OPERATORS) == 15
+    assert len(TESTS) == QUARTER["tests"].given["least"] == 24
+    assert not QUARTER.keys() & LONGER.keys()
+    assert [name for name in ALL_TESTS if not (ROOT / name).exists()] == []
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_it_leaves_what_had_ended(tmp_path: Path) -> None:
-    """SIGKILL while the second run has found something and goes on; what it had started dies with it."""
-    program = f"say(1); open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    runs = f"{{'s': {{'a': {run_of(tmp_path, 'say(1)')!r}, 'b': {run_of(tmp_path, program)!r}}}}}"
-    code = f"from bench.suites.gpu.__main__ import main\nfrom bench.suites.gpu.plan import Run\nmain(WORDS, {runs})"
-    words = ["--rehearse", "--out", str(tmp_path / "out"), "s"]
-    code = code.replace("WORDS", repr(words)).replace(f"passes={bool!r}", "passes=bool")
-    report, deadline_s = tmp_path / "out" / "gpu_suite.json", time.monotonic() + LONG_S
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=Rehearsal().environment()) as process:
-        while not (report.exists() and json.loads(report.read_text())["runs"].get("s/b", {}).get("found")):
+def test_the_tests_that_it_names() -> None:
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "gpu", *TESTS]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert all(name in done.stdout for name in TESTS)
+
+
+def ran(*words: str) -> subprocess.CompletedProcess[str]:
+    """`python -m WORDS` where this checkout is not installed: -S leaves out what finds it."""
+    env = os.environ | {"PYTHONPATH": str(Path(pytest.__file__).parents[1])}
+    return subprocess.run([sys.executable, "-S", "-m", *words], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("name", LISTS)
+def test_all_of_it_in_a_plain_checkout(tmp_path: Path, name: str) -> None:
+    done = ran("bench.suites.gpu", "--out", str(tmp_path), "--rehearse", "--seconds", "1500", "--list", name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = read_lines(tmp_path / LINES)
+    assert [line["section"] for line in lines if "ended" in line] == list(LISTS[name])
+    assert {"rehearsal", "gpu", "versions", "commit", "hardware"} <= lines[0].keys()
+    assert {LINES, LOG} <= {path.name for path in tmp_path.iterdir()}
+
+
+SURVIVED = {name: Here(name, 1 if name == "hangs" else 60, "") for name in ("faults", "hangs", "raises", "says")}
+THIS = "tests.bench.test_gpu_suite"
+
+
+@pytest.mark.slow
+def test_what_faults_or_hangs_costs_itself_only(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", THIS, "--out", str(tmp_path), "--rehearse"]
+    assert subprocess.run(words, cwd=ROOT, capture_output=True).returncode == 1
+    lines = read_lines(tmp_path / LINES)
+    errors = {line["section"]: line["error"] for line in lines if "error" in line}
+    assert list(errors) == ["faults", "hangs", "raises"]
+    assert errors["faults"].startswith("the process ended with ")
+    assert errors["raises"] == "ValueError: no such thing"
+    assert [line["section"] for line in lines if "what" in line] == ["hangs", "raises", "says"]
+    again = subprocess.run([*words, "--only", "says"], cwd=ROOT, capture_output=True, text=True)
+    assert (again.returncode, again.stdout.count("a number")) == (0, 1), "a run is judged by its own lines"
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_leaves_what_was_known(tmp_path: Path) -> None:
+    """And the process that it had started ends."""
+    words, deadline_s = ["--out", str(tmp_path), "--rehearse", "--only", "says", "waits"], time.monotonic() + LONG_S
+    with subprocess.Popen([sys.executable, "-m", THIS, *words], cwd=ROOT) as process:
+        while not (pids := [line["pid"] for line in read_lines(tmp_path / LINES) if "pid" in line]):
             assert process.poll() is None
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
-    data = json.loads(report.read_text())
-    assert {name: (run["verdict"], run["found"]) for name, run in data["runs"].items()} == {
-        "s/a": ("passed", 1),
-        "s/b": ("killed", 1),
-    }
-    (about,) = data["about"].values()
-    assert {"gpu", "versions", "commit", "hardware", "source", "rehearsal"} <= about.keys()
-    while (Path("/proc") / (tmp_path / "pid").read_text()).exists():
+    assert [line["section"] for line in read_lines(tmp_path / LINES) if "what" in line] == ["says", "waits"]
+    while Path("/proc", str(pids[0])).exists():
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.suites.gpu", "report", "--out", str(tmp_path / "out")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(WARNING)
-    assert re.search(r"s/b +\| killed", done.stdout)
+    done = ran("bench.suites.gpu", "--report", "--out", str(tmp_path))
+    assert (done.returncode, done.stdout.count("a number")) == (0, 2), done.stderr
 
 
-def test_what_is_not_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    words, device = ("suite",), Rehearsal()
-    assert lacks(Run(words=words, seconds=1), (), device) == "there is nothing of it to rehearse"
-    assert lacks(Run(words=words, seconds=1, gpus=3), words, device) == "it needs 3 GPUs; here: 2"
-    monkeypatch.setenv("PATH", "")
-    assert lacks(Run(words=words, seconds=1, under=("tool",)), words, device) == "compute-sanitizer is not installed"
-    assert lacks(Run(words=words, seconds=1, gpus=2), words, device) == ""
-
-
-def in_a_plain_checkout(*words: str) -> str:
-    """What `python -m WORDS` prints where this checkout is not installed: -S leaves out what finds it."""
-    env = Rehearsal().environment() | {"PYTHONPATH": str(Path(pytest.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-S", "-m", *words], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert "Error" not in done.stderr, done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_in_a_plain_checkout(tmp_path: Path) -> None:
-    """Its own process needs the kernels, and so does the first run that it starts."""
-    words = ("bench.suites.gpu", "--rehearse", "--out", str(tmp_path), "--seconds", str(SUITE_S), "premises/machine")
-    assert "premises/machine: passed" in in_a_plain_checkout(*words)
-
-
-def test_the_plan() -> None:
-    named = {word for runs in STAGES.values() for run in runs.values() for word in (*run.words, *run.rehearsal)}
-    files = {word for word in named if word.startswith("tests/")}
-    assert [name for name in files if not (ROOT / name).exists()] == []
-    found = (path for folder in ("gpu", "kernels") for path in (ROOT / "tests" / folder).glob("test_*.py"))
-    there = {str(path.relative_to(ROOT)) for path in found}
-    # They learn nothing on a GPU.
-    needless = "machine_code", "contention", "descriptors", "near_and_far", "refusals", "tiles"
-    assert there - files == {f"tests/kernels/test_{name}.py" for name in needless}
-    for line in re.findall(r"-m bench\.suites\.gpu ([a-z -]+?)(?:   |\n)", suite.__doc__):
-        assert sum(run.seconds for stage in line.split() for run in STAGES[stage].values()) <= 600, line
-    assert all(run.seconds <= 600 for runs in STAGES.values() for run in runs.values())
-    assert set(FIRST) <= set(STAGES)
+if __name__ == "__main__":
+    suite.LISTS = {"quarter": SURVIVED, "longer": {"waits": Here("hangs", 300, "")}}
+    sys.exit(suite.main())

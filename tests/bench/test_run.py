@@ -1,4 +1,4 @@
-"""The kernels' benchmark: its registry, its shapes, its checks, its report. What it times needs a GPU."""
+"""The kernels' benchmark: its registry, its shapes, its checks. What it times needs a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from bench.kernels.operators import all_operators  # first: it decides where kernels run  # isort: skip
 
-from bench.kernels.cells import Cell
 from bench.kernels.problem import TINY, Operator, Problem
 from bench.kernels.run import check
 
@@ -23,7 +22,7 @@ def problem(operator: Operator, *, tokens: int = 5, world: int = 3, layer: int =
 
 
 def test_every_kernel_file_is_measured() -> None:
-    """All but those of premises.py: how long a wait takes is the other rank's doing."""
+    """All but those of waits: how long one takes is the other rank's doing."""
     others = {"batch_copy", "device", "flags", "ops", "peers", "qkv_inputs", "streams", "tiles"}
     files = {path.stem for path in (ROOT / "kernels").glob("*.py")} - others
     assert {name for operator in OPERATORS.values() for name in operator.kernels} == files
@@ -34,10 +33,10 @@ def test_every_kernel_file_is_measured() -> None:
 def test_every_operator_is_right_and_its_baselines_run(name: str, world: int) -> None:
     torch.manual_seed(0)  # few random ids may all be this rank's own, which makes no link bytes
     given = problem(OPERATORS[name], world=world)
-    cell, prepared = Cell.of(OPERATORS[name], given), OPERATORS[name].prepare(given)
-    check(cell, prepared)
-    assert cell.passed, cell.fault
-    assert cell.errors
+    prepared = OPERATORS[name].prepare(given)
+    found = check(prepared)
+    assert found["passed"], found["fault"]
+    assert found["errors"]
     for baseline in prepared.baselines.values():
         baseline()
     assert prepared.work.hbm_bytes > 0

@@ -1,31 +1,37 @@
-"""docs/gpus.md has the stages of the suite for GPUs, and its commands give them the time that they need."""
+"""docs/gpus.md has the sections of the suite for GPUs, with the rules of the code, and commands that it takes."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
-from bench.suites.gpu.first import SECTIONS
-from bench.suites.gpu.plan import FIRST, STAGES
+from bench.suites.gpu.__main__ import parsed
+from bench.suites.gpu.plan import LISTS, LONGER, OPERATORS, QUARTER
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text(encoding="utf-8")
 
 
-def _seconds(stages: tuple[str, ...]) -> dict[str, int]:
-    return {stage: sum(run.seconds for run in STAGES[stage].values()) for stage in stages}
+def _table(heading: str) -> list[tuple[str, ...]]:
+    """Names, rules, and the last column."""
+    part = PAGE.partition(f"## {heading}")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `([^`]+)` \| [^|]+ \| ([^|]+) \| ([^|]+) \|$", part, re.M)
 
 
-def test_stages_and_their_time() -> None:
-    table = {stage: int(seconds) for stage, seconds in re.findall(r"^\| `([\w-]+)` \| (\d+) s \|", PAGE, re.M)}
-    assert table == _seconds(FIRST)
-    given = {
-        words: int(seconds) for seconds, words in re.findall(r"bench\.suites\.gpu --seconds (\d+)(.*)$", PAGE, re.M)
-    }
-    assert sum(table.values()) <= given.pop("") <= 1800
-    ((words, seconds),) = given.items()
-    assert sum(_seconds(tuple(words.split())).values()) <= seconds
+def test_sections_and_their_rules() -> None:
+    quarter = [(name, section.passes, section.says) for name, section in QUARTER.items()]
+    assert _table("A quarter") == quarter
+    rules = {name.replace(f"sweep {OPERATORS[0]}", "sweep OPERATOR"): each for name, each in LONGER.items()}
+    longer = [(name, each.passes, str(each.gpus)) for name, each in rules.items() if name[6:] not in OPERATORS]
+    assert _table("Half an hour") == longer
 
 
-def test_sections_of_the_first_quarter() -> None:
-    table = dict(re.findall(r"^\| `([\w+ ]+)` \| [^|]+ \| ([^|]+) \|$", PAGE.partition("## What runs")[0], re.M))
-    assert list(table.items()) == [(name, section.passes) for name, section in SECTIONS.items()]
+def test_commands() -> None:
+    sections = {**LISTS["quarter"], **LISTS["longer"]}
+    found = re.findall(r"^python -m bench\.suites\.gpu ((?:.*\\\n)*.*)$", PAGE, re.M)
+    given = [parsed(shlex.split(words.replace("\\\n", "")), sections) for words in found]
+    assert [(each.seconds, each.list, bool(each.only)) for each in given] == [
+        (420, "quarter", False),
+        (230, "quarter", True),
+        (1800, "longer", False),
+    ]

@@ -1,51 +1,169 @@
-"""`python -m bench.suites.gpu`."""
+"""A quarter of an hour on one GPU: is it right, and the numbers that need no second GPU.
+
+    python -m bench.suites.gpu --seconds 420 --out out/gpu
+    python -m bench.suites.gpu --seconds 230 --out out/second --only tests rows "all tests" --tests THOSE THAT FAILED
+
+Sections run in order of what they tell, in one process, as each start would cost ten seconds; those of several ranks
+start their own. One that faults, hangs or loses the GPU's context costs that process, and the next one begins after it.
+gpu.jsonl in the folder gets a line whenever a number is known, so a kill loses nothing; gpu.log has what was printed.
+Exits with 1 if something failed, 2 without a GPU. Nothing has run on a GPU yet. docs/gpus.md has more. What passes:
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
-import json
+import faulthandler
 import os
-import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from odc_triton.base.report import table
-from odc_triton.comm.launch import die_with_parent
+from ...provenance import RESULTS, ROOT, about, append_line, read_lines
+from .plan import LINES, LISTS, LOG, Section
 
-from ...device import Gpu, Rehearsal
-from ...provenance import RESULTS, ROOT, WARNING, about, read_lines, save_json, source_digest
-from .. import gpu as suite
-from .inputs import write_inputs
-from .paths import make_importable
-from .plan import FIRST, STAGES, Run, Stages
-
-_LEAST_S = 5.0  # with less time left, nothing is started
-_CUT = (124, 128 + signal.SIGKILL)  # `timeout`'s exit codes
-_TOOL = "compute-sanitizer"  # runs of which need it
+_STARTS = 6  # processes: one, and one after each loss
+_LEAST_S = 15.0  # with less time left no process is started
+_LEAST_SHARE = 0.3  # of a section's seconds
+_NO_GPU = 2
+_ERROR_CHARACTERS, _SHOWN_CHARACTERS = 1500, 330
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+_REHEARSED = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 
-def parsed(words: list[str] | None, stages: Stages) -> argparse.Namespace:
-    head, _, more = suite.__doc__.partition("\n\n")
+def make_importable(site: Path) -> None:
+    """Finds the packages of this checkout, by links in `site`: in this process and in those that it starts."""
+    for name, folder in (("odc_kernels", "kernels"), ("odc_bench", "bench"), ("odc_triton", "odc_triton")):
+        (site / name).symlink_to(ROOT / folder)
+    sys.path[:0] = found = [str(site), str(ROOT)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*found, os.environ.get("PYTHONPATH", "")]))
+
+
+def failed(line: Mapping[str, Any]) -> bool:
+    return "error" in line or "lost" in line or line.get("passed") is False or line.get("outcome") == "failed"
+
+
+def run_sections(folder: Path, sections: Mapping[str, Section], until_s: float, *, rehearse: bool) -> int:
+    """The child: sections one after another, until `until_s` of the time of day. Returns its exit status."""
+    import torch
+    import torch.distributed as dist
+
+    from odc_triton.comm.launch import die_with_parent
+
+    from ...device import Gpu, Rehearsal
+
+    die_with_parent()
+    gpu: Gpu = Rehearsal() if rehearse else Gpu()
+    if rehearse:
+        torch.set_num_threads(1)
+    if not gpu.count():
+        return _NO_GPU
+    append_line(folder / LINES, {"section": "", "rehearsal": rehearse, "gpu": gpu.about(), **about()})
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    kinds = "gloo" if rehearse else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(kinds, store=dist.HashStore(), rank=0, world_size=1)
+    for name, section in sections.items():
+        if not run_section(folder, name, section, until_s, gpu):
+            os._exit(3)
+    dist.destroy_process_group()
+    return 0
+
+
+def run_section(folder: Path, name: str, section: Section, until_s: float, gpu: Any) -> bool:
+    """Whether the GPU still answers. A section that hangs ends the process after twice its seconds."""
+
+    def say(**line: Any) -> None:
+        append_line(folder / LINES, {"section": name, **line})
+
+    left_s, start_s = until_s - time.time(), time.monotonic()
+    lacks = f"{left_s:.0f} s left" if left_s < _LEAST_SHARE * section.seconds else ""
+    if gpu.count() < section.gpus:
+        lacks = f"it needs {section.gpus} GPUs"
+    if lacks:
+        say(skipped=lacks)
+        return True
+    say(begins=time.time())
+    faulthandler.dump_traceback_later(min(2 * section.seconds, max(left_s, 5)), exit=True)
+    answers = True
+    try:
+        for line in section.lines(gpu, folder, left_s):
+            say(**line)
+            if time.monotonic() - start_s > section.seconds:
+                say(cut=section.seconds)
+                break
+    except Exception as error:
+        say(error=f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS])
+    if not gpu.answers():
+        say(lost="the GPU's context")
+        answers = False
+    faulthandler.cancel_dump_traceback_later()
+    if answers:
+        gpu.forget()
+        say(ended=round(time.monotonic() - start_s, 1))
+    return answers
+
+
+def run_children(words: list[str], names: list[str], folder: Path, seconds: float) -> int:
+    """Runs `words` with the names that are left, anew after each that is lost. Returns the last one's status."""
+    until_s, file, code = time.time() + seconds, folder / LINES, 0
+    before = len(read_lines(file))
+    for _ in range(_STARTS):
+        left_s = until_s - time.time()
+        if not names or left_s < min(_LEAST_S, seconds):
+            break
+        child = [*words, "--until", str(until_s), "--only", *names]
+        with (folder / LOG).open("a") as log, contextlib.suppress(subprocess.TimeoutExpired):
+            code = -signal.SIGKILL  # after its time
+            code = subprocess.run(child, cwd=ROOT, stdout=log, stderr=log, timeout=left_s + 5).returncode
+        lines = read_lines(file)[before:]
+        seen = {line["section"] for line in lines if "begins" in line or "skipped" in line}
+        if code == _NO_GPU:
+            break
+        if not seen & {*names}:
+            append_line(file, {"section": names[0], "error": f"its process did not begin it: see {LOG}"})
+            break
+        if not {"ended", "skipped", "lost"} & {*lines[-1]}:
+            said = f"the process ended with {code}, by a fault or after twice its seconds: see {LOG}"
+            append_line(file, {"section": lines[-1]["section"], "error": said})
+        names = [name for name in names if name not in seen]
+    return code
+
+
+def report(folder: Path, after: int = 0) -> int:
+    """Prints the lines after so many, those of earlier runs. Returns the exit status."""
+    lines = read_lines(folder / LINES)[after:]
+    for line in lines:
+        said = line.get("text", "")[-_SHOWN_CHARACTERS:].replace("\n", " | ")
+        shown = str({key: value for key, value in line.items() if key != "text"})[: 2 * _SHOWN_CHARACTERS]
+        print(("FAILED " if failed(line) else "") + shown, said)
+    count = sum(map(failed, lines))
+    print(f"{len(lines)} lines, {count} of them failures")
+    return int(count > 0 or not lines)
+
+
+def parsed(words: list[str] | None, sections: Mapping[str, Section]) -> argparse.Namespace:
+    head, _, more = __doc__.partition("\n\n")
+    more += "\n".join(f"    {name}: {section.passes}" for name, section in sections.items())
     kind = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m bench.suites.gpu", description=head, epilog=more, formatter_class=kind)
-    parser.add_argument("names", nargs="*", metavar="STAGE", help=f"of {', '.join(stages)}; STAGE/RUN; or report")
-    parser.add_argument("--out", type=Path, default=None, help="default: out/gpu, of a rehearsal out/rehearsal")
-    parser.add_argument("--seconds", type=float, default=590.0, help="for all together; default: 590")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, on tiny models; measures nothing")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "out" / "gpu", help="folder of the results; default: out/gpu"
+    )
+    parser.add_argument("--seconds", type=float, default=420.0, help="for all together; default: 420")
+    parser.add_argument("--list", choices=LISTS, default="quarter", help="of sections; default: quarter")
+    parser.add_argument("--only", nargs="+", choices=sections, metavar="NAME", help="sections, of either list")
+    parser.add_argument("--tests", nargs="+", metavar="ID", help="other tests for the section `tests`")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, on tiny sizes; measures nothing")
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args(words)
-    options.out = (options.out or ROOT / "out" / ("rehearsal" if options.rehearse else "gpu")).resolve()
-    known = {*stages, *(f"{stage}/{run}" for stage, runs in stages.items() for run in runs)}
-    if options.names != ["report"] and (unknown := set(options.names) - known):
-        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(stages)}, and report alone")
-    if options.names == ["report"] and not (options.out / "gpu_suite.json").exists():
-        parser.error(f"{options.out} has no gpu_suite.json: nothing has run there")
+    options.out = options.out.resolve()
     if not options.seconds > 0:
         parser.error(f"--seconds is {options.seconds}; give more than 0")
     if options.rehearse and options.out.is_relative_to(RESULTS):
@@ -53,134 +171,30 @@ def parsed(words: list[str] | None, stages: Stages) -> argparse.Namespace:
     return options
 
 
-class Report:
-    """gpu_suite.json: the last outcome of every run, and what its `key` stands for: code, GPU and versions."""
-
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / "gpu_suite.json"
-        self.data: dict[str, Any] = read(self.file) or {"about": {}, "runs": {}}
-
-    def save(self) -> None:
-        save_json(self.file, self.data)
-
-    def text(self) -> str:
-        machines, runs = self.data["about"], self.data["runs"]
-        lines = [WARNING] * any(facts["rehearsal"] for facts in machines.values())
-        lines += [f"{key}: {facts['gpu']['name']}, commit {facts['commit']}" for key, facts in machines.items()]
-        rows = [
-            [name, run["verdict"], run["seconds"], in_short(run["found"]), run["key"]] for name, run in runs.items()
-        ]
-        lines += ["", table(rows, ("run", "verdict", "seconds", "found", "code"))]
-        for name, run in runs.items():
-            tests = run["found"] if isinstance(run["found"], list) else []
-            failed = [test for test in tests if test.get("outcome") == "failed"]
-            lines += [f"\n{name}, {test['test']}:\n{test['text']}" for test in failed]
-            lines += [f"\n{name} said last:\n{run['said']}"] * bool(run["said"])
-        return "\n".join(lines)
-
-
-def in_short(found: Any) -> str:
-    if not isinstance(found, list):
-        return "" if found is None else "data"
-    outcomes = [test["outcome"] for test in found if "outcome" in test]
-    return ", ".join(f"{outcomes.count(name)} {name}" for name in sorted(set(outcomes))) or f"{len(found)} lines"
-
-
-def read(file: Path) -> Any:
-    """What a run has found so far: JSON, written whole, or lines of it; None if nothing."""
-    lines = file.suffix == ".jsonl"
-    return (read_lines(file) if lines else json.loads(file.read_text())) if file.is_file() else None
-
-
-def do(
-    name: str, run: Run, words: tuple[str, ...], report: Report, key: str, env: dict[str, str], left_s: float
-) -> bool:
-    """One run, with all its tries, for `left_s` seconds at most; whether it passed."""
-    out = report.file.parent
-    folder, begin_s = out / "runs" / name.replace("/", "-").replace(" ", "-"), time.monotonic()
-    if run.tries == 1:
-        shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    words = tuple(word.replace("{out}", str(folder)).replace("{inputs}", str(out / "inputs")) for word in words)
-    env = env | {"ODC_SUITE_TESTS": str(folder / "tests.jsonl")}
-    until_s, log, found, code = begin_s + min(left_s, run.seconds), folder / "log", None, _CUT[0]
-    record = {"verdict": "killed", "key": key, "seconds": 0.0, "exit": None, "found": None, "said": ""}
-    report.data["runs"][name] = record
-    report.save()
-    for _ in range(run.tries):
-        if (left_s := until_s - time.monotonic()) < _LEAST_S:
-            break
-        command, code = ["timeout", "-k", "10", f"{left_s:.1f}", *run.under, sys.executable, "-m", *words], None
-        # All that it starts ends with it, and with this process: `timeout` passes on the signal that it then gets.
-        how = {"start_new_session": True, "preexec_fn": partial(die_with_parent, None, signal.SIGTERM)}
-        with log.open("w") as file:
-            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, **how)
-        while code is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(0.5)
-            found = read(folder / run.found) if run.found else None
-            if found != record["found"] or code is not None:
-                said = "\n".join(log.read_text(errors="replace").splitlines()[-60:])
-                record |= {"found": found, "said": said, "exit": code, "seconds": round(time.monotonic() - begin_s, 1)}
-                report.save()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        if code in (0, *_CUT):
-            break
-    good = code == 0 and (not run.found or (found is not None and run.passes(found)))
-    verdict = "passed" if good else "cut short" if code in _CUT else "FAILED"
-    record |= {"verdict": verdict, "said": "" if good else record["said"]}
-    report.save()
-    print(f"{name}: {record['verdict']} in {record['seconds']} s, {in_short(record['found'])}", flush=True)
-    return good
-
-
-def lacks(run: Run, given: tuple[str, ...], device: Gpu) -> str:
-    """Why a run can't be started here; "" if it can."""
-    if not given:
-        return "there is nothing of it to rehearse"
-    if run.gpus > device.count():
-        return f"it needs {run.gpus} GPUs; here: {device.count()}"
-    return f"{_TOOL} is not installed" if run.under and shutil.which(_TOOL) is None else ""
-
-
-def main(words: list[str] | None = None, stages: Stages = STAGES) -> int:
-    begin_s, options = time.monotonic(), parsed(words, stages)
-    report = Report(options.out)
-    if options.names == ["report"]:
-        print(report.text())
-        return 0
-    device: Gpu = Rehearsal() if options.rehearse else Gpu()
-    if not device.count():
+def main(words: list[str] | None = None) -> int:
+    sections = {name: section for of in LISTS.values() for name, section in of.items()}
+    options = parsed(words, sections)
+    names, given = options.only or [*LISTS[options.list]], ["--rehearse"] * options.rehearse
+    if options.tests:
+        more = {"tests": options.tests, "least": len(options.tests)}
+        sections["tests"] = replace(sections["tests"], given={**sections["tests"].given, **more})
+        given += ["--tests", *options.tests]
+    if options.until is not None:
+        chosen = {name: sections[name] for name in names}
+        return run_sections(options.out, chosen, options.until, rehearse=options.rehearse)
+    if options.report:
+        return report(options.out)
+    options.out.mkdir(parents=True, exist_ok=True)
+    before = len(read_lines(options.out / LINES))
+    os.environ |= _ENVIRONMENT | {"OMP_NUM_THREADS": "4"} | (_REHEARSED if options.rehearse else {})
+    module = [sys.executable, "-m", sys.modules["__main__"].__spec__.name, "--out", str(options.out), *given]
+    with tempfile.TemporaryDirectory() as site:
+        make_importable(Path(site))
+        code = run_children(module, names, options.out, options.seconds)
+    if code == _NO_GPU:
         print("there is no GPU here: nothing was run; --rehearse tries this command without one", file=sys.stderr)
-        return 2
-    make_importable(options.out / "site")
-    environment = device.environment()
-    write_inputs(options.out / "inputs", rehearse=options.rehearse)
-    facts = {"rehearsal": options.rehearse, "gpu": device.about(), "gpus": device.count(), **about()}
-    facts |= {"source": source_digest(), "when": time.strftime("%Y-%m-%d %H:%M:%S")}
-    # A result of other code, another GPU or torch proves nothing here.
-    same = [facts["gpu"]["name"], *(facts[name] for name in ("source", "versions", "gpus", "rehearsal"))]
-    key = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:12]
-    report.data["about"][key] = facts
-    passed, names = True, options.names or FIRST
-    chosen = {f"{stage}/{name}": run for stage, runs in stages.items() for name, run in runs.items()}
-    for name, run in chosen.items():
-        if name not in names and name.partition("/")[0] not in names:
-            continue
-        before, given = report.data["runs"].get(name, {}), run.rehearsal if options.rehearse else run.words
-        left_s = begin_s + options.seconds - time.monotonic()
-        if before.get("verdict") == "passed" and before["key"] == key:
-            print(f"{name}: passed before", flush=True)
-        elif lacking := lacks(run, given, device):
-            print(f"{name}: not run here: {lacking}", flush=True)
-        elif left_s < _LEAST_S:
-            print(f"{name}: not run, there is no time left", flush=True)
-            passed = False
-        else:
-            passed &= do(name, run, given, report, key, environment, left_s)
-    print(report.text(), flush=True)
-    return 0 if passed else 1
+        return _NO_GPU
+    return report(options.out, before)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,10 +20,8 @@ from odc_triton.sequence.attention import AttentionOfTree, Pair, RowsBefore, See
 from odc_triton.sequence.flash import FlashAttentionOfTree
 
 from ...device import Gpu
-from ...kernels.cells import Cell, plain
-from ...kernels.premises import addmm, both_clocks, machine, tree
-from ...kernels.problem import MODELS, TINY, Operator, Problem
-from ...kernels.run import check, measure, problems
+from ...kernels.problem import MODELS, TINY
+from ...kernels.run import TOKENS, WORLDS, problems, ran
 from ...kernels.timing import Machine
 
 # At Llama-3-8B's sizes, the most used first.
@@ -32,60 +31,52 @@ LAYERS = ("gate, up", "head", "embedding", "qkv")
 
 
 def rates(gpu: Gpu) -> Iterator[dict[str, Any]]:
-    """What other numbers are relative to."""
-    yield {"what": "machine", **machine(gpu)}
+    """What other numbers are relative to: torch's product of two square matrices, a copy; and a product into fp32."""
+    found = Machine.measured(gpu, dtype=torch.float32 if gpu.rehearsal else torch.bfloat16)
+    yield {"what": "machine", "tflops": found.flops / 1e12, "copy_gb_s": found.hbm_bytes_s / 1e9}
     if not gpu.rehearsal:
-        right = addmm(gpu)
-        yield {"what": "addmm in fp32", "passed": right["right"]}
-        yield {"what": "versions", "torch": torch.__version__, "gpu": gpu.about()}
+        a, b = torch.randn(64, 32, device=gpu.type).bfloat16(), torch.randn(32, 16, device=gpu.type).bfloat16()
+        out = torch.ones(64, 16, device=gpu.type)
+        torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+        alike = torch.allclose(out, 1 + a.float() @ b.float(), rtol=1e-3, atol=1e-3)
+        yield {"what": "addmm in fp32", "passed": alike}
 
 
-def right(gpu: Gpu) -> Iterator[dict[str, Any]]:
-    """Every operator once, on the odd sizes of a tiny model."""
-    for pair in _one_of_each(list(all_operators().values()), TINY, tokens=33, world=2):
-        yield _ran(*pair, gpu)
+def right(gpu: Gpu, *, most: float) -> Iterator[dict[str, Any]]:
+    """Every operator once, on the odd sizes of a tiny model; trees of samples against a mask, at `most` apart."""
+    from tests.support.trees import CASES, GivenRows, dense, random_tree, tensors_of, with_gradients
+
+    for operator in all_operators().values():
+        yield ran(operator, problems(operator, [TINY], (33,), (2,), dtype=torch.bfloat16)[0], gpu)
+    of_tree, dtype = (AttentionOfTree, torch.float32) if gpu.rehearsal else (FlashAttentionOfTree, torch.bfloat16)
+    for name, tree in {**CASES, **{f"random {seed}": random_tree(seed, longest=300) for seed in range(3)}}.items():
+        given = tensors_of(tree, dtype, gpu.type, 128)
+        want = with_gradients({key: x.float() for key, x in given.items()}, partial(dense, tree, None))
+
+        def in_parts(*each: torch.Tensor, parts: Any = tree.parts) -> torch.Tensor:
+            return of_tree.apply(*each[:3], parts, None, GivenRows(*each[3:]))
+
+        found = with_gradients(given, in_parts)
+        off = {key: float((found[key].float() - x).norm() / x.norm()) for key, x in want.items()}
+        yield {"what": f"tree: {name}", "passed": max(off.values()) <= most, "off": off}
 
 
 def kernels(gpu: Gpu) -> Iterator[dict[str, Any]]:
     """Operators on layers of Llama-3-8B, 4,096 tokens, all eight owners on this GPU."""
-    if gpu.rehearsal:
-        return
-    reached = Machine.measured(gpu, dtype=torch.bfloat16, peers="loopback")
-    operators = [all_operators()[name] for name in TIMED]
-    for pair in _one_of_each(operators, MODELS["llama-3-8b"], tokens=4096, world=8, layers=LAYERS):
-        yield _ran(*pair, gpu, reached)
+    model, tokens, world = (TINY, 3, 2) if gpu.rehearsal else (MODELS["llama-3-8b"], 4096, 8)
+    reached = Machine.measured(gpu, dtype=torch.bfloat16)
+    for name in TIMED:
+        of = problems(all_operators()[name], [model], (tokens,), (world,), dtype=torch.bfloat16)
+        chosen = next((each for each in of if each.layer.name in LAYERS), of[0])
+        yield ran(all_operators()[name], chosen, gpu, reached)
 
 
-def _one_of_each(
-    operators: Sequence[Operator], model: Any, *, tokens: int, world: int, layers: Sequence[str] = ()
-) -> list[tuple[Operator, Problem]]:
-    """A problem for each operator, in their order: the first of `layers` that it has."""
-    found = problems(operators, [model], (tokens,), (world,), dtype=torch.bfloat16, peers="loopback")
-    of = {}
-    for operator, problem in found:
-        if not layers or problem.layer.name in layers:
-            of.setdefault(operator.name, (operator, problem))
-    return [of[operator.name] for operator in operators if operator.name in of]
-
-
-def _ran(operator: Operator, problem: Problem, gpu: Gpu, reached: Machine | None = None) -> dict[str, Any]:
-    """Its result against the reference and, where it is known what the machine `reached`, its times."""
-    cell = Cell.of(operator, problem)
-    prepared = None
-    try:
-        prepared = operator.prepare(problem)
-        check(cell, prepared)
-        if reached is not None and cell.passed:
-            measure(cell, prepared, reached, gpu, seconds=0.3)
-    except Exception as error:  # what a kernel or the compiler raises is its result
-        cell.passed, cell.fault = False, f"{type(error).__name__}: {error}"[:600]
-    line = {"what": cell.name, "passed": bool(cell.passed), "fault": cell.fault, "errors": plain(cell)["errors"]}
-    if reached is not None:
-        line |= {"us": {name: each["p50"] for name, each in cell.us.items()}, "missing": cell.missing}
-        line |= {"of_roofline": cell.of_roofline, "tflops": cell.tflops, "gb_s": cell.hbm_gb_s}
-    del prepared
-    gpu.free_cached()
-    return line
+def sweep(gpu: Gpu, *, operator: str) -> Iterator[dict[str, Any]]:
+    """One operator at all sizes."""
+    models, tokens, worlds = ([TINY], (3,), (2,)) if gpu.rehearsal else (list(MODELS.values()), TOKENS, WORLDS)
+    reached, of = Machine.measured(gpu, dtype=torch.bfloat16), all_operators()[operator]
+    for problem in problems(of, models, tokens, worlds, dtype=torch.bfloat16):
+        yield ran(of, problem, gpu, reached)
 
 
 def head(gpu: Gpu, *, share: float) -> Iterator[dict[str, Any]]:
@@ -153,14 +144,12 @@ class _Given(RowsBefore):
 
 
 def attention(gpu: Gpu, *, most: float) -> Iterator[dict[str, Any]]:
-    """A tree of 8 completions; the last piece of a long sample beside one call over all keys, `most` apart."""
-    if not gpu.rehearsal:
-        yield {"what": "tree", **tree(gpu)}
+    """The last piece of a long sample in parts, beside one call over all keys: less than `most` apart."""
     for own, before in ((8, 24),) if gpu.rehearsal else ((8192, 57344), (16384, 16384)):
         ways = _attentions(gpu, own, before)
         pairs = zip(("out", "dq", "dk", "dv"), *(run() for run in ways.values()), strict=True)
         off = {name: float((one.float() - other).norm() / other.norm()) for name, one, other in pairs}
-        times = {name: both_clocks(gpu, run) for name, run in ways.items()}
+        times = {name: _timed(gpu, run) for name, run in ways.items()}
         yield {"what": f"piece of {own} after {before}", "off": off, "passed": max(off.values()) < most, **times}
         del ways
 

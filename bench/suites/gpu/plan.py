@@ -1,157 +1,162 @@
-"""The stages: what each run starts, how long it may take, and which file says what it found."""
+"""What a GPU is asked, in order of what it tells, what passes, what may then be said: written before any of it ran."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from .inputs import LONGEST
+LINES, LOG = "gpu.jsonl", "gpu.log"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """`python -m WORDS`, where {out} is the run's folder and {inputs} the one of `inputs.py`.
-
-    `rehearsal`: the words on the CPU, () if there is nothing to try there. `found`: the file in {out} to report: JSON,
-    or lines of JSON. `passes`: what that must say. `gpus`: how many it needs. `tries`: how often it is started, as a
-    fault of the GPU or a hang may end the process; it must then keep what it has. `under`: a program that runs it.
+@dataclass(frozen=True)
+class Section:
+    """`run`: module and function, which yields lines. `seconds`: it ends after these. `given`: its arguments, with the
+    numbers of the rule that `passes` has in words. `says`: what README may say then. `gpus`: it needs so many.
+    `has_processes`: it starts its own, and is told where to write and how long it has.
     """
 
-    words: tuple[str, ...]
-    rehearsal: tuple[str, ...] = ()
-    seconds: int
-    found: str = ""
-    passes: Callable[[Any], bool] = bool
+    run: str
+    seconds: float
+    passes: str
+    says: str = "-"
+    given: Mapping[str, Any] = field(default_factory=dict)
     gpus: int = 1
-    tries: int = 1
-    under: tuple[str, ...] = ()
+
+    @property
+    def has_processes(self) -> bool:
+        return self.run.startswith("programs.")
+
+    def lines(self, gpu: Any, folder: Path, left_s: float) -> Iterator[dict[str, Any]]:
+        module, _, name = self.run.rpartition(".")
+        place = {"folder": folder, "seconds": min(left_s, self.seconds)} if self.has_processes else {}
+        return getattr(import_module(f"{__package__}.{module}"), name)(gpu, **place, **self.given)
 
 
-TESTS = ("pytest", "-q", "-p", "bench.suites.gpu.outcomes", "-p", "no:cacheprovider")
-# Versions may differ from the pinned ones, so warnings are no errors. A test that hangs in the driver ends with its
-# worker, as no signal reaches Python there.
-TESTS += ("--continue-on-collection-errors", "-W", "default", "--timeout-method", "thread", "--maxschedchunk", "1")
+def _tests(name: str, seconds: float, *tests: str, least: int, workers: int, says: str = "-") -> Section:
+    """Tests that are marked `gpu`. `least`: how many have to pass."""
+    given = {"name": name, "tests": tests, "workers": workers, "least": least}
+    return Section("programs.tests", seconds, f"all that ran pass, {least} or more", says, given)
 
 
-def _passed(tests: list[dict[str, Any]]) -> bool:
-    outcomes = {test["outcome"] for test in tests}
-    return "passed" in outcomes and "failed" not in outcomes
+def _of(file: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"tests/gpu/test_{file}.py::test_{name}" for name in names)
 
 
-def _tests(seconds: int, *files: str, workers: int = 1, test_s: int = 120, rehearsal: tuple[str, ...] = ()) -> Run:
-    """The tests of these files that are marked `gpu`, the most important file first. `test_s`: for one test."""
-    words = (*TESTS, "-m", "gpu", "-n", str(workers), "--timeout", str(test_s), *files)
-    instead = (*TESTS, "-m", "not gpu and not slow", "-n", "1", *rehearsal) if rehearsal else ()
-    return Run(words=words, rehearsal=instead, seconds=seconds, found="tests.jsonl", passes=_passed)
+# One process or two: reading and adding to each other, split samples, a kill in a wait, ten steps, no host that waits.
+TESTS = (
+    *_of("cuda_heap", "ranks_read_each_other[2]"),
+    *_of("cuda_heap", "additions_are_exact[spread-2-False]", "additions_are_exact[spread-2-True]"),
+    *_of("cuda_split", "as_whole_samples[spread-Qwen2-zigzag]", "as_whole_samples[spread-Mistral-zigzag]"),
+    *_of("cuda_split", "the_host_never_waits_in_a_microbatch"),
+    *_of("cuda_split", "a_rank_killed_while_a_device_waits_for_it[publish-0]"),
+    *_of("cuda_split", "bf16_is_as_good_as_on_whole_samples", "the_queries_are_the_last_of_their_keys[31-200-48]"),
+    *_of("cuda_engine", "ten_steps_of_qwen2[spread-1]", "ten_steps_of_qwen2[spread-2]"),
+    *_of("cuda_engine", *(f"replaced_layers[spread-2-{way}]" for way in ("layers", "direct", "staged"))),
+    *_of("cuda_engine", "transformed[checkpointing]", "transformed[head]"),
+    *_of("cuda_engine", "bf16_and_memory[2]", "exact_sums[2]"),
+    *_of("cuda_steady", "no_host_waits[Qwen2-roles0-none-auto]", "no_host_waits[Llama-roles4-checkpointing-auto]"),
+    *_of("cuda_steady", "microbatches_on_streams_of_their_own[2]", "launched_without_a_process_group[False]"),
+    *_of("cuda_copies", "a_batch[2]"),
+    *_of("killed", "killed[forward-0]"),
+)
+# Also of tests/kernels and of others that are told of a GPU by their folder.
+ALL_TESTS = ("tests/kernels", "tests/gpu", "tests/engine/test_gathered.py", "tests/engine/test_gathered_usage.py")
+ALL_TESTS += ("tests/engine/test_foreach.py", "tests/hf/test_attention.py", "tests/balance/test_collate.py")
 
-
-def _learned(lines: list[dict[str, Any]]) -> bool:
-    """The last ten losses are on average a tenth below the first ten."""
-    losses = [line["loss"] for line in lines if "loss" in line]
-    return len(losses) >= 100 and sum(losses[-10:]) <= 0.9 * sum(losses[:10])
-
-
-def _train(*words: str) -> Run:
-    given = ("odc_triton.cli", "train", "sft", "--data", "{inputs}/data.jsonl", "--init", "{inputs}/config.json")
-    given += ("--tokenizer", "{inputs}/tokenizer.json", "--out", "{out}/run", "--steps", "100", "--truncate", *words)
-    return Run(
-        words=(*given, "--lr", "1e-3", "--token-cap", "2048", "--dtype", "bf16"),
-        rehearsal=(*given, "--lr", "1e-2", "--token-cap", "128"),
-        seconds=60,
-        found="run/metrics.jsonl",
-        passes=_learned,
-    )
-
-
-def _bench(seconds: int, *words: str, variants: str = "", gpus: int = 1) -> Run:
-    """`odc-triton bench`: ways to train beside each other, as far as it gets."""
-    given = ("odc_triton.cli", "bench", "--lengths", "{inputs}/lengths.txt", "--init", "{inputs}/model.json")
-    given += ("--out", "{out}", "--ranks", str(gpus), *(("--variants", variants) if variants else ()), *words)
-    return Run(
-        words=(*given, "--dtype", "bf16", "--token-cap", str(LONGEST), "--device", "cuda"),
-        rehearsal=(*given, "--device", "cpu", "--minibatches", "1", "--samples-per-rank", "1"),
-        seconds=seconds,
-        found="lengths.json",
-        gpus=gpus,
-    )
-
-
-def _profile(*words: str) -> Run:
-    given = ("odc_triton.cli", "profile", "--init", "{inputs}/model.json", "--out", "{out}/run", *words)
-    return Run(
-        words=(*given, "--dtype", "bf16", "--token-cap", str(LONGEST), "--samples-per-rank", "2"),
-        rehearsal=(*given, "--token-cap", "64", "--samples-per-rank", "1", "--minibatches", "1"),
-        seconds=60,
-        found="run/profile.json",
-    )
-
-
-def _cells_passed(lines: list[dict[str, Any]]) -> bool:
-    """All cells that were reached: there are more than there is time."""
-    cells = [line["cell"] for line in lines if "cell" in line]
-    return bool(cells) and all(cell["passed"] for cell in cells)
-
-
-def _kernels(seconds: int, *words: str, rehearsal: tuple[str, ...] = (), tries: int = 1) -> Run:
-    given = ("bench.kernels.run", "--resume", "--out", "{out}", "--seconds", str(round(0.9 * seconds)))
-    instead = (*given, *rehearsal) if rehearsal else ()
-    how = {"found": "kernels.jsonl", "passes": _cells_passed, "tries": tries}
-    return Run(words=(*given, *words), rehearsal=instead, seconds=seconds, **how)
-
-
-def _named(*names: str) -> tuple[str, ...]:
-    return tuple(f"tests/{folder}/test_{name}.py" for folder, _, name in (each.partition("/") for each in names))
-
-
-_KERNELS = _named("kernels/gather_scatter", "kernels/matrix", "kernels/staged", "kernels/engine_step")
-_KERNELS += _named("kernels/embedding", "kernels/linear_cross_entropy", "kernels/linear_divergence")
-_KERNELS += _named("kernels/qkv", "kernels/exact_adds")
-_KERNELS += _named("kernels/flags", "kernels/ops")
-_ENGINE = _named("gpu/cuda_engine", "engine/gathered", "gpu/cuda_steady", "hf/attention", "engine/gathered_usage")
-_ENGINE += _named("gpu/cuda_tree", "engine/foreach", "balance/collate", "gpu/cuda_copies")
-_ROW = "unsharded,FSDP2 + LB-Micro,FSDP2 symmetric memory + LB-Micro,FSDP2 + use_odc + LB-Mini,ODC + LB-Mini"
-_REPLACED = ("--replace-layers", "--fused-head")
-_RAGGED = ("--check", "--operator", "linear staged", "linear_dx staged", "--tokens", "4095", "--world", "7")
-_PREMISES = ("bench.kernels.premises", "{out}/premises.jsonl")
-# Every tensor a separate allocation, so that a wrong address leaves it.
-_MEMCHECK = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--tool", "memcheck")
-_MEMCHECK += ("--error-exitcode", "99")
-_CHECK = ("bench.kernels.run", "--check", "--world", "2", "--seconds", "170", "--out", "{out}")
-
-Stages = dict[str, dict[str, Run]]
-STAGES: Stages = {
-    "premises": {
-        "doctor": Run(words=("odc_triton.cli", "doctor"), seconds=40),
-        "machine": Run(words=_PREMISES, rehearsal=(*_PREMISES, "--rehearse"), seconds=60, found="premises.jsonl"),
-        "heap": _tests(60, *_named("gpu/cuda_heap"), rehearsal=_named("comm/layout")),
-    },
-    # Kernels that wait for another process are all that could hang a GPU.
-    "split-early": {"parity": _tests(60, *_named("gpu/cuda_split"), "-k", "whole_samples and Qwen2", test_s=50)},
-    "kernels": {
-        "right": _tests(300, *_KERNELS, workers=os.cpu_count() or 1, rehearsal=(*_KERNELS[:1], "-k", "float32"))
-    },
-    # Two at a time: processes take longer to start than to compute.
-    "engine": {"tests": _tests(210, *_ENGINE, workers=2, rehearsal=_named("balance/collate"))},
-    "rows": {"one GPU": _bench(240, "--rounds", "2", "--minibatches", "3", variants=_ROW)},
-    "train": {
-        "1 process": _train("--ranks", "1", "--samples-per-rank", "16"),
-        "2 processes": _train("--ranks", "2", "--samples-per-rank", "8"),
-    },
-    "timed": {"kernels": _kernels(420, rehearsal=("--rehearse", "--world", "2", "--tokens", "3"), tries=4)},
-    "profile": {"1 rank": _profile("--ranks", "1"), "2 ranks": _profile("--ranks", "2")},
-    "more": {
-        "replaced layers": _train("--ranks", "2", "--samples-per-rank", "8", *_REPLACED),
-        "profile of replaced layers": _profile("--ranks", "1", *_REPLACED),
-        "staged": _kernels(75, *_RAGGED, "--model", "llama-3-8b"),
-        "four processes": _tests(120, *_named("gpu/four_processes")),
-        "killed": _tests(90, *_named("gpu/killed")),
-        "split": _tests(150, *_named("gpu/cuda_split")),
-        "bridge": _tests(60, *_named("gpu/cuda_bridge")),
-        "memcheck": Run(words=_CHECK, seconds=240, found="kernels.jsonl", passes=_cells_passed, under=_MEMCHECK),
-    },
-    "links": {"pairs": Run(words=("bench.suites.links", "--out", "{out}"), seconds=300, found="links.jsonl", gpus=2)},
-    "lengths": {"two GPUs": _bench(420, "--rounds", "2", "--minibatches", "3", gpus=2)},
+QUARTER = {
+    "rates": Section(
+        "parts.rates",
+        20,
+        "torch adds a product of bf16 into fp32 in place",
+        "the card's own product and copy, as the yardstick",
+    ),
+    "right": Section(
+        "parts.right",
+        50,
+        "15 operators as near to plain torch as their dtype allows, 11 trees within 2e-2 of a mask",
+        "kernels are right on this GPU",
+        {"most": 2e-2},
+    ),
+    "group 4096+8x512": Section(
+        "updates.group",
+        60,
+        "gradients within 5%; more than 2.5 times as fast (by FLOPs 3.8 to 4.2)",
+        "the ratio, seconds and GB of GRPO's update, ours and plain torch's",
+        {"prompt": 4096, "completion": 512, "size": 8, "off": 0.05, "least": 2.5},
+    ),
+    "tests": _tests("tests", 95, *TESTS, least=24, workers=10, says="tested with two processes on one GPU; no speed"),
+    "rows": Section(
+        "updates.rows",
+        110,
+        "ODC has at least 0.97 of plain torch's speed",
+        "tokens/s, GB and busy share of each way on one GPU; nothing of scaling",
+        {"least": 0.97},
+    ),
+    "pair 3072+2x512": Section(
+        "updates.group",
+        45,
+        "gradients within 5%; more than 1.3 times as fast (by FLOPs 1.6 to 1.7)",
+        "the ratio, seconds and GB of DPO's update",
+        {"prompt": 3072, "completion": 512, "size": 2, "of": 4, "off": 0.05, "least": 1.3},
+    ),
+    "head": Section(
+        "parts.head",
+        30,
+        "less than 1/5 of the memory that full logits add",
+        "milliseconds and GB of the fused head beside full logits",
+        {"share": 0.2},
+    ),
+    "attention": Section(
+        "parts.attention",
+        20,
+        "less than 2e-2 from one call, gradients too",
+        "milliseconds of split attention beside one call",
+        {"most": 2e-2},
+    ),
+    "kernels": Section(
+        "parts.kernels",
+        60,
+        "twelve operators as near to plain torch as in `right`",
+        "each operator's time beside cuBLAS and torch",
+    ),
+    "long": Section(
+        "updates.long",
+        60,
+        "the loss in chunks and offloaded within 1e-3 of the first",
+        "GB and seconds of 65,536 tokens on one GPU",
+        {"tokens": 65536, "off": 1e-3},
+    ),
+    "group 1024+8x1024": Section(
+        "updates.group",
+        50,
+        "gradients within 5%",
+        "the ratio where completions are long",
+        {"prompt": 1024, "completion": 1024, "size": 8, "off": 0.05},
+    ),
 }
-FIRST = ("premises", "split-early", "kernels", "engine", "rows", "train", "timed", "profile")
+
+OPERATORS = ("gather", "scatter", "exact publish", "embedding", "embedding_grad", "linear_cross_entropy")
+OPERATORS += ("linear_cross_entropy_grad", "linear_divergence", "linear direct", "linear_dx direct", "linear staged")
+OPERATORS += ("linear_dx staged", "wgrad", "qkv", "qkv_grad")
+
+LONGER = {
+    "all tests": _tests("all tests", 420, *ALL_TESTS, least=100, workers=14),
+    "train": Section(
+        "programs.train",
+        150,
+        "with one and two ranks, the last ten losses are on average at most 0.9 of the first ten",
+        given={"steps": 100, "share": 0.9},
+    ),
+    # A fault costs one operator.
+    **{
+        f"sweep {name}": Section("parts.sweep", 60, "as in `right`, at every size", given={"operator": name})
+        for name in OPERATORS
+    },
+    "memcheck": Section("programs.memcheck", 240, "compute-sanitizer finds no fault in `right`"),
+    "links": Section("programs.links", 300, "sums are exact between every pair", gpus=2),
+    "lengths": Section("programs.lengths", 420, "every way to train ends, and first losses agree", gpus=2),
+}
+LISTS = {"quarter": QUARTER, "longer": LONGER}

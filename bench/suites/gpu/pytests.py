@@ -1,4 +1,4 @@
-"""A pytest plugin: appends every test's outcome to the file that ODC_SUITE_TESTS names, as it comes.
+"""A pytest plugin: appends every test's outcome to the file ODC_SUITE_LINES, as it comes.
 
 Under xdist the controller writes, as it also hears of workers that die. A worker that has lost its CUDA context ends
 itself: every later test would fail because of this one, and xdist starts another worker.
@@ -13,6 +13,7 @@ from typing import Any
 
 from ...provenance import append_line
 
+LINES, SECTION = "ODC_SUITE_LINES", "ODC_SUITE_SECTION"
 _WORKER = "PYTEST_XDIST_WORKER" in os.environ
 _TEXT_CHARACTERS = 3000
 _failed: set[str] = set()
@@ -23,9 +24,9 @@ def pytest_runtest_logreport(report: Any) -> None:
         _failed.add(report.nodeid)
     if _WORKER or (report.passed and (report.when != "call" or report.nodeid in _failed)):
         return
-    record = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(getattr(report, "duration", 0.0), 2)}
+    line = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(getattr(report, "duration", 0.0), 2)}
     said = {} if report.passed else {"text": report.longreprtext[-_TEXT_CHARACTERS:]}
-    append_line(Path(os.environ["ODC_SUITE_TESTS"]), record | said)
+    append_line(Path(os.environ[LINES]), {"section": os.environ[SECTION], **line, **said})
 
 
 def pytest_collectreport(report: Any) -> None:
