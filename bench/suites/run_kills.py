@@ -2,7 +2,7 @@
 
 Two ranks save by the clock. After a random time a rank, or the launcher, is killed; then the same command starts again.
 Each survivor must name the dead rank; no kill may lose more training than the interval; at the end losses must be those
-of a run that nothing disturbed.
+of a run that nothing disturbed. Else it exits with status 1.
 """
 
 from __future__ import annotations
@@ -74,11 +74,14 @@ def strike(options: SftOptions, numbers: random.Random) -> dict[str, Any] | None
             break
         time.sleep(0.05)
     time.sleep(wait_s)
+    try:
+        victim, ranks = psutil.Process(launcher.pid), ranks_of(launcher)
+    except psutil.NoSuchProcess:
+        return None
     if launcher.poll() is not None:
         return None
-    ranks = ranks_of(launcher)
     rank = numbers.randrange(RANKS) if ranks and who == "a rank" else None
-    victim = psutil.Process(launcher.pid) if rank is None else ranks[rank]
+    victim = victim if rank is None else ranks[rank]
     killed_s = time.monotonic()
     victim.send_signal(signal.SIGKILL)
     text = launcher.communicate(timeout=LONG_S)[1]
@@ -88,7 +91,7 @@ def strike(options: SftOptions, numbers: random.Random) -> dict[str, Any] | None
     return {"who": "the launcher" if rank is None else "a rank"} | of_kill
 
 
-def main() -> None:
+def main() -> int:
     given = options_of(__doc__, kills=40, seed=0)
     os.environ["OMP_NUM_THREADS"] = "1"
     numbers, kills, runs, wrong = random.Random(given.seed), [], 0, []
@@ -125,6 +128,8 @@ def main() -> None:
     if given.out is not None:
         save_parts(given.out, about=about(), interval_s=INTERVAL_S, runs=runs, other_losses=len(wrong), kills=kills)
 
+    return int(bool(wrong) or any(not each["named"] or each["lost_s"] > INTERVAL_S for each in kills))
+
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,6 +14,18 @@ from odc_triton.base.environment import joined_world, require_world
 from odc_triton.cli import start
 from tests.support import leftovers, slow, started
 from tests.support.deadlines import LONG_S, SHORT_S
+from tests.support.ranks import in_own_process
+
+
+def _start(has_gpu: bool, options: started.Options) -> tuple[str | None, int]:
+    """What is said of ranks that don't start, and the launcher's process: one without threads, as ranks are forked."""
+    start._GPU_DEVICES = ("/",) if has_gpu else ()
+    os.environ.update(ODC_TEST_START=options.fault, ODC_TEST_FOLDER=str(options.folder))
+    try:
+        start.start_job(started.__name__, "run", options, ranks=2)
+    except (RuntimeError, ValueError) as error:
+        return str(error), os.getpid()
+    return None, os.getpid()
 
 
 @pytest.mark.parametrize(
@@ -29,23 +41,17 @@ from tests.support.deadlines import LONG_S, SHORT_S
         slow(False, "stopped", f"rank 0 failed first: its process is stopped and has not ended {SHORT_S:g} s after"),
     ],
 )
-def test_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, fault: str, words: str | None) -> None:
+def test_start(tmp_path: Path, has_gpu: bool, fault: str, words: str | None) -> None:
     before = leftovers.names()
-    monkeypatch.setattr(start, "_GPU_DEVICES", ("/",) if has_gpu else ())
-    monkeypatch.setenv("ODC_TEST_START", fault)
-    monkeypatch.setenv("ODC_TEST_FOLDER", str(tmp_path))
     timeout_s = SHORT_S if fault == "stopped" else LONG_S
     options = started.Options(fault=fault, folder=tmp_path, timeout_minutes=timeout_s / 60)
-    if words is None:
-        start.start_job(started.__name__, "run", options, ranks=2)
-    else:
-        with pytest.raises((RuntimeError, ValueError), match=words):
-            start.start_job(started.__name__, "run", options, ranks=2)
+    said, launcher = in_own_process(_start, has_gpu, options)
+    assert said is None if words is None else words in said
     pids = {path.name: int(path.read_text()) for path in tmp_path.iterdir()}
     assert ("ran-0" in pids and "ran-1" in pids) == (words is None)
     assert ("imported-0" in pids and "imported-1" in pids) == has_gpu
-    assert (pids["checked"] == os.getpid()) == has_gpu
-    assert not [name for name, pid in pids.items() if pid != os.getpid() and psutil.pid_exists(pid)]
+    assert (pids["checked"] == launcher) == has_gpu
+    assert not [name for name, pid in pids.items() if psutil.pid_exists(pid)]
     leftovers.assert_none_since(before)
 
 

@@ -6,10 +6,12 @@ import atexit
 import faulthandler
 import mmap
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -20,6 +22,7 @@ from tests.comm.launched import work
 from tests.support import leftovers, slow
 from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.leftovers import environment
+from tests.support.ranks import in_own_process
 
 
 def test_returns_by_rank(tmp_path: Path) -> None:
@@ -81,6 +84,18 @@ def _late(how: str) -> None:
         atexit.register(time.sleep, LONG_S)
 
 
+def _failure(ranks: int, function: Callable, argument: object, timeout_s: float = LONG_S) -> str:
+    """What is said of forked ranks that fail, in a process without threads."""
+    with LocalRanks(ranks, method="fork") as job:
+        job.start()
+        try:
+            job.run(function, argument, timeout_s=timeout_s)
+        except RuntimeError as error:
+            assert not job._running
+            return str(error)
+    return "nothing"
+
+
 @pytest.mark.parametrize(
     ("how", "ranks", "words"),
     [
@@ -90,14 +105,12 @@ def _late(how: str) -> None:
 )
 def test_a_rank_that_does_not_end_is_named(how: str, ranks: int, words: str) -> None:
     """After the last barrier no rank waits for it."""
-    with LocalRanks(ranks, method="fork") as job:
-        job.start()
-        with pytest.raises(RuntimeError, match=f"{words} {SHORT_S:g} s after the first rank had done its work"):
-            job.run(_late, how, timeout_s=SHORT_S)
-        assert not job._running
+    said = in_own_process(_failure, ranks, _late, how, SHORT_S)
+    assert f"{words} {SHORT_S:g} s after the first rank had done its work" in said
 
 
-def _dies(how: signal.Signals, file: str) -> None:
+def _dies(given: tuple[signal.Signals, str]) -> None:
+    how, file = given
     if os.environ["RANK"] == "0":
         return
     faulthandler.disable()  # pytest's
@@ -120,10 +133,8 @@ def _dies(how: signal.Signals, file: str) -> None:
     ],
 )
 def test_a_signal_is_explained(tmp_path: Path, how: signal.Signals, words: str) -> None:
-    with LocalRanks(2, method="fork") as job:
-        job.start()
-        with pytest.raises(RuntimeError, match=f"^rank 1 failed first: its process was killed by {words}"):
-            job.run(_dies, how, str(tmp_path / "data"))
+    said = in_own_process(_failure, 2, _dies, (how, str(tmp_path / "data")))
+    assert re.match(f"rank 1 failed first: its process was killed by {words}", said), said
 
 
 _SCRIPT = """
