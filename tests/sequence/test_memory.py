@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
@@ -31,6 +32,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.most = 0
+        gc.freeze()  # what is there already: collecting is then quick
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,6 +45,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
+        if self.now + size > self.most:
+            gc.collect()  # when Python collects circles by itself depends on how many objects there are
         self._known.add(key)
         self.now += size
         self.most = max(self.most, self.now)
