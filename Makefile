@@ -20,9 +20,11 @@ test: lint
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow and not gpu"
 
 # What `make test` leaves out; then what simulates a GPU's streams, as early as they may be: `make test` has them late.
+# Last, the property tests on fresh examples.
 test-slow: venv out/torchtitan-0.3.0/torchtitan/__init__.py
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "slow and not gpu"
 	ODC_SIMULATED_STREAMS=early $(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow and not gpu" $(shell grep -lr cpu-sharded tests --include='test_*.py')
+	$(BIN)/python -m tests.search
 	if $(MAKE) out/vllm/.installed; then $(MAKE) test-vllm; fi
 
 # What torchtitan needs besides .venv's packages, which stay as they are. Where it can't be installed its test is skipped.

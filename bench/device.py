@@ -7,6 +7,7 @@ rehearsal's files are marked as such, and refused among the results.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -72,6 +73,21 @@ class Gpu:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
+    def forget(self) -> float:
+        """Frees what the last measurement left; returns GB in use now, from which `peak_gb` begins."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return self.peak_gb()
+
+    def most_used_bytes(self) -> int:
+        """The most that torch reserved, and all else in use on the device, such as symmetric memory."""
+        free, total = torch.cuda.mem_get_info()
+        return torch.cuda.max_memory_reserved() + (total - free) - torch.cuda.memory_reserved()
+
+    def peak_gb(self) -> float:
+        return self.most_used_bytes() / 1e9
+
     def environment(self) -> dict[str, str]:
         """The environment for the processes that a benchmark starts."""
         return dict(os.environ)
@@ -107,6 +123,13 @@ class Rehearsal(Gpu):
 
     def peak_bytes(self, run: Callable[[], Any]) -> int:
         run()
+        return 0
+
+    def forget(self) -> float:
+        gc.collect()
+        return 0.0
+
+    def most_used_bytes(self) -> int:
         return 0
 
     def environment(self) -> dict[str, str]:

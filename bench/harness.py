@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from odc_triton.balance import CostModel, assign
 from odc_triton.balance.collate import PackedDataset, count_target_tokens, pack_collate, to_device
@@ -31,6 +30,7 @@ from odc_triton.simulate.job import SPLIT
 
 from . import quiet, trees
 from .variants import Pack, Setting, Variant
+from .whole import whole
 
 T = TypeVar("T")
 
@@ -217,8 +217,7 @@ def gradients_apart(variants: Sequence[Variant], works: Sequence[Work], data: An
         variant.gradients(dealt[dist.get_rank()], sum(count_target_tokens(packs) for packs in dealt))
         found = {}
         for name, value in variant.model.named_parameters():
-            whole = value.grad.full_tensor() if isinstance(value.grad, DTensor) else value.grad
-            found[name.removeprefix("module.")] = whole.clone()
+            found[name.removeprefix("module.")] = whole(value.grad)
         wanted = wanted or found
         apart.append(max(float((found[name] - of).abs().max() / of.abs().max()) for name, of in wanted.items()))
         variant.optimizer.zero_grad()

@@ -206,13 +206,13 @@ class Fsdp2Trees(Fsdp2NoReshard):
 
 class Fsdp2SymmetricMemory(Fsdp2Micro):
     """FSDP2 at its fastest on one host's GPUs: NCCL gathers by copy engines from symmetric memory, and reduces in a
-    group of its own where torch has that. On the CPU the same as FSDP2.
+    group of its own where torch has that. On the CPU, and with torch 2.11, the same as FSDP2.
     """
 
     name = "FSDP2 symmetric memory + LB-Micro"
 
     def shard(self, model: nn.Module) -> nn.Module:
-        if self.setting.device == "cpu":
+        if self.setting.device == "cpu" or not hasattr(FSDPModule, "set_symm_mem_for_comm"):
             return super().shard(model)
         os.environ["NCCL_CTA_POLICY"] = "2"  # copy engines; read when the first collective makes its communicator
         model = super().shard(model)

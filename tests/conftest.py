@@ -1,5 +1,6 @@
 """Decides, before anything imports triton, where kernels run: see bench/kernels/problem.py."""
 
+import multiprocessing
 import os
 import sys
 import zlib
@@ -11,6 +12,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 # As the Makefile does: ranks have one thread, and some tests compare their bits with this process's.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 import torch
 
@@ -19,6 +21,15 @@ from bench.suites.hosts_net import NO_NAMESPACES
 pytest.register_assert_rewrite("tests.support")
 from tests.support import place as place  # noqa: E402
 from tests.support import simulated as simulated  # noqa: E402
+
+# Loaders' workers too: a lock that a thread of a rank held at a fork would stay locked in the worker.
+multiprocessing.set_start_method("forkserver")
+
+# A property test draws the same examples in every run, so a first run on a new machine fails only where the last one
+# here did. `python -m tests.search` draws others.
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("search", deadline=None, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("ODC_TEST_EXAMPLES", "fixed"))
 
 os.environ["ODC_TUNED"] = "off"  # what the tests measure must not depend on what was tuned here
 

@@ -7,15 +7,15 @@ Appends a line of JSON to FILE for each premise as it is found:
 machine         TFLOP/s of torch's product of two square bf16 matrices, GB/s of a copy on the device (reads and writes):
                 what cells are relative to
 addmm           whether torch adds a product of bf16 into fp32 in place: the best baseline of weight gradients
-copy beside     whether a copy on this device proceeds while a kernel holds all threads of all multiprocessors: else a
-                kernel that waits for copies must leave some free
-flags           microseconds of a round trip between two processes on this GPU: by the kernels of flags, and by stream
-                memory operations, which hold no multiprocessor and yield the GPU to the process that is waited for
-gather          microseconds of 56 copies of 1 MB by the host's clock, until enqueued, and by the device's: one by one,
-                and in one call of cudaMemcpyBatchAsync, without and with its preference for copy engines
 tree            microseconds, by both clocks, of attention of a prompt of 4,096 tokens and its 8 completions of 512, 32
                 heads and 8 of keys, 128 wide, forward and backward: in parts, with the prompt's keys copied for each
                 completion, and of 8 whole samples
+gather          microseconds of 56 copies of 1 MB by the host's clock, until enqueued, and by the device's: one by one,
+                and in one call of cudaMemcpyBatchAsync, without and with its preference for copy engines
+flags           microseconds of a round trip between two processes on this GPU: by the kernels of flags, and by stream
+                memory operations, which hold no multiprocessor and yield the GPU to the process that is waited for
+copy beside     whether a copy on this device proceeds while a kernel holds all threads of all multiprocessors: else a
+                kernel that waits for copies must leave some free
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from ..device import Gpu, Rehearsal
 from ..provenance import append_line
 
 SPINS = 20_000_000  # seconds
+LOOKS = 1_000_000  # a second: a copy that a kernel makes waits for them all
 ROUNDS = 100
 PIECES, PIECE_BYTES = 56, 1 << 20  # a layer of Llama-3-8B from 8 owners has as many
 _PLACES = [number * PIECE_BYTES for number in range(PIECES)]
@@ -90,7 +91,7 @@ def copy_beside(gpu: Gpu) -> dict[str, Any]:
     looks = torch.zeros(programs, dtype=torch.int32, device=device)
     source = torch.zeros(1 << 26, dtype=torch.int8, device=device)
     target, side = torch.empty_like(source), torch.cuda.Stream(device)
-    for spins in (0, SPINS):  # compiled and loaded first
+    for spins in (0, LOOKS):  # compiled and loaded first
         flag.zero_()
         torch.cuda.synchronize()
         _hold[(programs,)](flag, looks, spins, num_warps=32)
@@ -98,7 +99,7 @@ def copy_beside(gpu: Gpu) -> dict[str, Any]:
             target.copy_(source)
             flag.copy_(one)
         torch.cuda.synchronize()
-    return {"proceeds": bool((looks < SPINS).all()), "most_looks": int(looks.max())}
+    return {"proceeds": bool((looks < LOOKS).all()), "most_looks": int(looks.max())}
 
 
 def _ping_pong(rounds: int, by: str) -> float:
@@ -171,11 +172,11 @@ def gather(gpu: Gpu) -> dict[str, Any]:
         for place, rows in pieces:
             memory[place : place + PIECE_BYTES].copy_(rows, non_blocking=True)
 
-    found: dict[str, Any] = {"one_by_one": _both_clocks(gpu, one_by_one)}
+    found: dict[str, Any] = {"one_by_one": both_clocks(gpu, one_by_one)}
     if batch_copy is not None:
         with torch.cuda.stream(torch.cuda.Stream()):  # it takes no default stream
             for name, batch in batches.items():
-                found[name] = _both_clocks(gpu, partial(batch_copy, batch, memory.data_ptr()))
+                found[name] = both_clocks(gpu, partial(batch_copy, batch, memory.data_ptr()))
     return found
 
 
@@ -205,12 +206,12 @@ def tree(gpu: Gpu) -> dict[str, Any]:
         torch.autograd.grad(out, qkv, torch.ones_like(out))
 
     qkv, repeated = drawn(bounds[-1]), drawn(COMPLETIONS * sample)
-    found = {way.__name__: _both_clocks(gpu, partial(both_ways, way, qkv)) for way in (in_parts, with_copies)}
+    found = {way.__name__: both_clocks(gpu, partial(both_ways, way, qkv)) for way in (in_parts, with_copies)}
     whole = partial(varlen, cu_seq_lens=of_samples, longest=sample, terms=terms)
-    return found | {"whole_samples": _both_clocks(gpu, partial(both_ways, whole, repeated))}
+    return found | {"whole_samples": both_clocks(gpu, partial(both_ways, whole, repeated))}
 
 
-def _both_clocks(gpu: Gpu, run: Callable[[], None]) -> dict[str, float]:
+def both_clocks(gpu: Gpu, run: Callable[[], None]) -> dict[str, float]:
     run()
     host, device = [], []
     for _ in range(20):
@@ -227,11 +228,11 @@ def _both_clocks(gpu: Gpu, run: Callable[[], None]) -> dict[str, float]:
 ON_A_GPU: dict[str, Callable[[Gpu], dict[str, Any]]] = {
     "machine": machine,
     "addmm": addmm,
-    "copy beside": copy_beside,
+    "tree": tree,
+    "gather": gather,
     "flags by kernels": flags_by_kernels,
     "flags by stream": flags_by_stream,
-    "gather": gather,
-    "tree": tree,
+    "copy beside": copy_beside,  # last: what waits in vain for it takes long
 }
 ON_THE_HOST = ("machine", "gather")
 

@@ -33,6 +33,7 @@ from odc_triton.base.trace import (
     overlapping,
 )
 
+from ..device import Gpu
 from ..harness import Minibatch, PeakMemory, Work, build, gather, open_job, set_torch_up, train_minibatch
 from ..provenance import gpu
 from ..variants import Setting, Variant
@@ -56,7 +57,8 @@ class LengthsWork:
     """What to train on, like `harness.Work`: random tokens of given lengths, any transformers causal LM.
 
     `lengths`: tokens of every sample. `minibatches`: indices of all ranks' samples, `round_size` minibatches per round,
-    the first of each round to warm up. No sample is longer than `token_cap`.
+    the first of each round to warm up. No sample is longer than `token_cap`. `drawn_on`: the device that draws random
+    weights: a host takes half a minute for a billion.
     """
 
     model: str | None
@@ -67,6 +69,7 @@ class LengthsWork:
     token_cap: int
     gradient_checkpointing: bool = False
     seed: int = 0
+    drawn_on: str = "cpu"
 
     @classmethod
     def drawn(
@@ -100,7 +103,8 @@ class LengthsWork:
         from odc_triton.checkpoint import load_causal_lm
 
         torch.manual_seed(self.seed)
-        model = load_causal_lm(model=self.model, init=self.init)
+        with torch.device("cpu" if self.init is None else self.drawn_on):
+            model = load_causal_lm(model=self.model, init=self.init)
         if self.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
@@ -141,7 +145,7 @@ def take_turn(kind: type[Variant], work: LengthsWork, setting: Setting, round_: 
     open_job(setting)
     set_torch_up()
     watch = PeakMemory()
-    before = _device_peak() if setting.device == "cuda" else watch.read()[0]
+    before = Gpu().most_used_bytes() if setting.device == "cuda" else watch.read()[0]
     data, cost = work.data(), work.cost()
     with watch:
         variant = build(kind, work, setting)
@@ -150,7 +154,7 @@ def take_turn(kind: type[Variant], work: LengthsWork, setting: Setting, round_: 
             train_minibatch(variant, work, data, cost, index, number)
             for number, index in enumerate(work.indices(round_))
         ]
-        peaks = gather((_device_peak() if setting.device == "cuda" else watch.peak()) - before)
+        peaks = gather((Gpu().most_used_bytes() if setting.device == "cuda" else watch.peak()) - before)
     events = [event for of_rank in gather(variant.events()) for event in of_rank]
     if setting.device == "cuda":
         idle = _profiled_idle(variant, work, data, cost, work.indices(round_)[-1], len(ran))
@@ -172,12 +176,6 @@ def take_turn(kind: type[Variant], work: LengthsWork, setting: Setting, round_: 
         gpu=gpu() if setting.device == "cuda" else None,
         waited_s=[each.waited_s for each in ran[1:]],
     )
-
-
-def _device_peak() -> int:
-    """The most that torch reserved, plus what else is in use on the device, which is this rank's alone."""
-    free, total = torch.cuda.mem_get_info()
-    return torch.cuda.max_memory_reserved() + (total - free) - torch.cuda.memory_reserved()
 
 
 def _profiled_idle(

@@ -83,7 +83,7 @@ def chosen(names: str | None) -> tuple[type[Variant], ...]:
     return tuple(kind for kind in kinds if kind.name in wanted)
 
 
-def work_of(options: BenchOptions, ranks: int) -> tuple[LengthsWork, int]:
+def work_of(options: BenchOptions, ranks: int, setting: Setting) -> tuple[LengthsWork, int]:
     """What to train on, and how many of the file's sequences were cut off at the token cap."""
     lengths = read_lengths(options.lengths, count_tokens=_counter(options.tokenizer or options.model))
     cap = options.token_cap or max(lengths)
@@ -97,6 +97,7 @@ def work_of(options: BenchOptions, ranks: int) -> tuple[LengthsWork, int]:
         init=options.init,
         token_cap=cap,
         gradient_checkpointing=options.gradient_checkpointing,
+        drawn_on=setting.device if ranks == 1 else "cpu",  # several ranks' GPUs need not hold the whole
     )
     return work, sum(length > cap for length in lengths)
 
@@ -144,7 +145,7 @@ def main(ranks: int, options: BenchOptions) -> int:
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; give at least 1")
     setting, kinds = setting_of(options, ranks, torch.cuda.device_count()), chosen(options.variants)
-    work, cut = work_of(options, ranks)
+    work, cut = work_of(options, ranks, setting)
     if setting.device == "cpu":
         single_thread_environment()
     out = Path(options.out)

@@ -150,11 +150,15 @@ class _SharedProblem:
             for whole in (False, True):
                 if found := [*self._laid(line, rest, whole)]:
                     least = min(each.estimate for each in found)
-                    for each in found:
-                        reads = SplitPlan.of(each.packs) is not None  # then it must be better by the least gain
-                        yield replace(each, estimate=each.estimate / (1 - _LEAST_GAIN * reads))
+                    yield from map(self._compared, found)
                     break
             count //= 2
+
+    def _compared(self, found: SharedAssignment) -> SharedAssignment:
+        """With what counts against others: packs that read must be better by the least gain; else no rank waits."""
+        if SplitPlan.of(found.packs) is not None:
+            return replace(found, estimate=found.estimate / (1 - _LEAST_GAIN))
+        return replace(found, estimate=max(math.fsum(map(self._price, packs)) for packs in found.packs))
 
     def _laid(self, line: list[list[Strip]], rest: SharedAssignment, whole: bool) -> Iterator[SharedAssignment]:
         """`line` over ranks: in waves before the packs of `rest`, and in one microbatch with them, if they fit."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import write_file
-from .options import flag, without_none
+from .options import expanded, flag, without_none
 
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text, in quotes"}
 
@@ -48,7 +48,7 @@ def with_config(kind: type, given: dict[str, Any]) -> dict[str, Any]:
     path = given.get("config")
     if path is None:
         return given
-    found = read_config(path, kind, ranks=int)
+    found = read_config(expanded(path), kind, ranks=int)
     taken = {name for pair in getattr(kind, "alternatives", ()) if {*pair} & given.keys() for name in pair}
     return {name: value for name, value in found.items() if name not in taken} | given
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -48,6 +49,30 @@ def write_file(path: str | os.PathLike, data: bytes) -> None:
             file.write(data)
     except OSError as error:
         raise type(error)(error.errno, f"can't write {path}: {error.strerror}") from error
+
+
+_BLOCKS, _BLOCK_BYTES = 16, 2**16
+
+
+def fingerprint(path: str | os.PathLike) -> str | None:
+    """A digest of a file, or of a model's folder, wherever it is; None for what is neither, such as a hub id.
+
+    Of a folder: its configs, and of each file of weights the size and 16 blocks, so that it takes no time.
+    """
+    path = Path(path)
+    if path.is_dir():
+        files = [*path.glob("*config.json"), *path.glob("*.safetensors"), *path.glob("*.bin")]
+    else:
+        files = [path] if path.is_file() else []
+    digest = hashlib.sha256()
+    for each in sorted(files, key=lambda each: each.name):
+        size = each.stat().st_size
+        digest.update(f"{each.name if path.is_dir() else ''} {size} ".encode())
+        with each.open("rb") as file:
+            for place in range(_BLOCKS):
+                file.seek(max(size - _BLOCK_BYTES, 0) * place // (_BLOCKS - 1))
+                digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()[:32] if files else None
 
 
 def require_new_folder(path: str | os.PathLike) -> Path:

@@ -9,19 +9,20 @@ import threading
 import urllib.error
 import urllib.request
 
+_PROBLEM = "ODC_HUB_PROBLEM"
 ANSWER_S = 5.0  # for its name to be resolved and an answer to come
 
 
 def hub_problem() -> str | None:
     """The reason why the hub does not answer; its libraries are then set offline, in this process and its children.
-    None if it answers, or if they are offline already or not installed.
+    None if it answers, or if they were set offline by others or are not installed.
     """
     try:
         from huggingface_hub import constants
     except ImportError:
         return None
     if constants.HF_HUB_OFFLINE:
-        return None
+        return os.environ.get(_PROBLEM)
     answers: list[str | None] = []
     asking = threading.Thread(target=lambda: answers.append(_problem(constants.ENDPOINT)), daemon=True)
     asking.start()
@@ -31,7 +32,9 @@ def hub_problem() -> str | None:
         return None
     os.environ["HF_HUB_OFFLINE"] = "1"  # for libraries imported later
     constants.HF_HUB_OFFLINE = True
-    return f"it is not in the hub's cache, and the hub at {constants.ENDPOINT} does not answer ({problem})"
+    words = f"it is not in the hub's cache, and the hub at {constants.ENDPOINT} does not answer ({problem})"
+    os.environ[_PROBLEM] = words  # why they are offline
+    return words
 
 
 def _problem(address: str) -> str | None:

@@ -21,6 +21,23 @@ def option(default: Any, text: str, *, group: str | None = None) -> Any:
     return field(default=default, metadata={"help": text, "group": group})
 
 
+def expanded(path: str | os.PathLike) -> str:
+    """A path as text, with the user's home in place of `~`, which shells leave in `--out=~/run`, and YAML anywhere."""
+    return os.path.expanduser(os.fspath(path))
+
+
+def plain_paths(options: Any, *names: str) -> None:
+    """For a dataclass's `__post_init__`: the options `names`, text or Path objects, become `expanded` ones."""
+    for name in names:
+        if (value := getattr(options, name)) is None:
+            continue
+        try:
+            is_many = isinstance(value, (tuple, list))
+            object.__setattr__(options, name, tuple(map(expanded, value)) if is_many else expanded(value))
+        except TypeError as error:
+            raise ValueError(f"{flag(name)} is {value!r}; give a path") from error
+
+
 def require_one_model(options: Any) -> None:
     """Raises ValueError unless exactly one of `model` and `init` is set, to a path of its own kind."""
     if (options.model is None) == (options.init is None):

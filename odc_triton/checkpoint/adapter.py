@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ..data.adapted import base_of
 from .parameters import read_whole, sharded_parameters
 
 
@@ -30,6 +33,12 @@ def with_adapter(model: nn.Module, config: Any) -> nn.Module:
         raise NotImplementedError(
             "use_dora, modules_to_save and init_lora_weights need weights to start from: leave them out"
         )
+    source = getattr(getattr(model, "config", None), "_name_or_path", "")
+    if source and Path(source).is_dir() and base_of(source) is not None:
+        raise NotImplementedError(
+            f"{source} has an adapter, and PEFT can't read one on top of it: begin with a model that PEFT's "
+            f"merge_and_unload() made of it"
+        )
     adapted = get_peft_model(model, config)
     for module in adapted.modules():
         if not isinstance(module, LoraLayer):
@@ -45,34 +54,66 @@ def with_adapter(model: nn.Module, config: Any) -> nn.Module:
     return adapted
 
 
+def adapter_reads(model: nn.Module) -> set[int]:
+    """The ids of the trained tensors that are in what is written of a PEFT model's adapter. Reads no values."""
+    own = _adapters_own(model)
+    if not any(value.requires_grad for value in own.values()):
+        return set()
+    # PEFT renames and slices, so autograd says what reaches its files; the tensors have no memory.
+    with torch.enable_grad():
+        of = {id(each): torch.zeros((), dtype=each.dtype, requires_grad=each.requires_grad) for each in own.values()}
+        state = _peft_state(model, {name: of[id(value)].expand(value.shape) for name, value in own.items()})
+        sums = [value.sum() for value in state.values() if value.requires_grad]
+        total = sum(sums, start=torch.zeros((), requires_grad=True))
+        trained = {key: each for key, each in of.items() if each.requires_grad}
+        gradients = torch.autograd.grad(total, [*trained.values()], allow_unused=True)
+    return {key for key, gradient in zip(trained, gradients, strict=True) if gradient is not None}
+
+
 def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
     """Writes a sharded PEFT model's adapter into `folder`, as PEFT's `save_pretrained` would. Only rank 0 calls it.
 
     An adapter "ref", as TRL names a frozen reference, is not written.
     """
-    from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    adapters = [name for name in model.peft_config if name != "ref"]
-    if len(adapters) != 1:
-        raise ValueError(f"the model has adapters {[*model.peft_config]}; exactly one besides 'ref' can be saved")
-    (adapter,) = adapters
-    parameters = sharded_parameters(model)
-    weights = {
-        name: read_whole(model, parameters.get(id(value), value), dtype)
-        for name, value in model.named_parameters()
-        if value.requires_grad or model.base_model.prefix in name
-    }
-    state = get_peft_model_state_dict(model, state_dict=weights, adapter_name=adapter, save_embedding_layers=False)
-    tensors = {name: value.contiguous() for name, value in state.items()}
+    parameters, own = sharded_parameters(model), _adapters_own(model).items()
+    whole = {name: read_whole(model, parameters.get(id(value), value), dtype) for name, value in own}
+    prefix = "" if hasattr(model, "get_base_model") else "base_model.model."  # added by transformers' add_adapter
+    tensors = {f"{prefix}{name}": value.contiguous() for name, value in _peft_state(model, whole).items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = model.peft_config[adapter]
+    config = model.peft_config[_adapter(model)]
     former, config.inference_mode = config.inference_mode, True  # as in PEFT
     try:
         config.save_pretrained(folder)
     finally:
         config.inference_mode = former
     shutil.copymode(folder / "adapter_config.json", folder / "adapter_model.safetensors")  # mode 0600 otherwise
+
+
+def _adapter(model: nn.Module) -> str:
+    adapters = [name for name in model.peft_config if name != "ref"]
+    if len(adapters) != 1:
+        raise ValueError(f"the model has adapters {[*model.peft_config]}; exactly one besides 'ref' can be saved")
+    return adapters[0]
+
+
+def _peft_state(model: nn.Module, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model, state_dict=whole, adapter_name=_adapter(model), save_embedding_layers=False)
+
+
+def _adapters_own(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers but for the base's frozen ones, a tied one by each of its names."""
+    base = frozen_ids(model)
+    return {name: value for name, value in model.state_dict(keep_vars=True).items() if id(value) not in base}
+
+
+def frozen_ids(model: nn.Module) -> set[int]:
+    """The ids of what is not trained of the model below PEFT's adapters."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return {id(each.value) for _, each in origins_of(base, adapted=False) if not each.value.requires_grad}
 
 
 class LoraPair(NamedTuple):
@@ -84,38 +125,101 @@ class LoraPair(NamedTuple):
     is_transposed: bool
 
 
-def adapted_weights(part: nn.Module) -> dict[str, list[LoraPair]]:
-    """The pairs of sharded parameters of each weight that LoRA is added to, by the weight's name in the plain model.
+class Origin(NamedTuple):
+    """What a tensor of the plain model is made of: `value` with `pairs` added, or what PEFT merges in `layer`, where it
+    is called `name`."""
 
-    `part`: the transformers model within PEFT's wrapper. Raises NotImplementedError for adapters that can't be added.
+    value: torch.Tensor
+    pairs: tuple[LoraPair, ...] = ()
+    layer: nn.Module | None = None
+    name: str = ""
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal for tensors that are always equal, as tied ones are."""
+        return type(self.layer), self.reads(), [pair[2:] for pair in self.pairs]
+
+    def reads(self) -> set[int]:
+        """The ids of all tensors that it is made of."""
+        of_layer = [] if self.layer is None else self.layer.parameters()
+        return {id(each) for each in [self.value, *of_layer, *(each for pair in self.pairs for each in pair[:2])]}
+
+
+def origins_of(module: nn.Module, prefix: str = "", *, adapted: bool = True) -> Iterator[tuple[str, Origin]]:
+    """Each parameter and persistent buffer of the plain model in `module`, by its name there, a tied one by each.
+
+    `adapted`: as PEFT's active adapters make it; else as it is below them.
     """
-    from peft.tuners.lora import Linear, LoraLayer
+    if isinstance(module, _peft_layers()):
+        yield from _origins_of_layer(module, prefix, adapted=adapted)
+        return
+    buffers = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
+    for name, value in (module._parameters | buffers).items():
+        if value is not None:
+            yield f"{prefix}{name}", Origin(value)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from origins_of(child, f"{prefix}{name}.", adapted=adapted)
 
-    found: dict[str, list[tuple[Any, str]]] = {}
-    for name, module in part.named_modules():
-        if isinstance(module, LoraLayer):
-            if not isinstance(module, Linear) or any([*module.use_dora.values(), *module.lora_bias.values()]):
-                raise NotImplementedError(
-                    f"{name}: only LoRA of linear layers, without bias and DoRA, can be added to the weights that "
-                    f"another engine samples from, or that are exported: use another adapter, sample by "
-                    f"transformers, or export the adapter alone"
-                )
-            found[f"{name}.weight"] = [
-                LoraPair(
-                    a=module.lora_A[adapter].weight,
-                    b=module.lora_B[adapter].weight,
-                    scaling=module.scaling[adapter],
-                    is_transposed=module.fan_in_fan_out,
-                )
-                for adapter in module.active_adapters
-                if adapter in module.lora_A
-            ]
-    return found
+
+def _peft_layers() -> tuple[type[nn.Module], ...]:
+    """PEFT's classes of layers that stand in the place of others."""
+    if "peft" not in sys.modules:
+        return ()
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return BaseTunerLayer, AuxiliaryTrainingWrapper
+
+
+def _origins_of_layer(layer: Any, prefix: str, *, adapted: bool) -> Iterator[tuple[str, Origin]]:
+    from peft.tuners import lora
+    from peft.tuners.ln_tuning.layer import LNTuningLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+    base = layer.original_module if isinstance(layer, AuxiliaryTrainingWrapper) else layer.base_layer
+    if not adapted:
+        yield from origins_of(base, prefix, adapted=False)
+    elif isinstance(layer, (ModulesToSaveWrapper, LNTuningLayer)):
+        others = layer.modules_to_save if isinstance(layer, ModulesToSaveWrapper) else layer.ln_tuning_layers
+        active = [others[name] for name in layer.active_adapters if name in others]
+        yield from origins_of(active[0] if active else base, prefix)
+    elif isinstance(layer, lora.Linear) and not any([*layer.lora_variant, *layer.lora_bias.values()]):
+        active = [name for name in layer.active_adapters if name in layer.lora_A and name not in layer.merged_adapters]
+        ab = [(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in active]
+        pairs = [LoraPair(*each, layer.fan_in_fan_out) for each in ab]
+        for name, origin in origins_of(base, prefix):
+            is_weight = name == f"{prefix}weight"
+            yield name, origin._replace(pairs=(*origin.pairs, *pairs)) if is_weight else origin
+    else:
+        for name, origin in origins_of(base, adapted=False):
+            yield f"{prefix}{name}", Origin(origin.value, layer=layer, name=name)
 
 
 def merged(value: torch.Tensor, pairs: Iterable[LoraPair], read: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    """A base's whole weight with its `adapted_weights` added, in its own dtype. `read`: whole values of a and b."""
+    """A base's whole weight with LoRA's `pairs` added, in its own dtype. `read`: whole values of a and b."""
     for pair in pairs:
         added = (read(pair.b).float() @ read(pair.a).float()) * pair.scaling
         value = (value + (added.T if pair.is_transposed else added)).to(value.dtype)
     return value
+
+
+@torch.no_grad()
+def merged_layer(layer: Any, read: Callable[[Any], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of the plain layer that PEFT's `layer` becomes if PEFT merges it, by their names in it.
+
+    `read`: whole values of its parameters. Raises NotImplementedError for a layer that can't be merged.
+    """
+    whole = {id(each): nn.Parameter(read(each), requires_grad=False) for each in layer.parameters()}
+    plain = copy.deepcopy(layer, whole)  # with these in the place of its own
+    try:
+        if hasattr(plain, "unload_and_optionally_merge_module"):
+            plain = plain.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        else:
+            plain.merge()
+            plain = plain.get_base_layer()
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise NotImplementedError(f"PEFT can't merge it ({error})") from error
+    found = plain.state_dict()
+    if extra := found.keys() - {name for name, _ in origins_of(layer, adapted=False)}:
+        raise NotImplementedError(f"it becomes a layer with {sorted(extra)}, which the plain model does not have")
+    return found

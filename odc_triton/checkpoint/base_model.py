@@ -17,6 +17,7 @@ from torch import nn
 
 from ..base.errors import CheckpointDiffers
 from ..engine.parameter import ShardedParameter
+from .adapter import frozen_ids
 from .parameters import sharded_parameters
 
 FILE = "base.json"  # in a checkpoint without the frozen weights
@@ -35,11 +36,11 @@ def frozen_base(model: nn.Module) -> dict[str, ShardedParameter]:
     """The parameters below PEFT's adapters that are not trained, by each of their names; {} for other models."""
     if not getattr(model, "peft_config", None):
         return {}
-    parameters = sharded_parameters(model)
+    parameters, frozen = sharded_parameters(model), frozen_ids(model)
     return {
         name: parameters[id(value)]
         for name, value in model.named_parameters(remove_duplicate=False)
-        if not value.requires_grad and not ADAPTER.search(name) and id(value) in parameters
+        if id(value) in frozen and id(value) in parameters
     }
 
 

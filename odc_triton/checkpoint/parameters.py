@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -14,9 +16,11 @@ def sharded_parameters(model: nn.Module) -> dict[int, ShardedParameter]:
     return {id(parameter.sharded): parameter for parameter in engine_of(model).parameters}
 
 
-def read_whole(model: nn.Module, value: ShardedParameter | torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A whole tensor on the CPU: a sharded one in `dtype`, by default the compute dtype; any other unchanged."""
+def read_whole(
+    model: nn.Module, value: ShardedParameter | torch.Tensor, dtype: torch.dtype | None, device: Any = "cpu"
+) -> torch.Tensor:
+    """A copy of a whole tensor: of a sharded one in `dtype`, by default the compute dtype; of any other unchanged."""
     if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
+        return value.detach().clone().to(device)
     ((_, whole),) = engine_of(model).full_parameters([value.shard])
-    return whole.cpu().to(dtype or whole.dtype)
+    return whole.to(device).to(dtype or whole.dtype)

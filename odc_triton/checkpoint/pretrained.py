@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
+import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ..base.errors import CheckpointCorrupt, CheckpointDiffers
+from ..base.errors import CheckpointDiffers
 from ..base.files import reading
-from ..comm.layout import find_units
+from ..data.adapted import base_of
 from ..data.tokenizer import read_config
 from ..engine.api import engine_of
 from ..engine.module import plain_class
@@ -32,18 +33,23 @@ from ..nn.operand import is_sharded
 from .base_model import ADAPTER
 from .failures import all_or_none, listed
 from .parameters import sharded_parameters
+from .pretrained_adapter import Merge
+from .pretrained_files import PretrainedFiles, refuse_quantised, rows_of, weights_folder
 
-if TYPE_CHECKING:
-    from safetensors import safe_open
-
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_BLOCK = 2**22  # elements compared at a time
 
 
 def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:
     """A transformers causal LM in fp32: weights from a folder or hub id, or random ones for the config `init`."""
     if init is not None:
         return _made(read_config(init), init)
-    auto = auto_class(read_config(model))
+    if (base := base_of(model)) is not None:
+        raise ValueError(
+            f"{model} has an adapter, which is not merged into a whole model: give the folder of its base, {base}"
+        )
+    config = read_config(model)
+    refuse_quantised(model, config.to_dict())
+    auto = auto_class(config)
     with reading(model):
         return auto.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
 
@@ -64,20 +70,39 @@ def meta_causal_lm(*, model: str | None = None, init: str | None = None) -> nn.M
 
     For the config of a model that sees pictures it is the whole one, of AutoModelForImageTextToText.
     `fully_shard` gives it random weights, the same for any number of ranks; `load_pretrained_shards` loads real ones.
+    Of `model`'s files it reads the names: quantised weights are refused, and parameters that the config ties, and the
+    files have with different values, are not tied, as by `from_pretrained`. So with those that an adapter makes differ.
     """
-    from transformers import GenerationConfig
-
     if (model is None) == (init is None):
         raise ValueError("give either model (pretrained) or init (random weights)")
-    source = model if init is None else init
-    config = read_config(source)
     if init is not None:
+        config = read_config(init)
         config._name_or_path = ""  # only the run's checkpoints have these weights
+        for each in (config, config.get_text_config()):  # which are plain numbers
+            vars(each).pop("quantization_config", None)
+        with torch.device("meta"):
+            return _made(config, init)
+    made = _meta_base(model)
+    if (base := base_of(model)) is not None:
+        merge = Merge(made, model, base)
+        for target, source in list(made.all_tied_weights_keys.items()):
+            if merge.differ(target, source):
+                _untie(made, target)
+        made.config._name_or_path = made.name_or_path = str(model)
+    return made
+
+
+def _meta_base(model: str) -> nn.Module:
+    """`meta_causal_lm(model=model)` without its adapter."""
+    from transformers import GenerationConfig
+
     with torch.device("meta"):
-        made = _made(config, source)
-    if model is not None and made.can_generate():
+        made = _made(read_config(model), model)
+    with contextlib.suppress(FileNotFoundError):  # it has no weights, and may get others
+        _tie_as_in(PretrainedFiles(weights_folder(model)), made)
+    if made.can_generate():
         with contextlib.suppress(OSError):  # if there is none, the one from its config stays
-            made.generation_config = GenerationConfig.from_pretrained(model)
+            made.generation_config = GenerationConfig.from_pretrained(base_of(model) or model)
     return made
 
 
@@ -90,6 +115,42 @@ def _made(config: Any, source: str) -> nn.Module:
             f"{source}: transformers can't make a causal LM of this config ({type(error).__name__}: {error}); correct "
             "its fields"
         ) from error
+
+
+def _tie_as_in(files: PretrainedFiles, made: nn.Module) -> None:
+    """Unties what the files have with different values, in the config too: other engines know only that."""
+    sources, _ = _sources(made, files, made.state_dict().keys())
+    for target, source in list(made.all_tied_weights_keys.items()):
+        if not {target, source} <= sources.keys() or _equal(files, sources[target], sources[source]):
+            continue
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            warnings.warn(
+                f"{files.folder}: the config ties {target} to {source} and the files have both, which differ: "
+                f"they are not tied",
+                stacklevel=3,
+            )
+        _untie(made, target)
+
+
+def _untie(made: nn.Module, target: str) -> None:
+    owner, _, name = target.rpartition(".")
+    module = made.get_submodule(owner)
+    setattr(module, name, nn.Parameter(torch.empty_like(getattr(module, name))))
+    del made.all_tied_weights_keys[target]
+    for config in (made.config, made.config.get_text_config()):
+        config.tie_word_embeddings = False
+
+
+def _equal(files: PretrainedFiles, one: _Source, other: _Source, rows: slice | None = None) -> bool:
+    """True if the tensors, or these rows of them, are equal in fp32. Holds a part of them at a time."""
+    names = [each.names[-1] for each in (one, other)]
+    shapes = [files.shape(name) for name in names]
+    if shapes[0] != shapes[1] or one.converter or other.converter:
+        return shapes[0] == shapes[1]
+    first, end, _ = (rows or slice(None)).indices((*shapes[0], 1)[0])
+    step = max(1, _BLOCK // max(1, math.prod(shapes[0][1:])))
+    parts = [slice(start, min(start + step, end)) for start in range(first, end, step)]
+    return all(torch.equal(*(files.read(name, part).float() for name in names)) for part in parts)
 
 
 def transformers_part(model: nn.Module) -> tuple[str, nn.Module]:
@@ -117,20 +178,6 @@ def empty_copy(model: nn.Module) -> nn.Module:
     return empty
 
 
-def tensors_by_unit(part: nn.Module, empty: nn.Module) -> list[dict[str, torch.Tensor]]:
-    """A transformers model's parameters and persistent buffers by their names in files, grouped by unit, as
-    transformers converts only tensors of the same unit. Tied ones once. `empty`: its `empty_copy`.
-    """
-    tied, known = getattr(empty, "all_tied_weights_keys", {}), empty.state_dict().keys()
-    units = find_units(empty)
-    groups: dict[str, dict[str, torch.Tensor]] = {unit: {} for unit in ["", *units]}
-    for name, value in [*part.named_parameters(remove_duplicate=False), *part.named_buffers()]:
-        plain = plain_name(name)
-        if plain in known and plain not in tied:
-            groups[next((unit for unit in units if plain.startswith(f"{unit}.")), "")][plain] = value
-    return list(groups.values())
-
-
 @dataclass(slots=True)
 class _Source:
     """The source of one or more of the model's tensors: names in the files, and transformers' converter, if any."""
@@ -140,77 +187,13 @@ class _Source:
     converter: Any = None
 
 
-class _Files:
-    """A folder's safetensors files, opened on demand; reads only requested rows."""
-
-    def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
-
-        self._open, self._folder = safe_open, folder
-        self._opened: dict[str, safe_open] = {}
-        if (index := folder / _INDEX).exists():
-            try:
-                self.file_of = dict(json.loads(index.read_bytes())["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointCorrupt(f"{index} is not an index of safetensors: {error}") from error
-            odd = [name for name in self.file_of.values() if Path(name).name != name]
-            if odd:
-                raise CheckpointCorrupt(f"{index} names {odd[0]!r}, which is not a file in its folder")
-        elif (folder / _SINGLE).exists():
-            self.file_of = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
-        elif pickles := sorted(path.name for path in folder.glob("*.bin")):
-            raise ValueError(
-                f"{folder} has its weights in {pickles[0]}, a pickle, which can't be read in parts: convert it once, "
-                f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(another_folder)"
-            )
-        else:
-            raise FileNotFoundError(f"{folder} has neither {_SINGLE} nor {_INDEX}: it has no weights")
-
-    def _file(self, name: str) -> safe_open:
-        if name not in self._opened:
-            try:
-                self._opened[name] = self._open(self._folder / name, framework="pt")
-            except Exception as error:  # safetensors does not export its own class
-                raise CheckpointCorrupt(f"{self._folder / name} can't be read: {error}") from error
-        return self._opened[name]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file(self.file_of[name]).get_slice(name).get_shape())
-
-    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """A whole tensor, or these rows of it; a scalar has one row."""
-        found = self._file(self.file_of[name])
-        if rows is None or not self.shape(name):
-            return _rows_of(found.get_tensor(name), rows)
-        return found.get_slice(name)[rows]
-
-
-def _rows_of(value: torch.Tensor, rows: slice | None) -> torch.Tensor:
-    return value if rows is None else torch.atleast_1d(value)[rows]
-
-
-def weights_folder(source: str | Path) -> Path:
-    """A local folder as given; for a hub id, the local folder of its safetensors, downloaded if allowed."""
-    if Path(source).is_dir():
-        return Path(source)
-    from huggingface_hub import snapshot_download
-
-    with reading(str(source)):
-        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors"]))
-
-
-def require_weights(folder: str | Path) -> None:
-    """Raises as `load_pretrained_shards` for a local folder whose weights it can't find or open."""
-    _Files(Path(folder))
-
-
 @torch.no_grad()
 def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
     """Fills a sharded transformers model, also below PEFT's adapters, from safetensors. Collective.
 
     `source`: a folder or a hub id. Each rank reads its own rows of each tensor, one tensor at a time; where
     transformers merges several into one (experts), one result at a time. Values are cast to the masters' dtype.
-    Adapters' weights stay as they are.
+    Adapters' weights stay as they are; an adapter in `source` is merged into its base, one layer at a time.
 
     Raises, on every rank and before anything is overwritten: CheckpointDiffers if names or shapes are another model's,
     CheckpointCorrupt, CheckpointFailed with the cause for pickled (.bin) or missing files. Warns of tensors in the
@@ -219,15 +202,28 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
     engine = engine_of(model)
     purpose = "load pretrained weights"
     with all_or_none(engine, purpose):
-        files = _Files(weights_folder(source))
+        files = PretrainedFiles(weights_folder(source))
         places = _places(model)
-        sources, unexpected = _sources(model, files, places)
-        _check(places, sources, files)
+        sources, unexpected = _sources(empty_copy(transformers_part(model)[1]), files, places.keys())
+        base = base_of(source)
+        merge = None if base is None else Merge(_meta_base(str(source)), source, base)
+        changed = [] if merge is None else merge.changed(sources)
+        _check(places, sources, files, merge)
         engine.drain(purpose)
+    if base is not None and engine.rank == 0:
+        kind = "has an adapter beside its model" if base == str(source) else f"is an adapter of {base}"
+        print(f"{source} {kind}: its weights are merged into the model", flush=True)
     with engine.writing(), all_or_none(engine, purpose):
         for target, source_of in sources.items():
             for name, take in _values(target, source_of, files, model):
-                _fill(places[name], take)
+                if name not in changed:
+                    _fill(places[name], take)
+
+        def read(name: str) -> torch.Tensor:
+            return dict(_values(name, sources[name], files, model))[name](None)
+
+        for name in changed:
+            _fill(places[name], partial(rows_of, merge.whole(name, read)))
     if unexpected and engine.rank == 0:
         warnings.warn(
             f"{source} has {len(unexpected)} tensors that the model does not have: {listed(unexpected)}", stacklevel=2
@@ -255,13 +251,11 @@ def plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def _sources(model: nn.Module, files: _Files, places: dict[str, Place]) -> tuple[dict[str, _Source], list[str]]:
-    """(the source of each tensor, as transformers would load it; unused names in the files)."""
+def _sources(empty: nn.Module, files: PretrainedFiles, wanted: Collection[str]) -> tuple[dict[str, _Source], list[str]]:
+    """(the source of each `wanted` tensor, as transformers would load it into `empty`; unused names in the files)."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    _, part = transformers_part(model)
-    empty = empty_copy(part)
     mapping = get_model_conversion_mapping(empty)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -273,9 +267,11 @@ def _sources(model: nn.Module, files: _Files, places: dict[str, Place]) -> tuple
         target, pattern = rename_source_key(name, renamings, converters, empty.base_model_prefix, known)
         if target not in known and name in known:
             target, pattern = name, None
-        if target not in places:
+        if target not in wanted:
             unexpected.append(name)
             continue
+        if known[target].is_floating_point():
+            files.require_floats(name)
         source = sources.setdefault(target, _Source())
         source.names.append(name)
         if pattern is not None:
@@ -285,7 +281,9 @@ def _sources(model: nn.Module, files: _Files, places: dict[str, Place]) -> tuple
     return sources, [name for name in unexpected if not any(pattern.search(name) for pattern in ignored)]
 
 
-def _check(places: dict[str, Place], sources: dict[str, _Source], files: _Files) -> None:
+def _check(
+    places: dict[str, Place], sources: dict[str, _Source], files: PretrainedFiles, merge: Merge | None = None
+) -> None:
     differences = []
     given = {id(places[target]) for target in sources}
     made = [tuple(source.converter.target_patterns) for source in sources.values() if source.converter is not None]
@@ -294,7 +292,17 @@ def _check(places: dict[str, Place], sources: dict[str, _Source], files: _Files)
         if id(place) not in given and not any(pattern.search(name) for pattern in patterns):
             differences.append(f"{name} is not in the files")
             given.add(id(place))
+    filled: dict[int, str] = {}
     for target, source in sources.items():
+        place = places[target]
+        twin = filled.setdefault(id(place), target)
+        rows = slice(*place.shard.master_rows) if isinstance(place, ShardedParameter) else None
+        apart = merge is not None and merge.differ(twin, target)
+        if twin != target and (apart or not _equal(files, sources[twin], source, rows)):
+            differences.append(
+                f"{twin} and {target} differ, and are one parameter here: make the model by meta_causal_lm(model=…), "
+                f"which does not tie them"
+            )
         if source.converter is None:
             shape, wanted = files.shape(source.names[0]), tuple(places[target].shape)
             if shape != wanted:
@@ -306,15 +314,16 @@ def _check(places: dict[str, Place], sources: dict[str, _Source], files: _Files)
 Take = Callable[[slice | None], torch.Tensor]  # returns some rows of a tensor, or with None all of it
 
 
-def _values(target: str, source: _Source, files: _Files, model: nn.Module) -> Iterator[tuple[str, Take]]:
+def _values(target: str, source: _Source, files: PretrainedFiles, model: nn.Module) -> Iterator[tuple[str, Take]]:
     if source.converter is None:
         yield target, partial(files.read, source.names[-1])
         return
+    converter = copy.deepcopy(source.converter)  # it keeps what it is given
     for name, pattern in zip(source.names, source.patterns, strict=True):
-        source.converter.add_tensor(target, name, pattern, files.read(name))
+        converter.add_tensor(target, name, pattern, files.read(name))
     _, part = transformers_part(model)
-    for name, value in source.converter.convert(target, model=part, config=part.config).items():
-        yield name, partial(_rows_of, value[0] if isinstance(value, list) else value)
+    for name, value in converter.convert(target, model=part, config=part.config).items():
+        yield name, partial(rows_of, value[0] if isinstance(value, list) else value)
 
 
 def _fill(place: Place, take: Take) -> None:

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ..base.files import folder_aside
+from ..data.adapted import with_tokenizer
 from ..data.vision import save_processor
 from ..engine.api import engine_of
 from ..nn.operand import is_sharded
 from .adapter import write_adapter
 from .pretrained import transformers_part
-from .pretrained_tensors import PretrainedTensors
+from .pretrained_tensors import PretrainedTensors, require_written
 
 SHARD_BYTES = 2 * 2**30
 # What transformers and PEFT write and read again: an older model's, beside a new one that has no such file.
@@ -54,23 +55,26 @@ def save_pretrained(
     `processor`: a folder or hub id, whose files for pictures are copied, if it has any.
 
     Only rank 0 calls it, outside of a minibatch, while the others wait. Of a PEFT model it writes the adapter, or with
-    `merge` the whole model, with LoRA added to its base. Parameters are saved in `dtype`, by default the compute dtype.
-    Rank 0 temporarily holds one unit and one file's tensors, `shard_bytes`, in memory. The folder is written under a
-    temporary name and renamed, so it is atomic; `overwrite` replaces a model's files and leaves others in the folder.
+    `merge` the whole model, into which PEFT's code merges it. Everything trained is written. Parameters are saved in
+    `dtype`, by default the compute dtype. Rank 0 temporarily holds one unit and one file's tensors, `shard_bytes`, in
+    memory. The folder is written under a temporary name and renamed, so it is atomic; `overwrite` replaces a model's
+    files and leaves others in the folder.
 
     Raises TypeError for another kind of model, ValueError for `merge` without adapters, NotImplementedError for those
-    that can't be added, FileExistsError for a folder that is not empty unless `overwrite`, RuntimeError on other ranks
-    and for parameters that have no values here, OSError.
+    that can't be merged and for trained parameters that would be left out, FileExistsError for a folder that is not
+    empty unless `overwrite`, RuntimeError on other ranks and for parameters that have no values here, OSError.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         raise RuntimeError(f"save_pretrained was called on rank {dist.get_rank()}: call it on rank 0 only")
     if not is_sharded(model):
         raise TypeError(f"{type(model).__name__} is not a sharded transformers model: save its state_dict() instead")
-    prefix, part = transformers_part(model)
-    if merge and not prefix:
+    _, part = transformers_part(model)
+    is_adapted = hasattr(model, "peft_config")
+    if merge and not is_adapted:
         raise ValueError(f"merge=True, and {type(model).__name__} has no adapters: leave it out")
+    require_written(model, merge=merge)
     with _naming(folder), folder_aside(folder, overwrite=overwrite, replaces=is_of_a_model) as aside:
-        if prefix and not merge:
+        if is_adapted and not merge:
             write_adapter(model, aside, dtype)
         else:
             _write_model(model, part, aside, dtype, shard_bytes)
@@ -91,6 +95,7 @@ def _copy_processor(source: str | Path, folder: Path) -> None:
     """
     from huggingface_hub import try_to_load_from_cache
 
+    source = with_tokenizer(source) if Path(source).is_dir() else source  # nothing is asked of the hub at a run's end
     for name in _OF_PICTURES:
         found = Path(source, name)
         if not Path(source).exists():

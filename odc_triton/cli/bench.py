@@ -9,6 +9,7 @@ from typing import Literal
 from ..base.options import (
     REQUIRED,
     option,
+    plain_paths,
     require_at_least,
     require_files,
     require_one_model,
@@ -37,6 +38,7 @@ class BenchOptions:
     seed: int = option(0, "seed for the random weights, tokens and the samples' order")
 
     def __post_init__(self) -> None:
+        plain_paths(self, "lengths", "out", "model", "init", "tokenizer")
         require_one_model(self)
         require_at_least(self, 1, "samples_per_rank", "minibatches", "rounds")
         require_token_cap(self)

@@ -16,7 +16,8 @@ from typing import Any
 
 from .. import __version__
 from ..base.errors import in_a_line
-from .start import ending_at_once, report_stopped, start_job
+from ..base.options import expanded
+from .start import ending_at_once, join_job, report_stopped, start_job
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,16 +112,17 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
         "FSDP2 and ODC in two settings each, side by side. Takes about five minutes on two cores. Writes report.html, "
         "timeline.png, trace.json and report.json.",
     )
-    demo.add_argument("--out", type=Path, default=Path("out/demo"), help="folder to write to (default: out/demo)")
+    demo.add_argument("--out", type=expanded, default="out/demo", help="folder to write to (default: out/demo)")
     demo.set_defaults(run=_demo)
 
 
 def _demo(options: argparse.Namespace) -> int:
-    if options.out.exists() and not options.out.is_dir():
-        raise ValueError(f"--out is {options.out}, which is a file: give a folder")
+    out = Path(options.out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out is {out}, which is a file: give a folder")
     from odc_bench.demo import main as train_in_four_ways
 
-    return train_in_four_ways(options.out)
+    return train_in_four_ways(out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +171,8 @@ def _imported(name: str) -> Any:
 
 
 def _train(job: str, ranks: int, wanted: Any) -> int:
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        join_job(f"odc_triton.train.{job}", f"run_{job}", wanted, ranks=ranks)
     start_job(f"odc_triton.train.{job}", f"run_{job}", wanted, ranks=ranks)
     return 0
 
@@ -275,13 +279,19 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
         "tokens that --model lacks.",
     )
     inspect.add_argument(
-        "files", nargs="+", metavar="FILE", help="a file (JSON lines, JSON, Parquet, CSV, Arrow), a folder or a hub id"
+        "files",
+        type=expanded,
+        nargs="+",
+        metavar="FILE",
+        help="a file (JSON lines, JSON, Parquet, CSV, Arrow), a folder or a hub id",
     )
     inspect.add_argument(
         "--data-weight", type=float, action="append", default=[], help="weight of each file, as in training; repeatable"
     )
-    inspect.add_argument("--tokenizer", required=True, help="folder, hub id or tokenizer.json")
-    inspect.add_argument("--model", help="config.json, folder or hub id of a model: names the token ids that it lacks")
+    inspect.add_argument("--tokenizer", type=expanded, required=True, help="folder, hub id or tokenizer.json")
+    inspect.add_argument(
+        "--model", type=expanded, help="config.json, folder or hub id of a model: names the token ids that it lacks"
+    )
     inspect.add_argument("--token-cap", type=int, default=4096, help="most tokens in a sample (default: 4096)")
     inspect.add_argument("--fetch-images", action="store_true", help="fetch pictures that are on the network")
     inspect.set_defaults(run=_inspect_data)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ..base.config_file import written_options
 from ..base.errors import OdcError
 from ..base.files import require_new_folder, require_source
-from ..base.options import REQUIRED, option, require_one_model
+from ..base.options import REQUIRED, expanded, option, plain_paths, require_one_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,7 @@ class ExportOptions:
     merge: bool = option(False, "for a run with --lora-rank: the whole model, with its adapters added to it")
 
     def __post_init__(self) -> None:
+        plain_paths(self, "out", "model", "init", "tokenizer")
         if self.model is not None or self.init is not None:
             require_one_model(self)
 
@@ -41,7 +42,7 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     from ..checkpoint.steps import newest_in
 
     require_new_folder(options.out)  # before work that takes minutes
-    path = Path(checkpoint)
+    path = Path(expanded(checkpoint))
     if (path / ".metadata").exists():
         return _export(path, options)
     while (newest := newest_in(path) or newest_in(path / "checkpoints")) is not None:

@@ -14,6 +14,7 @@ from ..balance.strategies import BALANCES
 from ..base.options import (
     REQUIRED,
     option,
+    plain_paths,
     require_at_least,
     require_files,
     require_one_model,
@@ -59,6 +60,7 @@ class ProfileOptions:
     seed: int = option(0, "seed for the random weights, tokens and the samples' order")
 
     def __post_init__(self) -> None:
+        plain_paths(self, "out", "model", "init", "lengths")
         require_one_model(self)
         require_at_least(self, 1, "samples_per_rank", "minibatches")
         require_token_cap(self)

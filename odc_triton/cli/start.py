@@ -7,9 +7,10 @@ import signal
 from contextlib import AbstractContextManager
 from importlib import import_module
 from types import ModuleType
+from typing import NoReturn
 
 from ..base.signals import STOPS, handling
-from ..comm.launch import LocalRanks, warn_of_few_cores
+from ..comm.launch import LocalRanks, die_with_parent, end_process, status_of, warn_of_few_cores
 from ..train.run_options import RunOptions
 
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
@@ -24,6 +25,27 @@ def report_stopped(number: int) -> int:
 def ending_at_once() -> AbstractContextManager[None]:
     """A stop request ends the process at once: during an import KeyboardInterrupt is lost, or becomes another error."""
     return handling(lambda number, _: os._exit(report_stopped(number)), *STOPS)
+
+
+def join_job(name: str, run: str, options: RunOptions, *, ranks: int) -> NoReturn:
+    """Calls the function `run` of the module `name` as one rank of the world that torchrun started this process in."""
+    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+        raise ValueError(f"RANK is {rank!r} and WORLD_SIZE {world!r}: set them as torchrun does, or neither")
+    if ranks not in (1, int(world)):
+        raise ValueError(
+            f"--ranks is {ranks}, and this process is one of {world} that torchrun started (RANK and WORLD_SIZE are "
+            f"set): leave --ranks out, or start the command without torchrun"
+        )
+    from ..train.job import run_here
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+    try:
+        run_here(getattr(import_module(name), run), options)
+    except SystemExit as end:
+        end_process(status_of(end))
+    end_process(0)
 
 
 def start_job(name: str, run: str, options: RunOptions, *, ranks: int) -> None:

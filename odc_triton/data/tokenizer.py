@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.files import read_json_object, reading
+from .adapted import base_of, with_tokenizer
 from .chat import ChatTemplate
 from .vision import PictureProcessor
 
@@ -103,10 +104,22 @@ def read_tokenizer(source: str | os.PathLike) -> PreTrainedTokenizerBase:
     with reading(str(source)):
         if Path(source).suffix == ".json":
             return to_transformers(load_tokenizer(source), str(source))
+        source = with_tokenizer(source)
         try:
-            return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        except ValueError as error:
-            raise ValueError(f"{source} has no tokenizer that transformers can load: {error}") from error
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        except (ValueError, TypeError, ImportError) as error:  # some classes don't expect that files are missing
+            raise ValueError(
+                f"{source} has no tokenizer that transformers can load: {error}; give --tokenizer"
+            ) from error
+    require_tokens(tokenizer, source)
+    return tokenizer
+
+
+def require_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.PathLike) -> None:
+    """Raises ValueError for an empty tokenizer, which transformers makes of a folder that has none."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    if len(tokenizer) < len(special.union(tokenizer.all_special_tokens)) + 2:  # "▁" may be there
+        raise ValueError(f"{source} has no tokenizer: give --tokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +236,7 @@ def read_config(source: str) -> Any:
     """Transformers' config from a folder, a config.json or a hub id. Raises OSError and ValueError."""
     from transformers import AutoConfig
 
+    source = base_of(source) or source
     with reading(source):
         if Path(source).is_file():
             read_json_object(source, "give the config.json of a model")

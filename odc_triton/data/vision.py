@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base.files import reading
+from .adapted import with_tokenizer
 from .pictures import PictureError, decode_picture, read_picture
 from .records import PICTURE_FIELDS, TOKEN_TYPES, DataError, Record
 
@@ -30,6 +31,7 @@ _FILES = ("processor_config.json", "preprocessor_config.json")
 
 def has_processor(source: str | os.PathLike) -> bool:
     """True for a folder with a processor's files."""
+    source = with_tokenizer(source)
     return any(Path(source, name).is_file() for name in _FILES)
 
 
@@ -38,6 +40,8 @@ def read_processor(source: str | os.PathLike) -> Any:
     if importlib.util.find_spec("PIL") is None:
         raise ValueError(f'{source} has pictures, and they need Pillow: pip install "odc-triton[vision]"')
     from transformers import AutoProcessor
+
+    source = with_tokenizer(source)
 
     with reading(str(source)), with_pillow():
         try:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from ..comm.layout import ParameterSpec, rows_per_rank
@@ -240,7 +240,7 @@ def _check_parameter(found: FsdpParameter, group: Any) -> None:
     sharded, name = found.sharded, found.name
     if sharded.is_meta:
         raise ValueError(f"{name} is on the meta device: call to_empty(device=…) and write its values before use_odc")
-    if type(group.offload_policy).__name__ != "OffloadPolicy":
+    if isinstance(group.offload_policy, CPUOffloadPolicy):  # frameworks pass None for none
         raise NotImplementedError(f"{name} is offloaded to the CPU: leave out offload_policy")
     try:
         found.gathered()

@@ -120,15 +120,12 @@ def varlen(
 
     ends = cu_seq_lens.to(device=query.device, dtype=torch.int32)
     longest = int(cu_seq_lens.diff().max() if longest is None else longest)
-    gqa = {}
-    if (groups := query.shape[1] // key.shape[1]) > 1:
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-            gqa["enable_gqa"] = True
-        else:  # an older torch
-            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     ends_of_keys, longest_keys = (ends, longest) if ends_of_keys is None else (ends_of_keys, longest_keys)
     # The kernel counts the tokens before a query's own; (-1, 0) is plain causal.
     window = terms.sliding_window
     before = -1 if window is None or window >= longest_keys else window - 1
-    options = {"scale": terms.scaling, "window_size": (before, 0 if causal else -1)} | gqa
+    options = {"scale": terms.scaling, "window_size": (before, 0 if causal else -1)}
+    # Torch 2.11 has no such option: it takes grouped keys as they are, and never asks.
+    if query.shape[1] != key.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
     return varlen_attn(query, key, value, ends, ends_of_keys, longest, longest_keys, **options)

@@ -21,7 +21,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..base.errors import GenerationFailed
 from ..checkpoint.pretrained_tensors import PretrainedTensors
 from ..policy.offer import offer_policy
-from ..policy.vllm_server import SHORT_S, PolicyServer
+from ..policy.vllm_server import SHORT_S, PolicyServer, difference
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -93,7 +93,10 @@ class ShardedVllmGeneration(VLLMGeneration):
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         """Reloads all weights at once; nothing is left that TRL would load tensor by tensor."""
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(PretrainedTensors(self.model))})
+        tensors, theirs = PretrainedTensors(self.model), self.llm.model_config
+        if (problem := difference(theirs.hf_config.to_dict(), tensors.empty.config.to_dict())) is not None:
+            raise GenerationFailed(f"vLLM's model {theirs.model} {problem}")
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
         return iter(())
 
     def generate(

@@ -94,8 +94,11 @@ class OffloadedCheckpoints(Participant):
                 return self._free.pop(at)
         if self._free:
             self.host_bytes -= len(self._free.pop())
+        pinned = self._streams.device is not None and torch.cuda.is_available()
+        if pinned:  # torch takes so much in any case
+            size_bytes = 1 << (size_bytes - 1).bit_length()
         self.host_bytes += size_bytes
-        if self._streams.device is not None and torch.cuda.is_available():
+        if pinned:
             return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
         return _mapped(size_bytes)
 

@@ -40,6 +40,7 @@ from ..base.files import folder_aside
 from ..checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
 from ..checkpoint.failures import all_or_none
 from ..checkpoint.folder import load_checkpoint, write_checkpoint
+from ..checkpoint.pretrained_tensors import require_written
 from ..checkpoint.repeat import repeating
 from ..checkpoint.write_pretrained import is_of_a_model
 from ..engine.api import engine_of
@@ -65,8 +66,8 @@ class ShardedTrainer(Trainer):
     model: the sharded model, on every rank.
     trainer: arguments of the next Trainer.
 
-    Raises ValueError or TypeError for a model that is not sharded and for unsupported arguments, ImportError for
-    an old accelerate.
+    Raises ValueError or TypeError for a model that is not sharded and for unsupported arguments, NotImplementedError
+    for trained parameters that saving would leave out, ImportError for an old accelerate.
     """
 
     takes_adapters: ClassVar[bool] = False  # the model may be PEFT's
@@ -93,6 +94,7 @@ class ShardedTrainer(Trainer):
             name = type(self).__name__
             raise ImportError(f'{name} needs accelerate {_ACCELERATE} or newer: pip install "odc-triton[trainer]"')
         _check_model(model, takes_adapters=self.takes_adapters)
+        require_written(model)
         self._engine = engine_of(model)
         for name in ("peft_config", "quantization_config"):  # TRL's
             if trainer.get(name) is not None:

@@ -28,13 +28,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint.adapter import Origin
 from ..checkpoint.pretrained import transformers_part
 from ..checkpoint.pretrained_tensors import PretrainedTensors
 from ..comm.layout import aligned
 from ..comm.memory.heap import SymmetricHeap
 from ..comm.memory.rendezvous import listen, peer_of, peer_uid
 from ..engine.api import engine_of
-from ..engine.parameter import ShardedParameter
 
 log = logging.getLogger("odc_triton")
 
@@ -106,15 +106,20 @@ class _Contents:
         try:
             transformers_part(self._model)
         except TypeError:  # no transformers model: its parameters' names
-            units, adapted, kind, config = [{each.name: each for each in self._engine.parameters}], {}, None, None
+            units, kind, config = [{each.name: Origin(each.sharded) for each in self._engine.parameters}], None, None
         else:
             weights = PretrainedTensors(self._model)
-            units, adapted, kind = weights.units, weights.adapted, type(weights.empty).__name__
-            config = weights.empty.config.to_dict()
+            units, kind, config = weights.units, type(weights.empty).__name__, weights.empty.config.to_dict()
         publication = self._engine.publication
+        origins = {name: origin for unit in units for name, origin in unit.items()}
+        if by_peft := [name for name, origin in origins.items() if origin.layer is not None]:
+            raise NotImplementedError(
+                f"{by_peft[0]} is merged by PEFT's code, which other processes don't run: adapt linear layers by LoRA "
+                f"without bias and variants, or sample with the model itself or with vLLM in the ranks' processes"
+            )
         content = {
-            "units": [{name: self._place(place) for name, place in unit.items()} for unit in units],
-            "adapted": {name: [*map(self._pair, pairs)] for name, pairs in adapted.items()},
+            "units": [{name: self._place(origin.value) for name, origin in unit.items()} for unit in units],
+            "adapted": {name: [*map(self._pair, each.pairs)] for name, each in origins.items() if each.pairs},
             "class": kind,
             "config": config,
             "world": self._engine.heap.world,
@@ -131,12 +136,13 @@ class _Contents:
         return [_file([text]), apart, *(heap.read_only_fd for heap in self._heaps)]
 
     def _pair(self, pair: Any) -> list[Any]:
-        a, b = (self._place(self._parameters[id(each)]) for each in (pair.a, pair.b))
+        a, b = map(self._place, (pair.a, pair.b))
         return [a, b, pair.scaling, pair.is_transposed]
 
-    def _place(self, value: ShardedParameter | torch.Tensor) -> dict[str, Any]:
+    def _place(self, value: torch.Tensor) -> dict[str, Any]:
         """Its dtype, shape, file, and (first byte, elements) of its parts in it."""
-        if isinstance(value, torch.Tensor):
+        parameter = self._parameters.get(id(value))
+        if parameter is None:
             parts = [(self._apart_bytes, value.numel())]
             self._apart.append(value.detach().cpu())
             self._apart_bytes += aligned(value.nbytes)
@@ -146,7 +152,7 @@ class _Contents:
                 "file": 0,
                 "parts": parts,
             }
-        shard = value.shard
+        shard = parameter.shard
         if not any(shard.heap is each for each in self._heaps):
             self._heaps.append(shard.heap)
         (file,) = [place for place, each in enumerate(self._heaps) if each is shard.heap]

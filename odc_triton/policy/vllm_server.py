@@ -36,8 +36,13 @@ def is_too_old(version: str) -> bool:
 def difference(theirs: dict[str, Any], mine: dict[str, Any]) -> str | None:
     """The first difference between two models by their transformers configs, in words; None if they are alike.
 
-    `theirs`: of vLLM's model; `mine`: of the policy.
+    `theirs`: of vLLM's model; `mine`: of the policy, of which vLLM would not take a head that it ties.
     """
+    if theirs.get("tie_word_embeddings") and mine.get("tie_word_embeddings") is False:  # it would drop the head
+        return (
+            "ties its head to its embeddings, and the policy's differ: write false for tie_word_embeddings in its "
+            "config.json, or leave lm_head and embed_tokens out of the adapter"
+        )
     theirs, mine = (config.get("text_config") or config for config in (theirs, mine))
     for name in _COMPARED:
         if theirs.get(name) != mine.get(name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,14 +78,15 @@ def refuse_unshardable(name: str, parameter: nn.Parameter, home: str) -> None:
 
 
 def find_parameters(root: nn.Module, unit_names: list[str], ignored: set[nn.Parameter]) -> list[FoundParameter]:
-    """All parameters of `root` in registration order, each with every place where it is registered.
+    """All parameters of `root` in registration order, each with every place where it is registered, or another one of
+    the same memory.
 
     Modules that are sharded already (bottom-up use) are skipped, with all below them. `unit_names`: the
     outermost units; a place outside all of them belongs to the root, "".
     """
     units = set(unit_names)
     ignored_ids = {id(parameter) for parameter in ignored}
-    found: dict[int, FoundParameter] = {}
+    found: dict[Any, FoundParameter] = {}
 
     def visit(module: nn.Module, prefix: str, unit: str) -> None:
         if isinstance(module, ODCModule):
@@ -94,7 +96,7 @@ def find_parameters(root: nn.Module, unit_names: list[str], ignored: set[nn.Para
         for attribute, parameter in module._parameters.items():
             if parameter is None or id(parameter) in ignored_ids:
                 continue
-            entry = found.setdefault(id(parameter), FoundParameter(parameter))
+            entry = found.setdefault(_memory_of(parameter), FoundParameter(parameter))
             entry.names.append(f"{prefix}.{attribute}" if prefix else attribute)
             entry.places.append((module, attribute, unit))
         for name, child in module._modules.items():
@@ -103,6 +105,26 @@ def find_parameters(root: nn.Module, unit_names: list[str], ignored: set[nn.Para
 
     visit(root, "", "")
     return list(found.values())
+
+
+def _memory_of(parameter: nn.Parameter) -> tuple[Any, ...]:
+    """Equal for parameters of the same elements in the same order: those of one memory are one parameter."""
+    if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.numel():
+        return (id(parameter),)
+    return parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype, parameter.requires_grad
+
+
+def _refuse_other_views(found: list[FoundParameter]) -> None:
+    """Raises ValueError for parameters of the same memory that are not the same elements in the same order."""
+    at: dict[int, FoundParameter] = {}
+    for entry in found:
+        other = at.setdefault(_memory_of(entry.value)[0], entry)
+        if other is not entry:
+            raise ValueError(
+                f"{entry.name} is another view of {other.name}'s memory, and would be trained apart from it: make it a "
+                f"parameter of its own. If it is of PEFT's LoRA with ensure_weight_tying=True on embeddings, leave "
+                f"that out, or name them in modules_to_save"
+            )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -163,6 +185,7 @@ def describe(
     found = [entry for entry in all_found if id(entry.value) not in known]
     for entry in found:
         refuse_unshardable(entry.name, entry.value, home)
+    _refuse_other_views(found)
     return Description(
         found=found,
         specs=[spec_of(entry, policy, exact=exact) for entry in found],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..balance.relatives import Relatives, find_relatives
 from ..base.files import write_file
-from ..base.options import REQUIRED, option, require_at_least
+from ..base.options import REQUIRED, option, plain_paths, require_at_least
 from ..base.report import save_timeline, table
 from ..base.trace import save_trace
 from ..data.dataset import TokenizedDataset
@@ -60,6 +60,7 @@ class SimulateOptions:
     out: str | None = option(None, "folder to write table.md, simulate.json, timeline.png and trace.json to")
 
     def __post_init__(self) -> None:
+        plain_paths(self, "lengths", "model", "out")
         require_at_least(self, 1, "gpus", "nodes", "trials", "token_cap", "group", "prompt_tokens")
         if (self.group is None) != (self.prompt_tokens is None) or (self.group and not self.share_prefixes):
             raise ValueError("--group, --prompt-tokens and --share-prefixes: give all three, or --share-prefixes alone")

@@ -104,7 +104,7 @@ def prepare(options: GrpoOptions, *, mesh: DeviceMesh) -> Prepared[Prompts]:
         mix=mix,
         identity=taken["identity"],
         folder=folder,
-        resumes=taken["resumes"],
+        **{name: taken[name] for name in ("resumes", "resume_from", "branch")},
         **_largest(options, tokenizer, found),
     )
 

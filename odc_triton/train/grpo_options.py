@@ -100,6 +100,9 @@ class GrpoOptions(RunOptions):
         "vllm_server",
         "vllm_memory",
     }
+    adjustable: ClassVar[frozenset[str]] = RunOptions.adjustable | {
+        *("temperature", "clip", "clip_high", "importance_cap", "mask_truncated", "pass_reward", "reward_weight"),
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

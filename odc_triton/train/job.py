@@ -24,6 +24,7 @@ from ..base.errors import in_a_line, lost_within
 from ..base.options import add_arguments, read_options
 from ..base.signals import STOPS, handling
 from ..checkpoint import load_pretrained_shards
+from ..checkpoint.pretrained_tensors import require_written
 from ..comm.launch import Interrupted, die_with_parent, end_process, status_of
 from ..engine.api import engine_of
 from ..hf import offload_checkpoints
@@ -33,7 +34,7 @@ from ..sharding.shard_module import fully_shard
 from .loop import Loop, OnMetrics
 from .metrics import Metrics
 from .model import build_model, frozen_options, precision
-from .prepare import Prepared
+from .prepare import HasEnded, Prepared
 from .run import Run
 from .run_options import RunOptions
 from .stop import StopSignal
@@ -52,7 +53,10 @@ def train(options: RunOptions, prepare: Prepare, start: Start, on_metrics: OnMet
     timeout = timedelta(minutes=options.timeout_minutes)
     mesh = default_mesh(timeout, replicas=options.replicas)
     options.require_replicas(mesh.size(0) if mesh.ndim == 2 else 1, mesh.size())
-    prepared = prepare(options, mesh=mesh)
+    try:
+        prepared = prepare(options, mesh=mesh)
+    except HasEnded as ended:
+        return ended.metrics
     try:
         run = start(options, partial(_sharded, prepared=prepared, mesh=mesh), prepared)
         stop = StopSignal(run.engine.require_peers)
@@ -84,6 +88,7 @@ def _sharded(
         model.requires_grad_(False)
     exact = options.exact or None  # None: by torch.use_deterministic_algorithms
     model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype), timeout=timeout, exact=exact)
+    require_written(model)
     decoder = Decoder.of(innermost(model).config.get_text_config())
     key = f"{'bfloat16' if options.dtype == 'bf16' else 'float32'}: {decoder.words}"
     if (factor := engine_of(model).attention.get(key, 1.0)) != 1.0:
@@ -142,6 +147,11 @@ def _main(kind: type[Options], run: Callable[[Options], Metrics], name: str) -> 
         options = read_options(kind, given)
     except ValueError as error:
         parser.error(str(error))
+    run_here(run, options)
+
+
+def run_here(run: Callable[[Options], Metrics], options: Options) -> None:
+    """Runs as a rank that torchrun, or another program, started. Prints an error and exits with status 1."""
     try:
         record(run)(options)  # so that torchrun's summary has the error
     except (OSError, ValueError, RuntimeError, ImportError) as error:

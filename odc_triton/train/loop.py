@@ -14,6 +14,7 @@ from .metrics import Metrics, MetricsFile, Progress, read_metrics
 from .outcome import gather_events, in_words, save_model, write_report
 from .prepare import Prepared
 from .run import Run, Sample, TooManySkipped
+from .save_clock import SaveClock
 from .stop import StopSignal
 from .trackers import END_S, Trackers
 
@@ -66,8 +67,9 @@ class Loop:
         wanted = run.options.checkpoint_background
         self._in_background = run.engine.heap.device.type == "cuda" if wanted is None else wanted
         self.background = BackgroundCheckpoints(self.checkpoints, model=run.model)
+        self.clock = SaveClock(run.options.checkpoint_interval_s)
         run.stop_signal = stop
-        run.parts.append(self.background)
+        run.parts += [self.background, self.clock]
 
     def run_to_the_end(self) -> Metrics:
         try:
@@ -85,6 +87,8 @@ class Loop:
         run = self.run
         self._resume()
         metrics: Metrics = {"step": run.state.step, "tokens": run.state.tokens}
+        self.clock.begin()
+        self.clock.end()
         if self._is_first:
             self._records = Records(run, self.on_metrics)
         with Progress(total=run.steps, done=run.state.step, shown=self._is_first) as progress:
@@ -100,6 +104,7 @@ class Loop:
                     self._records.write(metrics, run.samples)
                 progress.show(run.shown(metrics))
                 self._save_where_due()
+                self.clock.restart()
         self.background.wait()
         if run.stop is not None and run.state.step < run.steps:
             if self._is_first:
@@ -122,24 +127,27 @@ class Loop:
             self._records.close()
 
     def _resume(self) -> None:
-        run, resume = self.run, self.run.options.resume
-        path: str | None = None
-        if resume not in ("auto", "never"):
-            path = resume
-        elif resume == "auto" and self._is_first and self.prepared.resumes:
+        run, path = self.run, self.prepared.resume_from
+        if path is None and self._is_first and self.prepared.resumes:
             newest = self.checkpoints.newest(fallback=True)
             path = None if newest is None else str(newest)
+        path = path or self.prepared.branch
         path = run.engine.exchange("find the checkpoint", {"path": path})[0]["path"]
         if path is None:
-            if resume == "auto" and self._is_first and self.prepared.resumes:
+            if self._is_first and self.prepared.resumes:
                 print(f"there is no whole checkpoint in {self.checkpoints.folder}: starting again", flush=True)
             return
+        chosen = [group["weight_decay"] for group in run.optimizer.param_groups]
         saved = self.checkpoints.load(path, model=run.model, optimizer=run.optimizer)
-        run.resume(saved, where=Path(path).absolute().parent.parent)
+        for group, weight_decay in zip(run.optimizer.param_groups, chosen, strict=True):
+            group["weight_decay"] = weight_decay  # else the checkpoint's
+        changed = run.resume(saved, where=Path(path).absolute().parent.parent)
         if Path(path).absolute().parent == self.checkpoints.folder.absolute():
             self.saved_step = run.state.step
         run.reset_timer()
         if self._is_first:
+            if changed:
+                print(f"changed for the steps to come: {changed}", flush=True)
             if run.state.step < run.steps:
                 print(f"continuing after step {run.state.step} of {run.steps}, from {path}", flush=True)
             else:
@@ -152,7 +160,7 @@ class Loop:
         return run.stop is None and every > 0 and run.state.step % every == 0
 
     def _save_where_due(self) -> None:
-        """Saves every so many steps, at the end, and when the run is stopped.
+        """Saves by the clock or every so many steps, at the end, and when the run is stopped.
 
         A step may have been skipped because of the weights themselves. So after a skipped step only the end or a stop
         saves, and only sound weights, and no older checkpoint is removed.
@@ -160,13 +168,15 @@ class Loop:
         run, options = self.run, self.run.options
         if run.state.step == self.saved_step:  # a rollout was abandoned
             return
-        by_steps = options.checkpoint_every > 0 and run.state.step % options.checkpoint_every == 0
-        last = options.checkpoint_every > 0 and run.state.step == run.steps
+        if self.background.is_idle:
+            self.clock.end()
+        due = self.clock.is_due or (options.checkpoint_every > 0 and run.state.step % options.checkpoint_every == 0)
+        last = options.saves and run.state.step == run.steps
         stops = run.stop is not None and run.state.step < run.steps
         if run.was_skipped:
             if (last or stops) and run.is_sound():
                 self._save(prune=False, ends=True)
-        elif by_steps or last or stops:
+        elif due or last or stops:
             self._save(prune=True, ends=last or stops)
 
     def _save(self, *, prune: bool, ends: bool) -> None:
@@ -174,11 +184,13 @@ class Loop:
         run = self.run
         step = run.state.step
         how = {"optimizer": run.optimizer, "state": run.position(), "step": step, "prune": prune}
+        self.clock.begin()
         if self._in_background and not ends:
             self.background.save(**how)
         else:
             self.background.wait(quiet_s=0.0)
             self.checkpoints.save(model=run.model, **how)
+            self.clock.end()
         self.saved_step = step
         run.reset_timer()
 
@@ -194,5 +206,6 @@ class Loop:
             written = write_report(run, lines, events, summary)
             trackers.close(within_s=min(END_S, run.engine.barrier.timeout_s / 2))  # the others wait below
             written = ", ".join([*written, "metrics.jsonl"])
+            self.prepared.folder.end()
             print(f"{summary}\n{written} and {folder.name}/ are in {self.out}")
         run.engine.exchange("the trained model is written", {})  # rank 0 has read the others' shards

@@ -179,6 +179,8 @@ def add_adapters(
     )
     try:
         return with_adapter(model, config)
+    except NotImplementedError as error:
+        raise ValueError(f"--lora-rank: {error}") from error
     except ValueError as error:
         linear = {name.rpartition(".")[2]: None for name, each in model.named_modules() if isinstance(each, nn.Linear)}
         raise ValueError(

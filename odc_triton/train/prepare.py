@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..base.config_file import write_config
 from ..base.options import flag
 from ..checkpoint.folder import MANIFEST, Manifest, read_state
-from ..checkpoint.pretrained import require_weights
+from ..checkpoint.pretrained_files import PretrainedFiles, weights_folder
 from ..checkpoint.steps import newest_in
 from ..comm.replicas import grid_of
 from ..data.order import Mix
@@ -21,6 +21,7 @@ from ..data.records import DataError
 from ..data.tokenizer import read_tokenizer
 from ..hf.enable import innermost
 from ..sharding.agree import watched_barrier
+from .metrics import Metrics, read_metrics
 from .model import build_model, frozen_options, require_peft
 from .run_folder import RunFolder, require_same
 from .run_options import RunOptions
@@ -43,6 +44,16 @@ class Prepared(Generic[Data]):
     identity: dict[str, Any]  # must be the same in a resumed run
     folder: RunFolder | None
     resumes: bool  # the folder holds a run to continue
+    resume_from: str | None  # the folder's checkpoint to continue from, by default the newest
+    branch: str | None  # the checkpoint of another run to begin with
+
+
+class HasEnded(Exception):
+    """The run in the folder is over, and nothing is left to do. `metrics`: its last ones."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        super().__init__("the run has ended")
+        self.metrics = metrics
 
 
 def load_any_tokenizer(options: RunOptions) -> Any:
@@ -73,7 +84,8 @@ def take_folder(
 ) -> tuple[dict[str, Any], RunFolder | None]:
     """Rank 0 takes the folder and reads the data. Returns (the result of `read`, rank 0's folder). Collective.
 
-    `read` returns JSON whose `prepared` are digests of the data. The result also has `identity` and `resumes`.
+    `read` returns JSON whose `prepared` are digests of the data. The result also has `identity`, `resumes`,
+    `resume_from` and `branch`. Raises HasEnded if the run in the folder is over.
     """
     if options.lora_rank:
         require_peft()
@@ -85,9 +97,14 @@ def take_folder(
         try:
             identity = options.identity(mesh.size())
             _check_resumed(options, folder, identity)  # before all the data are read
+            goes_on = folder.goes_on(options.resume)
+            if goes_on and folder.has_ended(identity):
+                return {"ended": _ended(folder, options)}
             made = read(folder)
             identity |= {"prepared": made["prepared"]}
-            resumes = folder.take(identity)
+            resumes = folder.take(identity, resume=options.resume)
+            made["branch"] = folder.branch
+            made["resume_from"] = options.resume if resumes and not goes_on else None
             repeat = f"odc-triton train {options.job} --config {folder.file(CONFIG)} --out ANOTHER_FOLDER"
             write_config(folder.file(CONFIG), options, comment=f"To repeat this run: {repeat}", ranks=mesh.size())
             return made | {"resumes": resumes, "identity": identity}
@@ -96,7 +113,22 @@ def take_folder(
             raise
 
     made = _on_rank_0(take, mesh, timedelta(minutes=options.timeout_minutes))
+    if "ended" in made:
+        folder.release()
+        raise HasEnded(made["ended"])
     return made, folder if mesh.get_rank() == 0 else None
+
+
+def _ended(folder: RunFolder, options: RunOptions) -> Metrics:
+    """The last metrics of a run that is over. Says so."""
+    (metrics,) = read_metrics(folder.file("metrics.jsonl"))[-1:] or [{"step": 0, "tokens": 0}]
+    written = folder.file("adapter" if options.lora_rank else "model")
+    print(
+        f"the run in {folder.path} has ended after step {metrics['step']}: {written} has its weights. Nothing was "
+        f"changed. To train on, give more {'--epochs or ' * (options.job == 'sft')}--steps",
+        flush=True,
+    )
+    return metrics
 
 
 # The errors of `_on_rank_0` on the other ranks: the first of these that rank 0's error is an instance of.
@@ -131,7 +163,7 @@ def _on_rank_0(make: Callable[[], dict[str, Any]], mesh: DeviceMesh, timeout: ti
 def _check_resumed(options: RunOptions, folder: RunFolder, identity: dict[str, Any]) -> None:
     """Raises OSError and ValueError if the resumed run had other options, its data aside, or is no checkpoint."""
     folder.check(identity)
-    if options.resume in ("auto", "never"):
+    if options.resume == "never" or folder.goes_on(options.resume):
         return
     path = Path(options.resume)
     if not path.is_dir():
@@ -153,8 +185,6 @@ def _check_resumed(options: RunOptions, folder: RunFolder, identity: dict[str, A
 
 def _has_tokens(model: str, tokenizer: Any, *, otherwise: bool) -> bool:
     """True if the model's own tokenizer has all tokens of `tokenizer`, by the same numbers; without one `otherwise`."""
-    if Path(model).is_dir() and not any(Path(model).glob("*token*")):  # transformers would make an empty one
-        return otherwise
     try:
         return tokenizer.get_vocab().items() <= read_tokenizer(model).get_vocab().items()
     except (OSError, ValueError):
@@ -183,7 +213,7 @@ def check_before_start(options: RunOptions, ranks: int, tokenizer: Any, *, longe
             )
     for folder in (options.model, options.teacher):
         if folder is not None and Path(folder).is_dir():
-            require_weights(folder)
+            PretrainedFiles(weights_folder(folder))  # raises if it has no weights to read
     folder = RunFolder(options.out)
     folder.lock(resume=options.resume)
     try:

@@ -187,12 +187,16 @@ class Run(ABC):
         """All that a checkpoint needs besides shards and random states, the same on every rank; JSON."""
         return {"state": asdict(self.state), "identity": self.identity, "seed": self.options.seed}
 
-    def resume(self, saved: dict[str, Any], where: Path) -> None:
-        """Restores a `position` of the run in the folder `where`. Raises ValueError for another kind of run."""
+    def resume(self, saved: dict[str, Any], where: Path) -> str:
+        """Restores a `position` of the run in the folder `where`; returns the options that have changed, in words.
+
+        Raises ValueError for another kind of run, or options that may not change.
+        """
         if "state" not in saved:
             raise ValueError(f"the checkpoint has no position of a run: it was not saved by {self.kind}")
-        require_same(saved["identity"], self.identity, where=where)
+        changed = require_same(saved["identity"], self.identity, where=where)
         self.state = RunState(**saved["state"])
+        return changed
 
     def close(self) -> None:  # noqa: B027
         """Ends what the run has started."""

@@ -7,8 +7,11 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
-from ..base.options import REQUIRED, flag, option, require_one_model, require_seed, require_token_cap
+from ..base.files import fingerprint
+from ..base.options import REQUIRED, flag, option, plain_paths, require_one_model, require_seed, require_token_cap
+from ..data.adapted import base_of
 
+PATHS = ("model", "init", "teacher")  # compared by what is there
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
@@ -80,13 +83,23 @@ class RunOptions:
     eval_data: str | None = option(None, "what to evaluate on, in the same forms as --data", group="Evaluation")
     eval_every: int = option(0, "steps between evaluations, besides the last one; 0: only the last")
 
-    checkpoint_every: int = option(0, "steps between checkpoints; 0: off", group="Checkpoints")
+    checkpoint_minutes: float | None = option(
+        None,
+        "most minutes of training that a killed run loses: saves that often, when the run is stopped, and at its end; "
+        "0: off; by default 10, or off with --checkpoint-every",
+        group="Checkpoints",
+    )
+    checkpoint_every: int = option(0, "steps between checkpoints; 0: by the clock alone")
     checkpoint_background: bool | None = option(
         None,
         "train while checkpoints are written; takes host memory for masters and optimizer states; by default on GPUs",
     )
     keep: int = option(2, "how many of the newest checkpoints to keep")
-    resume: str = option("never", "never, auto (continue the run in --out, if there is one), or a checkpoint folder")
+    resume: str = option(
+        "never",
+        "never, auto (continue the run in --out, if there is one), or a checkpoint: of another run it "
+        "starts a branch in a new --out",
+    )
 
     report_to: tuple[TrackerName, ...] = option(
         (), "log each step's metrics to a tracker; repeatable", group="Watching the run"
@@ -97,10 +110,17 @@ class RunOptions:
     # These don't affect the result, so a resumed run may change them.
     free: ClassVar[frozenset[str]] = frozenset(
         (
-            *("out", "resume", "checkpoint_every", "checkpoint_background", "keep"),
+            *("out", "resume", "checkpoint_minutes", "checkpoint_every", "checkpoint_background", "keep"),
             *("timeout_minutes", "max_skipped", "eval_every", "replicas"),
             *("gradient_checkpointing", "offload_checkpoints", "fused_head"),
             *("split_sequences", "split_tokens", "report_to", "run_name", "project"),
+        )
+    )
+    # These affect only the steps to come: a resumed run may change them, and says so.
+    adjustable: ClassVar[frozenset[str]] = frozenset(
+        (
+            *("steps", "lr", "schedule", "warmup_steps", "lr_floor", "weight_decay", "clip_norm"),
+            *("teacher_beta", "teacher_temperature", "teacher_weight"),
         )
     )
     # Only one of each may be set.
@@ -110,12 +130,15 @@ class RunOptions:
     shortens: ClassVar[str]  # the options that do so to long samples
 
     def __post_init__(self) -> None:
+        plain_paths(self, "data", "eval_data", "out", "resume", "tokenizer", *PATHS)
         if isinstance(self.data, str):
             object.__setattr__(self, "data", (self.data,))
         require_one_model(self)
         self._require_positive("steps", "lr", "clip_norm", "timeout_minutes", "lora_alpha", "keep", "replicas")
         self._require_positive("teacher_temperature", "teacher_weight")
         self._require_not_negative("warmup_steps", "weight_decay", "checkpoint_every")
+        if self.checkpoint_minutes is not None:
+            self._require_not_negative("checkpoint_minutes")
         self._require_not_negative("eval_every", "max_skipped", "lora_rank", "split_tokens")
         self._require_positive(self.per_rank)
         require_token_cap(self)
@@ -200,6 +223,17 @@ class RunOptions:
             )
 
     @property
+    def checkpoint_interval_s(self) -> float:
+        """Most seconds of training without a checkpoint; 0: any."""
+        default = 0.0 if self.checkpoint_every else 10.0
+        return 60 * (default if self.checkpoint_minutes is None else self.checkpoint_minutes)
+
+    @property
+    def saves(self) -> bool:
+        """True if the run saves checkpoints without being stopped."""
+        return self.checkpoint_every > 0 or self.checkpoint_interval_s > 0
+
+    @property
     def needs_branches(self) -> bool:
         """True if a model must be refused whose samples can't branch off others."""
         return False
@@ -222,6 +256,10 @@ class RunOptions:
         """Options that a run must share with the one that it resumes; JSON."""
         wanted = {name: value for name, value in asdict(self).items() if name not in self.free}
         wanted[self.per_step()] = wanted.pop(self.per_rank) * world
+        wanted["contents"] = {name: fingerprint(wanted[name]) for name in PATHS if wanted[name] is not None}
+        for name in PATHS:
+            if wanted[name] is not None and Path(wanted[name]).is_dir() and (base := base_of(wanted[name])):
+                wanted["contents"][name] += fingerprint(base) or base
         weights = wanted.pop("data_weight")
         if len(self.data) == 1:
             return wanted | {"data": self.data[0]}

@@ -165,7 +165,7 @@ def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared[Samples]:
         largest_token=largest,
         identity=taken["identity"],
         folder=folder,
-        resumes=taken["resumes"],
+        **{name: taken[name] for name in ("resumes", "resume_from", "branch")},
     )
 
 

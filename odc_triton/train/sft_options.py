@@ -51,6 +51,7 @@ class SftOptions(RunOptions):
     per_rank: ClassVar[str] = "samples_per_rank"
     shortens: ClassVar[str] = "--truncate or --drop-long"
     free: ClassVar[frozenset[str]] = RunOptions.free | {"fetch_images"}
+    adjustable: ClassVar[frozenset[str]] = RunOptions.adjustable | {"epochs"}
 
     def __post_init__(self) -> None:
         super().__post_init__()

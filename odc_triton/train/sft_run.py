@@ -277,7 +277,8 @@ class SftRun(Run):
         total = sum(each["loss_sum"] for each in messages)
         return total / sum(each["targets"] for each in messages) if math.isfinite(total) else math.nan
 
-    def resume(self, saved: dict[str, Any], where: Path) -> None:
-        super().resume(saved, where)
+    def resume(self, saved: dict[str, Any], where: Path) -> str:
+        changed = super().resume(saved, where)
         self.sampler.load_state_dict(self.state.sampler)
         self._epoch = iter(self.sampler)
+        return changed

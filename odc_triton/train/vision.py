@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..data.records import DataError, Record
-from ..data.tokenizer import read_config
+from ..data.tokenizer import read_config, require_tokens
 from ..data.vision import has_processor, read_processor
 from ..hf.images import sees_pictures
 from .sft_options import SftOptions
@@ -23,6 +23,7 @@ def load_processor(options: SftOptions) -> Any | None:
         return None
     source, config = options.tokenizer or options.model, read_config(options.model or options.init)
     processor = read_processor(source)
+    require_tokens(processor.tokenizer, source)
     token = getattr(config, "image_token_id", None)
     if token not in (known := getattr(processor, "image_token_ids", [token])):
         raise ValueError(

@@ -46,7 +46,7 @@ def groups(draw: st.DrawFn) -> list[Group]:
     return [(each, [each + more for more in draw(st.lists(st.integers(1, 60), max_size=5))]) for each in shared]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(groups(), st.integers(1, 4), st.booleans(), st.randoms(use_true_random=False))
 def test_each_is_given_once(groups: list[Group], ranks: int, keeps: bool, chance: random.Random) -> None:
     """In any order in which groups come and ranks are free. A rank that is free waits only if there is nothing."""

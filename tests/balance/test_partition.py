@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, balanced_partition, refine
@@ -25,7 +25,6 @@ def log_normal(count: int, seed: int) -> list[float]:
     return [COST.sequence(min(65536, max(1, int(rng.lognormvariate(9.2, 1.0))))) for _ in range(count)]
 
 
-@settings(deadline=None)
 @given(costs_lists, st.integers(1, 9), st.booleans())
 def test_every_index_is_in_one_group_and_sizes_are_kept(costs, groups, equal_sizes):
     first = longest_first(costs, groups, equal=len(costs) * equal_sizes)
@@ -47,7 +46,6 @@ def naive_longest_first(costs, groups) -> list[float]:
     return sorted(loads)
 
 
-@settings(deadline=None)
 @given(costs_lists, st.integers(1, 9))
 def test_longest_first(costs, groups):
     split = longest_first(costs, groups)
@@ -88,7 +86,6 @@ def test_one_dominant_cost_stays_alone_and_the_rest_is_evened_out():
     assert sorted(map(len, refine([[0], [1, 2, 3, 4, 5, 6, 7], [8], [9]], costs))) == [1, 3, 3, 3]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 20)), min_size=2, max_size=40), st.integers(2, 6))
 def test_refine_never_exceeds_the_cap_whatever_the_tokens(items, groups):
     costs, tokens = zip(*items, strict=True)

@@ -171,7 +171,6 @@ def test_a_data_loader_is_refused(workers: int) -> None:
         batch_sampler=sampler(),
         collate_fn=list,
         num_workers=workers,
-        multiprocessing_context=ranks.fork_server() if workers else None,
     )
     with pytest.raises(ValueError, match="iterate over the sampler, and inside"):
         next(iter(loader))

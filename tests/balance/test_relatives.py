@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, MinibatchSampler
@@ -22,7 +22,6 @@ def fields(of: Relatives) -> list:
     return [of.lengths, of.order, of.place, of.shared.tolist(), of.free]
 
 
-@settings(deadline=None)
 @given(SAMPLES, st.integers(1, 40), st.data())
 def test_found_and_among(samples: list[dict], at_once: int, data: st.DataObject) -> None:
     """However many tokens are held at a time, the order is that of whole samples, and that of a part the part's."""
@@ -74,7 +73,6 @@ def test_families() -> None:
     assert families_of([sample(system, [1])] * 5, most=3, common=5) == [[each] for each in range(5)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=30), st.integers(1, 8))
 def test_an_order_in_families(family: list[int], most: int) -> None:
     order = [at for at in range(len(family)) if at % 5]

@@ -62,7 +62,6 @@ def first_own(samples: list[dict], pack: list[int], member: int) -> int:
     return alike - 1 if alike >= LEAST else 0
 
 
-@settings(deadline=None)
 @given(SAMPLES, st.randoms(use_true_random=False))
 @example([sample([1, 1, 0], [1]), sample([1, 1, 0], [1]), sample([1, 1], [0, 1])], None)
 def test_each_token_is_computed_once_in_a_pack(samples: list[dict], numbers: object) -> None:
@@ -109,6 +108,16 @@ ON_ONE_RANK = [
 ]
 
 
+# (tokens of the prompt, of the answer, the picture's place). Cut into waves, and nothing is read: no rank waits.
+IN_WAVES_WITHOUT_READS = [
+    shown([0] * prompt, [0] * answer, [(place, 0)] if place is not None else [])
+    for prompt, answer, place in (
+        *((1, 1, None), (1, 1, 0), (1, 3, 3), (1, 2, 0), (1, 4, 3), (1, 2, None), (1, 1, None), (2, 1, None)),
+        *((1, 3, 3), (2, 6, 0)),
+    )
+]
+
+
 def contents(each: dict, tokens: int) -> list:
     """The first tokens, a picture's with its number."""
     numbers = iter(each["pixel_values"][::2, 0].tolist() if "pixel_values" in each else ())
@@ -116,10 +125,11 @@ def contents(each: dict, tokens: int) -> list:
     return [(token, next(numbers) if of else None) for token, of in zip(each["input_ids"], types, strict=True)][:tokens]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(SAMPLES | SHOWN, st.integers(1, 5), st.integers(12, 40), st.sampled_from([0.0, 3.0]), st.integers(1, 40))
 @example([sample([1, 1, 0], [1])] * 3, 2, 12, 0.0, 1)
 @example(ON_ONE_RANK, 2, 18, 3.0, 1)
+@example(IN_WAVES_WITHOUT_READS, 2, 12, 3.0, 1)
 def test_assigned(samples: list[dict], ranks: int, token_cap: int, microbatch: float, tokens: int) -> None:
     """Every token of every sample is computed once in each tree that has it, within the limits and no picture cut; no
     way is better.

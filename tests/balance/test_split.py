@@ -199,7 +199,7 @@ def refused(given: dict, error: ValueError) -> None:
     assert int(found[3] or 0) == floors[int(found[1])]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(minibatches(), st.sampled_from([0, 0.25, 1, 10]))
 @example(SPLIT_BY_ONE_OF_TWO, 1)
 @example(BETTER_WHOLE, 0)
@@ -243,7 +243,7 @@ def test_every_token_once_within_the_limits_at_the_estimated_cost(given: dict, c
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(minibatches(pictures=False), st.randoms(use_true_random=False))
 def test_readable_tokens_are_enough_for_any_minibatch(given: dict, chance: random.Random) -> None:
     data, samples = given.pop("lengths"), chance.randint(1, 2 * given["ranks"])
@@ -251,7 +251,7 @@ def test_readable_tokens_are_enough_for_any_minibatch(given: dict, chance: rando
     checked(given | {"tokens": tokens, "lengths": chance.sample(data, chance.randint(1, min(samples, len(data))))})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(minibatches(replicas=False, pictures=False), st.booleans(), st.randoms(use_true_random=False))
 def test_with_a_queue_every_token_once_in_any_order_of_taking(given: dict, few: bool, chance: random.Random) -> None:
     ranks, lengths = given["ranks"], given["lengths"]
@@ -282,7 +282,7 @@ def test_with_a_queue_every_token_once_in_any_order_of_taking(given: dict, few: 
         assert packs == [*queues[rank].waves[rank], *taken], "waves first, in their order"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(100, 65536), min_size=1, max_size=9), st.integers(1, 8))
 def test_parts_of_a_line_are_even(lengths: list[int], ranks: int) -> None:
     strips = [Strip(i, 0, length) for i, length in enumerate(lengths)]

@@ -22,7 +22,6 @@ from odc_triton.balance.queue import OwnCounter
 from odc_triton.balance.split import assign_split
 from tests.balance.test_relatives import PROMPT
 from tests.balance.test_shared import shown
-from tests.support.ranks import fork_server
 
 COST, IGNORED = CostModel.paper_7b(), -100
 LENGTHS = [4000, 300, 20, 3500, 80, 500, 30, 60, 3900, 2, 1500, 100]
@@ -56,9 +55,7 @@ def targets(packs: list[list[Entry]]) -> int:
 @pytest.mark.parametrize(("world", "replicas", "workers"), [(2, 1, 0), (2, 1, 2), (4, 2, 0)])
 def test_loaders_keep_plan_and_targets(world: int, replicas: int, workers: int) -> None:
     own, planned = samplers(world, replicas=replicas), samplers(world, replicas=replicas)
-    # a fork of this process has no threads but the locks they held
     options = {"collate_fn": pack_collate, "num_workers": workers}
-    options["multiprocessing_context"] = fork_server() if workers else None
     loaders = [DataLoader(DATA, batch_sampler=each, **options) for each in own]
     were_split, seen, learned = 0, [], 0
     for minibatch, entries in zip(zip(*loaders, strict=True), zip(*planned, strict=True), strict=True):

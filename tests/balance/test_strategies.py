@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from odc_triton.balance import BALANCES, CostModel, assign, assign_one, best_fit_decreasing, pack, queue_packs
@@ -31,7 +31,6 @@ def check_packs(packs, lengths, cap) -> None:
         assert 0 < sum(lengths[i] for i in members) <= cap
 
 
-@settings(deadline=None)
 @given(lengths_lists, st.data())
 def test_packs_hold_every_document_once_under_the_cap(lengths, data):
     fewest = best_fit_decreasing(lengths, token_cap=CAP)
@@ -95,7 +94,6 @@ def test_too_few_samples_for_equal_counts_are_refused_with_the_remedy():
 
 
 @pytest.mark.parametrize("balance", [*BALANCES, "queue"])
-@settings(deadline=None)
 @given(st.data())
 def test_every_dealing_holds_every_sample_once_under_the_cap(balance, data):
     """A picture may cost as much as two long samples: whoever has it gets less of the rest, and it comes first."""

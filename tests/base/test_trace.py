@@ -48,7 +48,7 @@ def state_at(events, rank, time_s):
     return {e.kind for e in over if (e.start_s, -e.end_s) == innermost}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(spans, min_size=1, max_size=12))
 def test_segments_and_idle_fraction_equal_sampled_time(events):
     start_s, end_s = window_s(events)
@@ -69,7 +69,7 @@ def test_segments_and_idle_fraction_equal_sampled_time(events):
     assert idle_fraction(events) == pytest.approx(idle / cells_of_all if cells_of_all else 0.0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(spans, min_size=1, max_size=12), st.integers(1, 9))
 def test_shares_equal_overlap_summed_by_hand(events, columns):
     start_s, end_s = window_s(events)

@@ -16,7 +16,7 @@ import pytest
 import bench.suites.gpu as suite
 from bench.device import Rehearsal
 from bench.provenance import ROOT, WARNING
-from bench.suites.gpu.__main__ import main
+from bench.suites.gpu.__main__ import lacks, main
 from bench.suites.gpu.plan import FIRST, STAGES, Run
 from tests.support.deadlines import LONG_S
 
@@ -28,6 +28,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `run_of` writes is found by `python -m`, and no pytest that the suite starts takes itself for a worker."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the suite prepends to both
 
 
 SAYS = """import json, os, sys, time
@@ -122,6 +123,30 @@ def test_killed_at_any_moment_it_leaves_what_had_ended(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(WARNING)
     assert re.search(r"s/b +\| killed", done.stdout)
+
+
+def test_what_is_not_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    words, device = ("suite",), Rehearsal()
+    assert lacks(Run(words=words, seconds=1), (), device) == "there is nothing of it to rehearse"
+    assert lacks(Run(words=words, seconds=1, gpus=3), words, device) == "it needs 3 GPUs; here: 2"
+    monkeypatch.setenv("PATH", "")
+    assert lacks(Run(words=words, seconds=1, under=("tool",)), words, device) == "compute-sanitizer is not installed"
+    assert lacks(Run(words=words, seconds=1, gpus=2), words, device) == ""
+
+
+def in_a_plain_checkout(*words: str) -> str:
+    """What `python -m WORDS` prints where this checkout is not installed: -S leaves out what finds it."""
+    env = Rehearsal().environment() | {"PYTHONPATH": str(Path(pytest.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-S", "-m", *words], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert "Error" not in done.stderr, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_in_a_plain_checkout(tmp_path: Path) -> None:
+    """Its own process needs the kernels, and so does the first run that it starts."""
+    words = ("bench.suites.gpu", "--rehearse", "--out", str(tmp_path), "--seconds", str(SUITE_S), "premises/machine")
+    assert "premises/machine: passed" in in_a_plain_checkout(*words)
 
 
 def test_the_plan() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench.suites.alone import LengthsWork, Turn, take_turn
-from bench.suites.lengths import BASELINES, setting_of
+from bench.suites.lengths import BASELINES, setting_of, work_of
 from bench.variants import Ddp, Fsdp2Micro, Odc, Setting
 from odc_triton.cli.bench import BenchOptions
 from odc_triton.cli.command import main
@@ -92,6 +93,13 @@ def test_wrong_options(config: str, lengths: str, changes: dict, words: str) -> 
 def test_more_ranks_than_gpus(config: str, lengths: str) -> None:
     with pytest.raises(ValueError, match="4 ranks, and there are 2 GPUs: give --ranks 2"):
         setting_of(BenchOptions(init=config, lengths=lengths, device="cuda"), 4, gpus=2)
+
+
+@pytest.mark.parametrize(("device", "ranks", "draws"), [("cuda", 1, "cuda"), ("cuda", 2, "cpu"), ("cpu", 1, "cpu")])
+def test_which_device_draws_weights(config: str, lengths: str, device: str, ranks: int, draws: str) -> None:
+    work, _ = work_of(BenchOptions(init=config, lengths=lengths), ranks, Setting(device=device))
+    assert work.drawn_on == draws
+    assert {each.device.type for each in replace(work, drawn_on="meta").build().parameters()} == {"meta"}
 
 
 def _take(rank: int, world: int, work: LengthsWork) -> Turn:

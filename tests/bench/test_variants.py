@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from bench import demo
 from bench.cut import cut
@@ -19,10 +21,12 @@ from bench.variants import (
     Fsdp2,
     Fsdp2Micro,
     Fsdp2NoReshard,
+    Fsdp2SymmetricMemory,
     LayerBarrier,
     Odc,
     OdcMicro,
     OdcSplit,
+    Setting,
     Unsharded,
 )
 from odc_triton.balance.collate import count_target_tokens, pack_collate
@@ -68,6 +72,17 @@ def two_steps(rank: int, world: int, kinds: tuple[type, ...]) -> dict[type, tupl
             variant.step()
         found[kind] = _weights(variant.model), variant.events()
     return found
+
+
+def test_fsdp2_without_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.11 has no such option: it is FSDP2 then, with NCCL as it comes."""
+    monkeypatch.delattr(FSDPModule, "set_symm_mem_for_comm", raising=False)
+    monkeypatch.delenv("NCCL_CTA_POLICY", raising=False)
+    monkeypatch.setattr(Fsdp2, "shard", lambda self, model: model)
+    variant, model = object.__new__(Fsdp2SymmetricMemory), torch.nn.Linear(1, 1)
+    variant.setting = Setting(device="cuda")
+    assert variant.shard(model) is model
+    assert "NCCL_CTA_POLICY" not in os.environ
 
 
 def alone(mini: bool) -> dict:

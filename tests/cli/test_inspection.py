@@ -22,7 +22,7 @@ from tests.support.tokenized import tokenize_file
 CHAT = {"messages": [{"role": "user", "content": "why"}, {"role": "assistant", "content": "yes\x1b[2J"}]}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(records=RECORDS, cap=st.integers(2, 12))
 def test_counts_are_those_of_the_preparation(tmp_path_factory, records, cap):
     path = write_lines(tmp_path_factory.getbasetemp() / "inspect.jsonl", *records)

@@ -48,6 +48,19 @@ def test_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, f
     leftovers.assert_none_since(before)
 
 
+def test_a_world_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    options = started.Options(fault="", folder=Path(), timeout_minutes=1)
+    with pytest.raises(
+        ValueError, match=r"--ranks is 3, and this process is one of 2 that torchrun started .*leave --r"
+    ):
+        start.join_job(started.__name__, "run", options, ranks=3)
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(ValueError, match="RANK is '2' and WORLD_SIZE '2': set them as torchrun does"):
+        start.join_job(started.__name__, "run", options, ranks=1)
+
+
 def test_options_are_read_before_anything_is_imported() -> None:
     code = "from odc_triton.cli.command import make_parser; make_parser('train')"
     code += "; import sys; print({'numpy', 'torch', 'transformers'} & {*sys.modules})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import socket
 import stat
@@ -13,15 +14,17 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from odc_triton.base.errors import DeadlineExceeded
 from odc_triton.comm.layout import Region
-from odc_triton.comm.memory.cuda import check_socket_folder
+from odc_triton.comm.memory.cuda import _allocated, check_socket_folder
 from odc_triton.comm.memory.heap import LEFT, PID, STATUS_SLOTS, ByteLocks, SharedMemoryHeap, _new_memfd
 from odc_triton.comm.memory.rendezvous import receive_files, send_files
 from tests.support import leftovers, ranks
 from tests.support.deadlines import LONG_S, SHORT_S
+from tests.support.forks import exit_of_child, fork
 
 SOON = timedelta(seconds=LONG_S)
 
@@ -78,10 +81,9 @@ def test_more_than_dev_shm() -> None:
     heap.close()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_other_users_are_turned_away() -> None:
-    token = f"uid-{os.getpid()}"
-    stranger = os.fork()
+def _turned_away(token: str) -> int:
+    """The exit status of another user's process that asks for the heap's files until it is turned away: 0."""
+    stranger = fork()
     if stranger == 0:
         os.setuid(65534)
         deadline_s = time.monotonic() + LONG_S
@@ -99,7 +101,12 @@ def test_other_users_are_turned_away() -> None:
         os._exit(2)
     with open("/dev/null") as file, pytest.raises(DeadlineExceeded, match=r"ranks \[1\]"):
         send_files([file.fileno()], token=token, world=2, timeout_s=SHORT_S)
-    assert os.waitstatus_to_exitcode(os.waitpid(stranger, 0)[1]) == 0
+    return os.waitstatus_to_exitcode(os.waitpid(stranger, 0)[1])
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_other_users_are_turned_away() -> None:
+    assert ranks.in_own_process(_turned_away, f"uid-{os.getpid()}") == 0
 
 
 def _connected(address: str) -> socket.socket:
@@ -132,17 +139,17 @@ def test_rendezvous_names_who_is_missing() -> None:
     assert token not in Path("/proc/net/unix").read_text()
 
 
-def test_locks_of_one_process() -> None:
+def _locks_of_one_process() -> None:
     locks = ByteLocks(_new_memfd("odc-test-locks", 4))
     assert locks.try_lock(1)
     assert locks.holder_pid(1) is None  # one's own locks don't count
-    child = os.fork()
-    if child == 0:  # fcntl locks are not inherited
-        os._exit(locks.try_lock(1) * 2 + locks.try_lock(2))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert exit_of_child(lambda: locks.try_lock(1) * 2 + locks.try_lock(2)) == 1  # they are not inherited
     locks.unlock(1)
     assert locks.try_lock(1)
-    locks.close()
+
+
+def test_locks_of_one_process() -> None:
+    ranks.in_own_process(_locks_of_one_process)
 
 
 def _killed_holder(rank: int, world: int) -> tuple:
@@ -172,19 +179,51 @@ def test_kill_releases_locks() -> None:
     assert second.signal == signal.SIGKILL
 
 
-def _forked(rank: int, world: int) -> tuple[list[int], bool]:
-    """A data loader's worker ends: its rank has not left."""
+def _dies_before_another(rank: int, world: int, order: tuple[int, int]) -> None:
     heap = _heap(rank, world)
+    heap.first = 2
     dist.barrier()
-    if rank == 1:
-        child = os.fork()
-        if child == 0:
-            heap.close()
-            os._exit(0)
-        os.waitpid(child, 0)
-    dist.barrier()
+    if rank == order[1]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    heap.another(size_bytes=64, locks=1, token=f"another-{os.getppid()}", timeout_s=LONG_S)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_rank_that_dies_before_another_heap_is_named(order: tuple[int, int]) -> None:
+    """Rank 0 waits for its peer, and a peer for rank 0: long before the deadline."""
+    with ranks.start(_dies_before_another, 2, order) as job:
+        (alive,) = job.wait_for([order[0]])
+    number, dead = (2 + each for each in order)
+    wanted = rf"RankLost: rank {number} was waiting for another shared heap: rank {dead} died"
+    assert re.search(wanted, alive.error), alive.error
+
+
+def _forked() -> tuple[list[int], bool]:
+    """A data loader's worker ends: its rank, 1, has not left."""
+    token, own = f"forked-{os.getpid()}", {"world": 2, "size_bytes": 64, "locks": 1, "timeout_s": LONG_S}
+    worker_ended, seen_by_rank_0 = LEFT + 1, LEFT + 2
+
+    def wait_for(heap: SharedMemoryHeap, slot: int, rank: int) -> None:
+        deadline_s = time.monotonic() + LONG_S
+        while not heap.seen(slot)[rank]:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+
+    def rank_1() -> int:
+        heap = SharedMemoryHeap(rank=1, token=token, **own)
+        status = exit_of_child(lambda: heap.close() or 0)
+        heap.show(worker_ended, 1)
+        wait_for(heap, seen_by_rank_0, 0)
+        return status
+
+    peer = fork()
+    if peer == 0:
+        os._exit(rank_1())
+    heap = SharedMemoryHeap(rank=0, token=token, **own)
+    wait_for(heap, worker_ended, 1)
     seen = heap.seen(LEFT), heap.is_alive(1)
-    dist.barrier()
+    heap.show(seen_by_rank_0, 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(peer, 0)[1]) == 0
     return seen
 
 
@@ -193,6 +232,15 @@ def test_a_folder_too_long_for_sockets() -> None:
     check_socket_folder("/" + "a" * 89)
     with pytest.raises(RuntimeError, match=r"TMPDIR is '/a+', .* more than 107 bytes: set TMPDIR to a shorter path"):
         check_socket_folder("/" + "a" * 90)
+
+
+def test_one_rank_needs_no_symmetric_memory() -> None:
+    """Torch has it for GPUs alone; some virtual machines refuse it there."""
+    with pytest.warns(UserWarning, match="one rank goes on without symmetric memory, more can't start here: Symmetric"):
+        memory = _allocated(256, torch.device("cpu"), world=1)
+    assert (memory.shape, memory.dtype) == ((256,), torch.uint8)
+    with pytest.raises(RuntimeError, match="SymmetricMemory"):
+        _allocated(256, torch.device("cpu"), world=2)
 
 
 def test_there_are_so_many_statuses() -> None:
@@ -210,4 +258,4 @@ def test_another_heap_names_ranks_alike() -> None:
 
 
 def test_a_forked_process_that_ends_has_not_left() -> None:
-    assert ranks.run(_forked, 2) == [([0, 0], True)] * 2
+    assert ranks.in_own_process(_forked) == ([0, 0], True)

@@ -19,8 +19,9 @@ from odc_triton.comm.barrier import Barrier
 from odc_triton.comm.launch import _store
 from odc_triton.comm.local_store import LocalStore, StoreServer
 from odc_triton.comm.memory.rendezvous import listen, send_files
-from tests.support import leftovers
+from tests.support import leftovers, ranks
 from tests.support.deadlines import LONG_S, SHORT_S
+from tests.support.forks import fork
 
 
 def _sockets() -> list[object]:
@@ -85,22 +86,29 @@ def test_what_waits_is_answered_and_the_dead_are_named() -> None:
         store.clone().get("key")
 
 
+def _turned_away() -> bytes:
+    """What another user's process is answered, which asks as soon as there is a store, and what is in it then."""
+    begun, name = os.pipe()
+    stranger = fork()  # before the store has its thread
+    if stranger == 0:
+        asked, answer = os.read(begun, 100).decode(), b""
+        os.setuid(65534)
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:  # it is hung up
+            connection.connect(f"\0{asked}")
+            Connection(os.dup(connection.fileno())).send(("set", "key", b"theirs"))
+            answer = connection.recv(1)
+        os._exit(len(answer))
+    with _store() as store_name:
+        store = LocalStore(store_name)
+        store.set("key", "value")
+        os.write(name, store_name.encode())
+        assert os.waitstatus_to_exitcode(os.waitpid(stranger, 0)[1]) == 0
+        return store.get("key")
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_other_users_are_turned_away() -> None:
-    with _store() as name:
-        store = LocalStore(name)
-        store.set("key", "value")
-        stranger = os.fork()
-        if stranger == 0:
-            answer = b""
-            os.setuid(65534)
-            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:  # it is hung up
-                connection.connect(f"\0{name}")
-                Connection(os.dup(connection.fileno())).send(("set", "key", b"theirs"))
-                answer = connection.recv(1)
-            os._exit(len(answer))
-        assert os.waitstatus_to_exitcode(os.waitpid(stranger, 0)[1]) == 0
-        assert store.get("key") == b"value"
+    assert ranks.in_own_process(_turned_away) == b"value"
 
 
 def test_a_name_that_is_taken() -> None:

@@ -107,7 +107,7 @@ CONVERSATIONS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(name=st.sampled_from(list(WRITERS)), messages=CONVERSATIONS, max_tokens=st.integers(2, 60))
 @example(name="chatml", messages=said("a", "\n\nb"), max_tokens=60)
 @example(name="llama", messages=said("a", "b"), max_tokens=60)
@@ -247,7 +247,7 @@ LINES = st.lists(
 ).map(lambda lines: "\n".join(lines).encode())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(name=st.sampled_from(["chatml", "marked"]), content=LINES | st.binary(max_size=60))
 def test_no_input_raises_anything_but_data_error(tokenizers, tmp_path_factory, name, content):
     path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"

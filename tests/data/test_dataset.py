@@ -85,7 +85,7 @@ def test_too_long(tmp_path):
         DataOptions(max_tokens=1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     records=RECORDS,
     max_tokens=st.integers(2, 14),
@@ -178,7 +178,7 @@ def stored(tmp_path_factory):
     return folder / "data.npz"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(at=st.floats(0, 1), change=st.binary(min_size=1, max_size=30), keep=st.booleans())
 def test_damage_is_noticed_or_changes_nothing(stored, at, change, keep):
     content = stored.read_bytes()

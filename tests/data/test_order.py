@@ -43,7 +43,7 @@ def test_half_of_a_set_is_the_other_half_in_the_next_epoch():
     assert mix.order(0, "5") != mix.order(2, "5"), "the same half in another order"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     sets=st.lists(st.tuples(st.integers(1, 12), st.floats(0.1, 3.5)), min_size=1, max_size=3), epochs=st.integers(1, 6)
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sysconfig
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from odc_triton.data.tokenizer import (
     SPECIAL_TOKENS,
     TextEncoder,
     load_tokenizer,
+    read_tokenizer,
     to_transformers,
     train_tokenizer,
 )
@@ -65,6 +67,23 @@ def test_file_and_transformers_give_the_same_samples(trained, tmp_path):
     assert ids[-len(learned) :] == learned
     assert text_labels == text_ids
     assert (auto.eos_token, auto.pad_token_id) == (END, 1)
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path):
+    """transformers makes an empty one of it, or raises, by its class."""
+    import transformers
+
+    for kind in ("qwen2", "gpt2", "gemma", "bert", "mbart", "udop", "xlnet", "llama", "ctrl"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        with pytest.raises(ValueError, match=rf"^{tmp_path} has no tokenizer(.|\n)*[:;] give --tokenizer$"):
+            read_tokenizer(tmp_path)
+    for name, whole in {
+        "bytes": transformers.ByT5Tokenizer(),  # which has no files of tokens
+        "added": transformers.PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(["a"]), eos_token=END),
+    }.items():
+        whole.add_tokens(["more"])
+        whole.save_pretrained(tmp_path / name)
+        assert read_tokenizer(tmp_path / name).get_vocab() == whole.get_vocab()
 
 
 def test_model_tokenizer_keeps_its_beginning_of_sequence(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from bench.suites.gpu.first import SECTIONS
 from bench.suites.gpu.plan import FIRST, STAGES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text(encoding="utf-8")
@@ -23,3 +24,8 @@ def test_stages_and_their_time() -> None:
     assert sum(table.values()) <= given.pop("") <= 1800
     ((words, seconds),) = given.items()
     assert sum(_seconds(tuple(words.split())).values()) <= seconds
+
+
+def test_sections_of_the_first_quarter() -> None:
+    table = dict(re.findall(r"^\| `([\w+ ]+)` \| [^|]+ \| ([^|]+) \|$", PAGE.partition("## What runs")[0], re.M))
+    assert list(table.items()) == [(name, section.passes) for name, section in SECTIONS.items()]

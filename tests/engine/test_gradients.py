@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from odc_triton.comm.layout import Region
-from odc_triton.comm.memory.heap import SharedMemoryHeap
+from odc_triton.comm.memory.heap import ByteLocks, SharedMemoryHeap
 from odc_triton.engine import transport as accumulate
 from odc_triton.engine.transport import LockedTransport, Streams, Target
 from odc_triton.nn.operand import add_rows
+from tests.support import ranks
 from tests.support.deadlines import LONG_S
 
 Add = Callable[[], None]
@@ -52,20 +53,22 @@ def place(request: pytest.FixtureRequest) -> tuple[SharedMemoryHeap, LockedTrans
     heap.close()
 
 
+def _holder(file: str, index: int) -> int | None:
+    return ByteLocks(os.open(file, os.O_RDWR)).holder_pid(index)
+
+
 def test_the_owners_lock_is_held_while_rows_are_added(place: tuple) -> None:
     heap, _, shard, add = place
     holders = []
 
     def ask_from_another_process(*given: object) -> None:
-        child = os.fork()  # it inherits no lock, so it sees who has this one
-        if child == 0:
-            os._exit(0 if heap.lock_holder(0, 0) == 0 else 1)
-        holders.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        file = f"/proc/{os.getpid()}/fd/{heap._locks._fd}"
+        holders.append(ranks.in_own_process(_holder, file, heap._lock_index(0, 0)))
         add_rows(*given)
 
     with mock.patch.object(accumulate, "add_rows", ask_from_another_process):
         add()
-    assert holders == [0]
+    assert holders == [os.getpid()]
     assert heap.try_lock(0, 0)
     assert shard.tolist() == [[1, 1]] * 6
 

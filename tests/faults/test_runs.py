@@ -276,6 +276,22 @@ def test_torchrun_brings_the_job_back(tmp_path: Path) -> None:
     assert "Traceback" not in problems
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_command_joins_torchruns_world(tmp_path: Path, world: int) -> None:
+    """Under torchrun each process of the command is a rank; a number of --ranks that is another one is refused."""
+    wanted = case(write_case(tmp_path), steps=4, samples_per_rank=1)
+    command = Path(sys.executable).with_name("odc-triton")
+    run = ("-m", "torch.distributed.run", "--nproc-per-node", str(world), "--no-python", str(command), "train", "sft")
+    for more, status, said in ((("--ranks", "3"), 1, f"--ranks is 3, and this process is one of {world}"), ((), 0, "")):
+        done = subprocess.run([*_command(wanted, *run), *more], env=environment(), capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        assert said in done.stderr
+    assert f"on {world} ranks" in done.stdout
+    assert done.stdout.count("model/ are in") == 1
+    assert [line["step"] for line in read_metrics(tmp_path / "out" / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
 def test_another_job_in_the_same_folder(tmp_path: Path) -> None:
     identity = {"seed": 0}
     first, second = RunFolder(tmp_path / "out"), RunFolder(tmp_path / "out")

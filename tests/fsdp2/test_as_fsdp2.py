@@ -60,7 +60,7 @@ def _shard_in_groups(model: nn.Module) -> None:
     from torch.distributed.fsdp import OffloadPolicy, fully_shard
 
     options = {"shard_placement_fn": lambda parameter: Shard(0), "offload_policy": OffloadPolicy()}
-    fully_shard(model.parts[0], **options)
+    fully_shard(model.parts[0], **options | {"offload_policy": None})  # as frameworks pass it
     fully_shard(model.activation, **options)
     fully_shard([model.parts[1], model.parts[2]], **options)
     fully_shard([model.first, model.second], **options)

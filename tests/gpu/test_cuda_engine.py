@@ -20,6 +20,7 @@ def _differences(
 ) -> tuple[dict, dict, list[float], list[float]]:
     """Of the first gradients and of the weights at the end; this rank's share of the losses, and all of them."""
     take_gpu(rank, one_gpu=one_gpu)
+    torch.backends.cudnn.allow_tf32 = False  # its default would be coarser than what is compared
     kept = () if transform in REPLACING else (transform,)
     want_first, want, _, want_losses = unsharded_as(name, STEPS, kept, tuple(SIZES), "cuda")
     run = [(name, transform)]

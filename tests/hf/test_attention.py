@@ -199,6 +199,7 @@ def test_what_the_varlen_kernel_is_called_with(name, enable_gqa, rows, monkeypat
     monkeypatch.setattr(AttentionTerms, "fit_kernel", lambda *args: True)
     for inputs, logits in zip((pack, plain), expected, strict=True):
         torch.testing.assert_close(model(**hf.model_inputs(inputs)).logits, logits, rtol=1e-4, atol=1e-4)
+    assert kernel.groups == {2}  # nothing repeats keys
     window = (5, 0) if name == "Mistral" else (-1, 0)
     # a batch of whole rows needs the kernel only for its windows
     assert kernel.calls == [(14, window)] * 2 + ([(24, window)] * 2 if name == "Mistral" else [])

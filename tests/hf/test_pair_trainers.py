@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from tests.support import pair_case as case
 from tests.support import ranks, slow
 from tests.support.families import causal_lm, with_lora
+from tests.support.models import tie_in_config
 from tests.support.sampling import log_probabilities
 from tests.support.trl_case import assert_alike, environment, model_of, tokenizer
 
@@ -48,6 +50,7 @@ GROUPS: dict[str, list[Run]] = {
         ("DPO", FAST | WITH_SFT | {"lora": "ref"}),
         ("DPO", {"other": "model-5", "ld_alpha": 0.5}),
         ("DPO", {"other": "model-5", "columns": "of model-5"}),
+        ("DPO", FAST | {"start": "tied"}),
     ],
     "packs": [
         ("DPO", WITH_SFT | {"share_prefixes": "off", "max_steps": 2}),
@@ -76,6 +79,8 @@ def _folders(tmp_path: Path) -> None:
         torch.manual_seed(seed)
         causal_lm("Qwen2").save_pretrained(tmp_path / f"model-{seed}")
     case.save_classifier(str(tmp_path / "classifier"))
+    shutil.copytree(tmp_path / "model-0", tmp_path / "tied")
+    tie_in_config(tmp_path / "tied")
 
 
 def _each(rank: int, world: int, ours: bool, folder: str, group: str) -> list[dict[str, Any]]:
@@ -87,7 +92,7 @@ def _each(rank: int, world: int, ours: bool, folder: str, group: str) -> list[di
             given["other"] = f"{folder}/{given['other']}"
         if given.get("columns") == "of model-5":
             given["columns"] = _columns(given["other"])
-        start = f"{folder}/{'model-0' if kind == 'DPO' else 'classifier'}"
+        start = f"{folder}/{given.pop('start', 'model-0' if kind == 'DPO' else 'classifier')}"
         found.append(case.run(kind, ours, world, f"{folder}/{ours}-{index}", start, given))
     return found
 

@@ -54,10 +54,14 @@ def test_a_wait_ends(missing: int | None, stop: int, number: int, status: int) -
 
 def test_the_host_stops_a_wait_that_has_begun() -> None:
     flags, found = torch.zeros(1, PLACES, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
-    stop = torch.zeros(1, dtype=torch.int32)
-    host = threading.Timer(0.05, lambda: stop.fill_(1))
+    # As in sequence/sync.py: what is set on the device itself would queue behind the kernel that waits for it.
+    stop = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=not place.INTERPRETED)
+    given = {"flags": flags, "ranks": (0,), "place": 1, "stop": stop, "status": found, "number": 4, "spins": 2**31}
+    await_flags(**given, value=0)  # loads the kernel; there is nothing to wait for
+    assert int(found) == 0
+    host = threading.Timer(0.05, lambda: stop.__setitem__(0, 1))
     host.start()
-    await_flags(flags=flags, ranks=(0,), place=1, value=7, stop=stop, status=found, number=4, spins=2**31)
+    await_flags(**given, value=7)
     assert int(found) == 4
     host.join()
 

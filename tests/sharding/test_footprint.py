@@ -63,7 +63,7 @@ parameter_lists = st.lists(st.tuples(shapes, st.sampled_from(DTYPES), st.boolean
     optimizer=st.sampled_from(tuple(OPTIMIZER_STATES)),
     backend=st.sampled_from(("cpu", "cuda")),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_bytes_are_those_of_laying_out_every_shard(parameters, world, param_dtype, reduce_dtype, optimizer, backend):
     """Each shard is made on meta by torch.chunk and put at the next multiple of 128 bytes of a region."""
     policy = SimpleNamespace(param_dtype=param_dtype, reduce_dtype=reduce_dtype)

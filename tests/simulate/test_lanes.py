@@ -53,7 +53,7 @@ def odc_s(work: list[list[float]], slow: dict[int, float]) -> float:
     return max(sum(packs) * slow.get(r, 1) for r, packs in enumerate(work))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     lengths=LENGTHS,
     ranks=st.integers(1, 4),
@@ -78,7 +78,7 @@ def test_closed_forms_without_communication(lengths: list[int], ranks: int, fact
         assert (outcome.exposed_s == 0).all()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(lengths=LENGTHS, ranks=st.integers(1, 4), gbs=st.floats(0.05, 500), nodes=st.sampled_from([1, 2]))
 def test_every_second_is_accounted_for_with_communication(
     lengths: list[int], ranks: int, gbs: float, nodes: int
@@ -141,7 +141,7 @@ def test_reads_hide_behind_compute_and_compute_behind_reads() -> None:
             assert told.step_s == pytest.approx(4 * read_s + backward + 3 * add_s, rel=1e-9)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(lengths=LENGTHS, ranks=st.integers(1, 5), factor=st.sampled_from([1.0, 1.3]))
 def test_whoever_is_free_takes_the_next_pack_of_the_queue(lengths: list[int], ranks: int, factor: float) -> None:
     job = a_job(ranks, slow={ranks - 1: factor})

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bench.whole import whole
 from odc_triton import full_parameters, minibatch, use_odc
 from tests.support import parity
 from tests.support.families import with_lora
@@ -184,7 +185,7 @@ def bridged(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    weights = {key: parameter.full_tensor().detach().cpu() for key, parameter in model.named_parameters()}
+    weights = {key: whole(parameter).cpu() for key, parameter in model.named_parameters()}
     for key, weight in weights.items():
         assert torch.equal(read[key], weight.to(read[key].dtype)), f"full_parameters differs in {key}"
     return weights, norms, losses

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -112,6 +114,13 @@ ALL_CASES = CASES | MIXTURES | OTHERS
 def build(name: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return ALL_CASES[name].build()
+
+
+def tie_in_config(folder: Path) -> None:
+    """The folder's config ties head and embedding, of which its files have different values: they stay apart."""
+    config = json.loads((folder / "config.json").read_text())
+    assert not config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
 
 
 def microbatches(name: str, sizes: list[int], seed: int) -> list[tuple]:

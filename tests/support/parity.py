@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from bench.whole import whole
 from odc_triton import full_parameters, fully_shard, minibatch, repeating
 from odc_triton.hf import compute_in_chunks
 from odc_triton.nn.operand import is_sharded
@@ -112,7 +113,7 @@ def sharded(
 
             losses.append(repeating(functools.partial(_minibatch, model, case, mine)))
             if step == 0:
-                first = {key: p.grad.full_tensor().clone() for key, p in model.named_parameters() if p.grad is not None}
+                first = {key: whole(p.grad) for key, p in model.named_parameters() if p.grad is not None}
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
             optimizer.step()
             if step % 2:
@@ -152,7 +153,7 @@ def one_step(
         loss.backward()
         total += loss.item()
     named = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-    return total, {key: getattr(grad, "full_tensor", lambda grad=grad: grad)().clone() for key, grad in named.items()}
+    return total, {key: whole(grad) for key, grad in named.items()}
 
 
 def _nothing(model: nn.Module) -> nn.Module:

@@ -12,6 +12,7 @@ import torch._dynamo
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from bench.whole import whole
 from odc_triton import full_parameters, minibatch
 from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate, to_device
 from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
@@ -153,8 +154,7 @@ def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: getattr(each, "full_tensor", lambda each=each: each)().clone() for name, each in named.items()}
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def raises_in_forward(model: nn.Module, pack: dict) -> torch.Tensor:

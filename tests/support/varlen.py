@@ -8,6 +8,7 @@ import torch
 class Varlen:
     def __init__(self) -> None:
         self.calls: list[tuple[int, tuple[int, int]]] = []  # (longest document's queries, window)
+        self.groups: set[int] = set()  # queries' heads per head of keys
 
     def __call__(
         self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=None, window_size=(-1, -1), enable_gqa=False
@@ -16,9 +17,10 @@ class Varlen:
         assert (max_q, max_k) == (cu_seq_q.diff().max(), cu_seq_k.diff().max())
         assert (cu_seq_q[0], cu_seq_q[-1], cu_seq_k[0], cu_seq_k[-1]) == (0, len(query), 0, len(key))
         self.calls.append((max_q, window_size))
-        if enable_gqa:
-            groups = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        groups = query.shape[1] // key.shape[1]
+        assert enable_gqa == (groups > 1)
+        self.groups.add(groups)
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         documents, back = [], []  # of each query and key: its document, and how far it is from its document's end
         for ends in (cu_seq_q, cu_seq_k):
             token = torch.arange(int(ends[-1]))
@@ -33,5 +35,6 @@ class Varlen:
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(~allowed, -1e9).softmax(-1), value)
 
     def of_an_older_torch(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size):
-        """Without `enable_gqa`."""
-        return self(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
+        """Without `enable_gqa`: it takes grouped keys unasked."""
+        grouped = query.shape[1] != key.shape[1]
+        return self(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, grouped)

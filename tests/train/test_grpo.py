@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import shutil
 import sys
 from pathlib import Path
 from unittest import mock
@@ -29,6 +30,7 @@ from tests.rewards import vowels
 from tests.rollouts import turns
 from tests.support import ranks, slow
 from tests.support.grpo_case import Recorded, case, trl_advantages, trl_loss, write_prompts
+from tests.support.models import tie_in_config
 from tests.support.sft_case import VOCABULARY
 
 
@@ -206,6 +208,7 @@ CASES = {
 TEACHERS = {
     "teacher, rewards": {"teacher": "teacher", "teacher_weight": 0.4, "teacher_beta": 1.0, "teacher_temperature": 1.5},
     "teacher, split": {**CASES["dapo, split"], "reward": (), "teacher": "teacher", "gradient_checkpointing": True},
+    "kl, tied by the config alone": {"kl": 0.1, "model": "tied"},
 }
 CASES["gspo, split, other engine"] = {
     **CASES["dapo, split"],
@@ -275,6 +278,10 @@ def test_steps_are_trls(folder: Path, tmp_path: Path, cases: dict[str, dict], wo
     for name, changes in changed.items():
         if "teacher" in changes:
             changed[name] = changes | {"teacher": str(folder / "teacher")}
+        if "model" in changes:  # the same weights as of start/
+            shutil.copytree(start, tmp_path / "tied")
+            tie_in_config(tmp_path / "tied")
+            changed[name] = changes | {"model": str(tmp_path / "tied")}
     jobs = {name: case(folder, out=str(tmp_path / name), **usual | changes) for name, changes in changed.items()}
     branches = dict(zip(jobs, map(sum, zip(*ranks.run(train, world, [*jobs.values()]), strict=True)), strict=True))
     # Of gspo's few learned completions, those that come together make a pack: by chance none shares a prompt. Nor do

@@ -37,6 +37,7 @@ SFT: list[tuple[dict[str, Any], str]] = [
     ({"data_weight": (2.0,)}, "--data-weight is 2.0, and a single --data needs none"),
     ({"replicas": 0}, "replicas is 0"),
     ({"checkpoint_every": -1}, "--checkpoint-every is -1"),
+    ({"out": 5}, "--out is 5; give a path"),
     ({"resume": ""}, "resume is empty"),
     (
         {"split_sequences": True, "balance": "micro"},

@@ -34,6 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 3)
     (folder / "my_reward.py").write_text("def f(completions, **columns): return [0.0 for _ in completions]")
     (folder / "no-tokenizer").mkdir()
+    (folder / "model-alone").mkdir()  # transformers makes an empty tokenizer of it
+    (folder / "model-alone" / "config.json").write_text(json.dumps(QWEN2))
     (folder / "file").touch()
     (folder / "used").mkdir()
     (folder / "used" / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -65,6 +67,10 @@ _SFT = [
     ),
     ({"--init": None, "--model": "no-weights"}, "no-weights has neither model.safetensors nor"),
     ({"--tokenizer": "no-tokenizer"}, "no-tokenizer has no tokenizer that transformers can load: "),
+    (
+        {"--init": None, "--model": "model-alone", "--tokenizer": None},
+        "model-alone has no tokenizer: give --tokenizer$",
+    ),
     ({"--data": "chats.jsonl"}, "chats.jsonl, line 1: messages need a tokenizer with a chat template"),
     ({"--data": "late.jsonl"}, "late.jsonl, line 2: needs 'text'"),
     ({"--init": "small.json"}, r"made token \d+ and the model has only 50"),
@@ -107,6 +113,10 @@ _SFT = [
 
 
 _GRPO = [
+    (
+        {"--init": None, "--model": "model-alone", "--tokenizer": None},
+        "model-alone has no tokenizer: give --tokenizer$",
+    ),
     ({"--ranks": "3", "--replicas": "2"}, "--replicas is 2 and --ranks is 3: give a number of replicas that divides"),
     (
         {"--prompts-per-rank": "1", "--max-new-tokens": "300"},

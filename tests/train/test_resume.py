@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 from dataclasses import replace
@@ -12,8 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from odc_triton.train.metrics import MetricsFile, read_metrics
+from odc_triton.train.run_folder import RunFolder
+from odc_triton.train.save_clock import SaveClock
 from odc_triton.train.sft_options import SftOptions
-from tests.support import jobs
+from tests.support import jobs, ranks
 from tests.support.jobs import ENDED, STOPPED, losses
 from tests.support.sft_case import case, write_case
 
@@ -67,18 +71,137 @@ def test_resume_from_a_folder_into_another(folder: Path, tmp_path: Path) -> None
     assert [line["loss"] for line in lines] == losses(tmp_path / "a")[4:]
 
 
+def _state(out: Path) -> dict[str, tuple[int, int]]:
+    """Which files a run's folder has: a file that was written again has another inode or time."""
+    files = [path for path in out.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(out)): (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
+
+
+def _changed(before: dict, after: dict) -> set[str]:
+    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+def _in_turn(rank: int, world: int, jobs_of: dict[str, SftOptions], out: Path) -> dict[str, tuple]:
+    """How each job ended, what it changed in the folder `out`, and what it printed; on one rank."""
+    found = {}
+    for name, wanted in jobs_of.items():
+        before = _state(out)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            (ended,) = jobs.train(rank, world, [wanted])
+        found[name] = ended, _changed(before, _state(out)), printed.getvalue()
+    return found
+
+
+def test_a_run_forgets_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started again it is left as it is, unless it shall be longer; its checkpoint begins another run. To the bit."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "moved").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "moved" / "config.json")
+    wanted = {"init": str(folder / "config.json"), "samples_per_rank": 4, "schedule": "constant", "resume": "auto"}
+    short = options(folder, Path("~/out"), **wanted | {"steps": 3})
+    assert short.out == str(tmp_path / "out")
+    longer = replace(short, steps=5, init=Path("~/moved/config.json"), lr_floor=0.2)
+    branch = replace(longer, out="~/branch", resume="~/out/checkpoints/step-00000003")
+    found = ranks.run(
+        _in_turn,
+        1,
+        {
+            "whole": replace(longer, out="~/whole"),
+            "short": short,
+            "again": short,
+            "never": replace(short, resume="never"),
+            "longer": longer,
+            "again, longer": longer,
+            "as short as it was": short,
+            "branch": branch,
+            "branch again": replace(branch, steps=6),
+            "not its own": replace(branch, out="~/whole"),
+            "other files": replace(longer, init=str(folder / "without-dropout.json")),
+        },
+        tmp_path / "out",
+    )[0]
+    nothing = {name for name, (_, changed, _) in found.items() if not changed}
+    assert nothing == {*found} - {"short", "longer", "as short as it was"}
+    assert {name: ended for name, (ended, _, _) in found.items() if ended != ENDED}.keys() == {
+        *("never", "not its own", "other files"),
+    }
+    printed = {name: text for name, (_, _, text) in found.items()}
+    model = tmp_path / "out" / "model"
+    assert f"has ended after step 3: {model} has its weights. Nothing was changed" in printed["again"]
+    assert "give more --epochs or --steps" in printed["again"]
+    assert "has ended after step 5" in printed["again, longer"]
+    assert "--lr-floor was 0.1 and is 0.2; --steps was 3 and is 5" in printed["longer"]
+    assert "continuing after step 3 of 5" in printed["longer"]
+    assert "continuing after step 5 of 6, from " + str(tmp_path / "branch") in printed["branch again"]
+    assert "holds another run" in found["not its own"][0]
+    assert "--init was" in found["other files"][0]
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+    assert [line["loss"] for line in read_metrics(tmp_path / "branch" / "metrics.jsonl")][:2] == losses(model.parent)[
+        3:
+    ]
+    got, want = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("out", "whole"))
+    assert all(torch.equal(value, want[name]) for name, value in got.items())
+
+
+def test_a_run_of_an_older_version_that_has_ended(tmp_path: Path) -> None:
+    """It wrote no checkpoint, and its model: there is nothing to continue, and a lot to lose."""
+    folder, identity = RunFolder(tmp_path / "out"), {"steps": 3, "seed": 0}
+    folder.lock(resume="never")
+    folder.take(identity)
+    (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 3}\n')
+    assert not folder.has_ended(identity), "it was killed: it starts again"
+    (tmp_path / "out" / "model").mkdir()
+    assert not folder.has_ended(identity), "a folder of the user's"
+    (tmp_path / "out" / "model" / "config.json").touch()
+    assert folder.has_ended(identity)
+    assert folder.has_ended(identity | {"steps": 5}), "it can't go on either"
+    (tmp_path / "out" / "checkpoints" / "step-00000003").mkdir(parents=True)
+    assert not folder.has_ended(identity), "it may have been stopped while it was made longer"
+    folder.end()
+    assert folder.has_ended(identity)
+    assert not folder.has_ended(identity | {"steps": 5})
+    folder.take(identity | {"steps": 5})
+    assert not folder.has_ended(identity | {"steps": 5})
+    folder.release()
+
+
 def test_other_options_are_named(folder: Path, tmp_path: Path) -> None:
     wanted = options(folder, tmp_path / "out", steps=2)
-    other = replace(wanted, resume="auto", lr=2e-3, samples_per_rank=4)
+    other = replace(wanted, resume="auto", lr=2e-3, balance="local", samples_per_rank=4)
     three = replace(wanted, out=str(tmp_path / "three"), replicas=3)
     ended, started_anew, differs, not_split = jobs.run(2, wanted, wanted, other, three)
     assert ended == ENDED
     assert started_anew.startswith("FileExistsError")
     assert "--resume auto" in started_anew
-    assert "--lr was 0.001 and is 0.002" in differs
+    assert "--balance was 'mini' and is 'local'" in differs
+    assert "--lr" not in differs, "it may be changed"
     assert "samples per step was 4 and is 8" in differs
     assert "steps" not in differs.replace("samples_per_step", "")
     assert "2 ranks can't be split into 3 equal replicas: give a divisor of 2" in not_split
+
+
+def test_a_checkpoint_is_due_before_a_kill_would_lose_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 70 s, and 12 s to save: what is lost at the worst is what came since the last whole checkpoint."""
+    now_s = 0.0
+    monkeypatch.setattr("odc_triton.train.save_clock.time.monotonic", lambda: now_s)
+    clock, saved_s, lost_s, saves = SaveClock(600.0), 0.0, [], 0
+    for _ in range(60):
+        now_s += 70
+        clock.settle([clock.report(), True])
+        assert clock.is_due == clock.report(), "rank 0 decides"
+        if clock.is_due:
+            begun_s = now_s
+            clock.begin()
+            now_s += 12
+            lost_s.append(now_s - saved_s)  # by a kill at the end of saving
+            clock.end()
+            saved_s, saves = begun_s, saves + 1
+        clock.restart()
+    assert max(lost_s) <= 600
+    assert saves == 60 * 70 // 560, "and no more often"
+    off = SaveClock(0.0)
+    now_s += 10_000
+    assert not off.report()
 
 
 def test_metrics_file(tmp_path: Path) -> None:

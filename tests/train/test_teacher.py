@@ -22,22 +22,26 @@ from odc_triton.train import sft
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.sft_options import SftOptions
 from tests.support import jobs, slow
+from tests.support.models import tie_in_config
 from tests.support.sft_case import LICENSE, QWEN2, VOCABULARY, case, write_case
 from tests.support.tokenized import tokenize_file
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11")
 
 STEPS = 3
-MODELS = {"start": {}, "teacher": {"hidden_size": 48}, "padded": {"vocab_size": VOCABULARY + 20}}
+MODELS = {"start": {}, "teacher": {"hidden_size": 48}, "padded": {"vocab_size": VOCABULARY + 20}, "tied": {}}
 FRACTION = 1e-4  # of what the steps changed: fp32, sums in another order
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a model, start/, a wider teacher/, and a padded/ one with the model's tokenizer and more rows."""
+    """With a model, start/, a wider teacher/, a padded/ one with the model's tokenizer and more rows, and one that only
+    its config ties/.
+    """
     folder = write_case(tmp_path_factory.mktemp("teacher"), records=40, characters=200)
     for seed, (name, changes) in enumerate(MODELS.items()):
         save(folder / name, seed, changes)
+    tie_in_config(folder / "tied")
     to_transformers(load_tokenizer(folder / "tokenizer.json")).save_pretrained(folder / "padded")
     return folder
 
@@ -50,8 +54,7 @@ def save(at: Path, seed: int, changes: dict[str, Any]) -> None:
 
 def options(folder: Path, out: Path, **changes: Any) -> SftOptions:
     usual = {"init": None, "model": str(folder / "start"), "teacher": str(folder / "teacher"), "out": str(out)}
-    if changes.get("teacher") in MODELS:
-        changes["teacher"] = str(folder / changes["teacher"])
+    changes |= {name: str(folder / changes[name]) for name in ("model", "teacher") if changes.get(name) in MODELS}
     usual |= {"optimizer": "sgd", "lr": 0.5, "schedule": "constant", "warmup_steps": 0, "steps": STEPS}
     return case(folder, **usual | {"samples_per_rank": 4, "clip_norm": 1e9} | changes)
 
@@ -98,6 +101,8 @@ MORE = {
     "replaced layers, a queue": {"replace_layers": True, "balance": "queue"},
     "exact": {"exact": True},
     "a teacher whose vocabulary is padded": {"teacher": "padded"},
+    "a model that only its config ties": {"model": "tied"},
+    "a teacher that only its config ties": {"teacher": "tied"},
 }
 
 
@@ -105,8 +110,8 @@ MORE = {
 def test_steps_are_plain_torchs(folder: Path, tmp_path: Path, cases: dict[str, dict]) -> None:
     wanted = {name: options(folder, tmp_path / name, **changes) for name, changes in cases.items()}
     assert jobs.run(2, *wanted.values()) == [jobs.ENDED] * len(wanted)
-    first = load_file(folder / "start" / "model.safetensors")
     for name, each in wanted.items():
+        first = load_file(Path(each.model) / "model.safetensors")
         losses, apart, weights = plain(folder, each)
         found = read_metrics(tmp_path / name / "metrics.jsonl")
         assert [line["loss"] for line in found] == pytest.approx(losses, rel=1e-5), name

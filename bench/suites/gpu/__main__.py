@@ -23,6 +23,7 @@ from ...device import Gpu, Rehearsal
 from ...provenance import RESULTS, ROOT, WARNING, about, read_lines, save_json, source_digest
 from .. import gpu as suite
 from .inputs import write_inputs
+from .paths import make_importable
 from .plan import FIRST, STAGES, Run, Stages
 
 _LEAST_S = 5.0  # with less time left, nothing is started
@@ -91,17 +92,6 @@ def read(file: Path) -> Any:
     return (read_lines(file) if lines else json.loads(file.read_text())) if file.is_file() else None
 
 
-def environment_of(device: Gpu, out: Path) -> dict[str, str]:
-    """Finds the packages of this checkout under the names that an installation gives them."""
-    site = out / "site"
-    site.mkdir(parents=True, exist_ok=True)
-    for name, folder in (("odc_kernels", "kernels"), ("odc_bench", "bench"), ("odc_triton", "odc_triton")):
-        with contextlib.suppress(FileExistsError):
-            (site / name).symlink_to(ROOT / folder)
-    path = [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return device.environment() | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-
-
 def do(
     name: str, run: Run, words: tuple[str, ...], report: Report, key: str, env: dict[str, str], left_s: float
 ) -> bool:
@@ -145,6 +135,15 @@ def do(
     return good
 
 
+def lacks(run: Run, given: tuple[str, ...], device: Gpu) -> str:
+    """Why a run can't be started here; "" if it can."""
+    if not given:
+        return "there is nothing of it to rehearse"
+    if run.gpus > device.count():
+        return f"it needs {run.gpus} GPUs; here: {device.count()}"
+    return f"{_TOOL} is not installed" if run.under and shutil.which(_TOOL) is None else ""
+
+
 def main(words: list[str] | None = None, stages: Stages = STAGES) -> int:
     begin_s, options = time.monotonic(), parsed(words, stages)
     report = Report(options.out)
@@ -155,7 +154,8 @@ def main(words: list[str] | None = None, stages: Stages = STAGES) -> int:
     if not device.count():
         print("there is no GPU here: nothing was run; --rehearse tries this command without one", file=sys.stderr)
         return 2
-    environment = environment_of(device, options.out)
+    make_importable(options.out / "site")
+    environment = device.environment()
     write_inputs(options.out / "inputs", rehearse=options.rehearse)
     facts = {"rehearsal": options.rehearse, "gpu": device.about(), "gpus": device.count(), **about()}
     facts |= {"source": source_digest(), "when": time.strftime("%Y-%m-%d %H:%M:%S")}
@@ -172,8 +172,8 @@ def main(words: list[str] | None = None, stages: Stages = STAGES) -> int:
         left_s = begin_s + options.seconds - time.monotonic()
         if before.get("verdict") == "passed" and before["key"] == key:
             print(f"{name}: passed before", flush=True)
-        elif not given or run.gpus > device.count() or (run.under and shutil.which(_TOOL) is None):
-            print(f"{name}: not run here: GPUs {run.gpus}{f', {_TOOL}' * bool(run.under)}", flush=True)
+        elif lacking := lacks(run, given, device):
+            print(f"{name}: not run here: {lacking}", flush=True)
         elif left_s < _LEAST_S:
             print(f"{name}: not run, there is no time left", flush=True)
             passed = False

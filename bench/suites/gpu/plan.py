@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .inputs import LONGEST
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -68,7 +70,7 @@ def _bench(seconds: int, *words: str, variants: str = "", gpus: int = 1) -> Run:
     given = ("odc_triton.cli", "bench", "--lengths", "{inputs}/lengths.txt", "--init", "{inputs}/model.json")
     given += ("--out", "{out}", "--ranks", str(gpus), *(("--variants", variants) if variants else ()), *words)
     return Run(
-        words=(*given, "--dtype", "bf16", "--token-cap", "8192", "--device", "cuda"),
+        words=(*given, "--dtype", "bf16", "--token-cap", str(LONGEST), "--device", "cuda"),
         rehearsal=(*given, "--device", "cpu", "--minibatches", "1", "--samples-per-rank", "1"),
         seconds=seconds,
         found="lengths.json",
@@ -79,7 +81,7 @@ def _bench(seconds: int, *words: str, variants: str = "", gpus: int = 1) -> Run:
 def _profile(*words: str) -> Run:
     given = ("odc_triton.cli", "profile", "--init", "{inputs}/model.json", "--out", "{out}/run", *words)
     return Run(
-        words=(*given, "--dtype", "bf16", "--token-cap", "8192", "--samples-per-rank", "2"),
+        words=(*given, "--dtype", "bf16", "--token-cap", str(LONGEST), "--samples-per-rank", "2"),
         rehearsal=(*given, "--token-cap", "64", "--samples-per-rank", "1", "--minibatches", "1"),
         seconds=60,
         found="run/profile.json",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...base.environment import environment
-from ...base.options import REQUIRED, option, require_files, require_one_model
+from ...base.options import REQUIRED, option, plain_paths, require_files, require_one_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,6 +41,7 @@ class TuneOptions:
     folder: str | None = option(None, "folder of the tables; by default $ODC_TUNED, or ~/.cache/odc-triton/tuned")
 
     def __post_init__(self) -> None:
+        plain_paths(self, "model", "init", "folder")
         from ...nn.choice import VARIABLE, WORDS
         from ...nn.tuned import default_folder
 
@@ -133,7 +134,7 @@ def _shapes(options: TuneOptions) -> nn.Module:
     from ...checkpoint import meta_causal_lm
     from ...nn.replace import DEFAULT_ROLES, HEAD, replace_layers
 
-    model = meta_causal_lm(model=options.model, init=options.init)
+    model = meta_causal_lm(init=options.model or options.init)  # its weights are not read
     replace_layers(model, roles=[*DEFAULT_ROLES, HEAD], verbose=False)
     return model
 

@@ -6,6 +6,7 @@ Status is on the host so that a rank can read them, and be seen, whatever its GP
 from __future__ import annotations
 
 import os
+import warnings
 import zlib
 
 import torch
@@ -43,7 +44,6 @@ class CudaHeap(SymmetricHeap):
         look: Look = look_at_nobody,
     ) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
-        from torch._C._distributed_c10d import _SymmetricMemory
 
         check_socket_folder(os.environ.get("TMPDIR", "/tmp"))
         self.rank, self.world = rank, world
@@ -58,9 +58,7 @@ class CudaHeap(SymmetricHeap):
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         torch.cuda.empty_cache()  # symmetric memory can't use what the caching allocator keeps
         total_bytes = _HEADER_BYTES + max(size_bytes, 1)
-        # Not symmetric_memory.empty, which may use the caching allocator: the memory would then count as allocated and
-        # stay mapped when it is freed, and ranks would synchronise once per segment instead of once per heap.
-        self._memory = _SymmetricMemory.empty_strided_p2p((total_bytes,), (1,), torch.uint8, self.device)
+        self._memory = _allocated(total_bytes, self.device, world)
         self._memory.zero_()
         self._memory[:8].view(torch.int64).fill_(_mark(token, rank))
         torch.cuda.synchronize(self.device)  # peers read the mark as soon as they have mapped this memory
@@ -90,6 +88,7 @@ class CudaHeap(SymmetricHeap):
             timeout_s=timeout_s,
             group=self._group,
             shared_device=self._shared_device,
+            look=self._look,
         )
         heap.first, heap.near = self.first, self.near
         return heap
@@ -114,6 +113,21 @@ class CudaHeap(SymmetricHeap):
     def close(self) -> None:
         """Says that this rank left. Tensors over the heap stay valid only as long as the heap is held."""
         self._host.close()
+
+
+def _allocated(size_bytes: int, device: torch.device, world: int) -> torch.Tensor:
+    """Memory that peers can map; for one rank, which has none, any, where the driver refuses that."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    try:
+        # Not symmetric_memory.empty, which may use the caching allocator: the memory would then count as allocated and
+        # stay mapped when it is freed, and ranks would synchronise once per segment instead of once per heap.
+        return _SymmetricMemory.empty_strided_p2p((size_bytes,), (1,), torch.uint8, device)
+    except RuntimeError as error:
+        if world > 1:
+            raise
+        warnings.warn(f"one rank goes on without symmetric memory, more can't start here: {error}", stacklevel=2)
+        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
 
 def check_socket_folder(folder: str) -> None:

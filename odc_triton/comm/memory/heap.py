@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from ...base.errors import RankLost
 from ..layout import Region, aligned
 from .rendezvous import Look, look_at_nobody, receive_files, send_files
 
@@ -91,7 +92,18 @@ class SymmetricHeap(StatusBoard):
 
     @abstractmethod
     def another(self, *, size_bytes: int, locks: int, token: str, timeout_s: float) -> SymmetricHeap:
-        """A second heap of the same ranks and kind. Collective; `token` and errors as the first one's."""
+        """A second heap of the same ranks and kind. Collective; `token` and errors as the first one's, and RankLost."""
+
+    def _look(self, ranks: list[int]) -> None:
+        """Raises RankLost if one of `ranks`, which are to open another heap, is gone."""
+        if gone := [rank for rank in ranks if not self.is_alive(rank)]:
+            left = self.seen(LEFT)
+            words = [f"rank {self.first + rank} {'left the training loop' if left[rank] else 'died'}" for rank in gone]
+            raise RankLost(
+                [self.first + rank for rank in gone],
+                f"rank {self.first + self.rank} was waiting for another shared heap: {', '.join(words)}. Start again "
+                f"from the last checkpoint.",
+            )
 
     @abstractmethod
     def shard(self, region: Region, owner: int) -> torch.Tensor: ...
@@ -199,7 +211,7 @@ class SharedMemoryHeap(SymmetricHeap):
 
     def another(self, *, size_bytes: int, locks: int, token: str, timeout_s: float) -> SharedMemoryHeap:
         sizes = {"size_bytes": size_bytes, "locks": locks}
-        heap = type(self)(rank=self.rank, world=self.world, token=token, timeout_s=timeout_s, **sizes)
+        heap = type(self)(rank=self.rank, world=self.world, token=token, timeout_s=timeout_s, look=self._look, **sizes)
         heap.first, heap.near = self.first, self.near
         return heap
 

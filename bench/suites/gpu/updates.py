@@ -1,0 +1,228 @@
+"""Updates of a model of 1.5 B parameters in this process: shared prompts, ways to train, one long sample."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from odc_triton import replace_layers
+from odc_triton.balance import to_device
+from odc_triton.balance.collate import count_target_tokens
+from odc_triton.balance.pieces import MinibatchPacks
+from odc_triton.data.records import IGNORED
+from odc_triton.hf import compute_in_chunks, offload_checkpoints
+
+from ...device import Gpu
+from ...harness import Minibatch, Work, deal, timed
+from ...trees import TREES
+from ...variants import Bridged, Fsdp2Micro, Odc, OdcTrees, Setting, Unsharded, Variant
+from .inputs import LONGEST, QWEN_1_5B, TINY
+
+_SMALL = TINY | {"max_position_embeddings": 512, "num_hidden_layers": 2}
+_WORDS = 128  # token ids are below it: any model has them
+_KEPT = 14  # kernels of a minibatch to name, the longest
+_ERROR_CHARACTERS = 600
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenWork(Work):
+    """`samples`, all in one minibatch, and a model that `device` draws: a host takes half a minute for it."""
+
+    samples: Sequence[dict[str, torch.Tensor]]
+    device: str
+    checkpointing: bool = False
+
+    @classmethod
+    def of(cls, gpu: Gpu, samples: Sequence[dict[str, torch.Tensor]], token_cap: int, **more: Any) -> GivenWork:
+        sizes = _SMALL if gpu.rehearsal else QWEN_1_5B | {"max_position_embeddings": 131072}
+        config = {name: value for name, value in sizes.items() if name not in ("model_type", "architectures")}
+        given = {"dataset": "", "config": config, "minibatches": [list(range(len(samples)))], "token_cap": token_cap}
+        return cls(samples=samples, device=gpu.type, **given, **more)
+
+    def build(self) -> nn.Module:
+        with torch.device(self.device):
+            model = super().build()
+        if self.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    def data(self) -> GivenWork:
+        return self
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.samples[index]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(each["input_ids"]) for each in self.samples]
+
+    def packs(self, balance: str) -> MinibatchPacks:
+        return deal(self, self, self.minibatches[0], balance, self.cost(), ranks=1)[0]
+
+
+def made(kind: type[Variant], work: GivenWork, gpu: Gpu) -> Variant:
+    return kind(work.build, Setting(device=gpu.type, dtype="fp32" if gpu.rehearsal else "bf16"))
+
+
+def trained(variant: Variant, packs: MinibatchPacks, number: int) -> Minibatch:
+    return timed(variant, packs, count_target_tokens(packs), number)
+
+
+class OdcHead(Odc):
+    name = "ODC, fused head"
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        replace_layers(model, roles=("head",), verbose=False)
+        return super().shard(model)
+
+
+# The first two once more at the end: what differs between their turns is the machine's doing.
+KINDS = {"plain torch": Unsharded, "ODC": Odc, "ODC, fused head": OdcHead, "FSDP2": Fsdp2Micro, "use_odc": Bridged}
+TURNS = (*KINDS, "plain torch", "ODC")
+
+
+def rows(gpu: Gpu, *, least: float) -> Iterator[dict[str, Any]]:
+    """Two packs of several samples a minibatch, by each way to train. `least`: ODC's speed over plain torch's."""
+    draw, cap = random.Random(0), 64
+    if not gpu.rehearsal:
+        cap = 8192 if torch.cuda.mem_get_info()[1] > 100e9 else LONGEST
+    lengths = [cap // 2, cap // 4, cap // 8, cap // 8, cap - cap // 3, cap // 3]
+    work = GivenWork.of(gpu, [{"input_ids": _drawn(draw, length)} for length in lengths], cap)
+    flops, speeds = sum(map(work.cost().sequence, lengths)), {name: [] for name in KINDS}
+    for turn, name in enumerate(TURNS):
+        before, start_s, variant = gpu.forget(), time.monotonic(), None
+        try:
+            variant = made(KINDS[name], work, gpu)
+            packs, made_s = work.packs(variant.balance), time.monotonic() - start_s
+            ran = [trained(variant, packs, number) for number in range(8)][3:]
+            seconds = statistics.median(each.seconds for each in ran)
+            speeds[name].append(sum(lengths) / seconds)
+            line = {"seconds": [each.seconds for each in ran], "step_s": [each.step_seconds for each in ran]}
+            line |= {"tokens_per_s": speeds[name][-1], "tflops": flops / seconds / 1e12, "loss": ran[-1].loss}
+            line |= {"peak_gb": gpu.peak_gb() - before, "made_s": made_s, "microbatches": len(packs)}
+            if not gpu.rehearsal and turn < len(KINDS):
+                line |= _profiled(variant, packs)
+        except Exception as error:  # the others are worth knowing
+            line = {"error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]}
+        del variant
+        yield {"what": name, "turn": turn, **line}
+    if speeds["ODC"] and speeds["plain torch"]:
+        ratio = max(speeds["ODC"]) / max(speeds["plain torch"])
+        yield {"what": "ODC over plain torch", "ratio": ratio, "passed": gpu.rehearsal or ratio >= least}
+
+
+def _profiled(variant: Variant, packs: MinibatchPacks) -> dict[str, Any]:
+    """Of one more minibatch: milliseconds of the longest kernels, and the share of time in which any ran."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        ran = trained(variant, packs, 99)
+    ms: dict[str, float] = {}
+    spans = []
+    for event in record.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation():
+            ms[event.name()[:70]] = ms.get(event.name()[:70], 0.0) + event.duration_ns() / 1e6
+            spans.append((event.start_ns(), event.start_ns() + event.duration_ns()))
+    busy_ns, end_ns = 0, 0
+    for first_ns, last_ns in sorted(spans):
+        busy_ns += max(0, last_ns - max(first_ns, end_ns))
+        end_ns = max(end_ns, last_ns)
+    longest = dict(sorted(ms.items(), key=lambda each: -each[1])[:_KEPT])
+    return {"busy_share": busy_ns / 1e9 / ran.seconds, "kernels_ms": longest}
+
+
+def group(
+    gpu: Gpu, *, prompt: int, completion: int, size: int, of: int = 1, least: float = 0.0
+) -> Iterator[dict[str, Any]]:
+    """`of` prompts with `size` completions each, which alone are learned: whole samples, and prompts computed once.
+    `least`: how many times faster the latter.
+    """
+    if gpu.rehearsal:
+        prompt, completion = prompt // 64, completion // 64
+    draw, samples = random.Random(0), []
+    for _ in range(of):
+        shared = _drawn(draw, prompt)
+        for _ in range(size):
+            own = _drawn(draw, draw.randint(completion // 2, completion * 3 // 2))
+            labels = torch.cat([torch.full_like(shared, IGNORED), own])
+            samples.append({"input_ids": torch.cat([shared, own]), "labels": labels})
+    lengths = [len(each["input_ids"]) for each in samples]
+    cap = 2 * max(lengths)
+    tree = prompt + sum(length - prompt + 1 for length in lengths) if of == 1 else 0  # in one pack
+    works = {
+        "whole": GivenWork.of(gpu, samples, cap),
+        "shared": GivenWork.of(gpu, samples, max(tree, cap) + 64),
+    }
+    caps = {way: work.token_cap for way, work in works.items()}
+    yield {"what": "sizes", "samples": len(samples), "tokens": sum(lengths), "token_caps": caps}
+    for name, kind in (("ODC", OdcTrees), ("plain torch", Unsharded)):
+        before, variant = gpu.forget(), None
+        variant = made(kind, works["whole"], gpu)
+        packs = {way: work.packs({"whole": "mini", "shared": TREES}[way]) for way, work in works.items()}
+        found = {way: _gradients(variant, packs[way], gpu) for way in packs}  # the same, but for bf16
+        off = float((found["shared"] - found["whole"]).norm() / found["whole"].norm())
+        del found
+        took: dict[str, list[float]] = {way: [] for way in packs}
+        peaks = {}
+        for turn in range(5):
+            for way in packs if turn % 2 else reversed(packs):
+                if not turn:
+                    gpu.forget()
+                ran = trained(variant, packs[way], turn)
+                peaks.setdefault(way, gpu.peak_gb() - before)
+                took[way] += [ran.seconds] * (turn > 0)
+        ratio = statistics.median(a / b for a, b in zip(took["whole"], took["shared"], strict=True))
+        computed = {way: sum(each["input_ids"].numel() for each in of) for way, of in packs.items()}
+        line = {"seconds": took, "peak_gb": peaks, "tokens": computed, "packs": {way: len(packs[way]) for way in packs}}
+        passed = off < 0.05 and (gpu.rehearsal or ratio >= least)
+        del variant, packs
+        yield {"what": name, "ratio": ratio, "gradients_off": off, "passed": passed, **line}
+
+
+def _drawn(draw: random.Random, count: int) -> torch.Tensor:
+    return torch.tensor([draw.randrange(_WORDS) for _ in range(count)])
+
+
+def _gradients(variant: Variant, packs: MinibatchPacks, gpu: Gpu) -> torch.Tensor:
+    """Of the second layer and the embedding, one after another."""
+    here = MinibatchPacks.of((to_device(each, gpu.type) for each in packs), getattr(packs, "split", None))
+    variant.gradients(here, count_target_tokens(packs))
+    picked = [p.grad for name, p in variant.model.named_parameters() if "layers.1." in name or "embed" in name]
+    found = torch.cat([getattr(each, "to_local", lambda each=each: each)().float().flatten() for each in picked])
+    variant.optimizer.zero_grad()
+    return found
+
+
+def long(gpu: Gpu, *, tokens: int) -> Iterator[dict[str, Any]]:
+    """One sample, layers checkpointed: what chunks and offloading save, and cost. They must not change the loss."""
+    if gpu.rehearsal:
+        tokens //= 128
+    ids = torch.randint(_WORDS, (tokens,), generator=torch.Generator().manual_seed(0))
+    work, losses = GivenWork.of(gpu, [{"input_ids": ids}], tokens, checkpointing=True), []
+    ways: dict[str, tuple[Callable[[nn.Module], Any], ...]] = {
+        "checkpointed": (),
+        "in chunks": (compute_in_chunks,),
+        "offloaded": (compute_in_chunks, offload_checkpoints),
+    }
+    for name, changes in ways.items():
+        before, variant = gpu.forget(), None
+        try:
+            variant = made(OdcHead, work, gpu)
+            for change in changes:
+                change(variant.model)
+            ran = [trained(variant, work.packs("mini"), number) for number in range(2)]
+            losses.append(ran[0].loss)
+            alike = abs(losses[-1] - losses[0]) <= 1e-3 * abs(losses[0])  # bf16 in another order
+            line = {"passed": alike, "loss": losses[-1], "seconds": [each.seconds for each in ran]}
+            line |= {"peak_gb": gpu.peak_gb() - before}
+        except Exception as error:
+            line = {"error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]}
+        del variant
+        yield {"what": name, "tokens": tokens, **line}
