@@ -133,11 +133,3 @@ class CheckpointCorrupt(OdcError, ValueError):
 
 class CheckpointDiffers(OdcError, ValueError):
     """A checkpoint belongs to another model or optimizer; nothing was overwritten."""
-
-
-def lost_within(error: BaseException) -> OfRanks | None:
-    """The loss of a peer that `error` came from: a signal's handler raises it anywhere, and torch may wrap it."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, OfRanks):
-        found = found.__cause__ or found.__context__
-    return found

@@ -141,6 +141,8 @@ def folder_aside(
             for entry in list(path.iterdir()) if path.is_dir() else ():
                 if not replaces(entry.name) and not os.path.lexists(aside / entry.name):
                     link_or_copy(entry, aside / entry.name)
+            if path.is_dir():
+                shutil.copymode(path, aside)
             sync_folder(aside)
             put_in_place(aside, path, former=old)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..base.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
+from ..base.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed, OfRanks
 from ..engine.module import Engine
 
 _SHOWN = 5  # names or differences that a message lists
@@ -35,6 +35,8 @@ class all_or_none(dict):
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._engine.refuse_in_child(f"'{self._purpose}'")
+        if isinstance(error, OfRanks):  # the others know it, or can't be asked
+            return
         problem = None if error is None else problem_of(error)
         message = {"problem": problem, **(self if error is None else {})}
         if error is not None and not isinstance(error, Exception):  # a request to stop: don't wait for others

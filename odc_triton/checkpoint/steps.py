@@ -172,7 +172,7 @@ def newest_in(folder: Path) -> Path | None:
             if found:
                 Manifest.read(found[-1]).check_sizes(found[-1])
             return found[-1] if found else None
-        except CheckpointCorrupt:
+        except (OSError, CheckpointCorrupt):
             before, folders = folders, _folders(folder)
             if folders == before:
                 raise

@@ -26,9 +26,9 @@ from .pretrained_tensors import PretrainedTensors, require_written
 SHARD_BYTES = 2 * 2**30
 # What transformers and PEFT write and read again: an older model's, beside a new one that has no such file.
 _OF_A_MODEL = re.compile(
-    r"(pytorch_|adapter_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|additional_chat_templates|"
+    r"((adapter_)?model(-\d+-of-\d+)?\.safetensors|(pytorch|adapter)_model(-\d+-of-\d+)?\.bin)(\.index\.json)?|"
     r"((generation_|adapter_|processor_|(video_)?preprocessor_|tokenizer_)?config|tokenizer|special_tokens_map|"
-    r"added_tokens|vocab|chat_template)\.json|chat_template\.jinja|tokenizer\.model|vocab\.txt|merges\.txt"
+    r"added_tokens|vocab|chat_template)\.json|chat_template\.jinja|additional_chat_templates|vocab\.txt|merges\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
 )
 # Of a processor, besides its tokenizer's.
 _OF_PICTURES = (

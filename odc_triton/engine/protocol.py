@@ -22,9 +22,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
+from traceback import walk_tb
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -38,7 +40,6 @@ from ..base.errors import (
     RankLost,
     RanksDiffer,
     describe,
-    lost_within,
 )
 from ..base.events import EventLog
 from ..comm.barrier import Barrier
@@ -59,6 +60,12 @@ class Phase(IntEnum):
 def _is_fatal(error: BaseException | None) -> bool:
     """True if a rank with this error can't wait at another barrier."""
     return isinstance(error, (RankLost, DeadlineExceeded)) or not isinstance(error, Exception | None)
+
+
+def _is_of_communication(error: Exception) -> bool:
+    """True if it was raised in torch.distributed: gloo's and NCCL's are RuntimeErrors like others'."""
+    *_, module = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
+    return isinstance(error, dist.DistError) or module.startswith(("torch.distributed", "torch._ops"))
 
 
 def _messages_of(participant: Participant, messages: list[dict[str, Any]]) -> list[Any]:
@@ -473,9 +480,7 @@ class Protocol:
         except OdcError:
             raise
         except Exception as error:
-            if (lost := lost_within(error)) is not None:
-                raise lost from error
-            if isinstance(error, RuntimeError):  # of gloo, NCCL and stores
+            if _is_of_communication(error):
                 try:
                     self.barrier.name_lost(what, error)
                 except OfRanks:
@@ -486,14 +491,14 @@ class Protocol:
     def _break(self, purpose: str, error: BaseException) -> None:
         """A peer is lost or too late, or this rank must stop (Ctrl-C, exit): reports it without waiting."""
         self._enter(Phase.BROKEN)
-        with contextlib.suppress(torch.distributed.DistError):  # the store may be what was lost
+        with contextlib.suppress(dist.DistError):  # the store may be what was lost
             self.barrier.post(purpose, {"error": describe(error), "follows": False})
 
     def abort(self, error: BaseException) -> None:
         """Tells peers that this rank's training loop ended by `error`, outside of a minibatch; does not wait."""
         if not self.is_broken:
             self._enter(Phase.BROKEN)
-            with contextlib.suppress(torch.distributed.DistError):  # the store may be gone
+            with contextlib.suppress(dist.DistError):  # the store may be gone
                 self.barrier.abort(describe(error))
 
     def require_peers(self, purpose: str) -> None:

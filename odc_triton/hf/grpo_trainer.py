@@ -34,6 +34,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.trainer_utils import has_length
 
 from ..balance.collate import PackedDataset, pack_collate, to_device
 from ..balance.packing import best_fit_decreasing
@@ -170,7 +171,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
                 f"CPUs with use_cpu=True"
             )
         prompts = wanted // args.num_generations
-        if hasattr(self.train_dataset, "__len__") and len(self.train_dataset) < prompts:
+        if has_length(self.train_dataset) and len(self.train_dataset) < prompts:
             raise ValueError(
                 f"train_dataset has {len(self.train_dataset)} prompts, and a step samples for {prompts}: it would be "
                 f"left out as incomplete. Give more prompts, or more num_generations of each"

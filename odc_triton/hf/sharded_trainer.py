@@ -32,11 +32,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, has_length, sort_checkpoints
 from transformers.utils import is_accelerate_available
 
 from ..balance import CostModel
-from ..base.files import folder_aside
+from ..base.files import folder_aside, remove_folder
 from ..checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
 from ..checkpoint.failures import all_or_none
 from ..checkpoint.folder import load_checkpoint, write_checkpoint
@@ -104,7 +104,7 @@ class ShardedTrainer(Trainer):
         for name in ("train_dataset", "eval_dataset"):
             given = trainer.get(name)
             for each in given.values() if isinstance(given, dict) else [given]:
-                if hasattr(each, "__len__") and not len(each):  # at which TRL's constructors end in a StopIteration
+                if has_length(each) and not len(each):  # at which TRL's constructors end in a StopIteration
                     raise ValueError(f"{name}: the data set has no samples")
         self._accumulated = 1
         if args is not None:
@@ -167,6 +167,17 @@ class ShardedTrainer(Trainer):
                 'of them named "ref" before fully_shard',
                 stacklevel=3,
             )
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *given: Any, **options: Any) -> Any:
+        """TRL's, which drops what `max_length` leaves nothing of to learn. Raises ValueError if that is all."""
+        made = super()._prepare_dataset(dataset, processing_class, args, *given, **options)
+        if has_length(made) and has_length(dataset) and len(dataset) and not len(made):
+            name = options.get("dataset_name", given[-1] if given else "")
+            raise ValueError(
+                f"max_length={args.max_length} leaves nothing to learn of any of {len(dataset)} samples of the {name} "
+                f"data set: set a larger max_length in {type(args).__name__}, or None"
+            )
+        return made
 
     # ------------------------------------------------------------------ a step
 
@@ -269,8 +280,8 @@ class ShardedTrainer(Trainer):
         """Writes a folder for plain transformers, or PEFT, in the compute dtype. Every rank calls it; rank 0 writes."""
         with self._engine.naming_lost("save_model"):
             self._publish_edits("save the model")
-            super().save_model(output_dir, _internal_call)
-            self._engine.barrier.exchange("save_model", {})  # until then rank 0 reads the others' shards
+            with all_or_none(self._engine, "save the model"), self._engine.barrier.working():
+                super().save_model(output_dir, _internal_call)  # rank 0 reads the others' shards
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if self.args.should_save:
@@ -304,25 +315,27 @@ class ShardedTrainer(Trainer):
                     shared["aside"] = str(aside)
             self._aside = shared.all[0]["aside"]
             try:
-                super()._save_checkpoint(model, trial)
+                with all_or_none(self._engine, purpose):
+                    super()._save_checkpoint(model, trial)
             finally:
                 made, self._aside = Path(self._aside, final.name), None
             best = final.with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
             if best == final or best.is_dir():
                 state.best_model_checkpoint = str(best)
-            self._engine.exchange(f"write {final.name}", {})
-            with all_or_none(self._engine, purpose):
+            with all_or_none(self._engine, purpose), self._engine.barrier.working():
                 if writes:
                     state.save_to_json(made / TRAINER_STATE_NAME)
                     for each in made.iterdir():
                         each.rename(aside / each.name)
                     made.rmdir()
                     writing.close()
+                    if (limit := self.args.save_total_limit or 0) > 0:
+                        paths = map(Path, sort_checkpoints(run, use_mtime=True))
+                        old = [path for path in paths if path not in (final, best)]
+                        for path in old[: max(0, len(old) + sum(map(Path.is_dir, {final, best})) - limit)]:
+                            remove_folder(path)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
-        if writes:
-            limit = self.args.save_total_limit
-            rotate_checkpoints(run, limit, best_model_checkpoint=state.best_model_checkpoint, use_mtime=True)
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._aside or super()._get_output_dir(trial)

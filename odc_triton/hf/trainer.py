@@ -192,17 +192,6 @@ class ODCTrainer(ShardedTrainer):
                 f"text can be: evaluate without compute_metrics"
             )
 
-    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, *given: Any, **options: Any) -> Any:
-        """TRL's, which drops what `max_length` leaves nothing of to learn. Raises ValueError if that is all."""
-        made = super()._prepare_dataset(dataset, processing_class, args, *given, **options)
-        if hasattr(made, "__len__") and len(dataset) and not len(made):
-            name = options.get("dataset_name", given[-1] if given else "")
-            raise ValueError(
-                f"all {len(dataset)} samples of the {name} data set are too long for max_length={args.max_length} and "
-                f"were dropped by TRL: set a larger max_length in {type(args).__name__}, or None"
-            )
-        return made
-
     def _samples(self, dataset: Any) -> Any:
         """The data set, whose records become samples if they have pictures and no tokens."""
         if not has_picture_records(dataset):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..base.errors import CheckpointCorrupt
@@ -13,7 +13,8 @@ from ..checkpoint.folder import Manifest, verify
 from ..checkpoint.write_pretrained import is_of_a_model
 
 SHARDS = "odc"  # folder within a checkpoint: masters and optimizer states, see checkpoint/folder.py
-_ITS_FILES = (SHARDS, "optimizer.pt", SCHEDULER_NAME, "scaler.pt", TRAINER_STATE_NAME, "training_args.bin")
+_NO_SHARDS = f"it has no complete {SHARDS}/ folder"
+_ITS_FILES = (SHARDS, OPTIMIZER_NAME, SCHEDULER_NAME, "scaler.pt", TRAINER_STATE_NAME, "training_args.bin")
 
 
 def is_of_a_checkpoint(name: str) -> bool:
@@ -24,14 +25,13 @@ def is_of_a_checkpoint(name: str) -> bool:
 def why_not_whole(checkpoint: Path, *, deep: bool = False) -> str | None:
     """What a checkpoint lacks for training to go on from it; None if nothing. `deep`: reads all of `odc/`."""
     try:
-        if not (checkpoint / SHARDS).is_dir():
-            return f"it has no complete {SHARDS}/ folder"
-        world = Manifest.read(checkpoint / SHARDS).world
+        for folder, problem in ((checkpoint, "there is no such folder"), (checkpoint / SHARDS, _NO_SHARDS)):
+            if not folder.is_dir():
+                return problem
+        Manifest.read(checkpoint / SHARDS)
         read_json_object(checkpoint / TRAINER_STATE_NAME, "it is not whole")
-        own = [f"rng_state_{rank}.pth" for rank in range(world)] if world > 1 else ["rng_state.pth"]
-        for name in (SCHEDULER_NAME, *own):
-            if not (checkpoint / name).is_file():
-                return f"it has no {name}"
+        if not (checkpoint / SCHEDULER_NAME).is_file():
+            return f"it has no {SCHEDULER_NAME}"
         if deep:
             verify(checkpoint / SHARDS)
     except (OSError, ValueError) as error:
@@ -60,7 +60,9 @@ def find_checkpoint(given: str | Path | bool, output: Path) -> str | bool:
 
 def _newest(output: Path) -> tuple[Path | None, dict[Path, str]]:
     """The newest whole checkpoint in `output`, and why newer ones are not."""
-    numbers = {path: path.name.rpartition("-")[2] for path in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    numbers = {
+        path: path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-") for path in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    }
     folders = [path for path, number in numbers.items() if number.isdecimal() and path.is_dir()]
     left: dict[Path, str] = {}
     for path in sorted(folders, key=lambda path: int(numbers[path]), reverse=True):
@@ -73,12 +75,11 @@ def _newest(output: Path) -> tuple[Path | None, dict[Path, str]]:
 
 def _is_of_another(checkpoint: Path) -> bool:
     """True for one that was written to its end without `odc/`: by plain Trainer, or with `save_only_model`."""
-    return (checkpoint / TRAINER_STATE_NAME).exists() and not (checkpoint / SHARDS).exists()
+    names = {path.name for path in checkpoint.iterdir()}
+    is_other = OPTIMIZER_NAME in names or SCHEDULER_NAME not in names  # else only the removal of `odc/` was interrupted
+    return TRAINER_STATE_NAME in names and SHARDS not in names and is_other
 
 
 def _refusal(checkpoint: Path, problem: str, newest: Path | None) -> CheckpointCorrupt:
     instead = "there is no whole one beside it" if newest is None else f"the newest whole one is {newest}"
-    return CheckpointCorrupt(
-        f"training can't go on from {checkpoint}, as {problem}: another trainer wrote it, or one with save_only_model, "
-        f"or its writing or removal was interrupted; {instead}"
-    )
+    return CheckpointCorrupt(f"training can't go on from {checkpoint}, as {problem}; {instead}")

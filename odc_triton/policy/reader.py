@@ -9,7 +9,6 @@ import mmap
 import os
 import select
 import socket
-import threading
 import time
 import warnings
 import weakref
@@ -132,24 +131,16 @@ class PolicyReader:
                 return begun[0]
             if 0 < self._pinned < max(begun):  # that rank began before it saw the pin: let the others follow it
                 self._pin()
-            self._refuse_own_wait(begun)
             waited_s = time.monotonic() - start_s
             self._require_job()
             if waited_s > self._timeout_s:
+                behind = self._rank < len(begun) and begun[self._rank] < max(begun)
+                own = f"rank {self._rank} reads its own job's before its own step: step first, or use full_parameters"
                 raise PolicyUnavailable(
                     f"the ranks of the policy at {self._address} have published {published} times, and did not all "
-                    f"publish equally often within {waited_s:.0f} s: does the job stand still?"
+                    f"publish equally often within {waited_s:.0f} s: {own if behind else 'does the job stand still?'}"
                 )
             time.sleep(min(max(waited_s / 50, _SHORTEST_NAP_S), _LONGEST_NAP_S))
-
-    def _refuse_own_wait(self, begun: list[int]) -> None:
-        """Raises PolicyUnavailable in a rank that is behind others: it would wait for itself."""
-        in_step = threading.current_thread() is threading.main_thread()  # else that one may step meanwhile
-        if in_step and self._rank < len(begun) and begun[self._rank] < max(begun):
-            raise PolicyUnavailable(
-                f"rank {self._rank} reads the policy of its own job at {self._address} before its own step, which "
-                f"others have begun: read it after optimizer.step() on this rank, or by full_parameters(model)"
-            )
 
     def _is_still(self, number: int) -> bool:
         """True if no owner has begun another publication since `number`."""

@@ -21,7 +21,7 @@ from ..balance import CostModel
 from ..balance.decoder import Decoder
 from ..base.config_file import with_config
 from ..base.environment import joined_world, require_world
-from ..base.errors import in_a_line, lost_within
+from ..base.errors import OfRanks, in_a_line
 from ..base.options import add_arguments, read_options
 from ..base.signals import STOPS, handling
 from ..checkpoint import load_pretrained_shards
@@ -77,6 +77,14 @@ def train(options: RunOptions, prepare: Prepare, start: Start, on_metrics: OnMet
     finally:
         if prepared.folder is not None:
             prepared.folder.release()
+
+
+def lost_within(error: BaseException) -> OfRanks | None:
+    """The loss of a peer that `error` came from: a signal's handler raises it anywhere, and torch may wrap it."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OfRanks):
+        found = found.__cause__ or found.__context__
+    return found
 
 
 def _sharded(

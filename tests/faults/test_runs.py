@@ -24,11 +24,11 @@ import torch
 from odc_triton import RankLost, full_parameters
 from odc_triton.base import signals
 from odc_triton.base.config_file import write_config
-from odc_triton.base.errors import lost_within
 from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.checkpoint.steps import verify
 from odc_triton.comm.launch import Interrupted
 from odc_triton.train import outcome, sft
+from odc_triton.train.job import lost_within
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.run_folder import RunFolder
 from odc_triton.train.sft import train_sft

@@ -217,7 +217,7 @@ _BOTH = [
     (
         {"max_length": 2},
         {},
-        "all 2 samples of the train data set are too long for max_length=2 and were dropped by TRL",
+        "max_length=2 leaves nothing to learn of any of 2 samples of the train data set",
     ),
 ]
 # Arguments, what else the trainer is given, and the error.
@@ -289,9 +289,14 @@ def _refusals(rank: int, world: int, folder: str) -> None:
             "DPO",
             None,
             {"eval_dataset": {"a": long}},
-            "all 2 samples of the a data set are too long for max_length=1024",
+            "max_length=1024 leaves nothing to learn of any of 2 samples of the a data set",
         ),
-        ("Reward", None, {"eval_dataset": long}, "all 2 samples of the eval data set are too long for max_length=1024"),
+        (
+            "Reward",
+            None,
+            {"eval_dataset": long},
+            "max_length=1024 leaves nothing to learn of any of 2 samples of the eval data set",
+        ),
         ("DPO", None, {"train_dataset": long.select([])}, "train_dataset: the data set has no samples"),
         ("DPO", None, {"train_dataset": images}, "contains 'image' or 'images' keys"),
         ("DPO", None, {"ref_model": reference, "train_dataset": stream}, "IterableDataset"),

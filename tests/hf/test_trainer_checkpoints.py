@@ -47,7 +47,12 @@ def _changed(checkpoint: Path) -> None:
 
 
 def _other_trainers(checkpoint: Path) -> None:
+    (checkpoint / "optimizer.pt").touch()
     _without("odc")(checkpoint)
+
+
+def _users_copy(checkpoint: Path) -> None:
+    shutil.copytree(checkpoint.with_name("checkpoint-1"), checkpoint.with_name("checkpoint-best-9"))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +69,10 @@ TABLE = [
     (_without("odc/manifest.json"), "checkpoint-2", "manifest.json is missing"),
     (_without("odc/random-0.json"), "checkpoint-2", "random-0.json is missing"),
     (_without("scheduler.pt"), "checkpoint-2", "has no scheduler.pt"),
-    (_without("rng_state.pth"), "checkpoint-2", "has no rng_state.pth"),
+    (_without("rng_state.pth"), "checkpoint-3", ""),
+    (_users_copy, "checkpoint-3", ""),
+    (_without("odc"), "checkpoint-2", "has no complete odc/"),  # its removal was interrupted
+    (_without("odc", "scheduler.pt", "rng_state.pth"), None, "the newest whole one is"),  # save_only_model
     (_cut, "checkpoint-2", "trainer_state.json is not valid JSON"),
     (_changed, "checkpoint-2", "was changed after it was written"),
     (_other_trainers, None, "the newest whole one is"),
@@ -97,6 +105,8 @@ def test_none_is_whole(tmp_path: Path, saved: Path) -> None:
         _cut(shutil.copytree(folder, tmp_path / folder.name))
     with pytest.raises(CheckpointCorrupt, match=r"checkpoint-3, as .* there is no whole one beside it"):
         find_checkpoint(True, tmp_path)
+    with pytest.raises(CheckpointCorrupt, match=r"from .*/checkpoint-7, as there is no such folder; "):
+        find_checkpoint(saved / "checkpoint-7", tmp_path)
 
 
 _FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
