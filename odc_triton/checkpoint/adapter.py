@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,8 @@ from torch import nn
 
 from ..data.adapted import base_of
 from .parameters import read_whole, sharded_parameters
+
+_WRAPPER = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")  # in the names below checkpoint_wrapper or compile
 
 
 def with_adapter(model: nn.Module, config: Any) -> nn.Module:
@@ -73,14 +76,15 @@ def adapter_reads(model: nn.Module) -> set[int]:
 def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
     """Writes a sharded PEFT model's adapter into `folder`, as PEFT's `save_pretrained` would. Only rank 0 calls it.
 
-    An adapter "ref", as TRL names a frozen reference, is not written.
+    Of several adapters it writes the one that is trained.
     """
     from safetensors.torch import save_file
 
     parameters, own = sharded_parameters(model), _adapters_own(model).items()
     whole = {name: read_whole(model, parameters.get(id(value), value), dtype) for name, value in own}
     prefix = "" if hasattr(model, "get_base_model") else "base_model.model."  # added by transformers' add_adapter
-    tensors = {f"{prefix}{name}": value.contiguous() for name, value in _peft_state(model, whole).items()}
+    state = {_WRAPPER.sub("", name): value.contiguous() for name, value in _peft_state(model, whole).items()}
+    tensors = {f"{prefix}{name}": value for name, value in state.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = model.peft_config[_adapter(model)]
     former, config.inference_mode = config.inference_mode, True  # as in PEFT
@@ -92,22 +96,40 @@ def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> 
 
 
 def _adapter(model: nn.Module) -> str:
-    adapters = [name for name in model.peft_config if name != "ref"]
-    if len(adapters) != 1:
-        raise ValueError(f"the model has adapters {[*model.peft_config]}; exactly one besides 'ref' can be saved")
-    return adapters[0]
+    trained = {part for name, each in model.named_parameters() if each.requires_grad for part in name.split(".")}
+    active = model.active_adapters
+    for names in (model.peft_config, trained, active() if callable(active) else active):
+        if len(found := [name for name in model.peft_config if name in names]) == 1:
+            return found[0]
+    raise ValueError(f"the model has adapters {[*model.peft_config]}, and one can be saved: train or activate only one")
 
 
 def _peft_state(model: nn.Module, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     from peft import get_peft_model_state_dict
 
-    return get_peft_model_state_dict(model, state_dict=whole, adapter_name=_adapter(model), save_embedding_layers=False)
+    adapter, is_resized = _adapter(model), _is_resized(model)
+    return get_peft_model_state_dict(model, state_dict=whole, adapter_name=adapter, save_embedding_layers=is_resized)
+
+
+def _is_resized(model: nn.Module) -> bool:
+    """True if the base's files, as far as they are here, have another vocabulary: PEFT writes the embeddings too."""
+    source = model.peft_config[_adapter(model)].base_model_name_or_path
+    try:
+        config = type(model.config).from_pretrained(source, local_files_only=True) if source else model.config
+    except (OSError, ValueError):
+        return False
+    return config.get_text_config().vocab_size != model.config.get_text_config().vocab_size
 
 
 def _adapters_own(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers but for the base's frozen ones, a tied one by each of its names."""
     base = frozen_ids(model)
-    return {name: value for name, value in model.state_dict(keep_vars=True).items() if id(value) not in base}
+    if _is_resized(model):
+        layers = (model.get_input_embeddings(), model.get_output_embeddings())
+        base -= {id(each) for layer in layers if layer is not None for each in layer.parameters()}
+    modules = model.named_modules(remove_duplicate=False)
+    own = {f"{prefix}.{name}": value for prefix, each in modules for name, value in _tensors_of(each).items()}
+    return {name.removeprefix("."): value for name, value in own.items() if id(value) not in base}
 
 
 def frozen_ids(model: nn.Module) -> set[int]:
@@ -152,13 +174,17 @@ def origins_of(module: nn.Module, prefix: str = "", *, adapted: bool = True) -> 
     if isinstance(module, _peft_layers()):
         yield from _origins_of_layer(module, prefix, adapted=adapted)
         return
-    buffers = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
-    for name, value in (module._parameters | buffers).items():
-        if value is not None:
-            yield f"{prefix}{name}", Origin(value)
+    for name, value in _tensors_of(module).items():
+        yield f"{prefix}{name}", Origin(value)
     for name, child in module._modules.items():
         if child is not None:
-            yield from origins_of(child, f"{prefix}{name}.", adapted=adapted)
+            yield from origins_of(child, prefix + _WRAPPER.sub("", f"{name}."), adapted=adapted)
+
+
+def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers of this module alone."""
+    buffers = {name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set}
+    return {name: each for name, each in (module._parameters | buffers).items() if each is not None}
 
 
 def _peft_layers() -> tuple[type[nn.Module], ...]:
@@ -183,8 +209,10 @@ def _origins_of_layer(layer: Any, prefix: str, *, adapted: bool) -> Iterator[tup
         others = layer.modules_to_save if isinstance(layer, ModulesToSaveWrapper) else layer.ln_tuning_layers
         active = [others[name] for name in layer.active_adapters if name in others]
         yield from origins_of(active[0] if active else base, prefix)
-    elif isinstance(layer, lora.Linear) and not any([*layer.lora_variant, *layer.lora_bias.values()]):
-        active = [name for name in layer.active_adapters if name in layer.lora_A and name not in layer.merged_adapters]
+    elif isinstance(layer, lora.Linear) and not any(
+        [*layer.lora_variant, *layer.lora_bias.values(), layer.merged_adapters]
+    ):
+        active = [name for name in layer.active_adapters if name in layer.lora_A]
         ab = [(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in active]
         pairs = [LoraPair(*each, layer.fan_in_fan_out) for each in ab]
         for name, origin in origins_of(base, prefix):
@@ -209,9 +237,11 @@ def merged_layer(layer: Any, read: Callable[[Any], torch.Tensor]) -> dict[str, t
 
     `read`: whole values of its parameters. Raises NotImplementedError for a layer that can't be merged.
     """
-    whole = {id(each): nn.Parameter(read(each), requires_grad=False) for each in layer.parameters()}
-    plain = copy.deepcopy(layer, whole)  # with these in the place of its own
+    others = {id(each): nn.Parameter(read(each), requires_grad=False) for each in layer.parameters()}
+    hooks = [each for module in layer.modules() for name, each in vars(module).items() if name.endswith("_hooks")]
+    others |= {id(each): type(each)() for each in hooks}  # which may hold anything
     try:
+        plain = copy.deepcopy(layer, others)  # with these in the place of its own
         if hasattr(plain, "unload_and_optionally_merge_module"):
             plain = plain.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
         else:

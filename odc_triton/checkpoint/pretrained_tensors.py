@@ -18,13 +18,20 @@ T = TypeVar("T")
 
 
 def require_written(model: nn.Module, *, merge: bool = False) -> None:
-    """Raises NotImplementedError, with its name, if something trained would not be in what is written of `model`: of a
-    PEFT model the adapter, with `merge` the whole model. Reads no values."""
+    """Raises NotImplementedError, with its name, if something trained would not be in what is written of `model`, or
+    something that is loaded again: of a PEFT model the adapter, with `merge` the whole model. Reads no values."""
     _, part = transformers_part(model)
     if hasattr(model, "peft_config") and not merge:
         read = adapter_reads(model)
     else:
-        read = set().union(*(origin.reads() for _, origin in origins_of(part)))
+        origins = dict(origins_of(part))
+        empty = empty_copy(part)
+        if absent := [name for name, _ in origins_of(empty) if name not in origins]:
+            raise NotImplementedError(
+                f"a plain {type(empty).__name__} has {', '.join(absent[:3])}{', …' if len(absent) > 3 else ''}, and "
+                f"what is saved would not: take out what replaced or wrapped these layers, or save the state_dict()"
+            )
+        read = set().union(*(origin.reads() for origin in origins.values()))
     lost = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in read]
     if lost:
         raise NotImplementedError(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,48 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], str]] = {
     "vblora": ("VBLoRAConfig", QV | {"vector_length": 4, "num_vectors": 6, "topk": 2, "r": 2}, "Qwen2", {}, ""),
     "miss": ("MissConfig", QV | {"r": 4}, "Qwen2", {}, ""),
     "shira": ("ShiraConfig", QV | {"r": 4}, "Qwen2", {}, ""),
+    "a second adapter is trained": ("LoraConfig", LORA, "Qwen2", TIED, ""),
+    "blocks are wrapped": ("LoraConfig", LORA | {"modules_to_save": ["norm"]}, "Qwen2", TIED, ""),
+    "hooks hold locks": ("LoraConfig", LORA | {"use_dora": True}, "Qwen2", {}, ""),
+}
+
+
+def _second_adapter(model: Any) -> None:
+    model.add_adapter("b", model.peft_config["default"])
+    model.set_adapter("b")
+
+
+def _wrap_blocks(model: Any) -> None:
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
+
+    torchs.apply_activation_checkpointing(model, check_fn=lambda each: type(each).__name__ == "Qwen2DecoderLayer")
+
+
+def _hook_locks(model: Any) -> None:
+    lock = threading.Lock()
+    for module in model.modules():
+        module.register_forward_hook(lambda *_, lock=lock: None)
+        module.register_forward_pre_hook(partial(_hold, lock))
+
+
+def _hold(lock: Any, *_: Any) -> None:
+    with lock:
+        pass
+
+
+class _ExtraState(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"scale": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+# By name: what is done to the adapted model before it is sharded.
+PREPARED: dict[str, Callable[[Any], None]] = {
+    "a second adapter is trained": _second_adapter,
+    "blocks are wrapped": _wrap_blocks,
+    "hooks hold locks": _hook_locks,
 }
 
 
@@ -126,7 +170,9 @@ def _adapter_of(kind: str, base: nn.Module) -> nn.Module:
     if kind == "transformers' own":
         base.add_adapter(config)
         return fully_shard(base)
-    return fully_shard(peft.get_peft_model(base, config))
+    model = peft.get_peft_model(base, config)
+    PREPARED.get(kind, lambda _: None)(model)
+    return fully_shard(model)
 
 
 def _base_of(kind: str, folder: Path) -> nn.Module:
@@ -207,6 +253,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "frozen and tied": ("Qwen2", TIED, _frozen_embeddings),
     "a buffer and a parameter more": ("Qwen2", {}, _with_more),
     "buffers": ("DeepseekV3", {}, None),
+    "wrapped blocks": ("Qwen2", TIED, _wrap_blocks),
 }
 
 
@@ -281,6 +328,12 @@ def _trained_base() -> nn.Module:
     return model
 
 
+def _changed(change: Callable[[nn.Module], Any], **changes: Any) -> nn.Module:
+    model = causal_lm("Qwen2", **changes)
+    change(model)
+    return model
+
+
 def _start_training(model: nn.Module) -> None:
     from transformers import TrainingArguments
 
@@ -312,6 +365,18 @@ REFUSED: dict[str, tuple[Any, Any, type[Exception], str]] = {
         NotImplementedError,
         r"^value\.weight, value\.bias",
     ),
+    "a layer of other parameters": (
+        lambda: _changed(lambda model: nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)),
+        lambda model: require_written(fully_shard(model)),
+        NotImplementedError,
+        r"^a plain Qwen2ForCausalLM has model\.layers\.0\.mlp\.up_proj\.weight,",
+    ),
+    "a head in a sequence": (
+        lambda: _changed(lambda model: setattr(model, "lm_head", nn.Sequential(model.lm_head))),
+        lambda model: require_written(fully_shard(model)),
+        NotImplementedError,
+        r"^a plain Qwen2ForCausalLM has lm_head\.weight,",
+    ),
     "PEFT's ties by transposed views": (
         lambda: _lora(target_modules=EMBED, ensure_weight_tying=True),
         fully_shard,
@@ -335,6 +400,48 @@ def test_refuses_before_training(lost: str) -> None:
         model = make()
         with pytest.raises(error, match=words):
             begin(model)
+
+
+def _merged_before(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    model = _lora()
+    model.merge_adapter()
+    return model, {"merge": True}
+
+
+def _resized(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    import peft
+
+    base = _base_of("lora", folder / "base")
+    base.save_pretrained(folder / "base")
+    base.resize_token_embeddings(101, mean_resizing=False)
+    return peft.get_peft_model(base, peft.LoraConfig(**LORA)), {}
+
+
+def _with_extra_state(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    model, given = _lora(), {"merge": True}
+    model.base_model.model.model.layers[0].mlp.up_proj.__class__ = _ExtraState
+    require_written(fully_shard(model))
+    return model, given
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT
+@pytest.mark.parametrize("make", [_merged_before, _resized, _with_extra_state])
+def test_frozen_parts_are_in_what_is_written(make: Any, tmp_path: Path) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    plain, given = make(tmp_path)
+    model = plain if make is _with_extra_state else fully_shard(plain)
+    want = _logits(model)
+    save_pretrained(model, tmp_path / "saved", **given)
+    if given:
+        got = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    else:
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        base.resize_token_embeddings(101)
+        got = peft.PeftModel.from_pretrained(base, tmp_path / "saved")
+    _equal(make.__name__, _logits(got), want, 1e-5)
 
 
 def test_vllm_refuses_a_head_that_it_ties() -> None:
