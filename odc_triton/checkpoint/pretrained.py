@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..base.errors import CheckpointDiffers
+from ..base.errors import CheckpointDiffers, in_a_line
 from ..base.files import reading
 from ..data.adapted import base_of
 from ..data.tokenizer import read_config
@@ -135,7 +135,8 @@ def _tie_as_in(files: PretrainedFiles, made: nn.Module) -> None:
 def _untie(made: nn.Module, target: str) -> None:
     owner, _, name = target.rpartition(".")
     module = made.get_submodule(owner)
-    setattr(module, name, nn.Parameter(torch.empty_like(getattr(module, name))))
+    value = torch.empty_like(old := getattr(module, name))
+    setattr(module, name, nn.Parameter(value) if isinstance(old, nn.Parameter) else value)
     del made.all_tied_weights_keys[target]
     for config in (made.config, made.config.get_text_config()):
         config.tie_word_embeddings = False
@@ -143,10 +144,10 @@ def _untie(made: nn.Module, target: str) -> None:
 
 def _equal(files: PretrainedFiles, one: _Source, other: _Source, rows: slice | None = None) -> bool:
     """True if the tensors, or these rows of them, are equal in fp32. Holds a part of them at a time."""
-    names = [each.names[-1] for each in (one, other)]
+    names = [each.names[0] for each in (one, other)]
     shapes = [files.shape(name) for name in names]
-    if shapes[0] != shapes[1] or one.converter or other.converter:
-        return shapes[0] == shapes[1]
+    if shapes[0] != shapes[1] or one.converter or other.converter:  # of what is made of several nothing is known
+        return False
     first, end, _ = (rows or slice(None)).indices((*shapes[0], 1)[0])
     step = max(1, _BLOCK // max(1, math.prod(shapes[0][1:])))
     parts = [slice(start, min(start + step, end)) for start in range(first, end, step)]
@@ -208,19 +209,19 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
         base = base_of(source)
         merge = None if base is None else Merge(_meta_base(str(source)), source, base)
         changed = [] if merge is None else merge.changed(sources)
-        _check(places, sources, files, merge)
+        _check(places, sources, files, model, merge)
         engine.drain(purpose)
     if base is not None and engine.rank == 0:
         kind = "has an adapter beside its model" if base == str(source) else f"is an adapter of {base}"
         print(f"{source} {kind}: its weights are merged into the model", flush=True)
     with engine.writing(), all_or_none(engine, purpose):
         for target, source_of in sources.items():
-            for name, take in _values(target, source_of, files, model):
+            for name, take in _values(target, source_of, files.read, model):
                 if name not in changed:
                     _fill(places[name], take)
 
         def read(name: str) -> torch.Tensor:
-            return dict(_values(name, sources[name], files, model))[name](None)
+            return dict(_values(name, sources[name], files.read, model))[name](None)
 
         for name in changed:
             _fill(places[name], partial(rows_of, merge.whole(name, read)))
@@ -271,7 +272,7 @@ def _sources(empty: nn.Module, files: PretrainedFiles, wanted: Collection[str]) 
             unexpected.append(name)
             continue
         if known[target].is_floating_point():
-            files.require_floats(name)
+            files.require_plain(name)
         source = sources.setdefault(target, _Source())
         source.names.append(name)
         if pattern is not None:
@@ -282,16 +283,31 @@ def _sources(empty: nn.Module, files: PretrainedFiles, wanted: Collection[str]) 
 
 
 def _check(
-    places: dict[str, Place], sources: dict[str, _Source], files: PretrainedFiles, merge: Merge | None = None
+    places: dict[str, Place],
+    sources: dict[str, _Source],
+    files: PretrainedFiles,
+    model: nn.Module,
+    merge: Merge | None = None,
 ) -> None:
     differences = []
+    shapes: dict[str, tuple[int, ...]] = {}
     given = {id(places[target]) for target in sources}
-    made = [tuple(source.converter.target_patterns) for source in sources.values() if source.converter is not None]
-    patterns = [re.compile(pattern.replace("*", r"\d+")) for patterns in made for pattern in patterns]
+    for target, source in sources.items():
+        try:
+            made = _values(target, source, lambda name, _: torch.empty(files.shape(name), device="meta"), model)
+            shapes |= {name: tuple(take(None).shape) for name, take in made}
+        except Exception as error:  # of its tensors' number or shapes, of any class
+            differences.append(f"{target} can't be made of {', '.join(source.names[:3])}, … ({in_a_line(error)})")
+    given |= {id(places[name]) for name in shapes if name in places}
     for name, place in places.items():
-        if id(place) not in given and not any(pattern.search(name) for pattern in patterns):
+        if id(place) not in given:
             differences.append(f"{name} is not in the files")
             given.add(id(place))
+    for name, shape in shapes.items():
+        if name not in places:
+            differences.append(f"{name} is not in the model")
+        elif shape != (wanted := tuple(places[name].shape)):
+            differences.append(f"{name} is {list(shape)} in the files and {list(wanted)} here")
     filled: dict[int, str] = {}
     for target, source in sources.items():
         place = places[target]
@@ -303,10 +319,6 @@ def _check(
                 f"{twin} and {target} differ, and are one parameter here: make the model by meta_causal_lm(model=…), "
                 f"which does not tie them"
             )
-        if source.converter is None:
-            shape, wanted = files.shape(source.names[0]), tuple(places[target].shape)
-            if shape != wanted:
-                differences.append(f"{target} is {list(shape)} in the files and {list(wanted)} here")
     if differences:
         raise CheckpointDiffers(f"the files are of another model: {listed(differences)}")
 
@@ -314,20 +326,25 @@ def _check(
 Take = Callable[[slice | None], torch.Tensor]  # returns some rows of a tensor, or with None all of it
 
 
-def _values(target: str, source: _Source, files: PretrainedFiles, model: nn.Module) -> Iterator[tuple[str, Take]]:
+def _values(
+    target: str, source: _Source, read: Callable[[str, slice | None], torch.Tensor], model: nn.Module
+) -> Iterator[tuple[str, Take]]:
+    """(name, its value) of what `source` gives. `read(name, rows)`: of a tensor in the files."""
     if source.converter is None:
-        yield target, partial(files.read, source.names[-1])
+        yield target, partial(read, source.names[0])  # of a tensor that has two names there, as transformers
         return
     converter = copy.deepcopy(source.converter)  # it keeps what it is given
     for name, pattern in zip(source.names, source.patterns, strict=True):
-        converter.add_tensor(target, name, pattern, files.read(name))
+        converter.add_tensor(target, name, pattern, read(name, None))
     _, part = transformers_part(model)
     for name, value in converter.convert(target, model=part, config=part.config).items():
         yield name, partial(rows_of, value[0] if isinstance(value, list) else value)
 
 
 def _fill(place: Place, take: Take) -> None:
+    to, rows = place, None
     if isinstance(place, ShardedParameter):
-        place.shard.master.copy_(take(slice(*place.shard.master_rows)))
-    else:
-        place.copy_(take(None))
+        to, rows = place.shard.master, slice(*place.shard.master_rows)
+    if (value := take(rows)).shape != to.shape:  # which copy_ would repeat
+        raise CheckpointDiffers(f"{list(value.shape)} values for {list(to.shape)}")
+    to.copy_(value)

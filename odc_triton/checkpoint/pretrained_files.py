@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _WEIGHTS = re.compile(r".*\.(safetensors|gguf|pth|h5|msgpack)|pytorch_model.*\.bin")
-_FLOATS = {"F64", "F32", "F16", "BF16"}  # that weights are trained in, by safetensors' names
+_NARROW = re.compile(r"[A-Z]+[468](_.*)?")  # safetensors' names of types that only quantised weights have
 
 
 def weights_folder(source: str | Path) -> Path:
@@ -67,9 +67,9 @@ class PretrainedFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
-    def require_floats(self, name: str) -> None:
+    def require_plain(self, name: str) -> None:
         """Raises ValueError for a weight whose numbers are of a quantised type."""
-        if (dtype := self._slice(name).get_dtype()) not in _FLOATS:
+        if _NARROW.fullmatch(dtype := self._slice(name).get_dtype()):
             raise _quantised(self.folder, f"{name} is {dtype}", None)
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:

@@ -122,6 +122,10 @@ def in_dtype(dtype: torch.dtype) -> Callable[[Path], None]:
     return make
 
 
+def norm_in(dtype: torch.dtype) -> Callable[[dict], dict]:
+    return lambda tensors: tensors | {"model.norm.weight": torch.ones(32, dtype=dtype)}
+
+
 def of_bert(folder: Path) -> None:
     """Ties two pairs, of which one is equal in the files."""
     sizes = {"num_key_value_heads": None, "is_decoder": True, "tie_word_embeddings": True}
@@ -176,6 +180,12 @@ MORE = {
         lambda at: tied(at, lambda found: found | {HEAD: found["transformer.wte.weight"] * 2}, family="GPT2"),
         0,
     ),
+    "two names for one tensor": (
+        lambda at: (saved(at), rewritten(at, lambda found: found | {"norm.weight": torch.full((32,), 7.0)})),
+        0,
+    ),
+    "whole numbers": (lambda at: (saved(at), rewritten(at, norm_in(torch.int64))), 0),
+    "truth values": (lambda at: (saved(at), rewritten(at, norm_in(torch.bool))), 0),
     "bf16": (in_dtype(torch.bfloat16), 0),
     "fp16": (in_dtype(torch.float16), 0),
     "fp64": (in_dtype(torch.float64), 0),
@@ -252,6 +262,34 @@ def test_a_tied_model_does_not_take_two_tensors(tmp_path: Path) -> None:
         CheckpointDiffers, match=rf"{HEAD} and {EMBEDDING} differ, and are one parameter here: make the"
     ):
         load_pretrained_shards(model, tmp_path)
+
+
+# Names of a layer's experts that the files lack, and what is said of those that are made of them.
+EXPERTS = {
+    "one of two": (
+        "experts.1.w2",
+        r"layers.0.mlp.experts.down_proj is \[1, 32, 48\] in the files and \[2, 32, 48\] here",
+    ),
+    "half of one": ("experts.1.w3", r"layers.0.mlp.experts.gate_up_proj can't be made of .*experts.0.w1.*, … \("),
+    "all": ("experts", "layers.0.mlp.experts.gate_up_proj is not in the files; .*down_proj is not in the files"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EXPERTS)
+def test_merged_tensors_are_checked_before_anything_is_overwritten(tmp_path: Path, case: str) -> None:
+    missing, said = EXPERTS[case]
+    saved(tmp_path, family="Mixtral", num_local_experts=2)
+    rewritten(
+        tmp_path,
+        lambda found: {name: each for name, each in found.items() if "layers.0" not in name or missing not in name},
+    )
+    model = fully_shard(causal_lm("Mixtral", vocab_size=300, num_local_experts=2))
+    before = everything(model)
+    with pytest.raises(CheckpointDiffers, match=said):
+        load_pretrained_shards(model, tmp_path)
+    for name, value in everything(model).items():
+        assert torch.equal(value, before[name]), name
 
 
 @pytest.mark.slow
