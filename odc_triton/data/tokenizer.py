@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base.errors import in_a_line
 from ..base.files import read_json_object, reading
 from .adapted import base_of, with_tokenizer
 from .chat import ChatTemplate
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, ProcessorMixin
 
+# Of tokenizers that a class may convert, besides the files that it names itself.
+_VOCABULARIES = {"tokenizer.json", "tokenizer.model", "tekken.json", "spiece.model", "vocab.json", "vocab.txt"}
 END = "<|end|>"
 PAD = "<|pad|>"
 PROMPT = "<|prompt|>"
@@ -107,18 +110,20 @@ def read_tokenizer(source: str | os.PathLike) -> PreTrainedTokenizerBase:
         source = with_tokenizer(source)
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        except (ValueError, TypeError, ImportError) as error:  # some classes don't expect that files are missing
+        except OSError:
+            raise
+        except Exception as error:  # classes and files that are not as expected raise anything
             raise ValueError(
-                f"{source} has no tokenizer that transformers can load: {error}; give --tokenizer"
+                f"{source} has no tokenizer that transformers can load: {in_a_line(error)}; give --tokenizer"
             ) from error
     require_tokens(tokenizer, source)
     return tokenizer
 
 
 def require_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.PathLike) -> None:
-    """Raises ValueError for an empty tokenizer, which transformers makes of a folder that has none."""
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    if len(tokenizer) < len(special.union(tokenizer.all_special_tokens)) + 2:  # "▁" may be there
+    """Raises ValueError for a folder without the files of its tokenizer: transformers makes an empty one of it."""
+    own = {*getattr(tokenizer, "vocab_files_names", {}).values()}  # none, for a tokenizer of bytes
+    if own and Path(source).is_dir() and not any(Path(source, name).is_file() for name in own | _VOCABULARIES):
         raise ValueError(f"{source} has no tokenizer: give --tokenizer")
 
 

@@ -83,11 +83,18 @@ def offer_policy(model: nn.Module, *, max_lag: float = 30.0) -> PolicyOffer:
     engine.publication.max_lag_s = max_lag
     server = None
     pids = [theirs["pid"] for theirs in engine.exchange("offer the policy", {"pid": os.getpid()})]
+    message: dict[str, Any] = {"address": None}
     if engine.rank == 0:
         own = {"pids": pids[: min(engine.heap.world, NO_RANK)], "max_lag_s": max_lag}
-        server = _OfferServer(engine.publication, files=_Contents(model).files(), **own)
-    message = {"address": None if server is None else server.address}
-    return PolicyOffer(engine.exchange("offer the policy", message)[0]["address"], server)
+        try:
+            server = _OfferServer(engine.publication, files=_Contents(model).files(), **own)
+            message["address"] = server.address
+        except NotImplementedError as error:  # raised below, once the other ranks know it
+            message["problem"] = str(error)
+    message = engine.exchange("offer the policy", message)[0]
+    if "problem" in message:
+        raise NotImplementedError(message["problem"])
+    return PolicyOffer(message["address"], server)
 
 
 class _Contents:

@@ -38,7 +38,11 @@ def difference(theirs: dict[str, Any], mine: dict[str, Any]) -> str | None:
 
     `theirs`: of vLLM's model; `mine`: of the policy, of which vLLM would not take a head that it ties.
     """
-    if theirs.get("tie_word_embeddings") and mine.get("tie_word_embeddings") is False:  # it would drop the head
+    ties = [
+        config.get("tie_word_embeddings", (config.get("text_config") or {}).get("tie_word_embeddings"))
+        for config in (theirs, mine)
+    ]
+    if ties[0] and ties[1] is False:  # it would drop the head
         return (
             "ties its head to its embeddings, and the policy's differ: write false for tie_word_embeddings in its "
             "config.json, or leave lm_head and embed_tokens out of the adapter"
