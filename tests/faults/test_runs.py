@@ -316,7 +316,7 @@ def test_another_job_in_the_same_folder(tmp_path: Path) -> None:
     third = RunFolder(tmp_path / "out")
     third.lock(resume="auto")
     assert not list((tmp_path / "out").glob(".*")), "what a killed job left half written"
-    assert json.loads((tmp_path / "out" / "run.json").read_text()) == {"identity": identity}
+    assert json.loads((tmp_path / "out" / "run.json").read_text()) == {"ended": None, "identity": identity}
     assert third.take(identity) is True
     third.release()
     (tmp_path / "out" / "model").touch()  # what the run would find at its end
