@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -89,6 +90,7 @@ def test_what_is_not_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name in ("notes.txt", "config.json", "old.weights", "runs/one/log"):
         (real / name).write_text("mine")
     (real / "latest").symlink_to("runs/one")
+    real.chmod(0o2770)
     if not can_link:
         monkeypatch.setattr(os, "link", mock.Mock(side_effect=PermissionError("no links on this disk")))
     with folder_aside(path, overwrite=True, replaces=lambda name: name.endswith(".weights")) as aside:
@@ -97,6 +99,7 @@ def test_what_is_not_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert _names(path) == ["config.json", "latest", "notes.txt", "runs"]
     assert (os.readlink(path), os.readlink(real / "latest")) == (str(real), "runs/one")
     assert (real / "config.json").read_text() == "new"
+    assert stat.S_IMODE(real.stat().st_mode) == 0o2770
     assert (real / "latest" / "log").read_text() == (real / "notes.txt").read_text() == "mine"
 
 

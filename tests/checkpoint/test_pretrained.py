@@ -179,7 +179,10 @@ def test_what_transformers_writes_is_a_models(tmp_path: Path) -> None:
     names = {path.name for path in tmp_path.iterdir()}
     assert {"model.safetensors.index.json", "additional_chat_templates", "tokenizer.json"} <= names
     assert [name for name in names if not is_of_a_model(name)] == []
-    assert not any(map(is_of_a_model, ("notes.txt", "config.txt", "model.py", "my_config.json", "checkpoint-1")))
+    older = ("pytorch_model-00001-of-00002.bin", "adapter_model.bin", "spiece.model", "sentencepiece.bpe.model")
+    assert all(map(is_of_a_model, older))
+    others = ("notes.txt", "config.txt", "model.py", "model.bin", "my_config.json", "checkpoint-1")
+    assert not any(map(is_of_a_model, others))
 
 
 # ------------------------------------------------------------------ memory

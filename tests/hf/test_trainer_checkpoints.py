@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from transformers import TrainerCallback
 
-from odc_triton.base.errors import CheckpointCorrupt
+from odc_triton.base.errors import CheckpointCorrupt, CheckpointFailed
 from odc_triton.hf.trainer_checkpoints import find_checkpoint, why_not_whole
 from tests.support import ranks, slow
 from tests.support.trainer_case import logs, odc_trainer
@@ -152,3 +157,43 @@ def test_killed_while_saving(tmp_path: Path, victim: int, moment: int) -> None:
     if (victim, moment) != _MOMENTS[0]:
         assert ranks.run(_train, 2, str(out), True) == ranks.run(_train, 2, str(tmp_path / "whole"))
         assert [*out.glob(".*")] == []
+
+
+def _ends(rank: int, world: int, folder: str, kind: str) -> None:
+    """The callbacks of both ranks raise, one after the other, or rank 0's disk is full, or times are equal."""
+
+    class Raises(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            time.sleep(0.8 * rank)
+            if kind == "runtime":
+                raise torch.OutOfMemoryError("mine")
+            try:
+                raise CheckpointFailed([0], "an older one")
+            except CheckpointFailed:
+                raise KeyError("mine")  # noqa: B904
+
+    if kind == "rotation" and rank == 0:
+        (Path(folder) / "checkpoint-9").mkdir(parents=True)
+        os.path.getmtime = lambda path: 0.0
+    callbacks = [Raises()] if kind in ("runtime", "context") else []
+    trainer = odc_trainer(folder, world, callbacks=callbacks, save_total_limit=1, **SAVING)
+    if kind == "full" and rank == 0:
+        trainer._save_scaler = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words", "left"),
+    [
+        slow("runtime", "OutOfMemoryError", "mine", []),
+        slow("context", "KeyError", "mine", []),
+        slow("full", "CheckpointFailed", "could not save checkpoint-1 (rank 0: No space left on device)", []),
+        slow("rotation", None, "", ["checkpoint-3"]),
+    ],
+)
+def test_how_it_ends(tmp_path: Path, kind: str, error: str | None, words: str, left: list[str]) -> None:
+    with ranks.start(_ends, 2, str(tmp_path / "out"), kind) as job:
+        outcomes = job.join()
+    for each in outcomes:
+        assert (each.error_type, words in (each.error or "")) == (error, True), each.error
+    assert sorted(path.name for path in tmp_path.glob("out/*") if kind != "context") == left

@@ -193,6 +193,10 @@ def test_data_is_refused(tmp_path: Path) -> None:
         def get_train_dataloader(self) -> DataLoader:
             return DataLoader([{"input_ids": torch.ones(3, dtype=torch.int64)}], batch_size=1)
 
+    class Unsized(list):
+        def __len__(self) -> int:
+            raise TypeError("unknown length")
+
     args, model = arguments(str(tmp_path)), sharded_model()
     with pytest.raises(TypeError, match="a batch is a dict and not a list of packs"):
         PlainBatches(model, args, train_dataset=samples()).train()
@@ -201,6 +205,6 @@ def test_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="generator has no length"):
         ODCTrainer(model, args, train_dataset=(sample for sample in samples())).train()
     with pytest.raises(ValueError, match="training needs a train_dataset"):
-        ODCTrainer(model, args).train()
+        ODCTrainer(model, args, eval_dataset=Unsized()).train()  # which others may evaluate
     with pytest.raises(ValueError, match="evaluation needs an eval_dataset"):
         ODCTrainer(model, args).evaluate()
