@@ -64,7 +64,7 @@ def _export(path: Path, options: ExportOptions) -> Path:
     from ..checkpoint.base_model import FILE
     from ..checkpoint.folder import load_checkpoint, read_state
     from ..sharding.shard_module import fully_shard
-    from ..train.model import adapters_of, add_adapters, name_special_tokens
+    from ..train.model import adapters_of, add_adapters, name_special_tokens, ties_head
 
     options = _with_model(options, path)
     tokenizer = _tokenizer(options)
@@ -73,7 +73,13 @@ def _export(path: Path, options: ExportOptions) -> Path:
     model = meta_causal_lm(model=options.model, init=options.init)
     if tokenizer is not None:
         name_special_tokens(model, tokenizer)
-    run = read_state(path).get("identity", {})
+    state = read_state(path)
+    run = state.get("identity", {})
+    if state.get("ties_head", ties_head(model)) != ties_head(model):
+        raise ValueError(
+            f"the head is {'' if state['ties_head'] else 'not '}tied to the embedding in {path}, and in the model here "
+            f"it is the other way round: give --model the folder that training began with, as it was"
+        )
     rank = run.get("lora_rank")
     if options.merge and not rank:
         raise ValueError(f"--merge: {path} is not of a run with --lora-rank, so it has no adapters: leave it out")

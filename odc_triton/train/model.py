@@ -160,6 +160,12 @@ def adapters_of(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def ties_head(model: nn.Module) -> bool:
+    """True if a model's head is its embedding, which only its config says of one that is sharded."""
+    config = innermost(model).config
+    return all(getattr(each, "tie_word_embeddings", True) for each in (config, config.get_text_config()))
+
+
 def add_adapters(
     model: nn.Module, *, rank: int, alpha: float | None, targets: str, without: str | None = None
 ) -> nn.Module:

@@ -24,6 +24,7 @@ from ..engine.minibatch import StepPart
 from ..hf.reference import Teacher
 from .agreement import StepSums, clip, own_gradients, square_norm, sum_up
 from .metrics import Metrics
+from .model import ties_head
 from .optimizers import make_optimizer, make_schedule
 from .run_folder import require_same
 from .run_options import RunOptions
@@ -185,7 +186,8 @@ class Run(ABC):
 
     def position(self) -> dict[str, Any]:
         """All that a checkpoint needs besides shards and random states, the same on every rank; JSON."""
-        return {"state": asdict(self.state), "identity": self.identity, "seed": self.options.seed}
+        about = {"identity": self.identity, "seed": self.options.seed, "ties_head": ties_head(self.model)}
+        return {"state": asdict(self.state)} | about
 
     def resume(self, saved: dict[str, Any], where: Path) -> str:
         """Restores a `position` of the run in the folder `where`; returns the options that have changed, in words.

@@ -311,6 +311,9 @@ def test_a_run_from_two_tensors(tmp_path: Path) -> None:
     assert jobs.run(2, runs["stopped"], stop_after=1) == [jobs.STOPPED]
     assert jobs.run(2, replace(runs["stopped"], resume="auto")) == [jobs.ENDED]
     export(tmp_path / "whole", ExportOptions(out=str(tmp_path / "exported")))
+    that_ties = ExportOptions(out=str(tmp_path / "lost"), init=str(tmp_path / "in" / "config.json"))
+    with pytest.raises(ValueError, match=r"the head is not tied to the embedding in .*give --model the folder"):
+        export(tmp_path / "whole", that_ties)
     want = everything(plain(tmp_path / "whole" / "model"))
     assert (want[HEAD][-1, -1] - want[EMBEDDING][-1, -1]) > 0.9
     assert not torch.equal(want[HEAD], everything(plain(tmp_path / "in"))[HEAD])
