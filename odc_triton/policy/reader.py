@@ -9,6 +9,7 @@ import mmap
 import os
 import select
 import socket
+import threading
 import time
 import warnings
 import weakref
@@ -39,6 +40,11 @@ def read_policy(address: str, *, timeout: float = 60.0) -> PolicyReader:
     Raises PolicyUnavailable if no job of this user offers one there.
     """
     return PolicyReader(address, timeout=timeout)
+
+
+def _is_alone() -> bool:
+    """True if no other thread of this process could be the one that trains: it would wait for itself."""
+    return all(each is threading.current_thread() or each.daemon for each in threading.enumerate())
 
 
 class PolicyReader:
@@ -133,8 +139,8 @@ class PolicyReader:
                 self._pin()
             waited_s = time.monotonic() - start_s
             self._require_job()
-            if waited_s > self._timeout_s:
-                behind = self._rank < len(begun) and begun[self._rank] < max(begun)
+            behind = self._rank < len(begun) and begun[self._rank] < max(begun)
+            if waited_s > self._timeout_s or (behind and _is_alone()):
                 own = f"rank {self._rank} reads its own job's before its own step: step first, or use full_parameters"
                 raise PolicyUnavailable(
                     f"the ranks of the policy at {self._address} have published {published} times, and did not all "

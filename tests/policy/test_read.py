@@ -114,7 +114,7 @@ def test_names_and_values_are_those_of_the_files(kind: str, world: int, backend:
 def _reads_before_its_step(rank: int, world: int) -> None:
     model = fully_shard(_Plain())
     offer, optimizer = offer_policy(model), torch.optim.SGD(model.parameters(), lr=0.1)
-    reader, impatient = read_policy(offer.address), read_policy(offer.address, timeout=0.2)
+    reader, patient = read_policy(offer.address), read_policy(offer.address, timeout=10 * LONG_S)
     engine = model._odc_engine
     dict(reader)  # before any step
     with minibatch(model):
@@ -124,7 +124,7 @@ def _reads_before_its_step(rank: int, world: int) -> None:
     engine.exchange("rank 0 has stepped", {})
     if rank == 1:
         with pytest.raises(PolicyUnavailable, match="rank 1 reads its own job's before its own step: step first"):
-            dict(impatient)
+            dict(patient)
         thread = threading.Timer(0.1, optimizer.step)
         thread.start()  # some train in a thread, and read in the first
         assert [*dict(reader)] == [*dict(full_parameters(model))]
