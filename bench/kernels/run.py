@@ -105,5 +105,4 @@ def ran(operator: Operator, problem: Problem, gpu: Gpu, machine: Machine | None 
     except Exception as error:  # what a kernel or the compiler raises is its result
         found |= {"passed": False, "fault": f"{type(error).__name__}: {error}"[:600]}
     del prepared
-    gpu.free_cached()
     return found

@@ -34,7 +34,7 @@ def add_rows(shard: torch.Tensor, at: int | torch.Tensor, rows: torch.Tensor) ->
     if isinstance(at, torch.Tensor):
         shard.index_add_(0, at, rows.to(shard.dtype))
     else:
-        (shard if rows.shape == shard.shape else shard[at : at + len(rows)]).add_(rows)
+        (shard if not at and rows.shape == shard.shape else shard[at : at + len(rows)]).add_(rows)
 
 
 class ShardedOperand(Protocol):

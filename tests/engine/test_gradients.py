@@ -100,6 +100,11 @@ def test_a_thread_waits_for_another_ones_addition(place: tuple) -> None:
     assert shard.tolist() == [[2, 2]] * 6
 
 
+def test_rows_beyond_the_shard_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="must match the size"):
+        add_rows(torch.zeros(4, 2), 2, torch.ones(4, 2))
+
+
 class _LockedFor:
     """A heap whose lock of each owner is held by another rank until so many seconds have passed; and the clock."""
 
