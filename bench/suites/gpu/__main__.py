@@ -30,6 +30,7 @@ from .plan import LINES, LISTS, LOG, Section
 
 _STARTS = 6  # processes: one, and one after each loss
 _LEAST_S = 15.0  # with less time left no process is started
+_MARGIN_S = 10.0  # of a section that ends with all, for its last lines
 _LEAST_SHARE = 0.3  # of a section's seconds
 _NO_GPU = 2
 _ERROR_CHARACTERS, _SHOWN_CHARACTERS = 1500, 330
@@ -76,7 +77,9 @@ def run_sections(folder: Path, sections: Mapping[str, Section], until_s: float, 
 
 
 def run_section(folder: Path, name: str, section: Section, until_s: float, gpu: Any) -> bool:
-    """Whether the GPU still answers. A section that hangs ends the process after twice its seconds."""
+    """Whether the GPU still answers. A section is cut at its seconds, or where all together end; one that hangs ends
+    the process after twice its seconds, or a little later than all together.
+    """
 
     def say(**line: Any) -> None:
         append_line(folder / LINES, {"section": name, **line})
@@ -89,13 +92,13 @@ def run_section(folder: Path, name: str, section: Section, until_s: float, gpu: 
         say(skipped=lacks)
         return True
     say(begins=time.time())
-    faulthandler.dump_traceback_later(min(2 * section.seconds, max(left_s, 5)), exit=True)
+    faulthandler.dump_traceback_later(min(2 * section.seconds, max(left_s, 0) + _MARGIN_S), exit=True)
     answers = True
     try:
-        for line in section.lines(gpu, folder, left_s):
+        for line in section.lines(gpu, folder, max(left_s - _MARGIN_S, _MARGIN_S)):
             say(**line)
-            if time.monotonic() - start_s > section.seconds:
-                say(cut=section.seconds)
+            if (passed_s := time.monotonic() - start_s) > min(section.seconds, left_s):
+                say(cut=round(passed_s, 1))
                 break
     except Exception as error:
         say(error=f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS])
@@ -115,12 +118,12 @@ def run_children(words: list[str], names: list[str], folder: Path, seconds: floa
     before = len(read_lines(file))
     for _ in range(_STARTS):
         left_s = until_s - time.time()
-        if not names or left_s < min(_LEAST_S, seconds):
+        if not names or left_s < min(_LEAST_S, seconds / 2):
             break
         child = [*words, "--until", str(until_s), "--only", *names]
         with (folder / LOG).open("a") as log, contextlib.suppress(subprocess.TimeoutExpired):
             code = -signal.SIGKILL  # after its time
-            code = subprocess.run(child, cwd=ROOT, stdout=log, stderr=log, timeout=left_s + 5).returncode
+            code = subprocess.run(child, cwd=ROOT, stdout=log, stderr=log, timeout=left_s + 2 * _MARGIN_S).returncode
         lines = read_lines(file)[before:]
         seen = {line["section"] for line in lines if "begins" in line or "skipped" in line}
         if code == _NO_GPU:
@@ -128,9 +131,10 @@ def run_children(words: list[str], names: list[str], folder: Path, seconds: floa
         if not seen & {*names}:
             append_line(file, {"section": names[0], "error": f"its process did not begin it: see {LOG}"})
             break
-        if not {"ended", "skipped", "lost"} & {*lines[-1]}:
+        (*_, last) = [line["section"] for line in lines if "begins" in line] or [None]
+        if last and not any(line["section"] == last and {"ended", "lost"} & {*line} for line in lines):
             said = f"the process ended with {code}, by a fault or after twice its seconds: see {LOG}"
-            append_line(file, {"section": lines[-1]["section"], "error": said})
+            append_line(file, {"section": last, "error": said})
         names = [name for name in names if name not in seen]
     return code
 
