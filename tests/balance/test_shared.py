@@ -108,7 +108,7 @@ ON_ONE_RANK = [
 ]
 
 
-# (tokens of the prompt, of the answer, the picture's place). Cut into waves, and nothing is read: no rank waits.
+# (tokens of the prompt, of the answer, the image's place). Cut into waves, and nothing is read: no rank waits.
 IN_WAVES_WITHOUT_READS = [
     shown([0] * prompt, [0] * answer, [(place, 0)] if place is not None else [])
     for prompt, answer, place in (

@@ -351,7 +351,7 @@ def adapter(folder: Path, *, beside: bool = False, family: str = "Llama", tied: 
         model.save_pretrained(folder)
 
 
-# What PEFT is told, and whether the model has a tied head after that.
+# PEFT's options, and whether the head is still tied with that adapter.
 ADAPTERS = {
     "of a tied head": ({"tied": True, "target_modules": ["q_proj", "lm_head"]}, False),
 }

@@ -46,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if self.now + size > self.most:
-            gc.collect()  # when Python collects circles by itself depends on how many objects there are
+            gc.collect()  # when Python itself collects cycles depends on how many objects exist
         self._known.add(key)
         self.now += size
         self.most = max(self.most, self.now)

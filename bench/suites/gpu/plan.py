@@ -15,7 +15,7 @@ LINES, LOG = "gpu.jsonl", "gpu.log"
 class Section:
     """`run`: module and function, which yields lines. `seconds`: it ends after these. `given`: its arguments, with the
     numbers of the rule that `passes` has in words. `says`: what README may say then. `gpus`: it needs so many.
-    `has_processes`: it starts its own, and is told where to write and how long it has.
+    `has_processes`: it starts its own, and gets the folder to write to and the seconds that are left.
     """
 
     run: str
@@ -62,7 +62,7 @@ TESTS = (
     *_of("cuda_copies", "a_batch[2]"),
     *_of("killed", "killed[forward-0]"),
 )
-# Also of tests/kernels and of others that are told of a GPU by their folder.
+# Also of tests/kernels, and of others whose folder marks them as needing a GPU.
 ALL_TESTS = ("tests/kernels", "tests/gpu", "tests/engine/test_gathered.py", "tests/engine/test_gathered_usage.py")
 ALL_TESTS += ("tests/engine/test_foreach.py", "tests/hf/test_attention.py", "tests/balance/test_collate.py")
 
