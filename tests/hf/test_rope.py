@@ -34,7 +34,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 BEYOND = [  # by the original length, 16
     ("longrope", (10, 60, 12)),
-    ("dynamic", (60, 10, 33)),  # of two beyond it the shorter is the later one
+    ("dynamic", (60, 33, 10)),  # of two beyond it the shorter is the later one
     ("dynamic", (16, 17, 15, 1)),
 ]
 MORE = [(name, lengths) for name in FAMILIES for lengths in ((40, 10, 33), (16, 17, 15), (60,), (9, 1))]

@@ -67,7 +67,10 @@ DEALS: dict[str, Dealt] = {
 # Two of LENGTHS are beyond the original length, and some of their pieces are not.
 _LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 4.0, 8.0, 16.0], "factor": 4.0}
 ROPES: dict[str, dict[str, object]] = {
-    "longrope": {"rope_parameters": {**_LONG, "rope_theta": 1e4, "original_max_position_embeddings": 24}},
+    "longrope": {
+        "rope_parameters": {**_LONG, "rope_theta": 1e4, "original_max_position_embeddings": 24},
+        "original_max_position_embeddings": 24,
+    },
     "dynamic": {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
         "max_position_embeddings": 24,
