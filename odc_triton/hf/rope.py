@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import REMEDY, PackingUnsupported, bounds_on_host
+from .attention import bounds_on_host
 
 
 def follow_documents(model: nn.Module) -> bool:
@@ -39,11 +39,9 @@ def _of_documents(module: nn.Module, args: tuple, given: dict[str, Any], output:
     """A hook of the rotary embedding's forward, whose `output` is replaced."""
     bound = inspect.signature(module.forward).bind(*args, **given).arguments
     positions, batch = bound["position_ids"], len(bound["x"])
-    if positions.ndim != 2:
-        raise PackingUnsupported(f"its rope {_kinds(module)[0]!r} goes by length, and has several axes. {REMEDY}")
     told = getattr(positions, "_odc_pack", {} if batch == 1 else None)
-    if told is None or positions.shape[1] == 1:
-        return None
+    if told is None or positions.ndim != 2 or positions.shape[1] == 1:
+        return None  # a padded batch; positions of several axes, which enable_packing refuses; a step of generation
     if batch == 1 and "cu_seq_lens_q" in told:
         bounds = bounds_on_host(told["cu_seq_lens_q"], positions.numel())
     else:

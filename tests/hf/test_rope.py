@@ -150,6 +150,20 @@ def test_other_rope_by_length_is_refused(limit: int, dtype: torch.dtype, monkeyp
         hf.enable_packing(model)
 
 
+def test_positions_of_several_axes_are_refused() -> None:
+    """Which in a pack don't tell the rotary embedding of its documents; alone the model is as it was."""
+    long = LONG | {"mrope_section": [2, 1, 1]}
+    config = transformers.Qwen2VLTextConfig(**SIZES | PHI, rope_parameters=long)
+    tower = {"embed_dim": 32, "mlp_ratio": 2, "depth": 1, "num_heads": 2, "hidden_size": 32}
+    config = transformers.Qwen2VLConfig(text_config=config, vision_config=tower)
+    model = transformers.Qwen2VLForConditionalGeneration(config).eval()
+    ids = torch.arange(3, 43)[None]
+    want = model(input_ids=ids).logits
+    with pytest.raises(hf.PackingUnsupported, match=r"its neighbour's positions did"):
+        hf.enable_packing(model)
+    assert torch.equal(model(input_ids=ids).logits, want)
+
+
 def test_on_meta_and_twice() -> None:
     family, sizes = FAMILIES["longrope"]
     with torch.device("meta"):
