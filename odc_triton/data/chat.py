@@ -34,6 +34,8 @@ _CHARACTERS = 4_000_000
 # Above any text's, except white space or a letter repeated many times.
 CHARACTERS_PER_TOKEN = 64
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Fields of a turn that are said by it, also if they are one word. Others are if they have several.
+_SAID = re.compile(r"^(reason|think|thought)|calls?$")
 _REMEDY = "give a template with {% generation %} marks, or write one record per turn of the assistant"
 
 
@@ -183,22 +185,37 @@ class ChatTemplate:
             yield text
 
     def _complete(self, index: int, conversation: Conversation, text: str) -> str:
-        """Returns `text`, the rendered conversation. Raises ChatError if tools or their calls are missing from it."""
+        """Returns `text`, the rendered conversation. Raises ChatError if it lacks a part of it."""
         messages, tools = conversation.messages, conversation.tools
 
-        def otherwise(changed: Iterable[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
+        def is_same(changed: Messages, tools: list[dict[str, Any]] | None) -> bool:
             try:
-                return self._render(index, Conversation(list(changed), tools))
+                return self._render(index, Conversation(changed, tools)) == text
             except ChatError:  # so the template reads the changed part
-                return None
+                return False
 
-        remedy = "give a template that supports tools, or render the conversation to 'prompt' and 'completion'"
-        if tools and otherwise(messages, None) == text:
-            raise ChatError(index, f"the chat template leaves out the record's 'tools'; {remedy}")
-        if any("tool_calls" in each for each in messages):
-            silent = ({name: each[name] for name in each if name != "tool_calls"} for each in messages)
-            if otherwise(silent, tools) == text:
-                raise ChatError(index, f"the chat template leaves out the messages' 'tool_calls'; {remedy}")
+        left_out = "record's 'tools'" if tools and is_same(messages, None) else None
+        fields: dict[tuple[str, str], dict[int, bool]] = {}  # by role and name: of each message, is it in the text?
+        for turn, message in enumerate(messages):
+            for name, value in message.items():
+                learned = message["role"] == ASSISTANT and turn >= conversation.learned_from
+                if (isinstance(value, str) if name == "content" else _is_said(name, value, learned)) and value:
+                    seen = isinstance(value, str) and value.strip() in text
+                    fields.setdefault((message["role"], name), {})[turn] = seen
+        for (_, name), seen in fields.items():
+            without = {turn for turn in seen if not seen[turn]} or (seen if name != "content" else ())
+            some = [
+                {key: value for key, value in message.items() if key != name or turn not in without}
+                for turn, message in enumerate(messages)
+            ]
+            if without and is_same(some, tools):
+                left_out = f"messages' {name!r}"
+        if left_out:
+            raise ChatError(
+                index,
+                f"the chat template leaves out the {left_out}; give a template that writes it, leave it out of the "
+                "data, or render the conversation to 'prompt' and 'completion'",
+            )
         return text
 
     def _render(self, index: int, conversation: Conversation, asks: bool = False) -> str:
@@ -287,6 +304,18 @@ def portions(values: Iterable[T], characters: Callable[[T], int], most: int = sy
             some, total = [], 0
     if some:
         yield some
+
+
+def _is_said(name: str, value: Any, learned: bool) -> bool:
+    """Is a field other than the content a part of what is learned, or a call? Others are notes: ids, dates, scores."""
+    if name == "tool_calls" or not learned or name in ("role", "name"):
+        return name == "tool_calls"
+    if isinstance(value, (list, dict)):
+        inner = value.values() if isinstance(value, dict) else value
+        return bool(_SAID.search(name)) or any(_is_said(name, each, learned) for each in inner)
+    return isinstance(value, str) and (
+        bool(_SAID.search(name)) or (" " in value.strip() and any(map(str.isalpha, value)))
+    )
 
 
 def _checked(index: int, text: str) -> str:
