@@ -13,6 +13,9 @@ from .pictures import Pictures, join
 from .pieces import MinibatchPacks, Piece
 from .queue import QueuedPacks
 
+# Inputs of transformers' models that packs have no place for.
+_REFUSED = ("inputs_embeds", "seq_idx", "decoder_input_ids", "encoder_outputs", "input_features", "past_key_values")
+
 
 class PackedDataset(torch.utils.data.Dataset):
     """A map-style data set that is indexed by packs: `packed[[3, 1]]` is `[dataset[3], dataset[1]]`.
@@ -52,7 +55,8 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
     A sample has `input_ids` and, optionally, `labels` aligned with them (-100: not learned), as lists or 1-D
     tensors of one length; without labels every token is learned. With pictures it has what its model's processor makes
     of them for one text, without the dimension of the batch: `pixel_values`, `image_grid_thw`, `pixel_attention_mask`,
-    and `mm_token_type_ids` or `token_type_ids`, 1 for a picture's tokens. Other keys are left out.
+    and `mm_token_type_ids` or `token_type_ids`, 1 for a picture's tokens. Of position_ids only those
+    from 0 up are taken. Keys that are no inputs of transformers' models are left out.
 
     Returns a list of dicts, T the pack's tokens. int64 tensors `[1, T]`: `input_ids`; `position_ids`, from
     0 in each document; `labels`, aligned with `input_ids` as transformers has it (the model shifts them), with
@@ -73,8 +77,8 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
     packs that are not a MinibatchSampler's.
 
     Raises ValueError for an empty pack, a sample without tokens, ids that are not 1-D integers, labels of another
-    length, a piece beyond its sample, a branch off a sample of the pack with other tokens, videos, and pictures that
-    don't fit their tokens, one another or a piece, naming pack and sample.
+    length, other inputs of a model, a piece beyond its sample, a branch off a sample of the pack with other tokens,
+    videos, and pictures that don't fit their tokens, one another or a piece, naming pack and sample.
     """
     return MinibatchPacks.like(packs, (_collate(pack, at) for at, pack in enumerate(packs)))
 
@@ -134,6 +138,14 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
             if stop > len(ids):
                 raise ValueError(f"{where}: {piece} are beyond its {len(ids)} tokens")
             texts[piece.sample] = ids
+        places = sample.get("position_ids")
+        if places is not None and torch.as_tensor(places).tolist() != [*range(len(ids))]:
+            raise ValueError(
+                f"{where}: position_ids are not 0 to {len(ids) - 1}, as a pack counts each document's: leave them out, "
+                f"and give each document as a sample"
+            )
+        if refused := [name for name in _REFUSED if sample.get(name) is not None]:
+            raise ValueError(f"{where} has {refused[0]}, which packs can't give to the model: leave it out")
         documents.append((pictures, start, stop))
         input_ids.append(ids[start:stop])
         position_ids.append(torch.arange(start, stop))
