@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import typing
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import write_file
+from .option_names import instead
 from .options import expanded, flag, without_none
 
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text, in quotes"}
@@ -28,8 +28,7 @@ def read_config(path: str | os.PathLike, kind: type, **others: type) -> dict[str
     for key, value, text in _pairs(path):
         name = str(key).replace("-", "_")
         if name not in hints:
-            close = difflib.get_close_matches(name, hints, n=1)
-            hint = f"; did you mean {_key(close[0])}?" if close else "; --help lists the names"
+            hint = instead(str(key), map(_key, hints)) or "; --help lists the names"
             raise ValueError(f"{path}: there is no option {key}{hint}")
         if not isinstance(value, str) and str(text).lower() in typing.get_args(without_none(hints[name])):
             value = text.lower()  # YAML takes words for values: off, no, null

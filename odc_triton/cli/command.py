@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 from .. import __version__
 from ..base.environment import joined_world
 from ..base.errors import in_a_line
+from ..base.option_names import instead
 from ..base.options import expanded
 from .start import ending_at_once, join_job, report_stopped, start_job
 
@@ -100,8 +100,8 @@ def _did_you_mean(
     for word in [word.partition("=")[0] for word in unknown if word.startswith("--")]:
         if others := [each.prog for each in commands if word in each._option_string_actions]:
             hints.append(f"; {word} is of {', '.join(others)}, not of {chosen.prog}")
-        elif close := difflib.get_close_matches(word, sorted(chosen._option_string_actions), n=1):
-            hints.append(f"; did you mean {close[0]}?")
+        else:
+            hints.append(instead(word, chosen._option_string_actions))
     return "".join(hints)
 
 

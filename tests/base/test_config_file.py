@@ -69,6 +69,8 @@ def test_forms_of_values(tmp_path: Path, text: str, wanted: dict) -> None:
     [
         ("token-capp: 5", "there is no option token-capp; did you mean token-cap?"),
         ("zzzzz: 5", r"there is no option zzzzz; --help lists the names\Z"),
+        ("learning_rate: 1", r"there is no option learning_rate; learning_rate is lr here\Z"),
+        ("max-length: 1", r"there is no option max-length; max-length is token-cap here\Z"),
         ("token-cap: 5\ntoken_cap: 6", "token-cap appears twice"),
         ("lr: 1\nlr: 2", "lr appears twice"),
         ("token-cap: 5.5", "token-cap is 5.5; give a whole number"),
