@@ -28,7 +28,7 @@ def read_config(path: str | os.PathLike, kind: type, **others: type) -> dict[str
     for key, value, text in _pairs(path):
         name = str(key).replace("-", "_")
         if name not in hints:
-            hint = instead(str(key), map(_key, hints)) or "; --help lists the names"
+            hint = instead(str(key), [*map(_key, hints)]) or "; --help lists the names"
             raise ValueError(f"{path}: there is no option {key}{hint}")
         if not isinstance(value, str) and str(text).lower() in typing.get_args(without_none(hints[name])):
             value = text.lower()  # YAML takes words for values: off, no, null

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection
 
 # Options here, of which the first counts that the command has, and their names elsewhere.
 _NAMES = """
@@ -29,18 +29,15 @@ _NONE = {
 }
 
 
-def instead(word: str, names: Iterable[str]) -> str:
+def instead(word: str, names: Collection[str]) -> str:
     """What to write for `word`, which is none of the options `names`: text that goes on a message, maybe empty."""
-    plain, written = _plain(word), {_plain(name): name for name in names}
-    for options, _, others in (entry.partition(":") for entry in _NAMES.replace("|", "\n").splitlines()):
-        found = [option for option in options.split() if option in written and plain in others.split()]
-        if found:
-            return f"; {word} is {written[found[0]]} {_NOTES.get(found[0], '')}".rstrip() + " here"
-    if why := [why for why, others in _NONE.items() if plain in others.split()]:
-        return f"; there is no {word} here: {why[0]}"
+    plain, *others = (each.lstrip("-").replace("-", "_") for each in (word, *names))
+    written = dict(zip(others, names, strict=True))
+    for options, _, known in (entry.partition(":") for entry in _NAMES.replace("|", "\n").splitlines()):
+        here = next((option for option in options.split() if option in written), None)
+        if here and plain in known.split():
+            return f"; {word} is {' '.join(filter(None, (written[here], _NOTES.get(here))))} here"
+    if why := next((why for why, known in _NONE.items() if plain in known.split()), None):
+        return f"; there is no {word} here: {why}"
     close = difflib.get_close_matches(plain, written, n=1)
     return f"; did you mean {written[close[0]]}?" if close else ""
-
-
-def _plain(name: str) -> str:
-    return name.lstrip("-").replace("-", "_")
