@@ -91,8 +91,11 @@ def test_wrong_options(config: str, lengths: str, changes: dict, words: str) -> 
 
 
 def test_more_ranks_than_gpus(config: str, lengths: str) -> None:
-    with pytest.raises(ValueError, match="4 ranks, and there are 2 GPUs: give --ranks 2"):
-        setting_of(BenchOptions(init=config, lengths=lengths, device="cuda"), 4, gpus=2)
+    wanted = BenchOptions(init=config, lengths=lengths, device="cuda")
+    with pytest.raises(ValueError, match="--device is cuda with --ranks 4, and there are 2 GPUs here: give --ranks 2"):
+        setting_of(wanted, 4, gpus=2)
+    with pytest.raises(ValueError, match="--ranks 1, and there are no GPUs here: give --device cpu"):
+        setting_of(wanted, 1, gpus=0)
 
 
 @pytest.mark.parametrize(("device", "ranks", "draws"), [("cuda", 1, "cuda"), ("cuda", 2, "cpu"), ("cpu", 1, "cpu")])
