@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import threading
 import uuid
-import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from datetime import timedelta
-from queue import Empty, SimpleQueue
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
+from ..base.asking import Asker
 from ..base.deadlines import Timeout, timedelta_of
 from ..base.errors import DeadlineExceeded
 
@@ -20,19 +20,13 @@ from ..base.errors import DeadlineExceeded
 class StoreCounter:
     """Atomic numbers in `store`, a connection that nothing else uses. For any thread.
 
-    A store whose host is stopped, not dead, does not answer, and torch's `add` has no deadline. So a dedicated thread
-    sends requests over a dedicated connection, where it may block forever. The thread is kept: on a busy machine a new
-    thread for each request would take many times longer to start than the store to answer.
+    A store whose host is stopped, not dead, does not answer, and torch's `add` has no deadline: an `Asker` has one.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:
         self._store, self._timeout_s = store, timeout_s
         self._is_lost = False
-        self._lock = threading.Lock()
-        self._questions: SimpleQueue[tuple | None] = SimpleQueue()
-        self._answers: SimpleQueue[Any] = SimpleQueue()
-        threading.Thread(target=_ask, args=(store, self._questions, self._answers), daemon=True).start()
-        weakref.finalize(self, self._questions.put, None)
+        self._asker = Asker("odc-counter")
 
     def add(self, key: str, amount: int) -> int:
         """The new number under `key`. Raises DeadlineExceeded, and DistNetworkError when the store's host is gone."""
@@ -40,19 +34,11 @@ class StoreCounter:
 
     def ask(self, method: str, *given: Any) -> Any:
         """What that method of the store returns. Raises as `add`."""
-        with self._lock:
-            if not self._is_lost:
-                self._is_lost = True  # until it has answered: a late answer would be taken for the next request's
-                self._questions.put((method, *given))
-                try:
-                    answer = self._answers.get(timeout=self._timeout_s)
-                except Empty:
-                    pass
-                else:
-                    self._is_lost = False
-                    if isinstance(answer, BaseException):
-                        raise answer
-                    return answer
+        if not self._is_lost:
+            answer = self._asker.ask(partial(getattr(self._store, method), *given))
+            if wait([answer], self._timeout_s).done:
+                return answer.result()
+            self._is_lost = True  # later ones would wait behind it
         raise DeadlineExceeded(
             [],
             f"the store did not answer within {self._timeout_s:.1f} s ({method} {given[0]!r}): its host (rank 0, or "
@@ -111,16 +97,6 @@ class Log:
             self._store.delete_key(f"{self._key}/{place}")
         if 0 in self._own:
             self._store.delete_key(self._key)
-
-
-def _ask(store: dist.Store, questions: SimpleQueue, answers: SimpleQueue) -> None:
-    """Holds no reference to the StoreCounter, so that the thread ends when the counter is freed."""
-    while (question := questions.get()) is not None:
-        try:
-            method, *given = question
-            answers.put(getattr(store, method)(*given))
-        except BaseException as error:
-            answers.put(error)
 
 
 def store_counter(group: dist.ProcessGroup | None = None, timeout: Timeout = timedelta(minutes=30)) -> StoreCounter:

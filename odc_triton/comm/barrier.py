@@ -12,18 +12,17 @@ import logging
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
-from queue import SimpleQueue
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from ..base.asking import Asker
 from ..base.errors import DeadlineExceeded, RankLost, RanksDiffer
 from .memory.heap import LEFT, Status, StatusBoard
 
@@ -63,17 +62,6 @@ def _is_connected(peer: int) -> bool:
     return True
 
 
-def _answer_all(questions: SimpleQueue) -> None:
-    """Answers each (answer, question) until there is a None."""
-    while (asked := questions.get()) is not None:
-        answer, question = asked
-        try:
-            answer.set_result(question())
-        except BaseException as error:
-            answer.set_exception(error)
-        del asked, answer, question  # which would keep the barrier alive
-
-
 class Barrier:
     """The barrier of the ranks of one engine, which all pass it in the same order; `passed`: how often.
 
@@ -86,7 +74,7 @@ class Barrier:
         self.passed = 0
         self._store, self._has_deadlines = store, host_of(store)[0] is None
         self._answer: Future | None = None  # the store's
-        self._questions: SimpleQueue | None = None
+        self._asker: Asker | None = None
         self._blamed: list[int] = []
         self.board: StatusBoard | None = None  # None until `watch`
         self.is_connected: Callable[[int], bool] = lambda peer: True  # finds dead ranks until then
@@ -202,20 +190,14 @@ class Barrier:
         return messages
 
     def _ask(self, question: Callable[[], Any]) -> Future:
-        """The store's answer. A TCPStore's client waits for ever if rank 0's host, which has it, is stopped or cut off:
-        a thread does that, one for all questions.
-        """
-        answer = Future()
+        """The store's answer, which may not come: a TCPStore is on rank 0's host."""
         if self._has_deadlines or self.board is None:
+            answer = Future()
             answer.set_result(question())
             return answer
-        if self._questions is None:
-            self._questions = SimpleQueue()
-            threading.Thread(target=_answer_all, args=(self._questions,), name="odc-store", daemon=True).start()
-            weakref.finalize(self, self._questions.put, None)
-        self._questions.put((answer, question))
-        self._answer = answer
-        return answer
+        self._asker = self._asker or Asker("odc-store")
+        self._answer = self._asker.ask(question)
+        return self._answer
 
     def _missing(self, number: int, keys: list[str]) -> list[int]:
         """The ranks that have not reached exchange `number`: by their status, if there is one, as a store whose host
