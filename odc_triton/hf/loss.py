@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..data.records import IGNORED
 from ..nn.head import FusedLogits, divergence
+from ..nn.modes import evaluating
 from .attention import PREPARED_MASK
 from .enable import innermost, is_packed, refuse_prompt_learning, takes_branches, takes_prepared_mask
 from .images import picture_inputs
@@ -86,9 +87,9 @@ def distillation_loss(
     """The divergence of `model` from `teacher` summed over the pack's target tokens: a scalar in fp32.
 
     Call it in `minibatch(model)` and divide by the *global* number of targets, as with `summed_loss`. `teacher` is
-    sharded over the same ranks and read on demand: it needs no minibatch. It is set to evaluation mode, and needs no
-    gradients. With fused heads in both neither's logits are ever whole. Arguments and errors are those of
-    `odc_triton.divergence` and `summed_loss`.
+    sharded over the same ranks and read on demand: it needs no minibatch. It computes in evaluation mode, without
+    gradients, and may be `model` itself. With fused heads in both neither's logits are ever whole. Arguments and
+    errors are those of `odc_triton.divergence` and `summed_loss`.
     """
     refuse_router_loss(model, f"which this leaves out: {NO_ROUTER_LOSS}")
     logits, _ = predictions(model, pack)
@@ -98,14 +99,10 @@ def distillation_loss(
 @torch.no_grad()
 def frozen_logits(model: nn.Module, pack: Mapping[str, Any]) -> Tensor | FusedLogits:
     """Logits of the pack's targets by a model that is only read: in evaluation mode, but for a fused head's."""
-    if model.training:
-        model.eval()
-    head = innermost(model).get_output_embeddings()
-    head.training = True  # a fused head computes whole logits in evaluation; not `train()`, for dropout of adapters
-    try:
+    with evaluating(model):
+        # A fused head computes whole logits in evaluation; not `train()`, for dropout of adapters.
+        innermost(model).get_output_embeddings().training = True
         return predictions(model, pack)[0]
-    finally:
-        head.training = False
 
 
 def summed_losses(model: nn.Module, pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
