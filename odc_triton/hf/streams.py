@@ -66,11 +66,11 @@ def collate_step(samples: list[Mapping[str, Any]], *, assign: Callable, tower: T
     return packs
 
 
-def refuse_other_samples(checksums: Sequence[int | None]) -> None:
+def refuse_other_samples(checksums: Sequence[Any], name: str = "train_dataset") -> None:
     """Raises RanksDiffer unless all ranks have assigned the same samples; None where they are unknown."""
     for rank, checksum in enumerate(checksums):
         if checksum != checksums[0]:
             raise RanksDiffer(
-                f"rank {rank} has other samples than rank 0: give every rank the same train_dataset in the same order, "
+                f"rank {rank} has other samples than rank 0: give every rank the same {name} in the same order, "
                 f"with the same seed and not split by rank; the trainer assigns its samples to the ranks"
             )
