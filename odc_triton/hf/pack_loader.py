@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from torch import nn
@@ -33,10 +33,12 @@ class PackLoader(DataLoader):
         self.batch_sampler.set_epoch(epoch)
 
 
-def measured(dataset: Any, indices: Sequence[int] | None = None) -> tuple[list[int], list[int], list[list[int]]]:
+def measured(
+    dataset: Any, indices: Sequence[int] | None = None, *, untaken: Set[str] = frozenset()
+) -> tuple[list[int], list[int], list[list[int]]]:
     """Of each sample its tokens, those up to its last picture's, and `values_of` its pictures; reads each sample once.
 
-    Raises TypeError or ValueError for a data set without lengths or token ids.
+    Raises TypeError or ValueError for a data set without lengths or token ids, or with fields of the names `untaken`.
     """
     is_stream = isinstance(dataset, IterableDataset)
     if is_stream or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -51,6 +53,11 @@ def measured(dataset: Any, indices: Sequence[int] | None = None) -> tuple[list[i
         if not isinstance(sample, Mapping) or "input_ids" not in sample:
             keys = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
             raise ValueError(f"sample {index} has {keys}: it needs input_ids, tokenised")
+        if more := sorted(name for name in untaken if sample.get(name) is not None):
+            raise ValueError(
+                f"sample {index} has {', '.join(more)}, which the trainer would leave out, as packs have no place for "
+                f"other inputs of the model than ids, labels and pictures: remove the column, or give it as labels"
+            )
         lengths.append(len(sample["input_ids"]))
         floors.append(floor_of(sample))
         values.append(values_of(sample))
