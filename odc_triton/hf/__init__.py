@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from .loss import summed_losses as summed_losses
     from .offload import offload_checkpoints as offload_checkpoints
     from .reward_trainer import ODCRewardTrainer as ODCRewardTrainer
+    from .sft_trainer import ODCSFTTrainer as ODCSFTTrainer
     from .trainer import ODCTrainer as ODCTrainer
 
 _HOME = {
     "ODCDPOTrainer": "dpo_trainer",
     "ODCGRPOTrainer": "grpo_trainer",
     "ODCRewardTrainer": "reward_trainer",
+    "ODCSFTTrainer": "sft_trainer",
     "ODCTrainer": "trainer",
     "PackingUnsupported": "attention",
     "compute_in_chunks": "chunks",
@@ -43,5 +45,5 @@ _HOME = {
     "summed_losses": "loss",
 }
 __getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)
-for _name in ("ODCDPOTrainer", "ODCGRPOTrainer", "ODCRewardTrainer"):
+for _name in ("ODCDPOTrainer", "ODCGRPOTrainer", "ODCRewardTrainer", "ODCSFTTrainer"):
     __all__.remove(_name)  # they need TRL, an optional package

@@ -61,8 +61,7 @@ class ODCTrainer(ShardedTrainer):
     resumed on another number of ranks, with a `per_device_train_batch_size` that keeps the samples per step. Call
     `save_model` on every rank.
 
-    It combines with another Trainer: `class Mine(ODCTrainer, SFTTrainer)` has SFTTrainer's losses and metrics, without
-    `mean_token_accuracy` for a fused head. For another loss override `compute_loss`.
+    It combines with another Trainer, as ODCSFTTrainer does. For another loss override `compute_loss`.
 
     `train_dataset` may be an IterableDataset, torch's or `datasets`', the same on every rank, with `max_steps`. A step
     takes its next samples, whose longest is then the token cap; a run that goes on reads those that were taken again.

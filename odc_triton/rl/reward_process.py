@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import cache
 from itertools import islice
 from numbers import Complex, Real
@@ -189,9 +189,7 @@ def _start_reaper() -> None:
         os.killpg(functions_pid, signal.SIGKILL)  # by number: a session of its own, never the rank's
 
 
-def find_function(
-    kind: Literal["reward", "rollout"], name: str, columns: Sequence[str] | None = None
-) -> Callable | str:
+def find_function(kind: Literal["reward", "rollout"], name: str, columns: list[str] | None = None) -> Callable | str:
     """The function `name`, a "module:function", or the reason why there is none. `columns`: of the data, if known."""
     module_name, _, path = name.partition(":")
     try:

@@ -42,11 +42,10 @@ class Rewards:
         self.timeout_s = timeout_s
         self._process: RewardProcess | None = None
 
-    def check(self, columns: Sequence[str] | None = None) -> None:
+    def check(self, columns: list[str] | None = None) -> None:
         """Imports the functions, so that a job can fail before its ranks start; `close` when done.
 
-        `columns`: of the data, by which they are called, if known. Raises ValueError with the module or function and
-        the remedy.
+        `columns`: of the data, if known. Raises ValueError with the module or function and the remedy.
         """
         if self.names:
             self._running(columns)
@@ -87,7 +86,7 @@ class Rewards:
             self._process.close()
             self._process = None
 
-    def _running(self, columns: Sequence[str] | None = None) -> RewardProcess:
+    def _running(self, columns: list[str] | None = None) -> RewardProcess:
         if self._process is None:
             try:
                 self._process = RewardProcess(self.names, columns, timeout_s=_START_S)
