@@ -129,9 +129,10 @@ def _read(options: GrpoOptions, tokenizer: Any, ranks: int, *, first: int = 0) -
 
 
 def _columns(options: GrpoOptions, found: list[Prompts]) -> list[str] | None:
-    """What reward functions are given of the prompts to learn from; None if a rollout function may add to it."""
-    of_each = (each.columns for each in found[: len(options.data)])
-    return None if options.rollout else sorted(set().union(*of_each))
+    """What reward functions are given of the prompts to learn from; None where it may be more."""
+    learned = found[: len(options.data)]
+    known = options.rollout is None and all(map(len, learned))
+    return sorted({name for each in learned for name in each.columns}) if known else None
 
 
 def _rewards(options: GrpoOptions) -> Rewards:
