@@ -1,7 +1,7 @@
 """TRL's supervised fine-tuning on odc-triton: torchrun --nproc-per-node 2 examples/trl_sft.py
 
-TRL prepares the data (templates, prompts that are not learned, truncation) and keeps its configuration; ODCTrainer, in
-front of it, assigns the samples, packs them and takes the step. So TRL's own packing stays off.
+TRL prepares the data (templates, prompts that are not learned, truncation) and keeps its configuration; ODCTrainer
+assigns the samples, packs them and takes the step. So TRL's own packing stays off.
 """
 
 from __future__ import annotations
@@ -16,14 +16,10 @@ import torch.distributed as dist
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
 from odc_triton import fully_shard
-from odc_triton.hf import ODCTrainer, enable_packing
-
-
-class ODCSFTTrainer(ODCTrainer, SFTTrainer):
-    """SFTTrainer, whose step is a minibatch of this rank's packs. Its loss is the mean over the target tokens."""
+from odc_triton.hf import ODCSFTTrainer, enable_packing
 
 
 def main(out: str) -> None:

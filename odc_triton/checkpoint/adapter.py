@@ -171,7 +171,7 @@ def origins_of(module: nn.Module, prefix: str = "", *, adapted: bool = True) -> 
 
     `adapted`: as PEFT's active adapters make it; else as it is below them.
     """
-    if isinstance(module, _peft_layers()):
+    if isinstance(module, peft_layers()):
         yield from _origins_of_layer(module, prefix, adapted=adapted)
         return
     for name, value in _tensors_of(module).items():
@@ -187,7 +187,7 @@ def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: each for name, each in (module._parameters | buffers).items() if each is not None}
 
 
-def _peft_layers() -> tuple[type[nn.Module], ...]:
+def peft_layers() -> tuple[type[nn.Module], ...]:
     """PEFT's classes of layers that stand in the place of others."""
     if "peft" not in sys.modules:
         return ()

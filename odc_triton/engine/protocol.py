@@ -350,8 +350,8 @@ class Protocol:
         if self._stepping not in (None, id(optimizer)):  # an optimizer of others, which publishes when all have stepped
             return
         self._step_start_s = time.monotonic()
-        self._stepping = id(optimizer)
         self.publication.announce()
+        self._stepping = id(optimizer)
 
     def step_ends(self, optimizer: Optimizer) -> None:
         if self._stepping != id(optimizer):

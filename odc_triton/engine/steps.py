@@ -208,6 +208,7 @@ class Publication(Participant):
         self.stepping = Status(heap)  # one more while the rank may be writing its shards
         self.pinned = Status(heap)  # the first rank's: the last publication that such readers let pass; 0: any
         self.max_lag_s = 0.0
+        self.check: Callable[[], None] = lambda: None  # raises if such readers would not read what the model is
         self.number = 0
         self._announced = 0
         self._reading = 0  # the publication that an evaluation reads
@@ -218,6 +219,7 @@ class Publication(Participant):
 
     def announce(self) -> None:
         """Announces that this rank may write its shards from here on: readers must not miss it."""
+        self.check()
         if self._announced == self.number:
             deadline_s = time.monotonic() + self.max_lag_s
             while 0 < self.pinned.seen()[0] <= self.number and time.monotonic() < deadline_s:

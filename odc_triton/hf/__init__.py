@@ -9,5 +9,5 @@ samples has `shift_labels` and `pieces` instead. Documents may have pictures, fo
 from ..base.lazy import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
-for _name in ("ODCDPOTrainer", "ODCGRPOTrainer", "ODCRewardTrainer"):
+for _name in ("ODCDPOTrainer", "ODCGRPOTrainer", "ODCRewardTrainer", "ODCSFTTrainer"):
     __all__.remove(_name)  # they need TRL, an optional package

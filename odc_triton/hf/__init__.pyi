@@ -11,4 +11,5 @@ from .loss import summed_loss as summed_loss
 from .loss import summed_losses as summed_losses
 from .offload import offload_checkpoints as offload_checkpoints
 from .reward_trainer import ODCRewardTrainer as ODCRewardTrainer
+from .sft_trainer import ODCSFTTrainer as ODCSFTTrainer
 from .trainer import ODCTrainer as ODCTrainer

@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..balance.pieces import Piece
+from ..nn.modes import evaluating
 from .attention import PREPARED_MASK, REMEDY, PackingUnsupported, packed_attention, packed_mask, tell_by_positions
 from .images import text_positions
 from .rope import follow_documents
@@ -111,12 +112,10 @@ def enable_packing(model: nn.Module) -> None:
         return
     give_token_scores(innermost(model))
     former = _implementations(model.config)
-    training = [module for module in model.modules() if module.training]
     device = next(model.parameters()).device
-    model.eval()
     try:
         # Compiled blocks would keep graphs of the probe's attention.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 _probe(model, device)
     except Exception as error:
@@ -128,8 +127,6 @@ def enable_packing(model: nn.Module) -> None:
         raise PackingUnsupported(f"{name} can't be trained on packs: {reason}") from error
     finally:
         _register(packed_attention, packed_mask)
-        for module in training:
-            module.training = True
 
 
 def refuse_prompt_learning(model: nn.Module) -> None:

@@ -43,6 +43,7 @@ from ..balance.relatives import find_relatives
 from ..data.records import IGNORED
 from ..engine.minibatch import minibatch
 from ..nn.head import log_probs
+from ..nn.modes import evaluating
 from .enable import innermost, refuse_unpacked, takes_branches
 from .grpo_rows import AssignedRows, Row, assign_rows, batch_of, counted, in_bonus, rows_of, share_packs
 from .loss import router_predictions
@@ -181,15 +182,13 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's method in evaluation mode: a fused head has no logits in training."""
-        training = self.model.training
-        self.model.eval()
-        if not self.use_vllm:
-            self.model.unshard()  # the root's own: PEFT's `generate` never calls the root's forward
-        try:
-            return super()._generate_single_turn(*args, **kwargs)
-        finally:
-            self.model.reshard()
-            self.model.train(training)
+        with evaluating(self.model):
+            if not self.use_vllm:
+                self.model.unshard()  # the root's own: PEFT's `generate` never calls the root's forward
+            try:
+                return super()._generate_single_turn(*args, **kwargs)
+            finally:
+                self.model.reshard()
 
     def _get_per_token_logps_and_entropies(
         self,

@@ -10,14 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data.records import IGNORED
+from ..data.records import IGNORED, PICTURE_FIELDS, TOKEN_TYPES
 from ..nn.head import FusedLogits, divergence
+from ..nn.modes import evaluating
 from .attention import PREPARED_MASK
 from .enable import innermost, is_packed, refuse_prompt_learning, takes_branches, takes_prepared_mask
-from .images import picture_inputs
+from .images import picture_inputs, sees_pictures
 from .router_loss import router_losses, router_weight
 
 NO_ROUTER_LOSS = "set model.config.output_router_logits = False"
+TAKEN = ("input_ids", "attention_mask", "position_ids", "labels", *PICTURE_FIELDS)  # of a sample
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -29,7 +31,7 @@ def model_inputs(pack: Mapping[str, Any], model: nn.Module | None = None) -> dic
     would hold every layer's keys and values unused. With `model`, after `enable_packing`: see [Note: a prepared mask].
 
     Raises RuntimeError for pieces of samples on a `model` with another attention, which would ignore them, and
-    ValueError for pictures on a model of a family that is not supported.
+    ValueError for pictures on a model of a family that is not supported, and for the model's other inputs.
     """
     if model is not None and "pieces" in pack and not is_packed(innermost(model)):
         raise RuntimeError(
@@ -42,6 +44,8 @@ def model_inputs(pack: Mapping[str, Any], model: nn.Module | None = None) -> dic
             f"in this pack {branch} branch off sample {branch.parent}, and {type(innermost(model)).__name__} does not "
             f"pass pieces to odc_triton's packed attention, or has rope by length: train it on whole samples"
         )
+    if model is not None and (more := untaken(model) & pack.keys() - {*_BOUNDS}):
+        raise ValueError(f"the pack has {', '.join(sorted(more))}, inputs that packs have no place for: leave them out")
     bounds = _BOUNDS if model is None or _takes_bounds(model) else ()
     names = ("input_ids", "position_ids", "pieces", *bounds)
     inputs = {name: pack[name] for name in names if name in pack} | {"use_cache": False}
@@ -50,6 +54,12 @@ def model_inputs(pack: Mapping[str, Any], model: nn.Module | None = None) -> dic
     if model is not None and all(name in inputs for name in _BOUNDS) and takes_prepared_mask(innermost(model)):
         inputs["attention_mask"] = inputs["input_ids"].new_empty(PREPARED_MASK, dtype=torch.bool)
     return inputs
+
+
+def untaken(model: nn.Module) -> frozenset[str]:
+    """The inputs that plain transformers would pass to the model from a data set, and packs have no place for."""
+    types = TOKEN_TYPES if sees_pictures(innermost(model)) else ()
+    return frozenset(_parameters(model)) - {*TAKEN, *types} | {"label_ids"}
 
 
 def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
@@ -86,9 +96,9 @@ def distillation_loss(
     """The divergence of `model` from `teacher` summed over the pack's target tokens: a scalar in fp32.
 
     Call it in `minibatch(model)` and divide by the *global* number of targets, as with `summed_loss`. `teacher` is
-    sharded over the same ranks and read on demand: it needs no minibatch. It is set to evaluation mode, and needs no
-    gradients. With fused heads in both neither's logits are ever whole. Arguments and errors are those of
-    `odc_triton.divergence` and `summed_loss`.
+    sharded over the same ranks and read on demand: it needs no minibatch. It computes in evaluation mode, without
+    gradients, and may be `model` itself. With fused heads in both neither's logits are ever whole. Arguments and
+    errors are those of `odc_triton.divergence` and `summed_loss`.
     """
     refuse_router_loss(model, f"which this leaves out: {NO_ROUTER_LOSS}")
     logits, _ = predictions(model, pack)
@@ -98,14 +108,10 @@ def distillation_loss(
 @torch.no_grad()
 def frozen_logits(model: nn.Module, pack: Mapping[str, Any]) -> Tensor | FusedLogits:
     """Logits of the pack's targets by a model that is only read: in evaluation mode, but for a fused head's."""
-    if model.training:
-        model.eval()
-    head = innermost(model).get_output_embeddings()
-    head.training = True  # a fused head computes whole logits in evaluation; not `train()`, for dropout of adapters
-    try:
+    with evaluating(model):
+        # A fused head computes whole logits in evaluation; not `train()`, for dropout of adapters.
+        innermost(model).get_output_embeddings().training = True
         return predictions(model, pack)[0]
-    finally:
-        head.training = False
 
 
 def summed_losses(model: nn.Module, pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

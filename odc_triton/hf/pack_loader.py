@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+from transformers.trainer_utils import has_length
 
 from ..balance import MinibatchSampler
 from ..balance.collate import PackedDataset, pack_collate
@@ -14,6 +17,8 @@ from ..balance.relatives import floor_of
 from ..balance.tower import TowerCost, values_of
 from .enable import innermost
 from .images import trains_tower
+
+_COMPARED = 256  # samples of a data set
 
 
 class PackLoader(DataLoader):
@@ -28,10 +33,12 @@ class PackLoader(DataLoader):
         self.batch_sampler.set_epoch(epoch)
 
 
-def measured(dataset: Any, indices: Sequence[int] | None = None) -> tuple[list[int], list[int], list[list[int]]]:
+def measured(
+    dataset: Any, indices: Sequence[int] | None = None, *, untaken: Set[str] = frozenset()
+) -> tuple[list[int], list[int], list[list[int]]]:
     """Of each sample its tokens, those up to its last picture's, and `values_of` its pictures; reads each sample once.
 
-    Raises TypeError or ValueError for a data set without lengths or token ids.
+    Raises TypeError or ValueError for a data set without lengths or token ids, or with fields of the names `untaken`.
     """
     is_stream = isinstance(dataset, IterableDataset)
     if is_stream or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -46,10 +53,32 @@ def measured(dataset: Any, indices: Sequence[int] | None = None) -> tuple[list[i
         if not isinstance(sample, Mapping) or "input_ids" not in sample:
             keys = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
             raise ValueError(f"sample {index} has {keys}: it needs input_ids, tokenised")
+        if more := sorted(name for name in untaken if sample.get(name) is not None):
+            raise ValueError(
+                f"sample {index} has {', '.join(more)}, which the trainer would leave out, as packs have no place for "
+                f"other inputs of the model than ids, labels and pictures: remove the column, or give it as labels"
+            )
         lengths.append(len(sample["input_ids"]))
         floors.append(floor_of(sample))
         values.append(values_of(sample))
     return lengths, floors, values
+
+
+def digest_of(dataset: Any) -> str | None:
+    """Of the samples, at most `_COMPARED`, evenly spaced; None for no data set, its name, and a stream."""
+    if isinstance(dataset, (str, IterableDataset)) or not (hasattr(dataset, "__getitem__") and has_length(dataset)):
+        return None
+    count, found = len(dataset), hashlib.sha256()
+    for place in sorted({count * part // _COMPARED for part in range(_COMPARED)} if count else ()):
+        found.update(json.dumps([count, dataset[place]], default=_plain).encode())
+    return found.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    to_plain = next((getattr(value, name) for name in ("tolist", "tobytes", "hex") if hasattr(value, name)), None)
+    return type(value).__name__ if to_plain is None else str(to_plain())
 
 
 def tower_costs(model: nn.Module, pictures: list[list[int]] | None) -> list[float] | None:

@@ -43,11 +43,12 @@ from ..checkpoint.folder import load_checkpoint, write_checkpoint
 from ..checkpoint.pretrained_tensors import require_written
 from ..checkpoint.repeat import repeating
 from ..checkpoint.write_pretrained import is_of_a_model
-from ..engine.api import engine_of
+from ..engine.api import engine_of, learn_nothing
 from ..engine.minibatch import minibatch
 from ..nn.operand import is_sharded
 from ..sharding.shard_module import fully_shard
 from .enable import enable_packing, refuse_prompt_learning
+from .pack_loader import digest_of
 from .streams import refuse_other_samples
 from .trainer_checkpoints import SHARDS, find_checkpoint, is_of_a_checkpoint
 
@@ -208,6 +209,7 @@ class ShardedTrainer(Trainer):
         self._set_mode(training=True)
         run = partial(self._minibatch, model, *given)
         loss_sum, mb, mine = repeating(run) if self._engine.deterministic else run()
+        learn_nothing(model.parameters())  # where all completions are masked, as TRL steps too
         checksum = getattr(given[0], "checksum", None)
         mine |= {"loss_sum": loss_sum.item(), "checksum": checksum}
         reports = self._engine.exchange(f"sum up minibatch {mb.index}", mine)
@@ -243,15 +245,31 @@ class ShardedTrainer(Trainer):
 
     # ------------------------------------------------------------------ evaluation
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Trainer's, of the parameters as they are when the last rank begins."""
         with self._engine.naming_lost("evaluate"):
-            return super().evaluate(*args, **kwargs)
+            if not self.is_in_train:
+                self._require_same("eval_dataset", self.eval_dataset if eval_dataset is None else eval_dataset)
+            return super().evaluate(eval_dataset, *args, **kwargs)
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, as `evaluate`."""
         with self._engine.naming_lost("predict"):
-            return super().predict(*args, **kwargs)
+            self._require_same("test_dataset", test_dataset)
+            return super().predict(test_dataset, *args, **kwargs)
+
+    def _require_same(self, name: str, given: Any) -> None:
+        """Raises RanksDiffer for a data set that is another one on some rank, such as this rank's shard of it.
+
+        Its samples are compared, if reading them again gives the same: data may be made anew at each access.
+        """
+        sets = [*given.values()] if isinstance(given, dict) else [given]
+        found = [each["own"] for each in self._engine.exchange(f"compare {name}", {"own": [*map(digest_of, sets)]})]
+        if any(each != found[0] for each in found):
+            again = [*map(digest_of, sets)]
+            reports = self._engine.exchange(f"compare {name} again", {"again": again})
+            if [each["again"] for each in reports] == found:
+                refuse_other_samples(found, name)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         self._publish_edits("evaluate", partial(self._set_mode, training=False))
@@ -264,6 +282,8 @@ class ShardedTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Trainer's. `resume_from_checkpoint=True` takes the newest whole checkpoint of `output_dir`."""
         with self._engine.naming_lost("train"):
+            self._require_same("train_dataset", self.train_dataset)
+            self._require_same("eval_dataset", self.eval_dataset)
             return super().train(self._found(resume_from_checkpoint), *args, **kwargs)
 
     def _found(self, given: str | bool | None) -> str | bool | None:

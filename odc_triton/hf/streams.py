@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import count, islice
 from typing import Any
 
@@ -51,13 +51,15 @@ class StreamedSteps(IterableDataset):
             )
 
 
-def collate_step(samples: list[Mapping[str, Any]], *, assign: Callable, tower: TowerCost | None) -> MinibatchPacks:
+def collate_step(
+    samples: list[Mapping[str, Any]], *, assign: Callable, tower: TowerCost | None, untaken: Set[str]
+) -> MinibatchPacks:
     """This rank's packs of a step's samples, collated. Their `checksum` is of all samples, which ranks have to share.
 
     assign: `assign_one` of this rank, which gets lengths, their longest as `token_cap`, and `extra`. tower: of a model
-    that sees pictures. Both can be pickled, for a DataLoader's worker.
+    that sees pictures. untaken: as `measured` takes it. All can be pickled, for a DataLoader's worker.
     """
-    lengths, _, pictures = measured(samples)
+    lengths, _, pictures = measured(samples, untaken=untaken)
     extra = [tower.sample(values) for values in pictures] if tower else None
     own = assign(lengths, token_cap=max(lengths), extra=extra)
     packs = pack_collate([[samples[i] for i in pack] for pack in own])
@@ -66,11 +68,11 @@ def collate_step(samples: list[Mapping[str, Any]], *, assign: Callable, tower: T
     return packs
 
 
-def refuse_other_samples(checksums: Sequence[int | None]) -> None:
+def refuse_other_samples(checksums: Sequence[Any], name: str = "train_dataset") -> None:
     """Raises RanksDiffer unless all ranks have assigned the same samples; None where they are unknown."""
     for rank, checksum in enumerate(checksums):
         if checksum != checksums[0]:
             raise RanksDiffer(
-                f"rank {rank} has other samples than rank 0: give every rank the same train_dataset in the same order, "
+                f"rank {rank} has other samples than rank 0: give every rank the same {name} in the same order, "
                 f"with the same seed and not split by rank; the trainer assigns its samples to the ranks"
             )

@@ -6,7 +6,7 @@ Everything else, schedules, callbacks, logging, saving, is Trainer's own: sharde
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,11 +21,12 @@ from ..balance import MinibatchSampler
 from ..balance.collate import count_target_tokens, to_device
 from ..balance.strategies import assign_one
 from ..balance.tower import TowerCost
+from ..data.records import TOKEN_TYPES
 from ..engine.minibatch import minibatch
 from .chunks import compute_in_chunks
 from .enable import ATTENTION_NAME, innermost, is_packed
 from .images import sees_pictures, trains_tower
-from .loss import router_predictions
+from .loss import TAKEN, router_predictions, untaken
 from .neftune import embedding_noise
 from .pack_loader import PackLoader, measured, refuse_drawn, tower_costs
 from .picture_records import PictureRecords, has_picture_records
@@ -60,8 +61,7 @@ class ODCTrainer(ShardedTrainer):
     resumed on another number of ranks, with a `per_device_train_batch_size` that keeps the samples per step. Call
     `save_model` on every rank.
 
-    It combines with another Trainer: `class Mine(ODCTrainer, SFTTrainer)` has SFTTrainer's losses and metrics, without
-    `mean_token_accuracy` for a fused head. For another loss override `compute_loss`.
+    It combines with another Trainer, as ODCSFTTrainer does. For another loss override `compute_loss`.
 
     `train_dataset` may be an IterableDataset, torch's or `datasets`', the same on every rank, with `max_steps`. A step
     takes its next samples, whose longest is then the token cap; a run that goes on reads those that were taken again.
@@ -166,7 +166,7 @@ class ODCTrainer(ShardedTrainer):
         self._sampler = StreamedSteps(self.train_dataset, count, drop_last=args.dataloader_drop_last)
         assign = partial(assign_one, balance="mini", cost=self._cost, **ranks)
         tower = TowerCost.from_config(model.config, trained=trains_tower(model)) if sees_pictures(model) else None
-        collate = partial(collate_step, assign=assign, tower=tower)
+        collate = partial(collate_step, assign=assign, tower=tower, untaken=untaken(self.model))
         return self._loader(DataLoader, self._sampler, batch_size=None, collate_fn=collate)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
@@ -197,6 +197,7 @@ class ODCTrainer(ShardedTrainer):
     def _samples(self, dataset: Any) -> Any:
         """The data set, whose records become samples if they have pictures and no tokens."""
         if not has_picture_records(dataset):
+            measured(dataset, [0], untaken=self._untaken(dataset))  # else not looked at if a sampler is given
             return dataset
         made = PictureRecords(dataset, self.data_collator, self.processing_class)
         return self._records.setdefault(id(dataset), made)
@@ -235,15 +236,20 @@ class ODCTrainer(ShardedTrainer):
     def _measured(self, dataset: Any) -> tuple[list[int], list[int], list[list[int]]]:
         """`measured` of the whole data set. Records are processed for it: once, and by each rank a part of them."""
         if not isinstance(dataset, PictureRecords):
-            return measured(dataset)
+            return measured(dataset, untaken=self._untaken(dataset))
         if dataset.measured is None:
             rank, world = self._engine.rank, self._engine.world
-            mine = measured(dataset, range(rank, len(dataset), world))
+            mine = measured(dataset, range(rank, len(dataset), world), untaken=untaken(self.model))
             reports = self._engine.exchange("measure the data set", {"measured": mine})
             columns = zip(*(each["measured"] for each in reports), strict=True)  # of each, by rank
             places = range(len(dataset))
             dataset.measured = tuple([parts[at % world][at // world] for at in places] for parts in columns)
         return dataset.measured
+
+    def _untaken(self, dataset: Any) -> Set[str]:
+        """`untaken`, and all others where they are to be passed on: a forward may swallow them by **kwargs."""
+        kept = not self.args.remove_unused_columns and hasattr(dataset, "__len__") and isinstance(dataset[0], Mapping)
+        return untaken(self.model) | ({*dataset[0]} - {*TAKEN, *TOKEN_TYPES} if kept else set())
 
     def _check_sampler(self, sampler: MinibatchSampler) -> None:
         if not isinstance(sampler, MinibatchSampler):

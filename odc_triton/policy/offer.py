@@ -13,6 +13,7 @@ keeps its connection, whose end tells each side that the other died. It sends PI
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import os
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.adapter import Origin
+from ..checkpoint.adapter import Origin, peft_layers
 from ..checkpoint.pretrained import transformers_part
 from ..checkpoint.pretrained_tensors import PretrainedTensors
 from ..comm.layout import aligned
@@ -48,11 +49,23 @@ _LOOK_S, _PINNED_LOOK_S = 0.5, 0.02
 class PolicyOffer:
     """What `offer_policy` returns. `address`: for `read_policy`, the same on all ranks."""
 
-    def __init__(self, address: str, server: _OfferServer | None) -> None:
-        self.address, self._server = address, server
+    def __init__(self, address: str, server: _OfferServer | None, model: nn.Module) -> None:
+        self.address, self._server, self._model, self._adapters = address, server, model, _adapters(model)
+        self._publication = engine_of(model).publication
+        self._publication.check = self._check
+
+    def _check(self) -> None:
+        """Raises RuntimeError if the model's adapters compute otherwise than readers read them."""
+        if _adapters(self._model) != self._adapters:
+            raise RuntimeError(
+                "the model's adapters are active, merged, disabled or scaled otherwise than when offer_policy was "
+                "called, and readers would not see that: close() the offer and make another, or set them back"
+            )
 
     def close(self) -> None:
         """Ends the offer, and readers' connections."""
+        if self._publication.check == self._check:
+            self._publication.check = lambda: None
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -65,7 +78,8 @@ def offer_policy(model: nn.Module, *, max_lag: float = 30.0) -> PolicyOffer:
     parameters that are not sharded are offered as they are now. max_lag: seconds for which a reader may hold the next
     publication back, after several reads that publications met; one that takes longer is dropped, with a warning.
 
-    Each optimizer's step is a version: a `ChainedOptimizer` makes one of those of several.
+    Each optimizer's step is a version: a `ChainedOptimizer` makes one of those of several. The model's adapters stay as
+    they are: a step, or `publish`, after another one was activated, merged, disabled or scaled raises RuntimeError.
 
     Raises TypeError for a model that is not sharded, ValueError for another `max_lag`, NotImplementedError on GPUs.
     """
@@ -94,7 +108,14 @@ def offer_policy(model: nn.Module, *, max_lag: float = 30.0) -> PolicyOffer:
     message = engine.exchange("offer the policy", message)[0]
     if "problem" in message:
         raise NotImplementedError(message["problem"])
-    return PolicyOffer(message["address"], server)
+    return PolicyOffer(message["address"], server, model)
+
+
+def _adapters(model: nn.Module) -> list[Any]:
+    """What PEFT's layers compute with."""
+    names = ("active_adapters", "merged_adapters", "disable_adapters", "scaling")
+    layers = (each for each in model.modules() if isinstance(each, peft_layers()))
+    return [copy.deepcopy([getattr(each, name, None) for name in names]) for each in layers]
 
 
 class _Contents:

@@ -22,8 +22,10 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import cache
+from itertools import islice
+from numbers import Complex, Real
 from typing import Any, Literal
 
 from ..base.errors import TRACEBACK
@@ -34,6 +36,7 @@ _END_S = 2.0  # for exit handlers of the functions' modules
 _TRACE_LINES = 12
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _KEYWORDS = ("prompts", "completions", "completion_ids")
+_NOT_LISTS = (str, bytes, bytearray, Mapping, Set)
 _CODE = """
 import sys
 descriptor, parent, *sys.path[:] = sys.argv[1:]
@@ -51,12 +54,13 @@ class RewardProcess:
 
     It is another program with its own session: it shares no memory, lock or file with the rank, and Ctrl-C does not
     reach it. The kernel kills it when the thread that started it ends; the functions' child processes are killed with
-    it. Its output goes to stderr.
+    it. Its output goes to stderr. columns: of the data, if they are known.
 
-    Raises ValueError if a function can't be imported, ProcessEnded, and TimeoutError after `timeout_s` seconds.
+    Raises ValueError if a function can't be imported, or called with the columns, ProcessEnded, and TimeoutError after
+    `timeout_s` seconds.
     """
 
-    def __init__(self, names: list[str], *, timeout_s: float) -> None:
+    def __init__(self, names: list[str], columns: list[str] | None = None, *, timeout_s: float) -> None:
         self._channel, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -68,7 +72,7 @@ class RewardProcess:
                 start_new_session=True,
             )
         try:
-            problem = self._ask(json.dumps(names).encode(), time.monotonic() + timeout_s)
+            problem = self._ask(json.dumps([names, columns]).encode(), time.monotonic() + timeout_s)
         except BaseException:
             self.kill()
             raise
@@ -156,8 +160,9 @@ def serve(descriptor: int, parent_pid: int) -> None:
 def _serve(channel: socket.socket) -> None:
     functions: list[Callable] = []
     problem = None
-    for name in json.loads(_receive(channel)):
-        found = find_function("reward", name)
+    names, columns = json.loads(_receive(channel))
+    for name in names:
+        found = find_function("reward", name, columns)
         if isinstance(found, str):
             problem = problem or found
         else:
@@ -184,8 +189,8 @@ def _start_reaper() -> None:
         os.killpg(functions_pid, signal.SIGKILL)  # by number: a session of its own, never the rank's
 
 
-def find_function(kind: Literal["reward", "rollout"], name: str) -> Callable | str:
-    """The function `name`, a "module:function", or the reason why there is none."""
+def find_function(kind: Literal["reward", "rollout"], name: str, columns: list[str] | None = None) -> Callable | str:
+    """The function `name`, a "module:function", or the reason why there is none. `columns`: of the data, if known."""
     module_name, _, path = name.partition(":")
     try:
         found = module = importlib.import_module(module_name)
@@ -209,15 +214,16 @@ def find_function(kind: Literal["reward", "rollout"], name: str) -> Callable | s
         return f"{kind} {name}: {path} is {found!r:.60}, no function: name one of {module.__file__}"
     try:
         if kind == "reward":
-            inspect.signature(found).bind_partial(**dict.fromkeys(_KEYWORDS))
+            given, signature = dict.fromkeys([*_KEYWORDS, *(columns or ())]), inspect.signature(found)
+            signature.bind_partial(**given) if columns is None else signature.bind(**given)
         else:
             inspect.signature(found).bind("prompts", "engine")
     except TypeError as error:
         if kind == "rollout":
             return f"rollout {name}: {path} can't be called with prompts and an engine ({error}): give it these two"
         return (
-            f"{kind} {name}: {path} can't be called with the keywords {', '.join(_KEYWORDS)} ({error}): end its "
-            f"parameters with **columns"
+            f"{kind} {name}: {path} can't be called with the keywords {', '.join(given)} ({error}), which are all "
+            f"that there are: name its parameters after these, and end its parameters with **columns"
         )
     except ValueError:  # written in C, without a signature
         pass
@@ -231,19 +237,24 @@ def _call(
         returned = function(**keywords)
         if inspect.isawaitable(returned):
             returned = loop().run_until_complete(returned)
-        try:
-            rewards = list(returned)
-        except TypeError:
+        if not _is_list(returned):
             return {"returned": _short(returned)}
+        rewards = islice(returned, len(keywords["prompts"]) + 1)  # a generator may have no end
         return {"rewards": [_plain(reward) for reward in rewards]}
     except Exception as error:
         return {"raised": f"{type(error).__name__}: {error}", "trace": trace_of(error)}
 
 
+def _is_list(returned: Any) -> bool:
+    """True for values in an order, one for each completion; not for a dict's keys, a set, a text or a table."""
+    shape = getattr(returned, "shape", (0,))
+    return isinstance(returned, Iterable) and not isinstance(returned, _NOT_LISTS) and len(shape) == 1
+
+
 def _plain(reward: Any) -> float | str | None:
     if reward is None:
         return None
-    if isinstance(reward, (str, bytes)):
+    if isinstance(reward, (str, bytes)) or (isinstance(reward, Complex) and not isinstance(reward, Real)):
         return _short(reward)
     try:
         number = float(reward)

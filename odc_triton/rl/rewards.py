@@ -42,13 +42,13 @@ class Rewards:
         self.timeout_s = timeout_s
         self._process: RewardProcess | None = None
 
-    def check(self) -> None:
+    def check(self, columns: list[str] | None = None) -> None:
         """Imports the functions, so that a job can fail before its ranks start; `close` when done.
 
-        Raises ValueError with the module or function and the remedy.
+        `columns`: of the data, if known. Raises ValueError with the module or function and the remedy.
         """
         if self.names:
-            self._running()
+            self._running(columns)
 
     def score(
         self,
@@ -86,10 +86,10 @@ class Rewards:
             self._process.close()
             self._process = None
 
-    def _running(self) -> RewardProcess:
+    def _running(self, columns: list[str] | None = None) -> RewardProcess:
         if self._process is None:
             try:
-                self._process = RewardProcess(self.names, timeout_s=_START_S)
+                self._process = RewardProcess(self.names, columns, timeout_s=_START_S)
             except ProcessEnded as end:
                 raise ValueError(f"while importing the rewards {', '.join(self.names)} {end}") from None
             except TimeoutError:
@@ -119,7 +119,8 @@ class Rewards:
             raise RewardFailed(f"{reward} returned {answer['returned']}: return a list of {count} numbers")
         rewards = answer["rewards"]
         if len(rewards) != count:
-            raise RewardFailed(f"{reward} returned {len(rewards)} rewards for {count} completions: return one for each")
+            number = len(rewards) if len(rewards) < count else f"more than {count}"
+            raise RewardFailed(f"{reward} returned {number} rewards for {count} completions: return one for each")
         for index, each in enumerate(rewards):
             if isinstance(each, str):
                 raise RewardFailed(

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from ..engine.module import ODCModule
 from ..hf.router_loss import router_weight
+from ..nn.modes import evaluating
 from .generation import Request, Sampled, SamplingOptions
 
 _POLL_S = 0.5
@@ -60,7 +61,7 @@ class TransformersEngine:
         )
         # Transformers can't compute the routers' loss of a cache's tokens.
         given = {"output_router_logits": False} if router_weight(model) else {}
-        with _evaluating(model), self._whole():
+        with evaluating(model), self._whole():
             made = model.generate(
                 input_ids=ids,
                 attention_mask=there,
@@ -88,16 +89,6 @@ class TransformersEngine:
         finally:
             if isinstance(self.model, ODCModule):
                 self.model.reshard()
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 def _cut(rows: list[list[int]], logps: list[list[float]], end_tokens: tuple[int, ...]) -> Iterator[Sampled]:

@@ -15,6 +15,7 @@ from ..balance.pieces import Piece, SplitPlan
 from ..base.errors import PeerFailed, RanksDiffer, describe
 from ..engine.api import engine_of
 from ..engine.module import plain_class
+from ..nn.modes import evaluating
 from .buffers import IN_FLIGHT, KVBuffers, LayerShape
 from .exchange import SequenceExchange
 from .layer import AttentionHook, LayerSplit
@@ -172,19 +173,16 @@ def _layers(model: nn.Module) -> list[tuple[nn.Module, LayerShape]]:
         "pieces": [None],
         "use_cache": False,
     }
-    training = [module for module in model.modules() if module.training]
     for module in modules:
         module._odc_split = recorder
-    model.eval()
     try:
         # Autocast's dtypes fit into the model's. A graph of this forward would be of no use.
-        with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.compiler.set_stance("force_eager"):
+        eagerly = torch.compiler.set_stance("force_eager")
+        with evaluating(model), torch.no_grad(), torch.autocast(device.type, enabled=False), eagerly:
             model(**inputs)
     finally:
         for module in modules:
             del module._odc_split
-        for module in training:
-            module.training = True
     if not recorder.seen:
         raise NotImplementedError(
             f"no layer of {plain_class(model).__name__} attends by odc_triton's packed attention: call "

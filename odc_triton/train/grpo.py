@@ -55,7 +55,8 @@ def check_before_start(options: GrpoOptions, ranks: int) -> None:
     """Raises OSError and ValueError for errors that would occur later in the run. Leaves only the folder `out`."""
     options.require_replicas(options.replicas or 1, ranks)
     tokenizer = load_any_tokenizer(options)
-    found = _read(options, tokenizer, ranks // (options.replicas or 1), first=_PROMPTS)
+    world = ranks // (options.replicas or 1)
+    found = _read(options, tokenizer, world, first=_PROMPTS)
     largest = _largest(options, tokenizer, found)
     if options.vllm_server is not None:
         if torch.cuda.is_available():
@@ -68,7 +69,10 @@ def check_before_start(options: GrpoOptions, ranks: int) -> None:
         server.check(config=config, dtype=_DTYPES[options.dtype], tokens=largest["longest"])
     rewards = _rewards(options)
     try:
-        rewards.check()
+        try:
+            rewards.check(_columns(options, found))
+        except ValueError:  # later prompts may have more
+            rewards.check(_columns(options, _read(options, tokenizer, world)))
     finally:
         rewards.close()
     if options.rollout is not None:
@@ -122,6 +126,13 @@ def _read(options: GrpoOptions, tokenizer: Any, ranks: int, *, first: int = 0) -
     most_tokens = options.most_tokens(ranks) - options.max_new_tokens
     how = {"most_tokens": most_tokens, "drop_long": options.drop_long, "first": first}
     return [read_prompts(name, tokenizer, **how) for name in (*options.data, options.eval_data) if name]
+
+
+def _columns(options: GrpoOptions, found: list[Prompts]) -> list[str] | None:
+    """What reward functions are given of the prompts to learn from; None where it may be more."""
+    learned = found[: len(options.data)]
+    known = options.rollout is None and all(map(len, learned))
+    return sorted({name for each in learned for name in each.columns}) if known else None
 
 
 def _rewards(options: GrpoOptions) -> Rewards:

@@ -332,7 +332,8 @@ class GrpoRun(Run):
         }
         if self.options.reward:
             metrics["reward"] = rewards.nanmean().item()
-            metrics["reward_std"] = rewards[~rewards.isnan()].std(correction=0).item()
+            known = rewards[~rewards.isnan()]
+            metrics["reward_std"] = known.std(correction=0).item() if len(known) else math.nan
             metrics["groups_learned"] = (advantages(rewards, "none") != 0).any(1).double().mean().item()
         if len(self.options.reward) > 1:
             for name, scores in zip(self.sampler.rewards.names, made.rewards, strict=True):

@@ -101,6 +101,11 @@ def in_words(metrics: Sequence[Metrics], *, ranks: int) -> str:
         f"{last['step']} steps over {last['tokens']:,} tokens on {ranks} rank{'s' if ranks > 1 else ''}: the {name} "
         f"went from {_number(first[name])} to {_number(last[name])}. Idle: {idle:.1%} of the time."
     )
+    if all(line.get("groups_learned") == 0 and "divergence" not in line for line in metrics):
+        text += (
+            " Nothing was learned: in no step did the rewards of a prompt's completions differ. Look at what the "
+            "reward functions return for them, or try a higher --temperature, more --generations or easier prompts."
+        )
     if last["skipped"]:
         text += f" {last['skipped']} steps were skipped because a loss or gradient was not finite."
     return text

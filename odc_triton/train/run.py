@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from torch import nn
 
 from ..balance import store_counter
@@ -19,7 +18,7 @@ from ..balance.queue import Counter, OwnCounter
 from ..base.errors import MinibatchToRepeat
 from ..base.events import Event, total_s
 from ..checkpoint.repeat import repeating
-from ..engine.api import engine_of
+from ..engine.api import engine_of, learn_nothing
 from ..engine.minibatch import StepPart
 from ..hf.reference import Teacher
 from .agreement import StepSums, clip, own_gradients, square_norm, sum_up
@@ -126,9 +125,7 @@ class Run(ABC):
     def update(self, loss_sum: float, sums: Sequence[float] = ()) -> StepSums:
         """After a minibatch: ranks agree, and take the optimizer's step if all is finite."""
         parameters = [each for each in self.model.parameters() if each.requires_grad]
-        if all(each.grad is None for each in parameters):  # nothing to learn: zeros, of which momenta and decay step
-            for each in parameters:
-                each.grad = torch.zeros_like(each)
+        learn_nothing(parameters)
         gradients = own_gradients(parameters)
         events = self.engine.events.drain()
         now_s = time.monotonic()

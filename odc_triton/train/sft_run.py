@@ -28,6 +28,7 @@ from ..hf import summed_losses
 from ..hf.loss import router_predictions
 from ..hf.pack_loader import tower_costs
 from ..hf.router_loss import router_weight
+from ..nn.modes import evaluating
 from ..sequence.enable import enable_split, split_forward
 from .metrics import Metrics
 from .run import Run, shared_counter
@@ -241,9 +242,8 @@ class SftRun(Run):
                 loss_sum += summed_losses(self.model, to_device(collated, device))[0]
                 targets += count_target_tokens([collated])
 
-        self.model.eval()
-        self.model.get_output_embeddings().train()  # a fused head computes whole logits in evaluation
-        try:
+        with evaluating(self.model):
+            self.model.get_output_embeddings().train()  # a fused head computes whole logits in evaluation
             if fit:
                 mine = assign_one(
                     [lengths[index] for index in fit],
@@ -269,8 +269,6 @@ class SftRun(Run):
                 )
                 with split_forward(self.model, assigned.plan):
                     add(assigned.packs(grid.rank))
-        finally:
-            self.model.train()
         own = {"loss_sum": loss_sum.item(), "targets": targets}
         messages = self.engine.exchange(f"evaluation after step {self.state.step}", own)
         self.reset_timer()

@@ -126,7 +126,7 @@ def step(rank: int, world: int, cases: list[tuple[torch.dtype, bool, str]]) -> l
                 replace_layers(each, roles=["head"], verbose=False)
         teacher.requires_grad_(False)
         model, teacher = fully_shard(model.train(), backend=backend), fully_shard(teacher.train(), backend=backend)
-        every, loss_sum = samples(), 0.0
+        every, loss_sum, modes = samples(), 0.0, [each.training for each in teacher.modules()]
         dealt = [[[0, 3], [1], [4, 5]], [[2]]][rank]
         packs = pack_collate([[every[index] for index in pack] for pack in dealt])
         with minibatch(model, tokens=sum(int((pack["labels"] != -100).sum()) for pack in packs)) as mb:
@@ -134,8 +134,7 @@ def step(rank: int, world: int, cases: list[tuple[torch.dtype, bool, str]]) -> l
                 loss = distillation_loss(model, teacher, pack, **HOW) / mb.tokens
                 loss.backward()
                 loss_sum += loss.item()
-        assert not teacher.training
-        assert not teacher.get_output_embeddings().training
+        assert [each.training for each in teacher.modules()] == modes
         assert all(each.grad is None for each in teacher.parameters())
         found.append((loss_sum, {name: p.grad.full_tensor() for name, p in model.named_parameters()}))
     return found
@@ -147,7 +146,7 @@ MORE = [(torch.float32, True, "cpu"), (torch.float32, False, "cpu"), (torch.floa
 
 @pytest.mark.parametrize("cases", [CASES, slow(MORE)], ids=["usual", "more"])
 def test_a_loop_of_ones_own(cases: list) -> None:
-    """Rank 0 has three packs, rank 1 one; the teacher is read by whoever computes, and set to evaluation."""
+    """Rank 0 has three packs, rank 1 one; the teacher is read by whoever computes, in evaluation mode."""
     of_ranks = ranks.run(step, 2, cases)
     for at, (dtype, *_) in enumerate(cases):
         model, teacher = models(dtype)
@@ -162,3 +161,26 @@ def test_a_loop_of_ones_own(cases: list) -> None:
         assert sum(found[at][0] for found in of_ranks) == pytest.approx((apart / targets).item(), rel=1e-6)
         tolerance = TOLERANCE[dtype]
         assert_same_gradients(of_ranks[0][at][1], gradients_of(model), tolerance, floor=1e-2 * tolerance)
+
+
+def test_a_teacher_that_is_the_student() -> None:
+    """Each of its modules has its own mode again, so later packs have dropout; gradients are those of two models."""
+    (model, _), own = models(torch.float64), samples()[0]
+    packs = pack_collate([[own], [own]])
+    teacher = models(torch.float64)[0].eval()
+    for each in (model, teacher):
+        each.config.attention_dropout = 0.5
+        enable_packing(each)
+    model.train().model.layers[1].eval()
+    pair = fully_shard(model), fully_shard(teacher.requires_grad_(False))
+    modes, found = [each.training for each in model.modules()], []
+    for taught_by in pair:
+        torch.manual_seed(0)
+        with minibatch(model):
+            for pack in packs:
+                distillation_loss(model, taught_by, pack, **HOW).backward()
+        assert [each.training for each in model.modules()] == modes
+        found.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+        model.zero_grad()
+    assert any(gradient.any() for gradient in found[0].values())
+    assert_same_gradients(*found, 1e-12, floor=1e-14)

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer in front of ODCTrainer on TRL's own data sets with pictures, against SFTTrainer alone."""
+"""ODCSFTTrainer on TRL's own data sets with pictures, against SFTTrainer alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from odc_triton import fully_shard
 from odc_triton.balance import MinibatchSampler
-from odc_triton.hf import ODCTrainer, enable_packing
+from odc_triton.hf import ODCSFTTrainer, ODCTrainer, enable_packing
 from odc_triton.hf.picture_records import PictureRecords
 from tests.support import ranks
 from tests.support.processors import make_processor, picture
@@ -48,9 +48,6 @@ def _train(rank: int, world: int, folder: str, family: str, kind: str, plain: bo
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    class Ours(ODCTrainer, SFTTrainer):
-        pass
-
     environment()
     data, processor = records(kind), make_processor(family)
     model = model_for(family, processor)
@@ -66,7 +63,7 @@ def _train(rank: int, world: int, folder: str, family: str, kind: str, plain: bo
     changes |= {"learning_rate": 1e-2, "optim": "adamw_torch", "gradient_checkpointing": False}
     args = SFTConfig(folder, **COMMON | {"dataloader_pin_memory": False} | changes)
     given = {"eval_dataset": Dataset.from_list(records(kind)), "processing_class": processor}
-    trainer = (SFTTrainer if plain else Ours)(model, args, train_dataset=Dataset.from_list(data), **given)
+    trainer = (SFTTrainer if plain else ODCSFTTrainer)(model, args, train_dataset=Dataset.from_list(data), **given)
     trainer.train()
     trainer.evaluate()
     weights = dict(model.named_parameters()) if plain else weights_of(model) if rank == 0 else {}

@@ -1,4 +1,4 @@
-"""ODCTrainer in front of TRL's SFTTrainer, against SFTTrainer alone on one process."""
+"""ODCSFTTrainer, against SFTTrainer alone on one process."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ def _train(rank: int, world: int, folder: str, changes: dict[str, Any], plain: b
     from datasets import Dataset
     from trl import SFTTrainer
 
-    from odc_triton.hf import ODCTrainer
-
-    class Ours(ODCTrainer, SFTTrainer):
-        pass
+    from odc_triton.hf import ODCSFTTrainer
 
     environment()
     streamed = "streamed" in changes
@@ -55,7 +52,7 @@ def _train(rank: int, world: int, folder: str, changes: dict[str, Any], plain: b
     if not plain:
         enable_packing(model)
         model = fully_shard(model)
-    trainer = (SFTTrainer if plain else Ours)(model, args, train_dataset=data, **given)
+    trainer = (SFTTrainer if plain else ODCSFTTrainer)(model, args, train_dataset=data, **given)
     trainer.train()
     weights = dict(model.named_parameters()) if plain else weights_of(model) if rank == 0 else {}
     return {"logs": trainer.state.log_history, "weights": {name: value.detach() for name, value in weights.items()}}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,19 @@ class Stream(IterableDataset):
             yield given[(index + self.epoch + self.first) % self.count]
 
 
+class Anew:
+    """Samples of one length whose tokens are drawn at each access, on each rank."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return {"input_ids": [3 + next(DRAWN) % 90 for _ in range(8)]}
+
+
+DRAWN = count(os.getpid())
+
+
 def _steps(drop_last: bool = False) -> list[list[dict[str, list[int]]]]:
     found, stream = [], Stream()
     for epoch in range(STEPS):
@@ -67,8 +81,9 @@ def _trained(
             tokens.append(sum(pack["input_ids"].numel() for pack in inputs))
             return super().training_step(model, inputs, *more)
 
+    evaluated = {name: changes.pop(name) for name in ("eval_dataset",) if name in changes}
     args = arguments(folder, **{"per_device_train_batch_size": 4 // world} | changes)
-    trainer = Counted(sharded_model(seed=9 if resume else 0), args, train_dataset=stream)
+    trainer = Counted(sharded_model(seed=9 if resume else 0), args, train_dataset=stream, **evaluated)
     trainer.train(resume_from_checkpoint=resume)
     found = {key: logs(trainer, key) for key in ("loss", "target_tokens")}
     return found | {"weights": weights_of(trainer.model), "tokens": tokens}
@@ -84,6 +99,14 @@ def _each(rank: int, world: int, folder: str) -> dict[str, Any]:
         _trained(rank, world, f"{folder}/other", Stream(first=rank))
     with pytest.raises(RanksDiffer, match="rank 1 has other samples than rank 0"):
         _trained(rank, world, f"{folder}/seeds", [*islice(Stream(), 12)], seed=rank)
+    equal = [{"input_ids": [3 + i] * 8} for i in range(16)]
+    for what, given, changes in (
+        ("train_dataset", equal[rank::world], {}),
+        ("eval_dataset", Stream(), {"eval_dataset": {"all": equal, "mine": equal[rank::world]}}),
+    ):
+        with pytest.raises(RanksDiffer, match=f"rank 1 has other samples than rank 0: give every rank the same {what}"):
+            _trained(rank, world, f"{folder}/equal", given, **changes)
+    _trained(rank, world, f"{folder}/anew", Anew(), max_steps=1)
     return found
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from odc_triton.balance.collate import pack_collate
 from tests.support.models import build
 from tests.support.trainer_case import LENGTHS, arguments, odc_trainer, samples, sharded_model
 
@@ -242,3 +243,45 @@ def test_samples_that_ranks_share_stay_as_they_are(tmp_path: Path, shares: bool)
         return
     with pytest.raises(ValueError, match=r"sample \d+ has other tokens or labels each time it is read, and ranks that"):
         trainer.get_train_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("column", "how", "words"),
+    [
+        ("inputs_embeds", {}, "sample 0 has inputs_embeds, which the trainer would leave out"),
+        ("label_ids", {"streamed": True}, "sample 0 has label_ids"),
+        ("inputs_embeds", {"sampled": True}, "sample 0 has inputs_embeds"),
+        ("loss_mask", {"remove_unused_columns": False}, "sample 0 has loss_mask"),  # which **kwargs would swallow
+        ("token_type_ids", {}, None),  # not the model's
+        ("loss_mask", {}, None),
+    ],
+)
+def test_other_inputs_of_the_model_are_refused(tmp_path: Path, column: str, how: dict, words: str | None) -> None:
+    """As transformers' Trainer has it, a column that the model does not name is left out."""
+    from odc_triton.balance import MinibatchSampler
+    from odc_triton.hf import ODCTrainer, summed_loss
+
+    data: Any = [{**sample, column: [0] * len(sample["input_ids"])} for sample in samples()]
+    sampler = MinibatchSampler(LENGTHS, 4, max(LENGTHS), rank=0, world=1) if how.pop("sampled", False) else None
+    data = Streamed(data) if how.pop("streamed", False) else data
+    model = sharded_model()
+    trainer = ODCTrainer(model, arguments(str(tmp_path), max_steps=1, **how), train_dataset=data, sampler=sampler)
+    if words is None:
+        trainer.train()
+        return
+    before = dict(model.state_dict())
+    with pytest.raises(ValueError, match=words):
+        trainer.train()
+    assert all(torch.equal(value.full_tensor(), before[name].full_tensor()) for name, value in model.named_parameters())
+    if not how:
+        (pack,) = pack_collate([[samples()[0]]])
+        with pytest.raises(ValueError, match=f"the pack has {column}, inputs that packs have no place for"):
+            summed_loss(model, pack | {column: pack["input_ids"]})
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    def __init__(self, given: list[Any]) -> None:
+        self.given = given
+
+    def __iter__(self) -> Any:
+        return iter(self.given)

@@ -390,3 +390,56 @@ def test_a_job_that_died_is_named_at_once() -> None:
     with pytest.raises(PolicyUnavailable, match="it ended"):
         reader.read(_values)
     process.join()
+
+
+# ---------------------------------------------------------------------- adapters
+
+
+def _changes_adapters(rank: int, world: int) -> None:
+    model = fully_shard(with_lora(causal_lm("Qwen3")))
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    offer = offer_policy(model)
+
+    def read() -> dict[str, torch.Tensor]:
+        found = dict(read_policy(offer.address))
+        model._odc_engine.exchange("read", {})
+        return found
+
+    def step() -> None:
+        ids = torch.randint(3, 60, (1, 7), generator=torch.Generator().manual_seed(0))
+        with minibatch(model):
+            model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+
+    for change in (model.disable_adapter_layers, lambda: [each.scale_layer(2.0) for each in _lora_layers(model)]):
+        before = {name: value.clone() for name, value in full_parameters(model)}
+        with model.disable_adapter():  # for a while, as of a reference
+            pass
+        change()
+        for publishes in (optimizer.step, lambda: publish(model)):
+            with pytest.raises(RuntimeError, match="adapters are active, merged, disabled or scaled otherwise than"):
+                publishes()
+        assert all(torch.equal(value, before[name]) for name, value in full_parameters(model))
+        model.enable_adapter_layers()
+        _ = [each.unscale_layer() for each in _lora_layers(model)]
+        step()
+        name = next(name for name, _ in full_parameters(model) if "lora_B" in name)
+        assert not torch.equal(dict(full_parameters(model))[name], before[name])
+    was = read()
+    _ = [each.scale_layer(2.0) for each in _lora_layers(model)]
+    offer.close()
+    publish(model)
+    offer = offer_policy(model)
+    now = read()
+    assert any(not torch.equal(was[name], now[name]) for name in was)
+    offer.close()
+
+
+def _lora_layers(model: nn.Module) -> list[Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return [each for each in model.modules() if isinstance(each, LoraLayer)]
+
+
+def test_adapters_that_change_are_named() -> None:
+    ranks.run(_changes_adapters, 2)

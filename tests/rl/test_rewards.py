@@ -77,6 +77,12 @@ def leaves(prompts, **columns):
 def pid(prompts, **columns):
     return [os.getpid()] * len(prompts)
 
+def odd(completions, completion_ids, answer, **columns):
+    return eval(answer[0], {"n": len(completions)} | {name: __import__(name) for name in ("decimal", "fractions")})
+
+def needs(prompts, completions, completion_ids, answer):
+    return [0.0] * len(completions)
+
 def positional(a, b):
     return []
 
@@ -178,6 +184,55 @@ def test_failures(rewards: Callable[..., Rewards], tmp_path: Path, function: str
     if function == "hangs":
         scored.close()
         _assert_gone(_started(tmp_path))
+
+
+ODD = [
+    ("{i: -5.0 for i in range(n)}", "dict {0: -5.0, 1: -5.0}: return a list of 2 numbers"),
+    ("{'right': [1.0, 0.0], 'short': [1.0, 1.0]}", "dict {'right': [1.0, 0.0], 'short'"),
+    ("{1: 2.0, 0: 3.0}.keys()", "dict_keys dict_keys([1, 0])"),
+    ("{1.0, 0.0}", "set {0.0, 1.0}"),
+    ("'10'", "str '10': return a list"),
+    ("b'10'", "bytes b'10'"),
+    ("__import__('numpy').ones((2, 2))", "ndarray array([[1., 1.]"),
+    ("__import__('numpy').ones((2, 1))", "ndarray array([[1.]"),
+    ("__import__('torch').ones(())", "Tensor tensor(1.)"),
+    ("__import__('pandas').DataFrame([[1.0, 2.0], [3.0, 4.0]])", "DataFrame      0    1"),
+    ("[[1.0], [2.0]]", "list [1.0] for completion 1 of 2"),
+    ("[1.0, 2 + 1j]", "complex (2+1j) for completion 2 of 2"),
+    ("__import__('numpy').array([1, 2], 'complex64')", "complex64 np.complex64(1+0j) for completion 1"),
+    ("__import__('torch').ones(2, device='meta')", "Tensor tensor(..., device='meta', size=()) for completion 1"),
+    ("(1.0 for _ in range(n - 1))", "1 rewards for 2 completions"),
+    ("__import__('itertools').repeat(1.0)", "more than 2 rewards for 2 completions"),
+    ("(None + 1 for _ in range(n))", "TypeError: unsupported operand"),
+    ("{1: 2.0, 0: 3.0}.values()", [2.0, 3.0]),
+    ("(float(i) for i in range(n))", [0.0, 1.0]),
+    ("__import__('pandas').Series([1.5, 2.5], index=[7, 3])", [1.5, 2.5]),
+    ("(decimal.Decimal('0.5'), fractions.Fraction(1, 4))", [0.5, 0.25]),
+    ("[__import__('numpy').float32(2), True]", [2.0, 1.0]),
+    ("__import__('torch').tensor([1, 2])", [1.0, 2.0]),
+]
+
+
+def test_odd_types(rewards: Callable[..., Rewards]) -> None:
+    scored = rewards("odd")
+    for made, found in ODD:
+        given = ["a", "b"], ["c", "d"], [[1], [2]], {"answer": [made] * 2}
+        if isinstance(found, list):
+            assert scored.score(*given) == [found], made
+            continue
+        with pytest.raises(RewardFailed, match="reward my_rewards:odd r") as raised:  # returned, or raised
+            scored.score(*given)
+        assert found in str(raised.value), made
+
+
+def test_columns_are_known_before_the_start(rewards: Callable[..., Rewards]) -> None:
+    rewards("needs", "exact").check(["answer"])
+    for columns, words in (
+        (["answr", "level"], r"completion_ids, answr, level \(missing a required argument: 'answer'\), which are all"),
+        (["answer", "level"], r"answer, level \(got an unexpected keyword argument 'level'\)"),
+    ):
+        with pytest.raises(ValueError, match="reward my_rewards:needs: needs can't be called with .*" + words):
+            rewards("needs").check(columns)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "layers.json").write_text(json.dumps(QWEN2 | {"layer_types": ["full_attention"]}))
     (folder / "long.jsonl").write_text(json.dumps({"text": "A licensor grants. " * 200}) + "\n")
     (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 3)
-    (folder / "my_reward.py").write_text("def f(completions, **columns): return [0.0 for _ in completions]")
+    (folder / "late_prompts.jsonl").write_text('{"prompt": "a"}\n' * 30 + '{"prompt": "a", "answer": "b"}\n')
+    (folder / "my_reward.py").write_text(
+        "def f(completions, **columns): return [0.0 for _ in completions]\n"
+        "def answered(completions, answer, **columns): return [0.0 for _ in completions]"
+    )
     (folder / "no-tokenizer").mkdir()
     (folder / "model-alone").mkdir()  # transformers makes an empty tokenizer of it
     (folder / "model-alone" / "config.json").write_text(json.dumps(QWEN2))
@@ -122,6 +126,11 @@ _GRPO = [
         {"--prompts-per-rank": "1", "--max-new-tokens": "300"},
         r"the longest sample has 30\d tokens and the model takes at most 256",
     ),
+    (
+        {"--reward": "my_reward:answered"},
+        r"keywords prompts, completions, completion_ids \(missing a required argument: 'answer'\), which are all",
+    ),
+    ({"--reward": "my_reward:answered", "--data": "late_prompts.jsonl", "--max-new-tokens": "9"}, None),
 ]
 
 # Its libraries try for more than half a minute, and print each try.

@@ -1,0 +1,17 @@
+"""`ODCSFTTrainer`: TRL's SFTTrainer, whose step is one minibatch of this rank's packs."""
+
+from __future__ import annotations
+
+from .trainer import ODCTrainer
+from .trl_metrics import GET_TRL, TRL
+
+try:
+    from trl import SFTTrainer
+except ImportError as error:
+    raise ImportError(f"ODCSFTTrainer needs TRL {TRL}*: {GET_TRL}") from error
+
+
+class ODCSFTTrainer(ODCTrainer, SFTTrainer):
+    """ODCTrainer on the data that TRL's SFTTrainer prepares, with its losses and metrics, of all ranks' target tokens;
+    without `mean_token_accuracy` for a fused head. Arguments are both trainers'. Raises ImportError without TRL.
+    """
