@@ -35,6 +35,11 @@ class GrpoOptions(RunOptions):
     share_prefixes: Literal["auto", "off"] = option(
         "auto", "auto: compute a prompt once for its completions, on one rank or for several; off: for each of them"
     )
+    show_every: int = option(
+        10,
+        "steps between two prompts that are shown with their best and worst completion, on the console and in "
+        "samples.jsonl; 0: none",
+    )
     drop_long: bool = option(False, "leave out prompts that don't fit --token-cap together with their completions")
     eval_samples: int = option(
         0, "held-out completions to write to samples.jsonl at each evaluation", group="Evaluation"
@@ -95,6 +100,7 @@ class GrpoOptions(RunOptions):
     free: ClassVar[frozenset[str]] = RunOptions.free | {
         "share_prefixes",
         "eval_samples",
+        "show_every",
         "decode_at_once",
         "reward_timeout_s",
         "vllm_server",
@@ -110,7 +116,7 @@ class GrpoOptions(RunOptions):
         if not 0 < self.vllm_memory < 1:
             raise ValueError(f"--vllm-memory is {self.vllm_memory}; it must be between 0 and 1")
         self._require_positive("importance_cap", "clip", "clip_high", "iterations")
-        self._require_not_negative("kl", "eval_samples")
+        self._require_not_negative("kl", "eval_samples", "show_every")
         if not self.reward and self.teacher is None:
             raise ValueError(
                 "--reward is missing: give --reward module:function, as in --reward my_rewards:length, or a --teacher"

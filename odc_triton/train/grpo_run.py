@@ -168,6 +168,8 @@ class GrpoRun(Run):
             return None
         made, batch, agreed, seconds = stepped
         state.tokens += batch.tokens
+        if (every := self.options.show_every) and (state.step % every == 0 or state.step + 1 == self.steps):
+            self.samples += self._shown(made)
         end_s = time.monotonic()
         return self.stepped(
             {
@@ -296,25 +298,31 @@ class GrpoRun(Run):
             return {}
         rewards = made.totals.flatten()
         lengths = [sum(one.own) for (one,) in made.sampled]
-        self.samples = [self._sample(made, place) for place in range(len(slots))[: self.options.eval_samples]]
+        self.samples += [self._sample(made, place) for place in range(len(slots))[: self.options.eval_samples]]
         metrics = {"eval_length": sum(lengths) / len(lengths)}
         if self.options.reward:
             metrics["eval_reward"] = rewards.nanmean().item()
             metrics["eval_pass"] = (rewards >= self.options.pass_reward).double().mean().item()
         return metrics
 
-    def _sample(self, made: Rollout, place: int) -> Sample:
-        """The completion of the evaluation's prompt at `place`, with its rewards; NaN where no function applied."""
+    def _shown(self, made: Rollout) -> list[Sample]:
+        """Of the step's first prompt the completions of most and least advantage, with it."""
+        found = advantages(made.totals, self.options.scale_rewards)[0].tolist()
+        numbers = dict.fromkeys((found.index(max(found)), found.index(min(found))))
+        return [self._sample(made, 0, number) | {"advantage": found[number]} for number in numbers]
+
+    def _sample(self, made: Rollout, place: int, number: int = 0) -> Sample:
+        """A completion of the prompt at `place`, with its rewards; NaN where no function applied."""
 
         def decoded(ids: list[int]) -> str:
             return self.sampler.tokenizer.decode(ids, skip_special_tokens=True)
 
-        (one,) = made.sampled[place]
-        scores = dict(zip(self.sampler.rewards.names, made.rewards[:, place, 0].tolist(), strict=True))
+        one = made.sampled[place][number]
+        scores = dict(zip(self.sampler.rewards.names, made.rewards[:, place, number].tolist(), strict=True))
         return {
             "prompt": decoded(one.prompt or made.slots[place].prompt.ids),
             "completion": decoded(one.ids),
-            **({"reward": made.totals[place, 0].item()} if scores else {}),
+            **({"reward": made.totals[place, number].item()} if scores else {}),
             **({f"rewards/{name}": score for name, score in scores.items()} if len(scores) > 1 else {}),
             "ended": one.ended,
         }

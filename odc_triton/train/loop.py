@@ -11,7 +11,7 @@ from ..base.errors import CheckpointCorrupt, CheckpointFailed, MinibatchFailed, 
 from ..checkpoint.background import BackgroundCheckpoints
 from ..checkpoint.steps import Checkpoints
 from ..comm.launch import Interrupted
-from .metrics import Metrics, MetricsFile, Progress, read_metrics
+from .metrics import Metrics, MetricsFile, Progress, in_two_lines, read_metrics
 from .outcome import gather_events, in_words, save_model, write_report
 from .prepare import Prepared
 from .run import Run, Sample, TooManySkipped
@@ -34,7 +34,7 @@ class Records:
         self.trackers = Trackers(options, ranks=run.engine.world, step=step, seen=self._metrics.seen)
 
     def write(self, metrics: Metrics, samples: list[Sample]) -> None:
-        """A step's metrics, and the samples of its evaluation, if there was one. Raises OSError."""
+        """A step's metrics, and samples of its rollout and its evaluation, if there are any. Raises OSError."""
         self._metrics.write(metrics)
         self.trackers.log(metrics)
         lines = [{"step": metrics["step"], **each} for each in samples]
@@ -100,19 +100,19 @@ class Loop:
             print(run.in_words(), flush=True)
         with Progress(total=run.steps, done=run.state.step, shown=self._is_first) as progress:
             while run.state.step < run.steps and run.stop is None:
-                self.clock.ahead_s = self._evaluations_s()
+                self.clock.ahead_s, run.samples = self._evaluations_s(), []
                 made = run.train_step()
                 if made is None:
                     self._save_where_due()
                     break
-                metrics, run.samples = made, []
+                metrics = made
                 if self._evaluates(run.state.step):
                     begun_s = time.monotonic()
                     metrics |= run.evaluate()
                     self._evaluation_s = time.monotonic() - begun_s
                 if self._records is not None:
                     self._records.write(metrics, run.samples)
-                progress.show(run.shown(metrics))
+                progress.show(run.shown(metrics), [in_two_lines(each) for each in run.samples if "advantage" in each])
                 try:
                     self._save_where_due()
                 except CheckpointFailed as error:

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,6 +16,7 @@ from tqdm import tqdm
 from ..base.files import atomic_file
 
 Metrics = dict[str, Any]
+_SHOWN = 300  # characters of a prompt or completion
 
 
 def read_metrics(path: str | os.PathLike) -> list[Metrics]:
@@ -105,6 +106,15 @@ class _Lines:
         self._stream.flush()
 
 
+def in_two_lines(sample: Mapping[str, Any]) -> str:
+    """A completion and its prompt: of that the end, which asks."""
+    numbers = ", ".join(f"{name} {sample[name]:.3g}" for name in ("reward", "advantage") if name in sample)
+    prompt, completion = (" ".join(sample[name].split()) for name in ("prompt", "completion"))
+    prompt = prompt if len(prompt) <= _SHOWN else f"…{prompt[-_SHOWN:]}"
+    completion = completion if len(completion) <= _SHOWN else f"{completion[:_SHOWN]}…"
+    return f"prompt: {prompt}\n  completion ({numbers}): {completion}"
+
+
 class Progress:
     """Steps done of `total`, with the time left; without a terminal one line a minute. Silent unless `shown`."""
 
@@ -116,8 +126,11 @@ class Progress:
         pace = {"mininterval": _LOG_S, "file": _Lines(sys.stderr), "ncols": 0} if is_log else {}
         self._bar = tqdm(total=total, initial=done, unit="step", disable=not shown, **pace)
 
-    def show(self, numbers: dict[str, str]) -> None:
-        """Counts one more step and shows its numbers."""
+    def show(self, numbers: dict[str, str], texts: Sequence[str] = ()) -> None:
+        """Counts one more step and shows its numbers, and texts above the bar."""
+        if texts and not self._bar.disable:
+            self._bar.write("\n".join(texts), file=sys.stdout)
+            sys.stdout.flush()
         self._bar.set_postfix(numbers, refresh=False)
         self._bar.update()
 

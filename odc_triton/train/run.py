@@ -77,7 +77,7 @@ class Run(ABC):
         self.stop_signal = StopSignal()
         self.parts: list[StepPart] = []  # of the barrier of a step, besides the run's own
         self.stop: int | None = None  # the signal for which the ranks have agreed to stop
-        self.samples: list[Sample] = []  # of the step's evaluation, the same on every rank
+        self.samples: list[Sample] = []  # of the step's rollout and evaluation, the same on every rank
         self.was_skipped = False  # the last step: the weights that it left unchanged may be the cause
         self.recent: deque[list[Event]] = deque(maxlen=SHOWN_MINIBATCHES)
         self._summed_s = time.monotonic()
@@ -101,7 +101,7 @@ class Run(ABC):
 
     @abstractmethod
     def evaluate(self) -> Metrics:
-        """Metrics of the held-out data, the same on every rank; `samples` are set where they are wanted. Collective."""
+        """Metrics of the held-out data, the same on every rank; `samples` get those that are wanted. Collective."""
 
     @property
     @abstractmethod

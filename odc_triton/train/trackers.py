@@ -64,9 +64,10 @@ class Trackers:
         self._call(metrics["step"], "log", _finite(metrics))
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Logs an evaluation's samples: lines of samples.jsonl, all of one step."""
-        lines = [without_nan(each) for each in samples]
-        self._call(samples[0]["step"], "log_samples", list(lines[0]), [list(line.values()) for line in lines])
+        """Logs samples: lines of samples.jsonl, all of one step."""
+        names = [*dict.fromkeys(name for each in samples for name in each)]  # evaluations' have no advantage
+        rows = [[line.get(name) for name in names] for line in map(without_nan, samples)]
+        self._call(samples[0]["step"], "log_samples", names, rows)
 
     def finish(self, metrics: Mapping[str, Any], words: str) -> None:
         """Logs the final numbers, and the outcome of the run as text. Only `close` may follow."""

@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,12 @@ def _samples_are_those_of_the_evaluation(folder: Path, out: Path) -> None:
     """Three of the five held-out prompts, completed by the saved model, each with its reward; also in TensorBoard."""
     from transformers import AutoModelForCausalLM
 
-    samples = read_metrics(out / "samples.jsonl")
+    every = read_metrics(out / "samples.jsonl")
+    shown = [line for line in every if "advantage" in line]
+    samples = [line for line in every if "advantage" not in line]
+    assert {line["step"] for line in shown} == {1, STEPS}
+    assert all(one["prompt"] == other["prompt"] for one, other in pairwise(shown) if one["step"] == other["step"])
+    assert all(-2 < line["advantage"] < 2 and isinstance(line["reward"], float) for line in shown)
     held_out = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
     assert [(line["step"], line["prompt"]) for line in samples] == [(STEPS, each["prompt"]) for each in held_out[:3]]
     tokenizer = to_transformers(load_tokenizer(folder / "tokenizer.json"))
@@ -114,7 +120,7 @@ def _samples_are_those_of_the_evaluation(folder: Path, out: Path) -> None:
     scalars, texts = in_tensorboard(out / "tensorboard")
     rewards = [(line["step"], pytest.approx(line["reward"], rel=1e-6)) for line in lines(out)]  # it keeps fp32
     assert scalars["reward"] == rewards
-    assert texts["samples/text_summary"][0].count("\n") == 4
+    assert texts["samples/text_summary"][-1].count("\n") == 1 + sum(line["step"] == STEPS for line in every)
 
 
 def same(found: list[dict], wanted: list[dict]) -> None:
