@@ -198,7 +198,7 @@ def measured_memory(study: Study, work: Work) -> dict:
     return {
         "memory": {kind.name: launch(peak_memory, kind, work, ranks=RANKS)[0] for kind in study.kinds},
         "planned_bytes": {
-            kind.name: memory_plan(model, RANKS, exact=kind.exact).job_shared_bytes
+            kind.name: memory_plan(model, RANKS, exact=kind.exact, backend="cpu").job_shared_bytes
             for kind in study.kinds
             if kind in (Odc, OdcExact)
         },
