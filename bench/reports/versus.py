@@ -32,14 +32,7 @@ from odc_triton.sharding.footprint import memory_plan
 from .. import quiet
 from ..cut import cut, scaled_minibatches
 from ..demo import CONFIG, LENGTHS, RANKS, TOKEN_CAP, WARM_UP, prepare
-from ..harness import (
-    Work,
-    bootstrap_ratio,
-    compare,
-    disturbed,
-    peak_memory,
-    single_thread_environment,
-)
+from ..harness import Work, bootstrap_ratio, compare, disturbed, peak_memory, single_thread_environment
 from ..provenance import about, save_json
 from ..variants import (
     Bridged,
