@@ -3,73 +3,7 @@
 Names are resolved on first use, so that `import odc_triton` costs next to nothing over `import torch`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from .base.lazy import lazy_names
 
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
-
-    from .base.errors import DeadlineExceeded as DeadlineExceeded
-    from .base.errors import MinibatchFailed as MinibatchFailed
-    from .base.errors import MinibatchToRepeat as MinibatchToRepeat
-    from .base.errors import OdcError as OdcError
-    from .base.errors import PeerFailed as PeerFailed
-    from .base.errors import PolicyUnavailable as PolicyUnavailable
-    from .base.errors import RankLost as RankLost
-    from .base.errors import RanksDiffer as RanksDiffer
-    from .checkpoint.repeat import repeating as repeating
-    from .engine.api import full_parameters as full_parameters
-    from .engine.api import publish as publish
-    from .engine.api import register_fsdp_forward_method as register_fsdp_forward_method
-    from .engine.minibatch import begin_minibatch as begin_minibatch
-    from .engine.minibatch import end_minibatch as end_minibatch
-    from .engine.minibatch import minibatch as minibatch
-    from .fsdp2.bridge import use_odc as use_odc
-    from .fsdp2.record import record_timeline as record_timeline
-    from .nn.head import divergence as divergence
-    from .nn.head import log_probs as log_probs
-    from .nn.replace import replace_layers as replace_layers
-    from .nn.verification import verify as verify
-    from .policy.offer import offer_policy as offer_policy
-    from .policy.reader import read_policy as read_policy
-    from .sequence.enable import enable_split as enable_split
-    from .sequence.enable import split_forward as split_forward
-    from .sharding.footprint import memory_plan as memory_plan
-    from .sharding.shard_module import fully_shard as fully_shard
-
-_CALLS = ("full_parameters", "publish", "register_fsdp_forward_method")
-_MINIBATCH = ("begin_minibatch", "end_minibatch", "minibatch")
-_ERRORS = (
-    "DeadlineExceeded",
-    "MinibatchFailed",
-    "MinibatchToRepeat",
-    "OdcError",
-    "PeerFailed",
-    "PolicyUnavailable",
-    "RankLost",
-    "RanksDiffer",
-)
-_HOME = {
-    **dict.fromkeys(_CALLS, "engine.api"),
-    **dict.fromkeys(_MINIBATCH, "engine.minibatch"),
-    **dict.fromkeys(_ERRORS, "base.errors"),
-    "MixedPrecisionPolicy": "sharding.shard_module",
-    "enable_split": "sequence.enable",
-    "fully_shard": "sharding.shard_module",
-    "divergence": "nn.head",
-    "log_probs": "nn.head",
-    "memory_plan": "sharding.footprint",
-    "offer_policy": "policy.offer",
-    "read_policy": "policy.reader",
-    "record_timeline": "fsdp2.record",
-    "repeating": "checkpoint.repeat",
-    "replace_layers": "nn.replace",
-    "split_forward": "sequence.enable",
-    "use_odc": "fsdp2.bridge",
-    "verify": "nn.verification",
-}
-__getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
 __version__ = "0.3.0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -134,6 +135,7 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
             if stop > len(ids):
                 raise ValueError(f"{where}: {piece} are beyond its {len(ids)} tokens")
             texts[piece.sample] = ids
+            pieces[-1] = replace(piece, length=len(ids))
         documents.append((pictures, start, stop))
         input_ids.append(ids[start:stop])
         position_ids.append(torch.arange(start, stop))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from typing import Any, NamedTuple
@@ -33,13 +33,15 @@ class Piece:
     """Tokens `start` up to, not including, `stop` of a sample. Raises ValueError if it is empty, or no branch.
 
     `parent`: of the first piece of a branch, the sample that it branches off: that begins with the same `start` tokens
-    and computes token `start` - 1. None: the piece before this one is of the same sample.
+    and computes token `start` - 1. None: the piece before this one is of the same sample. `length`: the sample's
+    tokens, in a collated pack.
     """
 
     sample: int
     start: int
     stop: int
     parent: int | None = None
+    length: int | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:

@@ -12,10 +12,10 @@ from .assigner import Assigner
 from .cost import CostModel
 from .line import whole_strips
 from .packing import checked_lengths
-from .queue import Counter, QueuedPacks
+from .queue import Counter
 from .relatives import Relatives
 from .split import readable_tokens
-from .strategies import STRATEGIES, UNEVEN, Packs
+from .strategies import STRATEGIES, UNEVEN
 
 
 class MinibatchSampler:
@@ -178,7 +178,7 @@ class MinibatchSampler:
         full, rest = divmod(len(self.mix), self.samples_per_minibatch)
         return full + (rest > 0 and not self.drop_last)
 
-    def __iter__(self) -> Iterator[Packs | QueuedPacks]:
+    def __iter__(self) -> Iterator[Any]:  # of Packs or QueuedPacks: DataLoader wants an iterator of lists
         epoch, order = self.epoch, self._order(self.epoch)
         for index in range(self.minibatch, len(self)):
             # Before the yield: a state saved after training on this minibatch counts it as done.

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_NAME = re.compile(r"^from (\S+) import (\w+) as \2$", re.M)
 
 
-def lazy_names(
-    package: str, home: Mapping[str, str]
-) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of `package`. `home`: the module of each name."""
+def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of `package`, whose `__init__.py` is `file`.
+
+    `__init__.pyi` beside it has the modules of all names, one import a line; type checkers read it too.
+    """
+    home = {name: module for module, name in _NAME.findall(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))}
     names = sorted(home)
 
-    def getattr_(name: str) -> object:
+    def getattr_(name: str) -> Any:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f".{home[name]}", package), name)
+        return getattr(importlib.import_module(home[name], package), name)
 
     def dir_() -> list[str]:
         return sorted({*vars(importlib.import_module(package)), *names})

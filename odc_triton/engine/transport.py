@@ -39,7 +39,7 @@ Waits = list[tuple[float, float]]
 
 
 def named(name: str) -> contextlib.AbstractContextManager[Any]:
-    """A range of that name in a profile. Where nothing profiles it costs nothing; torch's takes longer than a copy."""
+    """A range of that name for torch.profiler. Without one it costs nothing; torch's takes longer than a copy."""
     return record_function(name) if torch.autograd.profiler._is_profiler_enabled else contextlib.nullcontext()
 
 

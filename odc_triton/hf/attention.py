@@ -120,12 +120,14 @@ _OF_PACKS = ("cu_seq_lens_q", "max_length_q", "pieces", "image_blocks")
 
 def tell_by_positions(model: nn.Module, args: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """A pre-hook of a model's forward: [Note: told by positions]. Raises ValueError for pieces without position_ids."""
-    if given.get("pieces") is None:
-        return None
+    mask = given.get("attention_mask")
+    is_masked = mask is not None and getattr(mask, "shape", None) != PREPARED_MASK
+    if given.get("pieces") is None and (is_masked or given.get("position_ids") is None):
+        return None  # see [Note: what is not a pack]
     if given.get("position_ids") is None:
         raise ValueError(f"{type(model).__name__} was given pieces of samples: give position_ids too, by name")
     positions = given["position_ids"].view_as(given["position_ids"])
-    positions._odc_pack = {name: given[name] for name in _OF_PACKS if name in given}
+    positions._odc_pack = {name: given[name] for name in _OF_PACKS if given.get(name) is not None}
     return args, given | {"position_ids": positions}
 
 
@@ -276,7 +278,7 @@ def _of_documents(call: _Call, ends: Tensor) -> Tensor:
     """A row may hold several documents."""
     if call.fit_kernel(call.query, call.value):
         return _by_kernel(call, ends, call.max_length_q)
-    bounds = _bounds(ends, call.batch * call.length)
+    bounds = bounds_on_host(ends, call.batch * call.length)
     qkv = [x.transpose(0, 1).flatten(1, 2)[None] for x in (call.query, call.key, call.value)]  # [1, heads, B * T, D]
     parts = [one_length(*(x[:, :, start:end] for x in qkv), call) for start, end in pairwise(bounds) if end > start]
     return torch.cat(parts, dim=2)[0].unflatten(1, (call.batch, call.length)).permute(1, 2, 0, 3).contiguous()
@@ -295,7 +297,7 @@ def _of_pieces(call: _Call) -> Tensor:
         raise PackingUnsupported(f"{name} has attention dropout, which is not supported for pieces of samples")
     if ends is None:
         raise PackingUnsupported(f"{name} does not pass cu_seq_lens_q to its attention. {REMEDY}")
-    bounds, window = _bounds(ends, call.length), call.sliding_window
+    bounds, window = bounds_on_host(ends, call.length), call.sliding_window
     query, key, value = call.query, call.key, call.value
     if len(bounds) - 1 != len(call.pieces):
         raise ValueError(f"the pack has {len(bounds) - 1} documents and pieces for {len(call.pieces)}")
@@ -353,7 +355,7 @@ def _joined(
     return torch.cat(parts, dim=1)
 
 
-def _bounds(ends: Tensor, length: int) -> list[int]:
+def bounds_on_host(ends: Tensor, length: int) -> list[int]:
     """The documents' bounds on the host, from 0 to `length`."""
     bounds = list(getattr(ends, "_odc_bounds", None) or ends.tolist())
     if bounds[0] != 0 or bounds[-1] != length or bounds != sorted(bounds):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -125,7 +127,12 @@ def varlen(
     window = terms.sliding_window
     before = -1 if window is None or window >= longest_keys else window - 1
     options = {"scale": terms.scaling, "window_size": (before, 0 if causal else -1)}
-    # Torch 2.11 has no such option: it takes grouped keys as they are, and never asks.
-    if query.shape[1] != key.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    if query.shape[1] != key.shape[1] and _takes_enable_gqa(varlen_attn):
         options["enable_gqa"] = True
     return varlen_attn(query, key, value, ends, ends_of_keys, longest, longest_keys, **options)
+
+
+@functools.cache
+def _takes_enable_gqa(attention: Callable[..., Tensor]) -> bool:
+    """Torch 2.11's has no such option: it takes grouped keys as they are."""
+    return "enable_gqa" in inspect.signature(attention).parameters

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from ..balance.pieces import Piece
 from .attention import PREPARED_MASK, REMEDY, PackingUnsupported, packed_attention, packed_mask, tell_by_positions
 from .images import text_positions
+from .rope import follow_documents
 from .scores import every_token, give_token_scores, gives_token_scores
 
 ATTENTION_NAME = "odc_packed"
@@ -32,12 +34,14 @@ class _Seen:
 
     document: Tensor  # [T]: the document that each token belongs to
     layers: set[int] = field(default_factory=set)  # ids of the modules that called the attention
+    rotated: list[Tensor] = field(default_factory=list)  # [1, heads, T, D] of each call: queries and keys
     odd_masks: int = 0
     mask_windows: set[int] = field(default_factory=set)
     attention_windows: set[int] = field(default_factory=set)
 
     def attention(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         self.layers.add(id(module))
+        self.rotated.append(torch.cat(args[:2], dim=1).float())
         if kwargs.get("sliding_window") is not None:
             self.attention_windows.add(kwargs["sliding_window"])
         return packed_attention(module, *args, **kwargs)
@@ -75,8 +79,9 @@ def enable_packing(model: nn.Module) -> None:
 
     Call it on the plain model, before `fully_shard`. Probe forwards of 12 tokens, in eval mode, without
     gradients and with the random state kept, show that every layer calls `packed_attention` with the
-    documents' boundaries, that a document's logits do not change with its neighbour's tokens, and (for fp32
-    weights) that they equal those of the former attention for the document alone. A vision tower keeps its
+    documents' boundaries, that a document's logits do not change with its neighbour's tokens, nor its queries and keys
+    with its neighbour's positions, also beyond the original length, and (for fp32 weights) that the logits
+    equal those of the former attention for the document alone. A vision tower keeps its
     attention. State-space, linear-attention and convolution mixers carry state across documents and are refused.
     For a model on the meta device a small one of its class and config is probed, with random weights (`stand_in`).
 
@@ -97,6 +102,7 @@ def enable_packing(model: nn.Module) -> None:
             ) from error
         enable_packing(probed)
         give_token_scores(innermost(model))
+        follow_documents(innermost(model))
         model.set_attn_implementation(_packed(model.config))
         for name in ("_odc_prepared_mask", "_odc_takes_branches"):
             setattr(innermost(model), name, getattr(innermost(probed), name))
@@ -138,6 +144,7 @@ def refuse_prompt_learning(model: nn.Module) -> None:
 
 def _probe(model: nn.Module, device: torch.device) -> None:
     """Leaves `model` on our attention; raises PackingUnsupported if it does not keep documents apart."""
+    by_length = follow_documents(innermost(model))  # which a document alone needs too
     first, second = 5, 7  # tokens of the two documents
     vocabulary = model.get_input_embeddings().num_embeddings
     routes = getattr(model.config.get_text_config(), "output_router_logits", False)
@@ -170,6 +177,8 @@ def _probe(model: nn.Module, device: torch.device) -> None:
         complaint = "a document's logits changed when only its neighbour's tokens did"
     if complaint is None and full_precision and not (packed - torch.cat(alone, dim=1)).abs().max() <= 1e-3 * scale:
         complaint = "its logits in a pack are not those of each document alone"
+    if complaint is None and not _keeps_positions_apart(model, seen, lambda at: logits(ids, at), first, tolerance):
+        complaint = "a document's queries and keys changed when only its neighbour's positions did"
     if complaint is not None:
         raise PackingUnsupported(f"{complaint}. {REMEDY}")
     ends = torch.tensor([0, first, first + second], dtype=torch.int32, device=device)
@@ -181,11 +190,33 @@ def _probe(model: nn.Module, device: torch.device) -> None:
         innermost(model)._odc_prepared_mask = bool((packed - prepared).abs().max() <= tolerance * scale)
     one = torch.arange(first + second, device=device)[None]
     wanted = logits(ids, one)
-    if not (takes := _probe_branches(model, ids, wanted, tolerance)):
+    if by_length or not (takes := _probe_branches(model, ids, wanted, tolerance)):
         told = innermost(model).register_forward_pre_hook(tell_by_positions, with_kwargs=True)
-        if not (takes := _probe_branches(model, ids, wanted, tolerance)):
+        # What samples share has other rotary frequencies in a longer one.
+        if not (takes := not by_length and _probe_branches(model, ids, wanted, tolerance)) and not by_length:
             told.remove()
     innermost(model)._odc_takes_branches = takes
+
+
+def _keeps_positions_apart(
+    model: nn.Module, seen: _Seen, run: Callable[[Tensor], Any], first: int, tolerance: float
+) -> bool:
+    """True if the queries and keys of the `first` tokens, a document, are the same before, beside and after one beyond
+    all lengths of the config. `run`: a forward with these positions, which stay below the end of a table.
+    """
+    config = str(model.config.get_text_config().to_dict())
+    lengths = [*map(int, re.findall(r"max_position_embeddings': (\d+)", config))]
+    parts, count, far, found = [*model.modules()], len(seen.document), max(lengths, default=64), []
+    tables = sum(isinstance(each, nn.Embedding) for each in parts) > 1 or any(each.ndim > 1 for each in model.buffers())
+    if (tables or seen.document.is_cuda) and not any(hasattr(each, "rope_type") for each in parts):
+        far = max(far + first - count, 0)
+    own, other = torch.arange(first) + max(min(lengths, default=64) - 1 - first, 0), torch.arange(count - first)
+    for start in (0, far, 0):
+        seen.rotated.clear()
+        run(torch.cat([own, other + start])[None].to(seen.document.device))
+        found.append([each[:, :, :first] for each in seen.rotated])
+    pairs = (pair for others in found[1:] for pair in zip(found[0], others, strict=True))
+    return all(bool((one - two).abs().max() <= tolerance * one.abs().max()) for one, two in pairs)
 
 
 def _probe_branches(model: nn.Module, ids: Tensor, wanted: Tensor, tolerance: float) -> bool:

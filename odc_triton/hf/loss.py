@@ -40,7 +40,7 @@ def model_inputs(pack: Mapping[str, Any], model: nn.Module | None = None) -> dic
     if model is not None and branch is not None and not takes_branches(innermost(model)):
         raise RuntimeError(
             f"in this pack {branch} branch off sample {branch.parent}, and {type(innermost(model)).__name__} does not "
-            f"pass pieces to odc_triton's packed attention: train it on whole samples"
+            f"pass pieces to odc_triton's packed attention, or has rope by length: train it on whole samples"
         )
     bounds = _BOUNDS if model is None or _takes_bounds(model) else ()
     names = ("input_ids", "position_ids", "pieces", *bounds)

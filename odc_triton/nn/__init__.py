@@ -2,6 +2,4 @@
 
 from ..base.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__, dict.fromkeys(("Attention", "Embedding", "LMHead", "Linear"), "modules")
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -36,8 +36,7 @@ def enable_split(model: nn.Module, tokens: int, *, layers_in_flight: int | None 
     least that number.
 
     Raises TypeError for a model that is not sharded, ValueError for numbers below 1, NotImplementedError for what
-    can't be split (attention that is not `enable_packing`'s or gets no `pieces`, rotary frequencies that depend on the
-    pack), RanksDiffer if arguments differ.
+    can't be split (attention that is not `enable_packing`'s or gets no `pieces`), RanksDiffer if arguments differ.
     """
     engine = engine_of(model, "enable_split")
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
@@ -45,14 +44,6 @@ def enable_split(model: nn.Module, tokens: int, *, layers_in_flight: int | None 
     in_flight = layers_in_flight
     if in_flight is not None and (not isinstance(in_flight, int) or isinstance(in_flight, bool) or in_flight < 1):
         raise ValueError(f"layers_in_flight is {in_flight!r}; give the number of layers that have buffers, 1 or more")
-    for name, module in model.named_modules():
-        kinds = getattr(module, "rope_type", None)  # of transformers' rotary embeddings; a dict by kind of layer
-        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
-            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
-                raise NotImplementedError(
-                    f"{name or 'the model'} chooses its rotary frequencies by the last position of a pack (rope_type "
-                    f"{kind!r}), and the pieces of a sample would get different ones: train it on whole samples"
-                )
     if engine.participant(SequenceExchange.name) is not None:
         raise ValueError("enable_split was called on this model before")
     layers = _layers(model)

@@ -5,18 +5,4 @@ Names are resolved on first use. docs/simulator.md describes the model and its l
 
 from ..base.lazy import lazy_names
 
-_HOME = {
-    "DEVICES": "hardware",
-    "Job": "job",
-    "Links": "hardware",
-    "MODELS": "models",
-    "Model": "models",
-    "Outcome": "lanes",
-    "SETTINGS": "study",
-    "draw": "study",
-    "lengths_of_file": "study",
-    "named_lengths": "study",
-    "rank_settings": "study",
-    "simulate": "run",
-}
-__getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

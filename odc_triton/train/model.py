@@ -43,8 +43,8 @@ def build_model(
         weigh_routers(model, options)
     if options.needs_branches and not takes_branches(innermost(model)):
         raise PackingUnsupported(
-            f"--share-prefixes: {type(model).__name__} does not pass on to its attention what samples of a pack share: "
-            f"leave it out"
+            f"--share-prefixes: {type(model).__name__} does not pass on to its attention what samples of a pack share, "
+            f"or has rope by length: leave it out"
         )
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

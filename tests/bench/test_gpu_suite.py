@@ -26,6 +26,12 @@ def says(gpu: Rehearsal, *, count: int = 1) -> Iterator[dict]:
         time.sleep(0.01 * (count > 1))
 
 
+def passes(gpu: Rehearsal, *, count: int) -> Iterator[dict]:
+    for _ in range(count):
+        yield {"passed": True}
+        time.sleep(0.01)
+
+
 def raises(gpu: Rehearsal) -> Iterator[dict]:
     yield {"what": "a number"}
     raise ValueError("no such thing")
@@ -64,7 +70,7 @@ def no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         (Here("says", 60, ""), 60, Rehearsal, ["begins", "what", "ended"]),
         (Here("says", 60, ""), 10, Rehearsal, ["skipped"]),
         (Here("says", 60, "", gpus=3), 60, Rehearsal, ["skipped"]),
-        (Here("says", 0.005, "", given={"count": 900}), 60, Rehearsal, ["begins", "what", "cut", "ended"]),
+        (Here("says", 0.005, "", given={"count": 900}), 60, Rehearsal, ["begins", "what", "ended", "cut"]),
         (Here("raises", 60, ""), 60, Rehearsal, ["begins", "what", "error", "ended"]),
         (Here("raises", 60, ""), 60, Lost, ["begins", "what", "error", "lost"]),
     ],
@@ -78,6 +84,52 @@ def test_lines_of_a_section(
     seen = list(dict.fromkeys(key for line in lines for key in line if key in ("what", *keys)))
     assert seen == keys
     assert any(map(suite.failed, lines)) == ("error" in keys)
+
+
+@pytest.mark.parametrize(
+    ("section", "verdict"),
+    [
+        (Here("passes", 60, "", given={"count": 3}), "passed"),
+        (Here("passes", 60, "", given={"count": 3}, least=4), "none"),
+        (Here("passes", 0.005, "", given={"count": 3}), "none"),
+        (Here("passes", 0.005, "", given={"count": 3}, least=1), "passed"),
+        (Here("says", 60, ""), "none"),
+        (Here("raises", 60, ""), "failed"),
+    ],
+)
+def test_verdict(
+    tmp_path: Path, section: Section, verdict: str, no_deadline: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite.run_section(tmp_path, "a section", section, time.time() + 60, Rehearsal())
+    assert read_lines(tmp_path / LINES)[-1]["verdict"] == verdict
+    suite.report(tmp_path)
+    assert f"{'no verdict' if verdict == 'none' else verdict}  a section\n" in capsys.readouterr().out
+
+
+# Stands for a child: the GPU goes with section `b`, and is back for `d`.
+GOES = """
+import json, sys
+names, file = sys.argv[sys.argv.index("--only") + 1 :], open(sys.argv[1], "a")
+if names[0] == "c" or "never" in names:
+    sys.exit(2)
+for name in names:
+    for key in ("begins", "lost" if name == "b" else "ended"):
+        print(json.dumps({"section": name, key: 1}), file=file)
+    if name == "b":
+        sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "code", "errors"),
+    [(["a", "b", "c", "d"], 0, {"c": "the GPU is gone"}), (["never"], 2, {})],
+)
+def test_a_gpu_that_goes(tmp_path: Path, names: list[str], code: int, errors: dict[str, str]) -> None:
+    words = [sys.executable, "-S", "-c", GOES, str(tmp_path / LINES)]
+    assert suite.run_children(words, names, tmp_path, LONG_S) == code
+    lines = read_lines(tmp_path / LINES)
+    assert {line["section"]: line["error"] for line in lines if "error" in line} == errors
+    assert [line["section"] for line in lines if "ended" in line] == (["a", "d"] if errors else [])
 
 
 @pytest.mark.parametrize(
@@ -104,7 +156,7 @@ def test_the_plan() -> None:
 
     assert {*OPERATORS} == {*all_operators()}
     assert len(OPERATORS) == 15
-    assert len(TESTS) == QUARTER["tests"].given["least"] == 24
+    assert len(TESTS) == 24 > QUARTER["tests"].given["least"]
     assert not QUARTER.keys() & LONGER.keys()
     assert [name for name in ALL_TESTS if not (ROOT / name).exists()] == []
 

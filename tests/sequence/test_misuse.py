@@ -204,17 +204,6 @@ def test_autocast() -> None:
         assert max(offs) < (3e-2 if case[-1] == "train" else 1e-5), case
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_positions_that_depend_on_the_pack_are_refused(kind: str) -> None:
-    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
-    if kind == "longrope":
-        rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 24}
-    setup = Setup(family="Llama", sizes=(("rope_parameters", rope),))
-    model = build(setup, replaced=False)
-    with pytest.raises(NotImplementedError, match="rotary"):
-        enable_split(fully_shard(model), tokens=8)
-
-
 def test_layers_that_do_not_tell_attention_of_pieces_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     make_new_positions(monkeypatch)
     model = build(Setup(family="StableLm"), replaced=False)

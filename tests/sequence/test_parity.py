@@ -80,6 +80,8 @@ def test_as_whole_samples() -> None:
         replace(REUSED, dtype=FP64, in_flight=2),
         replace(REUSED, family="GptOss", backend="cpu-sharded", deal="cut tree", prefix=8, change="reentrant"),
         replace(REUSED, family="Llama", deal="tree waves", prefix=8, change="lora+checkpointing"),
+        # A piece has the rotary frequencies of its whole sample.
+        Setup(family="Phi3", rope="longrope", deal="zigzag", dtype=FP64),
     )
 
 
@@ -135,6 +137,12 @@ SLOW = {
         Setup(family="Llama", compiler="aot_eager", change="lora"),
         Setup(family="Qwen3", compiler="aot_eager", change="layers", backend="cpu-sharded"),
         Setup(family="StableLm", deal="cut tree", prefix=8, compiler="aot_eager", change="checkpointing"),
+    ],
+    "rope": [
+        Setup(family="Llama", rope="dynamic", deal="zigzag", dtype=FP64, change="checkpointing"),
+        Setup(family="Qwen2", rope="dynamic", deal="2x2", replicas=2, backend="cpu-sharded", change="lora"),
+        Setup(family="Phi3", rope="longrope", deal="zigzag", compiler="aot_eager", change="reentrant"),
+        Setup(family="Nemotron", rope="dynamic", deal="four", dtype=FP64),
     ],
     "more": [
         Setup(deal="zigzag", backend="cpu-sharded", steps=20),

@@ -64,13 +64,27 @@ DEALS: dict[str, Dealt] = {
     "four": [[[P(2, 0, 10)]], [[P(2, 10, 22), P(0, 0, 13)]], [[P(2, 22, 30), P(0, 13, 41)]], [[1], [3]]],
 }
 
+# Two of LENGTHS are beyond the original length, and some of their pieces are not.
+_LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 4.0, 8.0, 16.0], "factor": 4.0}
+ROPES: dict[str, dict[str, object]] = {
+    "longrope": {
+        "rope_parameters": {**_LONG, "rope_theta": 1e4, "original_max_position_embeddings": 24},
+        "original_max_position_embeddings": 24,
+    },
+    "dynamic": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+        "max_position_embeddings": 24,
+    },
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """`change`: names in TRANSFORMS, joined by +; `empty_start`: samples begin with tokens not learned; `prefix`: so
     many with which all begin; `replicas`: of equally many ranks each; `half`: computes in bf16; `scale`: samples and
     pieces are this many times as long; `compiler`: of the blocks, but for the plain model, before all else;
-    `in_flight`: layers that have buffers at a time; `run_tokens`: that attention reads of others at once.
+    `in_flight`: layers that have buffers at a time; `run_tokens`: that attention reads of others at once;
+    `rope`: of ROPES.
     """
 
     family: str = "Qwen2"
@@ -88,12 +102,13 @@ class Setup:
     compiler: str = ""
     in_flight: int | None = None
     run_tokens: int = 65_536
+    rope: str = ""
 
 
 def build(setup: Setup, *, replaced: bool) -> nn.Module:
     """On packed attention; `replaced`: with our layers too, where the setup has them."""
     torch.manual_seed(0)
-    model = causal_lm(setup.family, **dict(setup.sizes)).to(setup.dtype)
+    model = causal_lm(setup.family, **dict(setup.sizes), **ROPES.get(setup.rope, {})).to(setup.dtype)
     for change in setup.change.split("+"):
         if replaced or change not in REPLACING:
             model = TRANSFORMS[change](model)

@@ -1,7 +1,7 @@
 """A quarter of an hour on one GPU: is it right, and the numbers that need no second GPU.
 
     python -m bench.suites.gpu --seconds 420 --out out/gpu
-    python -m bench.suites.gpu --seconds 230 --out out/second --only tests rows "all tests" --tests THOSE THAT FAILED
+    python -m bench.suites.gpu --seconds 230 --out out/second --only tests "all tests" --tests THOSE THAT FAILED
 
 Sections run in order of what they tell, in one process, as each start would cost ten seconds; those of several ranks
 start their own. One that faults, hangs or loses the GPU's context costs that process, and the next one begins after it.
@@ -31,7 +31,7 @@ from .plan import LINES, LISTS, LOG, Section
 _STARTS = 6  # processes: one, and one after each loss
 _LEAST_S = 15.0  # with less time left no process is started
 _MARGIN_S = 10.0  # of a section that ends with all, for its last lines
-_LEAST_SHARE = 0.3  # of a section's seconds
+_LEAST_SHARE = 0.2  # of a section's seconds
 _NO_GPU = 2
 _ERROR_CHARACTERS, _SHOWN_CHARACTERS = 1500, 330
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
@@ -84,7 +84,7 @@ def run_section(folder: Path, name: str, section: Section, until_s: float, gpu: 
     def say(**line: Any) -> None:
         append_line(folder / LINES, {"section": name, **line})
 
-    left_s, start_s = until_s - time.time(), time.monotonic()
+    left_s, start_s, passed, wrong = until_s - time.time(), time.monotonic(), 0, False
     lacks = f"{left_s:.0f} s left" if left_s < _LEAST_SHARE * section.seconds else ""
     if gpu.count() < section.gpus:
         lacks = f"it needs {section.gpus} GPUs"
@@ -93,22 +93,26 @@ def run_section(folder: Path, name: str, section: Section, until_s: float, gpu: 
         return True
     say(begins=time.time())
     faulthandler.dump_traceback_later(min(2 * section.seconds, max(left_s, 0) + _MARGIN_S), exit=True)
-    answers = True
+    cut = {}
     try:
         for line in section.lines(gpu, folder, max(left_s - _MARGIN_S, _MARGIN_S)):
             say(**line)
-            if (passed_s := time.monotonic() - start_s) > min(section.seconds, left_s):
-                say(cut=round(passed_s, 1))
+            passed, wrong = passed + (line.get("passed") is True), wrong or failed(line)
+            if time.monotonic() - start_s > min(section.seconds, left_s):
+                cut = {"cut": True}
                 break
     except Exception as error:
         say(error=f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS])
-    if not gpu.answers():
-        say(lost="the GPU's context")
-        answers = False
+        wrong = True
+    answers = gpu.answers()
     faulthandler.cancel_dump_traceback_later()
-    if answers:
+    if not answers:
+        say(lost="the GPU's context")
+    else:
         gpu.forget()
-        say(ended=round(time.monotonic() - start_s, 1))
+        all_said = passed >= section.least if section.least else passed and not cut
+        verdict = "failed" if wrong else "passed" if all_said else "none"
+        say(ended=round(time.monotonic() - start_s, 1), **cut, verdict=verdict)
     return answers
 
 
@@ -126,11 +130,13 @@ def run_children(words: list[str], names: list[str], folder: Path, seconds: floa
             code = subprocess.run(child, cwd=ROOT, stdout=log, stderr=log, timeout=left_s + 2 * _MARGIN_S).returncode
         lines = read_lines(file)[before:]
         seen = {line["section"] for line in lines if "begins" in line or "skipped" in line}
-        if code == _NO_GPU:
+        if code == _NO_GPU and not seen:
             break
         if not seen & {*names}:
-            append_line(file, {"section": names[0], "error": f"its process did not begin it: see {LOG}"})
-            break
+            said = "the GPU is gone" if code == _NO_GPU else f"its process did not begin it: see {LOG}"
+            append_line(file, {"section": names[0], "error": said})
+            names, code = names[1:], 1
+            continue
         (*_, last) = [line["section"] for line in lines if "begins" in line] or [None]
         if last and not any(line["section"] == last and {"ended", "lost"} & {*line} for line in lines):
             said = f"the process ended with {code}, by a fault or after twice its seconds: see {LOG}"
@@ -146,7 +152,11 @@ def report(folder: Path, after: int = 0) -> int:
         said = line.get("text", "")[-_SHOWN_CHARACTERS:].replace("\n", " | ")
         shown = str({key: value for key, value in line.items() if key != "text"})[: 2 * _SHOWN_CHARACTERS]
         print(("FAILED " if failed(line) else "") + shown, said)
-    count = sum(map(failed, lines))
+    count, verdicts = sum(map(failed, lines)), {line["section"]: "no verdict" for line in lines if line["section"]}
+    verdicts |= {line["section"]: "skipped" for line in lines if "skipped" in line}
+    verdicts |= {line["section"]: line["verdict"] for line in lines if line.get("verdict") in ("passed", "failed")}
+    verdicts |= {line["section"]: "failed" for line in lines if failed(line)}
+    print("".join(f"{verdict:>12}  {name}\n" for name, verdict in verdicts.items()), end="")
     print(f"{len(lines)} lines, {count} of them failures")
     return int(count > 0 or not lines)
 
@@ -166,6 +176,7 @@ def parsed(words: list[str] | None, sections: Mapping[str, Section]) -> argparse
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, on tiny sizes; measures nothing")
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--each", type=float, help=argparse.SUPPRESS)  # seconds of a section, whatever it has
     options = parser.parse_args(words)
     options.out = options.out.resolve()
     if not options.seconds > 0:
@@ -184,7 +195,7 @@ def main(words: list[str] | None = None) -> int:
         sections["tests"] = replace(sections["tests"], given={**sections["tests"].given, **more})
         given += ["--tests", *options.tests]
     if options.until is not None:
-        chosen = {name: sections[name] for name in names}
+        chosen = {name: replace(sections[name], seconds=options.each or sections[name].seconds) for name in names}
         return run_sections(options.out, chosen, options.until, rehearse=options.rehearse)
     if options.report:
         return report(options.out)

@@ -43,10 +43,15 @@ def tests(
     file = folder / LINES
     before = len(read_lines(file))
     words = ["-q", "-p", "bench.suites.gpu.pytests", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
-    words += ["-W", "default", "--timeout", "45", "--timeout-method", "thread", "--maxschedchunk", "1"]
+    words += ["-W", "default", "--timeout", "90", "--timeout-method", "thread", "--maxschedchunk", "1"]
     if gpu.rehearsal:
         tests, workers, least = _REHEARSED, 1, 1
-    words += ["-n", str(workers), "-m", "not gpu and not slow" if gpu.rehearsal else "gpu"]
+    words += [
+        "-n",
+        str(max(1, min(workers, (os.cpu_count() or 2) // 2))),
+        "-m",
+        "not gpu and not slow" if gpu.rehearsal else "gpu",
+    ]
     code = _run(
         seconds, sys.executable, "-m", "pytest", *words, *tests, ODC_SUITE_LINES=str(file), ODC_SUITE_SECTION=name
     )
@@ -85,24 +90,14 @@ def memcheck(gpu: Gpu, *, folder: Path, seconds: float) -> Iterator[dict[str, An
     folder = folder / "memcheck"
     folder.mkdir(exist_ok=True)
     (folder / LINES).unlink(missing_ok=True)
-    words = ("--only", "right", "--out", str(folder), "--until", str(time.time() + 10 * seconds))
-    words = (
-        *tool * (not gpu.rehearsal),
-        sys.executable,
-        "-m",
-        "bench.suites.gpu",
-        *words,
-        *["--rehearse"] * gpu.rehearsal,
-    )
+    words = (*tool * (not gpu.rehearsal), sys.executable, "-m", "bench.suites.gpu", *["--rehearse"] * gpu.rehearsal)
+    words += ("--only", "right", "--out", str(folder), "--until", str(time.time() + seconds), "--each", str(seconds))
     code, lines = _run(seconds, *words, PYTORCH_NO_CUDA_MEMORY_CACHING="1"), read_lines(folder / LINES)
     wrong = [line for line in lines if "error" in line or line.get("passed") is False]
-    yield {
-        "what": "right",
-        "exit": code,
-        "lines": len(lines),
-        "wrong": wrong,
-        "passed": code in (0, *_CUT) and not wrong,
-    }
+    passed = (
+        False if wrong or code not in (0, *_CUT) else any(line.get("verdict") == "passed" for line in lines) or None
+    )
+    yield {"what": "right", "exit": code, "lines": len(lines), "wrong": wrong, "passed": passed}
 
 
 def links(gpu: Gpu, *, folder: Path, seconds: float) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,4 @@
 
 from ...base.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__, {"ApartHeap": "heap", "CudaHeap": "cuda", "SharedMemoryHeap": "heap", "SymmetricHeap": "heap"}
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -124,7 +124,7 @@ def _allocated(size_bytes: int, device: torch.device, world: int) -> torch.Tenso
         # stay mapped when it is freed, and ranks would synchronise once per segment instead of once per heap.
         return _SymmetricMemory.empty_strided_p2p((size_bytes,), (1,), torch.uint8, device)
     except RuntimeError as error:
-        if world > 1:
+        if world > 1 or "out of memory" in str(error):
             raise
         warnings.warn(f"one rank goes on without symmetric memory, more can't start here: {error}", stacklevel=2)
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)

@@ -1,0 +1,4 @@
+from .modules import Attention as Attention
+from .modules import Embedding as Embedding
+from .modules import Linear as Linear
+from .modules import LMHead as LMHead

@@ -1,0 +1,2 @@
+from .chained import ChainedOptimizer as ChainedOptimizer
+from .muon import Muon as Muon

@@ -1,0 +1,2 @@
+from .footprint import memory_plan as memory_plan
+from .shard_module import fully_shard as fully_shard
