@@ -5,6 +5,7 @@ import sys
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
 
 import odc_triton
 
@@ -27,6 +28,7 @@ def train() -> None:
 
 
 def evaluate(address: str) -> None:
+    logging.disable_progress_bar()  # of each version that is loaded
     reader = odc_triton.read_policy(address)
     config = Qwen2Config.from_dict(reader.config)
     for _ in range(3):

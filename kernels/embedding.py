@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from .device import TL_DTYPES, add_to_peer, peer_address, sum_address, summand
-from .peers import COMPUTE_DTYPES, PeerShards, check_sums, check_tensor, join
+from .peers import COMPUTE_DTYPES, PeerShards, check_apart, check_sums, check_tensor, join, require_shards
 from .tiles import EMBEDDING, EMBEDDING_GRAD, EmbeddingGradTile, EmbeddingTile
 
 
@@ -165,6 +165,7 @@ def embedding(*, ids: torch.Tensor, weight: PeerShards, out: torch.Tensor, tile:
     """
     _check(ids, weight)
     check_tensor("out", out, shape=(len(ids), weight.shape[1]), dtype=weight.dtype, device=weight.device)
+    check_apart("out", out, ids, weight)
     if weight.dtype not in COMPUTE_DTYPES:
         raise ValueError(f"the weight is {weight.dtype}; give float32, bfloat16 or float16")
     tokens, (rows, columns) = ids.shape[0], weight.shape
@@ -257,6 +258,7 @@ def embedding_grad(
 
 
 def _check(ids: torch.Tensor, weight: PeerShards) -> None:
+    require_shards("the weight", weight)
     if len(weight.shape) != 2:
         raise ValueError(f"the weight is {weight.shape}; give two dimensions [N, K]")
     if ids.ndim != 1:

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from .device import TL_DTYPES, peer_address, turn
-from .peers import ALIGNMENT_BYTES, PeerShards, check_tensor, join
+from .peers import ALIGNMENT_BYTES, PeerShards, check_apart, check_tensor, join, require_shards
 
 
 @triton.jit(do_not_specialize=["rows", "rank"])
@@ -66,7 +66,9 @@ def gather(*, peers: PeerShards, out: torch.Tensor, block: int = 4096, num_warps
 
     Raises ValueError if `out` has another shape or device, or is not contiguous.
     """
+    require_shards("peers", peers)
     check_tensor("out", out, shape=peers.shape, dtype=tuple(TL_DTYPES), device=peers.device)
+    check_apart("out", out, peers)
     if peers.dtype not in TL_DTYPES:
         raise ValueError(f"the shards are {peers.dtype}; floating-point dtypes only")
     elements = peers.rows_per_owner * peers.row_elements

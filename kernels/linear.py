@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .device import TL_DTYPES, architecture, dot, interpreting, peer_address
-from .peers import PeerShards, check_bias, check_matrix, check_tensor, join
+from .peers import PeerShards, check_apart, check_bias, check_matrix, check_tensor, join
 from .tiles import LinearTile, tile_of
 
 if TYPE_CHECKING:
@@ -210,6 +210,7 @@ def check_linear(
     alike = {"dtype": weight.dtype, "device": weight.device}
     check_tensor(name, value, shape=(*value.shape[:1], weight.shape[columns_of]), **alike)
     check_tensor("out", out, shape=(len(value), weight.shape[1 - columns_of]), **alike)
+    check_apart("out", out, value, weight if isinstance(weight, PeerShards) else weight.buffer)
 
 
 def linear_ref(x: torch.Tensor, weight: list[torch.Tensor], bias: list[torch.Tensor] | None) -> torch.Tensor:

@@ -30,7 +30,16 @@ from typing import Any
 import torch
 
 from .online_softmax import COLUMN_MULTIPLE, SoftmaxState, online_softmax, softmax_grad
-from .peers import PeerShards, check_alike, check_matrix, check_tensor, join, rows_per_owner
+from .peers import (
+    PeerShards,
+    check_alike,
+    check_apart,
+    check_matrix,
+    check_tensor,
+    join,
+    require_shards,
+    rows_per_owner,
+)
 from .scatter import scatter
 from .streams import Device, device_of
 from .tiles import ONLINE_SOFTMAX, SoftmaxTile
@@ -353,6 +362,8 @@ def _check_gradients(
             check_tensor(name, value, **of, contiguous=False)
     if dh is not None:
         check_tensor("dh", dh, shape=tuple(h.shape), dtype=(h.dtype, torch.float32), device=h.device)
+        check_apart("dh", dh, h, weight, *per_token.values())
+    require_shards("the gradient", gradient)
     if isinstance(gradient, PeerShards):
         check_alike("the gradient", gradient, "weight", weight, shape=weight.shape, dtype=gradient.sum_dtype)
 

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from .linear_cross_entropy import AddRows, HeadGradients, VocabularyPart, chunk_rows, parts_of, pulled
 from .online_softmax import LOWEST, VECTOR, SoftmaxState, load_scaled, online_softmax
-from .peers import COMPUTE_DTYPES, PeerShards, check_alike, check_tensor
+from .peers import COMPUTE_DTYPES, PeerShards, check_alike, check_apart, check_tensor, require_shards
 from .tiles import DIVERGENCE, SoftmaxTile
 
 _LEAST = tl.constexpr(LOWEST)  # of a log-probability: its exp is 0, and 0 times it is 0 where -inf would give NaN
@@ -217,6 +217,8 @@ def linear_divergence_grad(
     """
     chunks = _chunks(student, teacher, beta, chunk, eager, tile)
     h, wide = student.h, output.lse.dtype
+    check_apart("dh", dh, h, g, teacher.h, student.weight, teacher.weight)
+    require_shards("the gradient", gradient)
     if isinstance(gradient, PeerShards):
         alike = {"shape": student.weight.shape, "dtype": gradient.sum_dtype}
         check_alike("the gradient", gradient, "weight", student.weight, **alike)
@@ -238,6 +240,7 @@ def _chunks(
 ) -> _LogitChunks:
     for name, head in (("student", student), ("teacher", teacher)):
         weight = head.weight
+        require_shards(f"the {name}'s weight", weight)
         if len(weight.shape) != 2 or 0 in weight.shape or weight.dtype not in (*COMPUTE_DTYPES, torch.float64):
             raise ValueError(f"the {name}'s weight is {weight.dtype} {weight.shape}; give [V, D] of a floating dtype")
         of = {"shape": (*head.h.shape[:1], weight.shape[1]), "dtype": weight.dtype, "device": weight.device}

@@ -228,8 +228,29 @@ def check_tensor(
         )
 
 
+def check_apart(what: str, written: torch.Tensor | None, *read: torch.Tensor | PeerShards | None) -> None:
+    """Raises ValueError if a kernel would write what it reads: contiguous tensors, and own shards."""
+    if written is None:
+        return
+    first, size = written.data_ptr(), written.nbytes
+    for given in read:
+        for each in given.shards[given.rank : given.rank + 1] if isinstance(given, PeerShards) else (given,):
+            if each is not None and each.nbytes and each.data_ptr() - size < first < each.data_ptr() + each.nbytes:
+                raise ValueError(f"{what} shares memory with an input of this operator; give memory of its own")
+
+
+def require_shards(what: str, given: Any) -> None:
+    """Raises TypeError for a plain tensor in place of shards."""
+    if isinstance(given, torch.Tensor):
+        raise TypeError(
+            f"{what} is a plain tensor; give PeerShards: PeerShards.local(tensor) of a whole one on this device, "
+            f"PeerShards.of(shards, shape=…) of all owners' rows, or PeerShards.symmetric(rows) of symmetric memory"
+        )
+
+
 def check_matrix(weight: Any, what: str = "the weight") -> None:
     """Raises ValueError unless a weight is a matrix, in a dtype that products take."""
+    require_shards(what, weight)
     if len(weight.shape) != 2:
         raise ValueError(f"{what} is {weight.shape}; give two dimensions [N, K]")
     if weight.dtype not in COMPUTE_DTYPES:
@@ -238,6 +259,7 @@ def check_matrix(weight: Any, what: str = "the weight") -> None:
 
 def check_sums(shards: PeerShards) -> None:
     """Raises ValueError unless kernels can add gradients to these shards."""
+    require_shards("what gradients are added to", shards)
     if shards.dtype != shards.sum_dtype:
         raise ValueError(
             f"the shards are {shards.dtype} with exact={shards.exact}; gradients are summed in float32 "
@@ -254,6 +276,7 @@ def check_alike(
     what: str, given: PeerShards, beside: str, other: Any, *, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """Raises ValueError unless `given` has that shape and dtype and the world, rank and device of `other`."""
+    require_shards(what, given)
     wanted = {"shape": shape, "dtype": dtype, "world": other.world, "rank": other.rank, "device": other.device}
     for name, want in wanted.items():
         have = getattr(given, name)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from .device import TL_DTYPES, architecture, dot, interpreting, peer_address
-from .peers import join
+from .peers import check_apart, join
 from .qkv_inputs import QkNorm, QkvWeights, Rope, check_qkv
 from .tiles import QkvTile, tile_of
 
@@ -183,6 +183,9 @@ def qkv(
     ValueError for other shapes, dtypes, devices or layouts, before a launch.
     """
     check_qkv(x, weights, rope, norm, {"q": q, "k": k, "v": v}, {"q_pre": q_pre, "k_pre": k_pre})
+    written = [("q", q), ("k", k), ("v", v), ("q_pre", q_pre), ("k_pre", k_pre)]
+    for place, (name, value) in enumerate(written):
+        check_apart(name, value, x, *(other for _, other in written[place + 1 :]))
     tokens, q_heads, head_dim = q.shape
     if tokens == 0:
         return

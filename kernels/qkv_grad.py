@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from .device import TL_DTYPES, architecture, dot, interpreting, peer_address
-from .peers import PeerShards, check_tensor, join
+from .peers import PeerShards, check_apart, check_tensor, join, require_shards
 from .qkv import pick, rope_rows, row_vector, store_halves
 from .qkv_inputs import QkNorm, QkvWeights, Rope, check_qkv
 from .scatter import scatter
@@ -195,7 +195,7 @@ def qkv_grad(
     shapes, dtypes, devices or layouts, before a launch.
     """
     check_qkv(x, weights, rope, norm, {"dq": dq, "dk": dk, "dv": dv}, {"q_pre": q_pre, "k_pre": k_pre})
-    _check_out(out, x, weights, norm, q_pre, dq.shape[2])
+    _check_out(out, x, weights, norm, q_pre, dq.shape[2], dq, dk, dv, q_pre, k_pre)
     tokens, q_heads, head_dim = dq.shape
     kv_heads = dk.shape[1]
     if tokens == 0:
@@ -271,6 +271,7 @@ def _check_out(
     norm: QkNorm | None,
     q_pre: torch.Tensor | None,
     head_dim: int,
+    *read: torch.Tensor | None,
 ) -> None:
     if norm is not None and q_pre is None:
         raise ValueError("q_pre and k_pre are None; with a norm give those of the forward")
@@ -278,11 +279,13 @@ def _check_out(
         raise ValueError("out.q_norm is given without a norm; leave it None")
     if out.dx is not None:
         check_tensor("dx", out.dx, shape=tuple(x.shape), dtype=x.dtype, device=x.device)
+        check_apart("dx", out.dx, x, *read)
     for name, value in (("q_norm", out.q_norm), ("k_norm", out.k_norm)):
         if value is not None:
             check_tensor(name, value, shape=(head_dim,), dtype=torch.float32, device=x.device)
     for name in ("wq", "wk", "wv", "bq", "bk", "bv"):
         if (shards := getattr(out, name)) is not None:
+            require_shards(f"out.{name}", shards)
             weight = getattr(weights, f"w{name[1]}")
             shape = weight.shape if name[0] == "w" else weight.shape[:1]
             want = (shape, shards.sum_dtype, weight.device)

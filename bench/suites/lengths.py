@@ -45,8 +45,8 @@ def setting_of(options: BenchOptions, ranks: int, gpus: int) -> Setting:
     if device == "auto":
         device = "cuda" if gpus >= ranks else "cpu"
     elif device == "cuda" and gpus < ranks:
-        fits = f"--ranks {gpus}" if gpus else "--device cpu"
-        raise ValueError(f"device is 'cuda' with {ranks} ranks, and there are {gpus} GPUs: give {fits}")
+        remedy = f"give --ranks {gpus}" if gpus else "give --device cpu"
+        raise ValueError(f"--device is cuda with --ranks {ranks}, and there are {gpus or 'no'} GPUs here: {remedy}")
     return Setting(device=device, dtype=options.dtype or ("bf16" if device == "cuda" else "fp32"))
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from textwrap import dedent
 
 from sphinx.application import Sphinx
@@ -17,8 +19,24 @@ _HEADINGS = {"Args:": "Parameters", "Returns:": "Returns", "Raises:": "Raises", 
 _MARKS = re.compile(r"`+(?P<code>.+?)`+|docs/(?P<page>\w+)\.md")
 
 
+_NOTE = re.compile(r"\[Note: ([\w ,]+)\]")
+_ROOT = Path(__file__).parents[2]
+
+
+@cache
+def notes() -> Mapping[str, str]:
+    """The file of each `[Note: name]` of our code: where the name is followed by the note, at the start of a line."""
+    return {
+        name: path.relative_to(_ROOT).as_posix()
+        for folder in ("odc_triton", "kernels")
+        for path in sorted((_ROOT / folder).rglob("*.py"))
+        for name in re.findall(rf"^\W*{_NOTE.pattern} [A-Z`]", path.read_text(encoding="utf-8"), re.M)
+    }
+
+
 def to_rst(text: str, parameters: Sequence[str] = ()) -> str:
     """The docstring `text`, whose function has these `parameters`, as reStructuredText."""
+    text = _NOTE.sub(lambda note: f"the note on {note[1]} in `{notes()[note[1]]}`", text)
     blocks = re.split(r"\n\s*\n", text.expandtabs().strip("\n"))
     return "\n\n".join(_block(block.split("\n"), parameters) for block in blocks)
 

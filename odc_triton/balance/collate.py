@@ -14,6 +14,9 @@ from .pictures import Pictures, join
 from .pieces import MinibatchPacks, Piece
 from .queue import QueuedPacks
 
+# Inputs of transformers' models that packs have no place for.
+_REFUSED = ("inputs_embeds", "seq_idx", "decoder_input_ids", "encoder_outputs", "input_features", "past_key_values")
+
 
 class PackedDataset(torch.utils.data.Dataset):
     """A map-style data set that is indexed by packs: `packed[[3, 1]]` is `[dataset[3], dataset[1]]`.
@@ -53,7 +56,9 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
     A sample has `input_ids` and, optionally, `labels` aligned with them (-100: not learned), as lists or 1-D
     tensors of one length; without labels every token is learned. With pictures it has what its model's processor makes
     of them for one text, without the dimension of the batch: `pixel_values`, `image_grid_thw`, `pixel_attention_mask`,
-    and `mm_token_type_ids` or `token_type_ids`, 1 for a picture's tokens. Other keys are left out.
+    and `mm_token_type_ids` or `token_type_ids`, 1 for a picture's tokens. With `position_ids` a sample may be several
+    documents: as in transformers one begins where they don't go on by 1, and labels say whether its first token is
+    learned. Keys that are no inputs of transformers' models are left out.
 
     Returns a list of dicts, T the pack's tokens. int64 tensors `[1, T]`: `input_ids`; `position_ids`, from
     0 in each document; `labels`, aligned with `input_ids` as transformers has it (the model shifts them), with
@@ -74,8 +79,8 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
     packs that are not a MinibatchSampler's.
 
     Raises ValueError for an empty pack, a sample without tokens, ids that are not 1-D integers, labels of another
-    length, a piece beyond its sample, a branch off a sample of the pack with other tokens, videos, and pictures that
-    don't fit their tokens, one another or a piece, naming pack and sample.
+    length, other inputs of a model, a piece beyond its sample, a branch off a sample of the pack with other tokens,
+    videos, and pictures that don't fit their tokens, one another or a piece, naming pack and sample.
     """
     return MinibatchPacks.like(packs, (_collate(pack, at) for at, pack in enumerate(packs)))
 
@@ -136,10 +141,20 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
                 raise ValueError(f"{where}: {piece} are beyond its {len(ids)} tokens")
             texts[piece.sample] = ids
             pieces[-1] = replace(piece, length=len(ids))
+        if refused := [name for name in _REFUSED if sample.get(name) is not None]:
+            raise ValueError(f"{where} has {refused[0]}, which packs can't give to the model: leave it out")
+        positions, target = torch.arange(len(ids)), torch.cat([targets[1:], torch.tensor([IGNORED])])  # of the next one
+        if sample.get("position_ids") is not None:
+            positions = _ids(sample["position_ids"], f"{where}: position_ids")
+            if len(positions) != len(ids) or (piece is not None and positions.tolist() != [*range(len(ids))]):
+                raise ValueError(
+                    f"{where}: {len(positions)} position_ids for {len(ids)} input_ids; give one per token, and to a "
+                    f"sample that ranks share or that shares its prefix only those from 0 up"
+                )
         documents.append((pictures, start, stop))
         input_ids.append(ids[start:stop])
-        position_ids.append(torch.arange(start, stop))
-        labels.append(torch.cat([targets[1:], torch.tensor([IGNORED])])[start:stop])  # of the next token
+        position_ids.append(positions[start:stop])
+        labels.append(target[start:stop])
     for piece in pieces:
         if piece is not None and piece.parent in texts:
             text, other = (texts[each][: piece.start] for each in (piece.sample, piece.parent))
@@ -148,17 +163,19 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
                     f"pack {index}: sample {piece.sample} has other tokens than sample {piece.parent}, which it "
                     f"branches off at {piece.start}: give find_relatives of these samples"
                 )
-    lengths = [len(ids) for ids in input_ids]
-    bounds = [0, *accumulate(lengths)]
-    ends = torch.tensor(bounds, dtype=torch.int32)
-    shifted = torch.cat(labels)
+    bounds = [0, *accumulate(map(len, input_ids))]
+    positions, shifted = torch.cat(position_ids), torch.cat(labels)
+    ends = torch.tensor(
+        sorted({*bounds, *((positions.diff() != 1).nonzero().flatten() + 1).tolist()}), dtype=torch.int32
+    )
+    longest = int(ends.diff().max())
     pack = {
         "input_ids": torch.cat(input_ids)[None],
-        "position_ids": torch.cat(position_ids)[None],
+        "position_ids": positions[None],
         "cu_seq_lens_q": ends,
         "cu_seq_lens_k": ends,
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
+        "max_length_q": longest,
+        "max_length_k": longest,
         "target_positions": (shifted != IGNORED).nonzero().flatten(),
         **join(documents, bounds, f"pack {index}"),
     }

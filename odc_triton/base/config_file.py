@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import typing
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import write_file
+from .option_names import instead
 from .options import expanded, flag, without_none
 
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text, in quotes"}
@@ -25,19 +25,20 @@ def read_config(path: str | os.PathLike, kind: type, **others: type) -> dict[str
     hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name in kind.__dataclass_fields__}
     hints |= others
     found: dict[str, Any] = {}
-    for key, value in _pairs(path):
+    for key, value, text in _pairs(path):
         name = str(key).replace("-", "_")
         if name not in hints:
-            close = difflib.get_close_matches(name, hints, n=1)
-            hint = f"; did you mean {_key(close[0])}?" if close else "; --help lists the names"
+            hint = instead(str(key), [*map(_key, hints)]) or "; --help lists the names"
             raise ValueError(f"{path}: there is no option {key}{hint}")
+        if not isinstance(value, str) and str(text).lower() in typing.get_args(without_none(hints[name])):
+            value = text.lower()  # YAML takes words for values: off, no, null
         found[name] = None if value is None else _value(f"{path}: {key}", value, hints[name])
     return {name: value for name, value in found.items() if value is not None}
 
 
 def written_options(path: str | os.PathLike) -> dict[str, Any]:
     """The options that `write_config` wrote, by field name, unchecked. Raises ValueError if they can't be read."""
-    return {str(key).replace("-", "_"): value for key, value in _pairs(path)}
+    return {str(key).replace("-", "_"): value for key, value, _ in _pairs(path)}
 
 
 def with_config(kind: type, given: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +54,8 @@ def with_config(kind: type, given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in taken} | given
 
 
-def _pairs(path: str | os.PathLike) -> list[tuple[Any, Any]]:
+def _pairs(path: str | os.PathLike) -> list[tuple[Any, Any, Any]]:
+    """Keys, values, and what the file has for a value that is not a list."""
     import yaml
 
     try:
@@ -69,7 +71,8 @@ def _pairs(path: str | os.PathLike) -> list[tuple[Any, Any]]:
     keys = [str(node.value).replace("-", "_") for node, _ in tree.value]
     if twice := next((key for key in keys if keys.count(key) > 1), None):
         raise ValueError(f"{path}: {_key(twice)} appears twice; keep one")
-    return list(values.items())
+    texts = {str(key.value): node.value for key, node in tree.value}
+    return [(key, value, texts.get(str(key))) for key, value in values.items()]
 
 
 def _value(where: str, value: Any, hint: Any) -> Any:

@@ -83,13 +83,13 @@ def fingerprint(path: str | os.PathLike) -> str | None:
     return digest.hexdigest()[:32]
 
 
-def require_new_folder(path: str | os.PathLike) -> Path:
+def require_new_folder(path: str | os.PathLike, *, remedy: str = "remove it") -> Path:
     """`path` with links resolved. Raises FileExistsError for a file, and for a folder that is not empty; OSError for a
     mount point, which can't be replaced.
     """
     real = Path(os.path.realpath(path))
     if real.exists() and (not real.is_dir() or any(real.iterdir())):
-        raise FileExistsError(f"{path} exists already and is not empty: give another folder, or remove it")
+        raise FileExistsError(f"{path} exists already and is not empty: give another folder, or {remedy}")
     _refuse_mount(path, real)
     return real
 
@@ -123,7 +123,7 @@ def folder_aside(
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_left(path)
     if not overwrite:
-        require_new_folder(given)
+        require_new_folder(given, remedy="overwrite=True")
     stem = f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}"
     aside, old = path.with_name(f"{stem}.new"), path.with_name(f"{stem}.old")
     aside.mkdir()

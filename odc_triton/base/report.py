@@ -121,7 +121,7 @@ def save_timelines(tracks: Tracks, folder: Path, *, title: str = TITLE) -> None:
     if can_draw():
         save_timeline(tracks, folder / "timeline.png", title=title)
     else:
-        print("timeline.png was not drawn: it needs matplotlib; run: pip install 'odc-triton[plot]'")
+        print('timeline.png was not drawn: it needs matplotlib; run: pip install "odc-triton[plot]"')
     print(trace.timeline_text(tracks, width=80))
 
 

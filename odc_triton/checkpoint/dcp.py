@@ -4,8 +4,10 @@ Every rank writes its own rows and a list of them (`Part`); rank 0 joins the lis
 (`join_parts`). Reading needs no other rank (`read_into`). The files are what `dcp.save` writes and `dcp.load` reads.
 
 [Note: pickles] `.metadata` is a pickle. DCP reads it, and values other than tensors, with an unpickler that runs any
-code in them. Here an unpickler that accepts only DCP's own records reads `.metadata`, and
-`torch.load(weights_only=True)` reads the values, as DCP reads tensors. A record may only name files in its folder.
+code in them. Here an unpickler that makes only DCP's own records, and sets only their fields, reads `.metadata`. It
+calls no class: instructions of a pickle can set attributes of a class, which hold for the whole process. It copies
+nothing and takes no size from the file, so time and memory are as the file's length. `torch.load(weights_only=True)`
+reads the values, as DCP reads tensors. A record may only name files in its folder.
 """
 
 from __future__ import annotations
@@ -14,14 +16,13 @@ import contextlib
 import copy
 import errno
 import hashlib
-import importlib
 import io
 import math
 import os
-import pathlib
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ from torch.distributed.checkpoint import (
     SavePlan,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint import metadata as records
 from torch.distributed.checkpoint.default_planner import _validate_global_plan, create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
@@ -216,32 +218,68 @@ def join_parts(folder: Path, world: int) -> dict[str, Written]:
 # ------------------------------------------------------------------ reading
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """See [Note: pickles]."""
+class _MetadataUnpickler(pickle._Unpickler):  # whose instructions can be replaced
+    """See [Note: pickles]. Calls only `_MAKERS`, and sets only fields of new `_RECORDS`, to values of their types."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("pathlib") and name.endswith("Path"):
-            return pathlib.PurePosixPath  # the path that it was written to; unused
-        if (module, name) in _KNOWN_RECORDS or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
-            return getattr(importlib.import_module(module), name)
+            return lambda *_: None  # the path that it was written to; unused
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        if (module, name) in _MAKERS:
+            return _MAKERS[module, name]
         raise CheckpointCorrupt(f"it contains {module}.{name}, which no checkpoint needs, so it is not read")
 
+    def refuse(self) -> None:
+        raise CheckpointCorrupt("it has an instruction that no checkpoint needs, so it is not read")
 
-_DCP = "torch.distributed.checkpoint"
-_KNOWN_RECORDS = {
-    *(
-        (f"{_DCP}.metadata", name)
-        for name in (
-            *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex"),
-            *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-        )
-    ),
-    (f"{_DCP}.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
+    def set_fields(self) -> None:
+        state, record = self.stack.pop(), self.stack[-1]
+        if type(record) not in _RECORDS:
+            raise TypeError(f"it sets attributes of a {type(record).__name__}")
+        if isinstance(state, tuple):
+            state = dict(zip((each.name for each in fields(record)), state, strict=True))
+        for name, value in state.items():
+            if not isinstance(value, _FIELDS.get(name, object)):
+                raise TypeError(f"its {type(record).__name__} has a {type(value).__name__} as {name}")
+        vars(record).update(state)
+
+    def set_items(self) -> None:
+        pairs = self.pop_mark()
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            if not isinstance(key, (str, MetadataIndex)):  # to hash tuples of tuples may take forever
+                raise TypeError(f"it has a {type(key).__name__} as a key")
+            self.stack[-1][key] = value
+
+    def set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self.load_mark()
+        self.stack += key, value
+        self.set_items()
+
+    _kept = (
+        "PROTO FRAME MARK STOP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINUNICODE SHORT_BINUNICODE GLOBAL "
+        "STACK_GLOBAL REDUCE EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 TUPLE EMPTY_LIST APPEND APPENDS EMPTY_DICT MEMOIZE "
+        "BINPUT LONG_BINPUT BINGET LONG_BINGET"
+    )
+    _codes = tuple(getattr(pickle, name)[0] for name in _kept.split())
+    dispatch = dict.fromkeys(range(256), refuse) | {code: pickle._Unpickler.dispatch[code] for code in _codes}
+    dispatch |= {pickle.BUILD[0]: set_fields, pickle.SETITEM[0]: set_item, pickle.SETITEMS[0]: set_items}
+    dispatch[pickle.NEWOBJ[0]] = pickle._Unpickler.load_reduce
+
+
+_FIELDS: dict[str, Any] = {"fqn": str, "relative_path": str, "length": int, "offset": (int, torch.Size, type(None))}
+_FIELDS |= dict.fromkeys(("size", "sizes", "offsets"), torch.Size)
+_FIELDS |= {"chunks": list, "state_dict_metadata": dict, "storage_data": dict}
+_MEMORY_FORMATS = [torch.contiguous_format, torch.channels_last, torch.preserve_format]
+_RECORDS = (Metadata, MetadataIndex, _StorageInfo, TensorStorageMetadata, records.BytesStorageMetadata)
+_RECORDS += (records.ChunkStorageMetadata, records.TensorProperties, records.StorageMeta)
+_MAKERS: dict[tuple[str, str], Callable[..., Any]] = {
+    **{(kind.__module__, kind.__name__): partial(object.__new__, kind) for kind in _RECORDS},
+    (records.__name__, "_MEM_FORMAT_ENCODING"): _MEMORY_FORMATS.__getitem__,
+    ("torch", "Size"): lambda sizes: torch.Size(sizes[:64]),  # no tensor has more dimensions
+    ("torch.serialization", "_get_layout"): lambda _: torch.strided,
+    ("collections", "OrderedDict"): {}.copy,  # an empty one, without arguments
 }
 
 
@@ -254,8 +292,9 @@ def read_metadata(folder: Path, name: str = METADATA) -> Metadata:
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it is a {type(metadata).__name__}")
         for info in metadata.storage_data.values():
-            if not isinstance(info.relative_path, str) or Path(info.relative_path).name != info.relative_path:
-                raise ValueError(f"it names {info.relative_path!r}, which is not a file in its folder")
+            file = info.relative_path
+            if Path(file).name != file or file in ("", "..") or min(info.offset, info.length) < 0:
+                raise ValueError(f"it names {file!r}, which is not a file in its folder")
         if name == METADATA:
             _check_chunks(metadata)
     except Exception as error:  # an unpickler may raise anything

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import signal
 import sys
@@ -17,8 +16,9 @@ from typing import Any
 from .. import __version__
 from ..base.environment import joined_world
 from ..base.errors import in_a_line
+from ..base.option_names import instead
 from ..base.options import expanded
-from .start import ending_at_once, join_job, report_stopped, start_job
+from .start import default_ranks, ending_at_once, join_job, report_stopped, start_job
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,8 +100,8 @@ def _did_you_mean(
     for word in [word.partition("=")[0] for word in unknown if word.startswith("--")]:
         if others := [each.prog for each in commands if word in each._option_string_actions]:
             hints.append(f"; {word} is of {', '.join(others)}, not of {chosen.prog}")
-        elif close := difflib.get_close_matches(word, sorted(chosen._option_string_actions), n=1):
-            hints.append(f"; did you mean {close[0]}?")
+        else:
+            hints.append(instead(word, chosen._option_string_actions))
     return "".join(hints)
 
 
@@ -113,7 +113,8 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
         "FSDP2 and ODC in two settings each, side by side. Takes about five minutes on two cores. Writes report.html, "
         "timeline.png, trace.json and report.json.",
     )
-    demo.add_argument("--out", type=expanded, default="out/demo", help="folder to write to (default: out/demo)")
+    text = "folder to write to (default: out/demo)"
+    demo.add_argument("--out", type=expanded, metavar="TEXT", default="out/demo", help=text)
     demo.set_defaults(run=_demo)
 
 
@@ -149,7 +150,7 @@ class _Command:
         if self.place is not None:
             parser.add_argument(self.place[0], metavar=self.place[0].upper(), help=self.place[1])
         if self.has_ranks:
-            text = f"processes to start on this machine, at most {RANKS_PER_CORE} for each core (default: 1)"
+            text = f"processes to start on this machine, at most {RANKS_PER_CORE} per core (default: one per GPU)"
             parser.add_argument("--ranks", type=int, metavar="N", default=argparse.SUPPRESS, help=text)
         add_arguments(parser, kind, config=self.has_config)
 
@@ -160,12 +161,13 @@ class _Command:
                     given = with_config(kind, given)
                 if self.joins and (world := joined_world()) is not None:
                     require_world(given.get("ranks"), world)
-                else:
-                    require_ranks(given.get("ranks", 1))
+                elif self.has_ranks:
+                    given.setdefault("ranks", default_ranks(given.get("device", "auto")))
+                    require_ranks(given["ranks"])
                 wanted = read_options(kind, given)
             except ValueError as error:
                 parser.error(str(error))
-            first = [given.get("ranks", 1)] if self.has_ranks else [given[self.place[0]]] if self.place else []
+            first = [given.get("ranks")] if self.has_ranks else [given[self.place[0]]] if self.place else []
             return (_imported(self.run) if isinstance(self.run, str) else self.run)(*first, wanted)
 
         parser.set_defaults(run=called)
@@ -176,7 +178,7 @@ def _imported(name: str) -> Any:
     return getattr(import_module(module, __package__), own)
 
 
-def _train(job: str, ranks: int, wanted: Any) -> int:
+def _train(job: str, ranks: int | None, wanted: Any) -> int:
     if joined_world() is not None:
         join_job(f"odc_triton.train.{job}", f"run_{job}", wanted)
     start_job(f"odc_triton.train.{job}", f"run_{job}", wanted, ranks=ranks)
@@ -186,7 +188,7 @@ def _train(job: str, ranks: int, wanted: Any) -> int:
 def _export(checkpoint: str, wanted: Any) -> int:
     from .export import export
 
-    print(f"{export(checkpoint, wanted)} is in {wanted.out}")
+    print(f"{wanted.out} has the model of {export(checkpoint, wanted)}")
     return 0
 
 
@@ -194,6 +196,7 @@ def _profile(ranks: int, wanted: Any) -> int:
     from ..comm.launch import launch
     from .profile import report, run_profile
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch's profiler says on stderr that it starts and stops
     print(report(wanted, launch(run_profile, wanted, ranks=ranks)))
     return 0
 
@@ -295,18 +298,22 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
     inspect.add_argument(
         "--data-weight", type=float, action="append", default=[], help="weight of each file, as in training; repeatable"
     )
-    inspect.add_argument("--tokenizer", type=expanded, required=True, help="folder, hub id or tokenizer.json")
+    inspect.add_argument("--tokenizer", type=expanded, required=True, help="folder, hub id or file (required)")
     inspect.add_argument(
         "--model", type=expanded, help="config.json, folder or hub id of a model: names the token ids that it lacks"
     )
     inspect.add_argument("--token-cap", type=int, default=4096, help="most tokens in a sample (default: 4096)")
     inspect.add_argument("--fetch-images", action="store_true", help="fetch pictures that are on the network")
+    for action in inspect._actions:  # as add_arguments has them
+        action.metavar = action.metavar or {expanded: "TEXT", float: "X", int: "N"}.get(action.type)
     inspect.set_defaults(run=_inspect_data)
 
 
 def _inspect_data(options: argparse.Namespace) -> int:
+    from ..base.options import require_token_cap
     from .inspection import main as inspect
 
+    require_token_cap(options)
     return inspect(options)
 
 

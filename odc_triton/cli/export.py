@@ -20,7 +20,7 @@ class ExportOptions:
     model: str | None = option(None, "the model that was trained: local folder or hub id; by default the run's")
     init: str | None = option(None, "config.json of the model, if training began with random weights")
     tokenizer: str | None = option(None, "folder, hub id or tokenizer.json; by default the run's, or --model's")
-    dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of the weights that are written")
+    dtype: Literal["fp32", "bf16"] | None = option(None, "dtype of the weights that are written; by default the run's")
     merge: bool = option(False, "for a run with --lora-rank: the whole model, with its adapters added to it")
 
     def __post_init__(self) -> None:
@@ -52,8 +52,9 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
             if newest.exists():
                 raise
         print(f"the run has removed {newest} meanwhile: reading the next one", flush=True)
+    models = [f"; its model is in {path / name}" for name in ("model", "adapter") if (path / name).is_dir()]
     raise FileNotFoundError(
-        f"{path} is neither a checkpoint (step-…), nor a folder of them, nor a run's folder with any"
+        f"{path} is neither a checkpoint (step-…), nor a folder of them, nor a run's folder with any{''.join(models)}"
     )
 
 
@@ -66,6 +67,8 @@ def _export(path: Path, options: ExportOptions) -> Path:
     from ..sharding.shard_module import fully_shard
     from ..train.model import adapters_of, add_adapters, name_special_tokens, ties_head
 
+    if path.resolve() in Path(options.out).resolve().parents:
+        raise ValueError(f"--out is {options.out}, inside of the checkpoint {path}: give a folder elsewhere")
     options = _with_model(options, path)
     tokenizer = _tokenizer(options)
     if tokenizer is None:
@@ -91,7 +94,7 @@ def _export(path: Path, options: ExportOptions) -> Path:
     load_checkpoint(path, model=model, optimizer=None)
     if rank and not options.merge and options.model is None:
         print(f"{options.out} gets adapters of a random base, which is in no other folder: --merge adds them to it")
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype or run.get("dtype", "fp32")]
     source = options.tokenizer or options.model
     save_pretrained(model, options.out, tokenizer, processor=source, dtype=dtype, merge=options.merge)
     return path

@@ -40,6 +40,13 @@ def join_job(name: str, run: str, options: RunOptions) -> NoReturn:
     end_process(0)
 
 
+def default_ranks(device: str = "auto") -> int:
+    """One for each GPU that this process sees; without one, or on the CPU, 1."""
+    if device == "cpu" or not any(map(os.path.exists, _GPU_DEVICES)):
+        return 1
+    return max(import_module("torch").cuda.device_count(), 1)
+
+
 def start_job(name: str, run: str, options: RunOptions, *, ranks: int) -> None:
     """Checks the options by `check_before_start` of the module `name`, then calls its function `run` on every rank."""
     has_gpu = any(map(os.path.exists, _GPU_DEVICES))

@@ -3,16 +3,19 @@
 A template with {% generation %} marks names them. Otherwise the conversation is rendered twice for each of the
 assistant's turns: up to the turn (with the header that asks for it), and up to its end. The text in between is learned,
 including what the template writes after the turn. This is right only if the whole conversation begins with the tokens
-of each of these prefixes, which is checked. A template that renders earlier turns differently once later ones follow,
-for example without their reasoning, is refused. Turns before `learned_from` are not learned, and not checked.
+of each of these prefixes, which is checked (of long conversations: `_edges`). A template that renders earlier turns
+differently once later ones follow, for example without their reasoning, is refused. Turns before `learned_from` are not
+learned, and not checked.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -34,6 +37,8 @@ _CHARACTERS = 4_000_000
 # Above any text's, except white space or a letter repeated many times.
 CHARACTERS_PER_TOKEN = 64
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Fields of a turn that are said by it, also if they are one word. Others are if they have several.
+_SAID = re.compile(r"^(reason|think|thought)|calls?$")
 _REMEDY = "give a template with {% generation %} marks, or write one record per turn of the assistant"
 
 
@@ -135,23 +140,30 @@ class ChatTemplate:
         heads = [each for some in portions(texts, len) for each in encode_heads(self._encode, some, max_tokens)]
         ids, read = [list(each) for each, _ in heads], [characters for _, characters in heads]
         edges: list[list[int]] = [[] for _ in conversations]  # tokens before and after each turn of the assistant
+        added = {token: text for text, token in self._tokenizer.get_added_vocab().items()}
 
-        def prefixes() -> Iterator[tuple[int, int, str]]:
+        def windows() -> Iterator[tuple[int, int, int, str]]:
+            """Of each edge the conversation, the turn, and the text before the edge from a token of that number on."""
             for index, conversation in enumerate(conversations):
-                for turn, message in enumerate(conversation.messages):
-                    # A message takes at least one token. Edges arrive in portions, so this one may be late.
-                    if turn >= max_tokens or (edges[index] and edges[index][-1] >= max_tokens):
-                        break
-                    if message["role"] == ASSISTANT and turn >= conversation.learned_from:
-                        for text in self._around(index, conversation, turn, wholes[index]):
-                            yield index, turn, self._with_pictures(index, conversation, text, is_whole=False)
+                places, tokens = self._starts(texts[index][: read[index]], ids[index], added)
 
-        # In portions, because prefixes of one conversation grow with the square of its turns.
-        for some in portions(prefixes(), lambda each: len(each[-1])):
-            encoded = iter(self._encode([text for index, _, text in some if len(text) < read[index]]))
-            for index, turn, text in some:
-                prefix = list(next(encoded)) if len(text) < read[index] else ids[index]
-                if prefix != ids[index][: len(prefix)]:
+                def is_cut(turn: int, own: list[int] = edges[index]) -> bool:
+                    # A message takes at least one token. Edges arrive in portions, so this one may be late.
+                    return turn >= max_tokens or bool(own and own[-1] >= max_tokens)
+
+                for turn, end in self._edges(index, conversation, wholes[index], is_cut):
+                    ((end, _),) = self._moved([(end, end)], wholes[index], conversation.pictures)
+                    start = bisect_left(places, end) - 1
+                    if end < read[index]:
+                        yield index, turn, tokens[start], texts[index][places[start] : end]
+                    else:
+                        yield index, turn, len(ids[index]), ""
+
+        for some in portions(windows(), lambda each: len(each[-1])):
+            encoded = self._encode_batch([text for *_, text in some])
+            for (index, turn, start, text), tail in zip(some, encoded, strict=True):
+                tail = [*(() if start else self._begin(text)), *tail]
+                if tail != ids[index][start : start + len(tail)]:
                     edge = "end" if len(edges[index]) % 2 else "begin"
                     raise ChatError(
                         index,
@@ -159,46 +171,105 @@ class ChatTemplate:
                         f"conversation. White space there, of the message or the chat template, can cause this: strip "
                         f"it, or {_REMEDY}",
                     )
-                edges[index].append(len(prefix))
+                edges[index].append(start + len(tail))
         return [
             (whole, joined_spans(zip(each[::2], each[1::2], strict=True)))
             for whole, each in zip(ids, edges, strict=True)
         ]
 
-    def _around(self, index: int, conversation: Conversation, turn: int, whole: str) -> Iterator[str]:
-        """The text before a turn of the assistant, its header included, and the text up to its end."""
-        if turn == 0:
-            raise ChatError(
-                index, f"the conversation begins with the assistant; put a user message first, or {_REMEDY}"
-            )
+    @staticmethod
+    def _starts(text: str, ids: list[int], added: dict[int, str]) -> tuple[list[int], list[int]]:
+        """Characters and tokens before which `text` may be cut: its begin, and added tokens, as tokenizers encode apart
+        what is between these.
+        """
+        tokens = [at for at, token in enumerate(ids) if token in added]
+        own = sorted({added[ids[at]] for at in tokens}, key=len, reverse=True)
+        found = [*re.finditer("|".join(map(re.escape, own)), text)] if own else []
+        if [each[0] for each in found] != [added[ids[at]] for at in tokens]:
+            return [0], [0]
+        return [0, *(each.start() for each in found)], [0, *tokens]
+
+    def _edges(
+        self, index: int, conversation: Conversation, whole: str, is_cut: Callable[[int], bool]
+    ) -> Iterator[tuple[int, int]]:
+        """Each learned turn twice: with the characters of `whole` before it, its header included, and up to its end.
+
+        Prefixes together grow with the square of the turns. So only those of turns 0, 1, 2, 4, … are rendered. Others
+        are rendered after the first turn of the assistant alone: if `whole` goes on in the same way, it ends there.
+        """
         messages, tools = conversation.messages, conversation.tools
-        for some, asks in ((messages[:turn], True), (messages[: turn + 1], False)):
-            text = whole if len(some) == len(messages) else self._render(index, Conversation(some, tools), asks)
-            if not whole.startswith(text):
+
+        def ends(some: Messages, before: str = "", at: int = 0) -> list[int] | None:
+            """Where the last of `some` begins and ends: their text after `before` has to be in `whole` at `at`."""
+            found = []
+            for part, asks in ((some[:-1], True), (some, False)):
+                text = whole if part == messages else self._render(index, Conversation(part, tools), asks)
+                if not text.startswith(before) or not whole.startswith(text[len(before) :], at):
+                    return None
+                found.append(at + len(text) - len(before))
+            return found
+
+        turns = [turn for turn, message in enumerate(messages) if message["role"] == ASSISTANT]
+        before, end, since = None, 0, 0  # text of the first turn; characters and messages up to the last one's end
+        for number, turn in enumerate(each for each in turns if each >= conversation.learned_from):
+            if is_cut(turn):
+                return
+            if turn == 0:
+                raise ChatError(
+                    index, f"the conversation begins with the assistant; put a user message first, or {_REMEDY}"
+                )
+            found = None
+            if number & (number - 1):
+                lead = messages[: turns[0] + 1]
+                with suppress(ChatError):  # of a template that takes no such conversation
+                    before = before or self._render(index, Conversation(lead, tools))
+                    found = ends([*lead, *messages[since : turn + 1]], before, end)
+            found = found or ends(messages[: turn + 1])
+            if found is None:
                 raise ChatError(
                     index,
                     f"the chat template renders the assistant's message {turn}, or what precedes it, differently "
                     f"in the whole conversation; {_REMEDY}",
                 )
-            yield text
+            yield from ((turn, each) for each in found)
+            since, end = turn + 1, found[1]
+            before = whole[:end] if turn == turns[0] else before
 
     def _complete(self, index: int, conversation: Conversation, text: str) -> str:
-        """Returns `text`, the rendered conversation. Raises ChatError if tools or their calls are missing from it."""
+        """Returns `text`, the rendered conversation. Raises ChatError if it lacks a part of it."""
         messages, tools = conversation.messages, conversation.tools
 
-        def otherwise(changed: Iterable[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
+        def is_same(changed: Messages, tools: list[dict[str, Any]] | None) -> bool:
             try:
-                return self._render(index, Conversation(list(changed), tools))
+                return self._render(index, Conversation(changed, tools)) == text
             except ChatError:  # so the template reads the changed part
-                return None
+                return False
 
-        remedy = "give a template that supports tools, or render the conversation to 'prompt' and 'completion'"
-        if tools and otherwise(messages, None) == text:
-            raise ChatError(index, f"the chat template leaves out the record's 'tools'; {remedy}")
-        if any("tool_calls" in each for each in messages):
-            silent = ({name: each[name] for name in each if name != "tool_calls"} for each in messages)
-            if otherwise(silent, tools) == text:
-                raise ChatError(index, f"the chat template leaves out the messages' 'tool_calls'; {remedy}")
+        left_out = "record's 'tools'" if tools and is_same(messages, None) else None
+        fields: dict[tuple[str, str], dict[int, bool]] = {}  # by role and name: of each message, is it in the text?
+        for turn, message in enumerate(messages):
+            for name, value in message.items():
+                is_turn = message["role"] == ASSISTANT and turn >= conversation.learned_from
+                is_text = name == "content" and isinstance(value, str)
+                if value and (
+                    is_text or name == "tool_calls" or (is_turn and name != "content" and _is_said(name, value))
+                ):
+                    seen = isinstance(value, str) and value.strip() in text
+                    fields.setdefault((message["role"], name), {})[turn] = seen
+        for (_, name), seen in fields.items():
+            without = {turn for turn in seen if not seen[turn]} or (seen if name != "content" else ())
+            some = [
+                {key: value for key, value in message.items() if key != name or turn not in without}
+                for turn, message in enumerate(messages)
+            ]
+            if without and is_same(some, tools):
+                left_out = f"messages' {name!r}"
+        if left_out:
+            raise ChatError(
+                index,
+                f"the chat template leaves out the {left_out}; give a template that writes it, leave it out of the "
+                "data, or render the conversation to 'prompt' and 'completion'",
+            )
         return text
 
     def _render(self, index: int, conversation: Conversation, asks: bool = False) -> str:
@@ -222,19 +293,19 @@ class ChatTemplate:
     def _begin(self, text: str) -> list[int]:
         return [] if text.startswith(self._tokenizer.bos_token or "\0") else self._before
 
-    def _with_pictures(self, index: int, conversation: Conversation, text: str, *, is_whole: bool = True) -> str:
-        """A rendered text, with each picture's own in place of its mark; a part of it may have fewer of them."""
+    def _with_pictures(self, index: int, conversation: Conversation, text: str) -> str:
+        """A rendered text, with each picture's own in place of its mark."""
         pictures = conversation.pictures
         if self._mark is None:
             return text
         parts = text.split(self._mark)
-        if len(parts) - 1 != len(pictures) and (is_whole or len(parts) - 1 > len(pictures)):
+        if len(parts) - 1 != len(pictures):
             raise ChatError(
                 index,
                 f"the chat template writes {len(parts) - 1} {self._mark} for {len(pictures)} pictures: give the "
                 "template of the model's processor",
             )
-        return "".join(each for pair in zip(parts, [*pictures[: len(parts) - 1], ""], strict=True) for each in pair)
+        return "".join(each for pair in zip(parts, [*pictures, ""], strict=True) for each in pair)
 
     def _moved(self, ranges: list[tuple[int, int]], text: str, pictures: Sequence[str]) -> list[tuple[int, int]]:
         """Ranges of characters of a rendered `text`, after `_with_pictures`."""
@@ -287,6 +358,14 @@ def portions(values: Iterable[T], characters: Callable[[T], int], most: int = sy
             some, total = [], 0
     if some:
         yield some
+
+
+def _is_said(name: str, value: Any) -> bool:
+    """Is a field of a turn a part of what is said? Others are notes: names, ids, dates, scores."""
+    if name in ("role", "name") or not isinstance(value, (str, list, dict)):
+        return False
+    text = value.strip() if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    return bool(_SAID.search(name)) or (" " in text and any(map(str.isalpha, text)))
 
 
 def _checked(index: int, text: str) -> str:

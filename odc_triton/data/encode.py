@@ -27,7 +27,12 @@ def encode_records(batch: list[Record], encoder: TextEncoder, max_tokens: int) -
     if encoder.pictures is not None:
         for record in batch:
             encoder.pictures.require_unspelled(record)
-    texts = [text for each in batch if each.messages is None for text in (each.prompt, each.completion)]
+    texts = [
+        text
+        for each in batch
+        if each.messages is None
+        for text in (each.prompt, (each.prompt or "") * encoder.puts_space + each.completion)
+    ]
     heads = encode_heads(encoder.encode_batch, [text for text in texts if text is not None], max_tokens)
     encoded = (ids for ids, _ in heads)
     chats = iter(_encode_chats([each for each in batch if each.messages is not None], encoder, max_tokens))
@@ -40,8 +45,12 @@ def encode_records(batch: list[Record], encoder: TextEncoder, max_tokens: int) -
             ids = encoder.begun(encoder.before_text, completion)
         else:
             head = [*encoder.begun(encoder.before_prompt, next(encoded)), *encoder.before_completion]
-            completion, masked = next(encoded), len(head)
-            ids = [*head, *completion]
+            completion = next(encoded)
+            if encoder.puts_space:
+                whole = encoder.begun(encoder.before_prompt, completion)
+                masked = next((at for at, (a, b) in enumerate(zip(head, whole, strict=False)) if a != b), len(head))
+                completion, head = whole[masked:], whole[:masked]
+            ids, masked = [*head, *completion], len(head)
         # A text made by a chat template may already have its end token.
         if not len(completion) or completion[-1] != encoder.end_id:
             ids.append(encoder.end_id)

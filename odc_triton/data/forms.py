@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .messages import read_messages, read_tools, with_system
+from .messages import read_messages, read_tools, unlearned_mark, with_system
 from .parts import given_pictures, place_pictures
 from .records import PICTURE_CHARACTERS, DataError, Form, Record, kind_of, message_text, names_of, string
 
@@ -42,10 +42,11 @@ def record_of(where: str, value: Any, *, folder: str | None = None) -> Record:
     if form in ("messages", "conversations", "prompt and completion as messages"):
         messages, learned_from = _conversation(where, fields, form)
         for number, each in enumerate(messages[learned_from:]):
-            if each["role"] == "assistant" and each.get("weight") == 0:
+            if each["role"] == "assistant" and (mark := unlearned_mark(each)):
                 raise DataError(
-                    f"{where}: message {learned_from + number} has weight 0, and all turns of the assistant are "
-                    f"learned: give the messages before those to learn as 'prompt', and these as 'completion'"
+                    f"{where}: message {learned_from + number} has {mark} {ascii(each[mark])[:60]}, and all turns of "
+                    f"the assistant are learned: give the messages before those to learn as 'prompt', and these as "
+                    f"'completion', without {mark!r}"
                 )
         messages, pictures = place_pictures(where, fields, messages)
         return Record(

@@ -10,6 +10,7 @@ or of tools, may be written as a string of JSON: CSV and many tables have no lis
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from .parts import read_parts
@@ -27,6 +28,10 @@ _ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
+# Names and texts of marks by which data say that a turn is to be learned, or not.
+_LEARNED = re.compile(r"(^|_)(loss|train|learn|weight|target|supervis)", re.IGNORECASE)
+_LEFT_OUT = re.compile(r"(^|_)(mask|ignor|skip|exclu|no_?(loss|train|learn))", re.IGNORECASE)
+_NO, _YES = ("false", "no", "off", "none"), ("true", "yes", "on")
 
 
 def read_messages(where: str, fields: dict, name: str) -> list[Message]:
@@ -67,17 +72,36 @@ def with_system(where: str, fields: dict, messages: list[Message]) -> list[Messa
     return [{"role": "system", "content": system}, *messages]
 
 
+def unlearned_mark(message: Message) -> str | None:
+    """The field that says that not all of this turn is learned with weight 1; None: there is none."""
+    for name, value in message.items():
+        by_default = not _LEFT_OUT.search(name)  # what a mark of this name says if it is true
+        if by_default and not _LEARNED.search(name):
+            continue
+        if isinstance(value, str):
+            word = value.strip().lower()
+            try:
+                value = word in _YES or (word not in _NO and float(word))
+            except ValueError:
+                continue  # another text is no mark
+        if value != by_default:
+            return name
+    return None
+
+
 def _message(here: str, message: Any) -> Message:
     if not isinstance(message, dict):
         raise DataError(f"{here} is {kind_of(message)}, not an object with 'role' and 'content'")
+    given, message = message, {name: value for name, value in message.items() if value is not None}
     if "role" not in message and {"from", "value"} <= message.keys():
         message = _of_sharegpt(here, message)
-    calls = message.get("role") in ("assistant", "gpt") and message.get("tool_calls")
+    if calls := message.get("role") in ("assistant", "gpt") and from_json(message.pop("tool_calls", None)):
+        message["tool_calls"] = calls = _calls(f"{here}: 'tool_calls'", calls)
     for name in ("role", "content"):
-        if message.get(name) is None:
+        if name not in message:
             if name == "content" and calls:
                 continue
-            raise DataError(f"{here} needs 'role' and 'content', or 'from' and 'value'; it has {names_of(message)}")
+            raise DataError(f"{here} needs 'role' and 'content', or 'from' and 'value'; it has {names_of(given)}")
         if name == "content" and isinstance(message[name], list):
             message = message | {"content": read_parts(here, message[name])}
         else:
@@ -86,7 +110,7 @@ def _message(here: str, message: Any) -> Message:
     others = {name: value for name, value in message.items() if name not in ("role", "content")}
     if others:
         _check_json(f"{here} has another field than 'role' and 'content' that", others)
-    checked = {name: value for name, value in message.items() if value is not None}
+    checked = dict(message)
     if message["role"] in ("human", "gpt"):  # which no template knows
         checked["role"] = _ROLES[message["role"]]
     if calls:
@@ -100,20 +124,26 @@ def _of_sharegpt(here: str, message: Message) -> Message:
         raise DataError(f"{here} has the role {given!r}; write one of {', '.join(_ROLES)}")
     others = {name: each for name, each in message.items() if name not in ("from", "value")}
     if given == "function_call":
-        return {"role": "assistant", "content": None, "tool_calls": _calls(here, value), **others}
+        return {"role": "assistant", "tool_calls": _calls(f"{here} is a function_call, whose 'value'", value), **others}
     return {"role": _ROLES[given], "content": value, **others}
 
 
-def _calls(here: str, value: str) -> list[dict[str, Any]]:
-    """OpenAI's calls, from LLaMA-Factory's string of JSON: one call, or a list of them."""
+def _calls(what: str, value: Any) -> list[dict[str, Any]]:
+    """Calls as OpenAI has them, of one call or a list of them, also without "function" or as a string of JSON."""
     calls = from_json(value)
     calls = [calls] if isinstance(calls, dict) else calls
-    if not isinstance(calls, list) or not all(isinstance(c, dict) and isinstance(c.get("name"), str) for c in calls):
-        raise DataError(
-            f"{here} is a function_call, whose 'value' must be the JSON of an object with 'name' and 'arguments', or "
-            f"of a list of them, not {ascii(value)[:60]}"
-        )
-    return [{"type": "function", "function": call} for call in calls]
+    calls = [from_json(each) for each in calls] if isinstance(calls, list) else [calls]
+    found = []
+    for call in calls:
+        call = {"type": "function", "function": call} if isinstance(call, dict) and "name" in call else call
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(
+                f"{what} must be an object with 'name' and 'arguments', or a list of them, or the JSON of it, not "
+                f"{ascii(value)[:60]}"
+            )
+        found.append(call)
+    return found
 
 
 def _with_objects(calls: Any) -> Any:

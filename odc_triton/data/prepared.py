@@ -25,7 +25,7 @@ from .sources import RecordSource, open_source
 from .tokenizer import TextEncoder
 
 # Incremented whenever the same records would give other samples, or the file's layout changes.
-FORMAT = 2
+FORMAT = 3
 
 
 def prepared_path(

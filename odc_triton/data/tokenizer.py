@@ -10,7 +10,8 @@ Token ids of one sample, with `TextEncoder`'s parts in brackets:
 
 Our tokenizer marks prompt and completion with special tokens; a model's own tokenizer has no such marks, and
 its sequences begin with its beginning-of-sequence token, if it adds one. Prompt and completion are encoded
-separately, so that no token crosses the boundary of what is learned.
+separately, so that no token crosses the boundary of what is learned. But a tokenizer that puts a space before each text
+(SentencePiece) encodes them together, as TRL does: what is learned begins where the prompt's own tokens end or differ.
 """
 
 from __future__ import annotations
@@ -140,6 +141,7 @@ class TextEncoder:
     before_text: tuple[int, ...] = ()
     before_prompt: tuple[int, ...] = ()
     before_completion: tuple[int, ...] = ()
+    puts_space: bool = False  # before a text, so a completion is encoded with its prompt
     decode: Callable[[Sequence[int]], str] | None = None  # special tokens written out
     chat: ChatTemplate | None = None
     fingerprint: str | None = None  # changes whenever a text's ids might; None: unknown
@@ -188,6 +190,7 @@ class TextEncoder:
             before_text=begin,
             before_prompt=begin + marks[0],
             before_completion=marks[1],
+            puts_space=not marks[1] and _puts_space(tokenizer),
             decode=lambda ids: tokenizer.decode(
                 list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
             ),
@@ -213,6 +216,11 @@ def _encodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
         and kind.__call__ is PreTrainedTokenizerBase.__call__
         and kind._encode_plus is PreTrainedTokenizerFast._encode_plus
     )
+
+
+def _puts_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+    first = tokenizer.convert_ids_to_tokens(tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"][:1])
+    return bool(first) and first[0][0] in "▁Ġ"  # as SentencePiece and byte-level vocabularies write a space
 
 
 def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

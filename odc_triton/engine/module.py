@@ -132,7 +132,7 @@ class ODCModule:
         use views of them afterwards.
         """
         if not self._odc_engine.is_open:
-            self._odc_engine.publication.wait_readable()
+            self._odc_engine.wait_readable()
         self._odc_unit.hold()
         return DoneHandle() if async_op else None
 

@@ -222,8 +222,8 @@ class ShardedParameter:
 
     def _touch(self) -> None:
         self.gradient_comes()
-        self.shard.touched = True
         self.shard.expect_gradient()  # again, as zero_grad() inside a minibatch sets p.grad to None
+        self.shard.touched = True
 
     def _waited(self, waits: Waits) -> None:
         if waits and (passes := self.passes) is not None:

@@ -45,7 +45,7 @@ from ..base.events import EventLog
 from ..comm.barrier import Barrier
 from ..comm.replicas import Grid, Replicas
 from .minibatch import Participant, Tokens
-from .shard import Shard, Zeros, clear_gradients, copy_masters, reduce_gradients
+from .shard import Shard, Zeros, clear_gradients, copy_masters, edited, reduce_gradients
 from .steps import Hyperparameters, OptimizerWatch, Publication
 from .transport import AllStreams, Transport
 
@@ -96,6 +96,7 @@ class Protocol:
         self.register(self.tokens, self.hyperparameters, self.publication)
         self.optimizers = OptimizerWatch(self)
         self._zeros: Zeros | None = None  # at the entry of this minibatch, or of the one that is repeated
+        self._lost: list[Shard] = []
         self._stepping: int | None = None  # the id of the optimizer whose step is running, the outermost
         self._step_start_s = 0.0
         self._warned: set[str] = set()
@@ -177,6 +178,7 @@ class Protocol:
             each.opened()
         for shard in self.trainable():
             shard.expect_gradient()
+            shard.lost = shard in self._lost
 
     def give(self, **given: Any) -> None:
         """Arguments of `minibatch` that were not known at the entry. On all ranks that go on, with the same values."""
@@ -219,10 +221,14 @@ class Protocol:
                 f"the gradients of minibatch {self.number} are dropped: no optimizer step followed it. "
                 f"Put all microbatches of a step into one minibatch.",
             )
-        self._zeros = self._zeros or Zeros(self.shards)
+        if self._zeros is None:
+            self._zeros = Zeros(self.shards)
+            self._lost = [] if self.phase is Phase.REDUCED else self._zeros.lost(self.shards)
         clear_gradients(self.trainable(), self.streams.first)
-        if not self._publishes_parts:  # else what was written by hand needs an exchange: publish(model)
+        if not self._publishes_parts:
             copy_masters(self.shards, self.streams.first)
+        elif edited(self.shards):
+            self.publish()
         self.drain("clearing gradients and publishing before a minibatch")
 
     def end(self, error: BaseException | None = None) -> None:
@@ -261,6 +267,11 @@ class Protocol:
     def _leave(self, error: BaseException | None) -> tuple[BaseException | None, list[int]]:
         """Ends this rank's microbatches; returns its error, if any, and the places of gradients that stay zeros."""
         zeros = self._zeros.kept(self.shards)
+        for shard in self.trainable() if error is None else ():
+            try:
+                shard.refuse_zeroed()
+            except RuntimeError as zeroed:
+                self.fail(str(zeroed))
         given = [shard.name for shard in self.trainable() if shard.expect_no_more()]
         if given:
             self.fail(
@@ -377,6 +388,13 @@ class Protocol:
             self.drain("publishing the parameters")
         self.publication.complete()
 
+    def wait_readable(self) -> None:
+        """Before all ranks read outside of a minibatch: publishes, after a barrier, what was edited by hand since."""
+        if edited(self.shards):
+            self.exchange("publish the parameters that were edited", {})
+            self.publish()
+        self.publication.wait_readable()
+
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """Parameters are written inside of it, and published at its end; after an error they are readable as they are.
@@ -396,8 +414,10 @@ class Protocol:
         """(name, a copy of the whole tensor in the compute dtype), one at a time, of all shards or `some`; no other
         rank takes part.
         """
-        published = self.publication.number
-        for shard in self.shards if some is None else some:
+        published, shards = self.publication.number, self.shards if some is None else some
+        if not self.is_open and edited(shards):
+            raise RuntimeError("parameters were edited since they were published: call publish(model) on all ranks")
+        for shard in shards:
             if not self.is_open:
                 self.publication.wait_readable()
             whole = shard.read()

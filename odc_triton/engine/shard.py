@@ -15,6 +15,7 @@ sharded         a DTensor over the master, Shard(0): what optimizers and checkpo
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
@@ -34,6 +35,12 @@ from .transport import Streams, Target
 
 # What zero_grad(set_to_none=False) calls. There is nothing to zero.
 _ZEROING = (torch.Tensor.zero_, torch.Tensor.requires_grad_, torch.Tensor.detach_, torch._foreach_zero_)
+_SAMPLED = 64  # elements of a shard, at least, that show whether it was edited
+
+
+def versions_of(sharded: torch.Tensor) -> tuple[int, int]:
+    """They grow when it is written in place, as a DTensor and as this rank's rows."""
+    return sharded._version, sharded._local_tensor._version
 
 
 class PendingGradient(torch.Tensor):
@@ -45,8 +52,11 @@ class PendingGradient(torch.Tensor):
     zeroed = False
 
     @staticmethod
-    def __new__(cls, parameter: torch.Tensor) -> PendingGradient:
-        return torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    def __new__(cls, shard: Shard) -> PendingGradient:
+        of = shard.sharded
+        made = torch.Tensor._make_wrapper_subclass(cls, of.shape, dtype=of.dtype, device=of.device)
+        made.shard = weakref.ref(shard)
+        return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,8 +64,9 @@ class PendingGradient(torch.Tensor):
         if func in _ZEROING:
             given = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
             for each in given:
-                if isinstance(each, PendingGradient):
-                    each.zeroed |= func in (torch.Tensor.zero_, torch._foreach_zero_)
+                if isinstance(each, PendingGradient) and func in (torch.Tensor.zero_, torch._foreach_zero_):
+                    each.shard().refuse_zeroed(each)
+                    each.zeroed = True
             if plain := [each for each in given if not isinstance(each, PendingGradient)]:  # of another model
                 func(plain)
             return args[0]
@@ -79,12 +90,14 @@ class PendingGradient(torch.Tensor):
 
 class Shard(ABC):
     """`sharded`: what optimizers hold of it. `touched`: this rank added to its gradient in this minibatch; `dirty`:
-    some rank did since it was zeroed.
+    some rank did since it was zeroed. `stepped`: an optimizer has taken its last gradient; `lost`: none had taken one
+    that was dropped, while others were stepped, and nobody has zeroed it since.
     """
 
     name: str
     sharded: nn.Parameter
-    touched = dirty = False
+    touched = dirty = stepped = lost = False
+    sample: Sequence[tuple[torch.Tensor, ...]] = ()  # some elements of what `to_publish` returns
 
     @property
     @abstractmethod
@@ -96,6 +109,14 @@ class Shard(ABC):
         """True if the optimizer has one to take."""
         return self.sharded.grad is not None
 
+    def refuse_zeroed(self, gradient: torch.Tensor | None = None) -> None:
+        """Raises RuntimeError if `p.grad` became None, or now becomes zeros, after this rank has added to the sum."""
+        if self.touched and self.sharded.grad is gradient and self.sharded.requires_grad:
+            raise RuntimeError(
+                f"the gradient of {self.name} was zeroed inside the minibatch, after a backward: what was added to "
+                f"the ranks' sum stays in it. Call zero_grad() before the `with minibatch(...)` block, or after it"
+            )
+
     # ------------------------------------------------------------------ publish
 
     @abstractmethod
@@ -103,6 +124,10 @@ class Shard(ABC):
         """(part of this rank's compute shard, master) of what must be copied to be readable. Raises RuntimeError if
         something replaced its memory.
         """
+
+    def is_edited(self) -> bool:
+        """True if version counters show that readers don't see what is in its memory. Raises as `to_publish`."""
+        return False
 
     @abstractmethod
     def compute_parts(self) -> list[torch.Tensor]:
@@ -141,7 +166,7 @@ class Shard(ABC):
 
     def assign(self, gradient: torch.Tensor | None) -> None:
         """Gives the optimizer the reduced gradient; None if no rank contributed."""
-        self.touched = False
+        self.touched = self.stepped = False
         self.dirty = self.dirty or gradient is not None
         self._assign(gradient)
 
@@ -179,6 +204,8 @@ class HeapShard(Shard):
         else:
             self.master = own
         self._copied = [(own, self.master)] if spec.has_own_master else []
+        step = max(1, own.numel() // _SAMPLED)
+        self.sample = [tuple(each.view(-1)[::step] for each in pair) for pair in self._copied]
         self.gradient_shard: torch.Tensor | None = None
         if gradient is not None:
             shards = [heap.shard(gradient, owner) for owner in range(self.world)]
@@ -193,6 +220,7 @@ class HeapShard(Shard):
         self._outer_storage = self.sharded.untyped_storage()  # of the DTensor's shell: empty, but `.data = …` swaps it
         self._memory = self.master.data_ptr(), self.master.dtype, self._outer_storage._cdata
         self._reduced: DTensor | None = None
+        self._versions = versions_of(self.sharded)  # as of the last publication
 
     @property
     def trains(self) -> bool:
@@ -266,7 +294,12 @@ class HeapShard(Shard):
     def to_publish(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Empty if the compute shard and the master are the same memory."""
         self._check_memory()
+        self._versions = versions_of(self.sharded)
         return self._copied
+
+    def is_edited(self) -> bool:
+        self._check_memory()
+        return bool(self._copied or self._grid.replicas > 1) and self._versions != versions_of(self.sharded)
 
     def compute_parts(self) -> list[torch.Tensor]:
         return self.parts_of(self.compute_shards[self._rank])
@@ -280,10 +313,12 @@ class HeapShard(Shard):
 
     @cached_property
     def _pending(self) -> PendingGradient:
-        return PendingGradient(self.sharded)
+        return PendingGradient(self)
 
     def expect_gradient(self) -> None:
         if self.sharded.grad is None and self.sharded.requires_grad:
+            self.refuse_zeroed()
+            self.lost = False
             self.sharded.grad = self._pending
 
     def expect_no_more(self) -> bool:
@@ -334,6 +369,20 @@ def copy_masters(shards: Sequence[Shard], streams: Streams) -> None:
 
 
 @torch.no_grad()
+def edited(shards: Sequence[Shard]) -> bool:
+    """True if masters were written since they were published: as version counters show, which ranks that do the same
+    have alike, and as a sample of the values shows where those don't, by `.data` or `torch._foreach_*`.
+    """
+    if any(shard.is_edited() for shard in shards):
+        return True
+    for compute, masters in _by_kind(chain.from_iterable(shard.sample for shard in shards)):
+        published = torch.cat(compute)
+        if not torch.equal(published.nan_to_num(), torch.cat(masters).to(published.dtype).nan_to_num()):
+            return True
+    return False
+
+
+@torch.no_grad()
 def clear_gradients(shards: Sequence[Shard], streams: Streams) -> None:
     """Zeroes this rank's gradient shards for the next minibatch."""
     for (gradients,) in _by_kind((gradient,) for each in shards if (gradient := each.clear()) is not None):
@@ -371,6 +420,11 @@ class Zeros:
         used = [shards[place].sharded.grad.to_local().any() for place in places]
         used = torch.stack(used).tolist() if used else []
         self._zeroed = {place: not any_used for place, any_used in zip(places, used, strict=True)}
+
+    def lost(self, shards: Sequence[Shard]) -> list[Shard]:
+        """Those whose gradient goes although no optimizer has taken it."""
+        kept = [shards[place] for place, zeroed in self._zeroed.items() if not zeroed]
+        return [shard for shard in kept if shard.lost or not shard.stepped]
 
     def kept(self, shards: Sequence[Shard]) -> list[int]:
         """At the exit, while `p.grad` is pending: places of the shards whose gradient is zero on this rank if no rank

@@ -6,11 +6,15 @@ Each rank steps its shards with its own learning rate and the like, so these mus
 from __future__ import annotations
 
 import hashlib
+import inspect
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from itertools import chain
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -21,7 +25,8 @@ from ..comm.memory.heap import Status, SymmetricHeap
 from .minibatch import Participant
 from .shard import Shard
 
-COMPARED = ("lr", "momentum", "betas", "eps", "weight_decay")
+_COMPARED = {"lr", "momentum", "betas", "eps", "weight_decay"}
+_NOT_COMPARED = {"params", "foreach", "fused", "capturable", "differentiable"}  # other ways to the same values
 _POLL_S = 1e-3
 
 
@@ -76,21 +81,33 @@ class OptimizerWatch:
 
 
 def _before(engine: Stepped, optimizer: Optimizer) -> None:
-    if _steps(optimizer, engine):
-        engine.step_begins(optimizer)
-        engine.hyperparameters.note(optimizer)
-    else:
+    groups = _stepped(optimizer, engine)
+    if not any(groups):
         _refuse_originals(optimizer, engine)
+        return
+    for shard in chain.from_iterable(groups):
+        if shard.lost and shard.has_gradient:
+            raise RuntimeError(
+                f"an optimizer steps {shard.name}, whose gradient of an earlier minibatch is lost (p.grad is of one): "
+                f"step all optimizers after each minibatch, put all microbatches of a step into one, or call "
+                f"zero_grad() before the next minibatch if that gradient is not wanted"
+            )
+    engine.step_begins(optimizer)
+    engine.hyperparameters.note(optimizer, [[shard.name for shard in group] for group in groups])
 
 
 def _after(engine: Stepped, optimizer: Optimizer) -> None:
-    if _steps(optimizer, engine):
+    groups = _stepped(optimizer, engine)
+    for shard in chain.from_iterable(groups):
+        shard.stepped = True
+    if any(groups):
         engine.step_ends(optimizer)
 
 
-def _steps(optimizer: Optimizer, engine: Stepped) -> bool:
-    mine = {id(shard.sharded) for shard in engine.shards}
-    return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+def _stepped(optimizer: Optimizer, engine: Stepped) -> list[list[Shard]]:
+    """Those of the engine's shards that the optimizer has, by group."""
+    mine = {id(shard.sharded): shard for shard in engine.shards}
+    return [[mine[id(p)] for p in group["params"] if id(p) in mine] for group in optimizer.param_groups]
 
 
 def _refuse_originals(optimizer: Optimizer, engine: Stepped) -> None:
@@ -104,21 +121,23 @@ def _refuse_originals(optimizer: Optimizer, engine: Stepped) -> None:
 
 
 class Hyperparameters(Participant):
-    """Compares the hyperparameters of the ranks' optimizer steps since the last minibatch began.
+    """Compares the ranks' optimizer steps since the last minibatch began: each group's parameters and hyperparameters.
 
-    Numbers only: a tensor may be on a device, and reading it would wait for the device. And only the names in
-    COMPARED: some optimizers keep running sums over their own shards in their groups.
+    Not a tensor on a device, as reading it would wait for the device. And only what an optimizer takes as arguments:
+    some keep running sums over their own shards in their groups.
     """
 
     name = "hyperparameters"
 
     def __init__(self, exchange: Callable[[str, dict[str, Any]], list[dict[str, Any]]]) -> None:
         self._exchange = exchange
-        self._steps: list[list[dict[str, list[float]]]] = []
+        self._steps: list[list[dict[str, list]]] = []
 
-    def note(self, optimizer: Optimizer) -> None:
-        groups = [{name: _numbers(group.get(name)) for name in COMPARED} for group in optimizer.param_groups]
-        self._steps.append(groups)
+    def note(self, optimizer: Optimizer, names: Sequence[list[str]]) -> None:
+        """`names`: of the parameters in each group."""
+        compared = _arguments(type(optimizer))
+        groups = [{name: _values(group.get(name)) for name in compared} for group in optimizer.param_groups]
+        self._steps.append([{"params": held, **group} for held, group in zip(names, groups, strict=True)])
 
     def entry(self, given: None) -> str | None:
         """A short digest, however many groups there are; None if nothing was stepped."""
@@ -139,12 +158,15 @@ class Hyperparameters(Participant):
         for at in zip(*stepped, strict=True):
             _require_same([[len(groups)] for groups in at], "the optimizer has", "parameter groups")
             for number, groups in enumerate(zip(*at, strict=True)):
-                for name in COMPARED:
-                    values = [group[name] for group in groups]
+                everywhere = set.intersection(*(set(group["params"]) for group in groups))
+                only = [[name for name in group["params"] if name not in everywhere] for group in groups]
+                _require_same(only, f"the optimizer's parameter group {number} also has", "of the parameters")
+                for name in sorted(set().union(*groups)):
+                    values = [group.get(name, []) for group in groups]
                     _require_same(values, f"the optimizer's {name} (parameter group {number}) is")
 
 
-def _require_same(values: Sequence[list[float]], what: str, unit: str = "") -> None:
+def _require_same(values: Sequence[list], what: str, unit: str = "") -> None:
     """Raises RanksDiffer if ranks have different `values` of `what`, each in `unit`."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
@@ -157,9 +179,18 @@ def _require_same(values: Sequence[list[float]], what: str, unit: str = "") -> N
         )
 
 
-def _numbers(value: Any) -> list[float]:
+@cache
+def _arguments(optimizer: type[Optimizer]) -> list[str]:
+    made = [inspect.signature(each.__init__).parameters for each in optimizer.__mro__ if issubclass(each, Optimizer)]
+    return sorted(_COMPARED.union(*made) - _NOT_COMPARED)
+
+
+def _values(value: Any) -> list[float | str | None]:
+    if isinstance(value, torch.Tensor):
+        return value.flatten().tolist() if value.is_cpu else []
     values = value if isinstance(value, (tuple, list)) else (value,)
-    return list(values) if all(isinstance(each, (int, float)) for each in values) else []
+    values = [each.item() if isinstance(each, torch.Tensor) and each.is_cpu else each for each in values]
+    return values if all(isinstance(each, (int, float, str, type(None))) for each in values) else []
 
 
 class Publication(Participant):

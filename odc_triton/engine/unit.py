@@ -4,7 +4,7 @@ And which unit is prefetched: the one that came next in the last microbatch.
 
 [Note: edits] Other ranks read the parameters inside a minibatch. Autograd's version counters show an edit of a
 parameter, of its local shard, or of the whole tensor in a forward. They don't show one through `.data`, or by
-`torch._foreach_*` on DTensors.
+`torch._foreach_*` on DTensors. Outside of minibatches, edits are published before the next read (`edited` in shard.py).
 """
 
 from __future__ import annotations
@@ -118,6 +118,8 @@ class Unit:
     def make_whole(self) -> None:
         if not self._whole:
             self._whole = True
+            if not self.passes.protocol.is_open:
+                self.watch_edits()
             for slot in self.slots:
                 slot.put(slot.parameter.leaf)
 
@@ -140,19 +142,22 @@ class Unit:
                 )
 
     def watch_edits(self) -> None:
-        """A minibatch begins: from here on parameters are only read."""
+        """From here on parameters are only read: in a minibatch, and outside of one what is whole."""
         self._versions = [tensor._version for tensor in self._only_read]
 
     def refuse_edits(self) -> None:
-        """Raises RuntimeError if a parameter was edited in place in the open minibatch: see [Note: edits]."""
+        """Raises RuntimeError if a parameter was edited in a minibatch, or a whole one outside: [Note: edits]."""
         versions = [tensor._version for tensor in self._only_read]
         if versions == self._versions:  # in every forward: a comparison of lists is the fastest
             return
-        for parameter, version, seen in zip(self._edited_with, self._versions, versions, strict=True):
-            if seen != version:
+        where = "inside a minibatch" if self.passes.protocol.is_open else "while it was whole"
+        seen, self._versions = self._versions, versions
+        for place, (before, now) in enumerate(zip(seen, versions, strict=True)):
+            if before != now and (self.passes.protocol.is_open or place % 3 == 2):  # a leaf
                 raise RuntimeError(
-                    f"{parameter.name} was edited in place inside a minibatch, while other ranks read it. Edit "
-                    f"parameters after the minibatch, on all ranks, and call publish(model) before the next forward"
+                    f"{self._edited_with[place].name} was edited in place {where}, in memory that other ranks read. "
+                    f"Edit sharded parameters, outside of minibatches and after reshard(), on all ranks, and call "
+                    f"publish(model) before the next forward"
                 )
 
     def hold(self) -> None:
@@ -164,11 +169,13 @@ class Unit:
             slot.parameter.hold_whole()
 
     def release(self) -> None:
-        self._held = False
+        was_whole, self._held = self._whole, False
         self.make_sharded()
         self.let_go()
         for slot in self.slots:
             slot.parameter.let_go()
+        if was_whole and not self.passes.protocol.is_open:
+            self.refuse_edits()
 
     def reset(self) -> None:
         """Forgets `unshard()`, and uses that an interrupt between two lines left open."""
@@ -227,6 +234,8 @@ class Unit:
                 self.make_sharded()
                 self.let_go()
         self.passes.forward_ends(error)
+        if error is None and not (self._whole or self.passes.protocol.is_open):
+            self.refuse_edits()
 
     def backward_begins(self) -> None:
         self.passes.prefetch.needs(self, in_backward=True)
@@ -342,7 +351,7 @@ class Passes(Participant):
                 protocol.events.microbatch = self.count
                 protocol.require_alive(self._owners, f"the shards of all ranks in minibatch {protocol.number}")
             else:
-                protocol.publication.wait_readable()
+                protocol.wait_readable()
         except BaseException:
             self._forwards -= 1
             raise

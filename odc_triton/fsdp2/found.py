@@ -82,10 +82,6 @@ class FsdpParameter:
         shape[self.shard_dim] = rows_per_rank(shape[self.shard_dim], world)
         return math.prod(shape)
 
-    def versions(self) -> tuple[int, int]:
-        """They grow when it is written in place, as a DTensor and as this rank's rows."""
-        return self.sharded._version, self.sharded._local_tensor._version
-
     @property
     def local(self) -> torch.Tensor:
         """This rank's rows, as they are now."""

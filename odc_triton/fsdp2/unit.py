@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm.layout import Region
 from ..comm.memory.heap import SymmetricHeap
-from ..engine.shard import PendingGradient, Shard
+from ..engine.shard import PendingGradient, Shard, versions_of
 from ..engine.transport import Target, Transport
 from ..engine.unit import Passes
 from .found import FsdpParameter, FsdpUnit
@@ -42,7 +42,7 @@ class BridgedParameter(Shard):
         self._bound: nn.Parameter | None = None  # the sharded parameter with our hook
         self._hook: RemovableHandle | None = None
         self._user_hooks: dict[int, Callable] = {}  # during a minibatch
-        self._has_gradient = False
+        self._has_gradient = self._has_way = False
         self._versions: tuple[int, int] | None = None  # of what was published
 
     @property
@@ -65,7 +65,7 @@ class BridgedParameter(Shard):
             self._bound = self._hook = None
         if self._hook is None and tied_to is None and self.trains:
             self._bound, self._hook = self.sharded, self.sharded.register_post_accumulate_grad_hook(self._take)
-            self._pending = PendingGradient(self.sharded)
+            self._pending = PendingGradient(self)
 
     @torch.no_grad()
     def _take(self, sharded: torch.Tensor) -> None:
@@ -93,7 +93,7 @@ class BridgedParameter(Shard):
         return [self._compute[self._rank]]
 
     def to_publish(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        self._versions = self.found.versions()
+        self._versions = versions_of(self.sharded)
         own = self._compute[self._rank]
         for local, dtype in self.found.gathered():
             into, own = own.tensor_split([local.numel() * dtype.itemsize])
@@ -105,7 +105,7 @@ class BridgedParameter(Shard):
     @property
     def is_written(self) -> bool:
         """True if it was written since it was published."""
-        return self._versions != self.found.versions()
+        return self._versions != versions_of(self.sharded)
 
     def check_unwritten(self) -> None:
         """Inside a minibatch: raises RuntimeError if it was written since the minibatch began."""
@@ -137,6 +137,7 @@ class BridgedParameter(Shard):
         self.show_pending()
 
     def show_pending(self) -> None:
+        self._has_way = False
         if self.sharded.grad is None:
             self.sharded.grad = (self.tied_to or self)._pending
 
@@ -146,9 +147,13 @@ class BridgedParameter(Shard):
         if self.tied_to is not None:
             self.tied_to.touched = True
 
+    def refuse_zeroed(self, gradient: torch.Tensor | None = None) -> None:
+        if not (self._has_way or self.is_shared or self.tied_to):  # else p.grad is None without zero_grad()
+            super().refuse_zeroed(gradient)
+
     def make_way(self) -> None:
         """FSDP2 is about to set `p.grad`, and would add to what is there."""
-        self.sharded.grad = None
+        self._has_way, self.sharded.grad = True, None
 
     def expect_no_more(self) -> bool:
         """The minibatch ends. Returns whether `p.grad` was assigned inside it."""
@@ -367,6 +372,7 @@ class _Reduce:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         unit = self._unit
         for each in unit.trained:
+            each.refuse_zeroed()
             each.make_way()
         if unit.world == 1 or math.prod(size) != sum(each.found.padded for each in unit.reduced()):
             return torch.empty(*size, dtype=dtype, device=device)

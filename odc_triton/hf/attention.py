@@ -41,7 +41,7 @@ from .document_attention import AttentionTerms, eager, of_document, one_length, 
 # Keyword arguments that change attention's result and that a pack does not support.
 _UNSUPPORTED_IN_PACKS = ("position_bias", "sinks", "indices", "block_indices", "cache")
 PREPARED_MASK = (1, 1, 0, 0)  # the shape; see [Note: a prepared mask]
-REMEDY = "Train it with one sequence per microbatch (packing off)."
+REMEDY = "Commands and trainers pack: train it in your own loop, one sequence per microbatch (packing off)."
 
 
 class PackingUnsupported(RuntimeError):

@@ -97,8 +97,8 @@ def enable_packing(model: nn.Module) -> None:
             probed = stand_in(model)
         except Exception as error:
             raise PackingUnsupported(
-                f"{name} is on the meta device, where no probe runs, and no small {name} of its config could be made "
-                f"({error!r}): correct its config, or load its weights first."
+                f"no small {name} of its config runs ({error!r}): correct its config, such as its heads and hidden "
+                f"size; or load its weights first, as it is on the meta device."
             ) from error
         enable_packing(probed)
         give_token_scores(innermost(model))

@@ -58,3 +58,14 @@ def tower_costs(model: nn.Module, pictures: list[list[int]] | None) -> list[floa
         return None
     tower = TowerCost.from_config(innermost(model).config, trained=trains_tower(model))
     return [tower.sample(values) for values in pictures]
+
+
+def refuse_drawn(dataset: Any, lengths: Sequence[int]) -> None:
+    """Raises ValueError if the longest sample has other tokens or labels when it is read again."""
+    index = max(range(len(lengths)), key=lengths.__getitem__)
+    first, again = dataset[index], dataset[index]
+    if any([*first.get(name, ())] != [*again.get(name, ())] for name in ("input_ids", "labels")):
+        raise ValueError(
+            f"sample {index} has other tokens or labels each time it is read, and ranks that share a sample have to "
+            f"read the same: draw them beforehand, or leave out split=True and the sampler's split and relatives"
+        )

@@ -27,7 +27,7 @@ from .enable import ATTENTION_NAME, innermost, is_packed
 from .images import sees_pictures, trains_tower
 from .loss import router_predictions
 from .neftune import embedding_noise
-from .pack_loader import PackLoader, measured, tower_costs
+from .pack_loader import PackLoader, measured, refuse_drawn, tower_costs
 from .picture_records import PictureRecords, has_picture_records
 from .router_loss import router_weight
 from .sft_metrics import append, token_losses
@@ -152,6 +152,8 @@ class ODCTrainer(ShardedTrainer):
         samples = self._samples(self.train_dataset)
         sampler = self._sampler or self._make_sampler(samples, self.args.per_device_train_batch_size)
         self._check_sampler(sampler)
+        if sampler.split_tokens or sampler.relatives is not None:
+            refuse_drawn(samples, sampler.lengths)
         sampler.epoch = sampler.minibatch = 0
         self._sampler = sampler
         return self._loader(PackLoader, samples, sampler)

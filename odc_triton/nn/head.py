@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .choice import AUTO
 from .functional import token_divergence, token_log_probs
+from .functional.log_probs import check_targets
 
 _REMEDY = (
     "Use the model's own loss (labels=...), torch.nn.functional.cross_entropy, or their .log_probs(targets); for "
@@ -179,10 +180,7 @@ def log_probs(logits: torch.Tensor | FusedLogits, targets: torch.Tensor, *, igno
     """
     if isinstance(logits, FusedLogits):
         return logits.log_probs(targets, ignore_index=ignore_index)
-    if targets.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"targets are {tuple(targets.shape)}; with logits of {tuple(logits.shape)} give {tuple(logits.shape[:-1])}"
-        )
+    check_targets(targets, logits, logits.shape[-1], ignore_index)
     every = logits.float().log_softmax(-1)
     ignored = targets == ignore_index
     logp = every.gather(-1, targets.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1).masked_fill(ignored, 0.0)

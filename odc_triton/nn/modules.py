@@ -1,6 +1,6 @@
 """Layers on sharded parameters, with torch's names, arguments and state-dict keys.
 
-Without `fully_shard` each works like the plain layer. `choice`: see choice.py.
+Without `fully_shard` each works like the plain layer. `choice`: see docs/layers.md.
 """
 
 from __future__ import annotations

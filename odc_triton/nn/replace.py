@@ -65,7 +65,7 @@ def replace_layers(
         "head": the vocabulary projection of a causal LM of transformers. Training then never computes its logits:
             `model(input_ids=…, labels=…).loss`, or any `cross_entropy` of `outputs.logits`, takes a chunk of the
             vocabulary at a time, and `outputs.logits.log_probs(targets)` gives log-probabilities and entropies.
-    choice: see choice.py; by default from its table and the variable ODC_OPERATORS.
+    choice: see docs/layers.md; by default from its table and the variable ODC_OPERATORS.
 
     A layer that ours can't replace stays, and the reason is reported. Raises ValueError for an unknown role or
     choice, RuntimeError for a model that is already sharded.

@@ -76,8 +76,8 @@ def read_prompts(name: str, tokenizer: Any, *, most_tokens: int, drop_long: bool
         if len(ids) > most_tokens:
             if not drop_long:
                 raise DataError(
-                    f"{where}: the prompt has {len(ids)} tokens, and {most_tokens} fit: --token-cap is for prompt and "
-                    f"completion together, so raise it, lower --max-new-tokens, or give --drop-long"
+                    f"{where}: the prompt has {len(ids)} tokens, and {max(most_tokens, 0)} fit: --token-cap is for "
+                    f"prompt and completion together, so raise it, lower --max-new-tokens, or give --drop-long"
                 )
             dropped += 1
             continue

@@ -193,8 +193,9 @@ def find_function(kind: Literal["reward", "rollout"], name: str) -> Callable | s
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             return f"{kind} {name}: importing {module_name} needs {error.name}, which is not installed: install it"
         return (
-            f"{kind} {name}: there is no module {error.name}: start the job in the folder that has it, or add that "
-            f"folder to PYTHONPATH"
+            f"{kind} {name}: there is no module {error.name}: "
+            + (f"write {name.replace('.py:', ':').replace('/', '.')}, and " if ".py:" in name else "")
+            + "start the job in the folder that has it, or add that folder to PYTHONPATH"
         )
     except BaseException as error:  # SystemExit too
         return f"{kind} {name}: importing {module_name} raised {type(error).__name__}: {error}\n{trace_of(error)}"

@@ -224,6 +224,22 @@ def _inner_engines(module: nn.Module, mesh: DeviceMesh, exact: bool) -> list[Eng
     return list(inner.values())
 
 
+def check_policy(mp_policy: Any) -> None:
+    """Raises TypeError, ValueError or NotImplementedError for a policy that parameters can't follow."""
+    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy is a {type(mp_policy).__name__}; give a MixedPrecisionPolicy")
+    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:  # there is none before torch 2.15
+        raise NotImplementedError(
+            "mp_policy has a param_dtype_override_fn, which is not supported, leave it out: param_dtype applies to all "
+            "parameters"
+        )
+    for name in ("param_dtype", "reduce_dtype") if mp_policy is not None else ():
+        dtype = getattr(mp_policy, name)
+        if dtype is not None and dtype not in SHARDABLE_DTYPES:
+            names = ", ".join(dtype_name(each) for each in SHARDABLE_DTYPES)
+            raise ValueError(f"mp_policy has {name}={dtype}; it must be one of {names}")
+
+
 def spec_of(entry: FoundParameter, policy: MixedPrecisionPolicy | None, *, exact: bool = False) -> ParameterSpec:
     """As in FSDP2. Gradients are summed in fp32, or the parameter's dtype if that is wider, unless `policy` has a
     `reduce_dtype`. Raises NotImplementedError for exact sums of float64.

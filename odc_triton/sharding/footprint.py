@@ -23,7 +23,7 @@ from ..comm.layout import ALIGNMENT_BYTES, EXACT, ParameterSpec, aligned, find_u
 from ..nn.choice import TABLE
 from ..optim import buffers as muon_buffers
 from ..sequence import buffers as kv_buffers
-from .collect import find_parameters, spec_of
+from .collect import check_policy, find_parameters, spec_of
 from .peaks import (
     ROOT,
     Units,
@@ -205,6 +205,9 @@ def memory_plan(
     Raises ValueError for world or replicas < 1, what is for ODC only with FSDP2, negative tokens, an unknown name, or a
     model without parameters.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"memory_plan takes an nn.Module, not a {type(model).__name__}")
+    check_policy(mp_policy)
     for name, value, least in (
         ("world", world, 1),
         ("replicas", replicas, 1),
@@ -212,7 +215,7 @@ def memory_plan(
         ("split_tokens", split_tokens, 0),
     ):
         if not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} is {value}; give a whole number of at least {least}")
+            raise ValueError(f"{name} is {value!r}; give a whole number of at least {least}")
     for name, value in (
         ("replicas", replicas if replicas > 1 else 0),
         ("split_tokens", split_tokens),

@@ -34,7 +34,7 @@ from ..engine.unit import Unit
 from ..nn.tuned import Tuned
 from .agree import AGREEING, agree, default_mesh, open_barrier, open_heap, refusing, require_module
 from .backend import Backend, backend_of
-from .collect import SHARDABLE_DTYPES, Description, describe, dtype_name
+from .collect import SHARDABLE_DTYPES, Description, check_policy, describe, dtype_name
 from .initialize import write_initial_values
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -245,18 +245,7 @@ def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, igno
         )
     if isinstance(module, ODCModule):
         raise ValueError(f"{type(module).__name__} is sharded already: call fully_shard once per module, blocks first")
-    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy is a {type(mp_policy).__name__}; give a MixedPrecisionPolicy")
-    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:  # there is none before torch 2.15
-        raise NotImplementedError(
-            "mp_policy has a param_dtype_override_fn, which is not supported, leave it out: param_dtype applies to all "
-            "parameters"
-        )
-    for name in ("param_dtype", "reduce_dtype") if mp_policy is not None else ():
-        dtype = getattr(mp_policy, name)
-        if dtype is not None and dtype not in SHARDABLE_DTYPES:
-            names = ", ".join(dtype_name(each) for each in SHARDABLE_DTYPES)
-            raise ValueError(f"mp_policy has {name}={dtype}; it must be one of {names}")
+    check_policy(mp_policy)
     if not isinstance(reshard_after_forward, (bool, int, type(None))):
         raise TypeError(f"reshard_after_forward is {reshard_after_forward!r}; it must be a bool, an int or None")
     for parameter in ignored_params or ():

@@ -97,6 +97,7 @@ class Loop:
         unsaved: CheckpointFailed | None = None
         if self._is_first:
             self._records = Records(run, self.on_metrics)
+            print(run.in_words(), flush=True)
         with Progress(total=run.steps, done=run.state.step, shown=self._is_first) as progress:
             while run.state.step < run.steps and run.stop is None:
                 self.clock.ahead_s = self._evaluations_s()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -184,7 +185,9 @@ def add_adapters(
         task_type="CAUSAL_LM",
     )
     try:
-        return with_adapter(model, config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT asks for what transformers has renamed
+            return with_adapter(model, config)
     except NotImplementedError as error:
         raise ValueError(f"--lora-rank: {error}") from error
     except ValueError as error:

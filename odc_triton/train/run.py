@@ -184,6 +184,18 @@ class Run(ABC):
         self.reset_timer()
         return all(each["finite"] for each in found) and self.state.skipped < self.state.step
 
+    def in_words(self) -> str:
+        """What is trained, on what, for how long."""
+        options, parameters = self.options, [*self.model.parameters()]
+        trained, total = (sum(p.numel() for p in parameters if p.requires_grad or of_all) for of_all in (False, True))
+        every = f"every {options.checkpoint_every} steps" if options.checkpoint_every else "none"
+        every = f"every {options.checkpoint_interval_s / 60:g} minutes" if options.checkpoint_interval_s else every
+        warms = f", all of them warm-up (--warmup-steps is {options.warmup_steps})"
+        return (
+            f"{trained:,} of {total:,} parameters, ranks: {self.engine.world} ({self.engine.heap.device.type}), "
+            f"{options.dtype}, steps: {self.steps}{warms * (options.warmup_steps >= self.steps)}, checkpoints: {every}"
+        )
+
     # ------------------------------------------------------------------ what is saved
 
     def position(self) -> dict[str, Any]:

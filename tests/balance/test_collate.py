@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from odc_triton.balance import count_target_tokens, pack_collate, to_device
+from odc_triton.balance.pieces import Piece
 
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -62,6 +63,12 @@ def test_labels_default_to_the_input_and_targets_are_counted():
         ((1, 2), "pack 1 is a tuple, not a list of samples: wrap the data set in PackedDataset"),
         ([{"tokens": [1]}], r"sample 0 has \['tokens'\]: it needs input_ids"),
         ([{"input_ids": [1, 0], "attention_mask": [1, 0]}], "sample 0 is padded"),
+        ([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}], "sample 0 is padded"),
+        ([{"input_ids": [1, 2], "position_ids": [0]}], "sample 0: 1 position_ids for 2 input_ids"),
+        ([{"input_ids": [1, 2], "position_ids": [1, 2], "piece": Piece(0, 0, 2)}], "only those from 0 up"),
+        ([{"input_ids": [1, 2], "position_ids": [[0, 1]] * 3}], "sample 0: position_ids has shape"),
+        ([{"input_ids": [1, 2], "inputs_embeds": [[0.5], [1]]}], "sample 0 has inputs_embeds, which packs can't"),
+        ([{"input_ids": [1, 2], "token_type_ids": [0, 1]}], "tokens of pictures and no pixel_values"),
         ([{"input_ids": []}], "pack 1, sample 0: input_ids has shape"),
         ([{"input_ids": [[1, 2]]}], r"shape \(1, 2\)"),
         ([{"input_ids": [1.5, 2.0]}], "dtype torch.float32"),

@@ -23,6 +23,7 @@ class Options:
     lr: float = option(0.1, "rate")
     exact: bool = option(False, "exact")
     balance: Literal["mini", "queue"] = option("mini", "dealing")
+    share: Literal["auto", "off", "no", "null", "3"] | None = option(None, "words that YAML takes for values")
     weight: tuple[float, ...] = option((), "weights")
     alternatives: ClassVar[tuple[frozenset[str], ...]] = (frozenset(("token_cap", "balance")),)
 
@@ -51,6 +52,12 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         ("data: [a, b]\nlr: 2", {"data": ["a", "b"], "lr": 2.0}),
         ("token-cap: 5\nout: null", {"token_cap": 5}),
         ("# nothing else\nweight: 2", {"weight": [2.0]}),
+        *(
+            (f"share: {text}", {"share": word})
+            for text, word in {"off": "off", "OFF": "off", "no": "no", "3": "3"}.items()
+        ),
+        ("share: null\nexact: off", {"share": "null", "exact": False}),
+        ("share: 'off'", {"share": "off"}),
     ],
 )
 def test_forms_of_values(tmp_path: Path, text: str, wanted: dict) -> None:
@@ -62,6 +69,8 @@ def test_forms_of_values(tmp_path: Path, text: str, wanted: dict) -> None:
     [
         ("token-capp: 5", "there is no option token-capp; did you mean token-cap?"),
         ("zzzzz: 5", r"there is no option zzzzz; --help lists the names\Z"),
+        ("learning_rate: 1", r"there is no option learning_rate; learning_rate is lr here\Z"),
+        ("max-length: 1", r"there is no option max-length; max-length is token-cap here\Z"),
         ("token-cap: 5\ntoken_cap: 6", "token-cap appears twice"),
         ("lr: 1\nlr: 2", "lr appears twice"),
         ("token-cap: 5.5", "token-cap is 5.5; give a whole number"),
@@ -71,6 +80,9 @@ def test_forms_of_values(tmp_path: Path, text: str, wanted: dict) -> None:
         ("out: 7", "out is 7; give text, in quotes"),
         ("data: [a, 7]", "data is 7; give text, in quotes"),
         ("balance: none", "balance is 'none'; choose one of mini, queue"),
+        ("share: on", "share is True; choose one of auto, off, no, null, 3"),
+        ("share: 'OFF'", "share is 'OFF'; choose one of auto, off, no, null, 3"),
+        ("balance: [off]", r"balance is \[False\]; choose one of mini, queue"),
         ("", "has no options: give lines such as"),
         ("a: [", "is not valid YAML: while parsing"),
         ("data: !!python/object:os.system a", "is not valid YAML: could not determine a constructor"),

@@ -28,7 +28,7 @@ def _run(rank: int, world: int, folder: Path) -> dict[str, torch.Tensor]:
     checkpoints = Checkpoints(folder, keep=2)
     for step in (1, 2):
         train(model, optimizer, "gpt2-tied", range(step))
-        checkpoints.save(model=model, optimizer=optimizer, state={}, step=step)
+        checkpoints.save(model=model, optimizer=optimizer, state={"identity": {"dtype": "bf16"}}, step=step)
     return dict(full_parameters(model))
 
 
@@ -50,12 +50,12 @@ def test_export(tmp_path: Path, saved: tuple[Path, dict], capsys: pytest.Capture
     (tmp_path / "config" / "config.json").write_text(json.dumps(settings | {"eos_token_id": None}))
     train_tokenizer(["some words, some more words"] * 9, vocab_size=300).save(str(tmp_path / "tokenizer.json"))
     config, tokenizer = str(tmp_path / "config" / "config.json"), str(tmp_path / "tokenizer.json")
-    for dtype in ("fp32", "bf16"):
-        out = tmp_path / dtype
+    for dtype in ("fp32", "bf16", None):  # None: by default the run's
+        out = tmp_path / str(dtype)
         command = ["export", str(tmp_path / "run"), "--init", config, "--tokenizer", tokenizer]
-        assert main([*command, "--out", str(out), "--dtype", dtype]) == 0
-        assert "step-00000002 is in" in capsys.readouterr().out
-        torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+        assert main([*command, "--out", str(out), *(["--dtype", dtype] if dtype else [])]) == 0
+        assert f"{out} has the model of {tmp_path / 'run' / 'step-00000002'}\n" in capsys.readouterr().out
+        torch_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
         got = AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
         assert got.dtype == torch_dtype
         for name, value in got.named_parameters():
@@ -77,9 +77,13 @@ def test_export(tmp_path: Path, saved: tuple[Path, dict], capsys: pytest.Capture
     assert "c/config.json: there is no such file or folder; " in (said := capsys.readouterr().err)
     assert "run.yaml names it: run this where the run was started, or give --model or --init" in said
     assert main([*command, "--out", str(tmp_path / "again")]) == 0
-    assert "whole/checkpoints/step-00000002 is in" in capsys.readouterr().out
+    assert "has the model of " + str(tmp_path / "whole" / "checkpoints" / "step-00000002") in capsys.readouterr().out
     assert main([*command, "--out", str(tmp_path / "fp32")]) == 1
     assert "is not empty" in capsys.readouterr().err
+    inside = tmp_path / "whole" / "checkpoints" / "step-00000002" / "hf"
+    assert main([*command, "--out", str(inside)]) == 1
+    assert f"--out is {inside}, inside of the checkpoint" in capsys.readouterr().err
+    assert not inside.exists()
     assert main([*command, "--out", str(tmp_path / "merged"), "--merge"]) == 1
     assert "is not of a run with --lora-rank, so it has no adapters: leave it out" in capsys.readouterr().err
 
@@ -90,6 +94,11 @@ def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (
         "is neither a checkpoint (step-…), nor a folder of them, nor a run's folder with any" in capsys.readouterr().err
     )
+    for name in ("model", "adapter"):  # as a run that saves no checkpoints leaves it
+        (tmp_path / "run" / name).mkdir(parents=True)
+        assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "o")]) == 1
+        assert f"with any; its model is in {tmp_path / 'run' / name}\n" in capsys.readouterr().err
+        (tmp_path / "run" / name).rmdir()
     with pytest.raises(SystemExit):
         main(["export", str(tmp_path), "--model", "a", "--init", "b", "--out", str(tmp_path / "o")])
     assert "give either --model or --init" in capsys.readouterr().err
@@ -116,7 +125,7 @@ def test_a_run_removes_it_meanwhile(
         check(manifest, folder)
 
     monkeypatch.setattr(Manifest, "check_sizes", removes)
-    command = ["export", str(run), "--init", str(tmp_path / "config" / "config.json"), "--out"]
+    command = ["export", str(run), "--init", str(tmp_path / "config" / "config.json"), "--dtype", "fp32", "--out"]
     assert main([*command, str(tmp_path / "out")]) == 0
     for name, value in AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters():
         assert torch.equal(value, saved[1][name])
@@ -150,7 +159,8 @@ def test_a_killed_export(tmp_path: Path, saved: tuple[Path, dict]) -> None:
     build("gpt2-tied").config.save_pretrained(tmp_path / "config")
     (tmp_path / "outs").mkdir()
     out = tmp_path / "outs" / "out"
-    command = ["export", str(run), "--init", str(tmp_path / "config" / "config.json"), "--out", str(out)]
+    command = ["export", str(run), "--init", str(tmp_path / "config" / "config.json"), "--dtype", "fp32"]
+    command += ["--out", str(out)]
 
     def is_right() -> bool:
         got = AutoModelForCausalLM.from_pretrained(out)

@@ -164,7 +164,7 @@ def test_an_export_does_not_replace(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     for name in ("mine", "adapter_model.safetensors", "model-00001-of-00002.safetensors", "model-old.safetensors"):
         (tmp_path / "out" / name).touch()
-    with pytest.raises(FileExistsError, match="is not empty"):
+    with pytest.raises(FileExistsError, match="is not empty: give another folder, or overwrite=True"):
         save_pretrained(model, tmp_path / "out")
     save_pretrained(model, tmp_path / "out", overwrite=True)  # an older model's files go, others stay
     found = {path.name for path in (tmp_path / "out").iterdir()}

@@ -106,7 +106,7 @@ def test_what_shared_prefixes_save(folder, capsys):
     ("arguments", "message"),
     [
         (["broken.jsonl", "--tokenizer", "model"], "broken.jsonl, line 2: not valid JSON"),
-        (["data$1.jsonl", "--tokenizer", "model", "--token-cap", "1"], "max_tokens is 1; it must be at least 2"),
+        (["data$1.jsonl", "--tokenizer", "model", "--token-cap", "1"], "--token-cap is 1; give at least 2"),
         (["data$1.jsonl", "--tokenizer", "empty.jsonl.json"], "there is no such file"),
     ],
 )

@@ -4,12 +4,37 @@ from __future__ import annotations
 
 import pickle
 import re
+from dataclasses import fields
 
 import pytest
 
 from odc_triton import DeadlineExceeded, MinibatchFailed, RankLost, __version__
 from odc_triton.base.errors import RolloutFailed, describe, in_a_line
+from odc_triton.base.option_names import _NAMES, instead
 from odc_triton.cli.command import main, make_parser
+from odc_triton.train.grpo_options import GrpoOptions
+from odc_triton.train.sft_options import SftOptions
+
+OF_TRL = (
+    "output_dir learning_rate per_device_train_batch_size gradient_accumulation_steps max_length model_name_or_path "
+    "use_peft bf16 batch_size num_train_epochs dataset_name save_steps logging_steps lora_r load_in_4bit packing "
+    "num_generations beta"
+)
+
+
+@pytest.mark.parametrize("name", OF_TRL.split())
+def test_names_of_other_trainers(name: str) -> None:
+    """Each hint names an option that there is, or says that there is none."""
+    here = [each.name for each in fields(GrpoOptions)] + ["epochs"]
+    hint = instead(name, here)
+    assert re.search(rf"; {name} is (\w+)( N| bf16| N \(per step\))? here|; there is no {name} here: .", hint), hint
+    assert "did you mean" not in hint
+
+
+def test_every_option_that_a_hint_names_exists() -> None:
+    kinds = (SftOptions, GrpoOptions)
+    known = {each.name for kind in kinds for each in fields(kind)} | {"ranks"}
+    assert {option for entry in re.split(r"[|\n]", _NAMES) for option in entry.partition(":")[0].split()} <= known
 
 
 def test_errors_can_be_pickled() -> None:
@@ -71,6 +96,15 @@ UNKNOWN = "unrecognized arguments: "
             ["train", "grpo", "--eval-fraction", "0.1"],
             f"{UNKNOWN}--eval-fraction 0.1; --eval-fraction is of odc-triton train sft, not of odc-triton train grpo\n",
         ),
+        (
+            [*SFT, "--output-dir", "x", "--bf16", "--packing"],
+            f"{UNKNOWN}--output-dir x --bf16 --packing; --output-dir is --out here; --bf16 is --dtype bf16 here; "
+            f"there is no --packing here: samples are always packed, up to --token-cap\n",
+        ),
+        (["train", "grpo", "--batch-size=8"], "; --batch-size is --prompts-per-rank N (per step) here\n"),
+        ([*SFT, "--batch-size=8"], "; --batch-size is --samples-per-rank N (per step) here\n"),
+        ([*SFT, "--beta", "1"], f"{UNKNOWN}--beta 1\n"),  # --kl, which train sft does not have
+        (["train", "grpo", "--beta", "1"], "; --beta is --kl here\n"),
         ([*SFT, "--ranks", "0"], "--ranks is 0; give at least 1"),
         ([*SFT, "--ranks", "two"], "argument --ranks: invalid int value: 'two'"),
         ([*SFT, "--ranks", "100000"], "--ranks is 100000 and there "),

@@ -55,6 +55,16 @@ def test_start(tmp_path: Path, has_gpu: bool, fault: str, words: str | None) -> 
     leftovers.assert_none_since(before)
 
 
+@pytest.mark.parametrize(
+    ("device", "has_gpu", "gpus", "want"),
+    [("auto", True, 8, 8), ("cuda", True, 8, 8), ("cpu", True, 8, 1), ("auto", False, 8, 1), ("auto", True, 0, 1)],
+)
+def test_ranks_by_default(monkeypatch: pytest.MonkeyPatch, device: str, has_gpu: bool, gpus: int, want: int) -> None:
+    monkeypatch.setattr(start, "_GPU_DEVICES", ("/",) if has_gpu else ())
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert start.default_ranks(device) == want
+
+
 def test_a_world_is_joined_if_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun's; not the one of each pod that an operator of clusters announces."""
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):

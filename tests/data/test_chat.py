@@ -212,6 +212,72 @@ def test_prefixes_end_where_samples_are_cut(tokenizers, tmp_path):
     assert max(rendered[1:]) <= 40
 
 
+# Writes the turn's number, so that no turn is the same at the end of a shorter conversation.
+NUMBERED = CHATML.replace("<|im_start|>{{ m['role'] }}", "<|im_start|>{{ m['role'] }}{{ loop.index }}")
+NUMBERED = NUMBERED.replace("assistant{{", "assistant{{ messages | length + 1 }}{{")
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama"])
+def test_work_grows_with_the_turns_and_not_with_their_square(tmp_path, name):
+    template, write = WRITERS[name]
+    work = []
+    for turns in (40, 160):
+        rendered, encoded = [], []
+        tokenizer, plain = make_tokenizer(template), make_tokenizer(template)
+
+        def render(messages, plain=plain, rendered=rendered, **options):
+            rendered.append(plain.apply_chat_template(messages, **options))
+            return rendered[-1]
+
+        tokenizer.apply_chat_template = render
+        encoder = TextEncoder.of(tokenizer)
+        encode_batch = encoder.chat._encode_batch
+        encoder.chat._encode_batch = lambda texts, to=encoded, by=encode_batch: to.extend(texts) or by(texts)
+        # One question and one answer are long: what is rendered with each turn must not have them.
+        talk = said(*["why", "yes and no"] * (turns // 2), "hello", "yes " * 400, *["why", "yes and no"] * (turns // 2))
+        data = tokenized(tmp_path, {"messages": talk}, encoder=encoder, max_tokens=10**6)
+        assert samples_of(data) == [expected(tokenizer, write(talk))[:2]]
+        work.append((sum(map(len, rendered)), sum(map(len, encoded))))
+    (few_rendered, few_encoded), (many_rendered, many_encoded) = work
+    assert many_rendered < 5 * few_rendered
+    assert many_encoded < 5 * few_encoded
+
+
+@pytest.mark.parametrize("turn", range(1, 24, 2))
+def test_a_template_that_rewrites_one_turn_of_many_is_refused(tmp_path, turn):
+    contents = ["why", "yes"] * 13
+    contents[turn] = "<think>1</think>yes"
+    with pytest.raises(DataError, match=f"assistant's message {turn}, or what precedes it, differently in the whole"):
+        tokenized(tmp_path, {"messages": said(*contents)}, encoder=TextEncoder.of(make_tokenizer(THINKING)))
+    contents[turn], contents[-1] = "yes", "<think>1</think>yes"  # the last is not written again
+    tokenized(tmp_path, {"messages": said(*contents)}, encoder=TextEncoder.of(make_tokenizer(THINKING)))
+
+
+def test_turns_that_no_shorter_conversation_has(tmp_path):
+    tokenizer = make_tokenizer(NUMBERED)
+    talk = said(*["why", "yes and no"] * 20)
+    numbered = [{**each, "role": f"{each['role']}{at}"} for at, each in enumerate(talk, 1)]
+    pieces = chatml(numbered)
+    wanted = [(text, text == "yes and no<|im_end|>\n") for text, _ in pieces]
+    data = tokenized(tmp_path, {"messages": talk}, encoder=TextEncoder.of(tokenizer))
+    assert samples_of(data) == [expected(tokenizer, wanted)[:2]]
+
+
+@pytest.mark.parametrize("learned_from", [0, 3, 21])
+def test_odd_orders_of_turns(tokenizers, tmp_path, learned_from):
+    """Tools' answers, several turns of the assistant in a row, more than one system message."""
+    roles = ["system", "user", "assistant", "tool", "assistant", "assistant", "user", "user", "system", "assistant"] * 4
+    talk = [{"role": role, "content": f"{role} says {at}"} for at, role in enumerate(roles)]
+    for name, (_, write) in WRITERS.items():
+        record = (
+            {"prompt": talk[:learned_from], "completion": talk[learned_from:]} if learned_from else {"messages": talk}
+        )
+        known = len(write(talk[:learned_from]))
+        pieces = [(text, learned and at >= known) for at, (text, learned) in enumerate(write(talk))]
+        data = tokenized(tmp_path, record, encoder=TextEncoder.of(tokenizers[name]))
+        assert samples_of(data) == [expected(tokenizers[name], pieces)[:2]]
+
+
 def test_other_fields_reach_the_template(tmp_path):
     template = CHATML.replace("{{ m['content'] }}", "{{ m.get('name', '') }}{{ m['content'] }}")
     messages = [

@@ -81,6 +81,12 @@ UNLEARNED = {**SAY, "weight": 0}
             0,
             [TOOL],
         ),
+        ({"conversations": [{**each, "role": None, "content": None} for each in FROM]}, [ASK, SAY], 0, None),
+        ({"messages": [{**ASK, "from": None}, {**SAY, "value": None}]}, [ASK, SAY], 0, None),
+        ({"messages": [ASK, {**CALLS, "tool_calls": json.dumps(CALLS["tool_calls"])}]}, [ASK, CALLS], 0, None),
+        ({"messages": [ASK, {**CALLS, "tool_calls": [json.dumps(CALL)]}]}, [ASK, CALLS], 0, None),
+        ({"messages": [ASK, {**CALLS, "tool_calls": CALL}]}, [ASK, CALLS], 0, None),
+        ({"messages": [ASK, {**SAY, "tool_calls": "[]"}]}, [ASK, SAY], 0, None),
         ({"prompt": [SYSTEM, ASK], "completion": [SAY]}, [SYSTEM, ASK, SAY], 2, None),
         ({"prompt": [ASK, UNLEARNED, ASK], "completion": [SAY]}, [ASK, UNLEARNED, ASK, SAY], 3, None),
         ({"prompt": [ASK, SAY, ASK], "completion": [SAY, ASK, SAY]}, [ASK, SAY] * 3, 3, None),
@@ -113,7 +119,7 @@ def test_messages(fields, messages, learned_from, tools):
             "'conversations', message 0 has the role 'bot'; write one of",
         ),
         ({"conversations": [FROM[0], {"from": "gpt"}]}, "message 1 needs .*'from' and 'value'; it has 'from'"),
-        ({"conversations": [{"from": "gpt", "value": None}]}, "message 0: 'value' must be a string, not null"),
+        ({"conversations": [{"from": "gpt", "value": None}]}, r"message 0 needs .*; it has 'from', 'value' \(null\)"),
         ({"conversations": [{"from": "function_call", "value": "add(1)"}]}, "a function_call, whose .*not 'add"),
         ({"conversations": [{"from": "system", "value": "a"}, *FROM], "system": "b"}, "keep one of them"),
         ({"prompt": "a", "completion": [SAY]}, "'completion' is a list and 'prompt' is a string; give both as text"),
@@ -123,6 +129,8 @@ def test_messages(fields, messages, learned_from, tools):
             {"messages": [ASK, UNLEARNED, ASK, SAY]},
             "message 1 has weight 0, and all turns of the assistant are learned",
         ),
+        ({"messages": [ASK, {**CALLS, "tool_calls": "add(1)"}]}, "message 1: 'tool_calls' must be .*not 'add"),
+        ({"messages": [ASK, {**CALLS, "tool_calls": [{"add": 1}]}]}, "message 1: 'tool_calls' must be .*'add"),
         ({"messages": [ASK, SAY], "tools": "add"}, "'tools' must be a list of objects.*not 'add'"),
     ],
 )
@@ -130,6 +138,33 @@ def test_refused(fields, message):
     with pytest.raises(DataError, match=f"data, line 1: .*{message}") as caught:
         read(fields)
     assert not any(word in str(caught.value) for word in ("NoneType", "dict", "a str,", "DataError"))
+
+
+@pytest.mark.parametrize(
+    ("name", "learned", "unlearned"),
+    [
+        ("loss", (True, 1, "1.0", None), (False, 0, "false", 0.5)),
+        ("weight", (1, 1.0, "1"), (0, 0.0, "0", "0.0", 2)),
+        ("train", (True, "true", "a word"), (False, "no")),
+        ("training_detail", ("",), ([{"begin": 0, "end": 1, "train": False}],)),
+        ("trainable", (True,), (False,)),
+        ("loss_weight", (1,), (0,)),
+        ("learn", (True,), (False,)),
+        ("is_target", (True,), (False,)),
+        ("masked", (False, 0, "false"), (True, 1, "yes")),
+        ("ignore", (False,), (True,)),
+        ("no_loss", (False,), (True,)),
+        ("toxic", (False, True), ()),
+        ("name", ("0", "no"), ()),
+    ],
+)
+def test_marks_of_turns(name, learned, unlearned):
+    """A turn that the data leave out of the loss is refused; one that they leave in is read."""
+    for value in learned:
+        assert read({"messages": [ASK, {**SAY, name: value}]}).messages[1]["content"] == "yes"
+    for value in unlearned:
+        with pytest.raises(DataError, match=f"message 1 has {name} .*, and all turns of the assistant are learned"):
+            read({"messages": [ASK, {**SAY, name: value}]})
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -138,3 +138,50 @@ def test_a_tokenizer_with_code_or_settings_of_its_own_is_asked_itself(trained, s
     want = tokenizer(TEXTS, add_special_tokens=False)["input_ids"]
     assert TextEncoder.of(tokenizer).encode_batch(TEXTS) == want
     assert want != to_transformers(trained)(TEXTS, add_special_tokens=False)["input_ids"]
+
+
+def spaced_tokenizer(kind: str):
+    """As Llama 2's tokenizer.json puts a space before a text, or as RoBERTa's; with merges across words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    rust = Tokenizer(models.BPE(byte_fallback=kind == "metaspace", unk_token="<unk>"))
+    rust.pre_tokenizer, rust.decoder = {
+        "metaspace": (
+            pre_tokenizers.Metaspace(prepend_scheme="first", split=False),
+            decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]),
+        ),
+        "bytes": (pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()),
+    }[kind]
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if kind == "bytes" else []
+    trainer = trainers.BpeTrainer(
+        vocab_size=560, special_tokens=special, initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    rust.train_from_iterator(["Q: 2+2= 4", "f(x)", "yes and no"] * 9, trainer)
+    rust.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=rust, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+SPACED = [
+    ("Q: 2+2=", "4"),
+    ("Q: 2+2=", " 4"),
+    ("Q: ", "4"),
+    ("yes", " and no"),
+    ("f(", "x)"),
+    ("", "yes"),
+    ("f", "é\n"),
+]
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "bytes"])
+def test_no_space_comes_between_prompt_and_completion(tmp_path, kind):
+    """What the whole text's tokens are, and what is learned, as in TRL's SFTTrainer."""
+    tokenizer = spaced_tokenizer(kind)
+    path = write_lines(tmp_path / "data.jsonl", *({"prompt": one, "completion": two} for one, two in SPACED))
+    samples = samples_of(tokenize_file(path, TextEncoder.of(tokenizer)))
+    for (prompt, completion), (ids, labels) in zip(SPACED, samples, strict=True):
+        assert tokenizer.decode(ids) == f"<s> {prompt}{completion}</s>"
+        before, whole = tokenizer(prompt)["input_ids"], tokenizer(f"{prompt}{completion}</s>")["input_ids"]
+        same = next((at for at, pair in enumerate(zip(before, whole, strict=False)) if pair[0] != pair[1]), len(before))
+        assert (ids, labels) == (whole, [-100] * same + whole[same:])

@@ -94,18 +94,67 @@ def test_a_template_of_its_own_for_tools(tmp_path):
     assert samples_of(tokenized(tmp_path, *records, encoder=TextEncoder.of(tokenizer))) == wanted
 
 
+QUESTION, ANSWER = MESSAGES[0], MESSAGES[-1]
+REASONED = {**ANSWER, "reasoning": "1"}
+# Writes the reasoning of the last message alone, and no message of another role.
+LAST_REASONED = MARKED.replace("{% generation %}", "{% generation %}{% if loop.last %}{{ m['reasoning'] }}{% endif %}")
+NO_TOOLS = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant') %}")
+
+
 @pytest.mark.parametrize(
-    ("template", "record", "message"),
+    ("template", "record", "name"),
     [
-        (CHATML, {"messages": [MESSAGES[0], MESSAGES[-1]], "tools": [TOOL]}, "leaves out the record's 'tools'; give a"),
-        (MARKED, {"messages": [MESSAGES[0], MESSAGES[-1]], "tools": [TOOL]}, "leaves out the record's 'tools'; give a"),
-        (CHATML, {"messages": MESSAGES}, "leaves out the messages' 'tool_calls'; give a template"),
-        (MARKED, {"messages": MESSAGES}, "leaves out the messages' 'tool_calls'; give a template"),
+        *((each, {"messages": [QUESTION, ANSWER], "tools": [TOOL]}, "record's 'tools'") for each in (CHATML, MARKED)),
+        *((each, {"messages": MESSAGES}, "messages' 'tool_calls'") for each in (CHATML, MARKED)),
+        *(
+            (each, {"messages": [QUESTION, {**ANSWER, **field}]}, f"messages' {next(iter(field))!r}")
+            for each in (CHATML, MARKED)
+            for field in (
+                {"function_call": {"name": "add", "arguments": "{}"}},
+                {"reasoning_content": "asks"},
+                {"thinking": "because"},
+                {"thought_blocks": [{"text": "hm"}]},
+                {"refusal": "I can not"},
+                {"audio": {"id": "7", "transcript": "and again"}},
+            )
+        ),
+        (
+            LAST_REASONED,
+            {"messages": [QUESTION, {**REASONED, "reasoning": "2"}, QUESTION, REASONED]},
+            "messages' 'reasoning'",
+        ),
+        (LAST_REASONED, {"prompt": [QUESTION], "completion": [REASONED, QUESTION, ANSWER]}, "messages' 'reasoning'"),
+        (NO_TOOLS, {"messages": [QUESTION, {"role": "function", "content": "3 é"}, ANSWER]}, "messages' 'content'"),
     ],
 )
-def test_what_a_template_leaves_out_is_named(tmp_path, template, record, message):
-    with pytest.raises(DataError, match=f"data.jsonl, line 2: the chat template {message}"):
+def test_what_a_template_leaves_out_is_named(tmp_path, template, record, name):
+    with pytest.raises(
+        DataError, match=f"data.jsonl, line 2: the chat template leaves out the {name}; give a template"
+    ):
         tokenized(tmp_path, {"text": "fine"}, record, encoder=TextEncoder.of(make_tokenizer(template)))
+
+
+@pytest.mark.parametrize(
+    ("template", "record"),
+    [
+        (
+            CHATML,
+            {
+                "messages": [
+                    QUESTION,
+                    {**ANSWER, "id": "m1", "model": "x-1", "score": 0.5, "created": "2026-01-01 10:00"},
+                ]
+            },
+        ),
+        (CHATML, {"messages": [{**QUESTION, "note": "of a user"}, {**ANSWER, "name": "The Model", "tags": ["a"]}]}),
+        (LAST_REASONED, {"messages": [QUESTION, REASONED]}),
+        (LAST_REASONED, {"prompt": [QUESTION, REASONED, QUESTION], "completion": [ANSWER]}),  # it is not learned
+    ],
+)
+def test_notes_and_earlier_reasoning_may_be_left_out(tmp_path, template, record):
+    (sample,) = samples_of(tokenized(tmp_path, record, encoder=TextEncoder.of(make_tokenizer(template))))
+    learned = make_tokenizer(template).decode([label for label in sample[1] if label != -100])
+    assert learned.rstrip() == ("1" if REASONED in record.get("messages", []) else "") + "the user asks<|im_end|>"
 
 
 def test_arguments_may_be_a_string_of_json(tmp_path):

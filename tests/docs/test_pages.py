@@ -93,6 +93,7 @@ def test_pages_that_code_names_exist() -> None:
 def test_public_names_are_in_the_api() -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
     described = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)$", pages, re.M))
+    assert {"odc_kernels.ops", "odc_triton.nn"} <= described
     assert {*odc_triton.__all__} - described == {"MixedPrecisionPolicy"}, "the latter is torch's"
     packages = {f.parent.name for f in (ROOT / "odc_triton").glob("*/__init__.py") if "lazy_names(" in f.read_text()}
     missing = {name for name in packages if f"odc_triton.{name}" not in described}

@@ -245,8 +245,6 @@ def _sometimes_unused(rank: int, world: int) -> dict[str, dict[str, torch.Tensor
                     clear()
                 rows = x[rank::world] if sharded else x
                 model(rows, both=step == 0).square().sum().mul(world if sharded else 1).backward()
-                if inside and sharded:
-                    clear()  # nothing: the sum is not there yet
             optimizer.step()
         assert not any(zeroed)
         values = dict(full_parameters(model)) if sharded else {n: p.detach() for n, p in model.named_parameters()}

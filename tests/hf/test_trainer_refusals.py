@@ -208,3 +208,37 @@ def test_data_is_refused(tmp_path: Path) -> None:
         ODCTrainer(model, args, eval_dataset=Unsized()).train()  # which others may evaluate
     with pytest.raises(ValueError, match="evaluation needs an eval_dataset"):
         ODCTrainer(model, args).evaluate()
+
+
+class Drawn(list):
+    """Samples whose labels are drawn at each access."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = super().__getitem__(index)
+        self.reads = getattr(self, "reads", 0) + 1
+        labels = torch.as_tensor(sample["input_ids"]).clone()
+        labels[self.reads % len(labels)] = -100
+        return {**sample, "labels": labels}
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_samples_that_ranks_share_stay_as_they_are(tmp_path: Path, shares: bool) -> None:
+    """Each rank would read its part of another sample. Without shared samples a draw at each access is fine."""
+    from odc_triton.balance import MinibatchSampler
+    from odc_triton.balance.relatives import find_relatives
+    from odc_triton.hf import ODCTrainer
+
+    def loader(kind: type) -> Any:
+        data = kind(samples())
+        relatives = find_relatives(samples()) if shares else None
+        sizes = {"lengths": LENGTHS, "token_cap": max(LENGTHS), "relatives": relatives}
+        sampler = MinibatchSampler(samples_per_rank=2, rank=0, world=1, **sizes)
+        return ODCTrainer(sharded_model(), arguments(str(tmp_path)), train_dataset=data, sampler=sampler)
+
+    loader(list).get_train_dataloader()
+    trainer = loader(Drawn)
+    if not shares:
+        trainer.get_train_dataloader()
+        return
+    with pytest.raises(ValueError, match=r"sample \d+ has other tokens or labels each time it is read, and ranks that"):
+        trainer.get_train_dataloader()

@@ -13,8 +13,9 @@ from tests.support import place  # noqa: F401  isort: skip
 
 from odc_kernels.embedding import embedding, embedding_grad
 from odc_kernels.gather import ShardList, gather, gather_many
-from odc_kernels.linear import linear
+from odc_kernels.linear import linear, linear_dx
 from odc_kernels.linear_cross_entropy import HeadOutput, linear_cross_entropy, linear_cross_entropy_grad
+from odc_kernels.linear_divergence import HeadInput, linear_divergence
 from odc_kernels.linear_staged import linear_dx_staged, linear_staged
 from odc_kernels.online_softmax import SoftmaxState, online_softmax
 from odc_kernels.peers import PeerShards, check_tensor, shards_of
@@ -295,4 +296,81 @@ TABLES: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any]
 )
 def test_it_refuses(call: Callable[..., Any], given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
+        call(**given)
+
+
+X, SQUARE, Y = zeros(4, 8), peers(8, 8), zeros(8, 8)
+XW = zeros(T, HEADS * D)
+WIDE = QkvWeights(**{name: peers(HEADS * D, HEADS * D) for name in WEIGHTS})
+HEADS_OF = {"weights": WIDE, "rope": Rope(**ROPE)}
+FLOAT_IDS = zeros(8, 4)
+
+# Of each operator that writes into a tensor of the caller's: arguments of which an output is an input.
+ALIASED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (linear, {"x": X, "weight": SQUARE, "out": X}, "out"),
+    (linear, {"x": Y[:4], "weight": SQUARE, "out": Y[3:7]}, "out"),
+    (linear, {"x": zeros(4, 8), "weight": SQUARE, "out": SQUARE.shards[0]}, "out"),
+    (linear_dx, {"dy": X, "weight": SQUARE, "out": X}, "out"),
+    (linear_staged, {"x": X, "weight": pull(peers=SQUARE, staged=StagedWeight.of(SQUARE)), "out": X}, "out"),
+    (linear_dx_staged, {"dy": X, "weight": pull(peers=SQUARE, staged=StagedWeight.of(SQUARE)), "out": X}, "out"),
+    (gather, {"peers": (ONE := PeerShards.local(zeros(8, 3))), "out": ONE.shards[0]}, "out"),
+    (
+        embedding,
+        {"ids": FLOAT_IDS.view(torch.int32)[0, :3], "weight": ONE, "out": FLOAT_IDS.view(-1)[:9].view(3, 3)},
+        "out",
+    ),
+    (
+        linear_cross_entropy_grad,
+        HEAD | {"output": OUTPUT, "g_logp": zeros(4), "gradient": W, "dh": HEAD["h"]},
+        "dh",
+    ),
+    (qkv, HEADS_OF | {"x": XW, "q": XW.view(T, HEADS, D), "k": zeros(T, HEADS, D), "v": zeros(T, HEADS, D)}, "q"),
+    (qkv, HEADS_OF | {"x": XW, "q": zeros(T, HEADS, D), "k": Q, "v": Q}, "k"),
+    (qkv_grad, HEADS_OF | {"x": XW, "dq": Q, "dk": Q, "dv": Q, "out": QkvGradients(dx=XW)}, "dx"),
+    (qkv_grad, HEADS_OF | {"x": XW, "dq": Q, "dk": Q, "dv": Q, "out": QkvGradients(dx=Q.view(T, -1))}, "dx"),
+]
+
+
+@pytest.mark.parametrize(("call", "given", "name"), ALIASED)
+def test_it_refuses_an_output_that_is_an_input(call: Callable[..., Any], given: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} shares memory with an input"):
+        call(**given)
+
+
+PLAIN: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (linear, {"x": X, "weight": Y, "out": zeros(4, 8)}, "the weight"),
+    (linear, {"x": X, "weight": SQUARE, "bias": zeros(8), "out": zeros(4, 8)}, "the bias"),
+    (linear_dx, {"dy": X, "weight": Y, "out": zeros(4, 8)}, "the weight"),
+    (wgrad, {"dy": X, "x": X, "weight": Y}, "what gradients are added to"),
+    (wgrad, {"dy": X, "x": X, "weight": SQUARE, "bias": zeros(8)}, "the bias"),
+    (gather, {"peers": Y, "out": zeros(8, 8)}, "peers"),
+    (scatter, {"gradient": zeros(8, 8), "peers": Y}, "what gradients are added to"),
+    (embedding, {"ids": IDS, "weight": Y, "out": zeros(4, 8)}, "the weight"),
+    (embedding_grad, {"ids": IDS, "weight": Y, "dy": zeros(4, 8)}, "the weight"),
+    (linear_cross_entropy, HEAD | {"weight": zeros(8, 3)}, "the weight"),
+    (
+        linear_cross_entropy_grad,
+        HEAD | {"output": OUTPUT, "g_logp": zeros(4), "gradient": zeros(8, 3), "dh": zeros(4, 3)},
+        "the gradient",
+    ),
+    (
+        linear_divergence,
+        {
+            "student": HeadInput(h=zeros(4, 3), weight=zeros(8, 3)),
+            "teacher": HeadInput(h=zeros(4, 3), weight=W),
+            "beta": 0.5,
+        },
+        "the student's weight",
+    ),
+    (pull, {"peers": Y, "staged": STAGED}, "the sharded weight"),
+    (StagedWeight.of, {"peers": Y}, "the weight"),
+    (QkvWeights, WEIGHTS | {"wq": zeros(HEADS * D, K)}, "wq"),
+    (QkvWeights, WEIGHTS | {"wv": zeros(KV_HEADS * D, K)}, "wv"),
+    (qkv_grad, QKV | {"dq": Q, "dk": KV, "dv": KV, "out": QkvGradients(wq=zeros(HEADS * D, K))}, "out.wq"),
+]
+
+
+@pytest.mark.parametrize(("call", "given", "name"), PLAIN)
+def test_it_refuses_a_plain_tensor_as_shards(call: Callable[..., Any], given: dict[str, Any], name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name} is a plain tensor; give PeerShards: .*local.*of.*symmetric"):
         call(**given)

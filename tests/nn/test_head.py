@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from odc_triton import log_probs
 from odc_triton.hf import summed_loss
 from odc_triton.nn import LMHead
+from odc_triton.nn.functional import token_log_probs
 from odc_triton.nn.head import FusedLogits
 from odc_triton.nn.replace import replace_layers
 from tests.support.families import causal_lm
@@ -180,6 +181,27 @@ def test_a_head_sharded_apart_from_its_tied_embedding_is_refused() -> None:
     fully_shard(model.lm_head, backend="cpu-sharded")
     with pytest.raises(NotImplementedError, match=r"model\.embed_tokens\.weight is tied to a weight that was sharded"):
         fully_shard(model, backend="cpu-sharded")
+
+
+@pytest.mark.parametrize(
+    ("targets", "error", "words"),
+    [
+        (torch.tensor([4, 97]), IndexError, "target 97 is outside the vocabulary of 97; ignored is -100"),
+        (torch.tensor([4, -1]), IndexError, "target -1 is outside the vocabulary of 97"),
+        (
+            torch.tensor([4.0, 5.0]),
+            ValueError,
+            r"targets are \(2,\) of torch.float32; with \(2, .*give \(2,\) of torch.int64",
+        ),
+        (torch.tensor([4, 5], dtype=torch.int32), ValueError, r"targets are \(2,\) of torch.int32"),
+        (torch.tensor([[4, 5]]), ValueError, r"targets are \(1, 2\)"),
+    ],
+)
+def test_log_probs_of_no_words(targets: torch.Tensor, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        log_probs(torch.zeros(2, 97), targets)
+    with pytest.raises(error, match=words):
+        token_log_probs(torch.zeros(2, 3), torch.zeros(97, 3), targets)
 
 
 def test_a_label_that_is_no_word() -> None:

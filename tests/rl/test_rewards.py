@@ -183,6 +183,10 @@ def test_failures(rewards: Callable[..., Rewards], tmp_path: Path, function: str
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        (
+            "rewards/rw.py:exact",
+            "there is no module .*: write rewards.rw:exact, and start the job in the folder that has it",
+        ),
         ("no_such_module:exact", "there is no module no_such_module: start the job in the folder that has it"),
         ("my_rewards:exakt", "has no exakt: name one of its functions"),
         ("my_rewards:number", "number is 3, no function: name one of"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,7 +65,7 @@ parameter_lists = st.lists(st.tuples(shapes, st.sampled_from(DTYPES), st.boolean
 @settings(max_examples=200)
 def test_bytes_are_those_of_laying_out_every_shard(parameters, world, param_dtype, reduce_dtype, optimizer, backend):
     """Each shard is made on meta by torch.chunk and put at the next multiple of 128 bytes of a region."""
-    policy = SimpleNamespace(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     plan = memory_plan(bag(*parameters), world, mp_policy=policy, optimizer=optimizer, backend=backend)
     compute = gradient = master = states = cast = 0
     regions = {"own": 0, "whole": 0}
@@ -281,9 +280,12 @@ def test_what_is_read_on_demand_is_never_whole(tied):
         ),
         ({"tokens_per_microbatch": -1}, "tokens_per_microbatch is -1; give a whole number of at least 0"),
         ({"model": nn.ReLU()}, "ReLU has no parameters; plan the model"),
+        ({"world": "8"}, "world is '8'; give a whole number of at least 1"),
+        ({"model": "Qwen/Qwen2.5-7B"}, "memory_plan takes an nn.Module, not a str"),
+        ({"mp_policy": torch.bfloat16}, "mp_policy is a dtype; give a MixedPrecisionPolicy"),
     ],
 )
 def test_refusals_name_the_value_and_the_remedy(options, message):
     arguments = {"model": bag(((2,), torch.float32, True)), "world": 2, **options}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         memory_plan(**arguments)

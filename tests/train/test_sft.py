@@ -186,6 +186,10 @@ def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert "\r" not in done.stderr, "lines, and no bar, where there is no terminal"
     assert "5/5" in done.stderr
+    size = f"{sum(each.numel() for each in _model().parameters()):,}"
+    assert (
+        f"{size} of {size} parameters, ranks: 2 (cpu), fp32, steps: 5, checkpoints: every 10 minutes\n" in done.stdout
+    )
     written = read_config(tmp_path / "out" / "run.yaml", SftOptions, ranks=int)
     assert written.pop("ranks") == 2
     assert read_options(SftOptions, written) == dataclasses.replace(wanted, fused_head=True)

@@ -29,7 +29,7 @@ def embedding(
     added to its owner; `padding_idx`, from the end if negative, has no gradient. Saved: the ids and the handle. A
     second derivative goes through plain torch.
 
-    choice: see choice.py. Raises ValueError for one that is unknown or can't run here, IndexError for an
+    choice: see docs/layers.md. Raises ValueError for one that is unknown or can't run here, IndexError for an
     id outside 0..V-1; "triton" can't check without a synchronisation, and gives NaN.
     """
     if getattr(weight, "_odc_handle", None) is None or ids.dtype not in (torch.int64, torch.int32):

@@ -36,7 +36,7 @@ def linear(
     the weight trains, and the handles; W is read again. A second derivative, and autocast if the parameters have
     another dtype, use plain torch on the whole weight, which is then saved.
 
-    choice: see nn/choice.py. Raises ValueError for one that is unknown or can't run here.
+    choice: see docs/layers.md. Raises ValueError for one that is unknown or can't run here.
     """
     ready = operand(x, weight, bias)
     if ready is None:

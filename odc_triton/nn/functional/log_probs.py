@@ -12,6 +12,21 @@ from ..choice import AUTO, TABLE, choose
 from ..operand import AddRows, add_rows, resolve
 
 
+def check_targets(targets: torch.Tensor, of: torch.Tensor, vocabulary: int, ignore_index: int) -> None:
+    """Raises ValueError unless targets are int64 [...] for `of` [..., D], IndexError for one outside."""
+    if targets.shape != of.shape[:-1] or targets.dtype != torch.int64:
+        raise ValueError(
+            f"targets are {tuple(targets.shape)} of {targets.dtype}; with {tuple(of.shape)} give "
+            f"{tuple(of.shape[:-1])} of torch.int64"
+        )
+    if not (of.is_cuda or torch.compiler.is_compiling()):  # no synchronisation on a GPU: such a target's logp is NaN
+        wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))]
+        if wrong.numel():
+            raise IndexError(
+                f"target {int(wrong[0])} is outside the vocabulary of {vocabulary}; ignored is {ignore_index}"
+            )
+
+
 def token_log_probs(
     h: torch.Tensor,
     weight: torch.Tensor,
@@ -38,14 +53,7 @@ def token_log_probs(
     Raises IndexError for a target outside 0..V-1 (on a GPU its logp is NaN), ValueError for other shapes and dtypes,
     and for a choice that is unknown or can't run here.
     """
-    if targets.shape != h.shape[:-1]:
-        raise ValueError(f"targets are {tuple(targets.shape)}; with h of {tuple(h.shape)} give {tuple(h.shape[:-1])}")
-    if not (h.is_cuda or torch.compiler.is_compiling()):  # no synchronisation on a GPU: such a target's logp is NaN
-        wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= weight.shape[0]))]
-        if wrong.numel():
-            raise IndexError(
-                f"target {int(wrong[0])} is outside the vocabulary of {weight.shape[0]}; ignored is {ignore_index}"
-            )
+    check_targets(targets, h, weight.shape[0], ignore_index)
     flat = h.reshape(-1, h.shape[-1]).to(weight.dtype).contiguous()
     handle = getattr(weight, "_odc_handle", None)
     logp, entropy, _ = torch.ops.odc.token_log_probs(
