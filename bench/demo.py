@@ -284,7 +284,7 @@ def write_outputs(out: Path, report: dict, results: Sequence[Measured]) -> None:
         columns=COLUMNS,
         tracks=tracks,
         curves=[Curves(title="Loss: equal curves mean equal updates", label="loss per token", values=report["losses"])],
-        facts=facts,
+        facts={"How it was measured": facts},
     )
 
 

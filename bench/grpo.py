@@ -94,10 +94,7 @@ def examine(model: Path, held_out: Path) -> dict[str, float]:
             )
         made += tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     rewards = [credit(text.replace(" ", ""), each["answer"]) for text, each in zip(made, records, strict=True)]
-    return {
-        "exact_match": statistics.mean(reward == 1.0 for reward in rewards),
-        "reward": statistics.mean(rewards),
-    }
+    return {"exact_match": statistics.mean(reward == 1.0 for reward in rewards), "reward": statistics.mean(rewards)}
 
 
 def job(run: Any, options: Any) -> dict[str, float]:

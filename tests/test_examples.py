@@ -130,6 +130,14 @@ def test_the_blocks_of_the_readme_run(example: str, tmp_path: Path, monkeypatch:
     assert not example.startswith("loop") or (tmp_path / "out" / "model" / "config.json").exists()
 
 
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_kernel_of_the_readme_runs(torchrun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed = _run("linear_alone.py", 2) if torchrun else _run_alone(EXAMPLES / "linear_alone.py")
+    assert _numbers("owns", printed) == ([25, 25] if torchrun else [50])
+    assert max(_numbers("error", printed)) < 1e-5  # sums of 32 products in another order
+
+
 # ------------------------------------------------------------------ TRL
 
 

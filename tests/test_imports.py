@@ -17,7 +17,7 @@ PACKAGE = ROOT / "odc_triton"
 
 # Each folder may import from itself and from those after it.
 FLOORS = (
-    *("cli", "train", "rl", "hf", "simulate", "fsdp2", "sharding", "policy", "checkpoint", "sequence", "optim"),
+    *("cli", "train", "rl", "simulate", "hf", "fsdp2", "sharding", "policy", "checkpoint", "sequence", "optim"),
     *("engine", "balance", "data", "comm", "nn", "machine", "base"),
 )
 # Neither torch nor triton: folders, and modules of others.

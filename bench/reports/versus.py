@@ -32,14 +32,7 @@ from odc_triton.sharding.footprint import memory_plan
 from .. import quiet
 from ..cut import cut, scaled_minibatches
 from ..demo import CONFIG, LENGTHS, RANKS, TOKEN_CAP, WARM_UP, prepare
-from ..harness import (
-    Work,
-    bootstrap_ratio,
-    compare,
-    disturbed,
-    peak_memory,
-    single_thread_environment,
-)
+from ..harness import Work, bootstrap_ratio, compare, disturbed, peak_memory, single_thread_environment
 from ..provenance import about, save_json
 from ..variants import (
     Bridged,
@@ -198,7 +191,7 @@ def measured_memory(study: Study, work: Work) -> dict:
     return {
         "memory": {kind.name: launch(peak_memory, kind, work, ranks=RANKS)[0] for kind in study.kinds},
         "planned_bytes": {
-            kind.name: memory_plan(model, RANKS, exact=kind.exact).job_shared_bytes
+            kind.name: memory_plan(model, RANKS, exact=kind.exact, backend="cpu").job_shared_bytes
             for kind in study.kinds
             if kind in (Odc, OdcExact)
         },

@@ -11,8 +11,9 @@ lengths.json are kept up to date while it runs.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -23,37 +24,17 @@ from odc_triton.comm.launch import launch
 from odc_triton.data.lengths import read_lengths
 from odc_triton.data.records import Record
 
+from .. import variants
 from ..harness import in_turn, single_thread_environment
 from ..provenance import about, save_json
-from ..variants import (
-    Bridged,
-    Ddp,
-    Fsdp2,
-    Fsdp2Micro,
-    Fsdp2NoReshard,
-    Fsdp2SymmetricMemory,
-    LayerBarrier,
-    Odc,
-    OdcMicro,
-    Setting,
-    Unsharded,
-    Variant,
-)
+from ..variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Odc, OdcSplit, Setting, Variant
 from .alone import LengthsWork, Turn, take_turn
-from .lengths_report import (
-    ALIKE,
-    Amounts,
-    Result,
-    as_data,
-    loss_spread,
-    peak_flops,
-    quiet_or_not,
-    text_of,
-)
+from .lengths_report import ALIKE, Amounts, Result, as_data, loss_spread, peak_flops, progress, quiet_or_not, text_of
 
 BASELINES = (Fsdp2Micro, Fsdp2, Fsdp2NoReshard, Ddp)
-VARIANTS = (*BASELINES, LayerBarrier, OdcMicro, Odc)
-OTHERS = (Unsharded, Fsdp2SymmetricMemory, Bridged)  # only where they are named
+VARIANTS = (*BASELINES, variants.LayerBarrier, variants.OdcMicro, Odc, OdcSplit)
+QUICK = (Fsdp2, Fsdp2NoReshard, Odc, OdcSplit)  # the demo's
+OTHERS = (variants.Unsharded, variants.Fsdp2SymmetricMemory, variants.Bridged)  # only where they are named
 
 Turns = Callable[[type[Variant], int], Turn]
 
@@ -69,12 +50,12 @@ def setting_of(options: BenchOptions, ranks: int, gpus: int) -> Setting:
     return Setting(device=device, dtype=options.dtype or ("bf16" if device == "cuda" else "fp32"))
 
 
-def chosen(names: str | None) -> tuple[type[Variant], ...]:
-    """The variants with those names, in the order of VARIANTS and OTHERS; VARIANTS for None. Raises ValueError for an
-    unknown one.
+def chosen(names: str | None, *, quick: bool = False) -> tuple[type[Variant], ...]:
+    """The variants with those names, in the order of VARIANTS and OTHERS; for None VARIANTS, or QUICK. Raises
+    ValueError for an unknown one.
     """
     if names is None:
-        return VARIANTS
+        return QUICK if quick else VARIANTS
     wanted = [name.strip() for name in names.split(",")]
     kinds = (*VARIANTS, *OTHERS)
     known = [kind.name for kind in kinds]
@@ -128,7 +109,9 @@ def take_turns(
 
     After each turn `ended` gets the results so far, and whose turn it was.
     """
-    results = [Result(name=kind.name, is_baseline=kind in (*BASELINES, Fsdp2SymmetricMemory)) for kind in kinds]
+    results = [
+        Result(name=kind.name, is_baseline=kind in (*BASELINES, variants.Fsdp2SymmetricMemory)) for kind in kinds
+    ]
     for round_ in range(rounds):
         for place in in_turn(range(len(kinds)), round_):
             if results[place].failure is not None:
@@ -145,7 +128,10 @@ def main(ranks: int, options: BenchOptions) -> int:
     """Runs it; returns 0, or 1 if no variant finished, one failed other than by memory, or losses differ."""
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; give at least 1")
-    setting, kinds = setting_of(options, ranks, torch.cuda.device_count()), chosen(options.variants)
+    if options.quick:
+        options = replace(options, rounds=1, minibatches=min(options.minibatches, 2))
+    setting = setting_of(options, ranks, torch.cuda.device_count())
+    kinds = chosen(options.variants, quick=options.quick)
     work, cut = work_of(options, ranks, setting)
     if setting.device == "cpu":
         single_thread_environment()
@@ -160,7 +146,9 @@ def main(ranks: int, options: BenchOptions) -> int:
         f"{ranks} ranks on {setting.device}, {setting.dtype}; sequences of {min(work.lengths)} to {max(work.lengths)} "
         f"tokens, {mean:.0f} on average, {cut} of the file's cut; packs of at most {work.token_cap}"
     )
-    print(heading, flush=True)
+    rounds = f"{options.rounds} round{'s' * (options.rounds > 1)} of {len(kinds)} variants"
+    print(f"{heading}\n{rounds}, each {1 + options.minibatches} minibatches, the first to warm up", flush=True)
+    began_s = time.monotonic()
 
     def save(results: Sequence[Result]) -> str:
         turns = [turn for result in results for turn in result.turns]
@@ -179,7 +167,7 @@ def main(ranks: int, options: BenchOptions) -> int:
         result = results[place]
         save(results)
         took = result.remark or f"{sum(result.turns[-1].seconds) / len(result.turns[-1].seconds):.3f} s a minibatch"
-        print(f"  {result.name}: {took}", flush=True)
+        print(progress(results, options.rounds, f"{result.name}: {took}", time.monotonic() - began_s), flush=True)
 
     def turn(kind: type[Variant], round_: int) -> Turn:
         return launch(take_turn, kind, work, setting, round_, ranks=ranks)[0]

@@ -6,12 +6,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from typing import Any
 
 from odc_triton.base.report import table
 
 from .. import quiet
 from ..harness import bootstrap_ratio
+from ..variants import Odc, OdcSplit
 from .alone import Turn
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|MemoryError", re.IGNORECASE)
@@ -19,13 +21,7 @@ _KILLED = re.compile(r"SIGKILL|Signal 9\b")
 # Tolerances of first losses, before any step: same weights and samples, summed in another order and in 16 bits.
 ALIKE = {"fp32": 1e-3, "bf16": 2e-2}
 COLUMNS = (
-    "",
-    "tokens/s per rank",
-    "MFU",
-    "peak GB per rank",
-    "idle",
-    "speed over the fastest baseline's",
-    "95% interval",
+    *("", "tokens/s per rank", "MFU", "peak GB per rank", "idle", "speed over the fastest baseline's", "95% interval"),
     "",
 )
 
@@ -89,7 +85,7 @@ def figures(result: Result, fastest: Result | None, amounts: Amounts) -> dict[st
         "mfu": utilisation(sum(amounts.flops[:count]), took, amounts.ranks, amounts.peak),
         "peak_gb": max(max(turn.peak_bytes) for turn in result.turns) / 1e9,
         "idle": sum(idle) / len(idle) if idle else None,
-        "speed": bootstrap_ratio(fastest.seconds[:count], seconds) if fastest is not None else None,
+        "speed": _ratio(fastest.seconds, seconds) if fastest is not None else None,
     }
 
 
@@ -114,7 +110,47 @@ def row_of(result: Result, fastest: Result | None, amounts: Amounts) -> list[str
 
 def text_of(results: Sequence[Result], amounts: Amounts) -> str:
     fastest = fastest_baseline(results)
-    return table([row_of(result, fastest, amounts) for result in results], COLUMNS)
+    shown = table([row_of(result, fastest, amounts) for result in results], COLUMNS)
+    gained = [
+        f"- {each['fast']} is {each['ratio']:.2f} ({each['low']:.2f} to {each['high']:.2f}) times as fast as "
+        f"{each['slow']}: {each['cause']}"
+        for each in gains(results)
+    ]
+    return "\n".join([shown, "", *gained] if gained else [shown])
+
+
+def _ratio(slow: Sequence[float], fast: Sequence[float]) -> dict[str, float]:
+    """Over the minibatches that both have."""
+    count = min(len(slow), len(fast))
+    return bootstrap_ratio(slow[:count], fast[:count])
+
+
+def gains(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """What ODC gains over the fastest baseline, cause by cause, of the variants that finished every round."""
+    ended = {result.name: result.seconds for result in results if result.turns and result.failure is None}
+    fastest = getattr(fastest_baseline(results), "name", None)
+    causes = (
+        (fastest, Odc.name, "no waiting in layers, and transfers by memory that ranks share"),
+        (Odc.name, OdcSplit.name, "long sequences are split over ranks"),
+        (fastest, OdcSplit.name, "both together"),
+    )
+    return [
+        {"fast": fast, "slow": slow, "cause": cause, **_ratio(ended[slow], ended[fast])}
+        for slow, fast, cause in causes
+        if {slow, fast} <= ended.keys()
+    ]
+
+
+def progress(results: Sequence[Result], rounds: int, turn: str, took_s: float) -> str:
+    """`turn` with its number and the time left; after the first round also whether the machine was not quiet."""
+    done = sum(len(result.turns) + (result.failure is not None) for result in results)
+    left = sum(rounds - len(result.turns) for result in results if result.failure is None)
+    text = f"  [{done} of {done + left}] {turn}"
+    if left:
+        text += f"; about {timedelta(seconds=round(took_s / done * left))} left"
+    if left and done == len(results) and disturbed(results)["left"]:
+        text += f"\nAfter the first round: {quiet_or_not(results)}"
+    return text
 
 
 def disturbed(results: Sequence[Result]) -> dict[str, int | None]:
@@ -145,6 +181,7 @@ def as_data(results: Sequence[Result], amounts: Amounts, about: Mapping[str, Any
     return {
         **about,
         "fastest_baseline": None if fastest is None else fastest.name,
+        "gains": gains(results),
         "loss_spread": loss_spread(results),
         "disturbed": disturbed(results),
         "tokens": list(amounts.tokens),

@@ -44,14 +44,7 @@ from odc_triton.engine.api import engine_of
 from odc_triton.hf import compute_in_chunks, enable_packing, summed_loss
 from odc_triton.sharding.footprint import memory_plan
 
-from ..harness import (
-    PeakMemory,
-    gather,
-    in_turn,
-    median_ratio,
-    open_job,
-    single_thread_environment,
-)
+from ..harness import PeakMemory, gather, in_turn, median_ratio, open_job, single_thread_environment
 from ..provenance import about, save_parts
 from ..stdlib_corpus import build_corpus, write_text
 
@@ -136,11 +129,7 @@ def peak(layers: int, length: int) -> dict[str, float]:
     dist.destroy_process_group()
     own = max(sum(len(each.piece) for each in packs.split.pieces if each.rank == of) for of in range(world))
     plan = memory_plan(
-        build(layers, "meta"),
-        world,
-        tokens_per_microbatch=own,
-        gradient_checkpointing=True,
-        split_tokens=tokens,
+        build(layers, "meta"), world, tokens_per_microbatch=own, gradient_checkpointing=True, split_tokens=tokens
     )
     return {
         "ranks": world,

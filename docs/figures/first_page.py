@@ -45,7 +45,7 @@ def tracks_of(trace: dict) -> dict[str, list[Event]]:
 
 
 def draw(data: dict) -> str:
-    title = "Two ranks over time under FSDP2, which wait at every layer, and under ODC, which end sooner"
+    title = "Two ranks over time: FSDP2’s wait in the layers; ODC’s, with long samples split, wait less and end sooner"
     drawing = Drawing(title, width=WIDTH, height=224)
     per_s = (WIDTH - LEFT - 8) / max(way["seconds"] for way in data.values())
     tops = {}

@@ -25,7 +25,9 @@ def data() -> dict:
 
 
 def draw(data: dict) -> str:
-    title = "Two ranks with pictures over time: under FSDP2 they wait in each layer, under ODC they end sooner"
+    title = (
+        "Two ranks with images over time: under FSDP2 transfers take longer and ranks wait in layers; ODC ends sooner"
+    )
     drawing = Drawing(title, width=WIDTH, height=224)
     per_s = (WIDTH - LEFT - 8) / max(way["seconds"] for way in data.values())
     y = 34.0

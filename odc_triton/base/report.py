@@ -57,7 +57,7 @@ def timeline_figure(tracks: Tracks, *, title: str = TITLE) -> Figure:
 
     Variants are stacked, ranks are rows; a row's upper quarter is what another process does for the rank, if any does.
     A mark under the rows is a barrier of all ranks (`trace.barriers`), a line through the rows is a barrier of a whole
-    minibatch. Total time, idle share (`trace.idle_fraction`) and barriers per minibatch are on the right. Show a few
+    minibatch. On the right is `trace.headline`. Show a few
     minibatches (`trace.excerpt`): over very many, a bar shows local shares, not single waits.
 
     Raises ValueError without tracks or events, ImportError without matplotlib.
@@ -196,34 +196,32 @@ def _png(figure: Figure) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """One picture of values over minibatches. `values`: by curve, one value per minibatch; NaN leaves a gap."""
+    """One picture of values over steps, under its title. `values`: by curve, one value per step; NaN leaves a gap."""
 
     title: str
-    label: str  # of the values' axis
+    label: str = ""  # of the values' axis, where the title does not say it
     values: Mapping[str, Sequence[float]]
 
 
 def curve_figure(curves: Curves) -> Figure:
     """All curves on one pair of axes; earlier curves are wider, so that equal ones all show."""
-    figure = _figure(total=760)
-    axes = _axes(figure, 760, top=90, height=560)
+    figure = _figure(total=700)
+    axes = _axes(figure, 700, top=30, height=560)
     for index, (name, values) in enumerate(curves.values.items()):
         width = 1.2 + 1.3 * (len(curves.values) - 1 - index)
         label = f"\u200b{name}"  # matplotlib hides labels that begin with an underscore
         alone = "o" if np.isnan(values).any() else None  # a value between gaps has no line
         style = {"color": CURVES[index % len(CURVES)], "lw": width, "marker": alone, "markersize": 5}
         axes.plot(range(1, len(values) + 1), values, label=label, **style)
-    axes.set_xlabel("minibatch", color=FAINT)
-    plain = [
-        axes.set_title(curves.title, loc="left", color=INK, fontsize=12, weight="bold"),
-        axes.set_ylabel(curves.label, color=FAINT),
-    ]
+    axes.set_xlabel("step", color=FAINT)
+    plain = [axes.set_ylabel(curves.label, color=FAINT)]
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.get_major_locator().set_params(integer=True)
     place = {"loc": "upper left", "bbox_to_anchor": (1, 1), "handlelength": 1, "handletextpad": 0.5}
-    names = axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, **place)
-    for text in (*plain, *names.get_texts()):
+    if len(curves.values) > 1:
+        plain += axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, **place).get_texts()
+    for text in plain:
         text.set_parse_math(False)
     return figure
 
@@ -300,12 +298,12 @@ def save_html(
     columns: Sequence[str],
     tracks: Tracks,
     curves: Sequence[Curves],
-    facts: Mapping[str, str],
+    facts: Mapping[str, Mapping[str, str]],
 ) -> None:
     """Writes one self-contained page: summary, table, timelines, curves, facts; nothing is loaded.
 
     `summary`: text, with an empty line between paragraphs; `rows` and `columns` as for `table`; `tracks` as for
-    `timeline_figure`; `facts`: name to value (versions).
+    `timeline_figure`; `facts`: by heading, name to value (options, versions).
     Of `rows`, `tracks`, `curves` and `facts`, empty ones are left out. All text is escaped. Errors as in
     `table`, `timeline_figure` and `write_file`.
     """
@@ -322,9 +320,9 @@ def save_html(
         known = {name: [value for value in values if value == value] for name, values in each.values.items()}
         last = "; ".join(f"{name} ends at {values[-1]:.4g}" for name, values in known.items() if values)
         body.append(_html_image(curve_figure(each), f"{each.title}. {last}"))
-    if facts:
-        pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
-        body.append(f"<h2>How it was measured</h2>\n<dl>{pairs}</dl>")
+    for heading, each in facts.items():
+        pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in each.items())
+        body.append(f"<h2>{escape(heading)}</h2>\n<dl>{pairs}</dl>")
     page = f"""<!DOCTYPE html>
 <html lang="en">
 <head>

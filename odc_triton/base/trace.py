@@ -173,15 +173,20 @@ def excerpt(tracks: Tracks, *, minibatches: Container[int]) -> dict[str, list[Ev
     return chosen
 
 
-def headline(events: Sequence[Event]) -> tuple[str, str, str]:
-    """Total time, idle share, and barriers per minibatch of a track, each as text."""
+def headline(events: Sequence[Event]) -> list[str]:
+    """Total time, idle share and barriers per step of a track, each as text; then what for, if some are not a
+    minibatch's own two.
+    """
     start_s, end_s = window_s(events)
-    rate = len(barriers(events)) / len({event.minibatch for event in events})
-    return (
+    found = barriers(events)
+    rate = len(found) / len({event.minibatch for event in events})
+    kinds = dict.fromkeys(each.label.partition(" minibatch")[0] for each in found if " minibatch" in each.label)
+    return [
         seconds_text(end_s - start_s),
         f"{idle_fraction(events):.1%} idle",
-        f"{rate:.3g} barriers per minibatch",
-    )
+        f"{rate:.3g} barriers per step",
+        *([f"namely {', '.join(kinds)}"] if kinds.keys() - {"enter", "leave"} else []),
+    ]
 
 
 def seconds_text(value_s: float) -> str:

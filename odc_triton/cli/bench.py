@@ -31,6 +31,9 @@ class BenchOptions:
     samples_per_rank: int = option(4, "samples per rank and minibatch")
     minibatches: int = option(4, "minibatches to time in each round, after one to warm up")
     rounds: int = option(3, "rounds; each runs every variant once")
+    quick: bool = option(
+        False, "one round of at most 2 minibatches; without --variants of FSDP2 (two settings) and ODC"
+    )
     variants: str | None = option(None, "variants to run, by their names in the table and with commas; by default all")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: cuda if there is a GPU for every rank")
     dtype: Literal["fp32", "bf16"] | None = option(None, "dtype of compute; by default bf16 on GPUs, fp32 on the CPU")

@@ -212,8 +212,8 @@ def _tune(ranks: int, wanted: Any) -> int:
 _BENCH = _Command(
     help="measure FSDP2, DDP and ODC on your sequence lengths",
     description="Trains a model on random tokens of the given lengths by FSDP2 in three settings, DDP, ODC with a "
-    "barrier per layer, and ODC. They take turns over several rounds, one at a time in the GPUs' memory. Prints "
-    "tokens/s, MFU, memory, idle share and the speed relative to the fastest baseline.",
+    "barrier per layer, ODC, and ODC that splits long sequences. They take turns over several rounds, one at a time in "
+    "the GPUs' memory. Prints tokens/s, MFU, memory, idle share, speed over the fastest baseline, and what gained it.",
     options=".bench:BenchOptions",
     run="odc_bench.suites.lengths:main",
     has_ranks=True,

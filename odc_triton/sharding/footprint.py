@@ -46,7 +46,7 @@ OPTIMIZER_STATES = {"adamw": (2, 4), "sgd": (0, 0), "muon": (1, 0), "none": (0, 
 class MemoryPlan:
     """Bytes on the fullest rank (rank 0) and, where the name begins with `job_`, of all ranks together.
 
-    `print(plan)` shows it in GB (10^9 bytes). See [Note: what a plan counts].
+    `print(plan)` shows it in GB (10^9 bytes), below 1 GB in MB. See [Note: what a plan counts].
     """
 
     scheme: str
@@ -146,14 +146,17 @@ _ROWS = (
 
 
 def side_by_side(*plans: MemoryPlan) -> str:
-    """An aligned text table with one column per plan (scheme/backend/world), in GB (10^9 bytes) per rank."""
+    """An aligned text table with one column per plan (scheme/backend/world), in GB (10^9 bytes) per rank, in MB if no
+    total is 1 GB.
+    """
+    unit, of = ("GB", 1e9) if max(plan.total_bytes for plan in plans) >= 1e9 else ("MB", 1e6)
 
     def cell(plan: MemoryPlan, name: str) -> str:
         if name == "activation_bytes" and plan.activation_bytes_per_token is None:
             return "unknown"
-        return f"{getattr(plan, name) / 1e9:.3f}"
+        return f"{getattr(plan, name) / of:.3f}"
 
-    rows = [["GB per rank", *(_title(plan) for plan in plans)]]
+    rows = [[f"{unit} per rank", *(_title(plan) for plan in plans)]]
     optional = ("split_bytes", "muon_bytes", "checkpoint_host_bytes")
     shown = [row for row in _ROWS if row[1] not in optional or any(getattr(plan, row[1]) for plan in plans)]
     rows += [[label, *(cell(plan, name) for plan in plans)] for label, name in shown]
@@ -173,7 +176,7 @@ def memory_plan(
     scheme: str = "odc",
     mp_policy: MixedPrecisionPolicy | None = None,
     optimizer: str = "adamw",
-    backend: str = "cpu",
+    backend: str = "auto",
     tokens_per_microbatch: int = 0,
     gradient_checkpointing: bool = False,
     split_tokens: int = 0,
@@ -189,8 +192,10 @@ def memory_plan(
         not) or "fsdp2_no_reshard" (`reshard_after_forward=False`, gradients reduced on the last microbatch only). All
         get the same units and dtypes; a `reduce_dtype` of None is fp32, although FSDP2 itself reads it as param_dtype.
     optimizer: "adamw", "sgd" (no momentum), "muon" (for the matrices of blocks, and AdamW for the rest) or "none".
-    backend: on "cpu" gathering is a view; on "cuda" what layers of `replace_layers` read from the owners, an embedding
-        or a head, is never whole, nor is its gradient. It matters to ODC only.
+    mp_policy: as in `fully_shard`: None computes in the parameters' own dtype.
+    backend: "auto" is "cuda" if torch sees a GPU, else "cpu". On "cpu" gathering is a view; on "cuda" what layers of
+        `replace_layers` read from the owners, an embedding or a head, is never whole, nor is its gradient. It matters
+        to ODC only.
     split_tokens: what `enable_split` is given; with `gradient_checkpointing` activations are those of
         `long_bytes_per_token`, else those of `activation_bytes_per_token`, an estimate.
     offload_checkpoints: what checkpointing keeps goes to the host.
@@ -225,10 +230,12 @@ def memory_plan(
     for name, value, known in (
         ("scheme", scheme, SCHEMES),
         ("optimizer", optimizer, tuple(OPTIMIZER_STATES)),
-        ("backend", backend, BACKENDS),
+        ("backend", backend, ("auto", *BACKENDS)),
     ):
         if value not in known:
             raise ValueError(f"{name} is {value!r}; use one of {', '.join(map(repr, known))}")
+    if backend == "auto":
+        backend = "cuda" if torch.cuda.is_available() else "cpu"
     found = find_parameters(model, find_units(model), set())
     specs = [spec_of(entry, mp_policy, exact=exact) for entry in found]
     if not specs:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from ..balance.cost import CostModel
 from ..balance.decoder import Decoder, expert_count
 from ..base.errors import in_a_line
-from ..base.files import read_json_object
 from ..comm.layout import ParameterSpec, find_units, rows_per_rank
 
 if TYPE_CHECKING:
@@ -63,7 +62,6 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"first_k_dense_replace": 3},
 }
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
-_GENERATES = ("CausalLM", "LMHeadModel", "ConditionalGeneration")
 
 
 _SCHEMES = {"odc": "odc", "fsdp": "fsdp2", "fsdp-no-reshard": "fsdp2_no_reshard"}  # of `memory_plan`, by schedule
@@ -163,17 +161,19 @@ class Model:
     def find(cls, name: str) -> Model:
         """One of `MODELS`, a config.json, or a folder with one; of a model of several parts its text decoder.
 
-        Raises ValueError for an unknown name, and for a file that is not a decoder's config.
+        Raises ValueError for an unknown name, and for the config of a model that can't be trained, on packs or at all.
         """
         import torch
         from transformers import AutoConfig
 
+        from ..checkpoint import meta_causal_lm
         from ..data.tokenizer import read_config
+        from ..hf import PackingUnsupported, enable_packing
 
         source = name
         if name.lower() in MODELS:
             name = name.lower()
-            config = AutoConfig.for_model(**MODELS[name])
+            config, path = AutoConfig.for_model(**MODELS[name]), None
         else:
             path = Path(name)
             path = path / "config.json" if path.is_dir() else path
@@ -182,17 +182,14 @@ class Model:
                     f"model {name!r} is neither known nor a file: give one of {', '.join(MODELS)}, or the path of a "
                     "transformers config.json"
                 )
-            kinds = read_json_object(path, "give a transformers config.json").get("architectures") or []
-            if kinds and not any(kind.endswith(_GENERATES) for kind in kinds):
-                raise ValueError(
-                    f"{path} describes a {', '.join(kinds)}, not a causal LM: only decoders can be simulated"
-                )
             config, name = read_config(str(path)), path.parent.name or name
         try:
+            if path is not None:
+                enable_packing(meta_causal_lm(init=str(path)))  # as training does: what it refuses has no step
             with torch.device("meta"):
                 model = _decoder(config)
             return cls.of(model, name=name)
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+        except (ValueError, TypeError, AttributeError, KeyError, PackingUnsupported) as error:
             raise ValueError(f"{source} can't be simulated: {in_a_line(error)}") from error
 
 

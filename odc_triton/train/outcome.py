@@ -47,7 +47,7 @@ def write_report(run: Run, metrics: Sequence[Metrics], events: list[Event], summ
         return []
     written = ["report.html"]
     numbers = {event.minibatch for event in events}
-    tracks = excerpt({"the last minibatches": events}, minibatches=numbers) if numbers else {}
+    tracks = excerpt({"the last steps": events}, minibatches=numbers) if numbers else {}
     if tracks:
         save_trace(tracks, out / "trace.json")
         written.append("trace.json")
@@ -57,7 +57,7 @@ def write_report(run: Run, metrics: Sequence[Metrics], events: list[Event], summ
         print(f"report.html {why}")
         summary += f"\n\nThis report {why}"
     columns = [name for name in _COLUMNS if _has(metrics, name)]
-    options = {flag(name): value for name, value in asdict(run.options).items() if value not in (None, ())}
+    options = {flag(name): _typed(value) for name, value in asdict(run.options).items() if value not in (None, ())}
     save_html(
         out / "report.html",
         title=f"odc-triton {run.kind}",
@@ -66,9 +66,14 @@ def write_report(run: Run, metrics: Sequence[Metrics], events: list[Event], summ
         columns=columns,
         tracks=tracks if draws else {},
         curves=_curves(metrics) if draws else [],
-        facts=_versions() | {name: str(value) for name, value in options.items()},
+        facts={"Options": options, "Versions": _versions()},
     )
     return written
+
+
+def _typed(value: object) -> str:
+    """As on a command line."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _has(metrics: Sequence[Metrics], name: str) -> bool:
@@ -81,7 +86,6 @@ def _curves(metrics: Sequence[Metrics]) -> list[Curves]:
     return [
         Curves(
             title=", ".join(names),
-            label=names[0],
             values={n: [math.nan if line.get(n) is None else line[n] for line in metrics] for n in names},
         )
         for names in pictures

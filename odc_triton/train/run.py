@@ -81,6 +81,7 @@ class Run(ABC):
         self.was_skipped = False  # the last step: the weights that it left unchanged may be the cause
         self.recent: deque[list[Event]] = deque(maxlen=SHOWN_MINIBATCHES)
         self._summed_s = time.monotonic()
+        self._after: list[Event] = []  # of the last step, since then: their waits count in the next one
 
     # ------------------------------------------------------------------ a step
 
@@ -133,12 +134,11 @@ class Run(ABC):
             loss_sum=loss_sum,
             sums=sums,
             square_norm=square_norm(gradients),
-            waited_s=total_s(events, "wait"),
+            waited_s=total_s(self._after + events, "wait"),
             passed_s=now_s - self._summed_s,
         )
         agreed = sum_up(self.engine, own, [self.stop_signal, *self.parts])
         self._summed_s = now_s
-        self.recent.append(events)
         if agreed.finite:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.lr
@@ -147,6 +147,8 @@ class Run(ABC):
         self.was_skipped = not agreed.finite
         self.optimizer.zero_grad()
         self.stop = self.stop_signal.agreed
+        self._after = self.engine.events.drain()
+        self.recent.append(events + self._after)
         return agreed
 
     @property
@@ -215,6 +217,7 @@ class Run(ABC):
     def reset_timer(self) -> None:
         """Excludes the time since the last step (saving a checkpoint, say) from the idle share."""
         self.engine.events.drain()
+        self._after = []
         self._summed_s = time.monotonic()
 
 

@@ -105,14 +105,14 @@ def test_html_is_one_page_with_everything_escaped(tmp_path):
         curves=[
             Curves(title=HOSTILE, label=HOSTILE, values={HOSTILE: [3.0, 2.0], "_b": [3.0, float("nan")], "none": []})
         ],
-        facts={f"fact {HOSTILE}": HOSTILE},
+        facts={f"facts {HOSTILE}": {f"fact {HOSTILE}": HOSTILE}},
     )
     page = path.read_text(encoding="utf-8")
     assert page.startswith("<!DOCTYPE html>\n<html lang=")
     tags = tags_of(page)
     assert [tags[tag] for tag in ("p", "tr", "th", "td", "dt", "img", "script", "link")] == [2, 2, 2, 2, 1, 2, 0, 0]
-    # Title, heading, paragraph, head, cell, title of curves, fact and its value; words of pictures: one and two.
-    assert page.count(html.escape(HOSTILE)) == 8 + 1 + 2
+    # Title, heading, paragraph, head, cell, title of curves, facts, fact and its value; words of pictures: one and two.
+    assert page.count(html.escape(HOSTILE)) == 9 + 1 + 2
     assert "5.00 s, 10.0% idle" in page
     assert not re.search(r"(?i)https?://|@import|url\(", page)
     sources = re.findall(r'src="data:image/png;base64,([^"]*)"', page)

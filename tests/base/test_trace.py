@@ -121,7 +121,7 @@ def test_excerpt_cuts_pauses_but_no_idle_time():
 def test_timeline_text_shows_busy_idle_and_lengths():
     tracks = {"short": odc_like(1), "long": odc_like(2, start_s=7.0)}
     lines = timeline_text(tracks, width=107).splitlines()
-    assert lines[0] == "short: 5.00 s, 10.0% idle, 2 barriers per minibatch"
+    assert lines[0] == "short: 5.00 s, 10.0% idle, 2 barriers per step"
     assert lines[1] == "rank 0 " + "#" * 30 + "." * 10 + "#" * 10
     assert lines[2] == "rank 1 " + "#" * 50
     assert lines[4] == "rank 0 " + ("#" * 30 + "." * 10 + "#" * 10) * 2

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from bench.suites.alone import LengthsWork, Turn, take_turn
-from bench.suites.lengths import BASELINES, setting_of, work_of
-from bench.variants import Ddp, Fsdp2Micro, Odc, Setting
+from bench.suites.lengths import BASELINES, VARIANTS, chosen, setting_of, work_of
+from bench.suites.lengths_report import Amounts, Result, gains, progress, text_of
+from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Odc, OdcSplit, Setting
 from odc_triton.cli.bench import BenchOptions
 from odc_triton.cli.command import main
 from odc_triton.data.lengths import read_lengths
@@ -98,6 +99,72 @@ def test_more_ranks_than_gpus(config: str, lengths: str) -> None:
         setting_of(wanted, 1, gpus=0)
 
 
+def test_long_sequences_are_split_by_default_and_quickly() -> None:
+    assert chosen(None) == VARIANTS
+    assert OdcSplit in VARIANTS
+    assert chosen(None, quick=True) == (Fsdp2, Fsdp2NoReshard, Odc, OdcSplit)
+    assert chosen("ODC + split", quick=True) == (OdcSplit,)
+
+
+def _result(kind: type, *turns: list[float], waited_s: float = 0.0, failure: str | None = None) -> Result:
+    """Of turns with these seconds, in each of which one of two ranks waited for a core."""
+    taken = [
+        Turn(
+            seconds=seconds,
+            microbatches=[[1, 1]] * len(seconds),
+            first_loss=1.0,
+            peak_bytes=[1, 1],
+            idle=0.5,
+            parameters=1,
+            waited_s=[[0.0, waited_s]] * len(seconds),
+        )
+        for seconds in turns
+    ]
+    return Result(name=kind.name, is_baseline=kind in BASELINES, turns=taken, failure=failure)
+
+
+def test_each_gain_is_credited_to_its_cause() -> None:
+    baseline, unsplit, split = _result(Fsdp2, [6.0, 6.0]), _result(Odc, [5.0, 5.0]), _result(OdcSplit, [4.0, 4.0])
+    slow = _result(Ddp, [9.0, 9.0])
+    found = gains([slow, baseline, unsplit, split])
+    assert [(each["slow"], each["fast"], each["ratio"]) for each in found] == [
+        (Fsdp2.name, Odc.name, 1.2),
+        (Odc.name, OdcSplit.name, 1.25),
+        (Fsdp2.name, OdcSplit.name, 1.5),
+    ]
+    text = text_of([slow, baseline, unsplit, split], Amounts(tokens=[1, 1], flops=[1.0, 1.0], ranks=2))
+    assert f"{OdcSplit.name} is 1.25 (1.25 to 1.25) times as fast as {Odc.name}: long sequences are split" in text
+    # Amid a round: over the minibatches that both have. What failed gained nothing.
+    ahead = _result(Odc, [5.0, 5.0], [1.0, 1.0])
+    assert [each["ratio"] for each in gains([baseline, ahead, _result(OdcSplit, [4.0], failure="no")])] == [1.2]
+    assert gains([unsplit]) == []
+
+
+@pytest.mark.parametrize(
+    ("turns", "failed", "waited_s", "said"),
+    [
+        # Of 2 variants and 3 rounds: turns of each, and after 60 s the number of this one, the time left, the word.
+        ((1, 0), False, 0.9, "  [1 of 6] it; about 0:05:00 left"),
+        ((1, 1), False, 0.0, "  [2 of 6] it; about 0:02:00 left"),
+        (
+            (1, 1),
+            False,
+            0.9,
+            "  [2 of 6] it; about 0:02:00 left\nAfter the first round: The machine was not quiet: in 2 ",
+        ),
+        ((2, 1), False, 0.9, "  [3 of 6] it; about 0:01:00 left"),
+        ((2, 1), True, 0.0, "  [4 of 5] it; about 0:00:15 left"),
+        ((3, 3), False, 0.9, "  [6 of 6] it"),
+    ],
+)
+def test_progress(turns: tuple[int, int], failed: bool, waited_s: float, said: str) -> None:
+    results = [_result(kind, *[[1.0]] * n, waited_s=waited_s) for kind, n in zip((Fsdp2, Odc), turns, strict=True)]
+    results[1].failure = "no" if failed else None
+    found = progress(results, 3, "it", 60.0)
+    assert found.startswith(said)
+    assert found.count("\n") == said.count("\n")
+
+
 @pytest.mark.parametrize(("device", "ranks", "draws"), [("cuda", 1, "cuda"), ("cuda", 2, "cpu"), ("cpu", 1, "cpu")])
 def test_which_device_draws_weights(config: str, lengths: str, device: str, ranks: int, draws: str) -> None:
     work, _ = work_of(BenchOptions(init=config, lengths=lengths), ranks, Setting(device=device))
@@ -129,12 +196,15 @@ def test_a_turn(config: str) -> None:
 @pytest.mark.slow
 def test_the_command(config: str, lengths: str, tmp_path: Path, capsys) -> None:
     out = tmp_path / "deep" / "out"
-    names = [kind.name for kind in (Fsdp2Micro, Ddp, Odc)]
+    names = [kind.name for kind in (Fsdp2Micro, Ddp, Odc, OdcSplit)]
     given = ["--lengths", lengths, "--init", config, "--out", str(out), "--rounds", "1", "--minibatches", "2"]
     given += ["--ranks", "2", "--samples-per-rank", "2"]
     assert main(["bench", *given, "--variants", ",".join(names)]) == 0
     said = capsys.readouterr().out
     assert "2 ranks on cpu, fp32" in said
+    assert "1 round of 4 variants, each 3 minibatches" in said
+    assert "  [4 of 4] ODC + split: " in said
+    assert f"times as fast as {Odc.name}: long sequences are split over ranks" in said
     data = json.loads((out / "lengths.json").read_text())
     assert list(data["variants"]) == names
     assert data["fastest_baseline"] in [kind.name for kind in BASELINES]

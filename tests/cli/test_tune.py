@@ -229,10 +229,16 @@ def test_the_command_writes_the_table_of_its_place(
     options = ["--init", _config(tmp_path), "--tokens", "4,32", "--rounds", "2", "--folder", str(tmp_path / "tuned")]
     assert main(["tune", *options, "--ranks", "2", "--operators", "linear,qkv,attention"]) == 0
     said = capsys.readouterr().out
-    assert "a FLOP of attention costs " in said
+    found = load(_own_place(2), tmp_path / "tuned")
+    changed = sum(line.choice.words != PLAIN for line in found.lines)
+    assert f"{changed} of 6 choices are clearly faster than the default" in said
+    assert said.count("| chosen ") == changed
+    assert said.count("| default, chosen ") == 6 - changed
+    assert f"while ODC_TUNED={tmp_path / 'tuned'} is set" in said
+    (factor,) = found.attention.values()
+    assert f"CostModel.from_config(config, attention={factor:.2f})" in said
     assert "linear 64 x 32" in said
     assert "the only way here" in said
-    found = load(_own_place(2), tmp_path / "tuned")
     (key,) = found.attention
     assert key.startswith("float32: ")
     assert found.attention[key] > 0

@@ -46,7 +46,7 @@ def test_frozen_weights_have_no_gradient_shards() -> None:
     def adapted() -> nn.Module:
         return with_lora(replaced(build("Llama")))
 
-    plan, model = memory_plan(adapted(), 1), fully_shard(adapted(), backend="cpu-sharded")
+    plan, model = memory_plan(adapted(), 1, backend="cpu"), fully_shard(adapted(), backend="cpu-sharded")
     heap = model._odc_engine.heap
     assert plan.gradient_shard_bytes == sum(4 * p.numel() for p in model.parameters() if p.requires_grad) > 0
     assert heap.size_bytes == heap._data_offset + plan.compute_shard_bytes + plan.gradient_shard_bytes

@@ -107,7 +107,7 @@ def test_bytes_are_those_of_laying_out_every_shard(parameters, world, param_dtyp
 def test_tied_parameters_count_once():
     tied, untied = (qwen2(vocab_size=1024, tie_word_embeddings=tie) for tie in (True, False))
     embedding_bytes = 1024 * 64 * 4
-    a, b = memory_plan(tied, 2), memory_plan(untied, 2)
+    a, b = (memory_plan(each, 2, backend="cpu") for each in (tied, untied))
     assert b.parameters - a.parameters == 1024 * 64
     assert b.job_shared_bytes - a.job_shared_bytes == 2 * embedding_bytes
     # Tied: the head's part waits until the embedding's is made. Untied: both are of the root's unit. And a norm.
@@ -232,13 +232,25 @@ def test_buffers_and_checkpoints_in_the_background_take_memory():
         assert plan.total_bytes == plain.total_bytes + in_total * plan.checkpoint_host_bytes
 
 
-def test_side_by_side_is_aligned_and_in_gb():
-    text = side_by_side(*(memory_plan(blocks(3, 4, root=5), 2, scheme=scheme) for scheme in SCHEMES))
+def test_side_by_side_is_aligned_and_its_unit_fits_the_largest():
+    text = side_by_side(*(memory_plan(blocks(3, 4, root=5), 2, scheme=scheme, backend="cpu") for scheme in SCHEMES))
     lines = text.splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[0].split()[-3:] == ["odc/cpu/2", "fsdp2/cpu/2", "fsdp2_no_reshard/cpu/2"]
-    big = bag(((500_000_000,), torch.float32, True), device="meta")
-    assert "total                                    6.000" in str(memory_plan(big, 1, optimizer="none"))
+    big, small = (
+        memory_plan(bag(((size,), torch.float32, True), device="meta"), 1, optimizer="none")
+        for size in (500_000_000, 500_000)
+    )
+    for plans, unit, total in (((big,), "GB", "6.000"), ((small,), "MB", "6.000"), ((small, big), "GB", "0.006")):
+        lines = side_by_side(*plans).splitlines()
+        assert lines[0].startswith(f"{unit} per rank")
+        assert [line.split()[1] for line in lines if line.startswith("total")] == [total]
+
+
+@pytest.mark.parametrize(("gpus", "backend"), [(True, "cuda"), (False, "cpu")])
+def test_the_backend_is_by_default_that_of_fully_shard(gpus, backend, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    assert memory_plan(blocks(3, 4, root=5), 2).backend == backend
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -118,21 +118,10 @@ def lengths(gpu: Gpu, *, folder: Path, seconds: float) -> Iterator[dict[str, Any
     drawn, _ = scaled_minibatches("longalign", longest=longest, samples=256, minibatches=1)
     (folder / "lengths.txt").write_text("".join(f"{each}\n" for each in drawn))
     given = ("--lengths", f"{folder}/lengths.txt", "--init", f"{folder}/model.json", "--out", str(folder))
-    how = ("--device", "cpu", "--rounds", "1", "--minibatches", "1", "--samples-per-rank", "1")
+    how = "--device cpu --rounds 1 --minibatches 1 --samples-per-rank 1"
     if not gpu.rehearsal:
-        how = (
-            "--device",
-            "cuda",
-            "--dtype",
-            "bf16",
-            "--token-cap",
-            str(LONGEST),
-            "--rounds",
-            "2",
-            "--minibatches",
-            "3",
-        )
-    code = _run(seconds, sys.executable, "-m", "odc_triton.cli", "bench", *given, "--ranks", "2", *how)
+        how = f"--device cuda --dtype bf16 --token-cap {LONGEST} --rounds 2 --minibatches 3"
+    code = _run(seconds, sys.executable, "-m", "odc_triton.cli", "bench", *given, "--ranks", "2", *how.split())
     file = folder / "lengths.json"
     for name, found in (json.loads(file.read_text())["variants"] if file.exists() else {}).items():
         yield {"what": name, **{key: value for key, value in found.items() if key != "turns"}}

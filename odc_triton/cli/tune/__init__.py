@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .trial import Measured, Trial
 
 TIMEOUT = timedelta(minutes=30)
+TAKEN = "chosen"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +125,12 @@ def run_tune(options: TuneOptions) -> str | None:
         attention[f"{str(dtype).removeprefix('torch.')}: {decoder.words}"] = factor
     if mesh.get_rank() != 0:
         return None
-    report = _report(rows, lines, save(place, lines, options.where, attention), place)
-    costs = [f"a FLOP of attention costs {each:.2f} of one of linear layers ({key})" for key, each in attention.items()]
+    report = _report(rows, save(place, lines, options.where, attention), place, options)
+    costs = [
+        f"attention takes {each:.2f} times as long per FLOP as linear layers ({key}). train sft and train grpo plan by "
+        f"it; in your own loop: CostModel.from_config(config, attention={each:.2f})"
+        for key, each in attention.items()
+    ]
     return "\n".join([report, *costs])
 
 
@@ -177,7 +182,7 @@ def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line],
             )
         )
         for way, seconds in _medians(measured[tokens]).items():
-            notes = [note for note, holds in (("shipped", way == defaults[tokens]), ("taken", way == words)) if holds]
+            notes = [note for note, holds in (("default", way == defaults[tokens]), (TAKEN, way == words)) if holds]
             rows.append([str(tokens), way, f"{seconds * 1e3:.3f}", ", ".join(notes)])
         rows += [[str(tokens), way, "-", why] for way, why in measured[tokens].refused.items()]
         rows += [[str(tokens), kernel, "", f"tile {tile}"] for kernel, tile in best.tiles]
@@ -215,8 +220,14 @@ def _medians(measured: Measured) -> dict[str, float]:
     return {way: statistics.median(rounds) for way, rounds in measured.rounds.items()}
 
 
-def _report(rows: list[list[str]], lines: list[Line], path: Path, place: Place) -> str:
+def _report(rows: list[list[str]], path: Path, place: Place, options: TuneOptions) -> str:
     from ...base.report import table
 
-    about = f"{place.processor}, {place.topology}, {place.ranks} ranks: {len(lines)} lines written to {path}"
-    return f"{table(rows, ('operator', 'layers', 'tokens', 'way', 'ms', ''))}\n{about}"
+    changed, kept = (sum(row[-1] == note for row in rows) for note in (TAKEN, f"default, {TAKEN}"))
+    where = f" while ODC_TUNED={options.folder} is set" if options.folder else ""
+    return (
+        f"{table(rows, ('operator', 'layers', 'tokens', 'way', 'ms', ''))}\n"
+        f"{changed} of {changed + kept} choices are clearly faster than the default; the others stay. Saved in {path}: "
+        f"layers of --replace-layers, --fused-head and replace_layers follow it{where}, with {place.ranks} ranks on "
+        f"{place.processor}, {place.topology}; ODC_TUNED=off turns it off. The ways: docs/layers.md"
+    )
