@@ -112,7 +112,10 @@ class Loop:
                     self._evaluation_s = time.monotonic() - begun_s
                 if self._records is not None:
                     self._records.write(metrics, run.samples)
-                progress.show(run.shown(metrics), [in_two_lines(each) for each in run.samples if "advantage" in each])
+                progress.show(
+                    run.shown(metrics),
+                    [line for each in run.samples if "advantage" in each for line in in_two_lines(each)],
+                )
                 try:
                     self._save_where_due()
                 except CheckpointFailed as error:

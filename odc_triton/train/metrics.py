@@ -106,13 +106,15 @@ class _Lines:
         self._stream.flush()
 
 
-def in_two_lines(sample: Mapping[str, Any]) -> str:
+def in_two_lines(sample: Mapping[str, Any]) -> tuple[str, str]:
     """A completion and its prompt: of that the end, which asks."""
-    numbers = ", ".join(f"{name} {sample[name]:.3g}" for name in ("reward", "advantage") if name in sample)
+    numbers = ", ".join(
+        f"{name} {sample[name]:.3g}" for name in ("reward", "advantage") if sample.get(name) is not None
+    )
     prompt, completion = (" ".join(sample[name].split()) for name in ("prompt", "completion"))
     prompt = prompt if len(prompt) <= _SHOWN else f"…{prompt[-_SHOWN:]}"
     completion = completion if len(completion) <= _SHOWN else f"{completion[:_SHOWN]}…"
-    return f"prompt: {prompt}\n  completion ({numbers}): {completion}"
+    return f"prompt: {prompt}", f"  completion ({numbers}): {completion}"
 
 
 class Progress:

@@ -14,7 +14,7 @@ from ..base.options import flag
 from ..base.report import Curves, can_draw, installed, save_html
 from ..base.trace import excerpt, save_trace
 from ..checkpoint import save_pretrained
-from .metrics import Metrics
+from .metrics import Metrics, in_two_lines, read_metrics
 from .run import Run
 
 _ROWS = 12
@@ -58,6 +58,11 @@ def write_report(run: Run, metrics: Sequence[Metrics], events: list[Event], summ
         summary += f"\n\nThis report {why}"
     columns = [name for name in _COLUMNS if _has(metrics, name)]
     options = {flag(name): _typed(value) for name, value in asdict(run.options).items() if value not in (None, ())}
+    facts, completions = {"Options": options, "Versions": _versions()}, {}
+    for each in [each for each in read_metrics(out / "samples.jsonl") if "advantage" in each][-_ROWS:]:
+        prompt, completion = in_two_lines(each)
+        at = f"step {each['step']}, {prompt}"
+        completions[at] = completions.get(at, "") + completion
     save_html(
         out / "report.html",
         title=f"odc-triton {run.kind}",
@@ -66,7 +71,7 @@ def write_report(run: Run, metrics: Sequence[Metrics], events: list[Event], summ
         columns=columns,
         tracks=tracks if draws else {},
         curves=_curves(metrics) if draws else [],
-        facts={"Options": options, "Versions": _versions()},
+        facts={"Completions": completions} | facts if completions else facts,
     )
     return written
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -106,6 +107,10 @@ def _samples_are_those_of_the_evaluation(folder: Path, out: Path) -> None:
     assert {line["step"] for line in shown} == {1, STEPS}
     assert all(one["prompt"] == other["prompt"] for one, other in pairwise(shown) if one["step"] == other["step"])
     assert all(-2 < line["advantage"] < 2 and isinstance(line["reward"], float) for line in shown)
+    page = (out / "report.html").read_text()
+    assert all(
+        html.escape(line["completion"][:20]) in page for line in shown if not re.search(r"\s", line["completion"])
+    )
     held_out = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
     assert [(line["step"], line["prompt"]) for line in samples] == [(STEPS, each["prompt"]) for each in held_out[:3]]
     tokenizer = to_transformers(load_tokenizer(folder / "tokenizer.json"))
