@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[1]
 
 PUBLIC = {
     "odc_triton": "DeadlineExceeded MinibatchFailed MixedPrecisionPolicy OdcError RankLost RanksDiffer begin_minibatch "
@@ -22,6 +29,18 @@ PUBLIC = {
     "odc_triton.simulate": "DEVICES Job Links MODELS Model Outcome SETTINGS draw "
     "lengths_of_file named_lengths rank_settings simulate",
 }
+
+
+def test_from_a_zip(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "packages.zip", "w") as archive:
+        for file in (ROOT / "odc_triton").rglob("*.py*"):
+            archive.write(file, file.relative_to(ROOT))
+    program = "import odc_triton.balance as of; print(of.CostModel.__name__, of.__file__)"
+    words = [sys.executable, "-S", "-c", program]
+    numpy = str(Path(importlib.util.find_spec("numpy").origin).parents[1])
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "packages.zip"), numpy])}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout.startswith(f"CostModel {tmp_path}"), done.stderr
 
 
 @pytest.mark.parametrize("module", PUBLIC)

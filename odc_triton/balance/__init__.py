@@ -6,4 +6,4 @@ Usable without the rest of the library, also under plain FSDP2. Names are resolv
 
 from ..base.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 _NAME = re.compile(r"^from (\S+) import (\w+) as \2$", re.M)
 
 
-def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of `package`, whose `__init__.py` is `file`.
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of `package`.
 
-    `__init__.pyi` beside it has the modules of all names, one import a line; type checkers read it too.
+    Its `__init__.pyi` has the modules of all names, one import a line; type checkers read it too.
     """
-    home = {name: module for module, name in _NAME.findall(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))}
+    stub = pkgutil.get_data(package, "__init__.pyi")  # also in a zip
+    home = {name: module for module, name in _NAME.findall(stub.decode())}
     names = sorted(home)
 
     def getattr_(name: str) -> Any:

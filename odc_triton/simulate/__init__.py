@@ -5,4 +5,4 @@ Names are resolved on first use. docs/simulator.md describes the model and its l
 
 from ..base.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -6,7 +6,7 @@
 Sections run in order of what they tell, in one process, as each start would cost ten seconds; those of several ranks
 start their own. One that faults, hangs or loses the GPU's context costs that process, and the next one begins after it.
 gpu.jsonl in the folder gets a line whenever a number is known, so a kill loses nothing; gpu.log has what was printed.
-Exits with 1 if something failed, 2 without a GPU. Nothing has run on a GPU yet. docs/gpus.md has more. What passes:
+Exits with 1 if something failed or nothing passed, 2 without a GPU. docs/gpus.md has more. What passes:
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def run_section(folder: Path, name: str, section: Section, until_s: float, gpu: 
         append_line(folder / LINES, {"section": name, **line})
 
     left_s, start_s, passed, wrong = until_s - time.time(), time.monotonic(), 0, False
-    lacks = f"{left_s:.0f} s left" if left_s < _LEAST_SHARE * section.seconds else ""
+    lacks = f"{max(left_s, 0):.0f} s left" if left_s < _LEAST_SHARE * section.seconds else ""
     if gpu.count() < section.gpus:
         lacks = f"it needs {section.gpus} GPUs"
     if lacks:
@@ -142,6 +142,8 @@ def run_children(words: list[str], names: list[str], folder: Path, seconds: floa
             said = f"the process ended with {code}, by a fault or after twice its seconds: see {LOG}"
             append_line(file, {"section": last, "error": said})
         names = [name for name in names if name not in seen]
+    for name in names if code != _NO_GPU or len(read_lines(file)) > before else ():
+        append_line(file, {"section": name, "skipped": "no time left, or too many processes lost"})
     return code
 
 
@@ -152,13 +154,16 @@ def report(folder: Path, after: int = 0) -> int:
         said = line.get("text", "")[-_SHOWN_CHARACTERS:].replace("\n", " | ")
         shown = str({key: value for key, value in line.items() if key != "text"})[: 2 * _SHOWN_CHARACTERS]
         print(("FAILED " if failed(line) else "") + shown, said)
-    count, verdicts = sum(map(failed, lines)), {line["section"]: "no verdict" for line in lines if line["section"]}
-    verdicts |= {line["section"]: "skipped" for line in lines if "skipped" in line}
-    verdicts |= {line["section"]: line["verdict"] for line in lines if line.get("verdict") in ("passed", "failed")}
-    verdicts |= {line["section"]: "failed" for line in lines if failed(line)}
+    verdicts: dict[str, str] = {}  # of each section's last run
+    for line in lines:
+        name, said = line["section"], line.get("verdict")
+        if "begins" in line or "skipped" in line:
+            verdicts[name] = "skipped" if "skipped" in line else "no verdict"
+        if failed(line) or said in ("passed", "failed"):
+            verdicts[name] = "failed" if failed(line) else said
     print("".join(f"{verdict:>12}  {name}\n" for name, verdict in verdicts.items()), end="")
-    print(f"{len(lines)} lines, {count} of them failures")
-    return int(count > 0 or not lines)
+    print(f"{len(lines)} lines, {sum(map(failed, lines))} of them failures")
+    return int("failed" in verdicts.values() or "passed" not in verdicts.values())
 
 
 def parsed(words: list[str] | None, sections: Mapping[str, Section]) -> argparse.Namespace:
@@ -179,6 +184,8 @@ def parsed(words: list[str] | None, sections: Mapping[str, Section]) -> argparse
     parser.add_argument("--each", type=float, help=argparse.SUPPRESS)  # seconds of a section, whatever it has
     options = parser.parse_args(words)
     options.out = options.out.resolve()
+    if options.tests and "tests" not in (options.only or LISTS[options.list]):
+        parser.error("--tests are for the section `tests`, which is not chosen")
     if not options.seconds > 0:
         parser.error(f"--seconds is {options.seconds}; give more than 0")
     if options.rehearse and options.out.is_relative_to(RESULTS):
