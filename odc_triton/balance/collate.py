@@ -124,8 +124,8 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
         where = f"pack {index}, sample {place}"
         if "input_ids" not in sample:
             raise ValueError(f"{where} has {sorted(sample)}: it needs input_ids")
-        if sample.get("attention_mask") is not None and not torch.as_tensor(sample["attention_mask"]).all():
-            raise ValueError(f"{where} is padded (its attention_mask has zeros): packs take samples without padding")
+        if sample.get("attention_mask") is not None and (torch.as_tensor(sample["attention_mask"]) != 1).any():
+            raise ValueError(f"{where} is padded (its attention_mask is not all 1): packs take samples without padding")
         ids = _ids(sample["input_ids"], f"{where}: input_ids")
         targets = ids if sample.get("labels") is None else _ids(sample["labels"], f"{where}: labels")
         if len(targets) != len(ids):
@@ -151,6 +151,7 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
                     f"{where}: {len(positions)} position_ids for {len(ids)} input_ids; give one per token, and to a "
                     f"sample that ranks share or that shares its prefix only those from 0 up"
                 )
+            pieces += [None] * int((positions.diff() != 1).sum())  # one for each document
         documents.append((pictures, start, stop))
         input_ids.append(ids[start:stop])
         position_ids.append(positions[start:stop])

@@ -10,7 +10,6 @@ learned, and not checked.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from bisect import bisect_left, bisect_right
@@ -37,8 +36,8 @@ _CHARACTERS = 4_000_000
 # Above any text's, except white space or a letter repeated many times.
 CHARACTERS_PER_TOKEN = 64
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Fields of a turn that are said by it, also if they are one word. Others are if they have several.
-_SAID = re.compile(r"^(reason|think|thought)|calls?$")
+# Fields of a turn that are a part of what it says; others are notes: names, ids, dates, scores.
+_SAID = re.compile(r"(reasoning|thinking|thought)(s|_content|_text|_blocks)?|cot|(function|tool)_calls?|refusal|audio")
 _REMEDY = "give a template with {% generation %} marks, or write one record per turn of the assistant"
 
 
@@ -153,7 +152,7 @@ class ChatTemplate:
 
                 for turn, end in self._edges(index, conversation, wholes[index], is_cut):
                     ((end, _),) = self._moved([(end, end)], wholes[index], conversation.pictures)
-                    start = bisect_left(places, end) - 1
+                    start = max(bisect_left(places, end) - 1, 0)
                     if end < read[index]:
                         yield index, turn, tokens[start], texts[index][places[start] : end]
                     else:
@@ -195,7 +194,8 @@ class ChatTemplate:
         """Each learned turn twice: with the characters of `whole` before it, its header included, and up to its end.
 
         Prefixes together grow with the square of the turns. So only those of turns 0, 1, 2, 4, … are rendered. Others
-        are rendered after the first turn of the assistant alone: if `whole` goes on in the same way, it ends there.
+        are rendered after the first turn of the assistant alone: they end there if `whole` goes on in the same way, and
+        so does what follows them.
         """
         messages, tools = conversation.messages, conversation.tools
 
@@ -209,31 +209,46 @@ class ChatTemplate:
                 found.append(at + len(text) - len(before))
             return found
 
-        turns = [turn for turn, message in enumerate(messages) if message["role"] == ASSISTANT]
-        before, end, since = None, 0, 0  # text of the first turn; characters and messages up to the last one's end
-        for number, turn in enumerate(each for each in turns if each >= conversation.learned_from):
-            if is_cut(turn):
-                return
-            if turn == 0:
-                raise ChatError(
-                    index, f"the conversation begins with the assistant; put a user message first, or {_REMEDY}"
-                )
-            found = None
-            if number & (number - 1):
-                lead = messages[: turns[0] + 1]
-                with suppress(ChatError):  # of a template that takes no such conversation
-                    before = before or self._render(index, Conversation(lead, tools))
-                    found = ends([*lead, *messages[since : turn + 1]], before, end)
-            found = found or ends(messages[: turn + 1])
+        def full(turn: int) -> list[int]:
+            found = ends(messages[: turn + 1])
             if found is None:
                 raise ChatError(
                     index,
                     f"the chat template renders the assistant's message {turn}, or what precedes it, differently "
                     f"in the whole conversation; {_REMEDY}",
                 )
-            yield from ((turn, each) for each in found)
-            since, end = turn + 1, found[1]
-            before = whole[:end] if turn == turns[0] else before
+            return found
+
+        turns = [turn for turn, message in enumerate(messages) if message["role"] == ASSISTANT]
+        lead, before = messages[: turns[0] + 1] if turns else [], ""  # up to the first turn's end, and its text
+        last, found = -1, [0, 0]  # the turn before, which is right if what follows goes on at its end
+
+        def goes_on(turn: int) -> list[int] | None:
+            """`ends` of the messages from the last turn's end up to `turn`."""
+            nonlocal before
+            with suppress(ChatError):  # of a template that takes no such conversation
+                before = before or self._render(index, Conversation(lead, tools))
+                return ends([*lead, *messages[last + 1 : turn + 1]], before, found[1])
+            return None
+
+        for number, turn in enumerate(each for each in turns if each >= conversation.learned_from):
+            if is_cut(turn):
+                break
+            if turn == 0:
+                raise ChatError(
+                    index, f"the conversation begins with the assistant; put a user message first, or {_REMEDY}"
+                )
+            next_found = goes_on(turn) if number else None
+            if number:
+                found = found if next_found else full(last)
+                yield from ((last, each) for each in found)
+            last, found = turn, next_found if next_found and number & (number - 1) else full(turn)
+            before = whole[: found[1]] if turn == turns[0] else before
+        else:
+            is_last = last + 1 == len(messages)
+            if last >= 0 and not (found[1] == len(whole) if is_last else goes_on(len(messages) - 1)):
+                found = full(last)
+        yield from ((last, each) for each in found if last >= 0)
 
     def _complete(self, index: int, conversation: Conversation, text: str) -> str:
         """Returns `text`, the rendered conversation. Raises ChatError if it lacks a part of it."""
@@ -246,24 +261,27 @@ class ChatTemplate:
                 return False
 
         left_out = "record's 'tools'" if tools and is_same(messages, None) else None
-        fields: dict[tuple[str, str], dict[int, bool]] = {}  # by role and name: of each message, is it in the text?
+        # By role and name: of each message, is it in the text, and in the message's content, between tags?
+        fields: dict[tuple[str, str], dict[int, tuple[bool, bool]]] = {}
         for turn, message in enumerate(messages):
             for name, value in message.items():
                 is_turn = message["role"] == ASSISTANT and turn >= conversation.learned_from
                 is_text = name == "content" and isinstance(value, str)
-                if value and (
-                    is_text or name == "tool_calls" or (is_turn and name != "content" and _is_said(name, value))
-                ):
-                    seen = isinstance(value, str) and value.strip() in text
+                if value and (is_text or name == "tool_calls" or (is_turn and _SAID.fullmatch(name))):
+                    said = value.strip() if isinstance(value, str) else None
+                    in_tags = said and re.search(rf">\s*{re.escape(said)}\s*<", str(message.get("content")))
+                    seen = said is not None and said in text, bool(in_tags)
                     fields.setdefault((message["role"], name), {})[turn] = seen
-        for (_, name), seen in fields.items():
-            without = {turn for turn in seen if not seen[turn]} or (seen if name != "content" else ())
+        for (role, name), seen in fields.items():
+            without = {turn for turn in seen if not seen[turn][0]}
+            if not without and name != "content":  # other text may be the same by chance
+                without = {turn for turn in seen if not seen[turn][1]}
             some = [
                 {key: value for key, value in message.items() if key != name or turn not in without}
                 for turn, message in enumerate(messages)
             ]
-            if without and is_same(some, tools):
-                left_out = f"messages' {name!r}"
+            if not left_out and without and is_same(some, tools):
+                left_out = f"messages' {name!r} (role {role})"
         if left_out:
             raise ChatError(
                 index,
@@ -358,14 +376,6 @@ def portions(values: Iterable[T], characters: Callable[[T], int], most: int = sy
             some, total = [], 0
     if some:
         yield some
-
-
-def _is_said(name: str, value: Any) -> bool:
-    """Is a field of a turn a part of what is said? Others are notes: names, ids, dates, scores."""
-    if name in ("role", "name") or not isinstance(value, (str, list, dict)):
-        return False
-    text = value.strip() if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
-    return bool(_SAID.search(name)) or (" " in text and any(map(str.isalpha, text)))
 
 
 def _checked(index: int, text: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 from .parts import read_parts
@@ -28,10 +29,12 @@ _ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-# Names and texts of marks by which data say that a turn is to be learned, or not.
-_LEARNED = re.compile(r"(^|_)(loss|train|learn|weight|target|supervis)", re.IGNORECASE)
-_LEFT_OUT = re.compile(r"(^|_)(mask|ignor|skip|exclu|no_?(loss|train|learn))", re.IGNORECASE)
-_NO, _YES = ("false", "no", "off", "none"), ("true", "yes", "on")
+# Names and texts of marks by which data say that a turn is to be learned, or not: as loss_mask, isTrainable, no_loss.
+_KIND = r"(loss|train(ed|ing|able)?|learn(ed|able)?|target|supervised?|weight)"
+_LEARNED = re.compile(rf"((is|to|do|should|step|turn|message)_)?{_KIND}(_(mask|weight|scale|detail|on_turn|turn))?")
+_FROM = r"(_(from|in))?(_(turn|message|loss|training))?"
+_LEFT_OUT = re.compile(rf"(is_|to_)?(mask|ignore|skip|exclude)(ed|d|ped)?{_FROM}|(is_)?(no|not|dont|do_not)_?{_KIND}")
+_WORDS = {"false": 0, "f": 0, "no": 0, "n": 0, "off": 0, "none": 0, "true": 1, "t": 1, "yes": 1, "y": 1, "on": 1}
 
 
 def read_messages(where: str, fields: dict, name: str) -> list[Message]:
@@ -75,17 +78,17 @@ def with_system(where: str, fields: dict, messages: list[Message]) -> list[Messa
 def unlearned_mark(message: Message) -> str | None:
     """The field that says that not all of this turn is learned with weight 1; None: there is none."""
     for name, value in message.items():
-        by_default = not _LEFT_OUT.search(name)  # what a mark of this name says if it is true
-        if by_default and not _LEARNED.search(name):
+        plain = re.sub(r"(?<=[a-z])([A-Z])", r"_\1", name).replace("-", "_").lower()
+        is_left_out = _LEFT_OUT.fullmatch(plain)
+        if value in ("", [], {}) or not (is_left_out or _LEARNED.fullmatch(plain)):
             continue
         if isinstance(value, str):
-            word = value.strip().lower()
-            try:
-                value = word in _YES or (word not in _NO and float(word))
-            except ValueError:
-                continue  # another text is no mark
-        if value != by_default:
+            with suppress(ValueError):  # another text is no mark
+                value = _WORDS.get(word := value.strip().lower(), None if word.isalpha() else float(word))
+        if isinstance(value, (list, dict)):  # of parts of the turn
             return name
+        if isinstance(value, (int, float)) and (value in (0, 1) or "weight" in plain) and value != (not is_left_out):
+            return name  # other numbers are measured
     return None
 
 
@@ -95,7 +98,9 @@ def _message(here: str, message: Any) -> Message:
     given, message = message, {name: value for name, value in message.items() if value is not None}
     if "role" not in message and {"from", "value"} <= message.keys():
         message = _of_sharegpt(here, message)
-    if calls := message.get("role") in ("assistant", "gpt") and from_json(message.pop("tool_calls", None)):
+    if not (calls := from_json(message.get("tool_calls"))):
+        message.pop("tool_calls", None)
+    if calls := message.get("role") in ("assistant", "gpt") and calls:
         message["tool_calls"] = calls = _calls(f"{here}: 'tool_calls'", calls)
     for name in ("role", "content"):
         if name not in message:
@@ -135,8 +140,11 @@ def _calls(what: str, value: Any) -> list[dict[str, Any]]:
     calls = [from_json(each) for each in calls] if isinstance(calls, list) else [calls]
     found = []
     for call in calls:
-        call = {"type": "function", "function": call} if isinstance(call, dict) and "name" in call else call
-        function = call.get("function") if isinstance(call, dict) else None
+        call = {name: each for name, each in call.items() if each is not None} if isinstance(call, dict) else {}
+        if "function" not in call:
+            outside = {name: call.pop(name) for name in ("id", "type") if name in call}
+            call = {"type": "function", **outside, "function": call}
+        function = call["function"]
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise DataError(
                 f"{what} must be an object with 'name' and 'arguments', or a list of them, or the JSON of it, not "

@@ -93,8 +93,12 @@ def refuse_drawn(dataset: Any, lengths: Sequence[int]) -> None:
     """Raises ValueError if the longest sample has other tokens or labels when it is read again."""
     index = max(range(len(lengths)), key=lengths.__getitem__)
     first, again = dataset[index], dataset[index]
-    if any([*first.get(name, ())] != [*again.get(name, ())] for name in ("input_ids", "labels")):
+    if any(_listed(first, name) != _listed(again, name) for name in ("input_ids", "labels", "position_ids")):
         raise ValueError(
             f"sample {index} has other tokens or labels each time it is read, and ranks that share a sample have to "
             f"read the same: draw them beforehand, or leave out split=True and the sampler's split and relatives"
         )
+
+
+def _listed(sample: Mapping[str, Any], name: str) -> list[int]:
+    return [] if sample.get(name) is None else [*sample[name]]

@@ -28,6 +28,15 @@ def test_a_pack_is_its_documents_end_to_end():
     assert second["labels"].tolist() == [4, 5]  # the caller's tensors are left alone
 
 
+def test_a_sample_of_several_documents_beside_a_piece():
+    several = {"input_ids": [7, 8, 9], "position_ids": [0, 1, 0]}
+    piece = Piece(5, 0, 2)
+    (packed,) = pack_collate([[several, {"input_ids": [4, 5], "piece": piece}]])
+    assert packed["cu_seq_lens_q"].tolist() == [0, 2, 3, 5]
+    assert packed["pieces"] == (None, None, piece)
+    assert packed["shift_labels"].tolist() == [[8, 9, -100, 5, -100]]
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_pack_goes_to_a_device(device):
     if device == "cuda" and not torch.cuda.is_available():

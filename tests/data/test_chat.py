@@ -208,8 +208,32 @@ def test_prefixes_end_where_samples_are_cut(tokenizers, tmp_path):
         rendered.append(len(messages)) or tokenizers["chatml"].apply_chat_template(messages, **options)
     )
     tokenized(tmp_path, {"messages": said(*["why", "yes"] * 500)}, encoder=TextEncoder.of(tokenizer), max_tokens=40)
-    assert len(rendered) <= 1 + 40
+    assert len(rendered) <= 1 + 60  # twice for each of 20 turns, and for those of which the whole prefix is
     assert max(rendered[1:]) <= 40
+
+
+def test_what_follows_a_turn_by_its_number_is_learned_with_it(tmp_path):
+    """As by the prefixes of all turns: the next turn shows that the text goes on after the last."""
+    suffixed = CHATML.replace("{% endfor %}", "{% if loop.index % 6 == 0 %}--{{ loop.index }}--{% endif %}{% endfor %}")
+    tokenizer = make_tokenizer(suffixed)
+    for turns, ends_with_user in ((12, False), (13, False), (13, True)):
+        talk = said(*["why", "yes"] * turns)[: 2 * turns - ends_with_user]
+        pieces = []
+        for number, each in enumerate(talk, start=1):
+            tail = f"--{number}--" * (number % 6 == 0)
+            is_learned = each["role"] == "assistant"
+            pieces += [(f"<|im_start|>{each['role']}\n", False), (f"{each['content']}<|im_end|>\n{tail}", is_learned)]
+        wanted = [expected(tokenizer, pieces)[:2]]
+        assert samples_of(tokenized(tmp_path, {"messages": talk}, encoder=TextEncoder.of(tokenizer))) == wanted
+
+
+def test_an_empty_message_before_the_first_turn(tmp_path):
+    tokenizer = make_tokenizer(
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
+    )
+    talk = said("", "a document of text", "", "and another")
+    wanted = [expected(tokenizer, [("a document of text<|im_end|>and another<|im_end|>", True)])[:2]]
+    assert samples_of(tokenized(tmp_path, {"messages": talk}, encoder=TextEncoder.of(tokenizer))) == wanted
 
 
 # Writes the turn's number, so that no turn is the same at the end of a shorter conversation.

@@ -86,6 +86,25 @@ UNLEARNED = {**SAY, "weight": 0}
         ({"messages": [ASK, {**CALLS, "tool_calls": json.dumps(CALLS["tool_calls"])}]}, [ASK, CALLS], 0, None),
         ({"messages": [ASK, {**CALLS, "tool_calls": [json.dumps(CALL)]}]}, [ASK, CALLS], 0, None),
         ({"messages": [ASK, {**CALLS, "tool_calls": CALL}]}, [ASK, CALLS], 0, None),
+        (
+            {"messages": [ASK, {**CALLS, "tool_calls": [{"name": None, **CALLS["tool_calls"][0]}]}]},
+            [ASK, CALLS],
+            0,
+            None,
+        ),
+        (
+            {"messages": [ASK, {**CALLS, "tool_calls": [{"name": "add", "id": "7", **CALLS["tool_calls"][0]}]}]},
+            [ASK, {**CALLS, "tool_calls": [{"name": "add", "id": "7", **CALLS["tool_calls"][0]}]}],
+            0,
+            None,
+        ),
+        (
+            {"messages": [ASK, {**CALLS, "tool_calls": [{"id": "7", **CALL}]}]},
+            [ASK, {**CALLS, "tool_calls": [{"id": "7", **CALLS["tool_calls"][0]}]}],
+            0,
+            None,
+        ),
+        ({"messages": [{**ASK, "tool_calls": "null"}, SAY]}, [ASK, SAY], 0, None),
         ({"messages": [ASK, {**SAY, "tool_calls": "[]"}]}, [ASK, SAY], 0, None),
         ({"prompt": [SYSTEM, ASK], "completion": [SAY]}, [SYSTEM, ASK, SAY], 2, None),
         ({"prompt": [ASK, UNLEARNED, ASK], "completion": [SAY]}, [ASK, UNLEARNED, ASK, SAY], 3, None),
@@ -143,8 +162,19 @@ def test_refused(fields, message):
 @pytest.mark.parametrize(
     ("name", "learned", "unlearned"),
     [
-        ("loss", (True, 1, "1.0", None), (False, 0, "false", 0.5)),
-        ("weight", (1, 1.0, "1"), (0, 0.0, "0", "0.0", 2)),
+        ("loss", (True, 1, "1.0", None, 0.734), (False, 0, "false")),
+        ("loss_mask", (1, "true"), (0, "f", [0, 1])),
+        ("step_loss_mask", (1,), (0,)),
+        ("isTrainable", (True,), (False,)),
+        *(
+            (name, (False, 0, []), (True, 1))
+            for name in ("dont_train", "do_not_train", "not_trained", "mask", "skip_loss")
+        ),
+        *(
+            (name, (0, 3, 0.7, "0", True), ())
+            for name in ("target_tokens", "loss_per_token", "trained_at", "weight_class")
+        ),
+        ("weight", (1, 1.0, "1"), (0, 0.0, "0", "0.0", 2, 0.5)),
         ("train", (True, "true", "a word"), (False, "no")),
         ("training_detail", ("",), ([{"begin": 0, "end": 1, "train": False}],)),
         ("trainable", (True,), (False,)),
