@@ -111,10 +111,15 @@ def in_two_lines(sample: Mapping[str, Any]) -> tuple[str, str]:
     numbers = ", ".join(
         f"{name} {sample[name]:.3g}" for name in ("reward", "advantage") if sample.get(name) is not None
     )
-    prompt, completion = (" ".join(sample[name].split()) for name in ("prompt", "completion"))
+    prompt, completion = (_printable(sample[name]) for name in ("prompt", "completion"))
     prompt = prompt if len(prompt) <= _SHOWN else f"…{prompt[-_SHOWN:]}"
     completion = completion if len(completion) <= _SHOWN else f"{completion[:_SHOWN]}…"
     return f"prompt: {prompt}", f"  completion ({numbers}): {completion}"
+
+
+def _printable(text: str) -> str:
+    """In one line, without what a terminal would act on."""
+    return "".join(each if each.isprintable() else "�" for each in " ".join(text.split()))
 
 
 class Progress:

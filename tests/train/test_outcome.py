@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from odc_triton.train.metrics import in_two_lines
 from odc_triton.train.outcome import in_words
 
 NOTHING = "Nothing was learned: in no step did the rewards of a prompt's completions differ."
@@ -26,3 +27,20 @@ def test_nothing_was_learned(steps: list[dict[str, Any]], says: bool) -> None:
     usual = {"seconds": 1.0, "idle": 0.1, "tokens": 10, "skipped": 0, "loss": 0.0}
     lines = [{"step": at, **usual, **each} for at, each in enumerate(steps, start=1)]
     assert (NOTHING in in_words(lines, ranks=1)) is says
+
+
+@pytest.mark.parametrize(
+    ("sample", "lines"),
+    [
+        (
+            {"prompt": "two\n words", "completion": "a\x1b[31mb", "reward": 1.0, "advantage": -0.5},
+            ("prompt: two words", "  completion (reward 1, advantage -0.5): a�[31mb"),
+        ),
+        (
+            {"prompt": "x" * 301, "completion": "y" * 301, "reward": None, "advantage": 0.0},
+            (f"prompt: …{'x' * 300}", f"  completion (advantage 0): {'y' * 300}…"),
+        ),
+    ],
+)
+def test_a_completion_in_two_lines(sample: dict, lines: tuple[str, str]) -> None:
+    assert in_two_lines(sample) == lines
