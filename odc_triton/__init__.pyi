@@ -28,4 +28,5 @@ from .sequence.enable import split_forward as split_forward
 from .sharding.footprint import memory_plan as memory_plan
 from .sharding.shard_module import fully_shard as fully_shard
 
+__all__: list[str]
 __version__: str

@@ -18,3 +18,5 @@ from .strategies import assign as assign
 from .strategies import assign_one as assign_one
 from .tower import TowerCost as TowerCost
 from .tower import values_of as values_of
+
+__all__: list[str]

@@ -25,14 +25,19 @@ def read_config(path: str | os.PathLike, kind: type, **others: type) -> dict[str
     hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name in kind.__dataclass_fields__}
     hints |= others
     found: dict[str, Any] = {}
-    for key, value, text in _pairs(path):
-        name = str(key).replace("-", "_")
-        if name not in hints:
-            hint = instead(str(key), [*map(_key, hints)]) or "; --help lists the names"
-            raise ValueError(f"{path}: there is no option {key}{hint}")
-        if not isinstance(value, str) and str(text).lower() in typing.get_args(without_none(hints[name])):
-            value = text.lower()  # YAML takes words for values: off, no, null
-        found[name] = None if value is None else _value(f"{path}: {key}", value, hints[name])
+    pairs = _pairs(path)
+    unknown = [str(key) for key, _, _ in pairs if str(key).replace("-", "_") not in hints]
+    if unknown:
+        hints_of = (f"{key}{instead(key, [*map(_key, hints)]) or '; --help lists the names'}" for key in unknown)
+        raise ValueError(f"{path}: there is no option {'. There is no option '.join(hints_of)}")
+    for key, value, text in pairs:
+        hint = hints[name := str(key).replace("-", "_")]
+        if not isinstance(value, str) and isinstance(text, str):
+            if text.lower() in typing.get_args(without_none(hint)):
+                value = text.lower()  # YAML takes words for values: off, no, null
+            elif typing.get_origin(without_none(hint)) is typing.Literal and value is not None:
+                value = text
+        found[name] = None if value is None else _value(f"{path}: {key}", value, hint)
     return {name: value for name, value in found.items() if value is not None}
 
 

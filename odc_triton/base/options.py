@@ -96,6 +96,13 @@ def require_files(options: Any, *names: str, or_folders: bool = False) -> None:
             raise ValueError(f"{flag(name)} is {path}: there is no such file")
 
 
+class Parser(argparse.ArgumentParser):
+    """Takes no shortened names: `--rank 2` would be --ranks, and `--max 1` --max-skipped."""
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how, allow_abbrev=False)
+
+
 def add_arguments(parser: argparse.ArgumentParser, kind: type, *, config: bool = False) -> None:
     """One `--name` per field of the dataclass `kind`, with its help (`metadata["help"]`), choices and default.
 

@@ -6,7 +6,7 @@ Every rank writes its own rows and a list of them (`Part`); rank 0 joins the lis
 [Note: pickles] `.metadata` is a pickle. DCP reads it, and values other than tensors, with an unpickler that runs any
 code in them. Here an unpickler that makes only DCP's own records, and sets only their fields, reads `.metadata`. It
 calls no class: instructions of a pickle can set attributes of a class, which hold for the whole process. It copies
-nothing and takes no size from the file, so time and memory are as the file's length. `torch.load(weights_only=True)`
+nothing, takes no size from the file, and refuses what would be gone through many times. `torch.load(weights_only=True)`
 reads the values, as DCP reads tensors. A record may only name files in its folder.
 """
 
@@ -228,7 +228,8 @@ class _MetadataUnpickler(pickle._Unpickler):  # whose instructions can be replac
             return vars(torch)[name]
         if (module, name) in _MAKERS:
             return _MAKERS[module, name]
-        raise CheckpointCorrupt(f"it contains {module}.{name}, which no checkpoint needs, so it is not read")
+        what = f"{module}.{name}"[:80]
+        raise CheckpointCorrupt(f"it contains {what!r}, which no checkpoint needs, so it is not read")
 
     def refuse(self) -> None:
         raise CheckpointCorrupt("it has an instruction that no checkpoint needs, so it is not read")
@@ -239,10 +240,11 @@ class _MetadataUnpickler(pickle._Unpickler):  # whose instructions can be replac
             raise TypeError(f"it sets attributes of a {type(record).__name__}")
         if isinstance(state, tuple):
             state = dict(zip((each.name for each in fields(record)), state, strict=True))
-        for name, value in state.items():
-            if not isinstance(value, _FIELDS.get(name, object)):
+        for name in state.keys() & {each.name for each in fields(record)}:  # other versions may have others
+            value, kind = state[name], _FIELDS.get((type(record), name)) or _FIELDS.get(name, object)
+            if not isinstance(value, kind):
                 raise TypeError(f"its {type(record).__name__} has a {type(value).__name__} as {name}")
-        vars(record).update(state)
+            vars(record)[name] = value
 
     def set_items(self) -> None:
         pairs = self.pop_mark()
@@ -268,7 +270,8 @@ class _MetadataUnpickler(pickle._Unpickler):  # whose instructions can be replac
     dispatch[pickle.NEWOBJ[0]] = pickle._Unpickler.load_reduce
 
 
-_FIELDS: dict[str, Any] = {"fqn": str, "relative_path": str, "length": int, "offset": (int, torch.Size, type(None))}
+_FIELDS: dict[Any, Any] = {"fqn": str, "relative_path": str, "length": int, (_StorageInfo, "offset"): int}
+_FIELDS |= {(MetadataIndex, "offset"): (torch.Size, type(None)), "index": (int, type(None))}
 _FIELDS |= dict.fromkeys(("size", "sizes", "offsets"), torch.Size)
 _FIELDS |= {"chunks": list, "state_dict_metadata": dict, "storage_data": dict}
 _MEMORY_FORMATS = [torch.contiguous_format, torch.channels_last, torch.preserve_format]
@@ -277,10 +280,17 @@ _RECORDS += (records.ChunkStorageMetadata, records.TensorProperties, records.Sto
 _MAKERS: dict[tuple[str, str], Callable[..., Any]] = {
     **{(kind.__module__, kind.__name__): partial(object.__new__, kind) for kind in _RECORDS},
     (records.__name__, "_MEM_FORMAT_ENCODING"): _MEMORY_FORMATS.__getitem__,
-    ("torch", "Size"): lambda sizes: torch.Size(sizes[:64]),  # no tensor has more dimensions
+    ("torch", "Size"): lambda sizes: _size(sizes),
     ("torch.serialization", "_get_layout"): lambda _: torch.strided,
     ("collections", "OrderedDict"): {}.copy,  # an empty one, without arguments
 }
+
+
+def _size(sizes: Any) -> torch.Size:
+    """No tensor has more dimensions, or longer ones; and of larger numbers many have one hash."""
+    if len(sizes) > 64 or any(abs(each) >= 2**60 for each in sizes):
+        raise ValueError("it has a size that no tensor has")
+    return torch.Size(sizes)
 
 
 def read_metadata(folder: Path, name: str = METADATA) -> Metadata:
@@ -291,10 +301,11 @@ def read_metadata(folder: Path, name: str = METADATA) -> Metadata:
         metadata = _MetadataUnpickler(io.BytesIO(data)).load()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it is a {type(metadata).__name__}")
-        for info in metadata.storage_data.values():
-            file = info.relative_path
-            if Path(file).name != file or file in ("", "..") or min(info.offset, info.length) < 0:
-                raise ValueError(f"it names {file!r}, which is not a file in its folder")
+        for file in {info.relative_path for info in metadata.storage_data.values()}:
+            if Path(file).name != file or file in ("", ".."):
+                raise ValueError(f"it names {file[:80]!r}, which is not a file in its folder")
+        if any(min(info.offset, info.length) < 0 for info in metadata.storage_data.values()):
+            raise ValueError("it has values before the begin of a file")
         if name == METADATA:
             _check_chunks(metadata)
     except Exception as error:  # an unpickler may raise anything
@@ -318,14 +329,16 @@ def check_sizes(folder: Path, metadata: Metadata) -> None:
 
 def _check_chunks(metadata: Metadata) -> None:
     """Raises ValueError unless chunks are within their tensors, fill them without overlap, and each have data."""
+    tensors = tensors_of(metadata)
+    if len({id(each.chunks) for each in tensors.values()}) < len(tensors):
+        raise ValueError("tensors share a list of chunks")  # so a short file would take long
     plans = [SavePlan([]), SavePlan([])]  # one would be checked less
     problems = _validate_global_plan(plans, metadata)
     if problems is False:  # torch before 2.12 says why in its log only
-        tensors = tensors_of(metadata).items()
-        problems = [name for name, each in tensors if not _validate_global_plan(plans, Metadata({name: each}))]
+        problems = [name for name, each in tensors.items() if not _validate_global_plan(plans, Metadata({name: each}))]
     if problems not in (True, []):
         raise ValueError(f"its chunks don't fit its tensors: {problems}")
-    for name, tensor in tensors_of(metadata).items():
+    for name, tensor in tensors.items():
         for chunk in tensor.chunks:
             if math.prod(chunk.sizes) and MetadataIndex(name, chunk.offsets) not in metadata.storage_data:
                 raise ValueError(f"{name} has no data for its chunk of {[*chunk.sizes]} at {[*chunk.offsets]}")

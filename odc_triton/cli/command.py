@@ -17,7 +17,7 @@ from .. import __version__
 from ..base.environment import joined_world
 from ..base.errors import in_a_line
 from ..base.option_names import instead
-from ..base.options import expanded
+from ..base.options import Parser, expanded
 from .start import default_ranks, ending_at_once, join_job, report_stopped, start_job
 
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser(only: str | None = None) -> argparse.ArgumentParser:
     """The parser of the command with all of its subcommands. `only`: one of them; the others get no options."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="odc-triton", description="Sharded LLM training by on-demand communication: no barrier per layer."
     )
     parser.add_argument("--version", action="version", version=f"odc-triton {__version__}")

@@ -13,3 +13,5 @@ from .offload import offload_checkpoints as offload_checkpoints
 from .reward_trainer import ODCRewardTrainer as ODCRewardTrainer
 from .sft_trainer import ODCSFTTrainer as ODCSFTTrainer
 from .trainer import ODCTrainer as ODCTrainer
+
+__all__: list[str]

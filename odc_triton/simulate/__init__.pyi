@@ -10,3 +10,5 @@ from .study import draw as draw
 from .study import lengths_of_file as lengths_of_file
 from .study import named_lengths as named_lengths
 from .study import rank_settings as rank_settings
+
+__all__: list[str]

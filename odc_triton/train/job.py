@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from ..balance.decoder import Decoder
 from ..base.config_file import with_config
 from ..base.environment import joined_world, require_world
 from ..base.errors import OfRanks, in_a_line
-from ..base.options import add_arguments, read_options
+from ..base.options import Parser, add_arguments, read_options
 from ..base.signals import STOPS, handling
 from ..checkpoint import load_pretrained_shards
 from ..checkpoint.pretrained_tensors import require_written
@@ -146,7 +145,7 @@ def main_of(kind: type[Options], run: Callable[[Options], Metrics], name: str) -
 def _main(kind: type[Options], run: Callable[[Options], Metrics], name: str) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
-    parser = argparse.ArgumentParser(prog=name, description=kind.__doc__)
+    parser = Parser(prog=name, description=kind.__doc__)
     add_arguments(parser, kind, config=True)
     try:
         given = with_config(kind, vars(parser.parse_args()))

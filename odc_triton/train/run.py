@@ -185,8 +185,8 @@ class Run(ABC):
         """What is trained, on what, for how long."""
         options, parameters = self.options, [*self.model.parameters()]
         trained, total = (sum(p.numel() for p in parameters if p.requires_grad or of_all) for of_all in (False, True))
-        every = f"every {options.checkpoint_every} steps" if options.checkpoint_every else "none"
-        every = f"every {options.checkpoint_interval_s / 60:g} minutes" if options.checkpoint_interval_s else every
+        found = (options.checkpoint_every, "steps"), ((options.checkpoint_interval_s or 0) / 60, "minutes")
+        every = " and ".join(f"every {number:g} {unit}" for number, unit in found if number) or "none"
         warms = f", all of them warm-up (--warmup-steps is {options.warmup_steps})"
         return (
             f"{trained:,} of {total:,} parameters, ranks: {self.engine.world} ({self.engine.heap.device.type}), "

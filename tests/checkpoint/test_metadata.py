@@ -136,3 +136,42 @@ def test_files_outside_of_the_folder(tmp_path: Path, file: str) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_contents(file)))
     with pytest.raises(CheckpointCorrupt, match="not a file in its folder"):
         read_metadata(tmp_path)
+
+
+def test_fields_that_a_record_does_not_have_are_passed_over(tmp_path: Path) -> None:
+    """Another version's; and thousands of them would be copied into each record."""
+    info = _StorageInfo("__0_0.distcp", 0, 4)
+    vars(info)["of_another_version"] = "x"
+    contents = records.Metadata({}, storage_data={records.MetadataIndex("w"): info}, planner_data={})
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(contents))
+    (read,) = read_metadata(tmp_path).storage_data.values()
+    assert not hasattr(read, "of_another_version")
+
+
+def _shared_chunks(contents: records.Metadata) -> None:
+    contents.state_dict_metadata["another"] = contents.state_dict_metadata["w"]
+
+
+def _huge(contents: records.Metadata) -> None:
+    contents.state_dict_metadata["w"].size = torch.Size((2**61 - 1, 3))
+
+
+def _number(contents: records.Metadata) -> None:
+    (index, *_) = contents.storage_data
+    object.__setattr__(index, "offset", 2**61 - 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_shared_chunks, "tensors share a list of chunks"),  # each of many tensors would go through all of them
+        (_huge, "it has a size that no tensor has"),  # numbers of one hash
+        (_number, "its MetadataIndex has a int as offset"),
+    ],
+)
+def test_a_short_file_that_would_take_long(tmp_path: Path, change: Any, said: str) -> None:
+    contents = _contents()
+    change(contents)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(contents))
+    with pytest.raises(CheckpointCorrupt, match=said):
+        read_metadata(tmp_path)
