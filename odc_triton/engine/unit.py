@@ -4,7 +4,7 @@ And which unit is prefetched: the one that came next in the last microbatch.
 
 [Note: edits] Other ranks read the parameters inside a minibatch. Autograd's version counters show an edit of a
 parameter, of its local shard, or of the whole tensor in a forward. They don't show one through `.data`, or by
-`torch._foreach_*` on DTensors. Outside of minibatches, edits are published before the next read (`edited` in shard.py).
+`torch._foreach_*` on DTensors. Outside of minibatches an edit that was not published is refused (`edited` in shard.py).
 """
 
 from __future__ import annotations

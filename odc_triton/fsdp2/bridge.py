@@ -24,6 +24,7 @@ from ..comm.replicas import Grid, Replicas, grid_of
 from ..engine.forward import watch_backward
 from ..engine.minibatch import Participant, RefusesDeterminism, Trained
 from ..engine.protocol import Protocol
+from ..engine.shard import edited
 from ..engine.transport import Streams, Transport
 from ..engine.unit import Passes
 from ..sharding.agree import AGREEING, agree, all_came, open_barrier, open_heap, refusing, require_module
@@ -220,10 +221,7 @@ class FsdpModules(Participant):
             self._is_torn |= not hasattr(self.module, "reset_iter_state")  # its own hook did not run
             self.reset()  # as the end of a minibatch does
         if stale and error is None:
-            raise RuntimeError(
-                f"parameters of unit {stale[0]} were written after they were published: call publish(model) on all "
-                f"ranks, outside of minibatches, after writing parameters by hand"
-            )
+            raise edited(f"a parameter of unit {stale[0]}")
 
     def _loaded(self, module: Any, keys: Any) -> None:
         """Publishes what load_state_dict wrote, once no rank is still reading the old values."""

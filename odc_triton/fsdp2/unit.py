@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm.layout import Region
 from ..comm.memory.heap import SymmetricHeap
-from ..engine.shard import PendingGradient, Shard, versions_of
+from ..engine.shard import PendingGradient, Shard
 from ..engine.transport import Target, Transport
 from ..engine.unit import Passes
 from .found import FsdpParameter, FsdpUnit
@@ -43,7 +43,6 @@ class BridgedParameter(Shard):
         self._hook: RemovableHandle | None = None
         self._user_hooks: dict[int, Callable] = {}  # during a minibatch
         self._has_gradient = self._has_way = False
-        self._versions: tuple[int, int] | None = None  # of what was published
 
     @property
     def trains(self) -> bool:
@@ -93,7 +92,6 @@ class BridgedParameter(Shard):
         return [self._compute[self._rank]]
 
     def to_publish(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        self._versions = versions_of(self.sharded)
         own = self._compute[self._rank]
         for local, dtype in self.found.gathered():
             into, own = own.tensor_split([local.numel() * dtype.itemsize])
@@ -102,14 +100,9 @@ class BridgedParameter(Shard):
             else:  # a unit of several dtypes, which FSDP2 gathers as bytes
                 yield into, local.to(dtype).view(torch.uint8)
 
-    @property
-    def is_written(self) -> bool:
-        """True if it was written since it was published."""
-        return self._versions != versions_of(self.sharded)
-
     def check_unwritten(self) -> None:
         """Inside a minibatch: raises RuntimeError if it was written since the minibatch began."""
-        if self.is_written:
+        if self.is_edited():
             raise RuntimeError(
                 f"{self.name} was written inside a minibatch, while peers are reading its values from before: write "
                 f"parameters after the `with minibatch(...)` block, or before it"
@@ -219,9 +212,7 @@ class BridgedUnit:
         ]
         self.trained = [each for each in self.parameters if each.trains]
         self._used: set[BridgedParameter] = set()  # have a gradient on this rank that FSDP2 has not reduced
-        self._differs: torch.Tensor | None = (
-            None  # bool []: the published shard from FSDP2's own, since the last `is_stale`
-        )
+        self._differs: torch.Tensor | None = None  # bool []: published from FSDP2's own, since the last `is_stale`
         self.gather, self.reduce = _Gather(self), _Reduce(self, zeros)
 
     def connect(self) -> None:
@@ -260,16 +251,13 @@ class BridgedUnit:
                 f"parameters added or replaced after use_odc?"
             )
         if not engine.is_open and not self._passes.in_forward:
-            engine.publication.wait_readable()  # unshard() outside of a forward
+            engine.wait_readable()  # unshard() outside of a forward
         engine.streams.computes_here()
         if engine.is_open:  # a minibatch publishes at its entry
             for each in self.parameters:
                 each.check_unwritten()
-        else:
-            if any(each.found.is_converted for each in self.parameters):  # and maybe padded with anything
-                differs = torch.tensor(any(each.is_written for each in self.parameters), device=own.device)
-            else:
-                differs = (mine != own.view(torch.uint8)).any()
+        elif not any(each.found.is_converted for each in self.parameters):  # else maybe padded with anything
+            differs = (mine != own.view(torch.uint8)).any()
             self._differs = differs if self._differs is None else self._differs | differs
         rows = output.view(torch.uint8).view(world, -1)
         for step in range(1, world):
