@@ -96,7 +96,7 @@ class Protocol:
         self.register(self.tokens, self.hyperparameters, self.publication)
         self.optimizers = OptimizerWatch(self)
         self._zeros: Zeros | None = None  # at the entry of this minibatch, or of the one that is repeated
-        self._lost: list[Shard] = []
+        self._lost: set[Shard] = set()
         self._stepping: int | None = None  # the id of the optimizer whose step is running, the outermost
         self._step_start_s = 0.0
         self._warned: set[str] = set()
@@ -223,7 +223,7 @@ class Protocol:
             )
         if self._zeros is None:
             self._zeros = Zeros(self.shards)
-            self._lost = [] if self.phase is Phase.REDUCED else self._zeros.lost(self.shards)
+            self._lost = set() if self.phase is Phase.REDUCED else self._zeros.lost(self.shards)
         clear_gradients(self.trainable(), self.streams.first)
         if self._publishes_parts:
             refuse_edited(self.shards)

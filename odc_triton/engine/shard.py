@@ -65,7 +65,7 @@ class PendingGradient(torch.Tensor):
             for each in given:
                 if isinstance(each, PendingGradient) and func in (torch.Tensor.zero_, torch._foreach_zero_):
                     each.shard().refuse_zeroed(each)
-                    each.zeroed = True
+                    each.shard().lost, each.zeroed = False, True
             if plain := [each for each in given if not isinstance(each, PendingGradient)]:  # of another model
                 func(plain)
             return args[0]
@@ -102,6 +102,16 @@ class Shard(ABC):
     @abstractmethod
     def trains(self) -> bool:
         """True if it has a gradient shard."""
+
+    @cached_property
+    def is_everywhere(self) -> bool:
+        """True if each rank has rows of its master."""
+        mesh, placements = self.sharded.device_mesh.shape, self.sharded.placements
+        first, end = 0, self.sharded.shape[placements[-1].dim]
+        for ranks, placement in zip(reversed(mesh), reversed(placements), strict=True):
+            if not placement.is_replicate():
+                first, end = shard_rows(end - first, ranks, ranks - 1)
+        return first < end
 
     @property
     def has_gradient(self) -> bool:
@@ -328,6 +338,7 @@ class HeapShard(Shard):
 
     def expect_no_more(self) -> bool:
         given, self.sharded.grad = self.sharded.grad, None
+        self.lost = self.lost and given is not None
         return given is not None and given is not self._pending
 
     def gradient_parts(self) -> list[torch.Tensor]:
@@ -380,14 +391,10 @@ def refuse_edited(shards: Sequence[Shard]) -> None:
     """Raises RuntimeError if one was edited since it was published. Without an edit it compares a few integers."""
     for shard in shards:
         if shard.is_edited():
-            raise edited(shard.name)
-
-
-def edited(what: str) -> RuntimeError:
-    return RuntimeError(
-        f"{what} was edited since it was published, and other ranks would read its former values: call publish(model) "
-        f"on all ranks"
-    )
+            raise RuntimeError(
+                f"{shard.name} was edited since it was published, and other ranks would read its former values: call "
+                f"publish(model) on all ranks, outside of minibatches"
+            )
 
 
 @torch.no_grad()
@@ -429,10 +436,10 @@ class Zeros:
         used = torch.stack(used).tolist() if used else []
         self._zeroed = {place: not any_used for place, any_used in zip(places, used, strict=True)}
 
-    def lost(self, shards: Sequence[Shard]) -> list[Shard]:
+    def lost(self, shards: Sequence[Shard]) -> set[Shard]:
         """Those whose gradient goes although no optimizer has taken it."""
         kept = [shards[place] for place, zeroed in self._zeroed.items() if not zeroed]
-        return [shard for shard in kept if shard.lost or not shard.stepped]
+        return {shard for shard in kept if shard.lost or not shard.stepped}
 
     def kept(self, shards: Sequence[Shard]) -> list[int]:
         """At the exit, while `p.grad` is pending: places of the shards whose gradient is zero on this rank if no rank

@@ -24,7 +24,6 @@ from ..comm.replicas import Grid, Replicas, grid_of
 from ..engine.forward import watch_backward
 from ..engine.minibatch import Participant, RefusesDeterminism, Trained
 from ..engine.protocol import Protocol
-from ..engine.shard import edited
 from ..engine.transport import Streams, Transport
 from ..engine.unit import Passes
 from ..sharding.agree import AGREEING, agree, all_came, open_barrier, open_heap, refusing, require_module
@@ -208,20 +207,12 @@ class FsdpModules(Participant):
             if error is None:
                 watch_backward(passes, output, check_sync)
             passes.forward_ends(error)
-            if not (passes.in_forward or self._engine.is_open):
-                self._evaluated(error)
+            if error is not None and not (passes.in_forward or self._engine.is_open):
+                self._is_torn |= not hasattr(self.module, "reset_iter_state")  # its own hook did not run
+                self.reset()  # as the end of a minibatch does
 
         module.register_forward_pre_hook(before, prepend=True)
         module.register_forward_hook(after, prepend=True, always_call=True)
-
-    def _evaluated(self, error: BaseException | None) -> None:
-        """A forward outside of minibatches ended: raises RuntimeError if it read old values."""
-        stale = [bridged.name for bridged in self._bridged if bridged.is_stale()]
-        if error is not None or stale:
-            self._is_torn |= not hasattr(self.module, "reset_iter_state")  # its own hook did not run
-            self.reset()  # as the end of a minibatch does
-        if stale and error is None:
-            raise edited(f"a parameter of unit {stale[0]}")
 
     def _loaded(self, module: Any, keys: Any) -> None:
         """Publishes what load_state_dict wrote, once no rank is still reading the old values."""

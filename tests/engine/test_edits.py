@@ -191,8 +191,23 @@ def _unsharded(rank: int, world: int, backend: str) -> list[str]:
 
 
 def test_an_edit_of_whole_weights_is_refused_on_every_rank() -> None:
-    words = "RuntimeError: 0.weight was edited in place while it was whole.*sharded parameters.*on all ranks"
+    words = "RuntimeError: 0.weight was edited in place while it was whole.*load them again.*sharded.*on all ranks"
     calls = [(_unsharded, backend) for backend in ("cpu", "cpu-sharded")]
     for said in chain.from_iterable(ranks.run_all(2, *calls)):
         assert [bool(re.search(words, text)) for text in said] == [True, True, False], said
         assert said[2] == "nothing was raised"
+
+
+def _alone(rank: int, world: int) -> tuple[list[str], bool]:
+    before = _net()[0].weight.detach()
+    said = _unsharded(rank, world, "cpu")
+    model = fully_shard(_net())
+    model.unshard()
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    model.reshard()
+    return said, torch.equal(model[0].weight.full_tensor(), before * 0.5)
+
+
+def test_one_rank_alone_may_edit_whole_weights() -> None:
+    assert ranks.run(_alone, 1) == [(["nothing was raised"] * 3, True)]
