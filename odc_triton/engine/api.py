@@ -29,11 +29,10 @@ def engine_of(module: nn.Module, call: str = "this call") -> Engine:
 def publish(model: nn.Module) -> None:
     """Makes changes to the parameters readable by peers; call it on every rank.
 
-    Only needed after writing parameters by hand (an EMA, `dcp.load` in place): optimizer steps, `load_state_dict`, and
-    a forward that finds what was written publish too. Before writing, make sure by a barrier that no other rank is
-    still evaluating: fp32 parameters are read where they are written. Processes outside of the job that read them
-    (`read_policy`) do not notice such writes before this call. Several replicas exchange what was written here; until
-    then the others don't see it.
+    Only needed after writing parameters by hand (an EMA, `dcp.load` in place), not by `.data`: a forward outside of
+    minibatches, `full_parameters`, and with several replicas the next minibatch raise until then. Optimizer steps and
+    `load_state_dict` publish too. Before writing, make sure by a barrier that no other rank is still evaluating: fp32
+    parameters are read where they are written, also by processes outside of the job (`read_policy`).
     """
     protocol_of(model).publish()
 

@@ -45,7 +45,7 @@ from ..base.events import EventLog
 from ..comm.barrier import Barrier
 from ..comm.replicas import Grid, Replicas
 from .minibatch import Participant, Tokens
-from .shard import Shard, Zeros, clear_gradients, copy_masters, edited, reduce_gradients
+from .shard import Shard, Zeros, clear_gradients, copy_masters, reduce_gradients, refuse_edited
 from .steps import Hyperparameters, OptimizerWatch, Publication
 from .transport import AllStreams, Transport
 
@@ -96,7 +96,7 @@ class Protocol:
         self.register(self.tokens, self.hyperparameters, self.publication)
         self.optimizers = OptimizerWatch(self)
         self._zeros: Zeros | None = None  # at the entry of this minibatch, or of the one that is repeated
-        self._lost: list[Shard] = []
+        self._lost: set[Shard] = set()
         self._stepping: int | None = None  # the id of the optimizer whose step is running, the outermost
         self._step_start_s = 0.0
         self._warned: set[str] = set()
@@ -223,12 +223,12 @@ class Protocol:
             )
         if self._zeros is None:
             self._zeros = Zeros(self.shards)
-            self._lost = [] if self.phase is Phase.REDUCED else self._zeros.lost(self.shards)
+            self._lost = set() if self.phase is Phase.REDUCED else self._zeros.lost(self.shards)
         clear_gradients(self.trainable(), self.streams.first)
-        if not self._publishes_parts:
+        if self._publishes_parts:
+            refuse_edited(self.shards)
+        else:
             copy_masters(self.shards, self.streams.first)
-        elif edited(self.shards):
-            self.publish()
         self.drain("clearing gradients and publishing before a minibatch")
 
     def end(self, error: BaseException | None = None) -> None:
@@ -389,10 +389,8 @@ class Protocol:
         self.publication.complete()
 
     def wait_readable(self) -> None:
-        """Before all ranks read outside of a minibatch: publishes, after a barrier, what was edited by hand since."""
-        if edited(self.shards):
-            self.exchange("publish the parameters that were edited", {})
-            self.publish()
+        """Before this rank reads outside of a minibatch. Raises RuntimeError if it has edited what others read."""
+        refuse_edited(self.shards)
         self.publication.wait_readable()
 
     @contextlib.contextmanager
@@ -415,8 +413,8 @@ class Protocol:
         rank takes part.
         """
         published, shards = self.publication.number, self.shards if some is None else some
-        if not self.is_open and edited(shards):
-            raise RuntimeError("parameters were edited since they were published: call publish(model) on all ranks")
+        if not self.is_open:
+            refuse_edited(shards)
         for shard in shards:
             if not self.is_open:
                 self.publication.wait_readable()

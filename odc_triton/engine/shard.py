@@ -35,7 +35,6 @@ from .transport import Streams, Target
 
 # What zero_grad(set_to_none=False) calls. There is nothing to zero.
 _ZEROING = (torch.Tensor.zero_, torch.Tensor.requires_grad_, torch.Tensor.detach_, torch._foreach_zero_)
-_SAMPLED = 64  # elements of a shard, at least, that show whether it was edited
 
 
 def versions_of(sharded: torch.Tensor) -> tuple[int, int]:
@@ -66,7 +65,7 @@ class PendingGradient(torch.Tensor):
             for each in given:
                 if isinstance(each, PendingGradient) and func in (torch.Tensor.zero_, torch._foreach_zero_):
                     each.shard().refuse_zeroed(each)
-                    each.zeroed = True
+                    each.shard().lost, each.zeroed = False, True
             if plain := [each for each in given if not isinstance(each, PendingGradient)]:  # of another model
                 func(plain)
             return args[0]
@@ -97,12 +96,22 @@ class Shard(ABC):
     name: str
     sharded: nn.Parameter
     touched = dirty = stepped = lost = False
-    sample: Sequence[tuple[torch.Tensor, ...]] = ()  # some elements of what `to_publish` returns
+    versions: tuple[int, int] | None = None  # as of its last publication
 
     @property
     @abstractmethod
     def trains(self) -> bool:
         """True if it has a gradient shard."""
+
+    @cached_property
+    def is_everywhere(self) -> bool:
+        """True if each rank has rows of its master."""
+        mesh, placements = self.sharded.device_mesh.shape, self.sharded.placements
+        first, end = 0, self.sharded.shape[placements[-1].dim]
+        for ranks, placement in zip(reversed(mesh), reversed(placements), strict=True):
+            if not placement.is_replicate():
+                first, end = shard_rows(end - first, ranks, ranks - 1)
+        return first < end
 
     @property
     def has_gradient(self) -> bool:
@@ -126,8 +135,19 @@ class Shard(ABC):
         """
 
     def is_edited(self) -> bool:
-        """True if version counters show that readers don't see what is in its memory. Raises as `to_publish`."""
+        """True if readers don't see what was written since it was published: values are compared on this rank, and only
+        if version counters show a write. Raises as `to_publish`.
+        """
+        if (now := versions_of(self.sharded)) == self.versions:
+            return False
+        if not self._is_as_published():
+            return True
+        self.versions = now
         return False
+
+    def _is_as_published(self) -> bool:
+        pairs = [(compute, master.to(compute.dtype)) for compute, master in self.to_publish()]
+        return all(torch.equal(*(each.view(torch.uint8) for each in pair)) for pair in pairs)
 
     @abstractmethod
     def compute_parts(self) -> list[torch.Tensor]:
@@ -204,8 +224,6 @@ class HeapShard(Shard):
         else:
             self.master = own
         self._copied = [(own, self.master)] if spec.has_own_master else []
-        step = max(1, own.numel() // _SAMPLED)
-        self.sample = [tuple(each.view(-1)[::step] for each in pair) for pair in self._copied]
         self.gradient_shard: torch.Tensor | None = None
         if gradient is not None:
             shards = [heap.shard(gradient, owner) for owner in range(self.world)]
@@ -220,7 +238,6 @@ class HeapShard(Shard):
         self._outer_storage = self.sharded.untyped_storage()  # of the DTensor's shell: empty, but `.data = …` swaps it
         self._memory = self.master.data_ptr(), self.master.dtype, self._outer_storage._cdata
         self._reduced: DTensor | None = None
-        self._versions = versions_of(self.sharded)  # as of the last publication
 
     @property
     def trains(self) -> bool:
@@ -294,12 +311,10 @@ class HeapShard(Shard):
     def to_publish(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Empty if the compute shard and the master are the same memory."""
         self._check_memory()
-        self._versions = versions_of(self.sharded)
         return self._copied
 
-    def is_edited(self) -> bool:
-        self._check_memory()
-        return bool(self._copied or self._grid.replicas > 1) and self._versions != versions_of(self.sharded)
+    def _is_as_published(self) -> bool:
+        return super()._is_as_published() and (bool(self._copied) or self._grid.replicas == 1)
 
     def compute_parts(self) -> list[torch.Tensor]:
         return self.parts_of(self.compute_shards[self._rank])
@@ -323,6 +338,7 @@ class HeapShard(Shard):
 
     def expect_no_more(self) -> bool:
         given, self.sharded.grad = self.sharded.grad, None
+        self.lost = self.lost and given is not None
         return given is not None and given is not self._pending
 
     def gradient_parts(self) -> list[torch.Tensor]:
@@ -366,20 +382,19 @@ def copy_masters(shards: Sequence[Shard], streams: Streams) -> None:
     """Makes all masters readable: casts if the compute shard has another dtype, nothing if it is the master itself."""
     for compute, masters in _by_kind(chain.from_iterable(shard.to_publish() for shard in shards)):
         streams.compute(partial(torch._foreach_copy_, compute, masters))
+    for shard in shards:
+        shard.versions = versions_of(shard.sharded)
 
 
 @torch.no_grad()
-def edited(shards: Sequence[Shard]) -> bool:
-    """True if masters were written since they were published: as version counters show, which ranks that do the same
-    have alike, and as a sample of the values shows where those don't, by `.data` or `torch._foreach_*`.
-    """
-    if any(shard.is_edited() for shard in shards):
-        return True
-    for compute, masters in _by_kind(chain.from_iterable(shard.sample for shard in shards)):
-        published = torch.cat(compute)
-        if not torch.equal(published.nan_to_num(), torch.cat(masters).to(published.dtype).nan_to_num()):
-            return True
-    return False
+def refuse_edited(shards: Sequence[Shard]) -> None:
+    """Raises RuntimeError if one was edited since it was published. Without an edit it compares a few integers."""
+    for shard in shards:
+        if shard.is_edited():
+            raise RuntimeError(
+                f"{shard.name} was edited since it was published, and other ranks would read its former values: call "
+                f"publish(model) on all ranks, outside of minibatches"
+            )
 
 
 @torch.no_grad()
@@ -421,10 +436,10 @@ class Zeros:
         used = torch.stack(used).tolist() if used else []
         self._zeroed = {place: not any_used for place, any_used in zip(places, used, strict=True)}
 
-    def lost(self, shards: Sequence[Shard]) -> list[Shard]:
+    def lost(self, shards: Sequence[Shard]) -> set[Shard]:
         """Those whose gradient goes although no optimizer has taken it."""
         kept = [shards[place] for place, zeroed in self._zeroed.items() if not zeroed]
-        return [shard for shard in kept if shard.lost or not shard.stepped]
+        return {shard for shard in kept if shard.lost or not shard.stepped}
 
     def kept(self, shards: Sequence[Shard]) -> list[int]:
         """At the exit, while `p.grad` is pending: places of the shards whose gradient is zero on this rank if no rank

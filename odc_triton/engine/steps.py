@@ -27,6 +27,7 @@ from .shard import Shard
 
 _COMPARED = {"lr", "momentum", "betas", "eps", "weight_decay"}
 _NOT_COMPARED = {"params", "foreach", "fused", "capturable", "differentiable"}  # other ways to the same values
+_LARGEST = 16  # elements of a tensor that is compared
 _POLL_S = 1e-3
 
 
@@ -57,6 +58,7 @@ class _Hook:
             if isinstance(hook, _Hook) and hook._engine() is None:
                 hook.handle.remove()
 
+    @torch._disable_dynamo
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if (engine := self._engine()) is not None:
             self._call(engine, optimizer)
@@ -93,7 +95,7 @@ def _before(engine: Stepped, optimizer: Optimizer) -> None:
                 f"zero_grad() before the next minibatch if that gradient is not wanted"
             )
     engine.step_begins(optimizer)
-    engine.hyperparameters.note(optimizer, [[shard.name for shard in group] for group in groups])
+    engine.hyperparameters.note(optimizer, [[each.name for each in group if each.is_everywhere] for group in groups])
 
 
 def _after(engine: Stepped, optimizer: Optimizer) -> None:
@@ -106,7 +108,7 @@ def _after(engine: Stepped, optimizer: Optimizer) -> None:
 
 def _stepped(optimizer: Optimizer, engine: Stepped) -> list[list[Shard]]:
     """Those of the engine's shards that the optimizer has, by group."""
-    mine = {id(shard.sharded): shard for shard in engine.shards}
+    mine = {id(shard.sharded): shard for shard in reversed(engine.shards)}  # of tied ones the first, as p.grad is its
     return [[mine[id(p)] for p in group["params"] if id(p) in mine] for group in optimizer.param_groups]
 
 
@@ -123,8 +125,9 @@ def _refuse_originals(optimizer: Optimizer, engine: Stepped) -> None:
 class Hyperparameters(Participant):
     """Compares the ranks' optimizer steps since the last minibatch began: each group's parameters and hyperparameters.
 
-    Not a tensor on a device, as reading it would wait for the device. And only what an optimizer takes as arguments:
-    some keep running sums over their own shards in their groups.
+    Not a tensor on a device, as reading it would wait for the device, or a long one. Only what an optimizer takes as
+    arguments: some keep running sums over their own shards in their groups. And only parameters of which each rank has
+    rows: some optimizers are given no empty ones.
     """
 
     name = "hyperparameters"
@@ -170,7 +173,7 @@ def _require_same(values: Sequence[list], what: str, unit: str = "") -> None:
     """Raises RanksDiffer if ranks have different `values` of `what`, each in `unit`."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
-        ranks.setdefault(" ".join([", ".join(map(str, value)), unit]).strip(), []).append(rank)
+        ranks.setdefault(" ".join([", ".join(map(str, value)) or "none", unit]).strip(), []).append(rank)
     if len(ranks) > 1:
         said = "; ".join(f"{value} on ranks {those}" for value, those in ranks.items())
         raise RanksDiffer(
@@ -186,11 +189,14 @@ def _arguments(optimizer: type[Optimizer]) -> list[str]:
 
 
 def _values(value: Any) -> list[float | str | None]:
-    if isinstance(value, torch.Tensor):
-        return value.flatten().tolist() if value.is_cpu else []
     values = value if isinstance(value, (tuple, list)) else (value,)
-    values = [each.item() if isinstance(each, torch.Tensor) and each.is_cpu else each for each in values]
-    return values if all(isinstance(each, (int, float, str, type(None))) for each in values) else []
+    found = [*chain.from_iterable(each.flatten().tolist() if _is_small(each) else [each] for each in values)]
+    known = all(isinstance(each, (int, float, str, type(None))) for each in found)
+    return [float(each) if type(each) is int else each for each in found] if known else []  # 1 is 1.0
+
+
+def _is_small(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cpu and value.numel() <= _LARGEST
 
 
 class Publication(Participant):

@@ -4,7 +4,7 @@ And which unit is prefetched: the one that came next in the last microbatch.
 
 [Note: edits] Other ranks read the parameters inside a minibatch. Autograd's version counters show an edit of a
 parameter, of its local shard, or of the whole tensor in a forward. They don't show one through `.data`, or by
-`torch._foreach_*` on DTensors. Outside of minibatches, edits are published before the next read (`edited` in shard.py).
+`torch._foreach_*` on DTensors. `refuse_edited` in shard.py refuses edits outside of minibatches.
 """
 
 from __future__ import annotations
@@ -99,9 +99,8 @@ class Unit:
         self.gathered: list[GatheredParameters] = list(dict.fromkeys(storages))
         written = written_in_forward(module)
         parameters = [slot.parameter for slot in slots if (id(slot.module), slot.attribute) not in written]
-        only_read = [(tensor, parameter) for parameter in parameters for tensor in parameter.versioned()]
-        self._only_read = [tensor for tensor, _ in only_read]
-        self._edited_with = [parameter for _, parameter in only_read]
+        self._only_read = [tensor for parameter in parameters for tensor in parameter.versioned()]
+        self._edited_with = [parameter for parameter in parameters for _ in parameter.versioned()]
         self._versions: list[int] = []
         self.divide_factor: float | None = None  # set_gradient_divide_factor
         self.uses = 0  # forwards of it that are running
@@ -150,14 +149,14 @@ class Unit:
         versions = [tensor._version for tensor in self._only_read]
         if versions == self._versions:  # in every forward: a comparison of lists is the fastest
             return
-        where = "inside a minibatch" if self.passes.protocol.is_open else "while it was whole"
-        seen, self._versions = self._versions, versions
-        for place, (before, now) in enumerate(zip(seen, versions, strict=True)):
-            if before != now and (self.passes.protocol.is_open or place % 3 == 2):  # a leaf
+        protocol, seen, self._versions = self.passes.protocol, self._versions, versions
+        for tensor, parameter, before, now in zip(self._only_read, self._edited_with, seen, versions, strict=True):
+            if before != now and (protocol.is_open or (tensor is parameter.leaf and protocol.world > 1)):
+                where = "inside a minibatch" if protocol.is_open else "while it was whole"
                 raise RuntimeError(
-                    f"{self._edited_with[place].name} was edited in place {where}, in memory that other ranks read. "
-                    f"Edit sharded parameters, outside of minibatches and after reshard(), on all ranks, and call "
-                    f"publish(model) before the next forward"
+                    f"{parameter.name} was edited in place {where}, in memory that other ranks read, so its values are "
+                    f"no longer what they were: load them again. Edit sharded parameters, outside of minibatches and "
+                    f"after reshard(), on all ranks, and call publish(model) before the next forward"
                 )
 
     def hold(self) -> None:

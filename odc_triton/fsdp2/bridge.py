@@ -207,23 +207,12 @@ class FsdpModules(Participant):
             if error is None:
                 watch_backward(passes, output, check_sync)
             passes.forward_ends(error)
-            if not (passes.in_forward or self._engine.is_open):
-                self._evaluated(error)
+            if error is not None and not (passes.in_forward or self._engine.is_open):
+                self._is_torn |= not hasattr(self.module, "reset_iter_state")  # its own hook did not run
+                self.reset()  # as the end of a minibatch does
 
         module.register_forward_pre_hook(before, prepend=True)
         module.register_forward_hook(after, prepend=True, always_call=True)
-
-    def _evaluated(self, error: BaseException | None) -> None:
-        """A forward outside of minibatches ended: raises RuntimeError if it read old values."""
-        stale = [bridged.name for bridged in self._bridged if bridged.is_stale()]
-        if error is not None or stale:
-            self._is_torn |= not hasattr(self.module, "reset_iter_state")  # its own hook did not run
-            self.reset()  # as the end of a minibatch does
-        if stale and error is None:
-            raise RuntimeError(
-                f"parameters of unit {stale[0]} were written after they were published: call publish(model) on all "
-                f"ranks, outside of minibatches, after writing parameters by hand"
-            )
 
     def _loaded(self, module: Any, keys: Any) -> None:
         """Publishes what load_state_dict wrote, once no rank is still reading the old values."""

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm.layout import Region
 from ..comm.memory.heap import SymmetricHeap
-from ..engine.shard import PendingGradient, Shard, versions_of
+from ..engine.shard import PendingGradient, Shard, refuse_edited
 from ..engine.transport import Target, Transport
 from ..engine.unit import Passes
 from .found import FsdpParameter, FsdpUnit
@@ -43,7 +43,6 @@ class BridgedParameter(Shard):
         self._hook: RemovableHandle | None = None
         self._user_hooks: dict[int, Callable] = {}  # during a minibatch
         self._has_gradient = self._has_way = False
-        self._versions: tuple[int, int] | None = None  # of what was published
 
     @property
     def trains(self) -> bool:
@@ -93,7 +92,6 @@ class BridgedParameter(Shard):
         return [self._compute[self._rank]]
 
     def to_publish(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        self._versions = versions_of(self.sharded)
         own = self._compute[self._rank]
         for local, dtype in self.found.gathered():
             into, own = own.tensor_split([local.numel() * dtype.itemsize])
@@ -101,19 +99,6 @@ class BridgedParameter(Shard):
                 yield into.view(dtype), local
             else:  # a unit of several dtypes, which FSDP2 gathers as bytes
                 yield into, local.to(dtype).view(torch.uint8)
-
-    @property
-    def is_written(self) -> bool:
-        """True if it was written since it was published."""
-        return self._versions != versions_of(self.sharded)
-
-    def check_unwritten(self) -> None:
-        """Inside a minibatch: raises RuntimeError if it was written since the minibatch began."""
-        if self.is_written:
-            raise RuntimeError(
-                f"{self.name} was written inside a minibatch, while peers are reading its values from before: write "
-                f"parameters after the `with minibatch(...)` block, or before it"
-            )
 
     def read(self) -> torch.Tensor:
         if self.found.is_converted:
@@ -153,6 +138,9 @@ class BridgedParameter(Shard):
 
     def make_way(self) -> None:
         """FSDP2 is about to set `p.grad`, and would add to what is there."""
+        owner = self.tied_to or self
+        if self.sharded.grad is None and not (self._has_way or owner.touched):  # by zero_grad()
+            owner.lost = False
         self._has_way, self.sharded.grad = True, None
 
     def expect_no_more(self) -> bool:
@@ -219,9 +207,6 @@ class BridgedUnit:
         ]
         self.trained = [each for each in self.parameters if each.trains]
         self._used: set[BridgedParameter] = set()  # have a gradient on this rank that FSDP2 has not reduced
-        self._differs: torch.Tensor | None = (
-            None  # bool []: the published shard from FSDP2's own, since the last `is_stale`
-        )
         self.gather, self.reduce = _Gather(self), _Reduce(self, zeros)
 
     def connect(self) -> None:
@@ -246,37 +231,26 @@ class BridgedUnit:
 
     @torch.no_grad()
     def read(self, output: torch.Tensor, own: torch.Tensor, world: int) -> None:
-        """Fills `output` with all owners' compute shards. `own`: this rank's, as FSDP2 has it, maybe in `output`."""
+        """Fills `output` with all owners' compute shards. `own`: this rank's as FSDP2 would gather it, only checked."""
         heap, engine = self._heap, self._engine
         if world != heap.world:
             raise RuntimeError(
                 f"unit {self.name} is gathered from {world} ranks instead of {heap.world}: was its mesh changed after "
                 f"use_odc?"
             )
-        mine = self._compute_shards[heap.rank]
-        if own.nbytes != len(mine):
+        if own.nbytes != (expected := len(self._compute_shards[heap.rank])):
             raise RuntimeError(
-                f"FSDP2's shard of unit {self.name} has {own.nbytes} bytes and was expected to have {len(mine)}: were "
+                f"FSDP2's shard of unit {self.name} has {own.nbytes} bytes and was expected to have {expected}: were "
                 f"parameters added or replaced after use_odc?"
             )
-        if not engine.is_open and not self._passes.in_forward:
+        refuse_edited(self.parameters)
+        if not (engine.is_open or self._passes.in_forward):
             engine.publication.wait_readable()  # unshard() outside of a forward
         engine.streams.computes_here()
-        if engine.is_open:  # a minibatch publishes at its entry
-            for each in self.parameters:
-                each.check_unwritten()
-        else:
-            if any(each.found.is_converted for each in self.parameters):  # and maybe padded with anything
-                differs = torch.tensor(any(each.is_written for each in self.parameters), device=own.device)
-            else:
-                differs = (mine != own.view(torch.uint8)).any()
-            self._differs = differs if self._differs is None else self._differs | differs
         rows = output.view(torch.uint8).view(world, -1)
-        for step in range(1, world):
+        for step in range(world):
             owner = (heap.rank + step) % world
             rows[owner].copy_(self._compute_shards[owner], non_blocking=True)
-        if rows[heap.rank].data_ptr() != own.data_ptr():
-            rows[heap.rank].copy_(own.view(torch.uint8))
 
     @torch.no_grad()
     def check_layout(self) -> None:
@@ -289,19 +263,14 @@ class BridgedUnit:
         for each in self.trained:
             each.whole = each.found.registered
             each.whole.register_post_accumulate_grad_hook(lambda _, each=each: self._used.add(each))
+        laid_out = [each for each in self.parameters if not each.found.is_converted]
+        same = [torch.equal(*(w.view(torch.uint8) for w in (each.found.registered, each.read()))) for each in laid_out]
         module.reshard()
-        if self.is_stale():
+        if not all(same):
             raise RuntimeError(
                 f"torch {torch.__version__} lays out the shard of unit {self.name} in another way than use_odc knows: "
                 f"use_odc knows torch 2.11 to 2.15"
             )
-
-    def is_stale(self) -> bool:
-        """True if what was gathered outside of minibatches since the last call was published before FSDP2's parameters
-        changed. After a drain.
-        """
-        differs, self._differs = self._differs, None
-        return differs is not None and bool(differs)
 
     def reduced(self) -> list[BridgedParameter]:
         """Those that FSDP2 reduces now: with a gradient, or, after `set_reduce_scatter_unused_params(True)`, all."""

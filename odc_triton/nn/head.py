@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .choice import AUTO
 from .functional import token_divergence, token_log_probs
-from .functional.log_probs import check_targets
+from .functional.log_probs import checked_targets
 
 _REMEDY = (
     "Use the model's own loss (labels=...), torch.nn.functional.cross_entropy, or their .log_probs(targets); for "
@@ -146,7 +146,7 @@ class FusedLogits:
     # ------------------------------------------------------------------ losses and log-probabilities
 
     def log_probs(self, targets: torch.Tensor, *, ignore_index: int = -100) -> TokenLogProbs:
-        """Log-probabilities of `targets`, int64 of this shape without the vocabulary, and the entropy."""
+        """Log-probabilities of `targets`, integers of this shape without the vocabulary, and the entropy."""
         logp, entropy = token_log_probs(
             self._h, self._weight, targets, ignore_index=ignore_index, scale=self._scale, choice=self._choice
         )
@@ -180,7 +180,7 @@ def log_probs(logits: torch.Tensor | FusedLogits, targets: torch.Tensor, *, igno
     """
     if isinstance(logits, FusedLogits):
         return logits.log_probs(targets, ignore_index=ignore_index)
-    check_targets(targets, logits, logits.shape[-1], ignore_index)
+    targets = checked_targets(targets, logits, logits.shape[-1], ignore_index)
     every = logits.float().log_softmax(-1)
     ignored = targets == ignore_index
     logp = every.gather(-1, targets.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1).masked_fill(ignored, 0.0)

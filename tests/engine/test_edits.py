@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
 
-from odc_triton import MixedPrecisionPolicy, full_parameters, fully_shard, minibatch, publish
+from odc_triton import MixedPrecisionPolicy, full_parameters, fully_shard, minibatch, publish, use_odc
 from tests.support import ranks
 from tests.support.refusals import caught, net
 
@@ -27,13 +29,15 @@ def _each(write: Callable[[torch.Tensor], object]) -> Callable[[nn.Module], None
 
 EDITS: dict[str, Callable[[nn.Module], None]] = {
     "in place": _each(lambda p: p.mul_(0.5)),
-    "data": _each(lambda p: p.data.mul_(0.5)),
-    "data copy": _each(lambda p: p.data.copy_(p.detach().clone() * 0.5)),
-    "foreach": lambda model: torch._foreach_mul_(list(model.parameters()), 0.5),
     "lerp": _each(lambda p: p.lerp_(torch.zeros_like(p), 0.5)),
     "one number": lambda model: model[2].bias.clamp_(max=-0.01),  # of which only one rank has rows
+    "as it was": _each(lambda p: [p.mul_(0.5), p.mul_(2.0)]),
     "nothing": lambda model: None,
 }
+REFUSED = (
+    "RuntimeError: .* was edited since it was published, and other ranks would read its former values: call "
+    r"publish\(model\) on all ranks"
+)
 
 
 def _net() -> nn.Module:
@@ -50,7 +54,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _evaluated(rank: int, world: int, edit: str, mesh: tuple[int, ...], dtype: Any) -> tuple[list, list]:
-    """Outputs after two rounds of a step and an edit, and what plain torch has for those masters."""
+    """Outputs after two rounds of a step, an edit and a publication, and what plain torch has for those masters."""
     names = ("replicate", "shard")[-len(mesh) :]
     policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=True)
     model = fully_shard(_net(), mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names), mp_policy=policy)
@@ -62,6 +66,7 @@ def _evaluated(rank: int, world: int, edit: str, mesh: tuple[int, ...], dtype: A
             model(X)
             dist.barrier()  # no rank reads any more
             EDITS[edit](model)
+            publish(model)
             got += [model.eval()(X), model(X)]
             plain = _net()
             for parameter, value in zip(plain.parameters(), model.parameters(), strict=True):
@@ -70,36 +75,92 @@ def _evaluated(rank: int, world: int, edit: str, mesh: tuple[int, ...], dtype: A
     return got, want
 
 
-def _same(cases: list[tuple], world: int) -> None:
-    for case, found in zip(cases, ranks.run_all(world, *((_evaluated, *case) for case in cases)), strict=True):
+@pytest.mark.slow
+def test_an_evaluation_sees_what_was_published() -> None:
+    cases = [(edit, (2, 2), dtype) for edit in EDITS for dtype in (BF16, None)]
+    for case, found in zip(cases, ranks.run_all(4, *((_evaluated, *case) for case in cases)), strict=True):
         for got, want in found:
             torch.testing.assert_close(got, want, rtol=0, atol=0, msg=lambda words, case=case: f"{case}: {words}")
 
 
-def test_an_evaluation_sees_edits() -> None:
-    _same([(edit, (2,), BF16) for edit in EDITS], 2)
+def _bf16(mesh: tuple[int, ...], way: str = "fully_shard") -> nn.Module:
+    names = ("replicate", "shard")[-len(mesh) :]
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=names)
+    if way == "fully_shard":
+        return fully_shard(_net(), mesh=device_mesh, mp_policy=policy)
+    return use_odc(fsdp2(_net(), mesh=device_mesh, mp_policy=policy))
 
 
-@pytest.mark.slow
-def test_an_evaluation_sees_edits_of_other_replicas() -> None:
-    seen_alike = [edit for edit in EDITS if edit not in ("data", "data copy", "foreach")]
-    _same([(edit, (2, 2), BF16) for edit in EDITS] + [(edit, (2, 2), None) for edit in seen_alike], 4)
+def _forward(model: nn.Module) -> None:
+    with torch.no_grad(), torch.autocast("cpu", dtype=BF16):
+        model(X)
 
 
-def _walked(rank: int, world: int) -> tuple[str, bool]:
-    """One rank alone may walk through the parameters, so an edit must have been published."""
-    model = fully_shard(_net(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
-    with torch.no_grad():
-        model[0].weight.zero_()
-    said = caught(lambda: dict(full_parameters(model)))
+def _minibatch(model: nn.Module) -> None:
+    with minibatch(model, tokens=1):
+        model(X).sum().backward()
+
+
+def _in_threads(model: nn.Module) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda _: _forward(model), range(3)))
+
+
+READS: dict[str, Callable[[nn.Module], object]] = {
+    "forward": _forward,
+    "unshard": lambda model: model.unshard() or model.reshard(),
+    "full_parameters": lambda model: dict(full_parameters(model)),
+    "threads": _in_threads,
+}
+
+
+def _read(rank: int, world: int, edit: str, way: str, mesh: tuple[int, ...]) -> list[str]:
+    """What rank 0 alone is told by each read after an edit by it alone, and after a publication."""
+    model, said = _bf16(mesh, way), []
+    reads = [read for name, read in READS.items() if (name, way) != ("threads", "use_odc")]  # FSDP2 has one at a time
+    if rank == 0:
+        with torch.no_grad():
+            EDITS[edit](model)
+        said = [caught(lambda read=read: read(model)) for read in reads]
+    dist.barrier()
     publish(model)
-    return said, bool((dict(full_parameters(model))["0.weight"] == 0).all())
+    return said + [caught(lambda read=read: read(model)) for read in reads]
 
 
-def test_full_parameters_after_an_edit() -> None:
-    for said, right in ranks.run(_walked, 2):
-        assert re.search(r"RuntimeError: .*edited since they were published: call publish\(model\) on all", said), said
-        assert right
+def test_a_read_of_unpublished_edits_is_refused() -> None:
+    """Without another rank: each reads when it wants to."""
+    cases = [(edit, way, (2,)) for edit in ("in place", "as it was") for way in ("fully_shard", "use_odc")]
+    cases.append(("in place", "fully_shard", (2, 1)))
+    for case, (mine, other) in zip(cases, ranks.run_all(2, *((_read, *case) for case in cases)), strict=True):
+        refused = case[0] == "in place"
+        assert len(mine) == 2 * len(other) > 0, case
+        assert {*mine[len(other) :], *other} == {"nothing was raised"}, (case, mine, other)
+        for text in mine[: len(other)]:
+            assert re.match(REFUSED if refused else "nothing was raised", text), (case, text)
+
+
+def _entered(rank: int, world: int, edit: str, dtype: Any) -> list[str]:
+    """What minibatches say after an edit on rank 0, with replicas, and once it is published."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(_net(), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=True))
+    with torch.no_grad():
+        if rank == 0:
+            EDITS[edit](model)
+    said = [caught(lambda: _minibatch(model))]
+    publish(model)
+    return [*said, caught(lambda: _minibatch(model))]
+
+
+def test_replicas_refuse_unpublished_edits_at_the_entry_on_all_ranks() -> None:
+    cases = [("in place", BF16), ("in place", None), ("as it was", BF16)]
+    for case, found in zip(cases, ranks.run_all(2, *((_entered, *case) for case in cases)), strict=True):
+        for first, second in found:
+            if case[0] == "in place":
+                assert re.match("MinibatchFailed.*rank 0: " + REFUSED, first), (case, first)
+            else:
+                assert first == "nothing was raised", (case, first)
+            assert second == "nothing was raised", (case, second)
 
 
 def _unsharded(rank: int, world: int, backend: str) -> list[str]:
@@ -130,8 +191,23 @@ def _unsharded(rank: int, world: int, backend: str) -> list[str]:
 
 
 def test_an_edit_of_whole_weights_is_refused_on_every_rank() -> None:
-    words = "RuntimeError: 0.weight was edited in place while it was whole.*sharded parameters.*on all ranks"
+    words = "RuntimeError: 0.weight was edited in place while it was whole.*load them again.*sharded.*on all ranks"
     calls = [(_unsharded, backend) for backend in ("cpu", "cpu-sharded")]
     for said in chain.from_iterable(ranks.run_all(2, *calls)):
         assert [bool(re.search(words, text)) for text in said] == [True, True, False], said
         assert said[2] == "nothing was raised"
+
+
+def _alone(rank: int, world: int) -> tuple[list[str], bool]:
+    before = _net()[0].weight.detach()
+    said = _unsharded(rank, world, "cpu")
+    model = fully_shard(_net())
+    model.unshard()
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    model.reshard()
+    return said, torch.equal(model[0].weight.full_tensor(), before * 0.5)
+
+
+def test_one_rank_alone_may_edit_whole_weights() -> None:
+    assert ranks.run(_alone, 1) == [(["nothing was raised"] * 3, True)]

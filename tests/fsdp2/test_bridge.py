@@ -119,9 +119,6 @@ def _loads(rank: int, world: int) -> list[str]:
         for parameter in (*masters, *other.parameters()):  # the root's whole ones are still those of the evaluation
             parameter.mul_(0.5)
         message = caught(lambda: model(x))
-        if not hasattr(model, "reset_iter_state"):  # before torch 2.13
-            assert "an earlier pass failed inside FSDP2" in caught(lambda: model(x))
-            return message
         for _ in range(2):
             torch.distributed.barrier()
             publish(model)
@@ -162,6 +159,6 @@ def test_what_is_loaded_generated_and_said() -> None:
     assert said[0].startswith("use_odc: 3 units, 10 parameters, 189 elements (189 train), on 2 ranks")
     assert said[1] == ""
     for message in messages:
-        assert "written after they were published: call publish(model)" in message
+        assert "was edited since it was published, and other ranks would read its former values" in message
     for generated, plain in (pair for pairs in generations for pair in pairs):
         assert generated == plain

@@ -184,7 +184,10 @@ MISUSED = [
         "head.weight was frozen after use_odc: choose what trains before it",
     ),
     *[
-        (partial(_written_inside, write), "RuntimeError: head.weight was written inside a minibatch, while peers")
+        (
+            partial(_written_inside, write),
+            "RuntimeError: head.weight was edited since it was published, and",
+        )
         for write in (
             lambda weight: weight.mul_(0.5),
             lambda weight: weight.to_local().mul_(0.5),

@@ -18,7 +18,7 @@ from odc_kernels.linear_cross_entropy import HeadOutput, linear_cross_entropy, l
 from odc_kernels.linear_divergence import HeadInput, linear_divergence
 from odc_kernels.linear_staged import linear_dx_staged, linear_staged
 from odc_kernels.online_softmax import SoftmaxState, online_softmax
-from odc_kernels.peers import PeerShards, check_tensor, shards_of
+from odc_kernels.peers import PeerShards, check_apart, check_tensor, shards_of
 from odc_kernels.qkv import qkv
 from odc_kernels.qkv_grad import QkvGradients, qkv_grad
 from odc_kernels.qkv_inputs import QkNorm, QkvWeights, Rope
@@ -374,3 +374,12 @@ PLAIN: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 def test_it_refuses_a_plain_tensor_as_shards(call: Callable[..., Any], given: dict[str, Any], name: str) -> None:
     with pytest.raises(TypeError, match=f"^{name} is a plain tensor; give PeerShards: .*local.*of.*symmetric"):
         call(**given)
+
+
+def test_an_expanded_input_is_not_where_its_size_says() -> None:
+    """As the gradient of a sum is, in memory that ends where the output begins."""
+    memory = zeros(64)
+    g, dh = memory[15:16].expand(4), memory[16:28].view(4, 3)
+    check_apart("dh", dh, g)
+    with pytest.raises(ValueError, match="dh shares memory"):
+        check_apart("dh", dh, memory[15:19])

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from odc_triton import log_probs
@@ -193,7 +194,8 @@ def test_a_head_sharded_apart_from_its_tied_embedding_is_refused() -> None:
             ValueError,
             r"targets are \(2,\) of torch.float32; with \(2, .*give \(2,\) of torch.int64",
         ),
-        (torch.tensor([4, 5], dtype=torch.int32), ValueError, r"targets are \(2,\) of torch.int32"),
+        (torch.tensor([True, False]), ValueError, r"targets are \(2,\) of torch.bool"),
+        (torch.tensor([4, 97], dtype=torch.int32), IndexError, "target 97 is outside the vocabulary of 97"),
         (torch.tensor([[4, 5]]), ValueError, r"targets are \(1, 2\)"),
     ],
 )
@@ -202,6 +204,22 @@ def test_log_probs_of_no_words(targets: torch.Tensor, error: type[Exception], wo
         log_probs(torch.zeros(2, 97), targets)
     with pytest.raises(error, match=words):
         token_log_probs(torch.zeros(2, 3), torch.zeros(97, 3), targets)
+
+
+def test_log_probs_of_other_integers_and_tensors() -> None:
+    logits, targets = torch.randn(2, 3, 97), torch.tensor([[5, 6, 7], [8, -100, 9]])
+    want = log_probs(logits, targets).logp
+    for dtype in (torch.int32, torch.int16, torch.int8):
+        torch.testing.assert_close(log_probs(logits, targets.to(dtype)).logp, want, rtol=0, atol=0)
+        h, weight = torch.randn(2, 3, 4), torch.randn(97, 4)
+        fused = [token_log_probs(h, weight, given) for given in (targets.to(dtype), targets)]
+        torch.testing.assert_close(fused[0], fused[1], rtol=0, atol=0)
+    mapped = torch.func.vmap(lambda of, words: log_probs(of, words).logp)(logits, targets)
+    torch.testing.assert_close(mapped, want)
+    assert log_probs(logits.to("meta"), targets.to("meta")).logp.shape == (2, 3)
+    with FakeTensorMode() as mode:
+        fake = log_probs(mode.from_tensor(logits), mode.from_tensor(targets))
+    assert fake.logp.shape == (2, 3)
 
 
 def test_a_label_that_is_no_word() -> None:

@@ -11,20 +11,26 @@ from odc_kernels.peers import PeerShards
 from ..choice import AUTO, TABLE, choose
 from ..operand import AddRows, add_rows, resolve
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
-def check_targets(targets: torch.Tensor, of: torch.Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Raises ValueError unless targets are int64 [...] for `of` [..., D], IndexError for one outside."""
-    if targets.shape != of.shape[:-1] or targets.dtype != torch.int64:
+
+def checked_targets(targets: torch.Tensor, of: torch.Tensor, vocabulary: int, ignore_index: int) -> torch.Tensor:
+    """In int64. Raises ValueError unless targets are integers [...] for `of` [..., D], IndexError for one outside."""
+    if targets.shape != of.shape[:-1] or targets.dtype not in _INTEGERS:
         raise ValueError(
             f"targets are {tuple(targets.shape)} of {targets.dtype}; with {tuple(of.shape)} give "
             f"{tuple(of.shape[:-1])} of torch.int64"
         )
-    if not (of.is_cuda or torch.compiler.is_compiling()):  # no synchronisation on a GPU: such a target's logp is NaN
+    targets = targets.long()
+    is_traced = torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(targets)
+    # Only where there are values, and no synchronisation on a GPU: such a target's logp is NaN.
+    if type(of) is torch.Tensor and of.device.type == "cpu" and not is_traced:
         wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))]
         if wrong.numel():
             raise IndexError(
                 f"target {int(wrong[0])} is outside the vocabulary of {vocabulary}; ignored is {ignore_index}"
             )
+    return targets
 
 
 def token_log_probs(
@@ -42,7 +48,7 @@ def token_log_probs(
     | --- | --- | --- |
     | h | [..., D] | weight's, else it is cast |
     | weight | [V, D], sharded or not | fp32, bf16, fp16 |
-    | targets | [...] | int64 |
+    | targets | [...] | integers |
     | logp, entropy | [...] | fp32 |
 
     forward: online softmax over chunks of the vocabulary; logp is 0 where a target is `ignore_index`. dgrad: dh = sum
@@ -53,7 +59,7 @@ def token_log_probs(
     Raises IndexError for a target outside 0..V-1 (on a GPU its logp is NaN), ValueError for other shapes and dtypes,
     and for a choice that is unknown or can't run here.
     """
-    check_targets(targets, h, weight.shape[0], ignore_index)
+    targets = checked_targets(targets, h, weight.shape[0], ignore_index)
     flat = h.reshape(-1, h.shape[-1]).to(weight.dtype).contiguous()
     handle = getattr(weight, "_odc_handle", None)
     logp, entropy, _ = torch.ops.odc.token_log_probs(
