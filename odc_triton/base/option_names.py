@@ -39,6 +39,7 @@ _NAMES: dict[str, tuple[str, str]] = {
     "epsilon": ("clip", ""),
     "loss_type": ("loss", ""),
     "reward_funcs": ("reward", ""),
+    "vllm_mode": ("engine", ", vllm-server or vllm-colocate"),
     "use_vllm": ("engine", ", vllm-server or vllm-colocate"),
     "wandb_project": ("project", ""),
     "use_liger_kernel": ("fused_head", ""),

@@ -125,7 +125,7 @@ def _ended(folder: RunFolder, options: RunOptions, changed: str) -> Metrics:
     print(
         f"the run in {folder.path} has ended after step {metrics['step']}: {written} has its weights. Nothing was "
         f"changed. To train on, give more {'--epochs or ' * (options.job == 'sft')}--steps"
-        + f"; there are no steps for what is other now: {changed}"
+        + f"; no step is left for what was changed: {changed}"
         * bool(changed),
         flush=True,
     )

@@ -217,6 +217,11 @@ class SftRun(Run):
 
     # ------------------------------------------------------------------ evaluation
 
+    def in_words(self) -> str:
+        samples, left = len(self.sampler.mix), len(self.sampler.mix) % self.sampler.samples_per_minibatch
+        rest = f", {left} of {samples} samples don't fill a step and are left out, others in each epoch"
+        return super().in_words() + rest * bool(left)
+
     @property
     def evaluates(self) -> bool:
         return self.evaluation is not None

@@ -114,7 +114,7 @@ def test_a_run_forgets_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest
             replace(short, lr=0.1),
             False,
             ENDED,
-            "no steps for what is other now: --lr was 0.001 and is",
+            "no step is left for what was changed: --lr was 0.001 and is",
         ),
         "longer": (longer, True, ENDED, "--lr-floor was 0.1 and is 0.2; --steps was 3 and is 5"),
         "again, longer": (longer, False, ENDED, "has ended after step 5"),
