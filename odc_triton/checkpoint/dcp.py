@@ -7,7 +7,8 @@ Every rank writes its own rows and a list of them (`Part`); rank 0 joins the lis
 code in them. Here an unpickler that makes only DCP's own records, and sets only their fields, reads `.metadata`. It
 calls no class: instructions of a pickle can set attributes of a class, which hold for the whole process. It copies
 nothing, takes no size from the file, and refuses lists that tensors share; torch's own check of a tensor's chunks takes
-up to the square of their number. `torch.load(weights_only=True)` reads the values, as DCP reads tensors. A record may only name files in its folder.
+up to the square of their number. `torch.load(weights_only=True)` reads the values, as DCP reads tensors. A record may
+only name files in its folder.
 """
 
 from __future__ import annotations
