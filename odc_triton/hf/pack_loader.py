@@ -65,12 +65,20 @@ def measured(
 
 
 def digest_of(dataset: Any) -> str | None:
-    """Of the samples, at most `_COMPARED`, evenly spaced; None for no data set, its name, and a stream."""
+    """Of the samples, at most `_COMPARED`, evenly spaced: of their tokens, or of all if they have none. None for no
+    data set, its name, a stream, and samples that have no digest.
+    """
     if isinstance(dataset, (str, IterableDataset)) or not (hasattr(dataset, "__getitem__") and has_length(dataset)):
         return None
     count, found = len(dataset), hashlib.sha256()
     for place in sorted({count * part // _COMPARED for part in range(_COMPARED)} if count else ()):
-        found.update(json.dumps([count, dataset[place]], default=_plain).encode())
+        sample = dataset[place]
+        if isinstance(sample, Mapping) and "input_ids" in sample:
+            sample = {name: sample.get(name) for name in ("input_ids", "labels", "position_ids")}
+        try:
+            found.update(json.dumps([count, sample], default=_plain).encode())
+        except (TypeError, ValueError, RuntimeError, RecursionError):
+            return None
     return found.hexdigest()
 
 

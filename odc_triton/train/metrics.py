@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -136,8 +137,10 @@ class Progress:
     def show(self, numbers: dict[str, str], texts: Sequence[str] = ()) -> None:
         """Counts one more step and shows its numbers, and texts above the bar."""
         if texts and not self._bar.disable:
-            self._bar.write("\n".join(texts), file=sys.stdout)
-            sys.stdout.flush()
+            encoding = sys.stdout.encoding or "utf-8"
+            with contextlib.suppress(OSError, ValueError):  # of a console that is gone: no reason to end a run
+                self._bar.write("\n".join(texts).encode(encoding, "replace").decode(encoding), file=sys.stdout)
+                sys.stdout.flush()
         self._bar.set_postfix(numbers, refresh=False)
         self._bar.update()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import platform
 from collections.abc import Sequence
@@ -59,7 +60,10 @@ def write_report(run: Run, metrics: Sequence[Metrics], events: list[Event], summ
     columns = [name for name in _COLUMNS if _has(metrics, name)]
     options = {flag(name): _typed(value) for name, value in asdict(run.options).items() if value not in (None, ())}
     facts, completions = {"Options": options, "Versions": _versions()}, {}
-    for each in [each for each in read_metrics(out / "samples.jsonl") if "advantage" in each][-_ROWS:]:
+    samples = []
+    with contextlib.suppress(OSError, ValueError):  # the run has ended, whatever that file holds
+        samples = read_metrics(out / "samples.jsonl")
+    for each in [each for each in samples if "advantage" in each][-_ROWS:]:
         prompt, completion = in_two_lines(each)
         at = f"step {each['step']}, {prompt}"
         completions[at] = completions.get(at, "") + completion

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Any
 
 import pytest
 
-from odc_triton.train.metrics import in_two_lines
+from odc_triton.train.metrics import Progress, in_two_lines
 from odc_triton.train.outcome import in_words
 
 NOTHING = "Nothing was learned: in no step did the rewards of a prompt's completions differ."
@@ -44,3 +46,13 @@ def test_nothing_was_learned(steps: list[dict[str, Any]], says: bool) -> None:
 )
 def test_a_completion_in_two_lines(sample: dict, lines: tuple[str, str]) -> None:
     assert in_two_lines(sample) == lines
+
+
+def test_a_console_that_cannot_write_a_completion_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", written)
+    with Progress(total=2, done=0, shown=True) as progress:
+        progress.show({}, ["completion: é…"])
+        assert written.buffer.getvalue() == b"completion: ??\n"
+        written.close()
+        progress.show({}, ["another"])
