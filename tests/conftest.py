@@ -20,10 +20,12 @@ from bench.suites.hosts_net import NO_NAMESPACES
 
 pytest.register_assert_rewrite("tests.support")
 from tests.support import place as place  # noqa: E402
+from tests.support import ranks  # noqa: E402
 from tests.support import simulated as simulated  # noqa: E402
 
 # Loaders' workers too: a lock that a thread of a rank held at a fork would stay locked in the worker.
 multiprocessing.set_start_method("forkserver")
+ranks.fork_server()  # before a library starts the server, without what ranks need
 
 # A property test draws the same examples in every run, so a first run on a new machine fails only where the last one
 # here did. `python -m tests.search` draws others.

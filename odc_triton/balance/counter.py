@@ -38,7 +38,7 @@ class StoreCounter:
             answer = self._asker.ask(partial(getattr(self._store, method), *given))
             if wait([answer], self._timeout_s).done:
                 return answer.result()
-            self._is_lost = True  # later ones would wait behind it
+            self._is_lost = True  # every later question would wait for this answer
         raise DeadlineExceeded(
             [],
             f"the store did not answer within {self._timeout_s:.1f} s ({method} {given[0]!r}): its host (rank 0, or "

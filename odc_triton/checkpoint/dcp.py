@@ -271,6 +271,13 @@ class _MetadataUnpickler(pickle._Unpickler):  # whose instructions can be replac
     dispatch[pickle.NEWOBJ[0]] = pickle._Unpickler.load_reduce
 
 
+def _size(sizes: Any) -> torch.Size:
+    """No tensor has more dimensions, or longer ones; and of larger numbers many have one hash."""
+    if len(sizes) > 64 or any(abs(each) >= 2**60 for each in sizes):
+        raise ValueError("it has a size that no tensor has")
+    return torch.Size(sizes)
+
+
 _FIELDS: dict[Any, Any] = {"fqn": str, "relative_path": str, "length": int, (_StorageInfo, "offset"): int}
 _FIELDS |= {(MetadataIndex, "offset"): (torch.Size, type(None)), "index": (int, type(None))}
 _FIELDS |= dict.fromkeys(("size", "sizes", "offsets"), torch.Size)
@@ -281,17 +288,10 @@ _RECORDS += (records.ChunkStorageMetadata, records.TensorProperties, records.Sto
 _MAKERS: dict[tuple[str, str], Callable[..., Any]] = {
     **{(kind.__module__, kind.__name__): partial(object.__new__, kind) for kind in _RECORDS},
     (records.__name__, "_MEM_FORMAT_ENCODING"): _MEMORY_FORMATS.__getitem__,
-    ("torch", "Size"): lambda sizes: _size(sizes),
+    ("torch", "Size"): _size,
     ("torch.serialization", "_get_layout"): lambda _: torch.strided,
     ("collections", "OrderedDict"): {}.copy,  # an empty one, without arguments
 }
-
-
-def _size(sizes: Any) -> torch.Size:
-    """No tensor has more dimensions, or longer ones; and of larger numbers many have one hash."""
-    if len(sizes) > 64 or any(abs(each) >= 2**60 for each in sizes):
-        raise ValueError("it has a size that no tensor has")
-    return torch.Size(sizes)
 
 
 def read_metadata(folder: Path, name: str = METADATA) -> Metadata:

@@ -116,7 +116,7 @@ READS: dict[str, Callable[[nn.Module], object]] = {
 
 
 def _read(rank: int, world: int, edit: str, way: str, mesh: tuple[int, ...]) -> list[str]:
-    """What rank 0 alone is told by each read after an edit by it alone, and after a publication."""
+    """Rank 0 alone edits and reads: the errors of each read, before and after a publication."""
     model, said = _bf16(mesh, way), []
     reads = [read for name, read in READS.items() if (name, way) != ("threads", "use_odc")]  # FSDP2 has one at a time
     if rank == 0:

@@ -91,6 +91,7 @@ def _trained(
 
 def _each(rank: int, world: int, folder: str) -> dict[str, Any]:
     from odc_triton.base.errors import RanksDiffer
+    from odc_triton.hf import ODCTrainer
 
     found = {"whole": _trained(rank, world, f"{folder}/whole", Stream(), **SAVING)}
     with pytest.raises(
@@ -107,6 +108,11 @@ def _each(rank: int, world: int, folder: str) -> dict[str, Any]:
         with pytest.raises(RanksDiffer, match=f"rank 1 has other samples than rank 0: give every rank the same {what}"):
             _trained(rank, world, f"{folder}/equal", given, **changes)
     _trained(rank, world, f"{folder}/anew", Anew(), max_steps=1)
+    evaluates = ODCTrainer(
+        sharded_model(), arguments(f"{folder}/named"), train_dataset=equal, eval_dataset={"mine": equal[rank::world]}
+    )
+    with pytest.raises(RanksDiffer, match="give every rank the same eval_dataset"):
+        evaluates.evaluate("mine")
     return found
 
 
