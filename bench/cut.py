@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from odc_triton.data.dataset import DataSummary, TokenizedDataset
-from odc_triton.simulate.study import NAMED, draw, named_lengths
+from odc_triton.jobs.data.dataset import DataSummary, TokenizedDataset
+from odc_triton.tools.simulate.study import NAMED, draw, named_lengths
 
 POPULATION = 20_000
 LEAST_TOKENS = 2  # of a sample: one to predict, and one to predict it from

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from odc_triton.balance.collate import count_target_tokens, pack_collate
-from odc_triton.base.report import TITLE, Curves, save_html, save_timeline, table
-from odc_triton.base.trace import excerpt, idle_fraction, save_trace, timeline_text
-from odc_triton.comm.launch import launch
-from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_source
-from odc_triton.data.sources import RecordFiles
-from odc_triton.data.tokenizer import TextEncoder
+from odc_triton.jobs.data.dataset import DataOptions, TokenizedDataset, tokenize_source
+from odc_triton.jobs.data.sources import RecordFiles
+from odc_triton.jobs.data.tokenizer import TextEncoder
+from odc_triton.jobs.launcher.launch import launch
+from odc_triton.jobs.reports.report import TITLE, Curves, save_html, save_timeline, table
+from odc_triton.jobs.reports.trace import excerpt, idle_fraction, save_trace, timeline_text
+from odc_triton.packs.collate import count_target_tokens, pack_collate
 
 from . import quiet
 from .cut import cut, scaled_minibatches

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from odc_triton.comm.launch import launch
-from odc_triton.train.grpo import run_grpo
-from odc_triton.train.grpo_options import GrpoOptions
-from odc_triton.train.metrics import read_metrics
-from odc_triton.train.sft import run_sft
-from odc_triton.train.sft_options import SftOptions
+from odc_triton.jobs.launcher.launch import launch
+from odc_triton.jobs.train.grpo import run_grpo
+from odc_triton.jobs.train.grpo_options import GrpoOptions
+from odc_triton.jobs.train.metrics import read_metrics
+from odc_triton.jobs.train.sft import run_sft
+from odc_triton.jobs.train.sft_options import SftOptions
 
 from .harness import single_thread_environment
 from .provenance import about, save_json

@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import nn
 
 from odc_triton.balance import CostModel, assign
-from odc_triton.balance.collate import PackedDataset, count_target_tokens, pack_collate, to_device
-from odc_triton.balance.pieces import MinibatchPacks
-from odc_triton.balance.relatives import find_relatives
-from odc_triton.balance.split import assign_split, readable_tokens
 from odc_triton.base.events import Event
 from odc_triton.comm.local_store import rendezvous_url
-from odc_triton.data.dataset import TokenizedDataset
-from odc_triton.simulate.job import SPLIT
+from odc_triton.jobs.data.dataset import TokenizedDataset
+from odc_triton.packs.collate import PackedDataset, count_target_tokens, pack_collate, to_device
+from odc_triton.plan.pieces import MinibatchPacks
+from odc_triton.plan.relatives import find_relatives
+from odc_triton.plan.split import assign_split, readable_tokens
+from odc_triton.tools.simulate.job import SPLIT
 
 from . import quiet, trees
 from .variants import Pack, Setting, Variant

@@ -37,24 +37,25 @@ FEATURES = {
         r"(?i:exact|\w*_exact|exact_?\w+)|MinibatchToRepeat|repeat(ed|ing)",
     ),
     "split sequences": Feature(
-        ("sequence/*", "balance/pieces.py", "balance/split.py"),
+        ("sequence/*", "plan/pieces.py", "plan/split.py"),
         r"enable_split|split_(tokens|sequences|across_hosts|forward|bytes)|SplitPlan|(No)?Pieces?|blocked_on",
     ),
     "shared prefixes": Feature(
-        ("balance/relatives.py", "balance/shared.py", "balance/line.py", "sequence/tree.py", "sequence/flash.py"),
+        ("plan/relatives.py", "plan/shared.py", "plan/line.py", "sequence/tree.py", "sequence/flash.py"),
         r"\w*shares?_prefix\w*|[Rr]elatives|AttentionOfTree",
     ),
     "images": Feature(
         (
-            *("balance/pictures.py", "balance/tower.py", "train/vision.py", "hf/images.py", "hf/picture_records.py"),
-            *(f"data/{name}.py" for name in ("pictures", "shown", "parts", "vision")),
+            *("packs/pictures.py", "packs/images.py", "plan/tower.py", "jobs/train/vision.py"),
+            "jobs/trainers/picture_records.py",
+            *(f"jobs/data/{name}.py" for name in ("pictures", "shown", "parts", "vision")),
         ),
         r"(?i:\w*(pictures|picture_|vision|tower)\w*)|PictureProcessor|images|image_blocks",
     ),
     "replicas": Feature(("comm/replicas.py", "comm/peers.py"), r"(?i:\w*replicas?(_\w+)?)|PeerStatus"),
     "bridge to FSDP2": Feature(("fsdp2/*",), r"Bridged\w*|use_odc"),
     "Muon": Feature(("optim/*",), r"(?i:\w*muon\w*)"),
-    "background checkpoints": Feature(("checkpoint/background.py",), r"(?i:\w*background\w*)|is_dropped"),
+    "background checkpoints": Feature(("jobs/checkpoints/background.py",), r"(?i:\w*background\w*)|is_dropped"),
     "hyperparameters": Feature(("engine/steps.py",), r"(?i:hyperparameters)"),
 }
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from odc_triton.balance import CostModel
-from odc_triton.balance.tower import TowerCost
-from odc_triton.data.records import IGNORED
+from odc_triton.plan.fields import IGNORED
+from odc_triton.plan.tower import TowerCost
 
 from .harness import Work
 from .provenance import ROOT

@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from odc_triton.policy.vllm_server import PolicyServer
-from odc_triton.rl.generation import Request, Sampled, SamplingOptions
-from odc_triton.rl.prompts import completion_seed
-from odc_triton.rl.transformers_engine import TransformersEngine
-from odc_triton.rl.vllm_server import VllmServer
+from odc_triton.jobs.rl.generation import Request, Sampled, SamplingOptions
+from odc_triton.jobs.rl.prompts import completion_seed
+from odc_triton.jobs.rl.transformers_engine import TransformersEngine
+from odc_triton.jobs.rl.vllm_server import VllmServer
+from odc_triton.jobs.vllm.policy_server import PolicyServer
 
 from .provenance import ROOT
 

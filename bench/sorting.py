@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from odc_triton.data.tokenizer import COMPLETION, END, PROMPT
+from odc_triton.jobs.data.tokenizer import COMPLETION, END, PROMPT
 
 FEWEST, MOST = 3, 40
 UP = 0.3

@@ -75,7 +75,7 @@ def write_text(folder: Path, records: list[dict[str, str]], config: dict[str, An
 
     It is trained on the records, with `config["vocab_size"]` words. `count`: number of lines; the records repeat.
     """
-    from odc_triton.data.tokenizer import train_tokenizer
+    from odc_triton.jobs.data.tokenizer import train_tokenizer
 
     lines = [json.dumps(record) + "\n" for record in records]
     count = len(lines) if count is None else count

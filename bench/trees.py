@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from odc_triton.balance import CostModel
-from odc_triton.balance.partition import balanced_partition
-from odc_triton.balance.pieces import MinibatchPacks
-from odc_triton.balance.relatives import Relatives
-from odc_triton.balance.shared import assign_shared
+from odc_triton.plan.partition import balanced_partition
+from odc_triton.plan.pieces import MinibatchPacks
+from odc_triton.plan.relatives import Relatives
+from odc_triton.plan.shared import assign_shared
 
 TREES, REPEATED, SHARED = "trees", "repeated", "shared"
 WAYS = (TREES, REPEATED, SHARED)  # relatives on one rank; the best that reads nothing of other ranks; the best

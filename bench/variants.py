@@ -24,20 +24,20 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from odc_triton.balance.collate import Pack, pack_collate
 from odc_triton.base.events import Event, EventLog
 from odc_triton.checkpoint.repeat import repeating
 from odc_triton.comm.layout import find_units
-from odc_triton.data.records import IGNORED
 from odc_triton.engine.api import engine_of
 from odc_triton.engine.minibatch import minibatch
 from odc_triton.fsdp2.bridge import use_odc
 from odc_triton.fsdp2.found import replace_comms
-from odc_triton.fsdp2.record import TimedComm
 from odc_triton.hf import enable_packing, summed_loss
+from odc_triton.jobs.reports.fsdp2_record import TimedComm
+from odc_triton.packs.collate import Pack, pack_collate
+from odc_triton.plan.fields import IGNORED
 from odc_triton.sequence.enable import enable_split
 from odc_triton.sharding.shard_module import fully_shard
-from odc_triton.simulate.job import SPLIT
+from odc_triton.tools.simulate.job import SPLIT
 
 from .trees import REPEATED, SHARED, TREES
 

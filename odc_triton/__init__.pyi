@@ -16,7 +16,7 @@ from .engine.minibatch import begin_minibatch as begin_minibatch
 from .engine.minibatch import end_minibatch as end_minibatch
 from .engine.minibatch import minibatch as minibatch
 from .fsdp2.bridge import use_odc as use_odc
-from .fsdp2.record import record_timeline as record_timeline
+from .jobs.reports.fsdp2_record import record_timeline as record_timeline
 from .nn.head import divergence as divergence
 from .nn.head import log_probs as log_probs
 from .nn.replace import replace_layers as replace_layers
@@ -25,8 +25,8 @@ from .policy.offer import offer_policy as offer_policy
 from .policy.reader import read_policy as read_policy
 from .sequence.enable import enable_split as enable_split
 from .sequence.enable import split_forward as split_forward
-from .sharding.footprint import memory_plan as memory_plan
 from .sharding.shard_module import fully_shard as fully_shard
+from .tools.memory.footprint import memory_plan as memory_plan
 
 __all__: list[str]
 __version__: str

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from examples import calculator
-from odc_triton.data.tokenizer import load_tokenizer, to_transformers
-from odc_triton.rl.generation import Request, Sampled, SamplingOptions
-from odc_triton.rl.prompts import read_prompts
-from odc_triton.rl.turns import RolloutFunction, TurnEngine
-from odc_triton.train.metrics import read_metrics
+from odc_triton.jobs.data.tokenizer import load_tokenizer, to_transformers
+from odc_triton.jobs.rl.generation import Request, Sampled, SamplingOptions
+from odc_triton.jobs.rl.prompts import read_prompts
+from odc_triton.jobs.rl.turns import RolloutFunction, TurnEngine
+from odc_triton.jobs.train.metrics import read_metrics
 from tests.support.deadlines import LONG_S
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +69,7 @@ def _passes(model: Path, held_out: Path) -> float:
     """The share of right answers, greedily, by plain transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from odc_triton.rl.transformers_engine import TransformersEngine
+    from odc_triton.jobs.rl.transformers_engine import TransformersEngine
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = read_prompts(str(held_out), tokenizer, most_tokens=99)

@@ -15,19 +15,33 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "odc_triton"
 
-# Each folder may import from itself and from those after it.
-FLOORS = (
-    *("cli", "train", "rl", "simulate", "hf", "fsdp2", "sharding", "policy", "checkpoint", "sequence", "optim"),
-    *("engine", "balance", "data", "comm", "nn", "machine", "base"),
+# Three houses: tools are built on jobs, jobs on the library. Each room may import from itself and from those after it.
+TOOLS = ("cli", "tune", "doctor", "profile", "simulate", "memory")
+JOBS = ("train", "rl", "trainers", "vllm", "data", "checkpoints", "reports", "launcher", "options")
+LIBRARY = (
+    *("fsdp2", "sharding", "policy", "packs", "checkpoint", "sequence", "optim"),
+    *("engine", "plan", "comm", "nn", "machine", "base"),
 )
-# Neither torch nor triton: folders, and modules of others.
-PURE = ("base", "machine", "balance", "simulate", "comm.layout", "nn.choice", "sharding.peaks")
+FLOORS = (*(f"tools.{room}" for room in TOOLS), *(f"jobs.{room}" for room in JOBS), *LIBRARY)
+# Names that users import, resolved on first use; modules that torchrun starts.
+DOORS = ("hf", "balance", "simulate", "train")
+# Neither torch nor triton: rooms, and modules of others.
+PURE = (
+    "base",
+    "machine",
+    "plan",
+    "jobs.options",
+    "jobs.reports",
+    "tools.simulate",
+    "comm.layout",
+    "nn.choice",
+    "tools.memory.peaks",
+)
 HEAVY = {"torch", "triton", "transformers", "odc_kernels"}
 NEEDS_TORCH = (
-    "simulate.models",
-    "balance.collate",
-    "balance.counter",
-    "balance.pictures",
+    "tools.simulate.models",
+    "plan.counter",
+    "jobs.reports.fsdp2_record",
     "machine.cuda_devices",
     "machine.probe",
 )
@@ -71,18 +85,27 @@ def _ours(name: str, path: Path) -> set[str]:
     return {each.removeprefix("odc_triton.") for each in _imports_of(name, path)} & _modules().keys() - {name}
 
 
+def _room(name: str) -> str:
+    """Of a module: its folder, in a house other than the library with that."""
+    words = name.split(".")
+    return ".".join(words[: 2 if words[0] in ("jobs", "tools") else 1])
+
+
 def test_pure_modules() -> None:
     for name, path in _modules().items():
-        if (name in PURE or name.split(".")[0] in PURE) and name not in NEEDS_TORCH:
+        if (name in PURE or _room(name) in PURE) and name not in NEEDS_TORCH:
             heavy = {each.split(".")[0] for each in _imports_of(name, path, type_checking=False)} & HEAVY
             assert not heavy, f"{name} is pure and imports {heavy}"
 
 
 def test_floors() -> None:
-    assert {name.split(".")[0] for name, _ in _modules().items()} <= set(FLOORS)
+    assert {_room(name) for name in _modules()} <= {*FLOORS, *DOORS, "jobs", "tools"}
     for name, path in _modules().items():
-        for other in _ours(name, path):
-            mine, theirs = name.split(".")[0], other.split(".")[0]
+        for other in _ours(name, path) - {"jobs", "tools"}:
+            mine, theirs = _room(name), _room(other)
+            if mine in DOORS:
+                continue
+            assert theirs not in DOORS, f"{name} imports {other}, which is for users"
             assert FLOORS.index(mine) <= FLOORS.index(theirs), f"{name} imports {other}, of a higher floor"
 
 

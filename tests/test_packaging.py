@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from odc_triton.cli import command as cli
+from odc_triton.tools.cli import command as cli
 
 tomllib = pytest.importorskip("tomllib")  # Python 3.11 has it; the metadata are the same on 3.10
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,7 +38,7 @@ def test_pins_lie_in_the_open_ranges() -> None:
 def test_help_explains_every_option(capsys, monkeypatch) -> None:
     from dataclasses import fields
 
-    from odc_triton.train.sft_options import SftOptions
+    from odc_triton.jobs.train.sft_options import SftOptions
 
     monkeypatch.setenv("COLUMNS", "1000")  # lines are wrapped at hyphens too
     with pytest.raises(SystemExit, match="0"):

@@ -31,7 +31,7 @@ from pathlib import Path
 import triton
 
 from odc_kernels.tiles import ARCHITECTURES
-from odc_triton.base.report import table
+from odc_triton.jobs.reports.report import table
 
 from .code import Case, Code, build
 

@@ -1,6 +1,6 @@
 """Bytes per GPU for Qwen2.5 under ODC and FSDP2: `python -m bench.reports.memory_table` prints docs/memory.md's tables.
 
-Everything is computed by `odc_triton.sharding.footprint` on models built on the meta device; nothing is measured.
+Everything is computed by `odc_triton.tools.memory.footprint` on models built on the meta device; nothing is measured.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from odc_triton.sharding.footprint import MemoryPlan, memory_plan
-from odc_triton.sharding.peaks import activation_bytes_per_token
+from odc_triton.tools.memory.footprint import MemoryPlan, memory_plan
+from odc_triton.tools.memory.peaks import activation_bytes_per_token
 
 WORLDS = (1, 2, 4, 8)
 NODES = (2, 4, 8)  # of 8 GPUs each

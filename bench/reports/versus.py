@@ -24,10 +24,10 @@ from pathlib import Path
 import numpy as np
 
 from odc_triton.balance import assign
-from odc_triton.base.report import table
-from odc_triton.base.trace import excerpt, idle_fraction
-from odc_triton.comm.launch import launch
-from odc_triton.sharding.footprint import memory_plan
+from odc_triton.jobs.launcher.launch import launch
+from odc_triton.jobs.reports.report import table
+from odc_triton.jobs.reports.trace import excerpt, idle_fraction
+from odc_triton.tools.memory.footprint import memory_plan
 
 from .. import quiet
 from ..cut import cut, scaled_minibatches

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from odc_triton.balance import CostModel
-from odc_triton.base.trace import (
+from odc_triton.jobs.reports.trace import (
     ACCUMULATE,
     BARRIERS,
     GATHER,
@@ -91,7 +91,7 @@ class LengthsWork:
 
     @cached_property
     def config(self) -> Any:
-        from odc_triton.data.tokenizer import read_config
+        from odc_triton.checkpoint.adapted import read_config
 
         return read_config(self.init or self.model).get_text_config()
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from odc_triton.balance import CostModel, assign
-from odc_triton.balance.pieces import Entry, Piece
-from odc_triton.balance.split import assign_split, readable_tokens
+from odc_triton.plan.pieces import Entry, Piece
+from odc_triton.plan.split import assign_split, readable_tokens
 from odc_triton.simulate import Job, Links, simulate
-from odc_triton.simulate.job import SPLIT
+from odc_triton.tools.simulate.job import SPLIT
 
 FORWARD_SHARE = 1 / 3
 

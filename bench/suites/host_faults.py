@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import nn
 
 from odc_triton.base.errors import OfRanks
-from odc_triton.base.report import table
 from odc_triton.engine.api import engine_of
+from odc_triton.jobs.reports.report import table
 from odc_triton.sequence.buffers import Flag
 
 from ..provenance import about, save_parts

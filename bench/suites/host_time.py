@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
-from odc_triton.base.report import table
-from odc_triton.comm.launch import launch
 from odc_triton.comm.memory import ApartHeap
 from odc_triton.engine.minibatch import minibatch
 from odc_triton.engine.transport import DeviceStreams, Streams
+from odc_triton.jobs.launcher.launch import launch
+from odc_triton.jobs.reports.report import table
 from odc_triton.nn.replace import replace_layers
 from odc_triton.sharding.backend import BACKENDS, CpuBackend
 from odc_triton.sharding.shard_module import fully_shard

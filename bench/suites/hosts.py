@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from odc_triton.balance import CostModel
-from odc_triton.base.report import table
-from odc_triton.comm.launch import launch
+from odc_triton.jobs.launcher.launch import launch
+from odc_triton.jobs.reports.report import table
 from odc_triton.simulate import draw, named_lengths
-from odc_triton.simulate.study import NAMED
+from odc_triton.tools.simulate.study import NAMED
 
 from ..provenance import about, save_parts
 from .cells import Cell, Way

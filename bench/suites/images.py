@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from odc_triton.base.report import table
+from odc_triton.jobs.reports.report import table
 
 from .. import quiet
 from ..demo import RANKS, WARM_UP

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 
 from odc_triton.base.files import write_file
-from odc_triton.cli.bench import BenchOptions
-from odc_triton.comm.launch import launch
-from odc_triton.data.lengths import read_lengths
-from odc_triton.data.records import Record
+from odc_triton.jobs.data.lengths import read_lengths
+from odc_triton.jobs.data.records import Record
+from odc_triton.jobs.launcher.launch import launch
+from odc_triton.tools.cli.bench import BenchOptions
 
 from .. import variants
 from ..harness import in_turn, single_thread_environment
@@ -91,8 +91,8 @@ def _counter(source: str | None) -> Callable[[Record], int] | None:
     encoders: list = []
 
     def count(record: Record) -> int:
-        from odc_triton.data.encode import encode_records
-        from odc_triton.data.tokenizer import TextEncoder, read_tokenizer
+        from odc_triton.jobs.data.encode import encode_records
+        from odc_triton.jobs.data.tokenizer import TextEncoder, read_tokenizer
 
         if not encoders:
             encoders.append(TextEncoder.of(read_tokenizer(source)))

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from odc_triton.base.report import table
+from odc_triton.jobs.reports.report import table
 
 from .. import quiet
 from ..harness import bootstrap_ratio

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from odc_triton.base.report import table
+from odc_triton.jobs.reports.report import table
 
 
 def size_of(size_bytes: int) -> str:

@@ -37,12 +37,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from odc_triton import enable_split, fully_shard, minibatch, replace_layers
 from odc_triton.balance import CostModel, PackedDataset, count_target_tokens, pack_collate
-from odc_triton.balance.line import LEAST_TOKENS
-from odc_triton.balance.split import assign_split
-from odc_triton.comm.launch import launch
 from odc_triton.engine.api import engine_of
 from odc_triton.hf import compute_in_chunks, enable_packing, summed_loss
-from odc_triton.sharding.footprint import memory_plan
+from odc_triton.jobs.launcher.launch import launch
+from odc_triton.plan.line import LEAST_TOKENS
+from odc_triton.plan.split import assign_split
+from odc_triton.tools.memory.footprint import memory_plan
 
 from ..harness import PeakMemory, gather, in_turn, median_ratio, open_job, single_thread_environment
 from ..provenance import about, save_parts
@@ -214,7 +214,7 @@ def sample() -> dict[str, object]:
         text = "".join(each["prompt"] + each["completion"] for each in records)
         lines = [{"text": text}, {"text": text[:400]}]
         Path(folder, "data.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-        command = [sys.executable, "-m", "odc_triton.cli", "train", "sft", "--ranks", "2", "--steps", "3"]
+        command = [sys.executable, "-m", "odc_triton.tools.cli", "train", "sft", "--ranks", "2", "--steps", "3"]
         command += ["--data", f"{folder}/data.jsonl", "--init", f"{folder}/config.json", "--out", f"{folder}/run"]
         command += ["--tokenizer", f"{folder}/tokenizer.json", "--token-cap", "32768", "--truncate"]
         command += ["--samples-per-rank", "1", "--split-sequences", "--gradient-checkpointing", "--offload-checkpoints"]

@@ -24,14 +24,14 @@ from typing import Any
 
 import torch
 
-from odc_triton.base.report import table
-from odc_triton.comm.launch import launch
-from odc_triton.policy.vllm_server import PolicyServer
-from odc_triton.rl.rollout import PromptSlot
-from odc_triton.train import grpo
-from odc_triton.train.grpo_options import GrpoOptions
-from odc_triton.train.grpo_run import GrpoRun
-from odc_triton.train.metrics import Metrics
+from odc_triton.jobs.launcher.launch import launch
+from odc_triton.jobs.reports.report import table
+from odc_triton.jobs.rl.rollout import PromptSlot
+from odc_triton.jobs.train import grpo
+from odc_triton.jobs.train.grpo_options import GrpoOptions
+from odc_triton.jobs.train.grpo_run import GrpoRun
+from odc_triton.jobs.train.metrics import Metrics
+from odc_triton.jobs.vllm.policy_server import PolicyServer
 from tests.support.vllm_real import vllm_serve, write_vllm_case
 
 from .. import quiet, rollouts

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from odc_triton.base.report import table
-from odc_triton.comm.launch import launch
+from odc_triton.jobs.launcher.launch import launch
+from odc_triton.jobs.reports.report import table
 
 from .. import quiet
 from ..cut import cut

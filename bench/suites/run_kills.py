@@ -20,11 +20,11 @@ from typing import Any
 
 import psutil
 
-from odc_triton.base.config_file import write_config
-from odc_triton.base.report import table
-from odc_triton.checkpoint.steps import newest_in
-from odc_triton.train.metrics import read_metrics
-from odc_triton.train.sft_options import SftOptions
+from odc_triton.jobs.checkpoints.steps import newest_in
+from odc_triton.jobs.options.config_file import write_config
+from odc_triton.jobs.reports.report import table
+from odc_triton.jobs.train.metrics import read_metrics
+from odc_triton.jobs.train.sft_options import SftOptions
 
 from ..provenance import about, options_of, save_parts
 from ..stdlib_corpus import build_corpus, write_text
@@ -46,7 +46,7 @@ COLUMNS = ("killed", "times", "named", "s to the end, median", "largest", "s of 
 
 def start(options: SftOptions) -> subprocess.Popen:
     write_config(config := f"{options.out}.yaml", options, comment="the run", ranks=RANKS)
-    command = [sys.executable, "-m", "odc_triton.cli", "train", "sft", "--config", config]
+    command = [sys.executable, "-m", "odc_triton.tools.cli", "train", "sft", "--config", config]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 

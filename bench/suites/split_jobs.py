@@ -20,10 +20,10 @@ from torch import nn
 
 from odc_triton import enable_split, fully_shard, minibatch
 from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
-from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
-from odc_triton.comm.launch import die_with_parent, end_process
 from odc_triton.engine.api import engine_of
 from odc_triton.hf import enable_packing, summed_loss
+from odc_triton.jobs.launcher.launch import die_with_parent, end_process
+from odc_triton.plan.pieces import Entry, MinibatchPacks, Piece, SplitPlan
 
 from .hosts_net import INTERFACE, Hosts
 

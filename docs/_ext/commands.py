@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sphinx.application import Sphinx
 
-from odc_triton.cli.command import make_parser
+from odc_triton.tools.cli.command import make_parser
 
 FOLDER = "commands"
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from odc_triton.base.events import Event
-from odc_triton.base.trace import UNRECORDED, segments, window_s
-from odc_triton.simulate.hardware import find_device
-from odc_triton.simulate.models import Model
-from odc_triton.simulate.study import cells, make_job, named_lengths, rank_settings, usual_links
+from odc_triton.jobs.reports.trace import UNRECORDED, segments, window_s
+from odc_triton.tools.simulate.hardware import find_device
+from odc_triton.tools.simulate.models import Model
+from odc_triton.tools.simulate.study import cells, make_job, named_lengths, rank_settings, usual_links
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx

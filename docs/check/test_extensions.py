@@ -13,14 +13,14 @@ sys.path.insert(0, str(EXTENSIONS))
 from commands import leaves, page, plain  # noqa: E402
 from docstrings import to_rst  # noqa: E402
 
-from odc_triton.cli.command import make_parser  # noqa: E402
+from odc_triton.tools.cli.command import make_parser  # noqa: E402
 
 
 @pytest.mark.parametrize(
     ("text", "rst"),
     [
         ("Adds `x` to *y_.", r"Adds \ ``x``\  to \*y\_."),
-        ("See [Note: waves].", r"See the note on waves in \ ``odc_triton/balance/pieces.py``\ ."),
+        ("See [Note: waves].", r"See the note on waves in \ ``odc_triton/plan/pieces.py``\ ."),
         ("See docs/exact.md.", r"See \ :doc:`/exact`\ ."),
         ("a: one\n    more\nb: other", "* \\ ``a``\\ : one more\n* \\ ``b``\\ : other"),
         ("a, b: both", "* \\ ``a``\\ , \\ ``b``\\ : both"),

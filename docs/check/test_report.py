@@ -42,7 +42,7 @@ _COLOURS = """images => images.map(image => {
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A job's name and its report."""
     folder = write_prompts(tmp_path_factory.mktemp(request.param))
-    command = [sys.executable, "-m", "odc_triton.cli", "train", request.param, *SHARED, *JOBS[request.param]]
+    command = [sys.executable, "-m", "odc_triton.tools.cli", "train", request.param, *SHARED, *JOBS[request.param]]
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
     done = subprocess.run(

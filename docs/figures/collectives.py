@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from odc_triton.base.events import total_s
-from odc_triton.base.trace import barriers, window_s
+from odc_triton.jobs.reports.trace import barriers, window_s
 
 from .recorded import THEIRS, events, packs
 from .svg import WIDTH, Drawing

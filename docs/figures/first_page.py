@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from odc_triton.base.events import Event
-from odc_triton.base.trace import idle_fraction, window_s
+from odc_triton.jobs.reports.trace import idle_fraction, window_s
 
 from .results import read
 from .svg import Drawing
@@ -32,7 +32,7 @@ def data() -> dict:
 
 
 def tracks_of(trace: dict) -> dict[str, list[Event]]:
-    """The tracks of what `odc_triton.base.trace.save_trace` wrote, each from 0 s on."""
+    """The tracks of what `odc_triton.jobs.reports.trace.save_trace` wrote, each from 0 s on."""
     names, tracks = {}, defaultdict(list)
     for each in trace["traceEvents"]:
         if each["name"] == "process_name":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from odc_triton.base.events import Event
-from odc_triton.base.trace import idle_fraction, window_s
+from odc_triton.jobs.reports.trace import idle_fraction, window_s
 
 from .results import read
 from .svg import Drawing

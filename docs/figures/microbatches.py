@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from odc_triton.base.trace import idle_fraction, window_s
+from odc_triton.jobs.reports.trace import idle_fraction, window_s
 
 from .recorded import OURS, THEIRS, events, microbatches, packs
 from .svg import WIDTH, Drawing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from odc_triton.base.trace import barriers, window_s
+from odc_triton.jobs.reports.trace import barriers, window_s
 
 from .recorded import OURS, events, microbatches, packs
 from .svg import WIDTH, Drawing

@@ -23,10 +23,10 @@ from bench.harness import Work, compare, open_job, single_thread_environment
 from bench.provenance import about, append_line, read_lines
 from bench.variants import Fsdp2, Odc
 from odc_triton import RankLost, fully_shard, minibatch
-from odc_triton.base.trace import excerpt
-from odc_triton.comm.launch import launch
 from odc_triton.comm.memory.heap import Status
 from odc_triton.engine.api import engine_of
+from odc_triton.jobs.launcher.launch import launch
+from odc_triton.jobs.reports.trace import excerpt
 
 RECORDED = Path(__file__).parent / "recorded.json"
 SIZES = {"vocab_size": 1024, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from odc_triton.base.events import Event
-from odc_triton.base.trace import UNRECORDED, segments, window_s
+from odc_triton.jobs.reports.trace import UNRECORDED, segments, window_s
 
 from .svg import Drawing
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from odc_triton.base.trace import barriers
+from odc_triton.jobs.reports.trace import barriers
 
 from .recorded import RECORDED, killed_events, log, versions_read
 from .svg import WIDTH, Drawing

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from odc_triton.balance import CostModel
-from odc_triton.balance.pieces import Piece
-from odc_triton.balance.split import assign_split
+from odc_triton.plan.pieces import Piece
+from odc_triton.plan.split import assign_split
 
 from .svg import WIDTH, Drawing
 

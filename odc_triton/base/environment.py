@@ -1,10 +1,11 @@
-"""Environment variables: for the duration of a block, and those of a rank that another program started."""
+"""What a process finds: environment variables, those of a rank that another program started, versions of packages."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 
 
 def joined_world() -> int | None:
@@ -44,3 +45,14 @@ def environment(**wanted: str) -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+def installed(*packages: str) -> dict[str, str]:
+    """The packages' versions, or "not installed"."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found

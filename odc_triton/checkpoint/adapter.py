@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..data.adapted import base_of
+from .adapted import base_of
 from .parameters import read_whole, sharded_parameters
 
 _WRAPPER = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")  # in the names below checkpoint_wrapper or compile

@@ -24,12 +24,11 @@ from torch import nn
 
 from ..base.errors import CheckpointDiffers, in_a_line
 from ..base.files import reading
-from ..data.adapted import base_of
-from ..data.tokenizer import read_config
 from ..engine.api import engine_of
 from ..engine.module import plain_class
 from ..engine.parameter import ShardedParameter
 from ..nn.operand import is_sharded
+from .adapted import base_of, read_config
 from .base_model import ADAPTER
 from .failures import all_or_none, listed
 from .parameters import sharded_parameters

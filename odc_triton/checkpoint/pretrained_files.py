@@ -11,7 +11,7 @@ import torch
 
 from ..base.errors import CheckpointCorrupt
 from ..base.files import read_json_object, reading
-from ..data.adapted import CONFIG, base_of
+from .adapted import CONFIG, base_of
 
 if TYPE_CHECKING:
     from safetensors import safe_open

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..base.files import folder_aside
-from ..data.adapted import with_tokenizer
-from ..data.vision import save_processor
 from ..engine.api import engine_of
 from ..nn.operand import is_sharded
+from .adapted import with_tokenizer
 from .adapter import write_adapter
 from .pretrained import transformers_part
 from .pretrained_tensors import PretrainedTensors, require_written
@@ -156,3 +155,15 @@ def _write_model(root: nn.Module, model: nn.Module, folder: Path, dtype: torch.d
         weight_map |= dict.fromkeys(names, name)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def save_processor(processor: Any, folder: Path) -> None:
+    """Its `save_pretrained`, or what that writes, without videos, for one that has None for its video processor."""
+    if getattr(processor, "video_processor", "") is not None:
+        processor.save_pretrained(folder)
+        return
+    processor.tokenizer.save_pretrained(folder)
+    if processor.chat_template is not None:
+        (folder / "chat_template.jinja").write_text(processor.chat_template)
+    config = {name: value for name, value in processor.to_dict().items() if value is not None}
+    (folder / "processor_config.json").write_text(json.dumps(config))

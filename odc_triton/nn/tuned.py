@@ -16,8 +16,8 @@ from typing import Any
 
 from odc_kernels import tiles
 
+from ..base.environment import installed
 from ..base.files import write_file
-from ..base.report import installed
 from .choice import TABLE, WORDS, Choice, Entry, as_choice
 
 VARIABLE = "ODC_TUNED"

@@ -19,12 +19,12 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from ..balance.partition import balanced_partition
 from ..base.errors import RanksDiffer
 from ..comm.layout import Region, first_difference, place_regions
 from ..comm.memory.heap import Status
 from ..engine.module import Engine
 from ..engine.parameter import ShardedParameter
+from ..plan.partition import balanced_partition
 
 _STEP_BITS = 32  # below them a status has a digest of what the step is of
 

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from ..balance.pieces import PlannedPiece
 from ..comm.layout import place_regions
 from ..comm.memory.heap import Status, SymmetricHeap
+from ..plan.pieces import PlannedPiece
 
 KEYS, VALUES = 0, 1
 RUN_TOKENS = 65_536  # of other ranks, that attention reads at once

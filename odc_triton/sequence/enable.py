@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..balance.pieces import Piece, SplitPlan
 from ..base.errors import PeerFailed, RanksDiffer, describe
 from ..engine.api import engine_of
 from ..engine.module import plain_class
 from ..nn.modes import evaluating
+from ..plan.pieces import Piece, SplitPlan
 from .buffers import IN_FLIGHT, KVBuffers, LayerShape
 from .exchange import SequenceExchange
 from .layer import AttentionHook, LayerSplit

@@ -1,6 +1,6 @@
 """Pieces of samples in a minibatch, on one rank: attention publishes, reads, adds and collects.
 
-Per layer, for the pieces of one microbatch (see [Note: waves] in balance/pieces.py):
+Per layer, for the pieces of one microbatch (see [Note: waves] in plan/pieces.py):
 
 forward     publish  writes keys and values of the own pieces that others read, and says so
             read     waits for those before them on other ranks, and reads them
@@ -24,12 +24,12 @@ from functools import partial
 
 import torch
 
-from ..balance.pieces import Piece, PlannedPiece, Read, SplitPlan
 from ..base.errors import RanksDiffer
 from ..comm.replicas import Grid
 from ..engine.minibatch import Participant
 from ..engine.transport import Streams
 from ..engine.unit import in_backward_pass
+from ..plan.pieces import Piece, PlannedPiece, Read, SplitPlan
 from .buffers import KEYS, RUN_TOKENS, VALUES, Flag
 from .fetched import Fetched, Rows, SharedRows
 from .sync import HostSync, OwnFlag, Wait

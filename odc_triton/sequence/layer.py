@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..balance.pieces import Piece, Read
 from ..engine.unit import in_backward_pass
+from ..plan.pieces import Piece, Read
 from .attention import Pair, RowsBefore, by_head, by_token
 from .exchange import SequenceExchange, Span
 

@@ -3,7 +3,7 @@ sequences. Each rank writes its part into memory of the host, also on GPUs, and 
 
 [Note: a wait between forward and backward] A rank writes its parts when the forward of its pack is done, before it
 waits for any. The forward needs other ranks' forwards alone, so every rank of the wave writes; and none is in its
-backward, where ranks wait for additions, before it has. So in [Note: waves] in balance/pieces.py
+backward, where ranks wait for additions, before it has. So in [Note: waves] in plan/pieces.py
 attend(last layer) < write < wait < all of the backward, and waits still can't form a circle. Ranks that compute nothing
 of the wave's samples are not asked.
 """
@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from ..balance.pieces import Piece, PlannedPiece
 from ..base.errors import PeerFailed
 from ..comm.layout import place_regions
 from ..comm.memory.heap import SharedMemoryHeap, Status
 from ..engine.api import engine_of
+from ..plan.pieces import Piece, PlannedPiece
 from .exchange import SequenceExchange
 
 _MOST = 2  # sums of a sample

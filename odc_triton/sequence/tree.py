@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..balance.pieces import Piece, PlannedPiece, Read, SplitPlan, reads_of
+from ..plan.pieces import Piece, PlannedPiece, Read, SplitPlan, reads_of
 from .attention import SeenRows
 
 

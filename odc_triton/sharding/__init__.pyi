@@ -1,4 +1,4 @@
-from .footprint import memory_plan as memory_plan
+from ..tools.memory.footprint import memory_plan as memory_plan
 from .shard_module import fully_shard as fully_shard
 
 __all__: list[str]

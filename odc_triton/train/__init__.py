@@ -1,1 +1,1 @@
-"""Training jobs on the engine, and the data that they read."""
+"""The modules that torchrun starts; the jobs are in jobs/train/."""

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc_triton.balance.arrivals import _SMALLEST, Arrivals
-from odc_triton.balance.cost import CostModel
+from odc_triton.plan.arrivals import _SMALLEST, Arrivals
+from odc_triton.plan.cost import CostModel
 
 COST = CostModel(quadratic=0.01, linear=1.0)
 Group = tuple[int, list[int]]  # shared tokens, and those of each completion

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from odc_triton.balance import CostModel
-from odc_triton.balance.cost import attention_factor
+from odc_triton.plan.cost import attention_factor
 
 
 def test_a_pack_costs_the_sum_of_its_documents_and_not_the_square_of_its_tokens():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, balanced_partition, refine
-from odc_triton.balance.partition import longest_first
+from odc_triton.plan.partition import longest_first
 
 COST = CostModel.paper_7b()
 costs_lists = st.lists(st.floats(0, 1e6, allow_nan=False), min_size=1, max_size=24)

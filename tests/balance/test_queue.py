@@ -25,9 +25,9 @@ from odc_triton.balance import (
     queue_packs,
     store_counter,
 )
-from odc_triton.balance.counter import StoreCounter
-from odc_triton.balance.queue import OwnCounter
 from odc_triton.comm.memory.heap import PID
+from odc_triton.plan.counter import StoreCounter
+from odc_triton.plan.queue import OwnCounter
 from tests.support import ranks
 from tests.support.blocks import Blocks
 from tests.support.deadlines import LONG_S, SHORT_S

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, MinibatchSampler
-from odc_triton.balance.pieces import Piece
-from odc_triton.balance.relatives import Relatives, find_relatives
-from odc_triton.data.order import Mix, in_families
+from odc_triton.plan.order import Mix, in_families
+from odc_triton.plan.pieces import Piece
+from odc_triton.plan.relatives import Relatives, find_relatives
 from tests.balance.test_shared import LEAST, SAMPLES, common, group, sample, shown
 
 
@@ -28,8 +28,8 @@ def test_found_and_among(samples: list[dict], at_once: int, data: st.DataObject)
     count = len(samples)
     chosen = data.draw(st.lists(st.integers(0, count - 1), unique=True))
     with (
-        mock.patch("odc_triton.balance.relatives.LEAST_SHARED", LEAST),
-        mock.patch("odc_triton.balance.relatives._COMPARED", at_once),
+        mock.patch("odc_triton.plan.relatives.LEAST_SHARED", LEAST),
+        mock.patch("odc_triton.plan.relatives._COMPARED", at_once),
     ):
         relatives = find_relatives(samples)
         found = find_relatives([samples[at] for at in sorted(chosen)])

@@ -9,8 +9,8 @@ import random
 import pytest
 
 from odc_triton.balance import BALANCES, CostModel, MinibatchSampler, assign
-from odc_triton.balance.queue import OwnCounter
-from odc_triton.data.order import Mix
+from odc_triton.plan.order import Mix
+from odc_triton.plan.queue import OwnCounter
 
 LENGTHS = [random.Random(i).randint(1, 100) for i in range(50)]
 

@@ -13,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, PackedDataset, pack_collate
-from odc_triton.balance.assigner import Assigner
-from odc_triton.balance.pieces import Piece, reads_of
-from odc_triton.balance.relatives import LEAST_SHARED, find_relatives, floor_of
-from odc_triton.balance.shared import assign_shared
-from odc_triton.balance.strategies import assign
+from odc_triton.plan.assigner import Assigner
+from odc_triton.plan.pieces import Piece, reads_of
+from odc_triton.plan.relatives import LEAST_SHARED, find_relatives, floor_of
+from odc_triton.plan.shared import assign_shared
+from odc_triton.plan.strategies import assign
 from odc_triton.sequence.tree import rows_before
 
 LEAST = 2
@@ -69,7 +69,7 @@ def test_each_token_is_computed_once_in_a_pack(samples: list[dict], numbers: obj
     if numbers is not None:
         numbers.shuffle(chosen)
         chosen = chosen[: max(len(chosen) // 2, 1)]
-    with mock.patch("odc_triton.balance.relatives.LEAST_SHARED", LEAST):
+    with mock.patch("odc_triton.plan.relatives.LEAST_SHARED", LEAST):
         entries = find_relatives(samples).entries(chosen)
     pieces = [each if isinstance(each, Piece) else Piece(each, 0, len(samples[each]["input_ids"])) for each in entries]
     assert sorted(each.sample for each in pieces) == sorted(chosen)
@@ -139,8 +139,8 @@ def test_assigned(samples: list[dict], ranks: int, token_cap: int, microbatch: f
     extra = [10.0 * floor for floor in floors]
     how = {"ranks": ranks, "token_cap": token_cap, "cost": cost, "extra": extra}
     with (
-        mock.patch("odc_triton.balance.relatives.LEAST_SHARED", LEAST),
-        mock.patch("odc_triton.balance.shared.LEAST_TOKENS", 2),
+        mock.patch("odc_triton.plan.relatives.LEAST_SHARED", LEAST),
+        mock.patch("odc_triton.plan.shared.LEAST_TOKENS", 2),
     ):
         relatives = find_relatives(samples)
         apart = assign_shared(lengths, relatives, **how)

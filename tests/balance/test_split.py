@@ -14,11 +14,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, MinibatchSampler, assign
-from odc_triton.balance.line import Strip, cut_line
-from odc_triton.balance.pieces import Entry, Piece, SplitPlan, number_of
-from odc_triton.balance.queue import OwnCounter
-from odc_triton.balance.split import SplitAssignment, assign_split, readable_tokens
-from odc_triton.simulate.study import NAMED, named_lengths
+from odc_triton.plan.line import Strip, cut_line
+from odc_triton.plan.pieces import Entry, Piece, SplitPlan, number_of
+from odc_triton.plan.queue import OwnCounter
+from odc_triton.plan.split import SplitAssignment, assign_split, readable_tokens
+from odc_triton.tools.simulate.study import NAMED, named_lengths
 
 COST = CostModel.paper_7b()
 COSTS = [COST, CostModel(quadratic=1.0, linear=0.0), CostModel(quadratic=0.0, linear=1.0)]

@@ -17,9 +17,9 @@ from odc_triton.balance import (
     find_relatives,
     pack_collate,
 )
-from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
-from odc_triton.balance.queue import OwnCounter
-from odc_triton.balance.split import assign_split
+from odc_triton.plan.pieces import Entry, MinibatchPacks, Piece, SplitPlan
+from odc_triton.plan.queue import OwnCounter
+from odc_triton.plan.split import assign_split
 from tests.balance.test_relatives import PROMPT
 from tests.balance.test_shared import shown
 

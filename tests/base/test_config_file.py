@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from odc_triton.base.config_file import read_config, with_config, write_config
-from odc_triton.base.options import REQUIRED, option, read_options
+from odc_triton.jobs.options.config_file import read_config, with_config, write_config
+from odc_triton.jobs.options.options import REQUIRED, option, read_options
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import pytest
 from matplotlib.image import imread
 
 from odc_triton.base.events import ELSEWHERE
-from odc_triton.base.report import (
+from odc_triton.jobs.reports.report import (
     COLOURS,
     Curves,
     save_html,
@@ -22,7 +22,7 @@ from odc_triton.base.report import (
     table,
     timeline_figure,
 )
-from odc_triton.base.trace import chrome_trace, timeline_text
+from odc_triton.jobs.reports.trace import chrome_trace, timeline_text
 from tests.support.timelines import odc_like, span
 
 

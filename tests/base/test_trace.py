@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc_triton.base.events import BUSY_KINDS
-from odc_triton.base.trace import (
+from odc_triton.jobs.reports.trace import (
     STATES,
     UNRECORDED,
     barriers,

@@ -12,10 +12,10 @@ from bench.suites.alone import LengthsWork, Turn, take_turn
 from bench.suites.lengths import BASELINES, VARIANTS, chosen, setting_of, work_of
 from bench.suites.lengths_report import Amounts, Result, gains, progress, text_of
 from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Odc, OdcSplit, Setting
-from odc_triton.cli.bench import BenchOptions
-from odc_triton.cli.command import main
-from odc_triton.data.lengths import read_lengths
-from odc_triton.data.records import Record
+from odc_triton.jobs.data.lengths import read_lengths
+from odc_triton.jobs.data.records import Record
+from odc_triton.tools.cli.bench import BenchOptions
+from odc_triton.tools.cli.command import main
 from tests.support import ranks
 from tests.support.families import SIZES
 

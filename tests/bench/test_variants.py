@@ -29,9 +29,9 @@ from bench.variants import (
     Setting,
     Unsharded,
 )
-from odc_triton.balance.collate import count_target_tokens, pack_collate
 from odc_triton.base.events import Event
-from odc_triton.base.trace import barriers
+from odc_triton.jobs.reports.trace import barriers
+from odc_triton.packs.collate import count_target_tokens, pack_collate
 from tests.support import ranks
 from tests.support.families import SIZES
 

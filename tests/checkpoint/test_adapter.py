@@ -14,7 +14,7 @@ from odc_triton.base.errors import CheckpointDiffers
 from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained, with_adapter
 from odc_triton.checkpoint.base_model import base_name
 from odc_triton.checkpoint.dcp import read_metadata, tensors_of
-from odc_triton.checkpoint.steps import Checkpoints
+from odc_triton.jobs.checkpoints.steps import Checkpoints
 from tests.support import ranks
 from tests.support.models import CASES, build, microbatches
 

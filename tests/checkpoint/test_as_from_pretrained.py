@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 from odc_triton import full_parameters, fully_shard
 from odc_triton.base.errors import CheckpointDiffers
 from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
-from odc_triton.cli.export import ExportOptions, export
-from odc_triton.rl.generation import Request, SamplingOptions
-from odc_triton.rl.transformers_engine import TransformersEngine
-from odc_triton.train import sft
+from odc_triton.jobs.rl.generation import Request, SamplingOptions
+from odc_triton.jobs.rl.transformers_engine import TransformersEngine
+from odc_triton.jobs.train import sft
+from odc_triton.tools.cli.export import ExportOptions, export
 from tests.support import jobs, slow
 from tests.support.families import causal_lm
 from tests.support.sft_case import case, write_case

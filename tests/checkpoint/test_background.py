@@ -18,10 +18,10 @@ from torch import nn
 
 from odc_triton import MixedPrecisionPolicy, memory_plan, minibatch
 from odc_triton.base.errors import DeadlineExceeded
-from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.checkpoint.folder import Saving
-from odc_triton.checkpoint.steps import Checkpoints, verify
 from odc_triton.engine.api import engine_of
+from odc_triton.jobs.checkpoints.background import BackgroundCheckpoints
+from odc_triton.jobs.checkpoints.steps import Checkpoints, verify
 from tests.support import ranks
 from tests.support.checkpointed import make, settle, train, unfinished, writers
 from tests.support.deadlines import SHORT_S

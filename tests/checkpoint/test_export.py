@@ -13,9 +13,9 @@ import torch
 
 from odc_triton import full_parameters
 from odc_triton.checkpoint.folder import Manifest
-from odc_triton.checkpoint.steps import Checkpoints
-from odc_triton.cli.command import main
-from odc_triton.data.tokenizer import train_tokenizer
+from odc_triton.jobs.checkpoints.steps import Checkpoints
+from odc_triton.jobs.data.tokenizer import train_tokenizer
+from odc_triton.tools.cli.command import main
 from tests.support import ranks
 from tests.support.checkpointed import make, train
 from tests.support.models import build

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from odc_triton import full_parameters, fully_shard
 from odc_triton.base.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
-from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.checkpoint.dcp import read_metadata
-from odc_triton.checkpoint.steps import Checkpoints, verify
+from odc_triton.jobs.checkpoints.background import BackgroundCheckpoints
+from odc_triton.jobs.checkpoints.steps import Checkpoints, verify
 from tests.support import ranks
 from tests.support.checkpointed import make, settle, train, unfinished, writers
 from tests.support.deadlines import LONG_S
@@ -359,7 +359,7 @@ def _hold(rank: int, world: int, folder: Path, seconds: float) -> None:
 
 
 def test_two_runs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from odc_triton.checkpoint import steps as module
+    from odc_triton.jobs.checkpoints import steps as module
 
     monkeypatch.setattr(module, "_LOCK_WAIT_S", 0.2)
     with ranks.start(_hold, 1, tmp_path, 600.0) as job:

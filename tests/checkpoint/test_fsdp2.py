@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from odc_triton import full_parameters
-from odc_triton.checkpoint.steps import Checkpoints
+from odc_triton.jobs.checkpoints.steps import Checkpoints
 from tests.support import ranks
 from tests.support.checkpointed import Whole, assert_same, make, train, whole
 from tests.support.models import CASES, build, microbatches

@@ -15,7 +15,7 @@ from odc_triton.balance import pack_collate
 from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
 from odc_triton.checkpoint.pretrained import load_causal_lm
 from odc_triton.hf import enable_packing
-from odc_triton.hf.loss import model_inputs
+from odc_triton.packs.loss import model_inputs
 from tests.support import ranks, slow
 from tests.support.vision import FAMILIES, alone
 

@@ -18,7 +18,7 @@ from odc_triton import full_parameters, fully_shard
 from odc_triton.base.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
 from odc_triton.checkpoint import load_pretrained_shards, save_pretrained
 from odc_triton.checkpoint.write_pretrained import is_of_a_model
-from odc_triton.data.tokenizer import read_tokenizer
+from odc_triton.jobs.data.tokenizer import read_tokenizer
 from tests.support import ranks, slow
 from tests.support.models import MIXTURES, build
 from tests.support.sft_case import QWEN2

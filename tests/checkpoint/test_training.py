@@ -11,7 +11,7 @@ import torch
 
 from odc_triton.checkpoint.folder import Manifest
 from odc_triton.checkpoint.random_state import random_state, restore_random_state
-from odc_triton.checkpoint.steps import Checkpoints
+from odc_triton.jobs.checkpoints.steps import Checkpoints
 from tests.support import ranks
 from tests.support.checkpointed import make, train
 

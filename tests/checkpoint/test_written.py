@@ -18,7 +18,7 @@ from odc_triton import fully_shard, minibatch, offer_policy
 from odc_triton.checkpoint import save_pretrained
 from odc_triton.checkpoint.folder import load_checkpoint, write_checkpoint
 from odc_triton.checkpoint.pretrained_tensors import require_written
-from odc_triton.policy.vllm_server import difference
+from odc_triton.jobs.vllm.policy_server import difference
 from tests.support import ranks
 from tests.support.families import causal_lm
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from odc_triton.cli.doctor import Report, diagnose, examine, main, render
-from odc_triton.cli.doctor.findings import NOTE, OK, PROBLEM, WIDTH
-from odc_triton.cli.doctor.software import Software
 from odc_triton.machine.probe import VisibleDevice, read_topology
 from odc_triton.machine.topology import Topology
+from odc_triton.tools.doctor import Report, diagnose, examine, main, render
+from odc_triton.tools.doctor.findings import NOTE, OK, PROBLEM, WIDTH
+from odc_triton.tools.doctor.software import Software
 from tests.support.snapshots import KEYS, NAMES, topology
 
 NO_GPU = Topology(missing="no NVIDIA driver is installed here")

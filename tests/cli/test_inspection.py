@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc_triton.balance.cost import CostModel
-from odc_triton.cli.command import main
-from odc_triton.cli.inspection import inspect_data
-from odc_triton.data.dataset import DataOptions
-from odc_triton.data.records import DataError
-from odc_triton.data.sources import RecordFiles
+from odc_triton.jobs.data.dataset import DataOptions
+from odc_triton.jobs.data.records import DataError
+from odc_triton.jobs.data.sources import RecordFiles
+from odc_triton.plan.cost import CostModel
+from odc_triton.tools.cli.command import main
+from odc_triton.tools.cli.inspection import inspect_data
 from tests.support.chats import CHATML, make_tokenizer
 from tests.support.records import CHARACTERS, RECORDS, write_lines
 from tests.support.tokenized import tokenize_file

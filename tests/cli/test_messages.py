@@ -10,10 +10,10 @@ import pytest
 
 from odc_triton import DeadlineExceeded, MinibatchFailed, RankLost, __version__
 from odc_triton.base.errors import RolloutFailed, describe, in_a_line
-from odc_triton.base.option_names import _NAMES, instead
-from odc_triton.cli.command import main, make_parser
-from odc_triton.train.grpo_options import GrpoOptions
-from odc_triton.train.sft_options import SftOptions
+from odc_triton.jobs.options.names import _NAMES, instead
+from odc_triton.jobs.train.grpo_options import GrpoOptions
+from odc_triton.jobs.train.sft_options import SftOptions
+from odc_triton.tools.cli.command import main, make_parser
 
 OF_TRL = (
     "output_dir learning_rate per_device_train_batch_size gradient_accumulation_steps max_length model_name_or_path "

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odc_triton.base.trace import (
+from odc_triton.jobs.reports.trace import (
     _OUR_CATEGORIES,
     ACCUMULATE,
     ATTENTION,
@@ -30,8 +30,8 @@ from odc_triton.base.trace import (
     nested,
     overlapping,
 )
-from odc_triton.cli.command import main
-from odc_triton.cli.profile import ProfileOptions, _names_of_our_kernels
+from odc_triton.tools.cli.command import main
+from odc_triton.tools.profile import ProfileOptions, _names_of_our_kernels
 from tests.support import ranks as test_ranks
 from tests.support.families import SIZES
 
@@ -152,7 +152,7 @@ def test_bad_options(changes: dict, words: str) -> None:
 
 
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("odc_triton.comm.launch.launch", launch_among_tests)
+    monkeypatch.setattr("odc_triton.jobs.launcher.launch.launch", launch_among_tests)
     monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
     config, lengths, out = tmp_path / "config.json", tmp_path / "lengths.txt", tmp_path / "out"
     config.write_text(json.dumps(CONFIG))

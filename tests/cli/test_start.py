@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from odc_triton.base.environment import joined_world, require_world
-from odc_triton.cli import start
+from odc_triton.tools.cli import start
 from tests.support import leftovers, slow, started
 from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.ranks import in_own_process
@@ -85,7 +85,7 @@ def test_a_world_is_joined_if_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_options_are_read_before_anything_is_imported() -> None:
-    code = "from odc_triton.cli.command import make_parser; make_parser('train')"
+    code = "from odc_triton.tools.cli.command import make_parser; make_parser('train')"
     code += "; import sys; print({'numpy', 'torch', 'transformers'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=leftovers.environment())
     assert (done.stdout, done.stderr) == ("set()\n", "")

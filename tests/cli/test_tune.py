@@ -14,14 +14,14 @@ from torch import nn
 from odc_kernels.tiles import LinearTile, WgradTile
 from odc_triton import fully_shard, minibatch
 from odc_triton.base.errors import RanksDiffer
-from odc_triton.cli.command import main
-from odc_triton.cli.tune import TuneOptions, run_tune
-from odc_triton.cli.tune.candidates import decide, tiles, ways
-from odc_triton.cli.tune.workload import Workload, workloads_of
 from odc_triton.engine.api import engine_of
 from odc_triton.nn.choice import TABLE, as_choice, choose
 from odc_triton.nn.replace import replace_layers
 from odc_triton.nn.tuned import Line, Place, Tuned, default_folder, load, save
+from odc_triton.tools.cli.command import main
+from odc_triton.tools.tune import TuneOptions, run_tune
+from odc_triton.tools.tune.candidates import decide, tiles, ways
+from odc_triton.tools.tune.workload import Workload, workloads_of
 from tests.cli.test_profile import CONFIG, launch_among_tests
 from tests.support import ranks
 
@@ -225,7 +225,7 @@ def _config(folder: Path) -> str:
 def test_the_command_writes_the_table_of_its_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("odc_triton.comm.launch.launch", launch_among_tests)
+    monkeypatch.setattr("odc_triton.jobs.launcher.launch.launch", launch_among_tests)
     options = ["--init", _config(tmp_path), "--tokens", "4,32", "--rounds", "2", "--folder", str(tmp_path / "tuned")]
     assert main(["tune", *options, "--ranks", "2", "--operators", "linear,qkv,attention"]) == 0
     said = capsys.readouterr().out

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from odc_triton.comm.launch import Interrupted, LocalRanks, RemoteTraceback, launch
+from odc_triton.jobs.launcher.launch import Interrupted, LocalRanks, RemoteTraceback, launch
 from tests.comm.launched import work
 from tests.support import leftovers, slow
 from tests.support.deadlines import LONG_S, SHORT_S
@@ -139,7 +139,7 @@ def test_a_signal_is_explained(tmp_path: Path, how: signal.Signals, words: str) 
 
 _SCRIPT = """
 import sys
-from odc_triton.comm.launch import Interrupted, launch
+from odc_triton.jobs.launcher.launch import Interrupted, launch
 from tests.comm.launched import work
 if __name__ == "__main__":
     try:
@@ -162,7 +162,7 @@ def test_ctrl_c_while_ranks_start(tmp_path: Path) -> None:
 
 _WAITING = """
 import sys, time
-from odc_triton.comm.launch import LocalRanks
+from odc_triton.jobs.launcher.launch import LocalRanks
 if __name__ == "__main__":
     with LocalRanks(2, method=METHOD) as job:
         sys.path.insert(0, sys.argv[1])
@@ -205,7 +205,7 @@ def test_ranks_die_with_their_launcher(tmp_path: Path, code: str) -> None:
 def test_exit_functions_are_not_waited_for():
     code = """
 import atexit, time
-from odc_triton.comm import launch
+from odc_triton.jobs.launcher import launch
 launch._EXIT_S = 0.1
 atexit.register(time.sleep, 600)
 launch.end_process(7)

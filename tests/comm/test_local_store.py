@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from odc_triton.base.errors import RankLost
 from odc_triton.comm.barrier import Barrier
-from odc_triton.comm.launch import _store
 from odc_triton.comm.local_store import LocalStore, StoreServer
 from odc_triton.comm.memory.rendezvous import listen, send_files
+from odc_triton.jobs.launcher.launch import _store
 from tests.support import leftovers, ranks
 from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.forks import fork

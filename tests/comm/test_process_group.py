@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from odc_triton import fully_shard, minibatch
 from odc_triton.base.errors import RanksDiffer
-from odc_triton.comm.launch import LocalRanks
 from odc_triton.comm.process_group import gpu_index, group_kinds, start_process_group
+from odc_triton.jobs.launcher.launch import LocalRanks
 from odc_triton.sharding.agree import default_mesh
 from odc_triton.sharding.backend import backend_of
 from odc_triton.sharding.collect import refuse_unshardable

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from odc_triton.data import chat, encode
-from odc_triton.data.dataset import DataOptions
-from odc_triton.data.encode import encode_records, never_ends
-from odc_triton.data.records import DataError
-from odc_triton.data.sources import open_source
-from odc_triton.data.tokenizer import TextEncoder
+from odc_triton.jobs.data import chat, encode
+from odc_triton.jobs.data.dataset import DataOptions
+from odc_triton.jobs.data.encode import encode_records, never_ends
+from odc_triton.jobs.data.records import DataError
+from odc_triton.jobs.data.sources import open_source
+from odc_triton.jobs.data.tokenizer import TextEncoder
 from tests.support.chats import CHATML, MARKED, MARKED_WORDS, SPACED, THINKING, WRITERS, Pieces, chatml, make_tokenizer
 from tests.support.records import samples_of, tokenized, write_lines
 from tests.support.tokenized import tokenize_file

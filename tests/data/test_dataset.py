@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc_triton.data.dataset import DataOptions, DataSummary, TokenizedDataset
-from odc_triton.data.records import DataError
-from odc_triton.data.tokenizer import TextEncoder
+from odc_triton.jobs.data.dataset import DataOptions, DataSummary, TokenizedDataset
+from odc_triton.jobs.data.records import DataError
+from odc_triton.jobs.data.tokenizer import TextEncoder
 from tests.support.records import CHARACTERS, RECORDS, samples_of, tokenized, write_lines
 from tests.support.tokenized import tokenize_file
 

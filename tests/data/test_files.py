@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from odc_triton.data import json_files
-from odc_triton.data.dataset import TokenizedDataset, tokenize_source
-from odc_triton.data.records import DataError
-from odc_triton.data.sources import open_source
-from odc_triton.data.tokenizer import TextEncoder
+from odc_triton.jobs.data import json_files
+from odc_triton.jobs.data.dataset import TokenizedDataset, tokenize_source
+from odc_triton.jobs.data.records import DataError
+from odc_triton.jobs.data.sources import open_source
+from odc_triton.jobs.data.tokenizer import TextEncoder
 from tests.support.chats import make_tokenizer
 from tests.support.deadlines import LONG_S
 from tests.support.records import CHARACTERS, samples_of, write_lines
@@ -310,7 +310,7 @@ def test_what_needs_no_library(tmp_path):
     (tmp_path / "saved" / "state.json").touch()
     program = (
         "import sys\nfor name in ('datasets', 'pyarrow', 'pandas'): sys.modules[name] = None\n"
-        "from odc_triton.data.sources import open_source\n"
+        "from odc_triton.jobs.data.sources import open_source\n"
         "for name in sys.argv[1:]:\n"
         "    try: print(len(list(open_source(name))))\n"
         "    except ValueError as error: print(error)\n"

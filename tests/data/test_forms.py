@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from odc_triton.data.forms import record_of
-from odc_triton.data.records import DataError
-from odc_triton.data.tokenizer import TextEncoder
+from odc_triton.jobs.data.forms import record_of
+from odc_triton.jobs.data.records import DataError
+from odc_triton.jobs.data.tokenizer import TextEncoder
 from tests.data.test_chat import expected
 from tests.support.chats import THINKING, WRITERS, make_tokenizer
 from tests.support.records import samples_of, tokenized

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from odc_triton.data import chat
-from odc_triton.data.dataset import DataOptions
-from odc_triton.data.records import DataError
-from odc_triton.data.tokenizer import TextEncoder
+from odc_triton.jobs.data import chat
+from odc_triton.jobs.data.dataset import DataOptions
+from odc_triton.jobs.data.records import DataError
+from odc_triton.jobs.data.tokenizer import TextEncoder
 from tests.support.chats import WRITERS, make_tokenizer
 from tests.support.records import CHARACTERS, samples_of, write_lines
 from tests.support.tokenized import tokenize_file

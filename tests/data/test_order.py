@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc_triton.data.dataset import mixture, split_samples
-from odc_triton.data.order import Mix, shuffled
+from odc_triton.jobs.data.dataset import mixture, split_samples
+from odc_triton.plan.order import Mix, shuffled
 from tests.support.records import samples_of, tokenized
 
 

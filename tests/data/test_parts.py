@@ -8,12 +8,12 @@ import tracemalloc
 
 import pytest
 
-from odc_triton.data import tables
-from odc_triton.data.encode import batches
-from odc_triton.data.forms import record_of
-from odc_triton.data.pictures import PictureError, read_picture
-from odc_triton.data.records import DataError
-from odc_triton.data.sources import open_source
+from odc_triton.jobs.data import tables
+from odc_triton.jobs.data.encode import batches
+from odc_triton.jobs.data.forms import record_of
+from odc_triton.jobs.data.pictures import PictureError, read_picture
+from odc_triton.jobs.data.records import DataError
+from odc_triton.jobs.data.sources import open_source
 from tests.support.processors import encoded_picture, picture
 from tests.support.records import write_lines
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from odc_triton.balance import find_relatives, values_of
-from odc_triton.cli.command import main
-from odc_triton.data import encode
-from odc_triton.data.dataset import DataOptions, SampleSubset, TokenizedDataset, mixture, split_samples
-from odc_triton.data.prepared import prepare_data
-from odc_triton.data.records import DataError
-from odc_triton.data.tokenizer import TextEncoder
-from odc_triton.data.vision import PictureProcessor
+from odc_triton.jobs.data import encode
+from odc_triton.jobs.data.dataset import DataOptions, SampleSubset, TokenizedDataset, mixture, split_samples
+from odc_triton.jobs.data.prepared import prepare_data
+from odc_triton.jobs.data.records import DataError
+from odc_triton.jobs.data.tokenizer import TextEncoder
+from odc_triton.jobs.data.vision import PictureProcessor
+from odc_triton.tools.cli.command import main
 from tests.support.chats import CHATML, make_tokenizer
 from tests.support.processors import (
     FAMILIES,

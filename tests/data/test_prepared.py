@@ -12,11 +12,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from odc_triton.data import encode
-from odc_triton.data.dataset import DataOptions, TokenizedDataset, split_samples
-from odc_triton.data.prepared import prepare_data
-from odc_triton.data.records import DataError
-from odc_triton.data.tokenizer import TextEncoder
+from odc_triton.jobs.data import encode
+from odc_triton.jobs.data.dataset import DataOptions, TokenizedDataset, split_samples
+from odc_triton.jobs.data.prepared import prepare_data
+from odc_triton.jobs.data.records import DataError
+from odc_triton.jobs.data.tokenizer import TextEncoder
 from tests.support.chats import CHATML, MARKED, make_tokenizer
 from tests.support.records import CHARACTERS, ENCODER, NEVER, never, samples_of, write_lines
 from tests.support.tokenized import tokenize_file
@@ -128,7 +128,7 @@ def test_file_that_grows_while_it_is_read_is_refused(path, tmp_path):
 
 def test_file_that_cannot_be_written_is_named(path, tmp_path):
     program = (
-        "import resource, sys; from odc_triton.data.prepared import prepare_data\n"
+        "import resource, sys; from odc_triton.jobs.data.prepared import prepare_data\n"
         "from tests.support.records import ENCODER\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
         "prepare_data(sys.argv[1], ENCODER, folder=sys.argv[2])"

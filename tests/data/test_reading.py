@@ -12,8 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from odc_triton.data import pictures
-from odc_triton.data.pictures import PictureError, decode_picture, fetch_picture, read_picture
+from odc_triton.jobs.data import pictures
+from odc_triton.jobs.data.pictures import PictureError, decode_picture, fetch_picture, read_picture
 from tests.support.processors import encoded_picture, picture
 
 PNG = encoded_picture()

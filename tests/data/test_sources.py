@@ -6,12 +6,12 @@ import hashlib
 
 import pytest
 
-from odc_triton.data import sources
-from odc_triton.data.dataset import TokenizedDataset as Data
-from odc_triton.data.dataset import tokenize_source
-from odc_triton.data.prepared import prepare_data
-from odc_triton.data.records import DataError
-from odc_triton.data.sources import RecordFiles, RecordRows, open_source
+from odc_triton.jobs.data import sources
+from odc_triton.jobs.data.dataset import TokenizedDataset as Data
+from odc_triton.jobs.data.dataset import tokenize_source
+from odc_triton.jobs.data.prepared import prepare_data
+from odc_triton.jobs.data.records import DataError
+from odc_triton.jobs.data.sources import RecordFiles, RecordRows, open_source
 from tests.support.records import CHARACTERS, ENCODER, NEVER, samples_of, write_lines
 
 ROWS = [

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.stdlib_corpus import build_corpus
-from odc_triton.data.tokenizer import (
+from odc_triton.jobs.data.tokenizer import (
     COMPLETION,
     END,
     PROMPT,

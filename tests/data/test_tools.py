@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from odc_triton.data.records import DataError
-from odc_triton.data.sources import RecordFiles
-from odc_triton.data.tokenizer import TextEncoder
+from odc_triton.jobs.data.records import DataError
+from odc_triton.jobs.data.sources import RecordFiles
+from odc_triton.jobs.data.tokenizer import TextEncoder
 from tests.data.test_chat import expected
 from tests.support.chats import CHATML, MARKED, Pieces, make_tokenizer
 from tests.support.records import samples_of, tokenized, write_lines

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from odc_triton.data.vision import has_processor, read_processor
+from odc_triton.jobs.data.vision import has_processor, read_processor
 from tests.support.chats import CHATML, make_tokenizer
 from tests.support.processors import FAMILIES, WITHOUT_TORCHVISION, make_processor, save_processor
 

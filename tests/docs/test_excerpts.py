@@ -14,7 +14,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from odc_triton.data.tokenizer import to_transformers
+from odc_triton.jobs.data.tokenizer import to_transformers
 from tests.support.deadlines import LONG_S
 from tests.support.sft_case import write_case
 
@@ -71,7 +71,7 @@ def test_the_commands_of_the_readme_run_as_they_stand(tmp_path: Path) -> None:
             continue
         words = line.partition("#")[0].replace("MODEL", "small").split()
         environment = os.environ | {"PYTHONPATH": str(tmp_path), "ODC_TUNED": str(tmp_path), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "odc_triton.cli", *words[1:]]
+        command = [sys.executable, "-m", "odc_triton.tools.cli", *words[1:]]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LONG_S, env=environment)
         assert done.returncode == 0, line + done.stdout + done.stderr
         assert COMMANDS[name] is None or (tmp_path / "out" / COMMANDS[name]).is_dir(), line

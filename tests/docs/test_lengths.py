@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from docs._ext import lengths
-from odc_triton.cli.command import main
+from odc_triton.tools.cli.command import main
 
 
 @pytest.mark.parametrize(("name", "ranks", "samples"), [("chat", 2, 8), ("longalign", 4, 1), ("aime", 4, 2)])

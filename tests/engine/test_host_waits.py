@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
-from odc_triton.balance.collate import count_target_tokens, pack_collate, to_device
 from odc_triton.hf import enable_packing, summed_losses
 from odc_triton.nn.replace import replace_layers
+from odc_triton.packs.collate import count_target_tokens, pack_collate, to_device
 from tests.support import ranks
 from tests.support.host_waits import HostWaits
 from tests.support.models import build

@@ -12,7 +12,7 @@ import torch
 
 from odc_triton import MinibatchFailed, MixedPrecisionPolicy, OdcError, full_parameters, fully_shard, minibatch
 from odc_triton.comm import replicas
-from odc_triton.sharding.footprint import memory_plan
+from odc_triton.tools.memory.footprint import memory_plan
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.models import CASES, build, microbatches

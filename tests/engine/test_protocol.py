@@ -25,7 +25,7 @@ from odc_triton import DeadlineExceeded, MinibatchFailed, RankLost, full_paramet
 from odc_triton.comm import barrier as barrier_module
 from odc_triton.comm.barrier import Barrier
 from odc_triton.comm.memory.heap import StatusBoard
-from odc_triton.train.agreement import own_gradients, square_norm
+from odc_triton.jobs.train.agreement import own_gradients, square_norm
 from tests.support import ranks
 from tests.support.blocks import Blocks, batch, build
 from tests.support.deadlines import LONG_S

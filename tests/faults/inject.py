@@ -12,12 +12,12 @@ from multiprocessing.connection import wait
 from typing import Any
 from unittest import mock
 
-from odc_triton.checkpoint.background import BackgroundCheckpoints
-from odc_triton.checkpoint.steps import Checkpoints
-from odc_triton.train import loop, sft
-from odc_triton.train.sft import train_sft
-from odc_triton.train.sft_options import SftOptions
-from odc_triton.train.sft_run import SftRun
+from odc_triton.jobs.checkpoints.background import BackgroundCheckpoints
+from odc_triton.jobs.checkpoints.steps import Checkpoints
+from odc_triton.jobs.train import loop, sft
+from odc_triton.jobs.train.sft import train_sft
+from odc_triton.jobs.train.sft_options import SftOptions
+from odc_triton.jobs.train.sft_run import SftRun
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.leftovers import is_stopped
@@ -46,7 +46,7 @@ def run_with(rank: int, world: int, wanted: SftOptions, fault: Fault | None, fol
     os.environ["TMPDIR"] = folder
     if fault is not None and fault.rank == rank:
         _arm(fault)
-    with mock.patch("odc_triton.train.outcome.can_draw", return_value=False):
+    with mock.patch("odc_triton.jobs.train.outcome.can_draw", return_value=False):
         train_sft(wanted)
     return "ended"
 

@@ -22,19 +22,19 @@ import pytest
 import torch
 
 from odc_triton import RankLost, full_parameters
-from odc_triton.base import signals
-from odc_triton.base.config_file import write_config
-from odc_triton.checkpoint.background import BackgroundCheckpoints
-from odc_triton.checkpoint.steps import verify
-from odc_triton.comm.launch import Interrupted
-from odc_triton.train import outcome, sft
-from odc_triton.train.job import lost_within
-from odc_triton.train.metrics import read_metrics
-from odc_triton.train.run_folder import RunFolder
-from odc_triton.train.sft import train_sft
-from odc_triton.train.sft_options import SftOptions
-from odc_triton.train.sft_run import SftRun
-from odc_triton.train.stop import StopSignal
+from odc_triton.jobs.checkpoints.background import BackgroundCheckpoints
+from odc_triton.jobs.checkpoints.steps import verify
+from odc_triton.jobs.launcher import signals
+from odc_triton.jobs.launcher.launch import Interrupted
+from odc_triton.jobs.options.config_file import write_config
+from odc_triton.jobs.train import outcome, sft
+from odc_triton.jobs.train.job import lost_within
+from odc_triton.jobs.train.metrics import read_metrics
+from odc_triton.jobs.train.run_folder import RunFolder
+from odc_triton.jobs.train.sft import train_sft
+from odc_triton.jobs.train.sft_options import SftOptions
+from odc_triton.jobs.train.sft_run import SftRun
+from odc_triton.jobs.train.stop import StopSignal
 from tests.checkpoint.test_background import writers_held_back
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
@@ -226,7 +226,7 @@ def _wait_for_steps(process: subprocess.Popen, out: Path, steps: int) -> None:
 def test_the_command_is_told_to_stop(tmp_path: Path) -> None:
     """SIGTERM goes to the launcher only."""
     wanted = case(write_case(tmp_path), steps=100_000, samples_per_rank=2)
-    command = _command(wanted, "-m", "odc_triton.cli", "train", "sft", "--ranks", "2")
+    command = _command(wanted, "-m", "odc_triton.tools.cli", "train", "sft", "--ranks", "2")
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         _wait_for_steps(process, tmp_path / "out", 3)
@@ -245,7 +245,7 @@ def test_the_command_is_told_to_stop(tmp_path: Path) -> None:
 def test_ctrl_c_in_the_first_second(tmp_path: Path) -> None:
     """Before any rank can save anything."""
     wanted = case(write_case(tmp_path), steps=100_000, samples_per_rank=2)
-    command = _command(wanted, "-m", "odc_triton.cli", "train", "sft", "--ranks", "2")
+    command = _command(wanted, "-m", "odc_triton.tools.cli", "train", "sft", "--ranks", "2")
 
     def is_importing(process: subprocess.Popen) -> bool:
         return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()

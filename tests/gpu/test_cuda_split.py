@@ -24,7 +24,7 @@ NAMED_WITHIN_S = 10
 @pytest.mark.parametrize(("queries", "keys"), [(1, 33), (64, 64), (31, 200), (200, 201)])
 def test_the_queries_are_the_last_of_their_keys(queries: int, keys: int, window: int | None) -> None:
     """What `varlen_attn` must do with more keys than queries; all else here relies on it."""
-    from odc_triton.hf.document_attention import AttentionTerms, varlen
+    from odc_triton.packs.document_attention import AttentionTerms, varlen
 
     torch.manual_seed(0)
     shapes = [(queries, 4, 64), (keys, 2, 64), (keys, 2, 64)]

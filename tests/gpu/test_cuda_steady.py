@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc_triton.comm.launch import launch
 from odc_triton.comm.local_store import rendezvous_url
+from odc_triton.jobs.launcher.launch import launch
 from tests.engine.test_host_waits import _PACKS, LAYERS, _packs
 from tests.gpu.launched import Blocks, launched, one_step
 from tests.gpu.marks import MARKS, take_gpu
@@ -34,9 +34,9 @@ def _waiting_raises() -> Iterator[None]:
 
 def _without_waiting(rank: int, world: int, name: str, roles: tuple[str, ...], change: str, choice: str) -> float:
     from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
-    from odc_triton.balance.collate import count_target_tokens, to_device
     from odc_triton.hf import enable_packing, summed_loss
     from odc_triton.nn.replace import replace_layers
+    from odc_triton.packs.collate import count_target_tokens, to_device
 
     take_gpu(rank)
     model = build(name)

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from odc_triton import hf
-from odc_triton.hf.document_attention import AttentionTerms
+from odc_triton.packs.document_attention import AttentionTerms
 from tests.support.families import causal_lm
 from tests.support.gradients import assert_same_gradients, gradients_of
 from tests.support.varlen import Varlen

@@ -10,8 +10,8 @@ import torch
 from accelerate import Accelerator
 
 from odc_triton.balance import CostModel
-from odc_triton.hf.grpo_rows import assign_rows, batch_of, counted, rows_of
-from odc_triton.hf.trl_metrics import Alone, PackMetrics, merged
+from odc_triton.jobs.trainers.grpo_rows import assign_rows, batch_of, counted, rows_of
+from odc_triton.jobs.trainers.trl_metrics import Alone, PackMetrics, merged
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7], [8], [9, 10]]

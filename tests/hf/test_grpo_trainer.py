@@ -380,7 +380,7 @@ def test_without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     import odc_triton.hf
 
     monkeypatch.setitem(sys.modules, "trl", None)
-    monkeypatch.delitem(sys.modules, "odc_triton.hf.grpo_trainer", raising=False)
+    monkeypatch.delitem(sys.modules, "odc_triton.jobs.trainers.grpo_trainer", raising=False)
     assert "ODCGRPOTrainer" not in odc_triton.hf.__all__
     with pytest.raises(ImportError, match=r'needs TRL 1.16.\*: pip install "odc-triton\[trl\]"'):
         odc_triton.hf.ODCGRPOTrainer  # noqa: B018

@@ -12,7 +12,7 @@ from torch import nn
 from odc_triton import fully_shard, minibatch
 from odc_triton.balance import count_target_tokens, pack_collate
 from odc_triton.hf import enable_packing, summed_loss
-from odc_triton.hf.loss import model_inputs
+from odc_triton.packs.loss import model_inputs
 from tests.support import ranks
 from tests.support.models import build
 from tests.support.parity import TRANSFORMS

@@ -16,7 +16,7 @@ from odc_triton import fully_shard, minibatch
 from odc_triton.engine.api import engine_of
 from odc_triton.engine.transport import DeviceStreams, Streams
 from odc_triton.hf import offload_checkpoints, summed_loss
-from odc_triton.hf.offload import OffloadedCheckpoints
+from odc_triton.packs.offload import OffloadedCheckpoints
 from odc_triton.sequence.enable import split_forward
 from tests.support import ranks
 from tests.support.simulated import SimulatedDevice

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from odc_triton import hf
-from odc_triton.balance.collate import pack_collate, to_device
+from odc_triton.packs.collate import pack_collate, to_device
 from tests.hf.test_attention import LENGTHS, build
 from tests.support.gradients import gradients_of
 

@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from odc_triton.hf import PackingUnsupported, enable_packing
-from odc_triton.hf.enable import ATTENTION_NAME, stand_in
+from odc_triton.packs.enable import ATTENTION_NAME, stand_in
 
 # As large ones are configured, but for the number of experts.
 LARGE = {

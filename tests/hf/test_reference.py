@@ -19,9 +19,9 @@ from torch import nn
 
 from odc_triton import MinibatchFailed, enable_split, fully_shard
 from odc_triton.base.errors import OfRanks
-from odc_triton.data.records import IGNORED
 from odc_triton.hf import summed_loss
-from odc_triton.hf.reference import Reference
+from odc_triton.packs.reference import Reference
+from odc_triton.plan.fields import IGNORED
 from odc_triton.sequence.exchange import SequenceExchange
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S

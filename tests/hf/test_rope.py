@@ -12,7 +12,7 @@ from torch import nn
 
 from odc_triton import hf
 from odc_triton.balance import pack_collate
-from odc_triton.hf.enable import takes_branches
+from odc_triton.packs.enable import takes_branches
 from tests.support.families import SIZES, causal_lm
 from tests.support.gradients import assert_same_gradients, gradients_of
 

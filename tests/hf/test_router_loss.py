@@ -13,10 +13,10 @@ from torch import nn
 
 from odc_triton import fully_shard, hf, minibatch
 from odc_triton.balance import MinibatchSampler
-from odc_triton.balance.collate import count_target_tokens, pack_collate
-from odc_triton.hf.attention import PREPARED_MASK
-from odc_triton.hf.loss import model_inputs
-from odc_triton.hf.pack_loader import PackLoader
+from odc_triton.packs.attention import PREPARED_MASK
+from odc_triton.packs.collate import count_target_tokens, pack_collate
+from odc_triton.packs.loss import model_inputs
+from odc_triton.packs.pack_loader import PackLoader
 from tests.support import ranks, slow
 from tests.support.families import causal_lm, with_lora
 from tests.support.gradients import assert_same_gradients, gradients_of
@@ -93,7 +93,7 @@ def test_refused() -> None:
 
 
 def _branches() -> list[tuple[dict[str, list[int]], Any]]:
-    from odc_triton.balance.pieces import Piece
+    from odc_triton.plan.pieces import Piece
 
     first = samples()[1]
     ids = [*first["input_ids"][:6], 5, 7, 8]

@@ -14,7 +14,7 @@ from torch import nn
 from odc_triton import fully_shard
 from odc_triton.balance import MinibatchSampler
 from odc_triton.hf import ODCSFTTrainer, ODCTrainer, enable_packing
-from odc_triton.hf.picture_records import PictureRecords
+from odc_triton.jobs.trainers.picture_records import PictureRecords
 from tests.support import ranks
 from tests.support.processors import make_processor, picture
 from tests.support.sft_pictures import fit_vocabulary

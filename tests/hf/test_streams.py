@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from odc_triton.hf.streams import StreamedSteps
+from odc_triton.jobs.trainers.streams import StreamedSteps
 from tests.support import ranks
 from tests.support.models import build
 from tests.support.trainer_case import (

@@ -18,7 +18,7 @@ import torch
 from transformers import TrainerCallback
 
 from odc_triton.base.errors import CheckpointCorrupt, CheckpointFailed
-from odc_triton.hf.trainer_checkpoints import find_checkpoint, why_not_whole
+from odc_triton.jobs.trainers.trainer_checkpoints import find_checkpoint, why_not_whole
 from tests.support import ranks, slow
 from tests.support.trainer_case import logs, odc_trainer
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from odc_triton import fully_shard
-from odc_triton.balance.relatives import floor_of
-from odc_triton.data.vision import read_processor
 from odc_triton.hf import ODCTrainer, enable_packing
+from odc_triton.jobs.data.vision import read_processor
+from odc_triton.plan.relatives import floor_of
 from tests.support import ranks, slow
 from tests.support.families import with_lora
 from tests.support.processors import FAMILIES as PROCESSORS

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from odc_triton.balance.collate import pack_collate
+from odc_triton.packs.collate import pack_collate
 from tests.support.models import build
 from tests.support.trainer_case import LENGTHS, arguments, odc_trainer, samples, sharded_model
 
@@ -92,8 +92,8 @@ def test_prompt_tuning_is_refused(tmp_path: Path) -> None:
     import peft
 
     from odc_triton import fully_shard
-    from odc_triton.balance.collate import pack_collate
     from odc_triton.hf import ODCTrainer, enable_packing, summed_loss
+    from odc_triton.packs.collate import pack_collate
 
     model = build("qwen2")
     enable_packing(model)
@@ -170,8 +170,8 @@ def test_streams_are_refused(tmp_path: Path) -> None:
 
 def test_a_routers_loss_without_the_number_of_samples_is_refused(tmp_path: Path) -> None:
     from odc_triton import fully_shard
-    from odc_triton.balance.collate import pack_collate
     from odc_triton.hf import ODCTrainer, enable_packing
+    from odc_triton.packs.collate import pack_collate
 
     class OwnBatches(ODCTrainer):
         def get_train_dataloader(self) -> list:
@@ -226,8 +226,8 @@ class Drawn(list):
 def test_samples_that_ranks_share_stay_as_they_are(tmp_path: Path, shares: bool) -> None:
     """Each rank would read its part of another sample. Without shared samples a draw at each access is fine."""
     from odc_triton.balance import MinibatchSampler
-    from odc_triton.balance.relatives import find_relatives
     from odc_triton.hf import ODCTrainer
+    from odc_triton.plan.relatives import find_relatives
 
     def loader(kind: type) -> Any:
         data = kind(samples())

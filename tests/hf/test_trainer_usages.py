@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from odc_triton import fully_shard
-from odc_triton.balance.collate import count_target_tokens, pack_collate
 from odc_triton.hf import ODCTrainer, enable_packing
+from odc_triton.packs.collate import count_target_tokens, pack_collate
 from tests.support.models import build
 from tests.support.trainer_case import (
     arguments,

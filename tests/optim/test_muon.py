@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from odc_triton import fully_shard
-from odc_triton.checkpoint.steps import Checkpoints
+from odc_triton.jobs.checkpoints.steps import Checkpoints
 from odc_triton.optim import ChainedOptimizer, Muon, muon
 from odc_triton.optim.buffers import newton_schulz_cost
 from tests.support import ranks, recorded, slow

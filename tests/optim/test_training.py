@@ -14,7 +14,7 @@ from torch import nn
 from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
 from odc_triton.base.errors import OdcError
 from odc_triton.optim import ChainedOptimizer, Muon, buffers, muon
-from odc_triton.sharding.footprint import memory_plan
+from odc_triton.tools.memory.footprint import memory_plan
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S
 from tests.support.models import CASES, build, microbatches

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from odc_triton.rl.importance import Importance
-from odc_triton.train.grpo_options import GrpoOptions
+from odc_triton.jobs.rl.importance import Importance
+from odc_triton.jobs.train.grpo_options import GrpoOptions
 
 LENGTHS = torch.tensor([5, 1, 0, 7, 3, 6])
 

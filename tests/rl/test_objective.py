@@ -10,17 +10,17 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from odc_triton.balance.collate import Pack
-from odc_triton.balance.pieces import Piece
-from odc_triton.data.order import Mix
-from odc_triton.data.records import IGNORED
 from odc_triton.hf import enable_packing
-from odc_triton.hf.loss import predictions
-from odc_triton.rl.generation import Sampled
-from odc_triton.rl.learned import Learned
-from odc_triton.rl.objective import LearningRule, Objective, TokenTerms, advantages
-from odc_triton.rl.prompts import Prompt, completion_seed, prompts_of_step, read_prompts
-from odc_triton.rl.rollout import PromptSlot, Rollout
+from odc_triton.jobs.rl.generation import Sampled
+from odc_triton.jobs.rl.learned import Learned
+from odc_triton.jobs.rl.objective import LearningRule, Objective, TokenTerms, advantages
+from odc_triton.jobs.rl.prompts import Prompt, completion_seed, prompts_of_step, read_prompts
+from odc_triton.jobs.rl.rollout import PromptSlot, Rollout
+from odc_triton.packs.collate import Pack
+from odc_triton.packs.loss import predictions
+from odc_triton.plan.fields import IGNORED
+from odc_triton.plan.order import Mix
+from odc_triton.plan.pieces import Piece
 from tests.support.grpo_case import trl_advantages
 from tests.support.sft_case import QWEN2, write_case
 
@@ -177,7 +177,7 @@ def test_a_step_across_the_end_of_a_pass_goes_on_in_the_order_of_the_next() -> N
 def test_prompts_of_messages_end_where_the_assistant_begins(tmp_path: Path) -> None:
     import json
 
-    from odc_triton.data.tokenizer import read_tokenizer
+    from odc_triton.jobs.data.tokenizer import read_tokenizer
 
     write_case(tmp_path)
     tokenizer = read_tokenizer(tmp_path / "tokenizer.json")

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from odc_triton.balance.cost import CostModel
 from odc_triton.base.errors import GenerationAborted, RolloutFailed
-from odc_triton.rl.overlap import OverlappedRollout
+from odc_triton.jobs.rl.overlap import OverlappedRollout
+from odc_triton.plan.cost import CostModel
 from tests.support.overlapped import Batch, Plan, Sampling, Store
 
 GROUPS = ((3, 5), (), (4,), (6, 3, 3), ())

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from odc_triton.rl.rewards import (
+from odc_triton.jobs.rl.rewards import (
     RewardFailed,
     Rewards,
 )
@@ -265,7 +265,7 @@ def test_starting_the_process_does_not_count(tmp_path: Path) -> None:
 
 _RANK = """
 import signal
-from odc_triton.rl.rewards import Rewards
+from odc_triton.jobs.rl.rewards import Rewards
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with Ctrl-C ignored
 rewards = Rewards(["my_rewards:pid", "my_rewards:hangs"])
 print(*rewards.score(["p"], ["c"], [[1]], {})[0], flush=True)

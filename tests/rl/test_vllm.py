@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from odc_triton.base.errors import GenerationAborted, GenerationFailed
-from odc_triton.policy.vllm_server import PolicyServer
-from odc_triton.rl.generation import Request, Sampled, SamplingOptions
-from odc_triton.rl.vllm_sampling import sampled
-from odc_triton.rl.vllm_server import VllmServer
+from odc_triton.jobs.rl.generation import Request, Sampled, SamplingOptions
+from odc_triton.jobs.rl.vllm_sampling import sampled
+from odc_triton.jobs.rl.vllm_server import VllmServer
+from odc_triton.jobs.vllm.policy_server import PolicyServer
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.models import CASES, build, microbatches

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
-from odc_triton.balance.relatives import find_relatives
 from odc_triton.hf import enable_packing
-from odc_triton.hf.loss import predictions
+from odc_triton.packs.loss import predictions
+from odc_triton.plan.relatives import find_relatives
 from tests.support.families import causal_lm, make_new_positions
 
 IGNORED = -100

@@ -7,8 +7,8 @@ import torch
 
 from odc_triton import minibatch, split_forward
 from odc_triton.balance import pack_collate
-from odc_triton.balance.pieces import SplitPlan
 from odc_triton.hf import summed_loss
+from odc_triton.plan.pieces import SplitPlan
 from tests.support import ranks
 from tests.support.refusals import caught
 from tests.support.splitting import DEALS, Setup, build, packs_of, samples, sharded, step_on

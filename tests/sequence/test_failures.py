@@ -11,10 +11,10 @@ import torch
 
 from odc_triton import MinibatchFailed, enable_split, fully_shard, minibatch
 from odc_triton.balance import CostModel, PackedDataset, count_target_tokens, pack_collate
-from odc_triton.balance.pieces import MinibatchPacks, Piece, SplitPlan
-from odc_triton.balance.relatives import find_relatives
-from odc_triton.balance.shared import assign_shared
 from odc_triton.hf import summed_loss
+from odc_triton.plan.pieces import MinibatchPacks, Piece, SplitPlan
+from odc_triton.plan.relatives import find_relatives
+from odc_triton.plan.shared import assign_shared
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.refusals import caught

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from odc_triton import enable_split, fully_shard, minibatch
 from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
-from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
 from odc_triton.hf import enable_packing
-from odc_triton.hf.loss import model_inputs
+from odc_triton.packs.loss import model_inputs
+from odc_triton.plan.pieces import Entry, MinibatchPacks, Piece, SplitPlan
 from tests.support import ranks
 from tests.support.splitting import gradients
 from tests.support.table_models import with_pictures

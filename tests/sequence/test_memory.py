@@ -14,11 +14,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from odc_triton import enable_split, fully_shard, minibatch, replace_layers
 from odc_triton.balance import PackedDataset, pack_collate
-from odc_triton.balance.line import Strip, zigzag
-from odc_triton.balance.pieces import SplitPlan
 from odc_triton.engine.api import engine_of
 from odc_triton.hf import compute_in_chunks, enable_packing, offload_checkpoints, summed_loss
-from odc_triton.sharding.footprint import memory_plan
+from odc_triton.plan.line import Strip, zigzag
+from odc_triton.plan.pieces import SplitPlan
+from odc_triton.tools.memory.footprint import memory_plan
 from tests.support import ranks
 from tests.support.parity import TRANSFORMS
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from odc_triton.balance.pieces import Piece, SplitPlan
 from odc_triton.engine.transport import DeviceStreams, Streams
+from odc_triton.plan.pieces import Piece, SplitPlan
 from odc_triton.sequence.attention import AttentionOfJoined, AttentionOfTree, SeenRows, parts_of
 from odc_triton.sequence.buffers import Flag
 from odc_triton.sequence.exchange import SequenceExchange, Span

@@ -12,7 +12,7 @@ from torch.nn.attention import varlen
 from odc_triton import minibatch
 from odc_triton.comm.barrier import Barrier
 from odc_triton.hf import summed_loss
-from odc_triton.hf.document_attention import AttentionTerms
+from odc_triton.packs.document_attention import AttentionTerms
 from odc_triton.sequence import flash
 from odc_triton.sequence.sync import HostSync, Wait
 from tests.support import ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from odc_triton.balance.pieces import Piece, SplitPlan
+from odc_triton.plan.pieces import Piece, SplitPlan
 from odc_triton.sequence.exchange import SequenceExchange
 
 

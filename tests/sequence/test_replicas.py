@@ -14,8 +14,8 @@ import torch
 
 from odc_triton import minibatch, split_forward
 from odc_triton.balance import pack_collate
-from odc_triton.balance.pieces import PlannedPiece, SplitPlan
 from odc_triton.hf import summed_loss
+from odc_triton.plan.pieces import PlannedPiece, SplitPlan
 from tests.sequence.test_exact import assert_same_bits, exact_gradients
 from tests.sequence.test_failures import assert_cause_alone, fails_once, right_after
 from tests.sequence.test_parity import assert_alike

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from odc_triton import MinibatchFailed, enable_split, fully_shard
-from odc_triton.balance.pieces import Piece, SplitPlan
 from odc_triton.base.errors import OfRanks
 from odc_triton.hf import summed_loss
+from odc_triton.plan.pieces import Piece, SplitPlan
 from odc_triton.sequence.sums import SampleSums
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S

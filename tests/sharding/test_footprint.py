@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from odc_triton import replace_layers
-from odc_triton.sharding.footprint import OPTIMIZER_STATES, SCHEMES, memory_plan, side_by_side
+from odc_triton.tools.memory.footprint import OPTIMIZER_STATES, SCHEMES, memory_plan, side_by_side
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from odc_triton.cli.command import main
-from odc_triton.simulate.hardware import DEVICES
-from odc_triton.simulate.models import Model
-from odc_triton.simulate.study import SETTINGS, Row, make_job, named_lengths, rank_settings, usual_links, verdict
+from odc_triton.tools.cli.command import main
+from odc_triton.tools.simulate.hardware import DEVICES
+from odc_triton.tools.simulate.models import Model
+from odc_triton.tools.simulate.study import SETTINGS, Row, make_job, named_lengths, rank_settings, usual_links, verdict
 
 Say = Callable[..., tuple[int, str, str]]
 

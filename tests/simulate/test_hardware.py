@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from odc_triton.data.lengths import read_lengths
-from odc_triton.simulate.hardware import DEVICES, Links, find_device, read_seconds, slowdown
-from odc_triton.simulate.models import Model
-from odc_triton.simulate.study import NAMED, draw, lengths_of_file, log_normal, named_lengths
+from odc_triton.jobs.data.lengths import read_lengths
+from odc_triton.tools.simulate.hardware import DEVICES, Links, find_device, read_seconds, slowdown
+from odc_triton.tools.simulate.models import Model
+from odc_triton.tools.simulate.study import NAMED, draw, lengths_of_file, log_normal, named_lengths
 from tests.support.records import tokenized
 
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, assign
-from odc_triton.base.trace import barriers, idle_fraction, segments
-from odc_triton.simulate.hardware import Links
-from odc_triton.simulate.job import SCHEDULES, Job, queue_packs
-from odc_triton.simulate.run import simulate
+from odc_triton.jobs.reports.trace import barriers, idle_fraction, segments
+from odc_triton.tools.simulate.hardware import Links
+from odc_triton.tools.simulate.job import SCHEDULES, Job, queue_packs
+from odc_triton.tools.simulate.run import simulate
 from tests.simulate.toys import toy
 
 COST = CostModel(quadratic=1e-8, linear=1e-4)

@@ -9,11 +9,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from odc_triton.balance import CostModel
-from odc_triton.simulate.hardware import DEVICES
-from odc_triton.simulate.job import Job
-from odc_triton.simulate.models import MODELS, Model
-from odc_triton.simulate.run import simulate
-from odc_triton.simulate.study import make_job, rank_settings, usual_links
+from odc_triton.tools.simulate.hardware import DEVICES
+from odc_triton.tools.simulate.job import Job
+from odc_triton.tools.simulate.models import MODELS, Model
+from odc_triton.tools.simulate.run import simulate
+from odc_triton.tools.simulate.study import make_job, rank_settings, usual_links
 from tests.simulate.toys import toy
 from tests.support import slow
 from tests.support.models import MIXTURES, build

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from odc_triton.balance.cost import CostModel
-from odc_triton.balance.pieces import Piece
-from odc_triton.cli.command import main
-from odc_triton.data.dataset import DataSummary, TokenizedDataset
-from odc_triton.simulate.hardware import Links, find_device
-from odc_triton.simulate.job import Job, SharedPack, assign_packs
-from odc_triton.simulate.models import Model
-from odc_triton.simulate.run import simulate
-from odc_triton.simulate.study import SETTINGS, grouped, make_job, rank_settings, usual_links
+from odc_triton.jobs.data.dataset import DataSummary, TokenizedDataset
+from odc_triton.plan.cost import CostModel
+from odc_triton.plan.pieces import Piece
+from odc_triton.tools.cli.command import main
+from odc_triton.tools.simulate.hardware import Links, find_device
+from odc_triton.tools.simulate.job import Job, SharedPack, assign_packs
+from odc_triton.tools.simulate.models import Model
+from odc_triton.tools.simulate.run import simulate
+from odc_triton.tools.simulate.study import SETTINGS, grouped, make_job, rank_settings, usual_links
 
 COST = CostModel(quadratic=1e-6, linear=1e-3)
 JOB = Job(links=Links.none(2), seconds=COST.pack, cost=COST, layers=4, prefetch=False, overlap=False)

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from odc_triton.balance.cost import CostModel
-from odc_triton.balance.pieces import Piece
-from odc_triton.balance.split import readable_tokens
-from odc_triton.base.trace import idle_fraction
-from odc_triton.cli.command import main
-from odc_triton.sharding.footprint import memory_plan
-from odc_triton.simulate.hardware import Links, find_device
-from odc_triton.simulate.job import Job, assign_packs
-from odc_triton.simulate.models import Model
-from odc_triton.simulate.run import simulate
-from odc_triton.simulate.study import make_job, rank_settings, usual_links
+from odc_triton.jobs.reports.trace import idle_fraction
+from odc_triton.plan.cost import CostModel
+from odc_triton.plan.pieces import Piece
+from odc_triton.plan.split import readable_tokens
+from odc_triton.tools.cli.command import main
+from odc_triton.tools.memory.footprint import memory_plan
+from odc_triton.tools.simulate.hardware import Links, find_device
+from odc_triton.tools.simulate.job import Job, assign_packs
+from odc_triton.tools.simulate.models import Model
+from odc_triton.tools.simulate.run import simulate
+from odc_triton.tools.simulate.study import make_job, rank_settings, usual_links
 from tests.simulate.toys import toy
 
 COST = CostModel(quadratic=1e-6, linear=1e-3, microbatch=0.5)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from odc_triton.balance import CostModel
-from odc_triton.simulate.models import Model
+from odc_triton.tools.simulate.models import Model
 
 
 def toy(blocks: list[tuple[int, int]], *, root: tuple[int, int], cost: CostModel) -> Model:

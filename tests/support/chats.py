@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from odc_triton.data.tokenizer import to_transformers, train_tokenizer
+from odc_triton.jobs.data.tokenizer import to_transformers, train_tokenizer
 
 Pieces = list[tuple[str, bool]]  # (text, is learned)
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|header|>", "<|/header|>", "<|eot|>", "<|begin|>"]

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
-from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.engine.api import engine_of
+from odc_triton.jobs.checkpoints.background import BackgroundCheckpoints
 from tests.support.models import ALL_CASES, build, microbatches
 
 Whole = dict[str, Any]

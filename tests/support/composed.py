@@ -16,18 +16,18 @@ from torch import nn
 
 from odc_triton import enable_split, minibatch, replace_layers, use_odc
 from odc_triton.balance import MinibatchSampler, PackedDataset, pack_collate, store_counter
-from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.checkpoint.folder import Saving
-from odc_triton.checkpoint.steps import Checkpoints
-from odc_triton.data.dataset import DataOptions, TokenizedDataset
-from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
 from odc_triton.hf import enable_packing, summed_loss
+from odc_triton.jobs.checkpoints.background import BackgroundCheckpoints
+from odc_triton.jobs.checkpoints.steps import Checkpoints
+from odc_triton.jobs.data.dataset import DataOptions, TokenizedDataset
+from odc_triton.jobs.data.tokenizer import TextEncoder, load_tokenizer
+from odc_triton.jobs.train import sft
+from odc_triton.jobs.train.job import train
+from odc_triton.jobs.train.model import precision
+from odc_triton.jobs.train.sft_options import SftOptions
 from odc_triton.nn import Linear, LMHead
 from odc_triton.optim import Muon
-from odc_triton.train import sft
-from odc_triton.train.job import train
-from odc_triton.train.model import precision
-from odc_triton.train.sft_options import SftOptions
 from tests.support.deadlines import LONG_S
 from tests.support.sft_case import case, write_case
 from tests.support.table_composes import CAP, FEATURES, Pair

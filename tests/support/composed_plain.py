@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from odc_triton.balance import MinibatchSampler
-from odc_triton.train.model import add_adapters
-from odc_triton.train.sft_options import SftOptions
+from odc_triton.jobs.train.model import add_adapters
+from odc_triton.jobs.train.sft_options import SftOptions
 from tests.support.composed import PER_STEP, STEPS, Trained, Weights, options_of, samples_of, whole
 from tests.support.table_composes import CAP
 

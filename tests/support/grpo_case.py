@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from odc_triton.rl.generation import Request, Sampled, SamplingOptions
-from odc_triton.train.grpo_options import GrpoOptions
+from odc_triton.jobs.rl.generation import Request, Sampled, SamplingOptions
+from odc_triton.jobs.train.grpo_options import GrpoOptions
 from tests.support.deadlines import LONG_S
 from tests.support.sft_case import write_case
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
-from odc_triton.train.grpo_options import GrpoOptions
-from odc_triton.train.metrics import Metrics, read_metrics
-from odc_triton.train.run_options import RunOptions
+from odc_triton.jobs.train.grpo_options import GrpoOptions
+from odc_triton.jobs.train.metrics import Metrics, read_metrics
+from odc_triton.jobs.train.run_options import RunOptions
 from tests.support import ranks
 
 ENDED, STOPPED = "ended", "stopped by SIGTERM"
@@ -24,9 +24,9 @@ def train(
     `stop_after`: rank 0 gets a stop request after so many steps; all ranks stop in the next one. `draws`: the
     report has pictures, which take longer than a small job.
     """
-    from odc_triton.comm.launch import Interrupted
-    from odc_triton.train.grpo import train_grpo
-    from odc_triton.train.sft import train_sft
+    from odc_triton.jobs.launcher.launch import Interrupted
+    from odc_triton.jobs.train.grpo import train_grpo
+    from odc_triton.jobs.train.sft import train_sft
 
     def on_metrics(metrics: Metrics) -> None:
         if metrics["step"] == stop_after:
@@ -36,7 +36,7 @@ def train(
     for wanted in jobs:
         job = train_grpo if isinstance(wanted, GrpoOptions) else train_sft
         try:
-            with mock.patch("odc_triton.train.outcome.can_draw", return_value=draws):
+            with mock.patch("odc_triton.jobs.train.outcome.can_draw", return_value=draws):
                 job(wanted, on_metrics)
             ends.append(ENDED)
         except Interrupted as wish:

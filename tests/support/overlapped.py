@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from odc_triton.balance.arrivals import Arrivals
-from odc_triton.balance.cost import CostModel
-from odc_triton.balance.counter import Log, StoreCounter
-from odc_triton.rl.overlap import OverlappedRollout
-from odc_triton.rl.rollout import Sampler
+from odc_triton.jobs.rl.overlap import OverlappedRollout
+from odc_triton.jobs.rl.rollout import Sampler
+from odc_triton.plan.arrivals import Arrivals
+from odc_triton.plan.cost import CostModel
+from odc_triton.plan.counter import Log, StoreCounter
 
 Groups = tuple[tuple[int, ...], ...]  # tokens of each prompt's learned completions
 SIGNAL = 15

@@ -8,7 +8,7 @@ import peft
 import torch._functorch.partitioners  # with networkx, what Dynamo's backends begin by importing
 
 import odc_triton.engine.api
-import odc_triton.hf.trainer
+import odc_triton.jobs.trainers.trainer
 import odc_triton.nn.replace
 import odc_triton.sharding.shard_module
 import odc_triton.train.grpo

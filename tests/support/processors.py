@@ -11,8 +11,8 @@ import pytest
 import transformers
 from packaging.version import Version
 
-from odc_triton.data.vision import save_processor as save_processor
-from odc_triton.data.vision import with_pillow
+from odc_triton.checkpoint.write_pretrained import save_processor as save_processor
+from odc_triton.jobs.data.vision import with_pillow
 from tests.support.chats import make_tokenizer
 
 WITHOUT_TORCHVISION = pytest.mark.skipif(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from odc_triton.data.dataset import DataOptions, TokenizedDataset
-from odc_triton.data.tokenizer import TextEncoder
+from odc_triton.jobs.data.dataset import DataOptions, TokenizedDataset
+from odc_triton.jobs.data.tokenizer import TextEncoder
 from tests.support.tokenized import tokenize_file
 
 # One id per character, so that samples can be written down by hand. 1 ends a sample, 2 to 4 begin its parts.

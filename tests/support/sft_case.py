@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from odc_triton.data.tokenizer import train_tokenizer
-from odc_triton.train.sft_options import SftOptions
+from odc_triton.jobs.data.tokenizer import train_tokenizer
+from odc_triton.jobs.train.sft_options import SftOptions
 from tests.support.deadlines import LONG_S
 
 LICENSE = Path(__file__).parents[2] / "LICENSE"  # real text that does not change

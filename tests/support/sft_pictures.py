@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from odc_triton.train.sft_options import SftOptions
+from odc_triton.jobs.train.sft_options import SftOptions
 from tests.support.deadlines import LONG_S
 from tests.support.processors import make_processor, save_processor
 from tests.support.sft_case import LICENSE

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from bench.whole import whole
 from odc_triton import full_parameters, minibatch
 from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate, to_device
-from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
 from odc_triton.engine.api import engine_of
 from odc_triton.hf import enable_packing, summed_loss
-from odc_triton.hf.enable import innermost
+from odc_triton.packs.enable import innermost
+from odc_triton.plan.pieces import Entry, MinibatchPacks, Piece, SplitPlan
 from tests.support.families import causal_lm
 from tests.support.parity import REPLACING, TRANSFORMS
 from tests.support.replicas import mesh_of

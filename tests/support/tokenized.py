@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_source
-from odc_triton.data.sources import RecordFiles
-from odc_triton.data.tokenizer import TextEncoder
+from odc_triton.jobs.data.dataset import DataOptions, TokenizedDataset, tokenize_source
+from odc_triton.jobs.data.sources import RecordFiles
+from odc_triton.jobs.data.tokenizer import TextEncoder
 
 
 def tokenize_file(

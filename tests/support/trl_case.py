@@ -63,7 +63,7 @@ def without_vllm() -> None:
     """Completions are recorded, so vLLM is not started: tests/vllm has it."""
     from trl.generation.vllm_generation import VLLMGeneration
 
-    from odc_triton.hf.grpo_vllm import ShardedVllmGeneration
+    from odc_triton.jobs.trainers.grpo_vllm import ShardedVllmGeneration
 
     for each in (VLLMGeneration, ShardedVllmGeneration):
         each._init_vllm = each.sync_weights = lambda self: None
@@ -211,7 +211,7 @@ def odc_run(
     rank: int, world: int, folder: str, start: str | None, changes: dict[str, Any], resume: str | None = None
 ) -> dict[str, Any]:
     from odc_triton.engine.api import engine_of
-    from odc_triton.hf.grpo_rows import row_tokens
+    from odc_triton.jobs.trainers.grpo_rows import row_tokens
     from odc_triton.nn.operand import is_sharded
 
     without_vllm()

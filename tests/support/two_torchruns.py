@@ -35,8 +35,8 @@ def start(config: str, *step: str) -> int:
 
 
 def _die_after(step: int) -> None:
+    from odc_triton.jobs.train.sft_run import SftRun
     from odc_triton.sequence.exchange import SequenceExchange
-    from odc_triton.train.sft_run import SftRun
 
     publish, train_step = SequenceExchange.publish, SftRun.train_step
 

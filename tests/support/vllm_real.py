@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from odc_triton.data.tokenizer import load_tokenizer, to_transformers
+from odc_triton.jobs.data.tokenizer import load_tokenizer, to_transformers
 from tests.support.deadlines import LONG_S
 from tests.support.grpo_case import write_prompts
 

@@ -47,7 +47,7 @@ def _prepared(name: str, column: str) -> nn.Module:
 
 
 def _adapted(model: nn.Module) -> nn.Module:
-    from odc_triton.train.model import add_adapters
+    from odc_triton.jobs.train.model import add_adapters
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's, of old names in transformers, and of routed experts
@@ -145,7 +145,7 @@ def test_cell(outcomes: list, title: str, column: str) -> None:
 @pytest.mark.parametrize("title", [pytest.param(title, marks=MODELS.mark(title, "simulate")) for title in TITLES])
 def test_simulated(title: str, tmp_path: Path) -> None:
     """The simulator counts the parameters of the model of transformers, from its config.json."""
-    from odc_triton.simulate.models import Model
+    from odc_triton.tools.simulate.models import Model
 
     config = config_of(TITLES[title], **WIDE)
     config.save_pretrained(tmp_path)

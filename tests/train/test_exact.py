@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from odc_triton.checkpoint.steps import verify
-from odc_triton.train.metrics import read_metrics
-from odc_triton.train.sft_options import SftOptions
+from odc_triton.jobs.checkpoints.steps import verify
+from odc_triton.jobs.train.metrics import read_metrics
+from odc_triton.jobs.train.sft_options import SftOptions
 from tests.faults.inject import Fault, run_with, struck
 from tests.support import jobs, ranks, slow
 from tests.support.deadlines import LONG_S

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from odc_triton.cli.command import main
-from odc_triton.data.dataset import DataOptions, SampleSubset, TokenizedDataset, split_samples
-from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
-from odc_triton.train import outcome
-from odc_triton.train.sft import train_sft
-from odc_triton.train.sft_options import SftOptions
+from odc_triton.jobs.data.dataset import DataOptions, SampleSubset, TokenizedDataset, split_samples
+from odc_triton.jobs.data.tokenizer import TextEncoder, load_tokenizer
+from odc_triton.jobs.train import outcome
+from odc_triton.jobs.train.sft import train_sft
+from odc_triton.jobs.train.sft_options import SftOptions
+from odc_triton.tools.cli.command import main
 from tests.support import jobs, ranks
 from tests.support.sft_case import case, write_case
 from tests.support.tokenized import tokenize_file
@@ -109,7 +109,7 @@ def test_evaluation_changes_nothing(folder: Path, tmp_path: Path) -> None:
     for every in (1, 0):
         wanted = case(dropout, out=str(tmp_path / f"{every}"), steps=4, eval_data=str(folder / "data.jsonl"))
         runs.append([])
-        with mock.patch("odc_triton.train.outcome.can_draw", return_value=False):
+        with mock.patch("odc_triton.jobs.train.outcome.can_draw", return_value=False):
             last = train_sft(replace(wanted, eval_every=every), runs[-1].append)
         assert runs[-1][-1] == last
         assert jobs.lines(wanted.out) == json.loads(json.dumps(runs[-1]))

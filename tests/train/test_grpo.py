@@ -16,16 +16,18 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from odc_triton.balance import CostModel, collate, relatives
-from odc_triton.balance.split import assign_split
-from odc_triton.data.order import Mix
-from odc_triton.data.tokenizer import read_tokenizer
-from odc_triton.rl.generation import Request, Sampled, SamplingOptions
-from odc_triton.rl.prompts import completion_seed, read_prompts
-from odc_triton.rl.turns import TurnEngine
-from odc_triton.train import grpo
-from odc_triton.train.grpo_options import GrpoOptions
-from odc_triton.train.metrics import read_metrics
+from odc_triton.balance import CostModel
+from odc_triton.jobs.data.tokenizer import read_tokenizer
+from odc_triton.jobs.rl.generation import Request, Sampled, SamplingOptions
+from odc_triton.jobs.rl.prompts import completion_seed, read_prompts
+from odc_triton.jobs.rl.turns import TurnEngine
+from odc_triton.jobs.train import grpo
+from odc_triton.jobs.train.grpo_options import GrpoOptions
+from odc_triton.jobs.train.metrics import read_metrics
+from odc_triton.packs import collate
+from odc_triton.plan import relatives
+from odc_triton.plan.order import Mix
+from odc_triton.plan.split import assign_split
 from tests.rewards import vowels
 from tests.rollouts import turns
 from tests.support import ranks, slow
@@ -61,7 +63,7 @@ def train(rank: int, world: int, jobs: list[GrpoOptions]) -> list[int]:
         return pack
 
     collate._collate = counted
-    with mock.patch("odc_triton.train.outcome.can_draw", return_value=False):
+    with mock.patch("odc_triton.jobs.train.outcome.can_draw", return_value=False):
         for wanted in jobs:
             relatives.LEAST_SHARED = 99 if "too short" in wanted.out else 4  # prompts here are short
             counts.append(0)

@@ -17,17 +17,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from odc_triton.data.order import Mix
-from odc_triton.data.tokenizer import load_tokenizer, to_transformers
-from odc_triton.rl.prompts import read_prompts
-from odc_triton.rl.rewards import Rewards
-from odc_triton.rl.transformers_engine import TransformersEngine
-from odc_triton.train import grpo
-from odc_triton.train.grpo import check_before_start
-from odc_triton.train.grpo_options import GrpoOptions
-from odc_triton.train.grpo_run import GrpoRun
-from odc_triton.train.metrics import read_metrics
-from odc_triton.train.prepare import load_any_tokenizer
+from odc_triton.jobs.data.tokenizer import load_tokenizer, to_transformers
+from odc_triton.jobs.rl.prompts import read_prompts
+from odc_triton.jobs.rl.rewards import Rewards
+from odc_triton.jobs.rl.transformers_engine import TransformersEngine
+from odc_triton.jobs.train import grpo
+from odc_triton.jobs.train.grpo import check_before_start
+from odc_triton.jobs.train.grpo_options import GrpoOptions
+from odc_triton.jobs.train.grpo_run import GrpoRun
+from odc_triton.jobs.train.metrics import read_metrics
+from odc_triton.jobs.train.prepare import load_any_tokenizer
+from odc_triton.plan.order import Mix
 from tests.rewards import vowels
 from tests.support import jobs, ranks
 from tests.support.grpo_case import case, write_prompts

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from odc_triton.data.order import Mix
+from odc_triton.jobs.train import grpo, sft
+from odc_triton.jobs.train.grpo_options import GrpoOptions
+from odc_triton.jobs.train.metrics import read_metrics
+from odc_triton.jobs.train.run_folder import require_same
+from odc_triton.jobs.train.sft_options import SftOptions
+from odc_triton.plan.order import Mix
 from odc_triton.sharding.agree import default_mesh
-from odc_triton.train import grpo, sft
-from odc_triton.train.grpo_options import GrpoOptions
-from odc_triton.train.metrics import read_metrics
-from odc_triton.train.run_folder import require_same
-from odc_triton.train.sft_options import SftOptions
 from tests.support import jobs, ranks
 from tests.support.deadlines import LONG_S
 from tests.support.grpo_case import VOWELS

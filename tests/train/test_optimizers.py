@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from odc_triton import fully_shard
-from odc_triton.train.optimizers import make_optimizer
+from odc_triton.jobs.train.optimizers import make_optimizer
 from tests.support import jobs, ranks
 from tests.support.jobs import ENDED, STOPPED, losses
 from tests.support.sft_case import case, write_case

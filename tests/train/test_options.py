@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from odc_triton.train.optimizers import make_schedule
+from odc_triton.jobs.train.optimizers import make_schedule
 from tests.support import grpo_case, sft_case
 
 HERE = Path(__file__)

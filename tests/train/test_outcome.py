@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from odc_triton.train.metrics import Progress, in_two_lines
-from odc_triton.train.outcome import in_words
+from odc_triton.jobs.train.metrics import Progress, in_two_lines
+from odc_triton.jobs.train.outcome import in_words
 
 NOTHING = "Nothing was learned: in no step did the rewards of a prompt's completions differ."
 

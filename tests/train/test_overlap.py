@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from odc_triton.balance.assigner import Assigner
-from odc_triton.balance.pieces import MinibatchPacks, Piece, SplitPlan
-from odc_triton.rl.generation import Request, Sampled, SamplingOptions
-from odc_triton.rl.learned import Learned
-from odc_triton.rl.prompts import completion_seed
-from odc_triton.train import grpo
-from odc_triton.train.grpo_options import GrpoOptions
-from odc_triton.train.grpo_run import GrpoRun
-from odc_triton.train.metrics import read_metrics
+from odc_triton.jobs.rl.generation import Request, Sampled, SamplingOptions
+from odc_triton.jobs.rl.learned import Learned
+from odc_triton.jobs.rl.prompts import completion_seed
+from odc_triton.jobs.train import grpo
+from odc_triton.jobs.train.grpo_options import GrpoOptions
+from odc_triton.jobs.train.grpo_run import GrpoRun
+from odc_triton.jobs.train.metrics import read_metrics
+from odc_triton.plan.assigner import Assigner
+from odc_triton.plan.pieces import MinibatchPacks, Piece, SplitPlan
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S
 from tests.support.grpo_case import Recorded, case, write_prompts
@@ -68,7 +68,7 @@ def train(rank: int, world: int, jobs: Sequence[tuple[GrpoOptions, int | None]])
         again = iter([MinibatchPacks.of(*each) for each in found[replayed or 0]])
         gate = Path(options.out).with_suffix(".computed")
         with (
-            mock.patch("odc_triton.train.outcome.can_draw", return_value=False),
+            mock.patch("odc_triton.jobs.train.outcome.can_draw", return_value=False),
             mock.patch.object(GrpoRun, "_minibatch", recorded),
             mock.patch.object(Learned, "loss", lambda *given, **how: (gate.touch(), loss(*given, **how))[1]),  # noqa: B023
             mock.patch.object(Assigner, "own", Assigner.own if replayed is None else lambda *_: next(again)),  # noqa: B023

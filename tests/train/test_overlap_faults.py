@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from odc_triton.balance.counter import Log
 from odc_triton.comm.barrier import Barrier
-from odc_triton.rl.overlap import OverlappedRollout
-from odc_triton.train import grpo
-from odc_triton.train.grpo_options import GrpoOptions
+from odc_triton.jobs.rl.overlap import OverlappedRollout
+from odc_triton.jobs.train import grpo
+from odc_triton.jobs.train.grpo_options import GrpoOptions
+from odc_triton.plan.counter import Log
 from tests.support import jobs, ranks
 from tests.support.grpo_case import Recorded, case, write_prompts
 from tests.support.jobs import STOPPED, lines

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from odc_triton.checkpoint.folder import Manifest
-from odc_triton.cli import start
-from odc_triton.cli.command import main
-from odc_triton.train.sft_options import SftOptions
+from odc_triton.jobs.train.sft_options import SftOptions
+from odc_triton.tools.cli import start
+from odc_triton.tools.cli.command import main
 from tests.support import ranks
 from tests.support.sft_case import QWEN2, write_case
 

@@ -19,10 +19,10 @@ from odc_triton import OdcError
 from odc_triton.comm import barrier as barrier_module
 from odc_triton.comm.barrier import Barrier
 from odc_triton.comm.replicas import Grid
-from odc_triton.data.records import DataError
+from odc_triton.jobs.data.records import DataError
+from odc_triton.jobs.train import prepare, sft
+from odc_triton.jobs.train.sft_options import SftOptions
 from odc_triton.sharding.agree import default_mesh, watched_barrier
-from odc_triton.train import prepare, sft
-from odc_triton.train.sft_options import SftOptions
 from tests.support import ranks
 from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.sft_case import case, write_case

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from odc_triton.base.errors import CheckpointFailed
-from odc_triton.train.metrics import MetricsFile, read_metrics
-from odc_triton.train.run_folder import RunFolder
-from odc_triton.train.save_clock import SaveClock
-from odc_triton.train.sft_options import SftOptions
+from odc_triton.jobs.train.metrics import MetricsFile, read_metrics
+from odc_triton.jobs.train.run_folder import RunFolder
+from odc_triton.jobs.train.save_clock import SaveClock
+from odc_triton.jobs.train.sft_options import SftOptions
 from tests.support import jobs, ranks
 from tests.support.jobs import ENDED, STOPPED, losses
 from tests.support.sft_case import case, write_case
@@ -156,7 +156,9 @@ def test_a_last_checkpoint_that_fails_costs_no_model(folder: Path, tmp_path: Pat
     """Nor are damaged checkpoints a reason to start again."""
     (tmp_path / "checkpoints").mkdir()
     wanted = options(folder, tmp_path, steps=1, samples_per_rank=4, resume="auto")
-    with mock.patch("odc_triton.checkpoint.steps.write_checkpoint", side_effect=CheckpointFailed([0], "no space")):
+    with mock.patch(
+        "odc_triton.jobs.checkpoints.steps.write_checkpoint", side_effect=CheckpointFailed([0], "no space")
+    ):
         assert jobs.train(0, 1, [wanted]) == ["CheckpointFailed: no space"]
     assert (tmp_path / "model" / "config.json").exists()
     assert json.loads((tmp_path / "run.json").read_text())["ended"] is None, "the same command tries again"
@@ -214,7 +216,7 @@ def test_other_options_are_named(folder: Path, tmp_path: Path) -> None:
 def test_a_checkpoint_is_due_before_a_kill_would_lose_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 70 s, and 12 s to save: what is lost at the worst is what came since the last whole checkpoint."""
     now_s = 0.0
-    monkeypatch.setattr("odc_triton.train.save_clock.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("odc_triton.jobs.train.save_clock.time.monotonic", lambda: now_s)
     clock, saved_s, lost_s, saves = SaveClock(600.0), 0.0, [], 0
     for step in range(60):
         evaluation_s = 90.0 * (step % 4 == 3)

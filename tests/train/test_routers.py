@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from odc_triton.balance import MinibatchSampler
-from odc_triton.data.tokenizer import load_tokenizer
-from odc_triton.train.model import build_model
-from odc_triton.train.sft_options import SftOptions
+from odc_triton.jobs.data.tokenizer import load_tokenizer
+from odc_triton.jobs.train.model import build_model
+from odc_triton.jobs.train.sft_options import SftOptions
 from tests.hf.test_router_loss import plain_losses
 from tests.support import jobs
 from tests.support.families import causal_lm

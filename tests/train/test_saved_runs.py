@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from odc_triton import fully_shard
-from odc_triton.data.store import contents
 from odc_triton.hf import ODCTrainer, enable_packing
-from odc_triton.train.metrics import read_metrics
-from odc_triton.train.run_folder import require_same
-from odc_triton.train.sft_options import SftOptions
+from odc_triton.jobs.data.store import contents
+from odc_triton.jobs.train.metrics import read_metrics
+from odc_triton.jobs.train.run_folder import require_same
+from odc_triton.jobs.train.sft_options import SftOptions
 from tests.support import jobs, ranks
 from tests.support.sft_case import write_case
 

@@ -17,22 +17,22 @@ from torch import nn
 
 from odc_triton import full_parameters
 from odc_triton.balance import MinibatchSampler
-from odc_triton.balance.collate import count_target_tokens, pack_collate
-from odc_triton.balance.decoder import Decoder
-from odc_triton.base.config_file import read_config, write_config
-from odc_triton.base.options import read_options
-from odc_triton.data.dataset import DataOptions, TokenizedDataset
-from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
 from odc_triton.hf import enable_packing
+from odc_triton.jobs.data.dataset import DataOptions, TokenizedDataset
+from odc_triton.jobs.data.tokenizer import TextEncoder, load_tokenizer
+from odc_triton.jobs.options.config_file import read_config, write_config
+from odc_triton.jobs.options.options import read_options
+from odc_triton.jobs.train.job import _sharded
+from odc_triton.jobs.train.model import build_model, replace
+from odc_triton.jobs.train.sft_options import SftOptions
+from odc_triton.jobs.train.sft_run import SftRun
 from odc_triton.nn import LMHead
 from odc_triton.nn.tuned import save
+from odc_triton.packs.collate import count_target_tokens, pack_collate
+from odc_triton.plan.decoder import Decoder
 from odc_triton.sharding.agree import default_mesh
 from odc_triton.sharding.backend import CpuBackend
 from odc_triton.sharding.shard_module import fully_shard
-from odc_triton.train.job import _sharded
-from odc_triton.train.model import build_model, replace
-from odc_triton.train.sft_options import SftOptions
-from odc_triton.train.sft_run import SftRun
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.sft_case import QWEN2, case, write_case
@@ -177,7 +177,7 @@ def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
 
     wanted = options(folder, out=str(tmp_path / "out"), truncate=True)
     write_config(tmp_path / "given.yaml", wanted, comment="the run", ranks=1)
-    command = [sys.executable, "-m", "odc_triton.cli", "train", "sft", "--config", str(tmp_path / "given.yaml")]
+    command = [sys.executable, "-m", "odc_triton.tools.cli", "train", "sft", "--config", str(tmp_path / "given.yaml")]
     command += ["--ranks", "2", "--fused-head"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S)
     assert done.returncode == 0, done.stderr

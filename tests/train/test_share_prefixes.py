@@ -16,12 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from odc_triton.balance.assigner import Assigner
-from odc_triton.balance.pieces import MinibatchPacks, Piece
 from odc_triton.hf import PackingUnsupported
-from odc_triton.train.model import build_model
-from odc_triton.train.run_folder import require_same
-from odc_triton.train.sft_options import SftOptions
+from odc_triton.jobs.train.model import build_model
+from odc_triton.jobs.train.run_folder import require_same
+from odc_triton.jobs.train.sft_options import SftOptions
+from odc_triton.plan.assigner import Assigner
+from odc_triton.plan.pieces import MinibatchPacks, Piece
 from tests.support import jobs, ranks, slow
 from tests.support.families import config_of, make_new_positions
 from tests.support.sft_case import LICENSE, case, write_case

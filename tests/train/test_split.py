@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from odc_triton.train.sft_options import SftOptions
+from odc_triton.jobs.train.sft_options import SftOptions
 from tests.support import jobs, ranks
 from tests.support.jobs import ENDED, STOPPED
 from tests.support.sft_case import case, write_case

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from bench.suites.hosts_net import inside
-from odc_triton.base.config_file import write_config
-from odc_triton.data.dataset import DataOptions
-from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
-from odc_triton.train.sft_options import SftOptions
+from odc_triton.jobs.data.dataset import DataOptions
+from odc_triton.jobs.data.tokenizer import TextEncoder, load_tokenizer
+from odc_triton.jobs.options.config_file import write_config
+from odc_triton.jobs.train.sft_options import SftOptions
 from tests.support import jobs, namespaces, ranks
 from tests.support.deadlines import LONG_S
 from tests.support.jobs import ENDED
@@ -64,7 +64,7 @@ def losses(out: str) -> tuple[list[float], list[float]]:
 
 def _on_hosts(rank: int, world: int, wanted: Sequence[SftOptions], hosts: int) -> list[str]:
     """Each host is a replica; ranks are not equally fast."""
-    from odc_triton.train.sft_run import SftRun
+    from odc_triton.jobs.train.sft_run import SftRun
 
     next_packs = SftRun.next_packs
 

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from odc_triton.balance import MinibatchSampler
-from odc_triton.balance.collate import count_target_tokens, pack_collate
-from odc_triton.data.dataset import DataOptions
-from odc_triton.data.tokenizer import TextEncoder, load_tokenizer, to_transformers
-from odc_triton.train import sft
-from odc_triton.train.metrics import read_metrics
-from odc_triton.train.sft_options import SftOptions
+from odc_triton.jobs.data.dataset import DataOptions
+from odc_triton.jobs.data.tokenizer import TextEncoder, load_tokenizer, to_transformers
+from odc_triton.jobs.train import sft
+from odc_triton.jobs.train.metrics import read_metrics
+from odc_triton.jobs.train.sft_options import SftOptions
+from odc_triton.packs.collate import count_target_tokens, pack_collate
 from tests.support import jobs, slow
 from tests.support.models import tie_in_config
 from tests.support.sft_case import LICENSE, QWEN2, VOCABULARY, case, write_case

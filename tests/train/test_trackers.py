@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from odc_triton.train.sft import check_before_start
-from odc_triton.train.sft_options import SftOptions
-from odc_triton.train.trackers import Trackers
+from odc_triton.jobs.train.sft import check_before_start
+from odc_triton.jobs.train.sft_options import SftOptions
+from odc_triton.jobs.train.trackers import Trackers
 from tests.support import jobs, logged
 from tests.support.deadlines import LONG_S
 from tests.support.sft_case import case, write_case

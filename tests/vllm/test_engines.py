@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from odc_triton.rl.generation import CompletionEngine, Request, SamplingOptions
+from odc_triton.jobs.rl.generation import CompletionEngine, Request, SamplingOptions
 from tests.support import ranks
 from tests.support.sampling import greedy, log_probabilities
 from tests.support.vllm_real import ENVIRONMENT, RealServer, require_vllm
@@ -62,7 +62,7 @@ def assert_followed(found: list[dict[str, Any]]) -> None:
 def _colocated(rank: int, world: int, start: str) -> dict[str, Any]:
     os.environ.update(ENVIRONMENT)
     from odc_triton import fully_shard
-    from odc_triton.rl.vllm_colocate import VllmColocate
+    from odc_triton.jobs.rl.vllm_colocate import VllmColocate
 
     model = fully_shard(AutoModelForCausalLM.from_pretrained(start))
     engine = VllmColocate(start, rank=rank, dtype="float32", max_tokens=128)
@@ -79,8 +79,8 @@ def test_colocate(folder: Path) -> None:
 
 def _served(rank: int, world: int, start: str, address: str) -> dict[str, Any]:
     from odc_triton import fully_shard
-    from odc_triton.policy.http import Server
-    from odc_triton.rl.vllm_server import VllmServer
+    from odc_triton.jobs.rl.vllm_server import VllmServer
+    from odc_triton.jobs.vllm.http import Server
 
     model = fully_shard(AutoModelForCausalLM.from_pretrained(start))
     engine = VllmServer(address)

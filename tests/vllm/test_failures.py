@@ -15,10 +15,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from odc_triton.base.errors import GenerationFailed
-from odc_triton.policy.http import Server
-from odc_triton.rl.generation import Request, SamplingOptions
-from odc_triton.rl.vllm_server import VllmServer
-from odc_triton.train.grpo_options import GrpoOptions
+from odc_triton.jobs.rl.generation import Request, SamplingOptions
+from odc_triton.jobs.rl.vllm_server import VllmServer
+from odc_triton.jobs.train.grpo_options import GrpoOptions
+from odc_triton.jobs.vllm.http import Server
 from tests.support import jobs, leftovers, ranks
 from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.grpo_case import case

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from odc_triton.train.grpo import check_before_start
-from odc_triton.train.grpo_options import GrpoOptions
+from odc_triton.jobs.train.grpo import check_before_start
+from odc_triton.jobs.train.grpo_options import GrpoOptions
 from tests.support import jobs, ranks
 from tests.support.grpo_case import case
 from tests.support.jobs import ENDED, lines

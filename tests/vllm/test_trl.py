@@ -143,7 +143,7 @@ def _failed(rank: int, world: int, folder: str, start: str, changes: dict[str, A
 
     from odc_triton.base.errors import GenerationFailed
     from odc_triton.hf import ODCGRPOTrainer
-    from odc_triton.hf.grpo_vllm import ShardedVllmGeneration
+    from odc_triton.jobs.trainers.grpo_vllm import ShardedVllmGeneration
 
     case.environment()
     server, which, when = changes.pop("ends")

@@ -55,7 +55,7 @@ def run_sections(folder: Path, sections: Mapping[str, Section], until_s: float, 
     import torch
     import torch.distributed as dist
 
-    from odc_triton.comm.launch import die_with_parent
+    from odc_triton.jobs.launcher.launch import die_with_parent
 
     from ...device import Gpu, Rehearsal
 

@@ -15,7 +15,7 @@ from ...kernels.operators import all_operators  # first: it decides where kernel
 
 from odc_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_grad
 from odc_kernels.peers import PeerShards
-from odc_triton.hf.document_attention import AttentionTerms, one_length, varlen
+from odc_triton.packs.document_attention import AttentionTerms, one_length, varlen
 from odc_triton.sequence.attention import AttentionOfTree, Pair, RowsBefore, SeenRows, parts_of
 from odc_triton.sequence.flash import FlashAttentionOfTree
 

@@ -75,7 +75,7 @@ def train(gpu: Gpu, *, folder: Path, seconds: float, steps: int, share: float) -
     given += () if gpu.rehearsal else ("--dtype", "bf16")
     for ranks in (1, 2):
         words = (*given, "--ranks", str(ranks), "--samples-per-rank", str(16 // ranks), "--out", f"{folder}/{ranks}")
-        code = _run(seconds / 2, sys.executable, "-m", "odc_triton.cli", "train", *words)
+        code = _run(seconds / 2, sys.executable, "-m", "odc_triton.tools.cli", "train", *words)
         losses = [line["loss"] for line in read_lines(folder / str(ranks) / "metrics.jsonl") if "loss" in line]
         learned = len(losses) >= 20 and sum(losses[-10:]) <= share * sum(losses[:10])
         yield {"what": f"{ranks} ranks", "exit": code, "losses": losses, "passed": learned and code in (0, *_CUT)}
@@ -121,7 +121,7 @@ def lengths(gpu: Gpu, *, folder: Path, seconds: float) -> Iterator[dict[str, Any
     how = "--device cpu --rounds 1 --minibatches 1 --samples-per-rank 1"
     if not gpu.rehearsal:
         how = f"--device cuda --dtype bf16 --token-cap {LONGEST} --rounds 2 --minibatches 3"
-    code = _run(seconds, sys.executable, "-m", "odc_triton.cli", "bench", *given, "--ranks", "2", *how.split())
+    code = _run(seconds, sys.executable, "-m", "odc_triton.tools.cli", "bench", *given, "--ranks", "2", *how.split())
     file = folder / "lengths.json"
     for name, found in (json.loads(file.read_text())["variants"] if file.exists() else {}).items():
         yield {"what": name, **{key: value for key, value in found.items() if key != "turns"}}

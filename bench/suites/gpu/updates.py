@@ -14,10 +14,10 @@ from torch import nn
 
 from odc_triton import replace_layers
 from odc_triton.balance import to_device
-from odc_triton.balance.collate import count_target_tokens
-from odc_triton.balance.pieces import MinibatchPacks
-from odc_triton.data.records import IGNORED
 from odc_triton.hf import compute_in_chunks, offload_checkpoints
+from odc_triton.packs.collate import count_target_tokens
+from odc_triton.plan.fields import IGNORED
+from odc_triton.plan.pieces import MinibatchPacks
 
 from ...device import Gpu, profiled
 from ...harness import Minibatch, Work, deal, timed

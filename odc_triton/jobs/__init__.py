@@ -1,0 +1,1 @@
+"""What is built on the library: SFT and GRPO, data, transformers' and TRL's trainers, engines that sample."""

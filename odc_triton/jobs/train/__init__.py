@@ -1,0 +1,1 @@
+"""Training jobs on the engine, and the data that they read."""

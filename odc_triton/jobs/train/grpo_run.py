@@ -1,0 +1,375 @@
+"""GRPO on one rank: a rollout, its learned completions, and the updates."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ...base.errors import RolloutStopped
+from ...checkpoint.repeat import Replayable
+from ...engine.api import engine_of
+from ...engine.minibatch import minibatch
+from ...packs.enable import innermost, takes_branches
+from ...packs.loss import NO_ROUTER_LOSS, refuse_router_loss
+from ...packs.reference import Reference
+from ...plan.assigner import Assigner
+from ...plan.cost import CostModel
+from ...plan.pieces import Entry, SplitPlan
+from ...plan.relatives import find_relatives
+from ...plan.split import assign_split, readable_tokens
+from ...sequence.enable import enable_split
+from ...sequence.sums import SampleSums
+from ..rl.generation import CompletionEngine, SamplingOptions, end_tokens_of
+from ..rl.importance import Importance
+from ..rl.learned import Learned
+from ..rl.objective import LearningRule, Objective, advantages
+from ..rl.overlap import OverlappedRollout
+from ..rl.prompts import Prompts, completion_seed, prompts_of_step
+from ..rl.rewards import Rewards
+from ..rl.rollout import PromptSlot, Rollout, Sampler
+from ..rl.turns import RolloutFunction
+from .agreement import StepSums
+from .grpo_options import GrpoOptions
+from .metrics import Metrics
+from .prepare import Prepared
+from .run import Run, Sample, shared_counter
+
+Stepped = tuple[Rollout, Learned, StepSums, Metrics]  # the last: seconds
+_SUMS = ("tokens", "entropy", "ratio", "clipped", "kl", "mismatch", "divergence")  # over tokens, of all ranks
+
+
+class GrpoRun(Run):
+    """Reinforcement learning by GRPO: one step is a rollout and `iterations` updates."""
+
+    kind = "train grpo"
+    bar: ClassVar[dict[str, Any]] = {
+        "reward": ("reward", ".3f"),
+        "length": ("length", ".0f"),
+        "rollout s": ("rollout_s", ".1f"),
+        "update s": ("update_s", ".1f"),
+        "pass": ("eval_pass", ".0%"),
+    }
+    options: GrpoOptions
+
+    def __init__(
+        self,
+        *,
+        options: GrpoOptions,
+        model: nn.Module,
+        prepared: Prepared[Prompts],
+        reference: nn.Module | None,
+        teacher: nn.Module | None = None,
+        completions: CompletionEngine,
+        rewards: Rewards,
+        cost: CostModel,
+        correction: Importance | None = None,
+    ) -> None:
+        """`reference`: the model at the start, sharded, if there is a divergence to it; `teacher`: another one,
+        to learn from. `completions` samples; `correction`: the importance weights if it is not the policy.
+        """
+        refuse_router_loss(model, f"which train grpo leaves out: use ODCGRPOTrainer, or {NO_ROUTER_LOSS}")
+        engine = engine_of(model)
+        self.prompts, self.evaluation, self.mix = prepared.data, prepared.evaluation, prepared.mix
+        self.correction = correction
+        self.per_step = options.prompts_per_rank * engine.world
+        epoch_steps = max(len(self.mix) // self.per_step, 1)
+        super().__init__(options=options, model=model, identity=prepared.identity, epoch_steps=epoch_steps)
+        self.sampler = Sampler(
+            engine,
+            completions=completions,
+            rewards=rewards,
+            counter=shared_counter(options, engine.world),
+            tokenizer=prepared.tokenizer,
+            columns=self.prompts.columns,
+            function=None if options.rollout is None else self._function(options.rollout),
+        )
+        grid, limits = engine.grid, {"token_cap": options.token_cap, "cost": cost, "replicas": engine.grid.replicas}
+        models = [each for each in (model, reference, teacher) if each is not None]
+        able = all(takes_branches(innermost(each)) for each in models)
+        self.shares_prefixes = options.share_prefixes == "auto" and able
+        split_tokens = shared_tokens = 0
+        if options.split_sequences and grid.shards > 1:
+            split_tokens = self._split_tokens(cost)
+        if self.shares_prefixes and grid.shards > 1:
+            shared_tokens = max(split_tokens, _tokens_of_trees(options, self.prompts.longest))
+        if split_tokens or shared_tokens:
+            try:
+                for each in models:
+                    enable_split(each, max(split_tokens, shared_tokens))
+            except NotImplementedError:  # of a compiled model, or of one with other attention
+                if split_tokens:
+                    raise
+                shared_tokens = 0
+        needs_sums = options.loss == "gspo" or (correction is not None and correction.is_of_sequences)
+        self.pieces: SampleSums | None = None
+        if needs_sums and (split_tokens or shared_tokens):
+            self.pieces = SampleSums(model, samples=self.per_step * options.generations)
+        self.reference = None if reference is None else Reference(reference, model)
+        self.teacher = self.teacher_of(teacher)
+        self.assigner = Assigner(
+            rank=grid.rank,
+            world=grid.world,
+            balance="mini",
+            split_tokens=split_tokens,
+            shared_tokens=shared_tokens,
+            **limits,
+        )
+        self.end_tokens = end_tokens_of(model, prepared.tokenizer)
+        high = options.clip if options.clip_high is None else options.clip_high
+        self.objective = Objective(loss=options.loss, low=options.clip, high=high, kl=options.kl)
+        self.rule = LearningRule(
+            loss=options.loss,
+            rows=self.per_step * options.generations,
+            most_tokens=options.max_new_tokens,
+            mask_truncated=options.mask_truncated,
+            keep_all=len(models) > 1,
+        )
+        self.overlapped: OverlappedRollout | None = None
+        if options.overlaps:
+            self.overlapped = OverlappedRollout(
+                self.sampler, self.assigner, shares_prefixes=self.shares_prefixes, scale=options.scale_rewards
+            )
+            engine.register(self.overlapped)
+
+    def _split_tokens(self, cost: CostModel) -> int:
+        """Of a rank, the most tokens that others may read. Raises ValueError if the longest sample can't be split."""
+        options, shards, replicas = self.options, self.engine.grid.shards, self.engine.grid.replicas
+        longest, limits = self.prompts.longest, {"token_cap": options.token_cap, "cost": cost}
+        # A function of rollouts may change a prompt.
+        prompts = [longest if options.rollout else len(each.ids) for each in self.prompts]
+        # A step that goes across the end of a pass may have a prompt twice.
+        lengths = [each + options.max_new_tokens for each in prompts for _ in range(2 * options.generations)]
+        samples = -(-self.per_step * options.generations // replicas)
+        tokens = options.split_tokens or readable_tokens(lengths, ranks=shards, samples=samples, **limits)
+        number, length = prompts.index(longest), longest + options.max_new_tokens
+        assign_split([length], names=[number], ranks=shards, tokens=tokens, **limits)
+        return tokens
+
+    def _function(self, name: str) -> RolloutFunction:
+        vocabulary = innermost(self.model).config.get_text_config().vocab_size
+        return RolloutFunction(name, longest=self.prompts.longest, vocabulary=vocabulary)
+
+    # ------------------------------------------------------------------ a step
+
+    def train_step(self) -> Metrics | None:
+        state = self.state
+        start_s = time.monotonic()
+        self.sampler.completions.sync(self.model)
+        synced_s = time.monotonic()
+        stepped = self._in_phases() if self.overlapped is None else self._overlapping()
+        if isinstance(stepped, int):
+            self.stop = stepped
+            return None
+        made, batch, agreed, seconds = stepped
+        state.tokens += batch.tokens
+        if (every := self.options.show_every) and (state.step % every == 0 or state.step + 1 == self.steps):
+            self.samples += self._shown(made)
+        end_s = time.monotonic()
+        return self.stepped(
+            {
+                "epoch": (state.step + 1) * self.per_step / len(self.mix),
+                "loss": agreed.loss_sum,
+                **self._of_rollout(made),
+                **self._of_update(agreed.sums),
+                "lr": self.lr,
+                "grad_norm": agreed.norm,
+                "tokens": state.tokens,
+                "target_tokens_per_s": batch.tokens / (end_s - start_s),
+                "idle": agreed.idle,
+                "sync_s": synced_s - start_s,
+                "scoring_s": made.scoring_s,
+                **seconds,
+                "seconds": end_s - start_s,
+            }
+        )
+
+    def _in_phases(self) -> Stepped | int:
+        """A rollout, then the updates; or the signal for which the ranks stop."""
+        options = self.options
+        made = self.sampler.roll_out(self._slots(), self._sampling(options.temperature), **self._limits)
+        if isinstance(made, int):
+            return made
+        batch = Learned.of(made, self.rule, options.scale_rewards)
+        update_s, loss = time.monotonic(), 0.0
+        numbers, samples = [*batch.samples], [*batch.samples.values()]
+        relatives = find_relatives(samples) if self.shares_prefixes else None
+        own = self.assigner.own([*map(batch.length, numbers)], numbers, relatives)
+        for _ in range(options.iterations):
+            agreed = self.update(*self._minibatch(batch, own, lambda: own.split))
+            loss += agreed.loss_sum / options.iterations
+            if self.was_skipped:
+                break
+        seconds = {"rollout_s": made.rollout_s, "update_s": time.monotonic() - update_s}
+        return made, batch, replace(agreed, loss_sum=loss), seconds
+
+    def _overlapping(self) -> Stepped | int:
+        """The update while others still sample; or the signal for which the ranks stop."""
+        start_s, batch, overlapped = time.monotonic(), Learned(rule=self.rule), self.overlapped
+        overlapped.open(self._slots(), self._sampling(self.options.temperature), batch, **self._limits)
+        try:
+            loss_sum, sums = self._minibatch(batch, Replayable(overlapped), lambda: overlapped.plan)
+        except RolloutStopped as stopped:
+            return stopped.signal
+        rollout_s, hidden_s = overlapped.seconds()
+        agreed = self.update(loss_sum, [*sums, hidden_s / self.engine.world])
+        *sums, hidden_s = agreed.sums
+        update_s = time.monotonic() - start_s - rollout_s
+        seconds = {"rollout_s": rollout_s, "update_s": update_s, "hidden_s": hidden_s}
+        return overlapped.rollout(), batch, replace(agreed, sums=sums), seconds
+
+    def _slots(self) -> list[PromptSlot]:
+        """The step's prompts."""
+        options, step = self.options, self.state.step
+        chosen = prompts_of_step(self.mix, step, per_step=self.per_step, seed=options.seed)
+        return [
+            PromptSlot(
+                prompt=self.prompts[index],
+                seeds=[completion_seed(options.seed, step, place, n) for n in range(options.generations)],
+            )
+            for place, index in enumerate(chosen)
+        ]
+
+    @property
+    def _limits(self) -> dict[str, Any]:
+        """Of a rollout."""
+        return {"decode": self.options.decode_at_once, "stop": lambda: self.stop_signal.signal}
+
+    def _sampling(self, temperature: float) -> SamplingOptions:
+        return SamplingOptions(
+            temperature=temperature, max_new_tokens=self.options.max_new_tokens, end_tokens=self.end_tokens
+        )
+
+    def _minibatch(
+        self, batch: Learned, packs: Iterable[list[Entry]], split: Callable[[], SplitPlan | None]
+    ) -> tuple[float, list[float]]:
+        """This rank's part of the loss, and sums over its tokens, in the order of `_SUMS`, after the reduction.
+
+        `split`: the plan of `packs` so far.
+        """
+        device = self.engine.heap.device
+
+        def run() -> tuple[Tensor, Tensor]:
+            loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+            sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
+            with minibatch(self.model, split=split()) as mb:
+                for entries in packs:
+                    self.stop_signal.check_peers()
+                    loss, found = batch.loss(
+                        entries,
+                        model=self.model,
+                        reference=self.reference,
+                        teacher=self.teacher,
+                        objective=self.objective,
+                        temperature=self.options.temperature,
+                        correction=self.correction,
+                        pieces=self.pieces,
+                        device=device,
+                    )
+                    loss.backward()
+                    loss_sum += loss.detach()
+                    for place, name in enumerate(_SUMS):
+                        sums[place] += found.get(name, 0.0)
+                mb.divide_by(batch.divisor)
+            return loss_sum / batch.divisor, sums
+
+        loss_sum, sums = self.run_minibatch(run)
+        return loss_sum.item(), sums.tolist()
+
+    # ------------------------------------------------------------------ evaluation
+
+    @property
+    def evaluates(self) -> bool:
+        return self.evaluation is not None
+
+    def evaluate(self) -> Metrics:
+        """One greedy completion of each held-out prompt. Empty if the ranks are asked to stop."""
+        slots = [PromptSlot(prompt=prompt, seeds=[0]) for prompt in self.evaluation]
+        self.sampler.completions.sync(self.model)
+        made = self.sampler.roll_out(slots, self._sampling(0.0), **self._limits)
+        self.reset_timer()
+        if isinstance(made, int):
+            self.stop = made
+            return {}
+        rewards = made.totals.flatten()
+        lengths = [sum(one.own) for (one,) in made.sampled]
+        self.samples += [self._sample(made, place) for place in range(len(slots))[: self.options.eval_samples]]
+        metrics = {"eval_length": sum(lengths) / len(lengths)}
+        if self.options.reward:
+            metrics["eval_reward"] = rewards.nanmean().item()
+            metrics["eval_pass"] = (rewards >= self.options.pass_reward).double().mean().item()
+        return metrics
+
+    def _shown(self, made: Rollout) -> list[Sample]:
+        """Of the step's first prompt the completions of most and least advantage, with it."""
+        found = advantages(made.totals, self.options.scale_rewards)[0].tolist()
+        numbers = dict.fromkeys((found.index(max(found)), found.index(min(found))))
+        return [self._sample(made, 0, number) | {"advantage": found[number]} for number in numbers]
+
+    def _sample(self, made: Rollout, place: int, number: int = 0) -> Sample:
+        """A completion of the prompt at `place`, with its rewards; NaN where no function applied."""
+
+        def decoded(ids: list[int]) -> str:
+            return self.sampler.tokenizer.decode(ids, skip_special_tokens=True)
+
+        one = made.sampled[place][number]
+        scores = dict(zip(self.sampler.rewards.names, made.rewards[:, place, number].tolist(), strict=True))
+        return {
+            "prompt": decoded(one.prompt or made.slots[place].prompt.ids),
+            "completion": decoded(one.ids),
+            **({"reward": made.totals[place, number].item()} if scores else {}),
+            **({f"rewards/{name}": score for name, score in scores.items()} if len(scores) > 1 else {}),
+            "ended": one.ended,
+        }
+
+    # ------------------------------------------------------------------ numbers
+
+    def _of_rollout(self, made: Rollout) -> Metrics:
+        rewards = made.totals
+        flat = [one for group in made.sampled for one in group]
+        lengths = [sum(one.own) for one in flat]
+        metrics = {
+            "length": sum(lengths) / len(lengths),
+            "length_max": max(lengths),
+            "truncated": sum(not one.ended for one in flat) / len(flat),
+        }
+        if self.options.reward:
+            metrics["reward"] = rewards.nanmean().item()
+            known = rewards[~rewards.isnan()]
+            metrics["reward_std"] = known.std(correction=0).item() if len(known) else math.nan
+            metrics["groups_learned"] = (advantages(rewards, "none") != 0).any(1).double().mean().item()
+        if len(self.options.reward) > 1:
+            for name, scores in zip(self.sampler.rewards.names, made.rewards, strict=True):
+                metrics[f"rewards/{name}"] = scores.nanmean().item()
+        return metrics
+
+    def _of_update(self, sums: list[float]) -> Metrics:
+        """Means over the tokens that were computed."""
+        by_name = dict(zip(_SUMS, sums, strict=True))
+        tokens = by_name.pop("tokens")
+        if self.reference is None:
+            del by_name["kl"]
+        if self.correction is None:
+            del by_name["mismatch"]
+        if self.teacher is None:
+            del by_name["divergence"]
+        return {name: value / tokens if tokens else math.nan for name, value in by_name.items()}
+
+    def close(self) -> None:
+        self.sampler.completions.close()
+        self.sampler.rewards.close()
+
+
+def _tokens_of_trees(options: GrpoOptions, prompt: int) -> int:
+    """Of a rank, the most tokens that others read where a prompt's completions lie on several ranks; 0: on one.
+
+    `prompt`: the longest. Of three or more a rank whole trees are as even, unless one does not fit a microbatch.
+    """
+    if options.prompts_per_rank > 2 and prompt + options.generations * options.max_new_tokens <= options.token_cap:
+        return 0
+    return prompt + min(options.max_new_tokens, prompt // 2)  # and a part of a completion, which is cut too

@@ -1,0 +1,165 @@
+"""Training jobs around their steps: the mesh, the model sharded and loaded, signals, the process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ...base.environment import joined_world, require_world
+from ...base.errors import OfRanks, in_a_line
+from ...checkpoint import load_pretrained_shards
+from ...checkpoint.pretrained_tensors import require_written
+from ...engine.api import engine_of
+from ...packs.enable import innermost
+from ...packs.offload import offload_checkpoints
+from ...plan.cost import CostModel
+from ...plan.decoder import Decoder
+from ...sharding.agree import default_mesh
+from ...sharding.shard_module import fully_shard
+from ..launcher.launch import Interrupted, die_with_parent, end_process, status_of
+from ..launcher.signals import STOPS, handling
+from ..options.config_file import with_config
+from ..options.options import Parser, add_arguments, read_options
+from .loop import Loop, OnMetrics
+from .metrics import Metrics
+from .model import build_model, frozen_options, precision
+from .prepare import HasEnded, Prepared
+from .run import Run
+from .run_options import RunOptions
+from .stop import StopSignal
+
+Options = TypeVar("Options", bound=RunOptions)
+
+
+Prepare = Callable[..., Prepared]  # takes the run's folder and reads its data; collective
+# The model of some options, sharded and loaded like the run's own, and the cost of samples; collective.
+Sharded = Callable[..., tuple[nn.Module, CostModel]]
+Start = Callable[[Any, Sharded, Prepared], Run]
+
+
+def train(options: RunOptions, prepare: Prepare, start: Start, on_metrics: OnMetrics | None) -> Metrics:
+    """Runs a job on this rank to its end: prepares, shards, runs the result of `start`. Returns the last metrics."""
+    timeout = timedelta(minutes=options.timeout_minutes)
+    mesh = default_mesh(timeout, replicas=options.replicas)
+    options.require_replicas(mesh.size(0) if mesh.ndim == 2 else 1, mesh.size())
+    try:
+        prepared = prepare(options, mesh=mesh)
+    except HasEnded as ended:
+        return ended.metrics
+    try:
+        run = start(options, partial(_sharded, prepared=prepared, mesh=mesh), prepared)
+        stop = StopSignal(run.engine.require_peers)
+        loop = Loop(run, prepared, stop, on_metrics)
+        with handling(stop.on_signal, *STOPS):
+            try:
+                return loop.run_to_the_end()
+            except BaseException as error:
+                lost = None if stop.signal is None else lost_within(error)
+                run.engine.abort(lost or error)
+                if lost is not None and lost is not error:
+                    raise lost from error
+                raise
+            finally:  # after the peers were notified
+                run.close()
+                loop.close()
+    finally:
+        if prepared.folder is not None:
+            prepared.folder.release()
+
+
+def lost_within(error: BaseException) -> OfRanks | None:
+    """The loss of a peer that `error` came from: a signal's handler raises it anywhere, and torch may wrap it."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OfRanks):
+        found = found.__cause__ or found.__context__
+    return found
+
+
+def _sharded(
+    options: RunOptions, *, frozen: bool = False, prepared: Prepared, mesh: DeviceMesh
+) -> tuple[nn.Module, CostModel]:
+    rank, timeout = mesh.get_rank(), timedelta(minutes=options.timeout_minutes)
+    sizes = {"longest": prepared.longest, "largest_token": prepared.largest_token}
+    model, cost = build_model(options, prepared.tokenizer, **sizes, rank=1 if frozen else rank)  # only rank 0 prints
+    if frozen:
+        model.requires_grad_(False)
+    exact = options.exact or None  # None: by torch.use_deterministic_algorithms
+    model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype), timeout=timeout, exact=exact)
+    require_written(model)
+    decoder = Decoder.of(innermost(model).config.get_text_config())
+    key = f"{'bfloat16' if options.dtype == 'bf16' else 'float32'}: {decoder.words}"
+    if (factor := engine_of(model).attention.get(key, 1.0)) != 1.0:
+        cost = replace(cost, quadratic=factor * cost.quadratic)
+        if rank == 0 and not frozen:
+            print(f"attention is planned by its measured cost, {factor:.2f} of its FLOPs'", flush=True)
+    if options.offload_checkpoints and not frozen:
+        offload_checkpoints(model)
+    torch.manual_seed(options.seed + rank)  # dropout differs between ranks
+    if options.model is not None:
+        load_pretrained_shards(model, options.model)
+    return model, cost
+
+
+def load_frozen(options: RunOptions, sharded: Sharded, model: str | None = None) -> nn.Module:
+    """`model`, or the run's own as it starts, sharded, without adapters and dropout, never stepped. Collective."""
+    made, _ = sharded(frozen_options(options, model), frozen=True)
+    return made.eval()
+
+
+def load_teacher(options: RunOptions, sharded: Sharded) -> nn.Module | None:
+    return None if options.teacher is None else load_frozen(options, sharded, options.teacher)
+
+
+def run_job(job: Callable[[Options], Metrics], options: Options) -> Metrics:
+    """`job(options)` in a process that the launcher started. A request to stop exits it with 128 + the signal."""
+    try:
+        return job(options)
+    except Interrupted as stop:
+        sys.stdout.flush()
+        sys.exit(128 + stop.signal)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def main_of(kind: type[Options], run: Callable[[Options], Metrics], name: str) -> None:
+    """The main function of a rank under `torchrun -m NAME`: options from the command line, the job, the exit status."""
+    try:
+        _main(kind, run, name)
+    except SystemExit as end:
+        end_process(status_of(end))
+    end_process(0)
+
+
+def _main(kind: type[Options], run: Callable[[Options], Metrics], name: str) -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+    parser = Parser(prog=name, description=kind.__doc__)
+    add_arguments(parser, kind, config=True)
+    try:
+        given = with_config(kind, vars(parser.parse_args()))
+        require_world(given.get("ranks"), joined_world() or 1)
+        options = read_options(kind, given)
+    except ValueError as error:
+        parser.error(str(error))
+    run_here(run, options)
+
+
+def run_here(run: Callable[[Options], Metrics], options: Options) -> None:
+    """Runs as a rank that torchrun, or another program, started. Prints an error and exits with status 1."""
+    try:
+        record(run)(options)  # so that torchrun's summary has the error
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        print(f"rank {os.environ.get('RANK', 0)}: {in_a_line(error)}", file=sys.stderr)
+        sys.exit(1)

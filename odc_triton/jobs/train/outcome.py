@@ -1,0 +1,139 @@
+"""Output of a finished run: the trained model or its adapters, a report, a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ...base.environment import installed
+from ...base.events import Event
+from ...checkpoint import save_pretrained
+from ..options.options import flag
+from ..reports.report import Curves, can_draw, save_html
+from ..reports.trace import excerpt, save_trace
+from .metrics import Metrics, in_two_lines, read_metrics
+from .run import Run
+
+_ROWS = 12
+_COLUMNS = ("step", "loss", "eval_loss", "reward", "eval_reward", "length", "lr", "grad_norm", "seconds", "idle")
+_CURVES = (("loss", "eval_loss"), ("reward", "eval_reward"), ("length",), ("ratio", "mismatch"), ("divergence",))
+
+
+def gather_events(run: Run) -> list[Event]:
+    """All ranks' events of the last minibatches. Collective: a barrier."""
+    own = [event.as_row() for events in run.recent for event in events]
+    messages = run.engine.exchange("collect the timelines", {"events": own})
+    return [Event.of_row(row) for theirs in messages for row in theirs["events"]]
+
+
+def save_model(run: Run, out: Path, tokenizer: Any) -> Path:
+    """Returns the folder written: a model for plain transformers, or adapters for plain PEFT. Only rank 0 calls it."""
+    folder = out / ("adapter" if run.options.lora_rank else "model")
+    source = run.options.tokenizer or run.options.model
+    save_pretrained(run.model, folder, tokenizer, processor=source, overwrite=True)
+    return folder
+
+
+def write_report(run: Run, metrics: Sequence[Metrics], events: list[Event], summary: str) -> list[str]:
+    """Writes report.html and trace.json; returns their names. Only rank 0 calls it.
+
+    If a finished run was started again and took no step, an existing report stays; a new one has no timeline.
+    """
+    out = Path(run.options.out)
+    if not run.recent and (out / "report.html").exists():
+        return []
+    written = ["report.html"]
+    numbers = {event.minibatch for event in events}
+    tracks = excerpt({"the last steps": events}, minibatches=numbers) if numbers else {}
+    if tracks:
+        save_trace(tracks, out / "trace.json")
+        written.append("trace.json")
+    draws = can_draw()
+    if not draws:
+        why = 'has no pictures, as matplotlib is not installed; run: pip install "odc-triton[plot]"'
+        print(f"report.html {why}")
+        summary += f"\n\nThis report {why}"
+    columns = [name for name in _COLUMNS if _has(metrics, name)]
+    options = {flag(name): _typed(value) for name, value in asdict(run.options).items() if value not in (None, ())}
+    facts, completions = {"Options": options, "Versions": _versions()}, {}
+    samples = []
+    with contextlib.suppress(OSError, ValueError):  # the run has ended, whatever that file holds
+        samples = read_metrics(out / "samples.jsonl")
+    for each in [each for each in samples if "advantage" in each][-_ROWS:]:
+        prompt, completion = in_two_lines(each)
+        at = f"step {each['step']}, {prompt}"
+        completions[at] = completions.get(at, "") + completion
+    save_html(
+        out / "report.html",
+        title=f"odc-triton {run.kind}",
+        summary=summary,
+        rows=[[line.get(name) for name in columns] for line in _some(metrics)],
+        columns=columns,
+        tracks=tracks if draws else {},
+        curves=_curves(metrics) if draws else [],
+        facts={"Completions": completions} | facts if completions else facts,
+    )
+    return written
+
+
+def _typed(value: object) -> str:
+    """As on a command line."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _has(metrics: Sequence[Metrics], name: str) -> bool:
+    return any(line.get(name) is not None for line in metrics)
+
+
+def _curves(metrics: Sequence[Metrics]) -> list[Curves]:
+    """One picture of each of `_CURVES` that has values."""
+    pictures = ([name for name in names if _has(metrics, name)] for names in _CURVES)
+    return [
+        Curves(
+            title=", ".join(names),
+            values={n: [math.nan if line.get(n) is None else line[n] for line in metrics] for n in names},
+        )
+        for names in pictures
+        if names
+    ]
+
+
+def in_words(metrics: Sequence[Metrics], *, ranks: int) -> str:
+    """A run in a few sentences."""
+    if not metrics:
+        return "No step was taken."
+    first, last = metrics[0], metrics[-1]
+    seconds = sum(line["seconds"] for line in metrics)
+    idle = sum(line["idle"] * line["seconds"] for line in metrics) / seconds if seconds else 0.0
+    name = "reward" if "reward" in first else "loss"
+    text = (
+        f"{last['step']} steps over {last['tokens']:,} tokens on {ranks} rank{'s' if ranks > 1 else ''}: the {name} "
+        f"went from {_number(first[name])} to {_number(last[name])}. Idle: {idle:.1%} of the time."
+    )
+    if all(line.get("groups_learned") == 0 and "divergence" not in line for line in metrics):
+        text += (
+            " Nothing was learned: in no step did the rewards of a prompt's completions differ. Look at what the "
+            "reward functions return for them, or try a higher --temperature, more --generations or easier prompts."
+        )
+    if last["skipped"]:
+        text += f" {last['skipped']} steps were skipped because a loss or gradient was not finite."
+    return text
+
+
+def _number(value: float | None) -> str:
+    return "no finite value" if value is None else f"{value:.4f}"
+
+
+def _some(metrics: Sequence[Metrics]) -> list[Metrics]:
+    """At most a dozen lines, evenly spaced, first and last among them."""
+    count = min(len(metrics), _ROWS)
+    return [metrics[round(i * (len(metrics) - 1) / max(count - 1, 1))] for i in range(count)]
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | installed("odc-triton", "torch", "triton", "transformers")

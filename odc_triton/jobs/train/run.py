@@ -1,0 +1,226 @@
+"""The common part of training jobs on one rank: the run's state, its optimizer, the step after a minibatch."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from torch import nn
+
+from ...base.errors import MinibatchToRepeat
+from ...base.events import Event, total_s
+from ...checkpoint.repeat import repeating
+from ...engine.api import engine_of, learn_nothing
+from ...engine.minibatch import StepPart
+from ...packs.reference import Teacher
+from ...plan.counter import store_counter
+from ...plan.queue import Counter, OwnCounter
+from .agreement import StepSums, clip, own_gradients, square_norm, sum_up
+from .metrics import Metrics
+from .model import ties_head
+from .optimizers import make_optimizer, make_schedule
+from .run_folder import require_same
+from .run_options import RunOptions
+from .stop import StopSignal
+
+T = TypeVar("T")
+# A held-out prompt as the model went on from it: texts by name, the prompt first, whether it ended, any rewards.
+Sample = dict[str, Any]
+SHOWN_MINIBATCHES = 3  # in the report's timeline
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """A run's progress, the same on every rank. A checkpoint has this, the shards and each rank's random state.
+
+    The learning rate is a function of `step`; the samples' order is a function of the sampler's seed and position.
+    """
+
+    step: int = 0  # skipped ones counted; one of GRPO has --iterations steps of the optimizer
+    tokens: int = 0  # targets learned so far, all ranks
+    skipped: int = 0  # steps whose loss or gradient was not finite
+    repeated: int = 0  # minibatches that were run again as exact sums did not fit their scales
+    sampler: dict[str, Any] = field(default_factory=dict)
+
+
+class TooManySkipped(RuntimeError):
+    """More steps than `max_skipped` had a loss or a gradient that is not finite."""
+
+
+class Run(ABC):
+    """Model, optimizer and where the run stands; what it learns from is its kind's own."""
+
+    kind: ClassVar[str]  # the command that starts it
+    bar: ClassVar[dict[str, tuple[str, str]]]  # what the progress bar shows: metrics with their formats, by label
+
+    def __init__(
+        self, *, options: RunOptions, model: nn.Module, identity: dict[str, Any] | None = None, epoch_steps: int
+    ) -> None:
+        """`model` is sharded, and packing was enabled before that. `identity`: what a run must share with this one to
+        resume it, by default the options'. `epoch_steps`: the steps of one pass over the data.
+        """
+        self.options, self.model = options, model
+        self.engine = engine_of(model)
+        self.identity = identity or options.identity(self.engine.world)
+        self.state = RunState()
+        self.optimizer = make_optimizer(model, options)
+        epochs = getattr(options, "epochs", None) or 1.0
+        self.steps = options.steps or max(round(epochs * epoch_steps), 1)
+        self.epoch_steps = epoch_steps
+        self._schedule = make_schedule(options, self.steps)
+        self.stop_signal = StopSignal()
+        self.parts: list[StepPart] = []  # of the barrier of a step, besides the run's own
+        self.stop: int | None = None  # the signal for which the ranks have agreed to stop
+        self.samples: list[Sample] = []  # of the step's rollout and evaluation, the same on every rank
+        self.was_skipped = False  # the last step: the weights that it left unchanged may be the cause
+        self.recent: deque[list[Event]] = deque(maxlen=SHOWN_MINIBATCHES)
+        self._summed_s = time.monotonic()
+        self._after: list[Event] = []  # of the last step, since then: their waits count in the next one
+
+    # ------------------------------------------------------------------ a step
+
+    def teacher_of(self, model: nn.Module | None) -> Teacher | None:
+        """`model`, sharded, as the one to learn from, if there is one. After `enable_split` of both."""
+        if model is None:
+            return None
+        how = {name: getattr(self.options, f"teacher_{name}") for name in ("beta", "temperature", "weight")}
+        return Teacher(model, self.model, **how)
+
+    @abstractmethod
+    def train_step(self) -> Metrics | None:
+        """The next step; metrics of all ranks together, the same on every rank. None if it was given up, to stop.
+
+        Afterwards `stop` is what the ranks agreed on. Raises MinibatchFailed on all ranks for what
+        a microbatch raised on any; TooManySkipped.
+        """
+
+    @abstractmethod
+    def evaluate(self) -> Metrics:
+        """Metrics of the held-out data, the same on every rank; `samples` get those that are wanted. Collective."""
+
+    @property
+    @abstractmethod
+    def evaluates(self) -> bool:
+        """True if there is held-out data."""
+
+    def shown(self, metrics: Metrics) -> dict[str, str]:
+        """The progress bar's view of a step's metrics."""
+        return {label: format(metrics[name], form) for label, (name, form) in self.bar.items() if name in metrics}
+
+    def run_minibatch(self, minibatch: Callable[[], T]) -> T:
+        """`minibatch()`, run again for as long as exact sums do not fit their scales."""
+        if not self.engine.deterministic:
+            return minibatch()
+
+        def repeats(error: MinibatchToRepeat) -> None:
+            self.state.repeated += 1
+
+        return repeating(minibatch, repeats)
+
+    def update(self, loss_sum: float, sums: Sequence[float] = ()) -> StepSums:
+        """After a minibatch: ranks agree, and take the optimizer's step if all is finite."""
+        parameters = [each for each in self.model.parameters() if each.requires_grad]
+        learn_nothing(parameters)
+        gradients = own_gradients(parameters)
+        events = self.engine.events.drain()
+        now_s = time.monotonic()
+        own = StepSums(
+            loss_sum=loss_sum,
+            sums=sums,
+            square_norm=square_norm(gradients),
+            waited_s=total_s(self._after + events, "wait"),
+            passed_s=now_s - self._summed_s,
+        )
+        agreed = sum_up(self.engine, own, [self.stop_signal, *self.parts])
+        self._summed_s = now_s
+        if agreed.finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr
+            clip(gradients, norm=agreed.norm, largest=self.options.clip_norm)
+            self.optimizer.step()
+        self.was_skipped = not agreed.finite
+        self.optimizer.zero_grad()
+        self.stop = self.stop_signal.agreed
+        self._after = self.engine.events.drain()
+        self.recent.append(events + self._after)
+        return agreed
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the current step."""
+        return self.options.lr * self._schedule(self.state.step)
+
+    def stepped(self, metrics: Metrics) -> Metrics:
+        """Counts the step and completes its `metrics`, which have loss and gradient norm. Raises TooManySkipped."""
+        state = self.state
+        state.step += 1
+        state.skipped += self.was_skipped
+        metrics = {"step": state.step, **metrics, "skipped": state.skipped}
+        if self.engine.deterministic:
+            metrics["repeated"] = state.repeated
+        if (offloaded := self.engine.participant("offload")) is not None:
+            metrics["offloaded_bytes"] = offloaded.sent_bytes  # of this rank
+        if state.skipped > self.options.max_skipped:
+            raise TooManySkipped(
+                f"step {state.step}: the loss is {metrics['loss']} and the gradient's norm {metrics['grad_norm']}; "
+                f"that makes {state.skipped} skipped steps, more than --max-skipped {self.options.max_skipped}. Lower "
+                f"--lr, look at the data, or continue from an older checkpoint with --resume FOLDER"
+            )
+        return metrics
+
+    def is_sound(self) -> bool:
+        """True if the weights are worth keeping: at least one step changed them, and all are finite. Collective."""
+        finite = all(bool(p.to_local().isfinite().all()) for p in self.model.parameters())
+        found = self.engine.exchange(f"whether the weights are finite after step {self.state.step}", {"finite": finite})
+        self.reset_timer()
+        return all(each["finite"] for each in found) and self.state.skipped < self.state.step
+
+    def in_words(self) -> str:
+        """What is trained, on what, for how long."""
+        options, parameters = self.options, [*self.model.parameters()]
+        trained, total = (sum(p.numel() for p in parameters if p.requires_grad or of_all) for of_all in (False, True))
+        found = (options.checkpoint_every, "steps"), ((options.checkpoint_interval_s or 0) / 60, "minutes")
+        every = " and ".join(f"every {number:g} {unit}" for number, unit in found if number) or "none"
+        warms = f", all of them warm-up (--warmup-steps is {options.warmup_steps})"
+        return (
+            f"{trained:,} of {total:,} parameters, ranks: {self.engine.world} ({self.engine.heap.device.type}), "
+            f"{options.dtype}, steps: {self.steps}{warms * (options.warmup_steps >= self.steps)}, checkpoints: {every}"
+        )
+
+    # ------------------------------------------------------------------ what is saved
+
+    def position(self) -> dict[str, Any]:
+        """All that a checkpoint needs besides shards and random states, the same on every rank; JSON."""
+        about = {"identity": self.identity, "seed": self.options.seed, "ties_head": ties_head(self.model)}
+        return {"state": asdict(self.state)} | about
+
+    def resume(self, saved: dict[str, Any], where: Path) -> str:
+        """Restores a `position` of the run in the folder `where`; returns the options that have changed, in words.
+
+        Raises ValueError for another kind of run, or options that may not change.
+        """
+        if "state" not in saved:
+            raise ValueError(f"the checkpoint has no position of a run: it was not saved by {self.kind}")
+        changed = require_same(saved["identity"], self.identity, where=where)
+        self.state = RunState(**saved["state"])
+        return changed
+
+    def close(self) -> None:  # noqa: B027
+        """Ends what the run has started."""
+
+    def reset_timer(self) -> None:
+        """Excludes the time since the last step (saving a checkpoint, say) from the idle share."""
+        self.engine.events.drain()
+        self._after = []
+        self._summed_s = time.monotonic()
+
+
+def shared_counter(options: RunOptions, world: int) -> Counter:
+    """The shared counter of a queue, with the run's deadline."""
+    return OwnCounter() if world == 1 else store_counter(timeout=timedelta(minutes=options.timeout_minutes))

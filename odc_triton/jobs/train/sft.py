@@ -1,0 +1,219 @@
+"""Supervised fine-tuning on packed sequences with on-demand communication.
+
+odc-triton train sft --data FILE --model FOLDER --out DIR --ranks 2
+torchrun --nproc-per-node 2 -m odc_triton.train.sft --data FILE --model FOLDER --out DIR
+
+Ranks take a while to start, and tokenising a large file takes longer. So `check_before_start` first makes all quick
+checks: the model, the data's first records, the folder to write to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..data.dataset import (
+    DataOptions,
+    DataSummary,
+    SampleSubset,
+    TokenizedDataset,
+    mixture,
+    require_samples,
+    samples_of,
+    split_samples,
+)
+from ..data.encode import encode_records, never_ends
+from ..data.prepared import prepare_data, prepared_path
+from ..data.records import DataError
+from ..data.sources import RecordSource, open_source
+from ..data.store import contents
+from ..data.tokenizer import TextEncoder
+from . import prepare as preparing
+from .job import OnMetrics, Sharded, load_teacher, main_of, run_job, train
+from .metrics import Metrics
+from .prepare import Prepared, load_any_tokenizer, mix_of, take_folder
+from .run_folder import RunFolder
+from .sft_options import SftOptions
+from .sft_run import Samples, SftRun
+from .vision import load_processor, require_processor
+
+_REPORT_S = 10.0
+_RECORDS = 16  # of each source that are checked before the start
+
+
+def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metrics:
+    """Runs to the end on this rank and returns the last metrics. Every rank of the job calls it.
+
+    Rank 0 shows progress, calls `on_metrics` after each step, and writes into `options.out`: metrics.jsonl,
+    checkpoints, the report, and the trained model for plain transformers (or the adapters, for plain PEFT).
+
+    SIGTERM and Ctrl-C ask the run to stop: the ranks agree on it after the next step, save a checkpoint and raise
+    Interrupted. Raises MinibatchFailed on all ranks if a microbatch raised on any; RankLost and DeadlineExceeded,
+    naming the rank; TooManySkipped; CheckpointFailed; ValueError and OSError for unusable input.
+    """
+    return train(options, prepare, _start, on_metrics)
+
+
+def run_sft(options: SftOptions) -> Metrics:
+    """`train_sft` in a process that the launcher started. A request to stop exits it with status 128 + the signal."""
+    return run_job(train_sft, options)
+
+
+def _start(options: SftOptions, sharded: Sharded, prepared: Prepared[Samples]) -> SftRun:
+    teacher = load_teacher(options, sharded)
+    model, cost = sharded(options)
+    return SftRun(
+        options=options,
+        model=model,
+        teacher=teacher,
+        data=prepared.data,
+        evaluation=prepared.evaluation,
+        mix=prepared.mix,
+        cost=cost,
+        identity=prepared.identity,
+    )
+
+
+def check_before_start(options: SftOptions, ranks: int) -> None:
+    """Raises OSError and ValueError for errors that would occur later in the run. Leaves only the folder `out`."""
+    sources = [open_source(name) for name in options.data]  # first, as it reports missing files
+    options.require_replicas(options.replicas or 1, ranks)
+    processor, tokenizer = _readers(options)
+    encoder = TextEncoder.of(processor or tokenizer, fetch=options.fetch_images)
+    wanted = _wanted(options, ranks // (options.replicas or 1))
+    learned = [_begin(source, encoder, wanted, options) for source in sources]
+    held_out = [] if options.eval_data is None else [_begin(open_source(options.eval_data), encoder, wanted, options)]
+    for source, head in zip(sources, learned, strict=True):
+        if head.warning is not None:
+            print(f"{source.name}: {head.warning}", file=sys.stderr)
+    preparing.check_before_start(
+        options,
+        ranks,
+        tokenizer,
+        longest=max(head.longest for head in (*learned, *held_out)),
+        largest_token=max(head.largest_token for head in (*learned, *held_out)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Beginning:
+    """Properties of the first records of a source."""
+
+    longest: int
+    largest_token: int
+    warning: str | None = None
+
+
+def _begin(source: RecordSource, encoder: TextEncoder, wanted: DataOptions, options: SftOptions) -> _Beginning:
+    """Reads a few records; with pictures the prepared samples, if there are any, as the pictures' files may be gone.
+    Raises DataError.
+    """
+    path = encoder.pictures and prepared_path(source, encoder, wanted, RunFolder(options.out).file("data"))
+    if path and path.exists():
+        with contextlib.suppress(DataError):  # damaged: prepared again
+            made = TokenizedDataset.load(path)
+            return _Beginning(longest=int(made.lengths.max()), largest_token=made.largest_token)
+    records = list(islice(source, _RECORDS))
+    if encoder.pictures is None:
+        require_processor(options, records)
+    encoded, summary = list(encode_records(records, encoder, wanted.max_tokens)), DataSummary()
+    samples = list(samples_of(zip(records, encoded, strict=True), wanted, summary))
+    if len(records) < _RECORDS:  # there are no more
+        require_samples(source.name, summary, wanted)
+    return _Beginning(
+        longest=max((len(each.ids) for each in samples), default=0),
+        largest_token=max((max(each.ids, default=0) for each in encoded), default=0),
+        warning=never_ends(records, encoded, encoder, wanted.max_tokens),
+    )
+
+
+def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared[Samples]:
+    """Rank 0 takes the folder, reads and tokenises once; the others load its files. Collective."""
+    world = mesh.size()
+    processor, tokenizer = _readers(options)
+
+    def read(folder: RunFolder) -> dict[str, Any]:
+        encoder = TextEncoder.of(processor or tokenizer, fetch=options.fetch_images)
+        paths = _tokenize(options, encoder, folder, _wanted(options, mesh.size(mesh.ndim - 1)))
+        return {"prepared": [contents(path) for path in paths], "paths": [str(path) for path in paths]}
+
+    taken, folder = take_folder(options, read, mesh=mesh)
+    sets = [TokenizedDataset.load(Path(path), processor=processor) for path in taken["paths"]]
+    largest = max(each.largest_token for each in sets)
+    learned, evaluation = sets[: len(options.data)], sets[len(options.data) :]
+    if options.eval_fraction:
+        parts = [split_samples(each, options.eval_fraction, seed=options.seed) for each in learned]
+        learned, evaluation = map(list, zip(*parts, strict=True))
+        if folder is not None:
+            print(f"{sum(map(len, evaluation))} samples are held out, {sum(map(len, learned))} are learned", flush=True)
+    mix = mix_of(options, [len(each) for each in learned], world)
+    data = _joined(learned, mix.copies)
+    return Prepared(
+        tokenizer=tokenizer,
+        data=data,
+        evaluation=_joined(evaluation) if evaluation else None,
+        mix=mix,
+        longest=max(int(each.lengths.max()) for each in (*learned, *evaluation)),
+        largest_token=largest,
+        identity=taken["identity"],
+        folder=folder,
+        **taken["before"],
+    )
+
+
+def _joined(sets: list[TokenizedDataset] | list[SampleSubset], copies: Sequence[int] | None = None) -> Samples:
+    return sets[0] if len(sets) == 1 else mixture(sets, copies)
+
+
+def _wanted(options: SftOptions, ranks: int) -> DataOptions:
+    """Options of the samples, whose pieces may be on all `ranks` of a replica."""
+    return DataOptions(max_tokens=options.most_tokens(ranks), too_long=options.too_long)
+
+
+def _readers(options: SftOptions) -> tuple[Any | None, Any]:
+    """The processor, None for a run of text alone, and the tokenizer."""
+    processor = load_processor(options)
+    return processor, load_any_tokenizer(options) if processor is None else processor.tokenizer
+
+
+def _tokenize(options: SftOptions, encoder: TextEncoder, folder: RunFolder, wanted: DataOptions) -> list[Path]:
+    """Prepares the samples; returns their files."""
+    paths = []
+    for source in (*options.data, options.eval_data):
+        if source is not None:
+            data = prepare_data(
+                source,
+                encoder,
+                wanted,
+                folder=folder.file("data"),
+                progress=_now_and_then(source),
+            )
+            seen = "" if data.pictures is None else f"; {sum(map(bool, data.pictures))} of the samples have pictures"
+            print(f"{source}: {data.summary}{seen}", flush=True)
+            paths.append(data.path)
+    return paths
+
+
+def _now_and_then(source: str) -> Callable[[int], None]:
+    """Prints the progress of preparing `source`, every `_REPORT_S` seconds."""
+    reported_s = time.monotonic()
+
+    def report(records: int) -> None:
+        nonlocal reported_s
+        if time.monotonic() - reported_s >= _REPORT_S:
+            reported_s = time.monotonic()
+            print(f"{source}: {records} records prepared", flush=True)
+
+    return report
+
+
+def main() -> None:
+    main_of(SftOptions, run_sft, "odc_triton.train.sft")

@@ -1,0 +1,248 @@
+"""Trackers of a run: TensorBoard, Weights & Biases, Trackio. Rank 0 logs to each, and no step waits for one.
+
+Each tracker has a thread and a bounded queue. One that raises, or falls behind by more than its queue holds, is
+reported once on stderr, and the run continues without it.
+
+| | a resumed run | its final numbers |
+| --- | --- | --- |
+| TensorBoard | the steps after the checkpoint are purged from OUT/tensorboard | as text |
+| wandb | the same run id, kept in OUT/wandb/run-id | the run's summary |
+| Trackio | the newest run of that name | as text |
+
+wandb and Trackio can't overwrite a step: they keep the values that were logged first, and repeated steps are not logged
+again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import math
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ...base.errors import in_a_line
+from ..reports.report import table
+from .metrics import without_nan
+from .run_options import RunOptions
+
+END_S = 6.0  # that the end of a run waits for its trackers; `end_process` bounds their exit functions
+_MOST_CALLS = 10_000  # that wait for a tracker
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Raises ImportError with the remedy for a tracker whose package is not installed."""
+    for name in names:
+        distribution = _KINDS[name].distribution
+        try:
+            importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            remedy = f'run: pip install "odc-triton[{name}]"'
+            raise ImportError(f"--report-to {name} needs {distribution}; {remedy}") from None
+
+
+class Trackers:
+    """The trackers of `options.report_to`. Log every step, and `close` at the end.
+
+    `step`: resume point; `seen`: the last step that was logged before.
+    """
+
+    def __init__(self, options: RunOptions, *, ranks: int, step: int = 0, seen: int = 0) -> None:
+        config = asdict(options) | {"ranks": ranks}
+        self._running = [_KINDS[name](options, config, step, seen) for name in dict.fromkeys(options.report_to)]
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Logs a step's metrics, those that are finite numbers."""
+        self._call(metrics["step"], "log", _finite(metrics))
+
+    def log_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Logs samples: lines of samples.jsonl, all of one step."""
+        names = [*dict.fromkeys(name for each in samples for name in each)]  # evaluations' have no advantage
+        rows = [[line.get(name) for name in names] for line in map(without_nan, samples)]
+        self._call(samples[0]["step"], "log_samples", names, rows)
+
+    def finish(self, metrics: Mapping[str, Any], words: str) -> None:
+        """Logs the final numbers, and the outcome of the run as text. Only `close` may follow."""
+        self._call(metrics["step"], "finish", _finite(metrics), words)
+
+    def _call(self, *call: Any) -> None:
+        for each in self._running:
+            each.call(*call)
+
+    def close(self, *, within_s: float = END_S) -> None:
+        """Ends all trackers within `within_s` seconds, and reports which have not logged everything."""
+        running, self._running = self._running, []
+        for each in running:
+            each.end()
+        deadline_s = time.monotonic() + within_s
+        for each in running:
+            each.join(max(0.0, deadline_s - time.monotonic()), within_s)
+
+
+class _Tracker:
+    """A tracker with its queue of calls (step, method, arguments), and its thread, which no exit waits for.
+
+    The thread calls `_start`, `log` and `log_samples` in the order of steps, then `finish`, or `_stop` if the run ends
+    before its last step. As they stand they are for a tracker that can't overwrite a step.
+    """
+
+    name: str  # for --report-to; also the name of odc-triton's extra that installs it
+    distribution: str  # as pip knows it
+    module: str  # as it is imported
+    _run: Any  # what the package's `init` returned
+
+    def __init__(self, options: RunOptions, config: dict[str, Any], step: int, seen: int) -> None:
+        self._options, self._config, self._step, self._seen = options, config, step, seen
+        self._out = Path(options.out).absolute()
+        self.problem, self._last = "", step
+        self._calls: queue.Queue[tuple | None] = queue.Queue(_MOST_CALLS)
+        self._thread = threading.Thread(target=self._work, name=f"odc-{self.name}", daemon=True)
+        try:
+            # Not in the threads: two that import modules of a cycle may see a partially initialised one.
+            self._package = importlib.import_module(self.module)
+        except Exception as error:
+            self._fail(in_a_line(error))
+        else:
+            self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            self._start()
+            while (call := self._calls.get()) is not None and not self.problem:
+                self._last, method, *args = call
+                getattr(self, method)(self._last, *args)
+                if method == "finish":
+                    return
+            self._stop()
+        except BaseException as error:  # a package may call sys.exit
+            self._fail(in_a_line(error))
+
+    def _fail(self, problem: str) -> None:
+        self.problem = problem
+        message = f"{self.name} is off since step {self._last}, and the run continues without it: {problem}"
+        print(f"odc-triton: {message}", file=sys.stderr, flush=True)
+
+    def call(self, *call: Any) -> None:
+        if not self.problem:
+            try:
+                self._calls.put_nowait(call)
+            except queue.Full:
+                self._fail(f"it is slower than the run, and {_MOST_CALLS} calls wait for it")
+
+    def end(self) -> None:
+        with contextlib.suppress(queue.Full):
+            self._calls.put_nowait(None)
+
+    def join(self, timeout_s: float, waited_s: float) -> None:
+        """Waits until everything is logged, and reports a tracker that has not logged all steps."""
+        if not self.problem:
+            self._thread.join(timeout_s)
+        if self.problem:
+            print(f"{self.name} was off since step {self._last}; metrics.jsonl has all steps: {self.problem}")
+        elif self._thread.is_alive():
+            message = f"{self.name} had not logged all steps {waited_s:g} s after the end; metrics.jsonl has them"
+            print(f"odc-triton: {message}", file=sys.stderr)
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        if step > self._seen:
+            self._run.log(metrics, step=step)
+
+    def log_samples(self, step: int, columns: list[str], rows: list[list[Any]]) -> None:
+        self.log(step, {"samples": self._package.Table(columns=columns, data=rows)})
+
+    def _stop(self) -> None:
+        self._run.finish()
+
+
+class _TensorBoard(_Tracker):
+    """Event files in OUT/tensorboard."""
+
+    name = distribution = "tensorboard"
+    module = "torch.utils.tensorboard"
+
+    def _start(self) -> None:
+        purged = self._step + 1 if self._seen > self._step else None
+        self._writer = self._package.SummaryWriter(str(self._out / "tensorboard"), purge_step=purged, flush_secs=10)
+        options = [[name, str(value)] for name, value in self._config.items()]
+        self._writer.add_text("options", table(options, ["option", "value"]), self._step)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def log_samples(self, step: int, columns: list[str], rows: list[list[Any]]) -> None:
+        self._writer.add_text("samples", table(rows, columns), step)
+
+    def finish(self, step: int, metrics: dict[str, float], words: str) -> None:
+        self._writer.add_text("final", _final(metrics, words), step)
+        self._stop()
+
+    def _stop(self) -> None:
+        self._writer.close()
+
+
+class _WeightsAndBiases(_Tracker):
+    """A run of wandb. Account, server, mode, and defaults of options come from the user's environment."""
+
+    name = distribution = module = "wandb"
+
+    def _start(self) -> None:
+        id_file = self._out / "wandb" / "run-id"
+        resumes = self._seen > 0 and id_file.exists()
+        self._run = self._package.init(
+            project=self._options.project or os.environ.get("WANDB_PROJECT") or "odc-triton",
+            name=self._options.run_name or os.environ.get("WANDB_NAME") or self._out.name,
+            id=id_file.read_text().strip() if resumes else None,
+            config=self._config,
+            dir=os.environ.get("WANDB_DIR") or str(self._out),
+            resume="allow",
+        )
+        id_file.parent.mkdir(exist_ok=True)
+        id_file.write_text(self._run.id)
+        self._seen = self._seen if resumes else 0
+
+    def finish(self, step: int, metrics: dict[str, float], words: str) -> None:
+        self._run.summary.update({**metrics, "words": words})
+        self._run.finish()
+
+    def _stop(self) -> None:
+        self._run.finish(exit_code=1)
+
+
+class _Trackio(_Tracker):
+    """A run of Trackio, in the user's TRACKIO_DIR, or as configured in the environment."""
+
+    name = distribution = module = "trackio"
+
+    def _start(self) -> None:
+        self._run = self._package.init(
+            project=self._options.project or "odc-triton",
+            name=self._options.run_name or self._out.name,
+            config=self._config,
+            resume="allow" if self._seen else "never",
+            embed=False,
+        )
+
+    def finish(self, step: int, metrics: dict[str, float], words: str) -> None:
+        self.log(step, {"final": self._package.Markdown(_final(metrics, words))})
+        self._stop()
+
+
+_KINDS: dict[str, type[_Tracker]] = {kind.name: kind for kind in (_TensorBoard, _WeightsAndBiases, _Trackio)}
+
+
+def _final(metrics: dict[str, float], words: str) -> str:
+    return f"{words}\n\n{table(list(metrics.items()), ['', 'at the end'])}"
+
+
+def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float)) and name != "step"}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}

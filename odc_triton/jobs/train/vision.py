@@ -1,0 +1,67 @@
+"""Pictures in a run of supervised fine-tuning."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...checkpoint.adapted import read_config
+from ...packs.images import sees_pictures
+from ..data.records import DataError, Record
+from ..data.tokenizer import require_tokens
+from ..data.vision import has_processor, read_processor
+from .sft_options import SftOptions
+
+Item, Made = TypeVar("Item"), TypeVar("Made")
+
+
+def load_processor(options: SftOptions) -> Any | None:
+    """The processor of a model that sees pictures; None: the run is of text alone. Raises OSError and ValueError."""
+    if _why_blind(options) is not None:
+        return None
+    source, config = options.tokenizer or options.model, read_config(options.model or options.init)
+    processor = read_processor(source)
+    require_tokens(processor.tokenizer, source)
+    token = getattr(config, "image_token_id", None)
+    if token not in (known := getattr(processor, "image_token_ids", [token])):
+        raise ValueError(
+            f"{source} has {known} for the tokens of pictures, and the model's config has image_token_id {token}: give "
+            f"the model's own --tokenizer"
+        )
+    return processor
+
+
+def _why_blind(options: SftOptions) -> str | None:
+    """What keeps a run from seeing pictures, and the remedy."""
+    model, source = options.model or options.init, options.tokenizer or options.model
+    if not sees_pictures(config := read_config(model)):
+        return f"{model} is a {config.model_type}, which sees none in a pack: give a --model that does (docs/models.md)"
+    if Path(source).exists() and not has_processor(source):
+        return f"{source} has no processor for them: give the folder of a model that sees pictures"
+    if importlib.util.find_spec("PIL") is None:
+        return 'Pillow is not installed: pip install "odc-triton[vision]"'
+    return None
+
+
+def require_processor(options: SftOptions, records: Iterable[Record]) -> None:
+    """Raises DataError for a record with pictures, of a run without `load_processor`."""
+    seen = next((each for each in records if each.pictures), None)
+    if seen is not None:
+        raise DataError(f"{seen.where} has pictures, and {_why_blind(options)}, or leave them out")
+
+
+def one_ahead(make: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
+    """`make` of each item, in order. While one is used, a thread makes the next: reading and resizing a picture takes
+    about as long as its step in the vision tower.
+    """
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        upcoming: Future[Made] | None = None
+        for item in items:
+            former, upcoming = upcoming, thread.submit(make, item)
+            if former is not None:
+                yield former.result()
+        if upcoming is not None:
+            yield upcoming.result()

@@ -1,0 +1,408 @@
+"""`ODCTrainer`: transformers' Trainer, whose step is one minibatch of this rank's packs.
+
+Trainer's batch is here a list of any number of packs, which may be empty, so gradient accumulation is not needed.
+Everything else, schedules, callbacks, logging, saving, is Trainer's own: sharded_trainer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
+
+from ...engine.minibatch import minibatch
+from ...packs.chunks import compute_in_chunks
+from ...packs.collate import count_target_tokens, to_device
+from ...packs.enable import ATTENTION_NAME, innermost, is_packed
+from ...packs.images import sees_pictures, trains_tower
+from ...packs.loss import TAKEN, router_predictions, untaken
+from ...packs.neftune import embedding_noise
+from ...packs.pack_loader import PackLoader, measured, refuse_drawn, tower_costs
+from ...packs.router_loss import router_weight
+from ...plan.fields import TOKEN_TYPES
+from ...plan.sampler import MinibatchSampler
+from ...plan.strategies import assign_one
+from ...plan.tower import TowerCost
+from .picture_records import PictureRecords, has_picture_records
+from .sft_metrics import append, token_losses
+from .sharded_trainer import ShardedTrainer
+from .streams import StreamedSteps, collate_step
+
+_UNPACKED = (
+    "two samples fit into a pack, and the model's attention does not keep documents apart: call "
+    "odc_triton.hf.enable_packing(model) before fully_shard"
+)
+
+
+class ODCTrainer(ShardedTrainer):
+    """transformers' Trainer on a model of `fully_shard`.
+
+        enable_packing(model)
+        model = fully_shard(model)
+        ODCTrainer(model, TrainingArguments(...), train_dataset=samples).train()
+
+    Pass the sharded model, on every rank. A sample of `train_dataset` has `input_ids` and optionally `labels` (-100:
+    not learned), tokenised, without padding, and with pictures the fields that `pack_collate` takes. One step takes
+    world * `per_device_train_batch_size` * `gradient_accumulation_steps` samples, and its loss is the mean over the
+    target tokens of all ranks. Logs also have `target_tokens`, those of all ranks since the last log. `evaluate()`
+    returns the loss per target token of the whole set; `compute_metrics` and `predict` work as in Trainer, on batches
+    of text by `data_collator`, which is not used otherwise. With `bf16=True` a model that was sharded in fp32 computes
+    in autocast, as in Trainer.
+
+    A model may have PEFT's adapters, added before `fully_shard`. A checkpoint's folder loads in plain transformers, or
+    PEFT, and has masters and optimizer states of trained parameters in `odc/`. Training can be
+    resumed on another number of ranks, with a `per_device_train_batch_size` that keeps the samples per step. Call
+    `save_model` on every rank.
+
+    It combines with another Trainer, as ODCSFTTrainer does. For another loss override `compute_loss`.
+
+    `train_dataset` may be an IterableDataset, torch's or `datasets`', the same on every rank, with `max_steps`. A step
+    takes its next samples, whose longest is then the token cap; a run that goes on reads those that were taken again.
+
+    Records with "image" or "images" and no `input_ids`, as TRL has them, become samples one by one: `data_collator`, by
+    default SFTTrainer's, gets a list of one record and returns what the model's processor makes of it, and `labels`.
+    Each record is read once more before the first step, to know its length.
+
+    sampler: a MinibatchSampler of this rank over `train_dataset`. By default one with balance "mini", the longest
+        sample as token cap and `data_seed` or `seed`; pictures cost what the vision tower computes.
+    split: the default sampler splits long samples over ranks, on a model of `enable_split`.
+    trainer: other arguments of transformers' Trainer.
+
+    Raises ValueError or TypeError for a model that is not sharded and for unsupported arguments.
+    """
+
+    takes_adapters: ClassVar[bool] = True
+    _count_targets = staticmethod(count_target_tokens)  # of packs: the terms of their losses
+    refused: ClassVar[Mapping[str, str]] = ShardedTrainer.refused | {
+        "packing": "TRL's packs would be taken for samples: leave it out, the trainer packs",
+        "eval_packing": "TRL's packs would be taken for samples: leave it out, the trainer packs",
+        "activation_offloading": "TRL's step is not run: leave it out, and after fully_shard call "
+        "odc_triton.hf.offload_checkpoints(model)",
+    }
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: TrainingArguments | None = None,
+        *,
+        sampler: MinibatchSampler | None = None,
+        split: bool = False,
+        **trainer: Any,
+    ) -> None:
+        _check_given(trainer)
+        self._records: dict[int, PictureRecords] = {}  # by the id of a data set, which they keep
+        super().__init__(model, args, **trainer)
+        self._sampler = sampler
+        self._target_tokens = 0
+        self._is_sft = any(each.__name__ == "SFTTrainer" for each in type(self).__mro__)  # which has metrics of tokens
+        # Of this rank: loss, entropy, most likely targets, targets, routers' auxiliary losses.
+        self._sums = torch.zeros(5, dtype=torch.float64, device=self.args.device)
+        self._all_samples = 0  # of all ranks in this minibatch
+        pieces = self._engine.participant("split")
+        self._split_tokens = pieces.tokens if split and pieces is not None else 0
+        if split and not self._split_tokens:
+            raise ValueError("split=True: call odc_triton.enable_split(model, tokens=…) after fully_shard")
+        if split and sampler is not None:
+            raise ValueError("split=True with a sampler: give MinibatchSampler(…, split=True) instead")
+        if self._noise_alpha and (
+            split or (sampler is not None and (sampler.split_tokens or sampler.relatives is not None))
+        ):
+            raise ValueError(
+                "neftune_noise_alpha with pieces of samples, which don't know their sample's length: leave it out, or "
+                "split=True and the sampler's split and relatives"
+            )
+        self._is_streamed = isinstance(self.train_dataset, IterableDataset)
+        if self._is_streamed and (sampler is not None or split or self.args.dataloader_num_workers > 1):
+            raise ValueError(
+                "a sampler, split=True or dataloader_num_workers above 1 with an IterableDataset, whose samples every "
+                "rank reads in order, a step at a time: leave them out, or give a data set with a length"
+            )
+        if pieces is not None:
+            compute_in_chunks(model)
+        if self._accumulated > 1 and sampler is not None:
+            raise ValueError(
+                f"gradient_accumulation_steps={self._accumulated} with a sampler, which yields whole steps: set "
+                f"1, and give it {self._accumulated} times the samples_per_rank"
+            )
+
+    def _check_arguments(self, args: TrainingArguments) -> None:
+        super()._check_arguments(args)
+        strategy = getattr(args, "train_sampling_strategy", "random")
+        if strategy != "random":
+            raise ValueError(
+                f"train_sampling_strategy is {strategy!r}: samples are shuffled by data_seed and assigned by their "
+                f"lengths. Leave it out, or give a sampler"
+            )
+
+    # ------------------------------------------------------------------ data
+
+    def get_train_dataloader(self) -> DataLoader:
+        """This rank's packs, minibatch after minibatch."""
+        if self.train_dataset is None:
+            raise ValueError("training needs a train_dataset, whose samples have input_ids")
+        if self._is_streamed:
+            return self._stream_loader()
+        samples = self._samples(self.train_dataset)
+        sampler = self._sampler or self._make_sampler(samples, self.args.per_device_train_batch_size)
+        self._check_sampler(sampler)
+        if sampler.split_tokens or sampler.relatives is not None:
+            refuse_drawn(samples, sampler.lengths)
+        sampler.epoch = sampler.minibatch = 0
+        self._sampler = sampler
+        return self._loader(PackLoader, samples, sampler)
+
+    def _stream_loader(self) -> DataLoader:
+        if not is_packed(model := innermost(self.model)):
+            raise ValueError(_UNPACKED)
+        args, ranks = self.args, {"rank": self._engine.rank, "ranks": self._engine.world}
+        count = self._engine.world * args.per_device_train_batch_size
+        self._sampler = StreamedSteps(self.train_dataset, count, drop_last=args.dataloader_drop_last)
+        assign = partial(assign_one, balance="mini", cost=self._cost, **ranks)
+        tower = TowerCost.from_config(model.config, trained=trains_tower(model)) if sees_pictures(model) else None
+        collate = partial(collate_step, assign=assign, tower=tower, untaken=untaken(self.model))
+        return self._loader(DataLoader, self._sampler, batch_size=None, collate_fn=collate)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Packs, or Trainer's padded batches if there is a `compute_metrics`."""
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(chosen, str):
+            chosen = self.eval_dataset[chosen]
+        if self.compute_metrics is not None:
+            self._refuse_padded_pictures()
+            return super().get_eval_dataloader(eval_dataset)
+        if chosen is None:
+            raise ValueError("evaluation needs an eval_dataset, whose samples have input_ids")
+        samples = self._samples(chosen)
+        sampler = self._make_sampler(samples, self.args.per_device_eval_batch_size, whole=True)
+        return self._loader(PackLoader, samples, sampler)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        self._refuse_padded_pictures()
+        return super().get_test_dataloader(test_dataset)
+
+    def _refuse_padded_pictures(self) -> None:
+        if sees_pictures(innermost(self.model)):
+            raise ValueError(
+                f"{type(self.model).__name__} sees pictures, and compute_metrics and predict pad batches, which only "
+                f"text can be: evaluate without compute_metrics"
+            )
+
+    def _samples(self, dataset: Any) -> Any:
+        """The data set, whose records become samples if they have pictures and no tokens."""
+        if not has_picture_records(dataset):
+            measured(dataset, [0], untaken=self._untaken(dataset))  # else not looked at if a sampler is given
+            return dataset
+        made = PictureRecords(dataset, self.data_collator, self.processing_class)
+        return self._records.setdefault(id(dataset), made)
+
+    def _loader(self, kind: type[DataLoader], *given: Any, **options: Any) -> DataLoader:
+        args = self.args
+        return kind(
+            *given,
+            **options,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and self._engine.heap.device.type == "cuda",
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
+
+    def _make_sampler(self, dataset: Any, samples_per_rank: int, *, whole: bool = False) -> MinibatchSampler:
+        args, sizes = self.args, self._sizes(dataset)
+        return MinibatchSampler(
+            samples_per_rank=samples_per_rank,
+            token_cap=max(sizes["lengths"]),
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            rank=self._engine.rank,
+            world=self._engine.world,
+            drop_last=args.dataloader_drop_last and not whole,
+            split=0 if whole else self._split_tokens,
+            replicas=self._engine.grid.replicas,
+            **sizes,
+        )
+
+    def _sizes(self, dataset: Any) -> dict[str, Any]:
+        """Of the samples, as MinibatchSampler takes it."""
+        lengths, floors, values = self._measured(dataset)
+        extra = tower_costs(self.model, values)
+        return {"lengths": lengths, "cost": self._cost, "extra": extra, "floors": floors}
+
+    def _measured(self, dataset: Any) -> tuple[list[int], list[int], list[list[int]]]:
+        """`measured` of the whole data set. Records are processed for it: once, and by each rank a part of them."""
+        if not isinstance(dataset, PictureRecords):
+            return measured(dataset, untaken=self._untaken(dataset))
+        if dataset.measured is None:
+            rank, world = self._engine.rank, self._engine.world
+            mine = measured(dataset, range(rank, len(dataset), world), untaken=untaken(self.model))
+            reports = self._engine.exchange("measure the data set", {"measured": mine})
+            columns = zip(*(each["measured"] for each in reports), strict=True)  # of each, by rank
+            places = range(len(dataset))
+            dataset.measured = tuple([parts[at % world][at // world] for at in places] for parts in columns)
+        return dataset.measured
+
+    def _untaken(self, dataset: Any) -> Set[str]:
+        """`untaken`, and all others where they are to be passed on: a forward may swallow them by **kwargs."""
+        kept = not self.args.remove_unused_columns and hasattr(dataset, "__len__") and isinstance(dataset[0], Mapping)
+        return untaken(self.model) | ({*dataset[0]} - {*TAKEN, *TOKEN_TYPES} if kept else set())
+
+    def _check_sampler(self, sampler: MinibatchSampler) -> None:
+        if not isinstance(sampler, MinibatchSampler):
+            raise TypeError(f"sampler is a {type(sampler).__name__}; give an odc_triton.balance.MinibatchSampler")
+        if (sampler.rank, sampler.world) != (self._engine.rank, self._engine.world):
+            raise ValueError(
+                f"sampler is of rank {sampler.rank} of {sampler.world}, the model of rank {self._engine.rank} of "
+                f"{self._engine.world}: give the sampler the model's rank and world"
+            )
+        if sampler.split_tokens and sampler.replicas != (replicas := self._engine.grid.replicas):
+            raise ValueError(
+                f"sampler splits samples over replicas={sampler.replicas}, and the model has {replicas}: give "
+                f"MinibatchSampler(…, replicas={replicas})"
+            )
+        if len(sampler.lengths) != len(self.train_dataset):
+            raise ValueError(
+                f"sampler has {len(sampler.lengths)} lengths and train_dataset {len(self.train_dataset)} samples"
+            )
+        packs_differ = self.model.config.get_text_config()._attn_implementation != ATTENTION_NAME
+        if packs_differ and sum(sorted(sampler.lengths)[:2]) <= sampler.token_cap and len(sampler.lengths) > 1:
+            raise ValueError(_UNPACKED)
+
+    # ------------------------------------------------------------------ a step
+
+    def training_step(
+        self, model: nn.Module, inputs: Sequence[Mapping[str, Tensor]], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """One minibatch: forward and backward of this rank's packs. Returns the loss per target token of all ranks."""
+        is_packs = isinstance(inputs, list) and all(isinstance(pack, Mapping) for pack in inputs)
+        if not is_packs or not all("labels" in pack or "shift_labels" in pack for pack in inputs):
+            raise TypeError(
+                f"a batch is a {type(inputs).__name__} and not a list of packs: leave get_train_dataloader as it is, "
+                f"or return a DataLoader with a MinibatchSampler as batch_sampler and collate_fn=pack_collate"
+            )
+        loss, mb, reports = self._run_minibatch(model, inputs)
+        self._target_tokens += mb.tokens
+        if self._is_sft:
+            self._total_train_tokens += sum(each["tokens"] for each in reports)
+            sums = [sum(column) for column in zip(*(each["sums"] for each in reports), strict=True)]
+            append(self._metrics["train"], sums[:2], mb.tokens, self._total_train_tokens)
+            if router_weight(model):
+                self._metrics["train"]["aux_loss"].append(sums[2] / self._all_samples)
+        return loss
+
+    def _minibatch(
+        self, model: nn.Module, inputs: Sequence[Mapping[str, Tensor]]
+    ) -> tuple[Tensor, minibatch, dict[str, Any]]:
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.args.device)
+        split = getattr(inputs, "split", None)
+        self._all_samples = getattr(inputs, "samples", 0)
+        if router_weight(model) and not self._all_samples:
+            raise ValueError("a router's auxiliary loss needs the samples of all ranks: use a MinibatchSampler's packs")
+        self._sums.zero_()
+        with minibatch(model, tokens=self._count_targets(inputs), split=split) as mb:
+            tokens = max(mb.tokens, 1)
+            for pack in inputs:
+                pack = self._on_device(pack)
+                with embedding_noise(model, self._noise_alpha, pack):
+                    loss = self.compute_loss(model, pack, num_items_in_batch=tokens)
+                loss.backward()
+                loss_sum += loss.detach()
+        tokens = sum(pack["input_ids"].numel() for pack in inputs)
+        return loss_sum, mb, {"sums": self._sums[[1, 2, 4]].tolist(), "tokens": tokens}
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """A pack's summed loss divided by `num_items_in_batch`, the target tokens of all ranks. In training
+        a router's auxiliary loss is added: of each sample, weighted and divided by the samples of all ranks.
+
+        Override it for a custom loss: a sum over the pack, divided in the same way. It must not wait for other ranks,
+        which may have another number of packs.
+        """
+        if return_outputs:  # Trainer's own evaluation, of padded batches
+            options = {"output_router_logits": False} if router_weight(model) else {}
+            outputs = model(**inputs, **options, use_cache=False)
+            if self.label_smoother is None:
+                return outputs.loss, outputs
+            return self.label_smoother(outputs, inputs["labels"], shift_labels=True), outputs
+        weight = router_weight(model) if model.training else 0.0
+        logits, targets, router = router_predictions(model, inputs, bool(weight))
+        self._sums[4] += router.detach()
+        balance = weight * router / max(self._all_samples, 1)
+        if not self._is_sft:
+            smoothing = self.args.label_smoothing_factor
+            loss = F.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=smoothing)
+            return loss / num_items_in_batch + balance
+        sums = token_losses(logits, targets, self.args).sum(1)
+        self._sums[1:3] += sums[1:].detach()
+        return sums[0] / num_items_in_batch + balance
+
+    def _on_device(self, pack: Mapping[str, Any]) -> dict[str, Any]:
+        return self._prepare_inputs(to_device(pack, self.args.device))
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """The FLOPs of all packs, by Trainer's estimate."""
+        flos = 0
+        for pack in inputs if isinstance(inputs, list) else [inputs]:
+            flos += super().floating_point_ops(pack)
+        return flos
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        ids = torch.zeros(sum(pack["input_ids"].numel() for pack in inputs))
+        super()._track_num_input_tokens({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and self._target_tokens:
+            logs["target_tokens"], self._target_tokens = self._target_tokens, 0
+        super().log(logs, start_time)
+
+    # ------------------------------------------------------------------ evaluation
+
+    def evaluation_loop(
+        self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> EvalLoopOutput:
+        """The loss per target token of all ranks, over packs; that of padded batches is a mean, in Trainer's loop."""
+        if not isinstance(dataloader, PackLoader):
+            return super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        self._sums.zero_()
+        self._publish_edits("evaluate", partial(self._set_mode, training=False))
+        self.callback_handler.eval_dataloader = dataloader
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.args.device)
+        with torch.no_grad():
+            for packs in dataloader:
+                self._sums[3] += self._count_targets(packs)
+                for pack in packs:
+                    loss_sum += self.compute_loss(self.model, self._on_device(pack), num_items_in_batch=1)
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        self._sums[0] = loss_sum
+        reports = self._engine.exchange("evaluation", {"sums": self._sums.tolist()})
+        loss, *others, targets, _ = (sum(column) for column in zip(*(each["sums"] for each in reports), strict=True))
+        if self._is_sft:
+            append(self._metrics["eval"], others, targets, self._total_train_tokens)
+        metrics = {f"{metric_key_prefix}_loss": loss / targets if targets else float("nan")}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))
+
+    # ------------------------------------------------------------------ resuming
+
+    def _loop_state(self) -> dict[str, Any]:
+        return {"sampler": self._sampler.state_dict(minibatches_done=self.state.global_step)}
+
+    def _load_loop_state(self, state: dict[str, Any]) -> None:
+        # Trainer skips the minibatches of the epoch.
+        self._sampler.load_state_dict(state["sampler"] | {"minibatch": 0})
+
+
+def _check_given(trainer: dict[str, Any]) -> None:
+    if trainer.get("compute_loss_func") is not None:
+        raise ValueError("compute_loss_func is given: override compute_loss instead, which returns a pack's loss")
+    collator = trainer.get("data_collator")
+    allowed = trainer.get("compute_metrics") is not None or has_picture_records(trainer.get("train_dataset"))
+    if collator is not None and not allowed:
+        raise ValueError(
+            f"data_collator is {collator!r}, but training packs samples without padding: leave it out, and mark what "
+            f"is learned in the samples' labels"
+        )

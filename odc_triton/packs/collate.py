@@ -1,0 +1,195 @@
+"""From packs of samples to a model's input tensors, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from ..plan.fields import IGNORED
+from ..plan.pieces import MinibatchPacks, Piece
+from ..plan.queue import QueuedPacks
+from .pictures import Pictures, join
+
+# Inputs of transformers' models that packs have no place for.
+_REFUSED = ("inputs_embeds", "seq_idx", "decoder_input_ids", "encoder_outputs", "input_features", "past_key_values")
+
+
+class PackedDataset(torch.utils.data.Dataset):
+    """A map-style data set that is indexed by packs: `packed[[3, 1]]` is `[dataset[3], dataset[1]]`.
+
+    With it, a DataLoader whose `batch_sampler` is a `MinibatchSampler` fetches a list of packs per minibatch. A `Piece`
+    in a pack gives its sample with the piece under "piece", which `pack_collate` cuts out.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, pack: Sequence[int | Piece]) -> list[Any]:
+        return [
+            {**self.dataset[entry.sample], "piece": entry} if isinstance(entry, Piece) else self.dataset[entry]
+            for entry in pack
+        ]
+
+    def __getitems__(self, packs: Sequence[Sequence[int | Piece]]) -> MinibatchPacks:
+        """Called by a DataLoader for a minibatch. Raises ValueError for a work queue."""
+        if isinstance(packs, QueuedPacks):
+            raise ValueError(
+                "balance 'queue' assigns packs at run time, and a DataLoader would take them all at once: "
+                "iterate over the sampler, and inside each minibatch over what it yields"
+            )
+        return MinibatchPacks.like(packs, (self[pack] for pack in packs))
+
+
+Pack = dict[str, "torch.Tensor | int"]
+
+
+def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
+    """Per pack of samples one model input, its documents end to end. No packs give an empty list.
+
+    A sample has `input_ids` and, optionally, `labels` aligned with them (-100: not learned), as lists or 1-D
+    tensors of one length; without labels every token is learned. With pictures it has what its model's processor makes
+    of them for one text, without the dimension of the batch: `pixel_values`, `image_grid_thw`, `pixel_attention_mask`,
+    and `mm_token_type_ids` or `token_type_ids`, 1 for a picture's tokens. With `position_ids` a sample may be several
+    documents: as in transformers one begins where they don't go on by 1, and labels say whether its first token is
+    learned. Keys that are no inputs of transformers' models are left out.
+
+    Returns a list of dicts, T the pack's tokens. int64 tensors `[1, T]`: `input_ids`; `position_ids`, from
+    0 in each document; `labels`, aligned with `input_ids` as transformers has it (the model shifts them), with
+    -100 at each document's first token, which would otherwise be predicted from the previous document. Where documents
+    begin, by transformers' names: `cu_seq_lens_q` and `cu_seq_lens_k`, one int32 tensor `[documents + 1]` from 0 to T,
+    and `max_length_q` and `max_length_k`, ints, the longest document's tokens. For `summed_loss`: `target_positions`,
+    int64, the positions whose next label is learned. Computing these on the GPU would need a synchronisation.
+    `to_device` moves a pack.
+
+    A pack with pictures has their fields, joined along dim 0, and, int64 `[1, T]`, `mm_token_type_ids`; `image_blocks`,
+    for each run of a picture's tokens (its document's first row, its first row, the row after it); and if they have
+    grids `mrope_position_ids`, int64 `[3, 1, T]`. Of a sample in pieces only one has all of its pictures.
+
+    A pack with pieces has instead of `labels` `shift_labels`, `[1, T]`, where position t has the label of the token
+    after it, as a model that shifted them itself would lose the last target of every piece; positions count in the
+    sample; `pieces` is a `Piece` or None for each document. The list's `split` is the minibatch's plan for
+    `minibatch(split=…)`; None if no piece reads another pack's. Its `samples` are the minibatch's, of all ranks; 0 for
+    packs that are not a MinibatchSampler's.
+
+    Raises ValueError for an empty pack, a sample without tokens, ids that are not 1-D integers, labels of another
+    length, other inputs of a model, a piece beyond its sample, a branch off a sample of the pack with other tokens,
+    videos, and pictures that don't fit their tokens, one another or a piece, naming pack and sample.
+    """
+    return MinibatchPacks.like(packs, (_collate(pack, at) for at, pack in enumerate(packs)))
+
+
+def to_device(pack: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """The pack with its tensors on `device`, copied through pinned memory, so the host does not wait for a GPU.
+
+    The documents' bounds also stay on the host, for attention that runs document by document.
+    """
+    device = torch.device(device)
+    here = {}
+    for name, value in pack.items():
+        here[name] = value
+        if isinstance(value, torch.Tensor):
+            pinned = value.pin_memory() if device.type == "cuda" and value.device.type == "cpu" else value
+            here[name] = pinned.to(device, non_blocking=True)
+            if name.startswith("cu_seq_lens") and value.device.type == "cpu":
+                here[name]._odc_bounds = tuple(value.tolist())
+    return here
+
+
+def count_target_tokens(packs: Sequence[Mapping[str, Any]]) -> int:
+    """The number of learned labels in collated packs: the terms of a summed loss over them."""
+    return sum(int((pack["shift_labels" if "shift_labels" in pack else "labels"] != IGNORED).sum()) for pack in packs)
+
+
+def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
+    wrong = next((sample for sample in pack if not isinstance(sample, Mapping)), None)
+    if wrong is not None and isinstance(pack, list):
+        raise ValueError(f"pack {index} has a {type(wrong).__name__}: a sample is a dict with input_ids")
+    if isinstance(pack, dict) or wrong is not None:
+        raise ValueError(
+            f"pack {index} is a {type(pack).__name__}, not a list of samples: wrap the data set in PackedDataset, "
+            f"whose packs are lists of dicts"
+        )
+    if not pack:
+        raise ValueError(f"pack {index} has no samples: leave it out of the list")
+    input_ids, position_ids, labels, pieces, documents = [], [], [], [], []
+    texts: dict[int, torch.Tensor] = {}  # of samples in pieces, whole
+    for place, sample in enumerate(pack):
+        where = f"pack {index}, sample {place}"
+        if "input_ids" not in sample:
+            raise ValueError(f"{where} has {sorted(sample)}: it needs input_ids")
+        if sample.get("attention_mask") is not None and (torch.as_tensor(sample["attention_mask"]) != 1).any():
+            raise ValueError(f"{where} is padded (its attention_mask is not all 1): packs take samples without padding")
+        ids = _ids(sample["input_ids"], f"{where}: input_ids")
+        targets = ids if sample.get("labels") is None else _ids(sample["labels"], f"{where}: labels")
+        if len(targets) != len(ids):
+            raise ValueError(
+                f"{where}: {len(targets)} labels for {len(ids)} input_ids; give one label per token, "
+                f"{IGNORED} where nothing is learned, not shifted"
+            )
+        start, stop, pictures = 0, len(ids), Pictures.of(sample, len(ids), where)
+        pieces.append(piece := sample.get("piece"))
+        if piece is not None:
+            start, stop = piece.start, piece.stop
+            if stop > len(ids):
+                raise ValueError(f"{where}: {piece} are beyond its {len(ids)} tokens")
+            texts[piece.sample] = ids
+            pieces[-1] = replace(piece, length=len(ids))
+        if refused := [name for name in _REFUSED if sample.get(name) is not None]:
+            raise ValueError(f"{where} has {refused[0]}, which packs can't give to the model: leave it out")
+        positions, target = torch.arange(len(ids)), torch.cat([targets[1:], torch.tensor([IGNORED])])  # of the next one
+        if sample.get("position_ids") is not None:
+            positions = _ids(sample["position_ids"], f"{where}: position_ids")
+            if len(positions) != len(ids) or (piece is not None and positions.tolist() != [*range(len(ids))]):
+                raise ValueError(
+                    f"{where}: {len(positions)} position_ids for {len(ids)} input_ids; give one per token, and to a "
+                    f"sample that ranks share or that shares its prefix only those from 0 up"
+                )
+            pieces += [None] * int((positions.diff() != 1).sum())  # one for each document
+        documents.append((pictures, start, stop))
+        input_ids.append(ids[start:stop])
+        position_ids.append(positions[start:stop])
+        labels.append(target[start:stop])
+    for piece in pieces:
+        if piece is not None and piece.parent in texts:
+            text, other = (texts[each][: piece.start] for each in (piece.sample, piece.parent))
+            if not torch.equal(text, other):
+                raise ValueError(
+                    f"pack {index}: sample {piece.sample} has other tokens than sample {piece.parent}, which it "
+                    f"branches off at {piece.start}: give find_relatives of these samples"
+                )
+    bounds = [0, *accumulate(map(len, input_ids))]
+    positions, shifted = torch.cat(position_ids), torch.cat(labels)
+    ends = torch.tensor(
+        sorted({*bounds, *((positions.diff() != 1).nonzero().flatten() + 1).tolist()}), dtype=torch.int32
+    )
+    longest = int(ends.diff().max())
+    pack = {
+        "input_ids": torch.cat(input_ids)[None],
+        "position_ids": positions[None],
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "target_positions": (shifted != IGNORED).nonzero().flatten(),
+        **join(documents, bounds, f"pack {index}"),
+    }
+    if any(pieces):
+        return pack | {"shift_labels": shifted[None], "pieces": tuple(pieces)}
+    return pack | {"labels": torch.cat([torch.tensor([IGNORED]), shifted[:-1]])[None]}
+
+
+def _ids(values: Any, name: str) -> torch.Tensor:
+    ids = torch.as_tensor(values)
+    if ids.dim() != 1 or len(ids) == 0 or ids.is_floating_point():
+        raise ValueError(
+            f"{name} has shape {tuple(ids.shape)} and dtype {ids.dtype}; "
+            "give a list or 1-D tensor of one or more integers"
+        )
+    return ids.long()

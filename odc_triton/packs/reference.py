@@ -1,0 +1,75 @@
+"""Models that are read inside of another one's minibatches and never stepped: a reference, a teacher."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..engine.api import engine_of
+from ..engine.minibatch import Participant
+from ..nn.head import FusedLogits, divergence
+from ..sequence.exchange import SequenceExchange
+from .collate import Pack
+from .loss import frozen_logits
+
+
+class Reference(Participant):
+    """A sharded model that is never stepped, called with a pack after the forward of the one that is, `policy`.
+
+    If `enable_split` was called on both models, its ranks read pieces by the policy's plan. In each wave they run the
+    policy's forward, this model's, and the backward, so [Note: waves] holds. After a minibatch that failed, the next
+    would fail too.
+    """
+
+    name = "reference"
+
+    def __init__(self, model: nn.Module, policy: nn.Module) -> None:
+        self.model, self._engine = model, engine_of(model)
+        engines = engine_of(policy), self._engine
+        self._policys, self._own = (each.participant(SequenceExchange.name) for each in engines)
+        if self._own is None:
+            return
+        engines[0].register(self)
+        found = [each.barrier.blocked_on for each in engines]
+        for each in engines:  # a rank that waits for a piece of one model may hold up pieces of the other
+            each.barrier.blocked_on = lambda rank: next((on for of in found if (on := of(rank)) is not None), None)
+
+    def __call__(self, pack: Pack) -> Tensor | FusedLogits:
+        """Logits [n, V] that predict the pack's n targets."""
+        self._follow()
+        return frozen_logits(self.model, pack)
+
+    def _follow(self) -> None:
+        """Opens the policy's plan, which may come late in a minibatch."""
+        if self._own is not None and self._own.plan is None and self._policys.plan is not None:
+            self._own.begin(self._policys.plan, forward_only=True)
+
+    def leave(self) -> None:
+        self._follow()  # on ranks without packs too
+        self._own.leave()
+
+    def failed(self) -> None:
+        self._own.failed()
+
+    def exit(self) -> None:
+        self._engine.drain("the reference model's forwards")  # raises if a wait of the device timed out
+
+    def settle(self, messages: list[None] | None) -> None:
+        self._own.settle(messages)
+
+
+class Teacher(Reference):
+    """A reference from whose whole distribution the model learns, as in TRL's `generalized_jsd_loss`.
+
+    beta: 0 for KL(teacher || model), 1 for KL(model || teacher), between them Jensen-Shannon. temperature: divides both
+    models' logits. weight: of the divergence in the loss, the rest of which, `1 - weight`, is the job's own.
+    """
+
+    name = "teacher"
+
+    def __init__(self, model: nn.Module, policy: nn.Module, *, beta: float, temperature: float, weight: float) -> None:
+        super().__init__(model, policy)
+        self.weight, self._how = weight, {"beta": beta, "temperature": temperature}
+
+    def divergence(self, logits: Tensor | FusedLogits, pack: Pack) -> Tensor:
+        """[n], in fp32, between the distributions of the pack's n targets. `logits`: the model's, [n, V]."""
+        return divergence(logits, self(pack), **self._how)

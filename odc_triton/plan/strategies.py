@@ -1,0 +1,190 @@
+"""Strategies to assign a minibatch's samples to ranks and microbatches.
+
+| name   | assigned to ranks by         | microbatches                     | made for     |
+|--------|------------------------------|----------------------------------|--------------|
+| local  | position                     | one sample each, sorted          | reference    |
+| micro  | cost, equal sample counts    | equal count, heavy ones lined up | FSDP         |
+| global | pack, after packing them all | equal count, heavy ones lined up | FSDP, better |
+| mini   | cost                         | as many as the rank needs, or 0  | ODC          |
+
+A fifth, "queue" (queue.py), assigns packs at run time. To add one: a function here and a line in `STRATEGIES`, from
+which options, sampler and checks take it; a line in the glossary; one in tools/simulate/study.py if it is to be
+predicted.
+
+LocalSort, LB-Micro and LB-Mini are those of arXiv 2601.19362. FSDP waits for the slowest rank in every layer
+of every microbatch, so it needs equal counts and microbatches of equal cost at each index; ODC waits once per
+minibatch, so only the rank's total counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .cost import CostModel
+from .packing import best_fit_decreasing, checked_lengths, pack
+from .partition import balanced_partition
+from .queue import QUEUE
+
+Packs = list[list[int]]  # microbatches of one rank, each a list of indices into the minibatch's lengths
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """What a value of `balance` stands for. `summary`: of it, for `--help`.
+
+    packs: of all ranks, from lengths, costs, ranks and token cap. None: ranks take them at run time.
+    uneven: ranks may get different numbers of packs, which FSDP can't run. So it takes any number of samples, and goes
+        with split sequences.
+    """
+
+    summary: str
+    packs: Callable[[list[int], list[float], int, int], list[Packs]] | None
+    uneven: bool = False
+
+
+def assign(
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    token_cap: int,
+    balance: str,
+    cost: CostModel | None = None,
+    extra: Sequence[float] | None = None,
+) -> list[Packs]:
+    """Assigns samples of `lengths` tokens: a list over `ranks` of lists of packs of indices into `lengths`.
+
+    Every index is in exactly one pack, no pack is empty or has more than `token_cap` tokens, a rank's packs
+    come costliest first. `balance` is one of `BALANCES`. `cost` defaults to `CostModel.paper_7b()`.
+    `extra`: of each sample, what it costs besides its tokens, in the same units, such as `TowerCost.sample`.
+    Deterministic: every rank that calls it with the same arguments gets the same result.
+
+    Raises ValueError for an unknown `balance`, `ranks` or `token_cap` below 1, empty lengths, lengths below 1
+    or over the cap, extra costs that don't fit (see `CostModel.samples`), and, under "micro" and "global" only, too few
+    samples for the packs that they need (see there).
+    """
+    if balance not in BALANCES:
+        raise ValueError(f"balance is {balance!r}: choose one of {', '.join(BALANCES)}")
+    lengths, costs = _checked(lengths, ranks, token_cap, cost, extra)
+    return STRATEGIES[balance].packs(lengths, costs, ranks, token_cap)
+
+
+def assign_one(
+    lengths: Sequence[int],
+    *,
+    rank: int,
+    ranks: int,
+    token_cap: int,
+    balance: str,
+    cost: CostModel | None = None,
+    extra: Sequence[float] | None = None,
+) -> Packs:
+    """`assign(...)[rank]`, without packing the other ranks' samples if nothing depends on it (LB-Mini).
+
+    Every rank runs this before each minibatch: for 1,024 ranks of 16 samples it takes a fraction of `assign`'s time.
+    Raises as `assign`, and IndexError for a `rank` that does not exist.
+    """
+    if balance != "mini":
+        return assign(lengths, ranks=ranks, token_cap=token_cap, balance=balance, cost=cost, extra=extra)[rank]
+    lengths, costs = _checked(lengths, ranks, token_cap, cost, extra)
+    return _packed(balanced_partition(costs, ranks)[rank], lengths, costs, token_cap)
+
+
+def _local_sort(lengths: list[int], costs: list[float], ranks: int, token_cap: int) -> list[Packs]:
+    """LocalSort: rank r keeps the r-th run of samples, costliest first, one a microbatch.
+
+    The runs' sizes, hence the numbers of microbatches, are equal if `ranks` divides the samples and differ
+    by one otherwise (FSDP would then hang).
+    """
+    runs = [range(len(lengths) * r // ranks, len(lengths) * (r + 1) // ranks) for r in range(ranks)]
+    return [[[i] for i in sorted(run, key=lambda i: -costs[i])] for run in runs]
+
+
+def _lb_micro(lengths: list[int], costs: list[float], ranks: int, token_cap: int) -> list[Packs]:
+    """LB-Micro: equal sample counts per rank balanced by cost, the same number of packs on every rank.
+
+    The number is that of the rank that needs most; the others divide packs to reach it. Each rank's packs have
+    nearly equal cost and come costliest first, so that heavy ones line up over the ranks.
+
+    Raises ValueError if a rank has fewer samples than that number. This cannot happen if `ranks` divides the
+    number of samples.
+    """
+    owned = balanced_partition(costs, ranks, equal_sizes=True)
+    own_lengths = [[lengths[i] for i in members] for members in owned]
+    needed = max(len(best_fit_decreasing(own, token_cap=token_cap)) for own in own_lengths if own)
+    fewest = min(map(len, owned))
+    if fewest < needed:
+        raise ValueError(
+            f"balance 'micro': {len(lengths)} samples over {ranks} ranks leave a rank with {fewest}, but "
+            f"every rank needs {needed} microbatches under a token_cap of {token_cap}; give a multiple "
+            f"of {ranks} samples, or use balance 'mini'"
+        )
+    return [_packed(members, lengths, costs, token_cap, needed) for members in owned]
+
+
+def _lb_mini(lengths: list[int], costs: list[float], ranks: int, token_cap: int) -> list[Packs]:
+    """LB-Mini: ranks balanced by total cost, each packed independently: counts of packs differ and may be zero.
+
+    Any number of samples works, also fewer than `ranks`.
+    """
+    return [_packed(members, lengths, costs, token_cap) for members in balanced_partition(costs, ranks)]
+
+
+def _global_packing(lengths: list[int], costs: list[float], ranks: int, token_cap: int) -> list[Packs]:
+    """Global packing: all samples packed together, packs sorted by cost, each `ranks` of them one microbatch.
+
+    The number of packs is raised to a multiple of `ranks` by dividing packs. Every second group is assigned in
+    reverse order, which changes nothing under FSDP's barriers and evens out the ranks' totals without them.
+
+    Raises ValueError if there are fewer samples than packs. This cannot happen if `ranks` divides the number of
+    samples.
+    """
+    fewest = len(best_fit_decreasing(lengths, token_cap=token_cap))
+    needed = -(-fewest // ranks) * ranks
+    if needed > len(lengths):
+        raise ValueError(
+            f"balance 'global': {len(lengths)} samples cannot make {needed} packs ({fewest} under a "
+            f"token_cap of {token_cap}, raised to a multiple of {ranks} ranks); give a multiple of {ranks} "
+            "samples, or use balance 'mini'"
+        )
+    packs = pack(lengths, token_cap=token_cap, cost=costs, count=needed)
+    assigned: list[Packs] = [[] for _ in range(ranks)]
+    for start in range(0, needed, ranks):
+        group = packs[start : start + ranks]
+        for rank, members in enumerate(group if start // ranks % 2 == 0 else reversed(group)):
+            assigned[rank].append(members)
+    return assigned
+
+
+STRATEGIES = {
+    "mini": Strategy(summary="equal work, in as many packs as each rank needs", packs=_lb_mini, uneven=True),
+    QUEUE: Strategy(
+        summary="smaller packs, taken at run time, for ranks that are not equally fast", packs=None, uneven=True
+    ),
+    "micro": Strategy(summary="equally many samples and packs per rank, as FSDP needs", packs=_lb_micro),
+    "global": Strategy(summary="equally many packs per rank, of similar cost, as FSDP needs", packs=_global_packing),
+    "local": Strategy(summary="equally many samples per rank, one per pack, as FSDP needs", packs=_local_sort),
+}
+BALANCES = tuple(name for name, strategy in STRATEGIES.items() if strategy.packs is not None)  # those of `assign`
+UNEVEN = tuple(name for name, strategy in STRATEGIES.items() if strategy.uneven)
+
+
+def _checked(
+    lengths: Sequence[int], ranks: int, token_cap: int, cost: CostModel | None, extra: Sequence[float] | None
+) -> tuple[list[int], list[float]]:
+    """Lengths and costs."""
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}: give the number of ranks, 1 or more")
+    lengths = checked_lengths(lengths, token_cap)
+    return lengths, (cost or CostModel.paper_7b()).samples(lengths, extra)
+
+
+def _packed(
+    members: list[int], lengths: list[int], costs: list[float], token_cap: int, count: int | None = None
+) -> Packs:
+    """One rank's samples in packs; no samples give none."""
+    if not members:
+        return []
+    own_lengths, own_costs = ([of[i] for i in members] for of in (lengths, costs))
+    packs = pack(own_lengths, token_cap=token_cap, cost=own_costs, count=count)
+    return [[members[i] for i in local] for local in packs]

@@ -1,0 +1,1 @@
+"""The command and what it runs besides jobs: simulator, doctor, tune, profile, memory."""

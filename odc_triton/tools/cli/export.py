@@ -1,0 +1,135 @@
+"""Writes a run's checkpoint into a folder for plain transformers, or for plain PEFT if the run trained adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ...base.errors import OdcError
+from ...base.files import require_new_folder, require_source
+from ...jobs.options.config_file import written_options
+from ...jobs.options.options import REQUIRED, expanded, option, plain_paths, require_one_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Export."""
+
+    out: str = option(REQUIRED, "folder to create")
+    model: str | None = option(None, "the model that was trained: local folder or hub id; by default the run's")
+    init: str | None = option(None, "config.json of the model, if training began with random weights")
+    tokenizer: str | None = option(None, "folder, hub id or tokenizer.json; by default the run's, or --model's")
+    dtype: Literal["fp32", "bf16"] | None = option(None, "dtype of the weights that are written; by default the run's")
+    merge: bool = option(False, "for a run with --lora-rank: the whole model, with its adapters added to it")
+
+    def __post_init__(self) -> None:
+        plain_paths(self, "out", "model", "init", "tokenizer")
+        if self.model is not None or self.init is not None:
+            require_one_model(self)
+
+
+def export(checkpoint: str | Path, options: ExportOptions) -> Path:
+    """Writes `checkpoint`, or the newest one in this folder, into `options.out`; returns the one written.
+
+    For a run with `--lora-rank` it writes the adapters, as the run does at its end, or with `merge` the whole
+    model for plain transformers. One process reads it, for any number of ranks that wrote it. Model and tokenizer
+    are those in the run's run.yaml, unless `options` name a model.
+
+    Raises as `load_checkpoint` and `save_pretrained`, ValueError for `merge` of a run without adapters and if
+    the model is unknown, and FileNotFoundError if there is no checkpoint, or a file in run.yaml is missing.
+    """
+    from ...jobs.checkpoints.steps import newest_in
+
+    require_new_folder(options.out)  # before work that takes minutes
+    path = Path(expanded(checkpoint))
+    if (path / ".metadata").exists():
+        return _export(path, options)
+    while (newest := newest_in(path) or newest_in(path / "checkpoints")) is not None:
+        try:
+            return _export(newest, options)
+        except (OSError, OdcError):
+            if newest.exists():
+                raise
+        print(f"the run has removed {newest} meanwhile: reading the next one", flush=True)
+    models = [f"; its model is in {path / name}" for name in ("model", "adapter") if (path / name).is_dir()]
+    raise FileNotFoundError(
+        f"{path} is neither a checkpoint (step-…), nor a folder of them, nor a run's folder with any{''.join(models)}"
+    )
+
+
+def _export(path: Path, options: ExportOptions) -> Path:
+    import torch
+
+    from ...checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
+    from ...checkpoint.base_model import FILE
+    from ...checkpoint.folder import load_checkpoint, read_state
+    from ...jobs.train.model import adapters_of, add_adapters, name_special_tokens, ties_head
+    from ...sharding.shard_module import fully_shard
+
+    if path.resolve() in Path(options.out).resolve().parents:
+        raise ValueError(f"--out is {options.out}, inside of the checkpoint {path}: give a folder elsewhere")
+    options = _with_model(options, path)
+    tokenizer = _tokenizer(options)
+    if tokenizer is None:
+        print(f"{options.out} gets no tokenizer: give --tokenizer to have one in it")
+    model = meta_causal_lm(model=options.model, init=options.init)
+    if tokenizer is not None:
+        name_special_tokens(model, tokenizer)
+    state = read_state(path)
+    run = state.get("identity", {})
+    if state.get("ties_head", ties_head(model)) != ties_head(model):
+        raise ValueError(
+            f"the head is {'' if state['ties_head'] else 'not '}tied to the embedding in {path}, and in the model here "
+            f"it is the other way round: give --model the folder that training began with, as it was"
+        )
+    rank = run.get("lora_rank")
+    if options.merge and not rank:
+        raise ValueError(f"--merge: {path} is not of a run with --lora-rank, so it has no adapters: leave it out")
+    if rank:
+        model = add_adapters(model, **adapters_of(run))
+    model = fully_shard(model)
+    if options.model is not None and (path / FILE).exists():
+        load_pretrained_shards(model, options.model)
+    load_checkpoint(path, model=model, optimizer=None)
+    if rank and not options.merge and options.model is None:
+        print(f"{options.out} gets adapters of a random base, which is in no other folder: --merge adds them to it")
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype or run.get("dtype", "fp32")]
+    source = options.tokenizer or options.model
+    save_pretrained(model, options.out, tokenizer, processor=source, dtype=dtype, merge=options.merge)
+    return path
+
+
+def _with_model(options: ExportOptions, checkpoint: Path) -> ExportOptions:
+    """With the run's model and tokenizer, if `options` name no model. Paths are as in the run's options."""
+    if options.model is not None or options.init is not None:
+        return options
+    from ...jobs.train.prepare import CONFIG
+
+    config = checkpoint.absolute().parent.parent / CONFIG
+    run = written_options(config) if config.exists() else {}
+    names = ["model", "init"] if options.tokenizer else ["model", "init", "tokenizer"]
+    found = {name: run[name] for name in names if isinstance(run.get(name), str)}
+    if ("model" in found) == ("init" in found):
+        raise ValueError(f"give either --model or --init (a config.json): there is no {config} that names the model")
+    for source in found.values():
+        try:
+            require_source(source)
+        except FileNotFoundError as error:
+            remedy = "run this where the run was started, or give --model or --init, and --tokenizer"
+            raise FileNotFoundError(f"{error}; {config} names it: {remedy}") from None
+    return replace(options, **found)
+
+
+def _tokenizer(options: ExportOptions) -> Any:
+    """None for random weights and no --tokenizer."""
+    from ...jobs.data.tokenizer import read_tokenizer
+
+    if options.tokenizer is not None:
+        return read_tokenizer(options.tokenizer)
+    if options.model is None:
+        return None
+    try:
+        return read_tokenizer(options.model)
+    except (OSError, ValueError):
+        return None  # the model's folder has none

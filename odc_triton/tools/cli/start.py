@@ -1,0 +1,76 @@
+"""Starts the ranks of a training job, after its check, so that slow imports are done once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import AbstractContextManager
+from importlib import import_module
+from types import ModuleType
+from typing import NoReturn
+
+from ...jobs.launcher.launch import LocalRanks, die_with_parent, end_process, status_of, warn_of_few_cores
+from ...jobs.launcher.signals import STOPS, handling
+from ...jobs.train.run_options import RunOptions
+
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+
+
+def report_stopped(number: int) -> int:
+    """Reports on stderr that a signal stopped the command; returns its exit status."""
+    os.write(2, f"odc-triton: stopped by {signal.Signals(number).name}\n".encode())
+    return 128 + number
+
+
+def ending_at_once() -> AbstractContextManager[None]:
+    """A stop request ends the process at once: during an import KeyboardInterrupt is lost, or becomes another error."""
+    return handling(lambda number, _: os._exit(report_stopped(number)), *STOPS)
+
+
+def join_job(name: str, run: str, options: RunOptions) -> NoReturn:
+    """Calls the function `run` of the module `name` as one rank of the world that torchrun started this process in."""
+    from ...jobs.train.job import run_here
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+    try:
+        run_here(getattr(import_module(name), run), options)
+    except SystemExit as end:
+        end_process(status_of(end))
+    end_process(0)
+
+
+def default_ranks(device: str = "auto") -> int:
+    """One for each GPU that this process sees; without one, or on the CPU, 1."""
+    if device == "cpu" or not any(map(os.path.exists, _GPU_DEVICES)):
+        return 1
+    return max(import_module("torch").cuda.device_count(), 1)
+
+
+def start_job(name: str, run: str, options: RunOptions, *, ranks: int) -> None:
+    """Checks the options by `check_before_start` of the module `name`, then calls its function `run` on every rank."""
+    has_gpu = any(map(os.path.exists, _GPU_DEVICES))
+    with LocalRanks(ranks, method="spawn" if has_gpu else "fork") as job, handling(job.on_signal, *STOPS):
+        module = _start_and_check(job, name, options) if has_gpu else _check_and_fork(job, name, options)
+        warn_of_few_cores(ranks)
+        job.run(getattr(module, run), options, timeout_s=60 * options.timeout_minutes)
+
+
+def _start_and_check(job: LocalRanks, name: str, options: RunOptions) -> ModuleType:
+    """Ranks import the module while this process imports it and checks; a failed check ends them."""
+    job.start(preload=name)
+    with ending_at_once():
+        module = import_module(name)
+        module.check_before_start(options, job.ranks)
+    return module
+
+
+def _check_and_fork(job: LocalRanks, name: str, options: RunOptions) -> ModuleType:
+    """The module is imported once, see [Note: forked ranks]. The check is in a fork too, as it may start threads."""
+    with ending_at_once():
+        module = import_module(name)
+    with LocalRanks(1, method="fork") as check:
+        check.start()
+        check.run(module.check_before_start, options, job.ranks)
+    job.start()
+    return module

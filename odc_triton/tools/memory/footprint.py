@@ -1,0 +1,417 @@
+"""The bytes that a model takes on each rank, before anything is allocated; for FSDP2 too, by the same sums.
+
+[Note: what a plan counts] Sizes come from shapes and dtypes alone, so a model on the meta device is planned
+like a real one. The rank described is rank 0: dim 0 is split as `torch.chunk` splits it, so no rank holds
+more. Parts that don't peak together (unsharded parameters, whole gradients, activations) are added up. Not
+counted: the allocator's rounding and caches, kernels' workspaces, the runtime (CUDA context, Python).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ...comm.layout import ALIGNMENT_BYTES, EXACT, ParameterSpec, aligned, find_units, make_plan, shard_rows
+from ...jobs.reports.report import in_columns
+from ...nn.choice import TABLE
+from ...optim import buffers as muon_buffers
+from ...plan.decoder import Decoder
+from ...sequence import buffers as kv_buffers
+from ...sharding.collect import check_policy, find_parameters, spec_of
+from .peaks import (
+    ROOT,
+    Units,
+    activation_bytes_per_token,
+    fsdp2_whole_gradient_bytes,
+    gathered_bytes,
+    long_bytes_per_token,
+    read_bytes,
+    text_config,
+    whole_gradient_bytes,
+)
+
+SCHEMES = ("odc", "fsdp2", "fsdp2_no_reshard")
+BACKENDS = ("cpu", "cuda")
+# Per trainable parameter: tensors of the master's shape and dtype that are kept, and bytes of scalars.
+OPTIMIZER_STATES = {"adamw": (2, 4), "sgd": (0, 0), "muon": (1, 0), "none": (0, 0)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes on the fullest rank (rank 0) and, where the name begins with `job_`, of all ranks together.
+
+    `print(plan)` shows it in GB (10^9 bytes), below 1 GB in MB. See [Note: what a plan counts].
+    """
+
+    scheme: str
+    backend: str
+    world: int
+    """Ranks that share the compute and gradient shards: all, or with replicas those of one replica."""
+    replicas: int
+    parameters: int
+    """Elements in the whole model, tied ones counted once."""
+    compute_shard_bytes: int = 0
+    """Peer-readable shard in the compute dtype; without a `param_dtype`, the master itself. 0 for FSDP2."""
+    gradient_shard_bytes: int
+    """Peer-addable shard in the reduce dtype (ODC), or `.grad` in the master's dtype (FSDP2)."""
+    master_shard_bytes: int
+    """Private shard in the parameter's own dtype; 0 where the compute shard is the master."""
+    optimizer_state_bytes: int
+    gradient_cast_bytes: int = 0
+    """`.grad` in the master's dtype if the reduce dtype differs: from exit to the next entry."""
+    buffer_bytes: int
+    """The module's buffers, whole on every rank."""
+    gathered_bytes: int
+    """Unsharded parameters at their peak, in the compute dtype; 0 where gathering is a view."""
+    transient_gradient_bytes: int
+    """Upper bound of whole (unsharded) gradients alive at once in a backward."""
+    activation_bytes_per_token: int | None
+    """Estimated bytes that a microbatch keeps for backward per token, logits included; None: not known."""
+    tokens_per_microbatch: int
+    split_bytes: int
+    """Keys and values of `enable_split` that peers read, gradients that they add to, and flags."""
+    muon_bytes: int = 0
+    """Rows of matrices that Muon reads whole and writes back, in bf16."""
+    read_bytes: int
+    """Rows of split sequences on other ranks, and their gradients, that attention has at once."""
+    offloaded_bytes: int
+    """Host memory for `offload_checkpoints`: of one microbatch."""
+    checkpoint_host_bytes: int
+    """Host memory for checkpoints written in the background: masters, optimizer states and buffers once more."""
+    job_shared_bytes: int = 0
+    """Shared memory of the whole job, alignment included: on the CPU backend what PSS shows, counted once."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """This rank's part of the memory that peers read and add to; 0 for FSDP2."""
+        if self.scheme != "odc":
+            return 0
+        return self.compute_shard_bytes + self.gradient_shard_bytes + self.split_bytes + self.muon_bytes
+
+    @property
+    def persistent_private_bytes(self) -> int:
+        """Private bytes that stay: master, optimizer states, buffers; with FSDP2 also `.grad`, on the CPU also
+        `checkpoint_host_bytes`.
+        """
+        kept = self.master_shard_bytes + self.optimizer_state_bytes + self.buffer_bytes
+        if self.backend == "cpu":
+            kept += self.checkpoint_host_bytes
+        return kept if self.scheme == "odc" else kept + self.gradient_shard_bytes
+
+    @property
+    def transient_bytes(self) -> int:
+        """Private bytes that come and go within a minibatch, each part at its peak; activations not included."""
+        return self.gathered_bytes + self.transient_gradient_bytes + self.gradient_cast_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of one microbatch, on the device; 0 where no estimate is known."""
+        return self.tokens_per_microbatch * (self.activation_bytes_per_token or 0) + self.read_bytes
+
+    @property
+    def private_bytes(self) -> int:
+        return self.persistent_private_bytes + self.transient_bytes + self.activation_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.shared_bytes + self.private_bytes
+
+    def __str__(self) -> str:
+        return side_by_side(self)
+
+
+_ROWS = (
+    ("parameter shard, compute dtype", "compute_shard_bytes"),
+    ("parameter shard, master", "master_shard_bytes"),
+    ("gradient shard", "gradient_shard_bytes"),
+    ("gradient cast to the master's dtype", "gradient_cast_bytes"),
+    ("optimizer states", "optimizer_state_bytes"),
+    ("split sequences", "split_bytes"),
+    ("rows for Muon", "muon_bytes"),
+    ("buffers", "buffer_bytes"),
+    ("checkpoints in the background, host", "checkpoint_host_bytes"),
+    ("unsharded parameters, peak", "gathered_bytes"),
+    ("whole gradients, peak", "transient_gradient_bytes"),
+    ("activations (estimate)", "activation_bytes"),
+    ("total", "total_bytes"),
+    ("of it readable by peers", "shared_bytes"),
+    ("whole job, shared memory", "job_shared_bytes"),
+)
+
+
+def side_by_side(*plans: MemoryPlan) -> str:
+    """An aligned text table with one column per plan (scheme/backend/world), in GB (10^9 bytes) per rank, in MB if no
+    total is 1 GB.
+    """
+    unit, of = ("GB", 1e9) if max(plan.total_bytes for plan in plans) >= 1e9 else ("MB", 1e6)
+
+    def cell(plan: MemoryPlan, name: str) -> str:
+        if name == "activation_bytes" and plan.activation_bytes_per_token is None:
+            return "unknown"
+        return f"{getattr(plan, name) / of:.3f}"
+
+    rows = [[f"{unit} per rank", *(_title(plan) for plan in plans)]]
+    optional = ("split_bytes", "muon_bytes", "checkpoint_host_bytes")
+    shown = [row for row in _ROWS if row[1] not in optional or any(getattr(plan, row[1]) for plan in plans)]
+    rows += [[label, *(cell(plan, name) for plan in plans)] for label, name in shown]
+    return "\n".join(in_columns(rows, numbers=True))
+
+
+def _title(plan: MemoryPlan) -> str:
+    ranks = f"{plan.replicas}x{plan.world}" if plan.replicas > 1 else plan.world
+    return f"{plan.scheme}/{plan.backend}/{ranks}"
+
+
+def memory_plan(
+    model: nn.Module,
+    world: int,
+    *,
+    replicas: int = 1,
+    scheme: str = "odc",
+    mp_policy: MixedPrecisionPolicy | None = None,
+    optimizer: str = "adamw",
+    backend: str = "auto",
+    tokens_per_microbatch: int = 0,
+    gradient_checkpointing: bool = False,
+    split_tokens: int = 0,
+    offload_checkpoints: bool = False,
+    exact: bool = False,
+    checkpoint_background: bool = False,
+) -> MemoryPlan:
+    """Bytes per rank that training `model` on `world` ranks takes. Nothing is allocated; `model` may be on meta.
+
+    replicas: of `world` ranks each, as in `fully_shard` with a mesh ("replicate", "shard"): what peers read and add to
+        is split over `world` ranks, masters and optimizer states over `world * replicas`.
+    scheme: "odc" (this library), "fsdp2" (`fully_shard` with its defaults: blocks resharded after forward, the root
+        not) or "fsdp2_no_reshard" (`reshard_after_forward=False`, gradients reduced on the last microbatch only). All
+        get the same units and dtypes; a `reduce_dtype` of None is fp32, although FSDP2 itself reads it as param_dtype.
+    optimizer: "adamw", "sgd" (no momentum), "muon" (for the matrices of blocks, and AdamW for the rest) or "none".
+    mp_policy: as in `fully_shard`: None computes in the parameters' own dtype.
+    backend: "auto" is "cuda" if torch sees a GPU, else "cpu". On "cpu" gathering is a view; on "cuda" what layers of
+        `replace_layers` read from the owners, an embedding or a head, is never whole, nor is its gradient. It matters
+        to ODC only.
+    split_tokens: what `enable_split` is given; with `gradient_checkpointing` activations are those of
+        `long_bytes_per_token`, else those of `activation_bytes_per_token`, an estimate.
+    offload_checkpoints: what checkpointing keeps goes to the host.
+    exact: what `fully_shard` is given.
+    checkpoint_background: each rank holds masters and states once more on the host while `train sft` writes them.
+
+    Raises ValueError for world or replicas < 1, what is for ODC only with FSDP2, negative tokens, an unknown name, or a
+    model without parameters.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"memory_plan takes an nn.Module, not a {type(model).__name__}")
+    check_policy(mp_policy)
+    for name, value, least in (
+        ("world", world, 1),
+        ("replicas", replicas, 1),
+        ("tokens_per_microbatch", tokens_per_microbatch, 0),
+        ("split_tokens", split_tokens, 0),
+    ):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} is {value!r}; give a whole number of at least {least}")
+    for name, value in (
+        ("replicas", replicas if replicas > 1 else 0),
+        ("split_tokens", split_tokens),
+        ("offload_checkpoints", offload_checkpoints),
+        ("exact", exact),
+        ("checkpoint_background", checkpoint_background),
+    ):
+        if value and scheme != "odc":
+            raise ValueError(f"{name} is {value} for {scheme!r}: it is for 'odc' only, leave it out")
+    if offload_checkpoints and not gradient_checkpointing:
+        raise ValueError("offload_checkpoints needs gradient_checkpointing=True: nothing else is offloaded")
+    for name, value, known in (
+        ("scheme", scheme, SCHEMES),
+        ("optimizer", optimizer, tuple(OPTIMIZER_STATES)),
+        ("backend", backend, ("auto", *BACKENDS)),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}; use one of {', '.join(map(repr, known))}")
+    if backend == "auto":
+        backend = "cuda" if torch.cuda.is_available() else "cpu"
+    found = find_parameters(model, find_units(model), set())
+    specs = [spec_of(entry, mp_policy, exact=exact) for entry in found]
+    if not specs:
+        raise ValueError(f"{type(model).__name__} has no parameters; plan the model that will be trained")
+
+    split = _Sizes(specs, world, replicas)
+    trained = [spec for spec in specs if spec.reduce_dtype is not None]
+    by_muon = [spec for spec in trained if optimizer == "muon" and spec.is_block_matrix]
+    others = [spec for spec in trained if spec not in by_muon]
+    states = _state_bytes(split, "muon", by_muon)
+    states += _state_bytes(split, "adamw" if optimizer == "muon" else optimizer, others)
+    buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
+    host_bytes = split.shards(specs, "master_dtype") + states + buffer_bytes
+    if scheme == "odc":
+        whole = [s for e, s in zip(found, specs, strict=True) if not e.is_read_on_demand(backend, TABLE)]
+        memory = _of_odc(specs, whole, by_muon, world, replicas, backend)
+    else:
+        memory = _of_fsdp2(specs, world, resharded=scheme == "fsdp2")
+    largest = max(specs, key=lambda spec: math.prod(spec.shape))
+    itemsize, split_bytes, read, offloaded = split.itemsizes[largest.compute_dtype], 0, 0, 0
+    per_token = activation_bytes_per_token(model, itemsize=itemsize, gradient_checkpointing=gradient_checkpointing)
+    if offload_checkpoints:
+        config = text_config(model)
+        layers, hidden = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
+        if layers is None or hidden is None:
+            raise ValueError(f"offload_checkpoints: {type(model).__name__} has no config with layers and a hidden_size")
+        offloaded = tokens_per_microbatch * itemsize * hidden * layers
+        per_token = per_token and per_token - itemsize * hidden * (layers - 2)
+    if split_tokens:
+        decoder = _decoder(model, split_tokens)
+        in_flight = kv_buffers.IN_FLIGHT if gradient_checkpointing or not trained else None
+        how = {"tokens": split_tokens, "world": world, "in_flight": in_flight, "gradients": bool(trained)}
+        split_bytes = _split_bytes(decoder, largest.compute_dtype, **how)
+        if gradient_checkpointing:
+            widths = {"itemsize": itemsize, "sum_itemsize": max(itemsize, 4) if backend == "cuda" else itemsize}
+            per_token = long_bytes_per_token(model, decoder, **widths, offloaded=offload_checkpoints)
+            run = min(kv_buffers.RUN_TOKENS, split_tokens)
+            read = read_bytes(decoder, tokens=run, **widths, apart=backend == "cuda")
+    job_shared = memory.pop("job_shared_bytes", 0) + world * replicas * split_bytes
+    return MemoryPlan(
+        scheme=scheme,
+        backend=backend,
+        world=world,
+        replicas=replicas,
+        parameters=sum(math.prod(spec.shape) for spec in specs),
+        optimizer_state_bytes=states,
+        buffer_bytes=buffer_bytes,
+        activation_bytes_per_token=per_token,
+        tokens_per_microbatch=tokens_per_microbatch,
+        split_bytes=split_bytes,
+        read_bytes=read,
+        offloaded_bytes=offloaded,
+        checkpoint_host_bytes=host_bytes if checkpoint_background else 0,
+        job_shared_bytes=job_shared,
+        **memory,
+    )
+
+
+def _of_odc(
+    specs: list[ParameterSpec],
+    whole: list[ParameterSpec],
+    by_muon: list[ParameterSpec],
+    world: int,
+    replicas: int,
+    backend: str,
+) -> dict[str, int]:
+    """Fields of the plan. `whole`: what is gathered; `by_muon`: what Muon steps."""
+    sizes, split, apart = _Sizes(specs, world), _Sizes(specs, world, replicas), backend == "cuda"
+    trained = [spec for spec in specs if spec.reduce_dtype is not None]
+    # On CUDA each rank allocates its own region, of the same size on all ranks, with every shard aligned in it.
+    # On the CPU there is one mapping, in which the shards of a parameter are contiguous.
+    alignment = ALIGNMENT_BYTES if apart else 1
+    compute_shard = sizes.shards(specs, "compute_dtype", alignment)
+    gradient_shard = sizes.shards(trained, "reduce_dtype", alignment)
+    of_replica = world * (compute_shard + gradient_shard)
+    if not apart:
+        of_replica = make_plan(specs, world=world, itemsizes=sizes.itemsizes).size_bytes
+    shapes = [spec.shape for spec in by_muon]
+    muon_bytes = aligned(muon_buffers.buffer_regions(shapes, world=world, apart=True)[1])
+    of_replica += world * muon_bytes if apart else muon_buffers.buffer_regions(shapes, world=world, apart=False)[1]
+    with_gradient = [spec for spec in whole if spec.reduce_dtype is not None]
+    tied = sizes.units([spec for spec in with_gradient if len(spec.names) > 1], "compute_dtype")
+    return {
+        "compute_shard_bytes": compute_shard,
+        "gradient_shard_bytes": gradient_shard,
+        "master_shard_bytes": split.shards([spec for spec in specs if spec.has_own_master], "master_dtype"),
+        "gradient_cast_bytes": split.shards([spec for spec in trained if _copies_gradient(spec)], "master_dtype"),
+        "gathered_bytes": gathered_bytes(sizes.units(whole, "compute_dtype")) if apart else 0,
+        "transient_gradient_bytes": whole_gradient_bytes(
+            sizes.units(with_gradient, "compute_dtype"), tied=sum(tied.values())
+        ),
+        "muon_bytes": muon_bytes,
+        "job_shared_bytes": of_replica * replicas,
+    }
+
+
+def _of_fsdp2(specs: list[ParameterSpec], world: int, *, resharded: bool) -> dict[str, int]:
+    """Fields of the plan. `resharded`: blocks are, after forward."""
+    sizes = _Sizes(specs, world)
+    trained = [spec for spec in specs if spec.reduce_dtype is not None]
+    units = sizes.units(specs, "compute_dtype")
+    gathered = gathered_bytes(units) if resharded else sum(units.values())
+    gradient_shard = sizes.shards(trained, "master_dtype")
+    # The root's parameters that are registered before the first block get their gradients after the blocks.
+    first_block = next((i for i, spec in enumerate(trained) if spec.unit != ROOT), 0)
+    late = [spec for i, spec in enumerate(trained) if i >= first_block or len(spec.names) > 1]
+    whole_gradients = fsdp2_whole_gradient_bytes(
+        sizes.units(trained, "compute_dtype"),
+        sizes.units(trained, "reduce_dtype"),
+        late_root=sizes.units(late, "compute_dtype")[ROOT],
+        resharded=resharded,
+        gathered_bytes=gathered,
+        shard_bytes=gradient_shard,
+    )
+    return {
+        "gradient_shard_bytes": gradient_shard,
+        "master_shard_bytes": sizes.shards(specs, "master_dtype"),
+        "gathered_bytes": gathered,
+        "transient_gradient_bytes": whole_gradients,
+    }
+
+
+def _state_bytes(sizes: _Sizes, optimizer: str, specs: Sequence[ParameterSpec]) -> int:
+    tensors, scalar_bytes = OPTIMIZER_STATES[optimizer]
+    return tensors * sizes.shards(specs, "master_dtype") + scalar_bytes * len(specs)
+
+
+def _decoder(model: nn.Module, split_tokens: int) -> Decoder:
+    """Raises ValueError for a config without heads."""
+    config = text_config(model)
+    if getattr(config, "num_attention_heads", None) is None:
+        name = type(model).__name__
+        raise ValueError(f"split_tokens is {split_tokens}, and {name} has no config with num_attention_heads")
+    return Decoder.of(config)
+
+
+def _split_bytes(
+    decoder: Decoder, dtype: str, *, tokens: int, world: int, in_flight: int | None, gradients: bool
+) -> int:
+    """Of one rank."""
+    layer = kv_buffers.LayerShape(
+        heads=decoder.kv_heads, key_width=decoder.key_width, value_width=decoder.value_width, dtype=dtype
+    )
+    sizes = {"tokens": tokens, "world": world, "in_flight": in_flight or decoder.layers, "gradients": gradients}
+    return kv_buffers.buffer_regions([layer] * decoder.layers, **sizes, apart=True)[1]
+
+
+class _Sizes:
+    """Bytes of specs: rank 0's shards and whole units, in the dtype that the named field of a spec gives.
+
+    `replicas`: shards are split over these too.
+    """
+
+    def __init__(self, specs: Sequence[ParameterSpec], world: int, replicas: int = 1) -> None:
+        self.world, self.replicas = world, replicas
+        dtypes = {d for s in specs for d in (s.master_dtype, s.compute_dtype, s.reduce_dtype) if d is not None}
+        self.itemsizes = {dtype: getattr(torch, dtype).itemsize for dtype in dtypes}
+
+    def shards(self, specs: Iterable[ParameterSpec], dtype_field: str, alignment_bytes: int = 1) -> int:
+        total = 0
+        for spec in specs:
+            _, in_shard = shard_rows(spec.shape[0], self.world, 0)
+            rows = shard_rows(in_shard, self.replicas, 0)[1:]
+            n_bytes = math.prod((*rows, *spec.shape[1:])) * self.itemsizes[getattr(spec, dtype_field)]
+            total += aligned(n_bytes, alignment_bytes)
+        return total
+
+    def units(self, specs: Iterable[ParameterSpec], dtype_field: str) -> Units:
+        """Bytes of each unit's whole parameters, by the unit's name; the root is always included."""
+        units: Units = defaultdict(int, {ROOT: 0})
+        for spec in specs:
+            units[spec.unit] += math.prod(spec.shape) * self.itemsizes[getattr(spec, dtype_field)]
+        return units
+
+
+def _copies_gradient(spec: ParameterSpec) -> bool:
+    """True if `.grad` is a separate tensor. That of an exact sum is fp32 in the sum's own memory."""
+    reduced = "float32" if spec.reduce_dtype == EXACT else spec.reduce_dtype
+    return reduced != spec.master_dtype

@@ -1,0 +1,202 @@
+"""A job to simulate: its machine, its model and the assignment of its samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...plan.cost import CostModel
+from ...plan.pieces import Piece, SplitPlan
+from ...plan.queue import queue_packs as balance_queue_packs
+from ...plan.relatives import Relatives
+from ...plan.shared import assign_shared
+from ...plan.split import assign_split, readable_tokens
+from ...plan.strategies import STRATEGIES, assign
+from .hardware import Links
+from .models import Model
+
+if TYPE_CHECKING:
+    from ..memory.footprint import MemoryPlan
+
+SPLIT = "split"  # LB-Split: long sequences in pieces, the others by LB-Mini
+SHARED = "shared"  # tokens that samples share are computed once
+ALL_BALANCES = (*STRATEGIES, SPLIT, SHARED)
+
+Packs = list[list[int | Piece]]  # one rank's: per microbatch the tokens of its documents, or pieces
+
+
+class SharedPack(list):
+    """A pack of samples that share tokens. `fetched`: the tokens whose keys and values it reads from other ranks;
+    `wave`: of the pack, None if it neither reads from other ranks nor is read.
+    """
+
+    fetched = 0
+    wave: int | None = None
+
+    @classmethod
+    def of(
+        cls, entries: Sequence[int | Piece], lengths: Sequence[int], rank: int, plan: SplitPlan | None
+    ) -> SharedPack:
+        made = cls(each if isinstance(each, Piece) else lengths[each] for each in entries)
+        fetched: dict[Piece, int] = {}  # siblings read the same rows once
+        for each in made:
+            if plan is None or not isinstance(each, Piece) or (planned := plan.find(each)) is None:
+                continue
+            made.wave = planned.wave
+            for holder, low, high in plan.reads(each):
+                if holder.rank != rank:
+                    fetched[holder.piece] = max(high - low, fetched.get(holder.piece, 0))
+        made.fetched = sum(fetched.values())
+        return made
+
+
+def assign_packs(
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    token_cap: int,
+    balance: str,
+    cost: CostModel,
+    split_tokens: int = 0,
+    replicas: int = 1,
+    relatives: Relatives | None = None,
+) -> list[Packs]:
+    """Each rank's packs, in lengths, not indices. `split_tokens`: of each rank, the most that others read; 0: as many
+    as these lengths need, and for "shared" none. `replicas`: each splits its own samples. `relatives`: of the samples,
+    for "shared". Raises as `assign`, `assign_split` and `assign_shared`, and ValueError for "shared" without them.
+    """
+    how = {"ranks": ranks, "token_cap": token_cap, "cost": cost}
+    if balance == SPLIT:
+        tokens = split_tokens or readable_tokens(lengths, samples=len(lengths), replicas=replicas, **how)
+        split = assign_split(lengths, tokens=tokens, replicas=replicas, **how)
+        return [
+            [[each if isinstance(each, Piece) else lengths[each] for each in pack] for pack in split.packs(rank)]
+            for rank in range(ranks)
+        ]
+    if balance == SHARED:
+        if relatives is None:
+            raise ValueError(f"balance {SHARED!r} needs to know what the samples share: give relatives")
+        shared = assign_shared(lengths, relatives, tokens=split_tokens, replicas=replicas, **how)
+        return [
+            [SharedPack.of(pack, lengths, rank, shared.plan) for pack in packs]
+            for rank, packs in enumerate(shared.packs)
+        ]
+    assigned = assign(lengths, balance=balance, **how)
+    return [[[lengths[i] for i in members] for members in packs] for packs in assigned]
+
+
+def queue_packs(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel) -> Packs:
+    """Packs to take at run time, in lengths, in the order of `balance.queue_packs`, and with its errors."""
+    packs = balance_queue_packs(lengths, ranks=ranks, token_cap=token_cap, cost=cost)
+    return [[lengths[i] for i in members] for members in packs]
+
+
+SCHEDULES = ("fsdp", "fsdp-no-reshard", "odc")
+COMPUTE_BYTES, REDUCE_BYTES = 2, 4  # bf16 is read, fp32 is added
+_KV_BYTES = 2 * COMPUTE_BYTES + REDUCE_BYTES  # of keys and values: read in forward and backward, and added to
+_STEP = 30 / 4  # bytes per byte of a rank's fp32 masters: AdamW reads 16, writes 12, and 2 in bf16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The machine, the model and the ranks' work, without the schedule and the balance.
+
+    `seconds`: forward and backward of one microbatch, from its documents' tokens, on a rank of normal speed; spread
+    evenly over `layers`, `forward_share` of it forward. `cost`: a sequence's cost assumed by balancing. `model`: sizes
+    of transfers and memory; None: no transfers, memory is unknown.
+
+    `checkpointing` and `fused_head` (logits are never computed) change memory only. Each node holds a whole copy in
+    shards, and gradients cross nodes once per minibatch. `prefetch` and `overlap` as in lanes.py. `slow`: by rank, the
+    slowdown of its compute.
+
+    Raises ValueError for `layers` that are not the model's, and for a rank that does not exist.
+    """
+
+    links: Links
+    seconds: Callable[[Sequence[int]], float]
+    cost: CostModel
+    layers: int
+    model: Model | None = None
+    checkpointing: bool = True
+    fused_head: bool = True
+    forward_share: float = 1 / 3
+    barrier_s: float = 0.0
+    memory_gbs: float = math.inf
+    prefetch: bool = True
+    overlap: bool = True
+    slow: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.model is not None and self.model.layers != self.layers:
+            raise ValueError(f"layers is {self.layers}, and the model has {self.model.layers}: give as many")
+        for rank in self.slow:
+            if not 0 <= rank < self.ranks:
+                raise ValueError(f"slow names rank {rank}, but there are {self.ranks}: 0 to {self.ranks - 1}")
+
+    @property
+    def ranks(self) -> int:
+        return self.links.ranks
+
+    @property
+    def replicas(self) -> int:
+        """Nodes, whose ranks split sequences among themselves."""
+        return self.links.nodes
+
+    @cached_property
+    def slowness(self) -> np.ndarray:
+        return np.array([self.slow.get(rank, 1.0) for rank in range(self.ranks)])
+
+    def pack_seconds(self, pack: Sequence[int | Piece]) -> float:
+        """Seconds of one microbatch. A piece takes the time of its sequence up to its end, minus that up to its
+        start, plus the transfers of keys, values and gradients of the tokens before it.
+        """
+        pieces = [each for each in pack if isinstance(each, Piece)]
+        if not pieces:
+            return self.seconds(pack)
+        ends = [each.stop if isinstance(each, Piece) else each for each in pack]
+        starts = [each.start for each in pieces if each.start]
+        return self.seconds(ends) - (self.seconds(starts) - self.seconds([])) + self.kv_seconds(pack)
+
+    def kv_seconds(self, pack: Sequence[int | Piece]) -> float:
+        """Seconds of these transfers."""
+        fetched = sum(each.start for each in pack if isinstance(each, Piece))
+        if isinstance(pack, SharedPack):
+            fetched = pack.fetched
+        gpus = self.links.gpus
+        if not fetched or self.model is None or gpus == 1:
+            return 0.0
+        token_bytes = self.layers * self.model.kv_width * _KV_BYTES
+        # As a tensor over the node's GPUs, whose own part costs nothing; the rank holds none of these tokens.
+        return gpus / (gpus - 1) * self.links.read_s(fetched * token_bytes)
+
+    @cached_property
+    def plans(self) -> dict[str, MemoryPlan]:
+        """Plans of a GPU's memory, by schedule; empty without a model."""
+        how = {"shards": self.links.gpus, "ranks": self.ranks, "checkpointing": self.checkpointing}
+        return {each: self.model.memory(each, **how) for each in SCHEDULES} if self.model else {}
+
+    def peak_bytes(self, schedule: str, tokens: int, split_tokens: int = 0) -> int | None:
+        """A GPU's peak, with the activations of a microbatch of `tokens` tokens, and with keys and values that others
+        read of `split_tokens`; None if a token's activations are unknown.
+        """
+        plan = self.plans.get(schedule)
+        if plan is None or plan.activation_bytes_per_token is None:
+            return None
+        each = plan.activation_bytes_per_token - (self.model.logits_bytes if self.fused_head else 0)
+        kv_bytes = self.layers * self.model.kv_width * (COMPUTE_BYTES + REDUCE_BYTES)
+        return plan.total_bytes + each * tokens + kv_bytes * split_tokens
+
+    def tail_s(self, schedule: str) -> float:
+        """The optimizer step, and ODC's transfers between nodes: gradients before it, parameters after it."""
+        if self.model is None:
+            return 0.0
+        plan = self.plans[schedule]
+        tail = plan.master_shard_bytes * _STEP / (1e9 * self.memory_gbs)
+        if schedule == "odc":
+            tail += sum(map(self.links.replicas_s, (plan.gradient_shard_bytes, plan.compute_shard_bytes)))
+        return tail
