@@ -157,6 +157,28 @@ def test_importing_is_light(code: str, heavy: str) -> None:
     assert not {"transformers", "matplotlib", "datasets", "tokenizers", *heavy.split()} & set(done.stdout.split())
 
 
+# A loop of one's own, with what docs tell such users to import.
+_LOOP = """
+import sys, torch, odc_triton as odc
+from odc_triton.balance import MinibatchSampler, pack_collate
+from odc_triton.checkpoint import save_pretrained
+from odc_triton.hf import enable_packing, summed_loss
+model = odc.fully_shard(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for packs in MinibatchSampler([2, 3], 2, 8):
+    with odc.minibatch(model, tokens=1) as step:
+        (model(torch.ones(1, 2)).sum() / step.tokens).backward()
+    optimizer.step()
+print(*(name for name in sys.modules if name.startswith("odc_triton.")))
+"""
+
+
+def test_a_loop_of_ones_own_loads_neither_jobs_nor_tools() -> None:
+    done = subprocess.run([sys.executable, "-c", _LOOP], cwd=ROOT, capture_output=True, text=True, check=True)
+    rooms = {_room(name.removeprefix("odc_triton.")) for name in done.stdout.split()}
+    assert {"engine", "sharding", "plan", "packs", "checkpoint"} <= rooms <= {*LIBRARY, *DOORS}
+
+
 def test_options_can_be_read_by_the_oldest_python() -> None:
     """Its `get_type_hints` refuses a plain ClassVar."""
     plain = [name for name, path in _modules().items() if re.search(r": ClassVar\b(?!\[)", path.read_text())]
