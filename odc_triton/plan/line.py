@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -149,17 +149,6 @@ def _cuts(
         yield cut_line(strips, [1.0] * ranks, None, least, whole=whole)
 
 
-def shards_of(ranks: int, replicas: int, tokens: int = 0) -> int:
-    """The ranks of one replica. `tokens`: that others may read. Raises ValueError if one of them is out of range."""
-    if ranks < 1:
-        raise ValueError(f"ranks is {ranks}: give the number of ranks, 1 or more")
-    if replicas < 1 or ranks % replicas:
-        raise ValueError(f"replicas is {replicas}: give a divisor of the {ranks} ranks")
-    if tokens < 0:
-        raise ValueError(f"tokens is {tokens}: give the tokens per rank that others may read, 0 or more")
-    return ranks // replicas
-
-
 def count_tokens(entries: Sequence[Entry], lengths: Sequence[int]) -> int:
     return sum(len(each) if isinstance(each, Piece) else lengths[each] for each in entries)
 
@@ -172,19 +161,3 @@ def price(entries: Sequence[Entry], strips: Sequence[Strip] | Mapping[int, Strip
         return strip.price(cost, each.start, each.stop) if isinstance(each, Piece) else strip.price(cost)
 
     return math.fsum(map(of, entries))
-
-
-def whole_strips(
-    lengths: Sequence[int], cost: CostModel, extra: Sequence[float] | None, floors: Sequence[int] | None
-) -> list[Strip]:
-    """Raises ValueError as `CostModel.samples`, and for floors of another number or outside of their samples."""
-    cost.samples(lengths, extra)
-    floors, extra = ([0] * len(lengths) if each is None else each for each in (floors, extra))
-    for floor, length in zip_longest(floors, lengths, fillvalue=-1):
-        if not 0 <= floor <= length:
-            raise ValueError(
-                f"of {len(floors)} floors for {len(lengths)} samples one is {floor}, of {length} tokens: give "
-                "of each the tokens up to its last picture's, 0 without pictures"
-            )
-    of_sample = enumerate(zip(lengths, floors, extra, strict=True))
-    return [Strip(at, 0, length, floor=int(floor), extra=each) for at, (length, floor, each) in of_sample]

@@ -42,7 +42,11 @@ def best_fit_decreasing(lengths: Sequence[int], *, token_cap: int) -> list[list[
 
     Longest first, each into the fullest pack with enough free tokens. Raises as `checked_lengths`.
     """
-    lengths = checked_lengths(lengths, token_cap)
+    return best_fit(checked_lengths(lengths, token_cap), token_cap)
+
+
+def best_fit(lengths: Sequence[int], token_cap: int) -> list[list[int]]:
+    """`best_fit_decreasing` of lengths that were checked."""
     packs: list[list[int]] = []
     free_packs: list[tuple[int, int]] = []  # (free tokens, index of pack), sorted
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -69,8 +73,12 @@ def pack(
     the samples.
     """
     lengths = checked_lengths(lengths, token_cap)
-    costs = cost.samples(lengths) if isinstance(cost, CostModel) else cost
-    packs = best_fit_decreasing(lengths, token_cap=token_cap)
+    return packed(lengths, cost.samples(lengths) if isinstance(cost, CostModel) else cost, token_cap, count)
+
+
+def packed(lengths: Sequence[int], costs: Sequence[float], token_cap: int, count: int | None = None) -> list[list[int]]:
+    """`pack` of samples that were checked and priced."""
+    packs = best_fit(lengths, token_cap)
     count = len(packs) if count is None else count
     if not len(packs) <= count <= len(lengths):
         raise ValueError(

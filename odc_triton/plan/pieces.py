@@ -77,31 +77,6 @@ def named(entry: Entry, names: Sequence[int]) -> Entry:
     return replace(entry, sample=names[entry.sample], parent=parent)
 
 
-class MinibatchPacks(list):
-    """One rank's packs of a minibatch. `split`: the plan of all ranks' pieces, None if none reads another pack's.
-    `samples`: of all ranks; 0 if unknown. `checksum`: of these samples, the same on all ranks; None if unknown.
-
-    They survive a DataLoader's workers, pickling and pinning, also on a rank without packs.
-    """
-
-    split: SplitPlan | None = None
-    samples: int = 0
-    checksum: int | None = None
-
-    @classmethod
-    def of(cls, packs: Iterable[Any], split: SplitPlan | None) -> MinibatchPacks:
-        made = cls(packs)
-        made.split = split
-        return made
-
-    @classmethod
-    def like(cls, others: Sequence[Any], packs: Iterable[Any]) -> MinibatchPacks:
-        """`packs` that were made of `others`, which may be a plain list."""
-        made = cls.of(packs, getattr(others, "split", None))
-        made.samples, made.checksum = getattr(others, "samples", 0), getattr(others, "checksum", None)
-        return made
-
-
 class Read(NamedTuple):
     """Tokens `low` up to, not including, `high`, which `holder` computes: a Piece, in a plan a PlannedPiece."""
 

@@ -25,7 +25,8 @@ from typing import Any, Protocol
 from .cost import CostModel
 from .packing import checked_lengths
 from .partition import balanced_partition
-from .pieces import Entry, Piece, SplitPlan
+from .pieces import Entry, number_of
+from .plan import Plan
 
 QUEUE = "queue"
 _PACKS_PER_RANK = 16  # a sample shares a pack only up to this fraction of a rank's part
@@ -83,7 +84,13 @@ def queue_packs(
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}: give the number of ranks, 1 or more")
     cost = cost or CostModel.paper_7b()
-    prices = cost.samples(lengths, extra)
+    return queued(lengths, cost.samples(lengths, extra), ranks, token_cap, cost, preload)
+
+
+def queued(
+    lengths: list[int], prices: list[float], ranks: int, token_cap: int, cost: CostModel, preload: float = 0.0
+) -> Packs:
+    """`queue_packs` of samples that were checked and priced."""
     packs = _packed(lengths, prices, ranks, token_cap, preload)
     costs = [cost.microbatch + math.fsum(prices[i] for i in members) for members in packs]
     # See [Note: order of the queue].
@@ -117,30 +124,22 @@ class QueuedPacks:
                 ...
 
     `packs`: the shared ones. `waves`: by rank, its parts of the waves, which it runs before it takes a pack.
-    `split`: the plan of the pieces in them, None without pieces. `samples`: in the minibatch.
+    `split`: the plan of the pieces in them, None without pieces. `samples`: in the minibatch. `tokens`: this rank's
+    targets, see `own_part`, None if the sampler does not know them.
 
     Take them inside the minibatch: ranks start together at its entry, and at its exit an incomplete one (a rank died, a
     microbatch raised) raises on every rank. The rank that computes a pack depends on timing; each pack is
     computed exactly once.
     """
 
-    def __init__(
-        self,
-        packs: Packs,
-        *,
-        key: str,
-        counter: Counter,
-        rank: int,
-        world: int,
-        waves: Sequence[Sequence[list[Entry]]] | None = None,
-        split: SplitPlan | None = None,
-    ) -> None:
-        self.packs, self.split, self.samples = packs, split, 0
-        self.waves = waves or [[] for _ in range(world)]
+    def __init__(self, plan: Plan, *, key: str, counter: Counter, rank: int) -> None:
+        self.plan, self.packs, self.waves, self.split = plan, plan.queue, plan.ready, plan.segments
+        self.samples, self.checksum = 0 if plan.samples is None else len(plan.samples), plan.checksum
         self.taken: list[int] = []  # places in `packs` that this rank took
-        self._key, self._counter, self._rank, self._world = key, counter, rank, world
+        self._key, self._counter, self._rank, self._world = key, counter, rank, len(plan.ready)
         self._own = iter(self.waves[rank])
         self._is_empty = False
+        self.tokens = plan.targets(self.own_part())
 
     def own_part(self) -> list[int]:
         """Samples whose tokens this rank counts: together the ranks' parts hold each of the minibatch's samples once.
@@ -149,8 +148,7 @@ class QueuedPacks:
         So a sample in pieces is counted whole, by one rank: its pieces have its targets, each once.
         """
         entries = (each for packs in (*self.waves, self.packs) for pack in packs for each in pack)
-        samples = {each.sample if isinstance(each, Piece) else each for each in entries}
-        return sorted(samples)[self._rank :: self._world]
+        return sorted({*map(number_of, entries)})[self._rank :: self._world]
 
     def take(self) -> list[Entry] | None:
         """This rank's next wave, then the next free pack; None when all are taken.

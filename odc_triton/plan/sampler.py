@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from .assigner import Assigner
 from .cost import CostModel
-from .line import whole_strips
 from .order import Mix, in_families
-from .packing import checked_lengths
+from .planner import Planner
 from .queue import Counter
 from .relatives import Relatives
+from .samples import Limits, Samples
 from .split import readable_tokens
 from .strategies import STRATEGIES, UNEVEN
 
@@ -48,6 +47,7 @@ class MinibatchSampler:
         `TowerCost.sample`.
         floors: of each sample, the tokens up to and including its last picture's; before that it is not cut. By default
         those of `relatives`.
+        targets: of each sample, its learned tokens; then `minibatch(model, plan=packs)` knows their sum.
         drop_last: leave out an epoch's last minibatch if it is not full.
         counter: shared by the ranks of a queue, for this sampler alone; by default `store_counter()`, made when the
         first minibatch is yielded.
@@ -87,6 +87,7 @@ class MinibatchSampler:
         relatives: Relatives | None = None,
         extra: Sequence[float] | None = None,
         floors: Sequence[int] | None = None,
+        targets: Sequence[int] | None = None,
     ) -> None:
         self.world = _from_environment("WORLD_SIZE", 1) if world is None else world
         self.rank = _from_environment("RANK", 0) if rank is None else rank
@@ -95,7 +96,13 @@ class MinibatchSampler:
         if not isinstance(replicas, int) or replicas < 1 or self.world % replicas:
             raise ValueError(f"replicas is {replicas!r}: give a divisor of the world of {self.world} ranks")
         self.replicas = replicas
-        self.lengths = checked_lengths(lengths, token_cap, ranks=self.world // replicas if split else 1)
+        floors = relatives.floors if floors is None and relatives is not None else floors
+        limits = Limits(ranks=self.world, token_cap=token_cap, replicas=replicas, split_tokens=bool(split))
+        columns = {"earliest_cuts": floors, "extra": extra, "learned": targets}
+        self._samples = Samples.of(lengths, limits, cost or CostModel.paper_7b(), **columns)
+        self.lengths, self.cost = self._samples.tokens, self._samples.cost
+        if not self.lengths:
+            limits.checked(lengths)  # which says so
         self.mix = Mix((len(self.lengths),)) if mix is None else mix
         if self.mix.numbers != len(self.lengths):
             raise ValueError(f"mix numbers {self.mix.numbers} samples and there are {len(self.lengths)} lengths")
@@ -112,18 +119,15 @@ class MinibatchSampler:
                 f"relatives are of {len(relatives.lengths)} samples, and the {len(self.lengths)} lengths are others: "
                 "give find_relatives of the same data set"
             )
-        if relatives is not None and floors is not None and relatives.floors != [*floors]:
+        if relatives is not None and relatives.floors != [*floors]:
             raise ValueError("relatives are of samples with other floors: give find_relatives of the same data set")
-        self.relatives = relatives
+        self._samples, self.relatives = replace(self._samples, prefixes=relatives), relatives
         self.samples_per_minibatch = self.world * samples_per_rank
         self.token_cap = token_cap
         self.balance = balance
         self.seed = seed
         if cost is None and extra is not None and any(extra):
             raise ValueError("extra is given without cost: both must have the same unit, so give cost too")
-        self.cost = cost or CostModel.paper_7b()
-        floors = relatives.floors if floors is None and relatives is not None else floors
-        whole_strips(self.lengths, self.cost, extra, floors)  # raises if they don't fit
         self.drop_last = drop_last
         if split and balance not in UNEVEN:
             raise ValueError(
@@ -143,18 +147,8 @@ class MinibatchSampler:
                 replicas=replicas,
                 floors=floors,
             )
-        self.assigner = Assigner(
-            rank=self.rank,
-            world=self.world,
-            token_cap=token_cap,
-            balance=balance,
-            cost=self.cost,
-            split_tokens=self.split_tokens,
-            replicas=replicas,
-            counter=counter,
-            extra=extra,
-            floors=floors,
-        )
+        limits = replace(limits, split_tokens=self.split_tokens)
+        self._planner = Planner(limits=limits, balance=balance, counter=counter)
         if relatives is not None:
             self._family = relatives.family_numbers(most=self.samples_per_minibatch)
             self._digest = relatives.digest()
@@ -183,12 +177,9 @@ class MinibatchSampler:
         for index in range(self.minibatch, len(self)):
             # Before the yield: a state saved after training on this minibatch counts it as done.
             self.epoch, self.minibatch = divmod(epoch * len(self) + index + 1, len(self))
-            samples = self._samples(order, index)
-            relatives = None if self.relatives is None else self.relatives.among(samples)
-            own = self.assigner.own([self.lengths[i] for i in samples], samples, relatives)
-            own.samples = len(samples)
-            own.checksum = zlib.crc32(repr([(i, self.lengths[i]) for i in samples]).encode())
-            yield own
+            start = index * self.samples_per_minibatch
+            samples = self._samples.some(order[start : start + self.samples_per_minibatch])
+            yield self._planner.packs(samples, self.rank)
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the start of `epoch`; no effect if it is the current one."""
@@ -252,10 +243,6 @@ class MinibatchSampler:
             return order
         most = self.samples_per_minibatch
         return in_families(order, self._family, most=most, seed=f"{self.seed} {epoch} families")
-
-    def _samples(self, order: list[int], minibatch: int) -> list[int]:
-        start = minibatch * self.samples_per_minibatch
-        return order[start : start + self.samples_per_minibatch]
 
 
 def _from_environment(name: str, default: int) -> int:

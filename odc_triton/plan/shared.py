@@ -19,11 +19,13 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from .cost import CostModel
-from .line import LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price, shards_of
-from .packing import best_fit_decreasing, checked_lengths, pack
+from .line import LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price
+from .packing import best_fit, packed
 from .partition import BALANCED, balanced_partition
 from .pieces import Entry, SplitPlan, named
+from .plan import Plan
 from .relatives import Relatives
+from .samples import Limits, Samples
 
 _HALVINGS = 12  # of the range in which the least load of the fullest rank is searched
 _LEAST_GAIN = 0.05
@@ -34,60 +36,41 @@ Members = list[list[list[int]]]  # by rank and pack, the samples
 @dataclass(frozen=True, slots=True)
 class SharedAssignment:
     """`packs`: of each rank, its waves, then others, costliest first. `estimate`: the step's cost, raised by the gain
-    that trees over ranks must have; infinite, without packs, if samples over the cap don't fit as these. `plan`: of
-    these, None without.
+    that trees over ranks must have; infinite, without packs, if samples over the cap don't fit as these.
     """
 
     packs: list[list[list[Entry]]]
     estimate: float
-    plan: SplitPlan | None = None
 
 
-def assign_shared(
-    lengths: Sequence[int],
-    relatives: Relatives,
-    *,
-    ranks: int,
-    token_cap: int,
-    cost: CostModel,
-    tokens: int = 0,
-    replicas: int = 1,
-    names: Sequence[int] | None = None,
-    extra: Sequence[float] | None = None,
-) -> SharedAssignment:
-    """Assigns samples of `lengths` tokens to `ranks`. None is cut or branched off before its last picture's last token.
+def shared_plan(samples: Samples, limits: Limits) -> Plan:
+    """Assigns samples that share tokens. None is cut or branched off before its last picture's last token.
 
-    `tokens`: of each rank, the most tokens whose keys and values others may read; 0: no tree lies on several ranks.
-    `replicas`: consecutive ranks of equal number that share memory, as all ranks of a tree must. `names`: of the
-    samples in packs and plan, by default their indices. `extra`: of each sample, what its first tokens cost besides,
-    the pictures that others share with it among them. Deterministic: every rank that calls it with the same arguments
-    gets the same result. Raises as `checked_lengths` and `CostModel.samples`, and ValueError for ranks, tokens,
-    replicas or relatives that don't fit.
+    The extra cost is of a sample's first tokens, also where others share them. With `limits.readable` 0 no tree lies on
+    several ranks. Deterministic: every rank gets the same result.
     """
-    shards = shards_of(ranks, replicas, tokens)
-    lengths = checked_lengths(lengths, token_cap, ranks=shards if tokens else 1)
-    if relatives.lengths != lengths:
-        raise ValueError(
-            f"relatives are of other samples than the {len(lengths)} lengths: give find_relatives of these"
-        )
-    cost.samples(lengths, extra)  # raises if they don't fit
+    relatives, extra = samples.prefixes, samples.extra
     families = relatives.families()
     if extra is not None:
         families = [[each._replace(extra=extra[each.sample]) for each in family] for family in families]
     problem = _SharedProblem(
-        lengths,
+        samples.tokens,
         relatives,
         families,
-        ranks=ranks,
-        token_cap=token_cap,
-        cost=cost,
-        tokens=tokens,
+        ranks=limits.ranks,
+        token_cap=limits.token_cap,
+        cost=samples.cost,
+        tokens=limits.readable,
     )
-    found = problem.best() if replicas == 1 else _over_replicas(problem, replicas, shards)
-    names = range(len(lengths)) if names is None else names
-    packs = [[[named(each, names) for each in entries] for entries in of_rank] for of_rank in found.packs]
+    found = problem.best() if limits.replicas == 1 else _over_replicas(problem, limits.replicas, limits.shards)
+    packs = [[[named(each, samples.names) for each in entries] for entries in of_rank] for of_rank in found.packs]
     contents = hashlib.sha256("".join(relatives.contents).encode()).hexdigest()
-    return replace(found, packs=packs, plan=SplitPlan.of(packs, replicas=replicas, contents=contents))
+    return Plan(
+        samples=samples,
+        ready=packs,
+        estimate=found.estimate,
+        segments=SplitPlan.of(packs, replicas=limits.replicas, contents=contents),
+    )
 
 
 def _over_replicas(problem: _SharedProblem, replicas: int, shards: int) -> SharedAssignment:
@@ -206,7 +189,7 @@ class _SharedProblem:
         tokens = [sum(each.stop - each.start for each in part) for part in whole]
         members = []
         for own in balanced_partition(costs, self.ranks):
-            packs = best_fit_decreasing([tokens[at] for at in own], token_cap=self.token_cap) if own else []
+            packs = best_fit([tokens[at] for at in own], self.token_cap) if own else []
             members.append([[each.sample for at in places for each in parts[own[at]]] for places in packs])
         return members
 
@@ -215,7 +198,8 @@ class _SharedProblem:
         strips, members = [*chain.from_iterable(self.families)], []
         for places in balanced_partition([each.price(self.cost) for each in strips], self.ranks):
             own = [strips[at] for at in places]
-            packs = pack([each.stop for each in own], token_cap=self.token_cap, cost=self.cost) if own else []
+            tokens = [each.stop for each in own]
+            packs = packed(tokens, self.cost.samples(tokens), self.token_cap) if own else []
             members.append([[own[at].sample for at in places] for places in packs])
         return members
 

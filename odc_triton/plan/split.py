@@ -21,12 +21,12 @@ from itertools import chain, cycle, zip_longest
 import numpy as np
 
 from .cost import CostModel
-from .line import LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price, shards_of, whole_strips, zigzag
-from .packing import checked_lengths, pack
+from .line import LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price, zigzag
 from .partition import BALANCED, balanced_partition, longest_first
 from .pieces import Entry, Piece, SplitPlan, named
+from .plan import Plan
+from .samples import Limits, Samples
 
-SplitPacks = list[list[Entry]]  # microbatches of one rank
 Waves = list[list[list[Entry]]]  # by wave and rank
 
 _LEAST_GAIN = 0.05
@@ -36,76 +36,50 @@ _FANNED = 4  # sequences, at most, each of which may be cut over all ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitAssignment:
-    """One minibatch's assignment. `plan`: of its pieces, None if nothing is split. `estimate`: the step's cost.
-    `costs`: by sample.
-
-    `waves`: by wave and rank, a microbatch of the line, maybe empty; `waves_cost`: of all of them, on each rank.
-    `whole`: by rank, the samples outside of waves, as indices into `lengths` and `names`; all else has names.
+    """Samples by their places. `waves`: by wave and rank, a microbatch of the line, maybe empty; `waves_cost`: of all
+    of them, on each rank. `whole`: by rank, the samples outside of waves. `estimate`: the step's cost.
     """
 
-    lengths: list[int]
-    names: Sequence[int]
-    token_cap: int
-    costs: list[float]
     waves: Waves
     waves_cost: float
     whole: list[list[int]]
     estimate: float
-    plan: SplitPlan | None = None
 
-    def packs(self, rank: int) -> SplitPacks:
-        """The microbatches of `rank`: its waves, then packs of whole samples, costliest first."""
-        own = self.whole[rank]
-        costs, lengths = ([of[i] for i in own] for of in (self.costs, self.lengths))
-        packs = pack(lengths, token_cap=self.token_cap, cost=costs) if own else []
-        return [*self.waves_of(rank), *([self.names[own[i]] for i in members] for members in packs)]
-
-    def waves_of(self, rank: int) -> SplitPacks:
-        return [wave[rank] for wave in self.waves if wave[rank]]
-
-    def named(self, names: Sequence[int]) -> SplitAssignment:
-        """The same with other names of the samples, without a plan."""
-        waves = [[[named(each, names) for each in part] for part in wave] for wave in self.waves]
-        return replace(self, names=names, waves=waves)
+    def among(self, places: Sequence[int]) -> SplitAssignment:
+        """The same, of some samples, with their places among all."""
+        waves = [[[named(each, places) for each in part] for part in wave] for wave in self.waves]
+        return replace(self, waves=waves, whole=[[places[at] for at in own] for own in self.whole])
 
 
-def assign_split(
-    lengths: Sequence[int],
-    *,
-    ranks: int,
-    token_cap: int,
-    tokens: int,
-    cost: CostModel,
-    replicas: int = 1,
-    names: Sequence[int] | None = None,
-    ride: bool = True,
-    extra: Sequence[float] | None = None,
-    floors: Sequence[int] | None = None,
-) -> SplitAssignment:
-    """Assigns samples of `lengths` tokens to `ranks`, the costliest in pieces.
+def split_plan(samples: Samples, limits: Limits, *, ride: bool = True) -> Plan:
+    """Assigns samples, the costliest in pieces. One may be longer than the token cap, as long as its pieces fit.
 
-    A sample may be longer than `token_cap`, as long as its pieces fit. `tokens`: of each rank, the most tokens whose
-    keys and values others may read. `replicas`: consecutive ranks of equal number, which split samples among
-    themselves. `names`: of the samples in packs and plan, by default their indices. `ride`: whole samples may
-    share the wave's microbatches if all fit; not for the work queue, as such samples are fixed. `extra`: of
-    each sample, what its first piece costs besides its tokens. `floors`: of each, the tokens up to and including its
-    last picture's, which are not cut. Deterministic: every rank that calls it with the same arguments gets the same
-    result.
+    `ride`: whole samples may share the wave's microbatches if all fit; not for the work queue, as such samples are
+    fixed, and the plan has each rank's waves alone. Deterministic: every rank gets the same result.
 
-    Raises ValueError for `ranks`, `replicas`, `token_cap` or `tokens` out of range, empty lengths, lengths below 1,
-    extra costs or floors that don't fit, and for a sample that is over the cap and can't be split, with the remedy.
+    Raises ValueError for a sample that is over the cap and can't be split, with the remedy.
     """
-    shards = shards_of(ranks, replicas, tokens)
-    if token_cap < 1:
-        raise ValueError(f"token_cap is {token_cap}: give the most tokens that one microbatch may hold, 1 or more")
-    lengths = checked_lengths(lengths, token_cap, ranks=shards)
-    names = range(len(lengths)) if names is None else names
-    strips = whole_strips(lengths, cost, extra, floors)
     problem = _Problem(
-        strips=strips, names=names, ranks=ranks, token_cap=token_cap, tokens=tokens, cost=cost, ride=ride
+        strips=samples.strips,
+        names=samples.names,
+        ranks=limits.ranks,
+        token_cap=limits.token_cap,
+        tokens=limits.split_tokens,
+        cost=samples.cost,
+        ride=ride,
     )
-    best = (problem.best() if replicas == 1 else _over_replicas(problem, replicas)).named(names)
-    return replace(best, plan=SplitPlan.of([*zip(*best.waves, strict=True)], replicas=replicas))  # by rank, then wave
+    best = problem.best() if limits.replicas == 1 else _over_replicas(problem, limits.replicas)
+    waves = [[[named(each, samples.names) for each in part] for part in wave] for wave in best.waves]
+    by_rank = [*zip(*waves, strict=True)] or [()] * limits.ranks
+    return Plan(
+        samples=samples,
+        token_cap=limits.token_cap,
+        ready=[[*filter(None, of_rank)] for of_rank in by_rank],
+        ready_cost=best.waves_cost,
+        unpacked=best.whole,
+        estimate=best.estimate,
+        segments=SplitPlan.of(by_rank, replicas=limits.replicas),
+    )
 
 
 def _over_replicas(problem: _Problem, replicas: int) -> SplitAssignment:
@@ -120,7 +94,7 @@ def _over_replicas(problem: _Problem, replicas: int) -> SplitAssignment:
     except ValueError:  # a replica can't split all of its samples over the cap, which are the longest
         by_length = [problem.cost.sequence(problem.lengths[i]) for i in problem.order]
         parts = _parts(problem, longest_first(by_length, replicas, equal=problem.over))
-    joined = _joined(problem, parts)
+    joined = _joined(parts)
     if problem.over or joined.estimate <= least * (1 - _LEAST_GAIN):
         return joined
     whole = whole or problem.assign(0, [])
@@ -130,21 +104,18 @@ def _over_replicas(problem: _Problem, replicas: int) -> SplitAssignment:
 def _parts(problem: _Problem, dealt: list[list[int]]) -> list[SplitAssignment]:
     """Each replica's best assignment of its samples, given by their places in `problem.order`."""
     groups = [[problem.order[place] for place in sorted(places)] for places in dealt]
-    return [problem.part(members, len(groups)).best().named(members) for members in groups]
+    return [problem.part(members, len(groups)).best().among(members) for members in groups]
 
 
-def _joined(problem: _Problem, parts: Sequence[SplitAssignment]) -> SplitAssignment:
+def _joined(parts: Sequence[SplitAssignment]) -> SplitAssignment:
     """The replicas' assignments as one. Their waves of the same number have nothing to do with each other."""
     nothing: list[list[Entry]] = [[] for _ in parts[0].whole]
     rows = zip_longest(*(part.waves for part in parts), fillvalue=nothing)
     return replace(
         parts[0],
-        lengths=problem.lengths,
-        names=range(len(problem.lengths)),
-        costs=problem.prices,
         waves=[[*chain.from_iterable(row)] for row in rows],
         waves_cost=max(part.waves_cost for part in parts),
-        whole=[[part.names[i] for i in own] for part in parts for own in part.whole],
+        whole=[own for part in parts for own in part.whole],
         estimate=max(part.estimate for part in parts),
     )
 
@@ -159,19 +130,20 @@ def readable_tokens(
     replicas: int = 1,
     floors: Sequence[int] | None = None,
 ) -> int:
-    """A good `tokens` for `assign_split` and `enable_split`, for minibatches of `samples`.
+    """A good `split_tokens` of `Limits`, and `tokens` for `enable_split`, for minibatches of `samples`.
 
     0.4 of the longest sample gives nearly all of the gain; on few ranks it is the first part of that sample, cut
-    evenly. Samples over the cap must be split: with this number `assign_split` never raises for up to `samples` of
+    evenly. Samples over the cap must be split: with this number a plan never raises for up to `samples` of
     `lengths`, at any `cost`, unless `floors` (see there) leave no cut. A quarter of that part is more than pieces of
     equal tokens need; without it minibatches nearly all over the cap were up to 28% slower.
     """
-    longest, ranks, samples = max(lengths), shards_of(ranks, replicas), -(-samples // replicas)
+    longest, ranks, samples = max(lengths), ranks // replicas, -(-samples // replicas)
     first_part = cost.reach(0, cost.sequence(longest) / ranks) + LEAST_TOKENS
     # A read piece of equal tokens is at most half of the least piece longer than planned: see _nearest_cut.
     least = math.ceil(1.5 * _least_tokens(token_cap))
-    over = [each for each in whole_strips(lengths, cost, None, floors) if each.stop > token_cap]
-    even = sorted((max(math.ceil(each.stop / ranks), least, each.floor) for each in over), reverse=True)[:samples]
+    rows = zip(lengths, [0] * len(lengths) if floors is None else floors, strict=True)
+    over = (max(math.ceil(length / ranks), least, floor) for length, floor in rows if length > token_cap)
+    even = sorted(over, reverse=True)[:samples]
     return math.ceil(max(min(longest, max(0.4 * longest, first_part)), 1.25 * sum(even)))
 
 
@@ -319,10 +291,6 @@ class _Problem:
         waves_cost = math.fsum(max(self.cost.microbatch + self._price(each) for each in wave) for wave in waves)
         few = [-(-count_tokens(own, self.lengths) // self.token_cap) for own in whole]
         return SplitAssignment(
-            lengths=self.lengths,
-            names=range(len(self.lengths)),
-            token_cap=self.token_cap,
-            costs=self.prices,
             waves=waves,
             waves_cost=waves_cost,
             whole=whole,

@@ -22,24 +22,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .cost import CostModel
-from .packing import best_fit_decreasing, checked_lengths, pack
+from .packing import best_fit, packed
 from .partition import balanced_partition
+from .plan import Plan
 from .queue import QUEUE
+from .samples import Limits, Samples
 
 Packs = list[list[int]]  # microbatches of one rank, each a list of indices into the minibatch's lengths
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """What a value of `balance` stands for. `summary`: of it, for `--help`.
+    """What a value of `balance` stands for. `summary`: of it, for `--help`. It has one of the two functions; with
+    neither, ranks take packs at run time.
 
-    packs: of all ranks, from lengths, costs, ranks and token cap. None: ranks take them at run time.
-    uneven: ranks may get different numbers of packs, which FSDP can't run. So it takes any number of samples, and goes
-        with split sequences.
+    parts: each rank's samples, from costs and the number of ranks, for any number of samples. A rank packs its own.
+    packs: all ranks' packs, from lengths, costs, ranks and token cap.
+    uneven: ranks may get different numbers of packs, which FSDP can't run. So it goes with split sequences.
     """
 
     summary: str
-    packs: Callable[[list[int], list[float], int, int], list[Packs]] | None
+    parts: Callable[[list[float], int], list[list[int]]] | None = None
+    packs: Callable[[list[int], list[float], int, int], list[Packs]] | None = None
     uneven: bool = False
 
 
@@ -63,10 +67,8 @@ def assign(
     or over the cap, extra costs that don't fit (see `CostModel.samples`), and, under "micro" and "global" only, too few
     samples for the packs that they need (see there).
     """
-    if balance not in BALANCES:
-        raise ValueError(f"balance is {balance!r}: choose one of {', '.join(BALANCES)}")
-    lengths, costs = _checked(lengths, ranks, token_cap, cost, extra)
-    return STRATEGIES[balance].packs(lengths, costs, ranks, token_cap)
+    plan = _plan_of(lengths, ranks, token_cap, balance, cost, extra)
+    return [[*plan.packs(rank)] for rank in range(ranks)]
 
 
 def assign_one(
@@ -84,10 +86,33 @@ def assign_one(
     Every rank runs this before each minibatch: for 1,024 ranks of 16 samples it takes a fraction of `assign`'s time.
     Raises as `assign`, and IndexError for a `rank` that does not exist.
     """
-    if balance != "mini":
-        return assign(lengths, ranks=ranks, token_cap=token_cap, balance=balance, cost=cost, extra=extra)[rank]
-    lengths, costs = _checked(lengths, ranks, token_cap, cost, extra)
-    return _packed(balanced_partition(costs, ranks)[rank], lengths, costs, token_cap)
+    return [*_plan_of(lengths, ranks, token_cap, balance, cost, extra).packs(rank)]
+
+
+def unsplit_plan(samples: Samples, limits: Limits, balance: str) -> Plan:
+    """By the strategy `balance`, one of `BALANCES`; at least one sample."""
+    strategy, ranks = STRATEGIES[balance], limits.ranks
+    ready: list[Packs] = [[] for _ in range(ranks)]
+    if strategy.parts is not None:
+        unpacked = strategy.parts(samples.prices, ranks)
+        return Plan(samples=samples, token_cap=limits.token_cap, ready=ready, unpacked=unpacked)
+    ready = strategy.packs(samples.tokens, samples.prices, ranks, limits.token_cap)
+    return Plan(samples=samples, ready=[[[samples.names[i] for i in pack] for pack in own] for own in ready])
+
+
+def _plan_of(
+    lengths: Sequence[int],
+    ranks: int,
+    token_cap: int,
+    balance: str,
+    cost: CostModel | None,
+    extra: Sequence[float] | None,
+) -> Plan:
+    if balance not in BALANCES:
+        raise ValueError(f"balance is {balance!r}: choose one of {', '.join(BALANCES)}")
+    limits = Limits(ranks=ranks, token_cap=token_cap)
+    samples = Samples.of(limits.checked(lengths), limits, cost or CostModel.paper_7b(), extra=extra)
+    return unsplit_plan(samples, limits, balance)
 
 
 def _local_sort(lengths: list[int], costs: list[float], ranks: int, token_cap: int) -> list[Packs]:
@@ -111,7 +136,7 @@ def _lb_micro(lengths: list[int], costs: list[float], ranks: int, token_cap: int
     """
     owned = balanced_partition(costs, ranks, equal_sizes=True)
     own_lengths = [[lengths[i] for i in members] for members in owned]
-    needed = max(len(best_fit_decreasing(own, token_cap=token_cap)) for own in own_lengths if own)
+    needed = max(len(best_fit(own, token_cap)) for own in own_lengths if own)
     fewest = min(map(len, owned))
     if fewest < needed:
         raise ValueError(
@@ -120,14 +145,6 @@ def _lb_micro(lengths: list[int], costs: list[float], ranks: int, token_cap: int
             f"of {ranks} samples, or use balance 'mini'"
         )
     return [_packed(members, lengths, costs, token_cap, needed) for members in owned]
-
-
-def _lb_mini(lengths: list[int], costs: list[float], ranks: int, token_cap: int) -> list[Packs]:
-    """LB-Mini: ranks balanced by total cost, each packed independently: counts of packs differ and may be zero.
-
-    Any number of samples works, also fewer than `ranks`.
-    """
-    return [_packed(members, lengths, costs, token_cap) for members in balanced_partition(costs, ranks)]
 
 
 def _global_packing(lengths: list[int], costs: list[float], ranks: int, token_cap: int) -> list[Packs]:
@@ -139,7 +156,7 @@ def _global_packing(lengths: list[int], costs: list[float], ranks: int, token_ca
     Raises ValueError if there are fewer samples than packs. This cannot happen if `ranks` divides the number of
     samples.
     """
-    fewest = len(best_fit_decreasing(lengths, token_cap=token_cap))
+    fewest = len(best_fit(lengths, token_cap))
     needed = -(-fewest // ranks) * ranks
     if needed > len(lengths):
         raise ValueError(
@@ -147,7 +164,7 @@ def _global_packing(lengths: list[int], costs: list[float], ranks: int, token_ca
             f"token_cap of {token_cap}, raised to a multiple of {ranks} ranks); give a multiple of {ranks} "
             "samples, or use balance 'mini'"
         )
-    packs = pack(lengths, token_cap=token_cap, cost=costs, count=needed)
+    packs = packed(lengths, costs, token_cap, needed)
     assigned: list[Packs] = [[] for _ in range(ranks)]
     for start in range(0, needed, ranks):
         group = packs[start : start + ranks]
@@ -157,34 +174,18 @@ def _global_packing(lengths: list[int], costs: list[float], ranks: int, token_ca
 
 
 STRATEGIES = {
-    "mini": Strategy(summary="equal work, in as many packs as each rank needs", packs=_lb_mini, uneven=True),
-    QUEUE: Strategy(
-        summary="smaller packs, taken at run time, for ranks that are not equally fast", packs=None, uneven=True
-    ),
+    "mini": Strategy(summary="equal work, in as many packs as each rank needs", parts=balanced_partition, uneven=True),
+    QUEUE: Strategy(summary="smaller packs, taken at run time, for ranks that are not equally fast", uneven=True),
     "micro": Strategy(summary="equally many samples and packs per rank, as FSDP needs", packs=_lb_micro),
     "global": Strategy(summary="equally many packs per rank, of similar cost, as FSDP needs", packs=_global_packing),
     "local": Strategy(summary="equally many samples per rank, one per pack, as FSDP needs", packs=_local_sort),
 }
-BALANCES = tuple(name for name, strategy in STRATEGIES.items() if strategy.packs is not None)  # those of `assign`
+BALANCES = tuple(name for name, each in STRATEGIES.items() if each.parts or each.packs)  # those of `assign`
 UNEVEN = tuple(name for name, strategy in STRATEGIES.items() if strategy.uneven)
 
 
-def _checked(
-    lengths: Sequence[int], ranks: int, token_cap: int, cost: CostModel | None, extra: Sequence[float] | None
-) -> tuple[list[int], list[float]]:
-    """Lengths and costs."""
-    if ranks < 1:
-        raise ValueError(f"ranks is {ranks}: give the number of ranks, 1 or more")
-    lengths = checked_lengths(lengths, token_cap)
-    return lengths, (cost or CostModel.paper_7b()).samples(lengths, extra)
-
-
-def _packed(
-    members: list[int], lengths: list[int], costs: list[float], token_cap: int, count: int | None = None
-) -> Packs:
-    """One rank's samples in packs; no samples give none."""
-    if not members:
-        return []
+def _packed(members: list[int], lengths: list[int], costs: list[float], token_cap: int, count: int) -> Packs:
+    """One rank's samples in `count` packs."""
     own_lengths, own_costs = ([of[i] for i in members] for of in (lengths, costs))
-    packs = pack(own_lengths, token_cap=token_cap, cost=own_costs, count=count)
+    packs = packed(own_lengths, own_costs, token_cap, count)
     return [[members[i] for i in local] for local in packs]

@@ -1,0 +1,100 @@
+"""One minibatch's plan, the same on every rank, and a rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .packing import packed
+from .pieces import Entry, SplitPlan, begins, number_of
+from .samples import Samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Who computes what in one minibatch.
+
+    ready: by rank, microbatches in the order in which it computes them; `ready_cost`: of these, on the slowest rank,
+        where it is known.
+    unpacked: by rank, places of samples that it packs itself, and computes after those.
+    queue: packs that ranks take at run time after those; None if there is no queue.
+    segments: who computes which part of what several ranks compute; None if no rank reads what another computes.
+    estimate: the step's cost; None where it is not compared.
+    checksum: of the samples, None if they are unknown: ranks with another one have other samples.
+    """
+
+    ready: Sequence[Sequence[list[Entry]]]
+    unpacked: Sequence[Sequence[int]] | None = None
+    queue: list[list[int]] | None = None
+    samples: Samples | None = None
+    token_cap: int = 0
+    ready_cost: float = 0.0
+    segments: SplitPlan | None = None
+    estimate: float | None = None
+    checksum: int | None = None
+
+    @classmethod
+    def by_hand(cls, ready: Sequence[Sequence[list[Entry]]], *, replicas: int = 1, contents: str = "") -> Plan:
+        """Of all ranks' packs. Raises as `SplitPlan.of`."""
+        return cls(ready=ready, segments=SplitPlan.of(ready, replicas=replicas, contents=contents))
+
+    @property
+    def digest(self) -> str:
+        """Of the segments, empty without any: it tells plans apart in which ranks would wait for each other."""
+        return "" if self.segments is None else self.segments.digest
+
+    def packs(self, rank: int) -> MinibatchPacks:
+        """That rank's microbatches; of a queue, those before the ones that it takes."""
+        made = MinibatchPacks([*self.ready[rank], *self._packed(rank)], plan=self)
+        made.tokens = self.targets(number_of(each) for pack in made for each in pack if begins(each))
+        return made
+
+    def targets(self, names: Iterable[int]) -> int | None:
+        """The targets of these samples; None if they are unknown."""
+        if self.samples is None or self.samples.learned is None:
+            return None
+        learned = dict(zip(self.samples.names, self.samples.learned, strict=True))
+        return sum(int(learned[name]) for name in names)
+
+    def _packed(self, rank: int) -> list[list[Entry]]:
+        if self.unpacked is None or not (own := self.unpacked[rank]):
+            return []
+        columns = (self.samples.tokens, self.samples.prices, self.samples.names)
+        tokens, prices, names = ([of[place] for place in own] for of in columns)
+        return [[names[at] for at in members] for members in packed(tokens, prices, self.token_cap)]
+
+
+class MinibatchPacks(list):
+    """One rank's packs of a minibatch, or what was made of them. `plan`: of all ranks, None if it is unknown. `tokens`:
+    the rank's targets, None if they are unknown.
+
+    They survive a DataLoader's workers, pickling and pinning, also on a rank without packs.
+    """
+
+    plan: Plan | None = None
+    tokens: int | None = None
+
+    def __init__(self, packs: Iterable[Any] = (), *, plan: Plan | None = None, tokens: int | None = None) -> None:
+        super().__init__(packs)
+        self.plan, self.tokens = plan, tokens
+
+    @classmethod
+    def like(cls, others: Sequence[Any], packs: Iterable[Any]) -> MinibatchPacks:
+        """`packs` that were made of `others`, which may be a plain list."""
+        return cls(packs, plan=getattr(others, "plan", None), tokens=getattr(others, "tokens", None))
+
+    @property
+    def split(self) -> SplitPlan | None:
+        """The plan of all ranks' segments, None if none reads another pack's."""
+        return None if self.plan is None else self.plan.segments
+
+    @property
+    def samples(self) -> int:
+        """Of all ranks; 0 if unknown."""
+        return 0 if self.plan is None or self.plan.samples is None else len(self.plan.samples)
+
+    @property
+    def checksum(self) -> int | None:
+        """Of these samples, the same on all ranks; None if unknown."""
+        return None if self.plan is None else self.plan.checksum

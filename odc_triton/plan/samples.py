@@ -1,0 +1,144 @@
+"""Samples as they are assigned: rows, checked and priced once. And what they are assigned to."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from .cost import CostModel
+from .line import Strip
+from .packing import checked_lengths
+from .relatives import Relatives
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Ranks, and what they hold. `token_cap`: the most tokens of a microbatch.
+
+    `replicas`: consecutive ranks of equal number, which split samples among themselves. `split_tokens`: of each rank,
+    the most tokens whose keys and values others may read; 0: no sample is split. `shared_tokens`: the same for samples
+    that share a prefix, by default `split_tokens`.
+
+    Raises ValueError for a value out of range.
+    """
+
+    ranks: int
+    token_cap: int
+    replicas: int = 1
+    split_tokens: int = 0
+    shared_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ValueError(f"ranks is {self.ranks}: give the number of ranks, 1 or more")
+        if self.replicas < 1 or self.ranks % self.replicas:
+            raise ValueError(f"replicas is {self.replicas}: give a divisor of the {self.ranks} ranks")
+        if min(self.split_tokens, self.readable) < 0:
+            tokens = min(self.split_tokens, self.readable)
+            raise ValueError(f"tokens is {tokens}: give the tokens per rank that others may read, 0 or more")
+        if self.token_cap < 1:
+            raise ValueError(
+                f"token_cap is {self.token_cap}: give the most tokens that one microbatch may hold, 1 or more"
+            )
+
+    @property
+    def shards(self) -> int:
+        """The ranks of one replica."""
+        return self.ranks // self.replicas
+
+    @property
+    def readable(self) -> int:
+        """`shared_tokens`, or its default."""
+        return self.split_tokens if self.shared_tokens is None else self.shared_tokens
+
+    def checked(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens of samples that can be assigned. Raises as `checked_lengths`."""
+        return checked_lengths(tokens, self.token_cap, ranks=self.shards if self.split_tokens else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Of each sample `tokens` and `prices`, its cost; its name in packs; `learned`, how many of its tokens are targets;
+    `earliest_cuts`, its tokens up to its last image's, in which no segment begins; `extra`, what these cost besides, in
+    the units of `cost`. `prefixes`: the tokens that they share. None: unknown, or nothing.
+    """
+
+    tokens: list[int]
+    prices: list[float]
+    cost: CostModel
+    names: Sequence[int]
+    learned: Sequence[int] | None = None
+    earliest_cuts: Sequence[int] | None = None
+    extra: Sequence[float] | None = None
+    prefixes: Relatives | None = None
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Sequence[int],
+        limits: Limits,
+        cost: CostModel,
+        *,
+        names: Sequence[int] | None = None,
+        learned: Sequence[int] | None = None,
+        earliest_cuts: Sequence[int] | None = None,
+        extra: Sequence[float] | None = None,
+        prefixes: Relatives | None = None,
+    ) -> Samples:
+        """Checked and priced; maybe none. `names`: by default their places.
+
+        Raises ValueError for tokens that `limits` don't allow, naming the place, and for columns that don't fit.
+        """
+        tokens = limits.checked(tokens) if len(tokens) else []
+        prices = cost.samples(tokens, extra)
+        cuts = [0] * len(tokens) if earliest_cuts is None else earliest_cuts
+        for cut, length in zip_longest(cuts, tokens, fillvalue=-1):
+            if not 0 <= cut <= length:
+                raise ValueError(
+                    f"of {len(cuts)} floors for {len(tokens)} samples one is {cut}, of {length} tokens: give "
+                    "of each the tokens up to its last picture's, 0 without pictures"
+                )
+        if learned is not None and len(learned) != len(tokens):
+            raise ValueError(f"learned has {len(learned)} numbers for {len(tokens)} samples: give one for each")
+        if prefixes is not None and prefixes.lengths != tokens:
+            raise ValueError(
+                f"relatives are of other samples than the {len(tokens)} lengths: give find_relatives of these"
+            )
+        names = range(len(tokens)) if names is None else names
+        columns = {"learned": learned, "earliest_cuts": earliest_cuts, "extra": extra, "prefixes": prefixes}
+        return cls(tokens=tokens, prices=prices, cost=cost, names=names, **columns)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def some(self, places: Sequence[int]) -> Samples:
+        """Those at different `places`, in that order."""
+
+        def of(column: Sequence[Any] | None) -> Any:
+            return None if column is None else [column[place] for place in places]
+
+        return Samples(
+            tokens=of(self.tokens),
+            prices=of(self.prices),
+            cost=self.cost,
+            names=of(self.names),
+            learned=of(self.learned),
+            earliest_cuts=of(self.earliest_cuts),
+            extra=of(self.extra),
+            prefixes=None if self.prefixes is None else self.prefixes.among(places),
+        )
+
+    @property
+    def checksum(self) -> int:
+        """Of names and tokens: the same on ranks that assign the same samples."""
+        return zlib.crc32(repr([*zip(self.names, self.tokens, strict=True)]).encode())
+
+    @property
+    def strips(self) -> list[Strip]:
+        """Of all samples, unsplit."""
+        cuts, extra = ([0] * len(self) if each is None else each for each in (self.earliest_cuts, self.extra))
+        rows = enumerate(zip(self.tokens, cuts, extra, strict=True))
+        return [Strip(at, 0, length, floor=int(cut), extra=each) for at, (length, cut, each) in rows]
