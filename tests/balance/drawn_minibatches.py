@@ -1,6 +1,6 @@
 """Drawn minibatches: plain data, the same in every run and every Python. What the planners make of them is recorded.
 
-Only a generator's `random()` is the same in all versions, and functions of libm differ in their last bits.
+Only a generator's `random()` is the same in all versions, and libm's functions differ in their last bits.
 """
 
 from __future__ import annotations
@@ -17,11 +17,17 @@ KINDS = ("strategies", "split", "relatives", "queue", "epochs", "wrong", "split"
 GROUPS = {f"{group} {KINDS[group % len(KINDS)]}": group for group in range(COUNT // GROUP)}
 Given = dict[str, Any]
 
-_COSTS = (
-    {"quadratic": 4.348 / 32000**2, "linear": 8.768 / 32000},
+# The first half of the groups have costs whose sums are exact, as `sum` rounds otherwise from Python 3.12 on.
+EXACT = COUNT // GROUP // 2
+_EXACT = (
+    {"quadratic": 2.0**-28, "linear": 2.0**-12},
     {"quadratic": 1.5, "linear": 1000.25, "microbatch": 50_000.0, "head": 125.5},
     {"quadratic": 0.0, "linear": 1.0, "microbatch": 20.0, "head": 0.25},
     {"quadratic": 1.0, "linear": 0.0},
+)
+_REAL = (
+    {"quadratic": 4.348 / 32000**2, "linear": 8.768 / 32000},
+    {"quadratic": 0.3, "linear": 1000.1, "microbatch": 50_000.7, "head": 125.3},
 )
 
 
@@ -47,6 +53,7 @@ def draws(count: int = COUNT, start: int = 0) -> Iterator[Case]:
 class _Draw:
     def __init__(self, number: int) -> None:
         self.random = random.Random(f"minibatch {number}").random
+        self.costs = _EXACT if number < EXACT * GROUP else _REAL
 
     def below(self, stop: int) -> int:
         return int(self.random() * stop)
@@ -78,9 +85,9 @@ class _Draw:
         if self.chance(0.5):
             return {"extra": None, "floors": None}
         most, part = max(lengths, default=1), self.one(0.1, 0.5, 1.0)
-        unit = (cost["quadratic"] * most + cost["linear"]) * most * self.one(0.01, 0.3, 2.0)
+        unit, tokens = cost["quadratic"] * most + cost["linear"], most * self.one(0.01, 0.3, 2.0)
         have = [(self.chance(0.5), length) for length in lengths]
-        extra = tuple(unit * self.random() if has else 0.0 for has, _ in have)
+        extra = tuple(unit * int(tokens * self.random()) if has else 0.0 for has, _ in have)
         return {"extra": extra, "floors": tuple(int(n * part * self.random()) if has else 0 for has, n in have)}
 
 
@@ -97,7 +104,7 @@ def _right(draw: _Draw, kind: str, is_big: bool = False) -> Given:
     names = tuple(numbers[at] for at in draw.shuffled(len(numbers))[: min(count, 48) if samples else count])
     if samples is not None:
         lengths = [len(samples[name]["input_ids"]) for name in names]
-    most, cost = max(lengths, default=8), draw.one(*_COSTS)
+    most, cost = max(lengths, default=8), draw.one(*draw.costs)
     given = {"planner": kind, "ranks": ranks, "names": names, "lengths": tuple(lengths), "samples": samples}
     given |= {"cost": cost, **draw.images(lengths, cost), "token_cap": int(most * draw.one(1, 1, 1.2, 2, 4))}
     given |= {"balance": "queue" if kind == "queue" else "mini", "tokens": 0, "shared_tokens": None, "replicas": 1}
@@ -127,16 +134,14 @@ def _samples(draw: _Draw, count: int) -> tuple[Given, ...]:
             if image:
                 types = image["mm_token_type_ids"]
                 sample |= image | {"mm_token_type_ids": types + (0,) * (len(ids) - len(types))}
-            if draw.chance(0.04):
-                del sample["labels"]
-            found.append(sample)
+            found.append(sample | ({"labels": None} if draw.chance(0.04) else {}))
             if shape == "turns" or (shape == "tree" and draw.chance(0.4)):
                 prompt = ids + draw.tokens(draw.one(3, 40))
     return tuple(found[at] for at in draw.shuffled(len(found))[:count])
 
 
 def _epochs(draw: _Draw) -> Given:
-    world, per_rank, cost = draw.one(1, 2, 2, 4), draw.one(1, 2, 3), draw.one(None, *_COSTS)
+    world, per_rank, cost = draw.one(1, 2, 2, 4), draw.one(1, 2, 3), draw.one(*draw.costs)
     count = int(world * per_rank * (1 + 3 * draw.random()))
     balance = draw.one("mini", "mini", "mini", "queue", "micro", "global", "local")
     samples, mix, lengths = None, None, draw.lengths(count)
@@ -147,7 +152,7 @@ def _epochs(draw: _Draw) -> Given:
         mix = {"sizes": (1 + draw.below(count), count), "weights": draw.one((1.0, 1.0), (2.0, 1.0), (1.5, 0.75))}
         copies = [math.ceil(int(weight * size + 0.5) / size) for size, weight in zip(*mix.values(), strict=True)]
         lengths = draw.lengths(sum(n * size for n, size in zip(copies, mix["sizes"], strict=True)))
-    images = {} if cost is None else draw.images(lengths, cost) | ({} if samples is None else {"floors": None})
+    images = draw.images(lengths, cost) | ({} if samples is None else {"floors": None})
     is_split, most = balance in ("mini", "queue") and draw.chance(0.5), max(lengths)
     options = {"samples_per_rank": per_rank, "balance": balance, "seed": draw.below(100), "world": world, **images}
     options |= {"token_cap": int(most * (draw.one(0.6, 0.9, 1) if is_split else draw.one(1, 1.5, 3)))}
@@ -180,9 +185,9 @@ def _wrong(draw: _Draw) -> Given:
     wrong = [{"token_cap": draw.one(0, -5)}, {"cost": {"quadratic": draw.one(-1.0, math.nan, 0.0), "linear": 0.0}}]
     wrong += [extra, {"ranks": draw.one(0, -1)}]
     if kind == "relatives":
-        empty = ({"input_ids": (), "labels": ()},) * len(given["samples"])
         others = {"lengths": draw.one(lengths[1:], (*lengths[1:], lengths[0] + 1))}
-        return given | draw.one(*wrong, others, {"samples": empty}, tokens, replicas)
+        empty = {"samples": ({"input_ids": (), "labels": ()},) * len(given["samples"])}
+        return given | draw.one(*wrong, others, empty, tokens, replicas)
     if kind == "strategies":
         few = {"balance": draw.one("micro", "global"), "token_cap": max(lengths)}  # samples, for the packs
         few |= {"names": given["names"][1:], "lengths": lengths[1:] or lengths, "extra": None}
