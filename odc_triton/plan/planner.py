@@ -36,7 +36,7 @@ def make_plan(samples: Samples, limits: Limits, balance: str = "mini") -> Plan:
     elif balance in BALANCES:
         plan = unsplit_plan(samples, limits, balance)
     else:
-        raise ValueError(f"balance is {balance!r}: choose one of {', '.join((*BALANCES, QUEUE, SPLIT, SHARED))}")
+        raise ValueError(f"balance is {balance!r}: choose one of {', '.join(BALANCES)}")
     return replace(plan, checksum=samples.checksum)
 
 

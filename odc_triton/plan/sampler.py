@@ -96,13 +96,8 @@ class MinibatchSampler:
         if not isinstance(replicas, int) or replicas < 1 or self.world % replicas:
             raise ValueError(f"replicas is {replicas!r}: give a divisor of the world of {self.world} ranks")
         self.replicas = replicas
-        floors = relatives.floors if floors is None and relatives is not None else floors
         limits = Limits(ranks=self.world, token_cap=token_cap, replicas=replicas, split_tokens=bool(split))
-        columns = {"earliest_cuts": floors, "extra": extra, "learned": targets}
-        self._samples = Samples.of(lengths, limits, cost or CostModel.paper_7b(), **columns)
-        self.lengths, self.cost = self._samples.tokens, self._samples.cost
-        if not self.lengths:
-            limits.checked(lengths)  # which says so
+        self.lengths = limits.checked(lengths)
         self.mix = Mix((len(self.lengths),)) if mix is None else mix
         if self.mix.numbers != len(self.lengths):
             raise ValueError(f"mix numbers {self.mix.numbers} samples and there are {len(self.lengths)} lengths")
@@ -119,15 +114,19 @@ class MinibatchSampler:
                 f"relatives are of {len(relatives.lengths)} samples, and the {len(self.lengths)} lengths are others: "
                 "give find_relatives of the same data set"
             )
-        if relatives is not None and relatives.floors != [*floors]:
+        if relatives is not None and floors is not None and relatives.floors != [*floors]:
             raise ValueError("relatives are of samples with other floors: give find_relatives of the same data set")
-        self._samples, self.relatives = replace(self._samples, prefixes=relatives), relatives
+        self.relatives = relatives
         self.samples_per_minibatch = self.world * samples_per_rank
         self.token_cap = token_cap
         self.balance = balance
         self.seed = seed
         if cost is None and extra is not None and any(extra):
             raise ValueError("extra is given without cost: both must have the same unit, so give cost too")
+        self.cost = cost or CostModel.paper_7b()
+        floors = relatives.floors if floors is None and relatives is not None else floors
+        columns = {"earliest_cuts": floors, "extra": extra, "learned": targets, "prefixes": relatives}
+        self._samples = Samples.of(self.lengths, self.cost, **columns)
         self.drop_last = drop_last
         if split and balance not in UNEVEN:
             raise ValueError(

@@ -78,8 +78,7 @@ class Samples:
     @classmethod
     def of(
         cls,
-        tokens: Sequence[int],
-        limits: Limits,
+        tokens: list[int],
         cost: CostModel,
         *,
         names: Sequence[int] | None = None,
@@ -88,11 +87,14 @@ class Samples:
         extra: Sequence[float] | None = None,
         prefixes: Relatives | None = None,
     ) -> Samples:
-        """Checked and priced; maybe none. `names`: by default their places.
+        """`tokens`: as `Limits.checked` returns them, maybe none. `names`: by default their places.
 
-        Raises ValueError for tokens that `limits` don't allow, naming the place, and for columns that don't fit.
+        Raises ValueError for columns that don't fit.
         """
-        tokens = limits.checked(tokens) if len(tokens) else []
+        if prefixes is not None and prefixes.lengths != tokens:
+            raise ValueError(
+                f"relatives are of other samples than the {len(tokens)} lengths: give find_relatives of these"
+            )
         prices = cost.samples(tokens, extra)
         cuts = [0] * len(tokens) if earliest_cuts is None else earliest_cuts
         for cut, length in zip_longest(cuts, tokens, fillvalue=-1):
@@ -103,13 +105,16 @@ class Samples:
                 )
         if learned is not None and len(learned) != len(tokens):
             raise ValueError(f"learned has {len(learned)} numbers for {len(tokens)} samples: give one for each")
-        if prefixes is not None and prefixes.lengths != tokens:
-            raise ValueError(
-                f"relatives are of other samples than the {len(tokens)} lengths: give find_relatives of these"
-            )
-        names = range(len(tokens)) if names is None else names
-        columns = {"learned": learned, "earliest_cuts": earliest_cuts, "extra": extra, "prefixes": prefixes}
-        return cls(tokens=tokens, prices=prices, cost=cost, names=names, **columns)
+        return cls(
+            tokens=tokens,
+            prices=prices,
+            cost=cost,
+            names=range(len(tokens)) if names is None else names,
+            learned=learned,
+            earliest_cuts=earliest_cuts,
+            extra=extra,
+            prefixes=prefixes,
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)

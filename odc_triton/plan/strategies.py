@@ -111,7 +111,7 @@ def _plan_of(
     if balance not in BALANCES:
         raise ValueError(f"balance is {balance!r}: choose one of {', '.join(BALANCES)}")
     limits = Limits(ranks=ranks, token_cap=token_cap)
-    samples = Samples.of(limits.checked(lengths), limits, cost or CostModel.paper_7b(), extra=extra)
+    samples = Samples.of(limits.checked(lengths), cost or CostModel.paper_7b(), extra=extra)
     return unsplit_plan(samples, limits, balance)
 
 

@@ -11,17 +11,19 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from odc_triton.balance import CostModel, MinibatchSampler, assign, find_relatives
-from odc_triton.balance.assigner import Assigner
-from odc_triton.balance.pieces import Entry, Piece, SplitPlan
-from odc_triton.balance.queue import OwnCounter, QueuedPacks
-from odc_triton.balance.shared import assign_shared
-from odc_triton.balance.split import assign_split
-from odc_triton.data.order import Mix
+from odc_triton.plan.order import Mix
+from odc_triton.plan.pieces import Entry, Piece
+from odc_triton.plan.plan import Plan
+from odc_triton.plan.planner import SHARED, Planner, make_plan
+from odc_triton.plan.queue import OwnCounter, QueuedPacks
+from odc_triton.plan.samples import Limits, Samples
+from odc_triton.plan.split import split_plan
 from tests.balance.drawn_minibatches import GROUP, GROUPS, Case, draws
 
 RECORDED = Path(__file__).with_name("recorded_plans.json")
@@ -39,34 +41,54 @@ def outcome(case: Case) -> str:
 
 def _planned(given: Mapping[str, Any]) -> Iterator[str]:
     """By the planners' functions."""
-    how = {"cost": CostModel(**given["cost"]), **{each: given[each] for each in ("ranks", "token_cap", "extra")}}
-    over = {each: given[each] for each in ("tokens", "replicas", "names")}
+    cost, extra, names = CostModel(**given["cost"]), given["extra"], given["names"]
+    limits = {"ranks": given["ranks"], "token_cap": given["token_cap"]}
+    over = {"split_tokens": given["tokens"], "replicas": given["replicas"]}
     if given["planner"] == "relatives":
-        relatives = find_relatives(given["samples"]).among(given["names"])
+        relatives = find_relatives(given["samples"]).among(names)
         yield f"relatives {relatives.digest()} floors {relatives.floors} families {relatives.family_numbers(most=8)}"
-        shared = assign_shared(given["lengths"], relatives, **how, **over)
-        yield f"estimate {float.hex(shared.estimate)} {_plan(shared.plan)}"
-        yield from map(_packs, shared.packs)
+        within = Limits(**limits, **over)
+        tokens = within.checked(given["lengths"])
+        samples = Samples.of(tokens, cost, names=names, extra=extra, prefixes=relatives)
+        shared = make_plan(samples, within, SHARED)
+        yield f"estimate {float.hex(shared.estimate)} {_plan(shared)}"
+        yield from map(_packs, map(shared.packs, range(given["ranks"])))
     elif given["planner"] == "split" or given["tokens"]:
         for ride in (True, False):
-            split = assign_split(given["lengths"], **how, **over, ride=ride, floors=given["floors"])
-            yield f"estimate {float.hex(split.estimate)} waves {len(split.waves)} {float.hex(split.waves_cost)}"
-            yield f"costs {' '.join(map(float.hex, split.costs))} {_plan(split.plan)}"
-            yield from (_packs(split.packs(rank)) for rank in range(given["ranks"]))
+            within = Limits(**limits, **over)
+            columns = {"names": names, "extra": extra, "earliest_cuts": given["floors"]}
+            tokens = replace(within, split_tokens=within.split_tokens or 1).checked(given["lengths"])
+            samples = Samples.of(tokens, cost, **columns)
+            split = split_plan(samples, within, ride=ride)
+            waves = max(map(len, split.ready))
+            yield f"estimate {float.hex(split.estimate)} waves {waves} {float.hex(split.ready_cost)}"
+            yield f"costs {' '.join(map(float.hex, samples.prices))} {_plan(split)}"
+            yield from map(_packs, map(split.packs, range(given["ranks"])))
     elif given["planner"] == "strategies":
-        yield from map(_packs, assign(given["lengths"], **how, balance=given["balance"]))
+        yield from map(_packs, assign(given["lengths"], **limits, cost=cost, extra=extra, balance=given["balance"]))
 
 
 def _assigned(given: Mapping[str, Any]) -> Iterator[str]:
-    """By the `Assigner`, of every rank. It takes extra costs and floors by name."""
+    """By the `Planner`, of every rank."""
     relatives = given["samples"] and find_relatives(given["samples"]).among(given["names"])
-    floors = relatives.floors if relatives else given["floors"]
-    options = {each: given[each] for each in ("token_cap", "balance", "shared_tokens", "replicas")}
-    for field, values in ("extra", given["extra"]), ("floors", floors):
-        options[field] = values and defaultdict(int, zip(given["names"], values, strict=False))
-    options |= {"cost": CostModel(**given["cost"]), "split_tokens": given["tokens"], "counter": OwnCounter()}
-    assigners = [Assigner(rank=rank, world=given["ranks"], **options) for rank in range(given["ranks"])]
-    yield from _taken([each.own(given["lengths"], given["names"], relatives) for each in assigners])
+    floors = given["floors"] if given["tokens"] else None  # else it does not matter where a sample may be cut
+    columns = {"extra": given["extra"], "earliest_cuts": relatives.floors if relatives else floors}
+    for field, values in columns.items():
+        by_name = values and defaultdict(int, zip(given["names"], values, strict=False))
+        columns[field] = values and [by_name[name] for name in given["names"]]
+    if (ranks := given["ranks"]) < 1:
+        return
+    replicas = given["replicas"] if given["tokens"] or relatives else 1
+    options = {"token_cap": given["token_cap"], "shared_tokens": given["shared_tokens"], "replicas": replicas}
+    limits = Limits(ranks=ranks, split_tokens=given["tokens"], **options)
+    planner = {"limits": limits, "balance": given["balance"], "counter": OwnCounter()}
+    planners = [Planner(**planner) for _ in range(ranks)]
+    cost = CostModel(**given["cost"])
+    # Relatives that no rank may read, over the cap: refused when it was recorded, split since then.
+    within = replace(limits, split_tokens=0) if relatives and not limits.readable else limits
+    tokens = within.checked(given["lengths"]) if given["lengths"] else []
+    samples = Samples.of(tokens, cost, names=given["names"], prefixes=relatives or None, **columns)
+    yield from _taken([each.packs(samples, rank) for rank, each in enumerate(planners)])
 
 
 def _epochs(given: Mapping[str, Any]) -> Iterator[str]:
@@ -90,13 +112,14 @@ def _epochs(given: Mapping[str, Any]) -> Iterator[str]:
 
 def _taken(of_ranks: Sequence[Any]) -> Iterator[str]:
     """The ranks' packs and their plan; of a queue the packs that they take in turn."""
-    yield from {_plan(each.split): None for each in of_ranks}  # one for all
+    yield from {_plan(each.plan): None for each in of_ranks}  # one for all
     if any(isinstance(each, QueuedPacks) for each in of_ranks):
         of_ranks = [[*filter(None, packs)] for packs in zip(*zip_longest(*of_ranks), strict=True)]
     yield from map(_packs, of_ranks)
 
 
-def _plan(plan: SplitPlan | None) -> str:
+def _plan(whole: Plan) -> str:
+    plan = whole.segments
     return f"plan {plan.digest} of {plan.waves} waves, read {plan.tokens}" if plan else "no plan"
 
 

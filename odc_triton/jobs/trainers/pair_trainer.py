@@ -22,7 +22,8 @@ from ...engine.minibatch import minibatch
 from ...packs.collate import PackedDataset, pack_collate, to_device
 from ...packs.enable import innermost, refuse_unpacked, takes_branches
 from ...plan.fields import IGNORED
-from ...plan.pieces import MinibatchPacks, number_of
+from ...plan.pieces import number_of
+from ...plan.plan import MinibatchPacks
 from ...plan.relatives import find_relatives
 from .trainer import ODCTrainer
 from .trl_metrics import alone, append_merged, check_given

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from ...base.errors import RanksDiffer
 from ...packs.collate import pack_collate
 from ...packs.pack_loader import measured
-from ...plan.pieces import MinibatchPacks
+from ...plan.plan import MinibatchPacks
 from ...plan.tower import TowerCost
 
 
