@@ -25,7 +25,7 @@ class Reference(Participant):
     def __init__(self, model: nn.Module, policy: nn.Module) -> None:
         self.model, self._engine = model, engine_of(model)
         engines = engine_of(policy), self._engine
-        self._policys, self._own = (each.participant(SequenceExchange.name) for each in engines)
+        self._policys, self._own = (each.participant(SequenceExchange) for each in engines)
         if self._own is None:
             return
         engines[0].register(self)

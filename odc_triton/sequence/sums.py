@@ -33,7 +33,7 @@ class SampleSums:
 
     def __init__(self, model: nn.Module, *, samples: int) -> None:
         self._state = state = engine_of(model)
-        self._exchange = exchange = state.participant(SequenceExchange.name)
+        self._exchange = exchange = state.participant(SequenceExchange)
         near, barrier = exchange.buffers.heap, state.barrier
         self._rank, self._first, self._world = near.rank, near.first, barrier.world
         token = state.exchange("sums over pieces", {"token": uuid.uuid4().hex})[0]["token"]
