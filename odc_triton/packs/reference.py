@@ -29,9 +29,9 @@ class Reference(Participant):
         if self._own is None:
             return
         engines[0].register(self)
-        found = [each.barrier.blocked_on for each in engines]
-        for each in engines:  # a rank that waits for a piece of one model may hold up pieces of the other
-            each.barrier.blocked_on = lambda rank: next((on for of in found if (on := of(rank)) is not None), None)
+        policys, own = (each.barrier.blocked_on for each in engines)
+        policys += own  # a rank that waits for a piece of one model may hold up pieces of the other
+        self._engine.barrier.blocked_on = policys
 
     def __call__(self, pack: Pack) -> Tensor | FusedLogits:
         """Logits [n, V] that predict the pack's n targets."""

@@ -64,7 +64,7 @@ class ShownWaits:
         self._far = 2 * len(Flag) * (self._layers + 1)  # more than two places of one pass are apart
         self._waits = Status(barrier.board)  # where the rank waits, and what for and for whom; 0: it does not
         self._shown = 0
-        barrier.blocked_on = self.blocked_on
+        barrier.blocked_on.append(self.blocked_on)
 
     def _place(self, flag: Flag, layer: int, epoch: int) -> int:
         """Of a flag, in the order in which every rank sets its own: even, and odd just after it has set them."""
