@@ -324,7 +324,7 @@ class Barrier:
             return self.board.is_alive(rank)
         return rank == self.rank or self.is_connected(rank)
 
-    def require_alive(self, ranks: list[int], purpose: str, missing: Callable[[], list[int]]) -> None:
+    def require_alive(self, ranks: Sequence[int], purpose: str, missing: Callable[[], Sequence[int]]) -> None:
         gone = [rank for rank in ranks if not self._is_alive(rank)]
         if gone:
             # A rank that arrived at the last moment and then ended has not failed this wait.

@@ -39,7 +39,8 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
 def parameter_of_shard(shard: torch.Tensor) -> ShardedParameter | None:
     """The parameter of which optimizers see `shard`; None if it is not sharded. RuntimeError if its model is gone."""
     handle = getattr(shard, "_odc_shard_of", None)
-    return None if handle is None else resolve(handle)
+    parameter = None if handle is None else resolve(handle)
+    return parameter if isinstance(parameter, ShardedParameter) else None
 
 
 class TakesGradients(Protocol):

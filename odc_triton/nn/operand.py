@@ -43,11 +43,17 @@ class ShardedOperand(Protocol):
     `leaf`: autograd's tensor; `dtype`: the compute dtype; `table`: implementations of operators on it, see choice.py.
     """
 
-    leaf: torch.Tensor
-    table: tuple[Entry, ...]
     shape: tuple[int, ...]
-    dtype: torch.dtype
     world: int
+
+    @property
+    def leaf(self) -> torch.Tensor: ...
+
+    @property
+    def table(self) -> tuple[Entry, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     @property
     def compute_peers(self) -> PeerShards:

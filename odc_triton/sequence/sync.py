@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -27,7 +27,7 @@ from odc_kernels.streams import Device, device_of
 
 from ..base.errors import DeadlineExceeded, PeerFailed
 from ..comm.barrier import Barrier
-from ..comm.memory.heap import Status
+from ..comm.memory.heap import SharedMemoryHeap, Status
 from ..engine.protocol import Protocol
 from .buffers import Flag, KVBuffers
 
@@ -166,7 +166,7 @@ class HostSync:
         """Adds `rows` to `place`, which is in `owner`'s buffers, while others may add too. `shown`: to peers, while
         another rank holds the lock.
         """
-        heap, start_s, layer = self.buffers.heap, time.monotonic(), shown.layer
+        heap, start_s, layer = cast(SharedMemoryHeap, self.buffers.heap), time.monotonic(), shown.layer
         while not heap.try_lock(layer, owner):
             waited_s, holder = time.monotonic() - start_s, heap.lock_holder(layer, owner)
             if waited_s > _SHOWN_S and holder is not None:

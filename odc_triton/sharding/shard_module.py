@@ -21,7 +21,7 @@ from odc_kernels.staged import Staging
 
 from ..base.deadlines import Timeout, timedelta_of
 from ..comm.layout import Plan, make_plan
-from ..comm.memory.heap import SymmetricHeap
+from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
 from ..comm.replicas import Grid, Replicas, grid_of, refuse_mesh
 from ..engine.exact import ExactTarget
 from ..engine.gathered import GatheredParameters
@@ -277,7 +277,7 @@ def _whole_tensors(
 
     `on_demand`: numbers of those that are never gathered; their tensors have no memory.
     """
-    if not heap.apart:
+    if isinstance(heap, SharedMemoryHeap) and not heap.apart:
         return [(heap.whole(region), None) for region in plan.compute]
     found: dict[int, tuple[torch.Tensor, GatheredParameters | None]] = {}
     for number in on_demand:
