@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from .choice import AUTO, TABLE, Entry, is_gathered, parse
-from .functional import embedding, linear, qkv, token_log_probs
+from .functional import embedding, linear, qkv
 from .functional.qkv import HeadNorm
 from .functional.whole import WholeOnUse, read_whole
-from .head import FusedLogits, TokenLogProbs
+from .head import FusedLogits
 
 
 class ReadsShards(nn.Module):
@@ -211,8 +211,3 @@ class LMHead(ReadsShards, nn.Linear):
         if self.training:
             return FusedLogits(h, leaf(self, "weight"), choice=self.choice)
         return F.linear(h, self.weight)
-
-    def log_probs(self, h: torch.Tensor, targets: torch.Tensor, *, ignore_index: int = -100) -> TokenLogProbs:
-        """Log-probabilities of `targets` [...] given hidden states h [..., D], and the entropy; in any mode."""
-        logp, entropy = token_log_probs(h, leaf(self, "weight"), targets, ignore_index=ignore_index, choice=self.choice)
-        return TokenLogProbs(logp=logp, entropy=entropy)
