@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..machine.topology import Place
 from .choice import AUTO, TABLE, Entry, is_gathered, parse
 from .functional import embedding, linear, qkv
 from .functional.qkv import HeadNorm
 from .functional.whole import WholeOnUse, read_whole
 from .head import FusedLogits
+from .tuned import Tuned, default_folder, load
 
 
 class ReadsShards(nn.Module):
@@ -31,6 +33,10 @@ class ReadsShards(nn.Module):
         parse(choice)
         super().__init__(*args, **options)
         self.choice = choice
+
+    @staticmethod
+    def tuned_tables(place: Place) -> Tuned:
+        return load(place, default_folder())
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
