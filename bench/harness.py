@@ -20,7 +20,7 @@ from torch import nn
 
 from odc_triton.balance import CostModel, assign
 from odc_triton.base.events import Event
-from odc_triton.comm.local_store import rendezvous_url
+from odc_triton.comm.process_group import rendezvous_url
 from odc_triton.jobs.data.dataset import TokenizedDataset
 from odc_triton.packs.collate import PackedDataset, count_target_tokens, pack_collate, to_device
 from odc_triton.plan.pieces import MinibatchPacks

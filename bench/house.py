@@ -1,15 +1,17 @@
-"""How far features reach into the package, and which files a call passes: run it before and after a change.
+"""How far features reach into the package, what stands behind an entry, and which files a call passes.
 
     python -m bench.house              # of this checkout
     python bench/house.py              # in the root of another one, with its packages importable
 
-A file knows a feature if it imports from the feature's home, or uses an identifier that belongs to it. The files that a
-call passes are traced on one rank.
+A file knows a feature if it imports from the feature's home, or uses an identifier that belongs to it. Behind an entry
+stand all files that it imports, also in functions. The files that a call passes are traced on one rank. `BUDGETS` are
+tests (tests/bench/test_house.py): who needs more says why, and raises them.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import gc
 import re
 import sys
@@ -17,10 +19,11 @@ import threading
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from unittest import mock
 
-ROOT = Path.cwd()
-PACKAGE = ROOT / "odc_triton"
+PACKAGE = Path.cwd() / "odc_triton"
 
 
 class Feature(NamedTuple):
@@ -60,49 +63,121 @@ FEATURES = {
 }
 
 
-def identifiers(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            yield node.id
-        elif isinstance(node, ast.Attribute):
-            yield node.attr
-        elif isinstance(node, (ast.arg, ast.keyword)) and node.arg:
-            yield node.arg
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.alias)):
-            yield node.name
+# (most now, what the plan wants or None). Lines behind an import, as one in a file of the package's own folder:
+BEHIND: dict[str, tuple[int, int | None]] = {
+    "from . import fully_shard, minibatch": (7_794, 7_000),
+    "from . import use_odc": (8_264, None),
+    "from . import replace_layers": (2_694, None),
+    "from .balance import MinibatchSampler": (3_014, None),
+    "from .hf import enable_packing, summed_loss": (9_187, None),
+    "from .hf import ODCTrainer": (20_053, None),
+    "from .jobs.train import sft": (27_965, None),
+    "from .jobs.train import grpo": (29_589, None),
+}
+# Files that know a feature, and files on a way:
+BUDGETS: dict[str, tuple[int, int | None]] = {
+    "scalars": (6, None),
+    "exact sums": (15, None),
+    "split sequences": (29, 16),
+    "shared prefixes": (21, 10),
+    "images": (27, 16),
+    "replicas": (33, 22),
+    "bridge to FSDP2": (1, None),
+    "Muon": (2, None),
+    "background checkpoints": (5, None),
+    "hyperparameters": (1, None),
+    "fully_shard": (18, 18),
+    "entry": (9, None),
+    "forward": (8, None),
+    "gradient, from leaf to owner": (6, None),
+    "exit": (7, None),
+    "step": (6, None),
+    "a step of ODCTrainer": (24, 20),
+    "a step of train sft": (36, 27),
+    "a step of train grpo": (48, 38),
+    "a step of train grpo, overlapped": (49, 38),
+}
+
+_IDENTIFIER = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.keyword: "arg"} | dict.fromkeys(
+    (ast.FunctionDef, ast.ClassDef, ast.alias), "name"
+)
 
 
-def imported(tree: ast.AST, path: str) -> Iterator[str]:
-    """The package's files, without their suffix, that a file imports from."""
-    folder = path.split("/")[:-1]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            above = [*folder[: len(folder) - node.level + 1], *(node.module or "").split(".")]
-            base = "/".join(part for part in above if part)
-            yield base
-            yield from (f"{base}/{alias.name}" for alias in node.names)
+class Source(NamedTuple):
+    """A file of the package, or a stub: its lines, public names, identifiers, and imports from the package; `loads`:
+    without those for type checkers.
+    """
+
+    lines: int
+    exports: int
+    words: set[str]
+    imports: list[ast.ImportFrom]
+    loads: list[ast.ImportFrom]
 
 
-def exports(tree: ast.Module) -> int:
-    """The number of public names that a file defines."""
-    names = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    targets = [node.targets[0] for node in tree.body if isinstance(node, ast.Assign)]
-    names += [target.id for target in targets if isinstance(target, ast.Name)]
-    return sum(not name.startswith("_") for name in names)
+def read(path: Path) -> Source:
+    text = path.read_text()
+    tree = ast.parse(text)
+    nodes = list(ast.walk(tree))
+    blocks = [each for each in tree.body if isinstance(each, ast.If) and "TYPE_CHECKING" in ast.unparse(each.test)]
+    typing = {node for block in blocks for node in ast.walk(block)}
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
+    targets = [node.targets[0] if isinstance(node, ast.Assign) else node for node in tree.body]
+    named = (ast.FunctionDef, ast.ClassDef, ast.Name)
+    names = [getattr(node, _IDENTIFIER[type(node)]) for node in targets if isinstance(node, named)]
+    return Source(
+        lines=text.count("\n"),
+        exports=sum(not name.startswith("_") for name in names),
+        words={str(getattr(node, field)) for node in nodes if (field := _IDENTIFIER.get(type(node)))},
+        imports=imports,
+        loads=[node for node in imports if node not in typing],
+    )
 
 
-def reach(feature: Feature, trees: dict[str, ast.Module]) -> tuple[int, list[str]]:
-    """(public names of its home, other files that know it)."""
-    home = {path for path in trees if any(fnmatch(path, pattern) for pattern in feature.home)}
-    stems = {path.removesuffix(".py").removesuffix("/__init__") for path in home}
-    word = re.compile(feature.words)
-    knows = [
-        path
-        for path, tree in trees.items()
-        if path not in home
-        and (stems & set(imported(tree, path)) or any(word.fullmatch(name) for name in identifiers(tree)))
-    ]
-    return sum(exports(trees[path]) for path in home), knows
+class House:
+    """The package's files as they are now."""
+
+    def __init__(self) -> None:
+        paths = [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.pyi")]
+        self.sources = {path.relative_to(PACKAGE).as_posix(): read(path) for path in sorted(paths)}
+
+    def _imported(self, path: str, node: ast.ImportFrom) -> Iterator[str]:
+        """The files that an import in `path` names: of names that a stub resolves, those where they are."""
+        folder = path.split("/")[:-1]
+        above = [*folder[: len(folder) - node.level + 1], *(node.module or "").split(".")]
+        base = "".join(f"{part}/" for part in above if part)
+        for name in (alias.name for alias in node.names):
+            inside = [each for each in (f"{base}{name}.py", f"{base}{name}/__init__.py") if each in self.sources]
+            stub = self.sources.get(f"{base}__init__.pyi")
+            homes = [each for each in stub.imports if name in {of.asname for of in each.names}] if stub else []
+            if homes and not inside:
+                yield from self._imported(f"{base}__init__.pyi", homes[0])
+            else:
+                files = (*inside, f"{base[:-1]}.py", f"{base}__init__.py")
+                yield from [each for each in files if each in self.sources][:1]
+
+    def reach(self, feature: Feature) -> tuple[int, list[str]]:
+        """(public names of its home, other files that know it)."""
+        home = {path for path in self.sources if any(fnmatch(path, pattern) for pattern in feature.home)}
+        word = re.compile(feature.words)
+        knows = [
+            path
+            for path, source in self.sources.items()
+            if path not in home and not path.endswith(".pyi")
+            if any(home.intersection(self._imported(path, node)) for node in source.imports)
+            or any(map(word.fullmatch, source.words))
+        ]
+        return sum(self.sources[path].exports for path in home), knows
+
+    def behind(self, entry: str) -> tuple[int, list[str]]:
+        """(lines, files) behind an import."""
+        found: set[str] = set()
+        left = [("entry", node) for node in ast.parse(entry).body]
+        while left:
+            for path in set(self._imported(*left.pop())) - found:
+                found.add(path)
+                left += [(path, node) for node in self.sources[path].loads]
+        return sum(self.sources[path].lines for path in found), sorted(found)
 
 
 class Trace:
@@ -126,8 +201,8 @@ class Trace:
         threading.setprofile(None)
 
 
-def ways() -> dict[str, list[str]]:
-    """The files that a call of each kind passes, on one rank."""
+def of_engine() -> dict[str, list[str]]:
+    """The files that `fully_shard` passes, and each part of a minibatch and a step."""
     import torch
     from torch import nn
 
@@ -149,7 +224,7 @@ def ways() -> dict[str, list[str]]:
         leaf = model._odc_engine.parameters[0].leaf
         hooks = leaf._post_accumulate_grad_hooks
         key, hook = next(iter(hooks.items()))
-        hooks[key] = _traced(hook, found)
+        hooks[key] = _traced(hook, found, "gradient, from leaf to owner")
         loss.backward()
         hooks[key] = hook
         with Trace() as found["exit"]:
@@ -159,27 +234,66 @@ def ways() -> dict[str, list[str]]:
     return found
 
 
-def _traced(hook: Callable, found: dict[str, list[str]]) -> Callable:
-    def traced(leaf: Any) -> None:
-        with Trace() as found["gradient, from leaf to owner"]:
-            hook(leaf)
+def _traced(function: Callable, found: dict[str, list[str]], way: str) -> Callable:
+    """`function`, of whose calls the second is kept, if there is one: the first imports, the last saves."""
+    calls: list[list[str]] = []
+
+    def traced(*args: Any, **options: Any) -> Any:
+        with Trace() as files:
+            result = function(*args, **options)
+        calls.append(files)
+        found[way] = calls[:2][-1]
+        return result
 
     return traced
 
 
+def of_jobs() -> dict[str, list[str]]:
+    """The files that one step of each kind of job passes, on the cases of the tests."""
+    from odc_triton.hf import ODCTrainer
+    from odc_triton.jobs.train import grpo, grpo_run, sft, sft_run
+    from tests.support import grpo_case, sft_case
+    from tests.support.trainer_case import odc_trainer
+
+    found: dict[str, list[str]] = {}
+    quiet = contextlib.redirect_stdout(sys.stderr)
+    recorded = mock.patch.object(grpo, "_engine", return_value=grpo_case.Recorded(sft_case.VOCABULARY))
+    with TemporaryDirectory() as name, recorded, quiet:
+        folder = grpo_case.write_prompts(Path(name))
+        with _step_of(sft_run.SftRun, "train_step", found, "a step of train sft"):
+            sft.train_sft(sft_case.case(folder, steps=3))
+        for overlap, way in (("off", "a step of train grpo"), ("auto", "a step of train grpo, overlapped")):
+            options = grpo_case.case(folder, steps=3, overlap_rollout=overlap, out=str(folder / overlap))
+            with _step_of(grpo_run.GrpoRun, "train_step", found, way):
+                grpo.train_grpo(options)
+        trainer = odc_trainer(str(folder / "trainer"), 1, max_steps=3)
+        with _step_of(ODCTrainer, "training_step", found, "a step of ODCTrainer"):
+            trainer.train()
+    return found
+
+
+def _step_of(kind: type, method: str, found: dict[str, list[str]], way: str) -> Any:
+    return mock.patch.object(kind, method, _traced(getattr(kind, method), found, way))
+
+
 def main() -> None:
-    paths = sorted(PACKAGE.rglob("*.py"))
-    trees = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in paths}
-    print("| feature | public names of its home | other files that know it |\n| --- | --: | --: |")
-    known = {name: reach(feature, trees) for name, feature in FEATURES.items()}
+    house = House()
+    known = {name: house.reach(feature) for name, feature in FEATURES.items()}
+    behind = {entry: house.behind(entry) for entry in BEHIND}
+    print(
+        "| feature | public names of its home | other files that know it | budget, wanted |\n| --- | --: | --: | --: |"
+    )
     for name, (names, files) in known.items():
-        print(f"| {name} | {names} | {len(files)} |")
+        print(f"| {name} | {names} | {len(files)} | {BUDGETS[name]} |")
+    print("\n| entry | lines behind it | files | budget, wanted |\n| --- | --: | --: | --: |")
+    for name, (lines, files) in behind.items():
+        print(f"| {name} | {lines} | {len(files)} | {BEHIND[name]} |")
     if "--files" in sys.argv:
-        for name, (_, files) in known.items():
+        for name, (_, files) in [*known.items(), *behind.items()]:
             print(f"\n{name}: {', '.join(files)}")
-    print("\n| way | files |\n| --- | --- |")
-    for name, files in ways().items():
-        print(f"| {name} | {len(files)}: {', '.join(files)} |")
+    print("\n| way | budget, wanted | files |\n| --- | --: | --- |")
+    for name, files in (of_engine() | of_jobs()).items():
+        print(f"| {name} | {BUDGETS[name]} | {len(files)}: {', '.join(files)} |")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def gather_kernel(
             tl.store(target + offsets, values.to(out.dtype.element_ty), mask=mask)
 
 
-def gather(*, peers: PeerShards, out: torch.Tensor, block: int = 4096, num_warps: int = 4) -> None:
+def gather(*, peers: PeerShards, out: torch.Tensor, block: int = 4096) -> None:
     """Writes the whole tensor [N, ...] of `peers` into `out`, cast to its dtype.
 
     Two ranks hold [[1], [2]] and [[3]] of N = 3 rows. Both get out = [[1], [2], [3]]; rank 0 reads rank 1's row first
@@ -85,7 +85,6 @@ def gather(*, peers: PeerShards, out: torch.Tensor, block: int = 4096, num_warps
         DTYPE=TL_DTYPES[peers.dtype],
         ALIGNED=elements % 16 == 0,
         BLOCK=block,
-        num_warps=num_warps,
     )
 
 
@@ -148,7 +147,7 @@ class ShardList:
         )
 
 
-def gather_many(*, shards: ShardList, out: torch.Tensor, block: int = 2048, num_warps: int = 4) -> None:
+def gather_many(*, shards: ShardList, out: torch.Tensor, block: int = 2048) -> None:
     """Copies every shard to its place in `out`, which is flat, of the shards' dtype and large enough for all.
 
     Two owners have a norm's weight [6] and a bias [4], which start in `out` at 0 and at 8: shards of 3, 3, 2 and 2
@@ -170,7 +169,6 @@ def gather_many(*, shards: ShardList, out: torch.Tensor, block: int = 2048, num_
             DTYPE=TL_DTYPES[shards.dtype],
             EVEN=shards.even,
             BLOCK=block,
-            num_warps=num_warps,
         )
 
 

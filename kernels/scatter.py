@@ -52,9 +52,7 @@ def scatter_kernel(
             add_to_peer(target + offsets, summand(value, factor, largest), mask)
 
 
-def scatter(
-    *, gradient: torch.Tensor, peers: PeerShards, scale: float = 1.0, block: int = 2048, num_warps: int = 4
-) -> None:
+def scatter(*, gradient: torch.Tensor, peers: PeerShards, scale: float = 1.0, block: int = 2048) -> None:
     """Adds scale * `gradient` [N, ...], in bf16, fp16 or fp32, into the shards of `peers`.
 
     Two ranks own two rows and one of N = 3. Rank 0 adds [[1], [2], [3]] and rank 1 [[10], [20], [30]]. In any order of
@@ -80,7 +78,6 @@ def scatter(
         *peers.adding,
         ALIGNED=elements % 16 == 0,
         BLOCK=block,
-        num_warps=num_warps,
     )
 
 
@@ -91,7 +88,7 @@ def add_block_kernel(target, source, count, BLOCK: tl.constexpr):
     add_to_peer(target + offsets, tl.load(source + offsets, mask=mask).to(target.dtype.element_ty), mask)
 
 
-def add_block(*, target: torch.Tensor, source: torch.Tensor, block: int = 2048, num_warps: int = 4) -> None:
+def add_block(*, target: torch.Tensor, source: torch.Tensor, block: int = 2048) -> None:
     """target += source, atomically. `target`: contiguous, fp32, maybe a peer's; `source`: as many numbers, contiguous.
 
     Other ranks may add to the same numbers at the same time. The addition is complete when this rank's stream is
@@ -107,7 +104,7 @@ def add_block(*, target: torch.Tensor, source: torch.Tensor, block: int = 2048, 
         raise ValueError(f"target is {target.dtype}; gradients are summed in float32")
     if target.numel():
         grid = (triton.cdiv(target.numel(), block),)
-        add_block_kernel[grid](target, source, target.numel(), BLOCK=block, num_warps=num_warps)
+        add_block_kernel[grid](target, source, target.numel(), BLOCK=block)
 
 
 def scatter_ref(shards: list[torch.Tensor], gradient: torch.Tensor, scale: float) -> list[torch.Tensor]:

@@ -30,6 +30,7 @@ from odc_triton.base.errors import OfRanks
 from odc_triton.engine.api import engine_of
 from odc_triton.jobs.reports.report import table
 from odc_triton.sequence.buffers import Flag
+from odc_triton.sequence.exchange import SequenceExchange
 
 from ..provenance import about, save_parts
 from .hosts_net import Hosts, inside, why_not
@@ -112,7 +113,7 @@ class _Trap:
         self.fault, self.is_set, self.minibatch, self.wave = fault, True, 0, -1
         self._strike = strike
         engine = engine_of(model)
-        exchange = engine.participant("split")
+        exchange = engine.participant(SequenceExchange)
         self.signal, exchange.sync.signal = exchange.sync.signal, self.on_signal
         self.post, engine.barrier.post = engine.barrier.post, self.on_post
         self.ask, engine.barrier._ask = engine.barrier._ask, self.on_ask

@@ -42,6 +42,7 @@ from odc_triton.hf import compute_in_chunks, enable_packing, summed_loss
 from odc_triton.jobs.launcher.launch import launch
 from odc_triton.plan.line import LEAST_TOKENS
 from odc_triton.plan.split import assign_split
+from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.tools.memory.footprint import memory_plan
 
 from ..harness import PeakMemory, gather, in_turn, median_ratio, open_job, single_thread_environment
@@ -124,7 +125,7 @@ def peak(layers: int, length: int) -> dict[str, float]:
     states = (each for of in optimizer.state.values() for each in of.values())
     kept = sum(getattr(each, "to_local", lambda each=each: each)().nbytes for each in states)
     engine = engine_of(model)
-    shared = (engine.heap.size_bytes + engine.participant("split").buffers.heap.size_bytes) // world
+    shared = (engine.heap.size_bytes + engine.participant(SequenceExchange).buffers.heap.size_bytes) // world
     found = gather(watch.private_bytes - before + kept)
     dist.destroy_process_group()
     own = max(sum(len(each.piece) for each in packs.split.pieces if each.rank == of) for of in range(world))

@@ -13,7 +13,6 @@ from .svg import Drawing
 STATES = {
     "forward": "forward",
     "backward": "backward",
-    "accumulate": "adding gradients",
     "step": "optimizer step",
     "publish": "publishing",
     "wait": "waiting",

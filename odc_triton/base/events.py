@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
-BUSY_KINDS = ("forward", "backward", "accumulate", "publish", "step", "rollout", "scoring")
+BUSY_KINDS = ("forward", "backward", "publish", "step", "rollout", "scoring")
 IDLE_KINDS = ("wait",)
 ELSEWHERE = "elsewhere: "  # how such an event's label begins
 
@@ -19,7 +19,7 @@ class Event:
 
     `start_s` and `end_s` are seconds of `time.monotonic()`, a clock that all processes on one machine share.
     `microbatch` is -1 for a span of a whole minibatch (a barrier, the optimizer step). Spans of one rank
-    may nest (an `accumulate` within its `backward`); `wait` never contains another span.
+    may nest (a `wait` within its `forward`); `wait` never contains another span.
     """
 
     rank: int

@@ -78,7 +78,7 @@ class Barrier:
         self._blamed: list[int] = []
         self.board: StatusBoard | None = None  # None until `watch`
         self.is_connected: Callable[[int], bool] = lambda peer: True  # finds dead ranks until then
-        self.blocked_on: Callable[[int], int | None] | None = None  # the rank that a rank waits for between barriers
+        self.blocked_on: list[Callable[[int], int | None]] = []  # features': for whom a rank waits between barriers
 
     def watch(self, board: StatusBoard) -> None:
         """From now on ranks see each other's status, which separates dead ranks from late ones."""
@@ -288,20 +288,23 @@ class Barrier:
         """
         if self.board is not None:
             ranks = self._causes(ranks)
-        if self.blocked_on is None:
+        if not self.blocked_on:
             return ranks
         reached = self._reached.seen()
         found = set()
         for rank in ranks:
             chain = [rank]
             # A rank that is at the next barrier already does nothing more for others.
-            while (blocked_on := self.blocked_on(chain[-1])) is not None and reached[blocked_on] <= self.passed:
-                if blocked_on in chain:
+            while (on := self._blocked_on(chain[-1])) is not None and reached[on] <= self.passed:
+                if on in chain:
                     chain = [rank]
                     break
-                chain.append(blocked_on)
+                chain.append(on)
             found.add(chain[-1])
         return sorted(found)
+
+    def _blocked_on(self, rank: int) -> int | None:
+        return next((on for source in self.blocked_on if (on := source(rank)) is not None), None)
 
     def raise_late(self, purpose: str, error: DeadlineExceeded) -> NoReturn:
         """Raises RankLost if a rank is gone: others may be late for that alone. Else raises `error`."""
@@ -321,7 +324,7 @@ class Barrier:
             return self.board.is_alive(rank)
         return rank == self.rank or self.is_connected(rank)
 
-    def require_alive(self, ranks: list[int], purpose: str, missing: Callable[[], list[int]]) -> None:
+    def require_alive(self, ranks: Sequence[int], purpose: str, missing: Callable[[], Sequence[int]]) -> None:
         gone = [rank for rank in ranks if not self._is_alive(rank)]
         if gone:
             # A rank that arrived at the last moment and then ended has not failed this wait.

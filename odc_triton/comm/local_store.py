@@ -20,8 +20,8 @@ from typing import Any
 import torch.distributed as dist
 
 from .memory.rendezvous import listen, peer_uid
+from .process_group import STORE
 
-NAME = "ODC_STORE"  # the variable that tells ranks the socket's name
 _SLACK_S = 10.0  # for the answer that a key is late
 _LONGEST_S = 1e6  # poll(2) can wait this long
 
@@ -169,13 +169,8 @@ def _store(name: str) -> LocalStore:
     return LocalStore(name)
 
 
-def rendezvous_url() -> str:
-    """This rank's `init_method`: our launcher's store, or the one in torchrun's variables."""
-    return "odc://" if NAME in os.environ else "env://"
-
-
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    store = _store(os.environ[NAME])
+    store = _store(os.environ[STORE])
     store.set_timeout(timeout)
     yield store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 

@@ -13,8 +13,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..base.errors import RanksDiffer
 from .barrier import Barrier
-from .local_store import rendezvous_url
 
+STORE = "ODC_STORE"  # the variable by which our launcher tells its ranks the name of its store
 _PURPOSE = "starting the process group: each rank's device"
 
 
@@ -83,6 +83,11 @@ def take_gpu() -> None:
         has_group=has_group,
     )
     torch.cuda.set_device(index)
+
+
+def rendezvous_url() -> str:
+    """This rank's `init_method`: our launcher's store, or the one in torchrun's variables."""
+    return "odc://" if STORE in os.environ else "env://"
 
 
 def start_process_group(devices: Devices, timeout: timedelta) -> None:

@@ -30,7 +30,7 @@ from ..base.errors import MinibatchToRepeat, RanksDiffer
 from ..nn.operand import add_rows
 from .minibatch import Participant
 from .protocol import Protocol
-from .shard import HeapShard
+from .shard import HeapShard, Shard
 from .transport import Target
 
 _WANTED_BITS = 54  # of the bound; see [Note: how many bits]
@@ -176,14 +176,16 @@ class ExactSums(Participant):
     name = "exact"
     saved_as = "odc_scales"
 
-    def __init__(self, shards: Sequence[HeapShard], protocol: Protocol) -> None:
+    def __init__(self, shards: Sequence[Shard], protocol: Protocol) -> None:
         """`shards`: of the engine; some may be added later."""
         self._shards, self._protocol = shards, protocol
         self._largest = torch.zeros(0)
 
     def _sums(self) -> dict[int, ExactSum]:
         """By their places among the shards."""
-        return {place: shard.target.sum for place, shard in enumerate(self._shards) if shard.trains}
+        trained = ((place, each) for place, each in enumerate(self._shards) if each.trains)
+        targets = ((place, each.target) for place, each in trained if isinstance(each, HeapShard))
+        return {place: target.sum for place, target in targets if isinstance(target, ExactTarget)}
 
     def entry(self, given: None) -> str:
         """A digest of all exponents."""

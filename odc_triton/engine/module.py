@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..comm.barrier import Barrier
 from ..comm.replicas import Grid, Replicas
+from ..machine.topology import Place
 from ..nn.operand import is_sharded
 from .collectives import NoCollectives
 from .exact import ExactSums
@@ -55,7 +56,7 @@ class Engine(Protocol):
         self.units: list[Unit] = []
         self.parameters: list[ShardedParameter] = []  # those of `shards`, in their order
         self.ignored: dict[int, nn.Parameter] = {}  # fully_shard's ignored_params, by id
-        self.attention: dict[str, float] = {}  # as in `nn.tuned.Tuned`, the same on all ranks
+        self.place: Callable[[], Place] | None = None  # under which what was measured on such ranks is kept
         self.passes = Passes(self, units=self.units, parameters=self.parameters, ignored=self.ignored)
         self.register(
             *([NoCollectives()] if debug else []),

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -19,12 +19,14 @@ from torch.autograd.graph import Node, get_gradient_edge
 from odc_kernels.peers import PeerShards
 from odc_kernels.staged import StagedWeight, Staging
 
-from ..nn.choice import TABLE, Entry
 from ..nn.operand import AddRows, handle_of, resolve
 from .gathered import GatheredParameters
 from .protocol import Protocol as MinibatchProtocol
 from .shard import HeapShard
 from .transport import Transport, Waits
+
+if TYPE_CHECKING:
+    from ..nn.choice import Entry
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
@@ -39,7 +41,8 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
 def parameter_of_shard(shard: torch.Tensor) -> ShardedParameter | None:
     """The parameter of which optimizers see `shard`; None if it is not sharded. RuntimeError if its model is gone."""
     handle = getattr(shard, "_odc_shard_of", None)
-    return None if handle is None else resolve(handle)
+    parameter = None if handle is None else resolve(handle)
+    return parameter if isinstance(parameter, ShardedParameter) else None
 
 
 class TakesGradients(Protocol):
@@ -76,7 +79,7 @@ class ShardedParameter:
         gathered: GatheredParameters | None,
         transport: Transport,
         staging: Staging,
-        table: tuple[Entry, ...] = TABLE,
+        table: tuple[Entry, ...] = (),
     ) -> None:
         self.shard, self.spec, self.number, self.sharded = shard, shard.spec, number, shard.sharded
         self.world, self.shape = shard.world, shard.spec.shape

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from traceback import walk_tb
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,8 @@ from .minibatch import Participant, Tokens
 from .shard import Shard, Zeros, clear_gradients, copy_masters, reduce_gradients, refuse_edited
 from .steps import Hyperparameters, OptimizerWatch, Publication
 from .transport import AllStreams, Transport
+
+Kind = TypeVar("Kind", bound=Participant)
 
 
 class Phase(IntEnum):
@@ -133,12 +135,13 @@ class Protocol:
         if self.is_open:
             raise RuntimeError("a participant can't be registered inside a minibatch")
         for each in participants:
-            if self.participant(each.name) is not None:
+            if any(each.name == other.name for other in self.participants):
                 raise ValueError(f"there is a participant of the name {each.name!r} already")
             self.participants.append(each)
 
-    def participant(self, name: str) -> Participant | None:
-        return next((each for each in self.participants if each.name == name), None)
+    def participant(self, kind: type[Kind]) -> Kind | None:
+        """The participant of this class; None if the feature is not in use."""
+        return next((each for each in self.participants if isinstance(each, kind)), None)
 
     def trainable(self) -> list[Shard]:
         return [shard for shard in self.shards if shard.trains]
@@ -183,15 +186,16 @@ class Protocol:
     def give(self, **given: Any) -> None:
         """Arguments of `minibatch` that were not known at the entry. On all ranks that go on, with the same values."""
         self.refuse_unknown(given)
-        for name, value in given.items():
-            if value is not None:
-                self.participant(name).entry(value)
-                self.participant(name).opened()
+        for each in self.participants:
+            if (value := given.get(each.name)) is not None:
+                each.entry(value)
+                each.opened()
 
     def refuse_unknown(self, given: dict[str, Any]) -> None:
         """Raises RuntimeError for an argument of `minibatch` that no participant takes."""
+        takers = {each.name for each in self.participants}
         for name, value in given.items():
-            if value is not None and self.participant(name) is None:
+            if value is not None and name not in takers:
                 raise RuntimeError(
                     f"this minibatch was given a {name}: call enable_{name}(model, tokens=…) after fully_shard"
                 )

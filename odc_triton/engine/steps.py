@@ -34,8 +34,10 @@ _POLL_S = 1e-3
 class Stepped(Protocol):
     """The owner of stepped shards: an engine."""
 
-    shards: Sequence[Shard]
     hyperparameters: Hyperparameters
+
+    @property
+    def shards(self) -> Sequence[Shard]: ...
 
     def originals(self) -> Iterable[tuple[nn.Parameter, Any]]: ...
 

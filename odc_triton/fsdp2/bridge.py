@@ -277,7 +277,7 @@ class FsdpModules(Participant):
             self._engine.streams.first.compute(add)
 
     def reduced(self) -> None:
-        for each in self._engine.trainable():
+        for each in self._engine.shards:
             each.run_hooks()
 
     def reset(self) -> None:

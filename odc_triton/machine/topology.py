@@ -6,6 +6,7 @@ numbers of nvml.h (nvmlGpuP2PStatus_t).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -154,6 +155,21 @@ class Topology:
         ranked = sorted(self.pairs, key=lambda pair: (pair.gbs or 0.0, pair.kind))
         slowest, fastest = ranked[0].kind, ranked[-1].kind
         return slowest if slowest == fastest else f"{slowest}+{fastest}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The machine of a measurement. `processor`: name of the GPU or CPU; `topology`: see `Topology.key`."""
+
+    backend: str
+    processor: str
+    topology: str
+    ranks: int
+
+    @property
+    def file_name(self) -> str:
+        words = f"{self.backend} {self.processor} {self.topology} {self.ranks} ranks"
+        return re.sub(r"[^a-z0-9+.]+", "-", words.lower()) + ".json"
 
 
 def _nominal(gbs: float | None) -> str:

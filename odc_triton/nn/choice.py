@@ -150,7 +150,7 @@ def _look_up(
     table: tuple[Entry, ...],
 ) -> list[Choice]:
     """The choices of all matching lines; with `tokens`, only of lines for that many tokens."""
-    holding = [entry for entry in table if entry.holds(operator, tuple(shape), device_type)]
+    holding = [entry for entry in table or TABLE if entry.holds(operator, tuple(shape), device_type)]
     found = [
         _with(entry.choice, words) for entry in holding if None in (tokens, entry.tokens) or tokens <= entry.tokens
     ]
@@ -186,7 +186,7 @@ def choose(
     if it chooses Triton's kernels on a CPU without the interpreter.
     """
     environment = os.environ.get(VARIABLE, "")
-    if table is TABLE:
+    if not table or table is TABLE:
         return _in_the_table(operator, tuple(shape), tokens, device_type, environment, given)
     return _look_up(operator, shape, tokens, device_type, _words_cached(operator, environment, given), table)[0]
 

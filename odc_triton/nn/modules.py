@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ..machine.topology import Place
 from .choice import AUTO, TABLE, Entry, is_gathered, parse
-from .functional import embedding, linear, qkv, token_log_probs
+from .functional import embedding, linear, qkv
 from .functional.qkv import HeadNorm
 from .functional.whole import WholeOnUse, read_whole
-from .head import FusedLogits, TokenLogProbs
+from .head import FusedLogits
+from .tuned import Tuned, default_folder, load
 
 
 class ReadsShards(nn.Module):
@@ -31,6 +33,10 @@ class ReadsShards(nn.Module):
         parse(choice)
         super().__init__(*args, **options)
         self.choice = choice
+
+    @staticmethod
+    def tuned_tables(place: Place) -> Tuned:
+        return load(place, default_folder())
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -211,8 +217,3 @@ class LMHead(ReadsShards, nn.Linear):
         if self.training:
             return FusedLogits(h, leaf(self, "weight"), choice=self.choice)
         return F.linear(h, self.weight)
-
-    def log_probs(self, h: torch.Tensor, targets: torch.Tensor, *, ignore_index: int = -100) -> TokenLogProbs:
-        """Log-probabilities of `targets` [...] given hidden states h [..., D], and the entropy; in any mode."""
-        logp, entropy = token_log_probs(h, leaf(self, "weight"), targets, ignore_index=ignore_index, choice=self.choice)
-        return TokenLogProbs(logp=logp, entropy=entropy)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -23,7 +23,10 @@ from torch import nn
 from odc_kernels.peers import PeerShards
 from odc_kernels.staged import StagedWeight
 
-from .choice import TABLE, Choice, Entry, choose
+if TYPE_CHECKING:
+    from ..machine.topology import Place
+    from .choice import Entry
+    from .tuned import Tuned
 
 AddRows = Callable[[int, "int | torch.Tensor", torch.Tensor], None]
 """`add_rows(owner, at, rows)`: adds rows to an owner's rows, from `at` on or, if `at` is a tensor, at those indices."""
@@ -40,14 +43,21 @@ def add_rows(shard: torch.Tensor, at: int | torch.Tensor, rows: torch.Tensor) ->
 class ShardedOperand(Protocol):
     """A parameter [N, ...] whose rows are on `world` owners, chunked as by `torch.chunk`.
 
-    `leaf`: autograd's tensor; `dtype`: the compute dtype; `table`: implementations of operators on it, see choice.py.
+    `leaf`: autograd's tensor; `dtype`: the compute dtype; `table`: implementations of operators on it, see choice.py,
+    where nothing is the shipped one.
     """
 
-    leaf: torch.Tensor
-    table: tuple[Entry, ...]
     shape: tuple[int, ...]
-    dtype: torch.dtype
     world: int
+
+    @property
+    def leaf(self) -> torch.Tensor: ...
+
+    @property
+    def table(self) -> tuple[Entry, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     @property
     def compute_peers(self) -> PeerShards:
@@ -85,8 +95,15 @@ class ShardedOperand(Protocol):
 class ReadsOnDemand(Protocol):
     """A module that computes with some of its parameters without gathering them."""
 
-    def reads_on_demand(self, device_type: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
+    def reads_on_demand(self, device_type: str, table: tuple[Entry, ...] = ()) -> tuple[str, ...]:
         """The attributes that hold them, on a "cpu" or "cuda" device, if operators run as in `table`."""
+
+
+@runtime_checkable
+class ReadsTables(Protocol):
+    """A module whose operators run as measured, where `odc-triton tune` has measured them."""
+
+    def tuned_tables(self, place: Place) -> Tuned: ...
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -103,12 +120,6 @@ def handle_of(target: ShardedOperand) -> torch.Tensor:
     number = next(_numbers)
     _objects[number] = target
     return torch.tensor([number], dtype=torch.int64, device="cpu")
-
-
-def chosen(operator: str, weight: ShardedOperand, tokens: int, device: torch.device, choice: str) -> Choice:
-    """The implementation of an operator on this weight for this many tokens."""
-    where = {"shape": weight.shape, "tokens": tokens, "device_type": device.type}
-    return choose(operator, **where, given=choice, table=weight.table)
 
 
 def resolve(handle: torch.Tensor) -> ShardedOperand:

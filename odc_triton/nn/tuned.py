@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,29 +16,14 @@ from typing import Any
 from odc_kernels import tiles
 
 from ..base.environment import installed
-from ..base.files import write_file
+from ..machine.topology import Place
 from .choice import TABLE, WORDS, Choice, Entry, as_choice
 
 VARIABLE = "ODC_TUNED"
 OFF = "off"
-_FORMAT = 1
+FORMAT = 1
 _VERSIONS_OF = ("odc-triton", "torch", "triton")
 _TILES = {kind.__name__: kind for kind in (tiles.LinearTile, tiles.WgradTile)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """The machine of a measurement. `processor`: name of the GPU or CPU; `topology`: see `Topology.key`."""
-
-    backend: str
-    processor: str
-    topology: str
-    ranks: int
-
-    @property
-    def file_name(self) -> str:
-        words = f"{self.backend} {self.processor} {self.topology} {self.ranks} ranks"
-        return re.sub(r"[^a-z0-9+.]+", "-", words.lower()) + ".json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +79,7 @@ def load(place: Place, folder: Path | None) -> Tuned:
     try:
         data = path.read_bytes()
         content = json.loads(data)
-        if (content["format"], content["place"]) != (_FORMAT, asdict(place)):
+        if (content["format"], content["place"]) != (FORMAT, asdict(place)):
             raise ValueError(f"it is of format {content['format']} for {content['place']}")
         if content["versions"] != versions():
             return _unused(path, f"it was measured with {content['versions']}, but installed are {versions()}")
@@ -111,35 +95,9 @@ def _unused(path: Path, why: str) -> Tuned:
     return Tuned(unused=f"{path} is not used: {why}. {remedy}")
 
 
-def save(place: Place, lines: list[Line], folder: Path, attention: dict[str, float] | None = None) -> Path:
-    """Writes the table of this place; keeps its lines for other shapes and dtypes, and `attention` of other models."""
-    folder.mkdir(parents=True, exist_ok=True)
-    table = load(place, folder)
-    former = table.lines
-    new = {(line.operator, line.shape, line.dtype) for line in lines}
-    kept = [line for line in former if (line.operator, line.shape, line.dtype) not in new]
-    content = {
-        "format": _FORMAT,
-        "place": asdict(place),
-        "versions": versions(),
-        "lines": [_write_line(line) for line in [*kept, *lines]],
-        "attention": table.attention | (attention or {}),
-    }
-    path = folder / place.file_name
-    write_file(path, (json.dumps(content, indent=1) + "\n").encode())
-    return path
-
-
 def versions() -> dict[str, str]:
     """The versions of packages that a measurement depends on."""
     return installed(*_VERSIONS_OF)
-
-
-def _write_line(line: Line) -> dict[str, Any]:
-    tiles = [
-        {"kernel": kernel, "kind": type(tile).__name__, "sizes": asdict(tile)} for kernel, tile in line.choice.tiles
-    ]
-    return vars(line) | {"choice": line.choice.words, "tiles": tiles}
 
 
 def _read_line(content: dict[str, Any]) -> Line:

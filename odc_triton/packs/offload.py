@@ -42,7 +42,7 @@ def offload_checkpoints(model: nn.Module) -> None:
             f"no layer of {plain_class(model).__name__} is checkpointed: call model.gradient_checkpointing_enable("
             f'{{"use_reentrant": False}}) before offload_checkpoints'
         )
-    if engine.participant(OffloadedCheckpoints.name) is not None:
+    if engine.participant(OffloadedCheckpoints) is not None:
         raise ValueError("offload_checkpoints was called on this model before")
     own = engine.streams.first.another()
     engine.streams.also(own)

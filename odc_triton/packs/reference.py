@@ -25,13 +25,13 @@ class Reference(Participant):
     def __init__(self, model: nn.Module, policy: nn.Module) -> None:
         self.model, self._engine = model, engine_of(model)
         engines = engine_of(policy), self._engine
-        self._policys, self._own = (each.participant(SequenceExchange.name) for each in engines)
+        self._policys, self._own = (each.participant(SequenceExchange) for each in engines)
         if self._own is None:
             return
         engines[0].register(self)
-        found = [each.barrier.blocked_on for each in engines]
-        for each in engines:  # a rank that waits for a piece of one model may hold up pieces of the other
-            each.barrier.blocked_on = lambda rank: next((on for of in found if (on := of(rank)) is not None), None)
+        policys, own = (each.barrier.blocked_on for each in engines)
+        policys += own  # a rank that waits for a piece of one model may hold up pieces of the other
+        self._engine.barrier.blocked_on = policys
 
     def __call__(self, pack: Pack) -> Tensor | FusedLogits:
         """Logits [n, V] that predict the pack's n targets."""

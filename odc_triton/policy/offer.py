@@ -24,7 +24,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from ..checkpoint.adapter import Origin, peft_layers
 from ..checkpoint.pretrained import transformers_part
 from ..checkpoint.pretrained_tensors import PretrainedTensors
 from ..comm.layout import aligned
-from ..comm.memory.heap import SymmetricHeap
+from ..comm.memory.heap import SharedMemoryHeap
 from ..comm.memory.rendezvous import listen, peer_of, peer_uid
 from ..engine.api import engine_of
 
@@ -124,7 +124,7 @@ class _Contents:
     def __init__(self, model: nn.Module) -> None:
         self._engine = engine_of(model)
         self._model = model
-        self._heaps: list[SymmetricHeap] = [self._engine.heap]
+        self._heaps = [cast(SharedMemoryHeap, self._engine.heap)]
         self._apart: list[torch.Tensor] = []  # not in a heap: they are copied into a file of their own
         self._apart_bytes = 0
         self._parameters = {id(each.sharded): each for each in self._engine.parameters}
@@ -180,11 +180,11 @@ class _Contents:
                 "file": 0,
                 "parts": parts,
             }
-        shard = parameter.shard
-        if not any(shard.heap is each for each in self._heaps):
-            self._heaps.append(shard.heap)
-        (file,) = [place for place, each in enumerate(self._heaps) if each is shard.heap]
-        parts = [(shard.heap.offset_of(each), each.numel()) for each in shard.compute_shards if each.numel()]
+        shard, heap = parameter.shard, cast(SharedMemoryHeap, parameter.shard.heap)
+        if not any(heap is each for each in self._heaps):
+            self._heaps.append(heap)
+        (file,) = [place for place, each in enumerate(self._heaps) if each is heap]
+        parts = [(heap.offset_of(each), each.numel()) for each in shard.compute_shards if each.numel()]
         return {
             "dtype": shard.spec.compute_dtype,
             "shape": list(shard.spec.whole_shape),

@@ -45,7 +45,7 @@ def enable_split(model: nn.Module, tokens: int, *, layers_in_flight: int | None 
     in_flight = layers_in_flight
     if in_flight is not None and (not isinstance(in_flight, int) or isinstance(in_flight, bool) or in_flight < 1):
         raise ValueError(f"layers_in_flight is {in_flight!r}; give the number of layers that have buffers, 1 or more")
-    if engine.participant(SequenceExchange.name) is not None:
+    if engine.participant(SequenceExchange) is not None:
         raise ValueError("enable_split was called on this model before")
     layers = _layers(model)
     shapes = [shape for _, shape in layers]
@@ -89,7 +89,7 @@ def split_forward(model: nn.Module, split: SplitPlan | None) -> Iterator[None]:
         raise RuntimeError("split_forward inside a minibatch: run these forwards before or after it")
     if torch.is_grad_enabled():
         raise RuntimeError("split_forward is for forwards without gradients: put it into `with torch.no_grad()`")
-    exchange = engine.participant(SequenceExchange.name)
+    exchange = engine.participant(SequenceExchange)
     refusal: Exception | None = None
     digest = None
     try:

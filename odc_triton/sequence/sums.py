@@ -33,7 +33,7 @@ class SampleSums:
 
     def __init__(self, model: nn.Module, *, samples: int) -> None:
         self._state = state = engine_of(model)
-        self._exchange = exchange = state.participant(SequenceExchange.name)
+        self._exchange = exchange = state.participant(SequenceExchange)
         near, barrier = exchange.buffers.heap, state.barrier
         self._rank, self._first, self._world = near.rank, near.first, barrier.world
         token = state.exchange("sums over pieces", {"token": uuid.uuid4().hex})[0]["token"]
@@ -51,7 +51,7 @@ class SampleSums:
         )
         self._heap, self._parts = heap, heap.whole(region)
         self._waits = Status(barrier.board)  # the last wave whose parts the rank has written, and for whom it waits
-        self._otherwise, barrier.blocked_on = barrier.blocked_on, self.blocked_on
+        barrier.blocked_on.append(self.blocked_on)
 
     def over_ranks(self, own: Mapping[int, torch.Tensor], counts: Callable[[Piece], bool]) -> dict[int, torch.Tensor]:
         """By sample, sums over the tokens of all ranks: of `own`, 1 or 2 of each sample [k], in fp64, which are over
@@ -108,4 +108,4 @@ class SampleSums:
         """As `ShownWaits.blocked_on`: a wait is over if the other rank has written its parts of that wave."""
         shown = [divmod(number, self._world + 1) for number in self._waits.seen()]
         wave, other = shown[rank]
-        return other - 1 if other and shown[other - 1][0] < wave else self._otherwise(rank)
+        return other - 1 if other and shown[other - 1][0] < wave else None

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -27,7 +27,7 @@ from odc_kernels.streams import Device, device_of
 
 from ..base.errors import DeadlineExceeded, PeerFailed
 from ..comm.barrier import Barrier
-from ..comm.memory.heap import Status
+from ..comm.memory.heap import SharedMemoryHeap, Status
 from ..engine.protocol import Protocol
 from .buffers import Flag, KVBuffers
 
@@ -64,7 +64,7 @@ class ShownWaits:
         self._far = 2 * len(Flag) * (self._layers + 1)  # more than two places of one pass are apart
         self._waits = Status(barrier.board)  # where the rank waits, and what for and for whom; 0: it does not
         self._shown = 0
-        barrier.blocked_on = self.blocked_on
+        barrier.blocked_on.append(self.blocked_on)
 
     def _place(self, flag: Flag, layer: int, epoch: int) -> int:
         """Of a flag, in the order in which every rank sets its own: even, and odd just after it has set them."""
@@ -166,7 +166,7 @@ class HostSync:
         """Adds `rows` to `place`, which is in `owner`'s buffers, while others may add too. `shown`: to peers, while
         another rank holds the lock.
         """
-        heap, start_s, layer = self.buffers.heap, time.monotonic(), shown.layer
+        heap, start_s, layer = cast(SharedMemoryHeap, self.buffers.heap), time.monotonic(), shown.layer
         while not heap.try_lock(layer, owner):
             waited_s, holder = time.monotonic() - start_s, heap.lock_holder(layer, owner)
             if waited_s > _SHOWN_S and holder is not None:

@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,11 @@ from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
 from ..comm.peers import PeerStatus
 from ..comm.process_group import start_process_group, take_gpu
 from ..comm.replicas import Grid
-from ..nn.tuned import Tuned, default_folder
-from ..nn.tuned import load as load_tuned
 from .backend import Backend, backend_of
+
+if TYPE_CHECKING:
+    from ..nn.operand import ReadsTables
+    from ..nn.tuned import Tuned
 
 AGREEING = "the same model on every rank"
 _PEERS = "GPUs that reach each other"
@@ -45,13 +47,13 @@ class Agreed:
     """The ranks' knowledge of each other once their plans agree. `token`: a secret name for heaps, made by rank 0.
 
     `devices`: of this replica's ranks, by `device_id`; `indices`: these devices' numbers in each rank's process.
-    `tuned`: the tables that all of them read.
+    `tuned`: what all of them read of how operators run; None if no layer asks.
     """
 
     token: str
     devices: list[str | None]
     indices: list[int | None]
-    tuned: Tuned
+    tuned: Tuned | None
 
 
 def require_module(module: object, call: str) -> None:
@@ -143,9 +145,16 @@ def refusing(barrier: Barrier, purpose: str, *, call: str = "fully_shard") -> It
 
 
 def agree(
-    barrier: Barrier, grid: Grid, plan: Plan, options: dict[str, Any], device: Backend, *, call: str = "fully_shard"
+    barrier: Barrier,
+    grid: Grid,
+    plan: Plan,
+    options: dict[str, Any],
+    device: Backend,
+    *,
+    reader: ReadsTables | None = None,
+    call: str = "fully_shard",
 ) -> Agreed:
-    """All ranks compare plans, options, devices and tuned tables. `call`: who asks, for messages. Collective.
+    """All ranks compare plans, options, devices and what `reader` reads. `call`: who asks, for messages. Collective.
 
     Raises, on all ranks: RanksDiffer with the first difference, RuntimeError for devices that can't be peers. A
     container may hide from one rank what another sees, so each rank looks at the devices itself.
@@ -166,8 +175,9 @@ def agree(
     devices = [theirs["device"] for theirs in together]
     with refusing(barrier, _PEERS, call=call):
         problem = device.unusable_peers(devices)
-        tuned = load_tuned(device.place(devices), default_folder())
-    found = _exchange(barrier, _PEERS, {"problem": problem, "tuned": tuned.digest}, call)
+        tuned = None if reader is None else reader.tuned_tables(device.place(devices))
+    digest = "" if tuned is None else tuned.digest
+    found = _exchange(barrier, _PEERS, {"problem": problem, "tuned": digest}, call)
     for rank, theirs in enumerate(found):
         if theirs["problem"] is not None:
             raise RuntimeError(f"{call}: rank {rank} finds that {theirs['problem']}")

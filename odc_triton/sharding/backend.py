@@ -17,7 +17,7 @@ from odc_kernels.streams import CudaDevice
 from ..comm.layout import EXACT, ParameterSpec, Plan
 from ..comm.memory import CudaHeap, SharedMemoryHeap, SymmetricHeap
 from ..engine.transport import DeviceStreams, KernelTransport, LockedTransport, Streams, Transport
-from ..nn.tuned import Place
+from ..machine.topology import Place
 
 
 class Backend(ABC):

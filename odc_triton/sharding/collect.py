@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,8 +16,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..comm.layout import EXACT, ParameterSpec, find_units
 from ..engine.module import Engine, ODCModule
 from ..engine.parameter import ShardedParameter, has_gradient_hooks
-from ..nn.choice import Entry
 from ..nn.operand import ReadsOnDemand
+
+if TYPE_CHECKING:
+    from ..nn.choice import Entry
 
 SHARDABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

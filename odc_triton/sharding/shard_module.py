@@ -9,7 +9,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from odc_kernels.staged import Staging
 
 from ..base.deadlines import Timeout, timedelta_of
 from ..comm.layout import Plan, make_plan
-from ..comm.memory.heap import SymmetricHeap
+from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
 from ..comm.replicas import Grid, Replicas, grid_of, refuse_mesh
 from ..engine.exact import ExactTarget
 from ..engine.gathered import GatheredParameters
@@ -31,11 +32,14 @@ from ..engine.parameter import ShardedParameter, Slot
 from ..engine.shard import HeapShard
 from ..engine.transport import Streams, Target, Transport
 from ..engine.unit import Unit
-from ..nn.tuned import Tuned
+from ..nn.operand import ReadsTables
 from .agree import AGREEING, agree, default_mesh, open_barrier, open_heap, refusing, require_module
 from .backend import Backend, backend_of
 from .collect import SHARDABLE_DTYPES, Description, check_policy, describe, dtype_name
 from .initialize import write_initial_values
+
+if TYPE_CHECKING:
+    from ..nn.tuned import Tuned
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -116,7 +120,10 @@ def fully_shard(
         plan = _plan(described, grid, device)
         options = {"policy": policy, "debug": debug, "exact": exact, "timeout": timeout, "backend": device.name}
         options |= {"world": grid.world, "replicas": grid.replicas}
-        agreed = agree(barrier, grid, plan, {name: str(value) for name, value in options.items()}, device)
+        reader = next((each for each in root.modules() if isinstance(each, ReadsTables)), None)
+        agreed = agree(
+            barrier, grid, plan, {name: str(value) for name, value in options.items()}, device, reader=reader
+        )
         heap = open_heap(barrier, grid, device, plan, agreed)
         transport = device.transport(heap, device.streams(), barrier.timeout_s)
         replicas = Replicas(grid, barrier, heap.device)
@@ -128,7 +135,7 @@ def fully_shard(
         engine = Engine(
             grid=grid, transport=transport, barrier=barrier, replicas=replicas, deterministic=exact, debug=debug
         )
-        engine.attention = agreed.tuned.attention
+        engine.place = partial(device.place, agreed.devices)
         _attach(engine, root, described, parameters, policy, reshard_after_forward)
         engine.publish()
         barrier.exchange("sharded", {})
@@ -174,12 +181,12 @@ def _allocate(
     grid: Grid,
     device: Backend,
     transport: Transport,
-    tuned: Tuned,
+    tuned: Tuned | None,
     *,
     exact: bool,
 ) -> list[ShardedParameter]:
     """The parameters in the heap, not filled yet."""
-    heap, tables = transport.heap, [tuned.table(spec.compute_dtype) for spec in described.specs]
+    heap, tables = transport.heap, [tuned.table(spec.compute_dtype) if tuned else () for spec in described.specs]
     on_demand = described.read_on_demand(device.mesh_device, tables)
     staging = Staging(transport.streams.device)
     wholes = _whole_tensors(plan, heap, transport.streams, on_demand, device)
@@ -277,7 +284,7 @@ def _whole_tensors(
 
     `on_demand`: numbers of those that are never gathered; their tensors have no memory.
     """
-    if not heap.apart:
+    if isinstance(heap, SharedMemoryHeap) and not heap.apart:
         return [(heap.whole(region), None) for region in plan.compute]
     found: dict[int, tuple[torch.Tensor, GatheredParameters | None]] = {}
     for number in on_demand:
@@ -306,8 +313,8 @@ def _whole_tensors(
     return [found[number] for number in range(len(plan.parameters))]
 
 
-def _warn(plan: Plan, tuned: Tuned) -> None:
-    if tuned.unused is not None:
+def _warn(plan: Plan, tuned: Tuned | None) -> None:
+    if tuned is not None and tuned.unused is not None:
         warnings.warn(tuned.unused, stacklevel=3)
     low = [s for s in plan.parameters if s.reduce_dtype is not None and s.master_dtype in ("bfloat16", "float16")]
     if low:

@@ -129,7 +129,7 @@ def test_timeline_text_shows_busy_idle_and_lengths():
 
 def test_chrome_trace_nests_names_and_units(tmp_path):
     tracks = {"FSDP2": odc_like(1, start_s=1e5 + 1 / 3), "ODC": odc_like(2)}
-    tracks["ODC"].insert(0, span(0, "accumulate", 51.0, 51.25))  # starts with its backward
+    tracks["ODC"].insert(0, span(0, "publish", 51.0, 51.25))  # starts with its backward
     save_trace(tracks, tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
     names = {(e["name"], e["pid"], e["tid"]): e["args"] for e in trace["traceEvents"] if e["ph"] == "M"}

@@ -15,12 +15,14 @@ from odc_kernels.tiles import LinearTile, WgradTile
 from odc_triton import fully_shard, minibatch
 from odc_triton.base.errors import RanksDiffer
 from odc_triton.engine.api import engine_of
+from odc_triton.machine.topology import Place
 from odc_triton.nn.choice import TABLE, as_choice, choose
 from odc_triton.nn.replace import replace_layers
-from odc_triton.nn.tuned import Line, Place, Tuned, default_folder, load, save
+from odc_triton.nn.tuned import Line, Tuned, default_folder, load
 from odc_triton.tools.cli.command import main
 from odc_triton.tools.tune import TuneOptions, run_tune
 from odc_triton.tools.tune.candidates import decide, tiles, ways
+from odc_triton.tools.tune.save import save
 from odc_triton.tools.tune.workload import Workload, workloads_of
 from tests.cli.test_profile import CONFIG, launch_among_tests
 from tests.support import ranks

@@ -18,7 +18,7 @@ def work(what: str, folder: str) -> dict:
         import torch
         import torch.distributed as dist
 
-        from odc_triton.comm.local_store import rendezvous_url
+        from odc_triton.comm.process_group import rendezvous_url
 
         dist.init_process_group("gloo", rendezvous_url())
         total = torch.tensor([rank + 1.0])

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
+from odc_triton.engine.exact import ExactSums
 from odc_triton.hf import enable_packing, summed_losses
 from odc_triton.nn.replace import replace_layers
 from odc_triton.packs.collate import count_target_tokens, pack_collate, to_device
@@ -84,6 +85,6 @@ def test_exact_sums_wait_once_for_all_parameters(layers: int) -> None:
         for parameter in model._odc_engine.parameters:
             parameter.shard.touched = True
         with HostWaits(model) as waits:
-            added = model._odc_engine.participant("exact").exit()
+            added = model._odc_engine.participant(ExactSums).exit()
     assert len(added) == 2 * layers
     assert sum(waits.found.values()) == 1

@@ -321,7 +321,7 @@ def test_a_deadline_that_passes_because_a_rank_died() -> None:
 def test_a_rank_in_a_cycle_of_waits_is_its_own_root(waits: dict[int, int], roots: list[int]) -> None:
     barrier = Barrier(store=dist.HashStore(), rank=0, world=4, timeout_s=1.0)
     barrier._reached = SimpleNamespace(seen=lambda: [0] * 4)
-    barrier.blocked_on = waits.get
+    barrier.blocked_on += [{0: 1}.get, waits.get]  # each feature's
     assert barrier.root_cause([1]) == roots
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc_triton.comm.local_store import rendezvous_url
+from odc_triton.comm.process_group import rendezvous_url
 from odc_triton.jobs.launcher.launch import launch
 from tests.engine.test_host_waits import _PACKS, LAYERS, _packs
 from tests.gpu.launched import Blocks, launched, one_step

@@ -31,7 +31,7 @@ def _steps(rank: int, world: int, setup: Setup) -> tuple[list[dict[str, torch.Te
     model = sharded(setup, rank)
     plain = step_on(model, setup, rank)[1]
     offload_checkpoints(model)
-    offloaded, counts = engine_of(model).participant("offload"), []
+    offloaded, counts = engine_of(model).participant(OffloadedCheckpoints), []
     found = step_on(model, setup, rank)[1]
     counts.append(offloaded.sent_bytes)
     with pytest.raises(Exception, match=r"3 GiB|failed"):
@@ -77,7 +77,7 @@ def _two_forwards(rank: int, world: int) -> None:
     wanted = [gradient(order) for order in ((0, 1), (1, 0))]
     offload_checkpoints(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})  # as Trainer does when it begins
-    offloaded = engine_of(model).participant("offload")
+    offloaded = engine_of(model).participant(OffloadedCheckpoints)
     for order, want in zip(((0, 1), (1, 0)), wanted, strict=True):
         assert all(map(torch.equal, gradient(order), want))
     gc.collect()
@@ -128,7 +128,7 @@ def _private_bytes(rank: int, world: int) -> tuple[int, int, int]:
     held()
     without = held()
     offload_checkpoints(model)
-    return without, held(), engine_of(model).participant("offload").sent_bytes
+    return without, held(), engine_of(model).participant(OffloadedCheckpoints).sent_bytes
 
 
 def test_bytes_leave_the_private_memory() -> None:

@@ -280,9 +280,9 @@ X = torch.randn(2, 3, 32)
         (lambda: Embedding(3, 4, choice="embedding=staged"), "'staged' is not known here; give 'auto' or some of"),
         (lambda: Attention(32, 4, 3), "4 heads of q can't share 3 of k and v evenly"),
         (lambda: Attention(30, 4), "hidden_size 30 is not a multiple of 4 heads; give head_dim"),
-        (lambda: LMHead(4, 7).log_probs(torch.randn(2, 5), torch.tensor([1, 1])), r"h is .*\(2, 5\).*give .*\(2, 4\)"),
-        (lambda: LMHead(4, 7).log_probs(torch.randn(2, 4), torch.tensor([1])), r"targets are \(1,\).*give \(2,\)"),
-        (lambda: LMHead(4, 7).double().log_probs(torch.randn(2, 4), torch.tensor([1, 1])), "float64; give float32"),
+        (lambda: LMHead(4, 7)(torch.randn(2, 5)).log_probs(torch.tensor([1, 1])), r"h is .*\(2, 5\).*\(7, 4\) give"),
+        (lambda: LMHead(4, 7)(torch.randn(2, 4)).log_probs(torch.tensor([1])), r"targets are \(1,\).*give \(2,\)"),
+        (lambda: LMHead(4, 7).double()(torch.randn(2, 4)).log_probs(torch.tensor([1, 1])), "float64; give float32"),
         (
             lambda: fully_shard(Attention(48, 2, choice="triton"))(torch.randn(1, 3, 48), *_rope(3, 24)),
             "head_dim is 24",

@@ -18,6 +18,7 @@ from odc_triton.engine.api import engine_of
 from odc_triton.hf import compute_in_chunks, enable_packing, offload_checkpoints, summed_loss
 from odc_triton.plan.line import Strip, zigzag
 from odc_triton.plan.pieces import SplitPlan
+from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.tools.memory.footprint import memory_plan
 from tests.support import ranks
 from tests.support.parity import TRANSFORMS
@@ -87,7 +88,7 @@ def _most(rank: int, world: int, cells: list[tuple[int, bool]]) -> list[tuple[in
         for _ in range(2):
             with minibatch(model, tokens=1, split=plan), LiveBytes() as live:
                 summed_loss(model, pack).backward()
-        own, split = engine_of(model).heap, engine_of(model).participant("split").buffers.heap
+        own, split = engine_of(model).heap, engine_of(model).participant(SequenceExchange).buffers.heap
         found.append((live.most, split.size_bytes, own.size_bytes - own._data_offset))
     return found
 

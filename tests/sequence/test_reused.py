@@ -16,6 +16,7 @@ from odc_triton.engine.api import engine_of
 from odc_triton.engine.unit import in_backward_pass
 from odc_triton.sequence.attention import Pair
 from odc_triton.sequence.buffers import LayerShape, slots_of
+from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.sequence.layer import RowsOfOthers
 from tests.support import ranks
 from tests.support.splitting import Setup, build, plain, sharded, step_on
@@ -26,7 +27,7 @@ SIX = (("num_hidden_layers", 6),)
 def _reads_late(rank: int, world: int, setup: Setup, when: str, at_layer: int) -> tuple[bool, dict[str, torch.Tensor]]:
     """Rank 1 stays between two runs of rank 0's keys until rank 0 waits or is at the exit; whether it did."""
     model, each, stayed = sharded(setup, rank), RowsOfOthers.each, []
-    barrier, waits = engine_of(model).barrier, engine_of(model).participant("split").sync.waits._waits
+    barrier, waits = engine_of(model).barrier, engine_of(model).participant(SequenceExchange).sync.waits._waits
 
     def late(self: RowsOfOthers, *, backward: bool = False) -> Iterator[tuple[int, Pair]]:
         now = "backward" if backward else "again" if in_backward_pass() else "forward"
@@ -64,7 +65,9 @@ def test_a_late_reader_never_sees_the_next_layers_rows(backend: str) -> None:
     [("checkpointing", None, 2), ("checkpointing", 1, 1), ("checkpointing", 9, 6), ("none", None, 6), ("none", 3, 3)],
 )
 def test_rows_of_so_many_layers_are_kept(change: str, in_flight: int | None, buffers: int) -> None:
-    exchange = engine_of(sharded(Setup(change=change, sizes=SIX, in_flight=in_flight), rank=0)).participant("split")
+    exchange = engine_of(sharded(Setup(change=change, sizes=SIX, in_flight=in_flight), rank=0)).participant(
+        SequenceExchange
+    )
     kept = {each.data_ptr() for buffer in exchange.buffers._buffers for kind in buffer for each in kind}
     assert len(kept) == 4 * buffers
     assert exchange.buffers.stays == [layer >= 6 - buffers for layer in range(6)]
@@ -88,13 +91,13 @@ def test_layers_in_torchs_wrapper(together: int, buffers: int) -> None:
     layers = [*model.model.layers] if together == 1 else [*map(_Two, model.model.layers[::2], model.model.layers[1::2])]
     model.model.layers = nn.ModuleList(map(checkpoint_wrapper, layers))
     enable_split(fully_shard(model), tokens=8)
-    assert len(engine_of(model).participant("split").buffers._buffers) == buffers
+    assert len(engine_of(model).participant(SequenceExchange).buffers._buffers) == buffers
 
 
 def test_a_frozen_model_has_two_buffers_and_none_of_gradients() -> None:
     model = fully_shard(build(Setup(sizes=SIX), replaced=True).requires_grad_(False))
     enable_split(model, tokens=8)
-    assert [len(kinds) for kinds in engine_of(model).participant("split").buffers._buffers] == [2, 2]
+    assert [len(kinds) for kinds in engine_of(model).participant(SequenceExchange).buffers._buffers] == [2, 2]
 
 
 def test_layers_of_one_shape_take_turns() -> None:

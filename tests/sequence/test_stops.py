@@ -122,7 +122,7 @@ def _is_stopped(process: psutil.Process) -> bool:
 
 def _end_the_deadline(model: torch.nn.Module, stop: Stop, rank: int, victim: psutil.Process) -> None:
     """Once the victim stands still and all others wait, whatever the machine's speed; first on other replicas."""
-    engine, waits = model._odc_engine, model._odc_engine.participant("split").sync.waits._waits
+    engine, waits = model._odc_engine, model._odc_engine.participant(SequenceExchange).sync.waits._waits
 
     def all_wait() -> bool:
         at_exit = [reached > engine.barrier.passed for reached in engine.barrier._reached.seen()]
@@ -147,7 +147,7 @@ def _beside_one_that_stops(rank: int, world: int, stop: Stop, backend: str) -> t
     victim = psutil.Process(pids[stop.victim]["pid"])
     if stop.signal == signal.SIGSTOP:
         Thread(target=_end_the_deadline, args=(model, stop, rank, victim), daemon=True).start()
-    _stops(stop, rank, victim, model._odc_engine.participant("split").buffers.heap)
+    _stops(stop, rank, victim, model._odc_engine.participant(SequenceExchange).buffers.heap)
     with pytest.raises(OfRanks) as caught:
         repeating(lambda: step_on(model, setup, rank, deal=stop.deal))
     return f"{type(caught.value).__name__}: {caught.value}", caught.value.ranks

@@ -19,6 +19,7 @@ from odc_triton import MinibatchFailed, enable_split, fully_shard
 from odc_triton.base.errors import OfRanks
 from odc_triton.hf import summed_loss
 from odc_triton.plan.pieces import Piece, SplitPlan
+from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.sequence.sums import SampleSums
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S
@@ -141,7 +142,7 @@ def _beside_one_that_ends(rank: int, world: int, deal: Dealt, where: str, victim
 
     def end_the_deadline() -> None:
         when_it_has_ended()
-        waits, kv_waits = sums._waits, engine.participant("split").sync.waits._waits
+        waits, kv_waits = sums._waits, engine.participant(SequenceExchange).sync.waits._waits
 
         def all_wait() -> bool:
             at_exit = [reached > engine.barrier.passed for reached in engine.barrier._reached.seen()]

@@ -142,7 +142,7 @@ def test_checkpointed_layers_without_gradients_need_no_backward() -> None:
 def test_a_drain_waits_for_split_sequences_and_looks_at_their_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ODC_SIMULATED_STREAMS", "late")
     engine, seen = sharded(Setup(backend="cpu-sharded"), rank=0)._odc_engine, []
-    exchange = engine.participant("split")
+    exchange = engine.participant(SequenceExchange)
     exchange.streams.after_adds(lambda: seen.append("added"))
     exchange.sync.check = lambda: seen.append("looked")
     engine.drain("a test")

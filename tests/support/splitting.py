@@ -19,6 +19,7 @@ from odc_triton.engine.api import engine_of
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.packs.enable import innermost
 from odc_triton.plan.pieces import Entry, MinibatchPacks, Piece, SplitPlan
+from odc_triton.sequence.exchange import SequenceExchange
 from tests.support.families import causal_lm
 from tests.support.parity import REPLACING, TRANSFORMS
 from tests.support.replicas import mesh_of
@@ -158,7 +159,7 @@ def sharded(setup: Setup, rank: int, tokens: int = 48) -> nn.Module:
         mesh = mesh_of((setup.replicas, len(DEALS[setup.deal]) // setup.replicas))
     model = fully_shard(build(setup, replaced=True), backend=setup.backend, mp_policy=policy, mesh=mesh)
     enable_split(model, tokens=tokens * setup.scale, layers_in_flight=setup.in_flight)
-    engine_of(model).participant("split").run_tokens = setup.run_tokens
+    engine_of(model).participant(SequenceExchange).run_tokens = setup.run_tokens
     return model
 
 

@@ -26,7 +26,7 @@ def odc_like(minibatches=2, start_s=50.0):
             events += [
                 span(rank, "forward", t, t + 1, minibatch, 0),
                 span(rank, "backward", t + 1, t + busy_s, minibatch, 0),
-                span(rank, "accumulate", t + 1.5, t + 2, minibatch, 0),
+                span(rank, "publish", t + 1.5, t + 2, minibatch, 0),
                 span(rank, "wait", t + busy_s, t + 4, minibatch, label="gradients landed"),
                 span(rank, "step", t + 4, t + 5, minibatch),
                 span(rank, "wait", t + 5, t + 5, minibatch, label="parameters readable"),

@@ -27,12 +27,12 @@ from odc_triton.jobs.train.model import build_model, replace
 from odc_triton.jobs.train.sft_options import SftOptions
 from odc_triton.jobs.train.sft_run import SftRun
 from odc_triton.nn import LMHead
-from odc_triton.nn.tuned import save
 from odc_triton.packs.collate import count_target_tokens, pack_collate
 from odc_triton.plan.decoder import Decoder
 from odc_triton.sharding.agree import default_mesh
 from odc_triton.sharding.backend import CpuBackend
 from odc_triton.sharding.shard_module import fully_shard
+from odc_triton.tools.tune.save import save
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.sft_case import QWEN2, case, write_case

@@ -96,8 +96,8 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
     """Runs `function(*args)` in `ranks` new processes and returns what each returned, by rank.
 
     The processes find RANK, WORLD_SIZE and LOCAL_RANK in their environment, as under torchrun, and each other through
-    `local_store.rendezvous_url()`, which no other user can reach. They die with this process. When one fails the others
-    have a second to find out, then they get SIGTERM, and SIGKILL 10 s later.
+    `process_group.rendezvous_url()`, which no other user can reach. They die with this process. When one fails the
+    others have a second to find out, then they get SIGTERM, and SIGKILL 10 s later.
     SIGTERM and Ctrl-C are passed on to the ranks, which may take their time to end; a second one kills them.
 
     Raises RuntimeError with the error of the rank that failed first, in one line (without naming a rank if all failed
@@ -224,11 +224,11 @@ class LocalRanks:
         """
         work = pickle.dumps((function, args))
         with handling(self.on_signal, *STOPS), _store() as store:  # it has threads: after the forks
-            from ...comm.local_store import NAME
+            from ...comm.process_group import STORE
 
             for each in self._running.values():
                 with contextlib.suppress(OSError):  # that rank has died: see `_on_end`
-                    each.connection.send(({NAME: store}, work))
+                    each.connection.send(({STORE: store}, work))
             self._wait(timeout_s)
         self._raise_failure()
         messages = (self._started[rank].message for rank in range(self.ranks))
@@ -362,6 +362,8 @@ def _rank(connection: Connection, preload: str | None, environment: dict[str, st
             import_module(preload)
         variables, work = connection.recv()
         os.environ.update(variables)
+        from ...comm import local_store  # noqa: F401  torch knows the store from here on
+
         function, args = pickle.loads(work)  # imports what the work needs
         message = "value", pickle.dumps(function(*args))
     except Exception as error:

@@ -35,7 +35,6 @@ COLOURS = {
     UNRECORDED: ("#F9BFA6", "nothing recorded (idle too)"),
     "step": ("#2B2B33", "optimizer step"),
     "publish": ("#C6C6CA", "publishing parameters"),
-    "accumulate": ("#3FA79A", "adding gradients to their owners"),
     "backward": ("#4F86B8", "backward"),
     "forward": ("#B5D3EA", "forward"),
     "scoring": ("#8E7CC3", "rewards"),

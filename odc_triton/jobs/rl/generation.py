@@ -57,8 +57,7 @@ class CompletionEngine(Protocol):
         ...
 
     def abort(self) -> None:
-        """Ends what other threads have asked for, which raises there. Only where it samples remotely."""
-        ...
+        """Ends what other threads have asked for, which raises there; nothing where it does not sample remotely."""
 
     def close(self) -> None:
         """Frees the engine's resources."""

@@ -20,12 +20,12 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from ...engine.module import ODCModule
 from ...nn.modes import evaluating
 from ...packs.router_loss import router_weight
-from .generation import Request, Sampled, SamplingOptions
+from .generation import CompletionEngine, Request, Sampled, SamplingOptions
 
 _POLL_S = 0.5
 
 
-class TransformersEngine:
+class TransformersEngine(CompletionEngine):
     """Samples from `model`, sharded.
 
     `should_stop`, called about twice a second, may raise; if it returns True, decoding stops.

@@ -13,11 +13,11 @@ from ...base.environment import environment
 from ...base.errors import GenerationFailed
 from ...checkpoint.pretrained_tensors import PretrainedTensors
 from ..vllm.policy_server import OLDEST, difference, is_too_old
-from .generation import Request, Sampled, SamplingOptions
+from .generation import CompletionEngine, Request, Sampled, SamplingOptions
 from .vllm_sampling import parameters, sampled
 
 
-class VllmColocate:
+class VllmColocate(CompletionEngine):
     """A `CompletionEngine` of this rank alone: vLLM has the whole model of `folder` on this rank's device.
 
     `dtype`: the policy's compute dtype. `memory`: the part of the device's memory that vLLM takes, for weights and

@@ -10,13 +10,13 @@ from torch import nn
 from ...base.errors import GenerationFailed
 from ...policy.offer import PolicyOffer, offer_policy
 from ..vllm.policy_server import SHORT_S, PolicyServer
-from .generation import Request, Sampled, SamplingOptions
+from .generation import CompletionEngine, Request, Sampled, SamplingOptions
 from .vllm_sampling import parameters, sampled
 
 _TOGETHER = 256  # requests in flight per rank: vLLM batches them
 
 
-class VllmServer:
+class VllmServer(CompletionEngine):
     """A `CompletionEngine` on the vLLM server at `address`, such as http://127.0.0.1:8000; nothing is sent elsewhere.
 
     `timeout_s`: of each request: a completion, or a part of reading the policy.

@@ -21,6 +21,7 @@ from ...base.errors import OfRanks, in_a_line
 from ...checkpoint import load_pretrained_shards
 from ...checkpoint.pretrained_tensors import require_written
 from ...engine.api import engine_of
+from ...nn.tuned import default_folder, load
 from ...packs.enable import innermost
 from ...packs.offload import offload_checkpoints
 from ...plan.cost import CostModel
@@ -99,7 +100,9 @@ def _sharded(
     require_written(model)
     decoder = Decoder.of(innermost(model).config.get_text_config())
     key = f"{'bfloat16' if options.dtype == 'bf16' else 'float32'}: {decoder.words}"
-    if (factor := engine_of(model).attention.get(key, 1.0)) != 1.0:
+    engine = engine_of(model)
+    own = load(engine.place(), default_folder()).attention.get(key, 1.0)
+    if (factor := engine.exchange("attention's measured cost", {"factor": own})[0]["factor"]) != 1.0:
         cost = replace(cost, quadratic=factor * cost.quadratic)
         if rank == 0 and not frozen:
             print(f"attention is planned by its measured cost, {factor:.2f} of its FLOPs'", flush=True)

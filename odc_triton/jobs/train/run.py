@@ -18,6 +18,7 @@ from ...base.events import Event, total_s
 from ...checkpoint.repeat import repeating
 from ...engine.api import engine_of, learn_nothing
 from ...engine.minibatch import StepPart
+from ...packs.offload import OffloadedCheckpoints
 from ...packs.reference import Teacher
 from ...plan.counter import store_counter
 from ...plan.queue import Counter, OwnCounter
@@ -164,7 +165,7 @@ class Run(ABC):
         metrics = {"step": state.step, **metrics, "skipped": state.skipped}
         if self.engine.deterministic:
             metrics["repeated"] = state.repeated
-        if (offloaded := self.engine.participant("offload")) is not None:
+        if (offloaded := self.engine.participant(OffloadedCheckpoints)) is not None:
             metrics["offloaded_bytes"] = offloaded.sent_bytes  # of this rank
         if state.skipped > self.options.max_skipped:
             raise TooManySkipped(

@@ -29,6 +29,7 @@ from ...plan.sampler import MinibatchSampler
 from ...plan.split import assign_split, readable_tokens
 from ...plan.strategies import assign_one
 from ...sequence.enable import enable_split, split_forward
+from ...sequence.exchange import SequenceExchange
 from ..data.dataset import Samples
 from .metrics import Metrics
 from .run import Run, shared_counter
@@ -266,7 +267,7 @@ class SftRun(Run):
                     [lengths[index] for index in some],
                     ranks=grid.world,
                     replicas=grid.replicas,
-                    tokens=self.engine.participant("split").tokens,
+                    tokens=self.engine.participant(SequenceExchange).tokens,
                     names=some,
                     extra=of(extra, some),
                     floors=of(data.floors, some),

@@ -30,6 +30,7 @@ from ...plan.fields import TOKEN_TYPES
 from ...plan.sampler import MinibatchSampler
 from ...plan.strategies import assign_one
 from ...plan.tower import TowerCost
+from ...sequence.exchange import SequenceExchange
 from .picture_records import PictureRecords, has_picture_records
 from .sft_metrics import append, token_losses
 from .sharded_trainer import ShardedTrainer
@@ -105,7 +106,7 @@ class ODCTrainer(ShardedTrainer):
         # Of this rank: loss, entropy, most likely targets, targets, routers' auxiliary losses.
         self._sums = torch.zeros(5, dtype=torch.float64, device=self.args.device)
         self._all_samples = 0  # of all ranks in this minibatch
-        pieces = self._engine.participant("split")
+        pieces = self._engine.participant(SequenceExchange)
         self._split_tokens = pieces.tokens if split and pieces is not None else 0
         if split and not self._split_tokens:
             raise ValueError("split=True: call odc_triton.enable_split(model, tokens=…) after fully_shard")

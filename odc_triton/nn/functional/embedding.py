@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from odc_kernels.peers import PeerShards
 
 from ..choice import AUTO
-from ..operand import chosen, resolve
-from .whole import handle, whole_weight
+from ..operand import resolve
+from .whole import chosen, handle, whole_weight
 
 
 def embedding(

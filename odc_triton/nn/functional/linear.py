@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from odc_kernels.peers import PeerShards
 
 from ..choice import AUTO, Choice
-from ..operand import ShardedOperand, chosen, resolve
-from .whole import handle, operand, read_whole, whole_weight
+from ..operand import ShardedOperand, resolve
+from .whole import chosen, handle, operand, read_whole, whole_weight
 
 
 def linear(

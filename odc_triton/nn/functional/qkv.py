@@ -11,9 +11,9 @@ import torch
 from odc_kernels.peers import PeerShards
 
 from ..choice import AUTO, Choice, is_by_kernel
-from ..operand import ShardedOperand, chosen, resolve
+from ..operand import ShardedOperand, resolve
 from .linear import linear, matrix
-from .whole import operand, table_of
+from .whole import chosen, operand, table_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..choice import TABLE, Entry
-from ..operand import resolve
+from ..choice import TABLE, Choice, Entry, choose
+from ..operand import ShardedOperand, resolve
 
 # Tensor attributes that need elements; all others, and these methods, don't.
 _VIEWS = frozenset(("H", "T", "data", "imag", "mH", "mT", "real"))
@@ -105,3 +105,9 @@ def table_of(parameter: torch.Tensor) -> tuple[Entry, ...]:
 def handle(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """Its handle; see [Note: handles]."""
     return None if parameter is None else parameter._odc_handle
+
+
+def chosen(operator: str, weight: ShardedOperand, tokens: int, device: torch.device, choice: str) -> Choice:
+    """The implementation of an operator on this weight for this many tokens."""
+    where = {"shape": weight.shape, "tokens": tokens, "device_type": device.type}
+    return choose(operator, **where, given=choice, table=weight.table)

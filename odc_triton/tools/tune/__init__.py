@@ -87,11 +87,12 @@ def run_tune(options: TuneOptions) -> str | None:
     import torch
 
     from ...comm.replicas import grid_of
-    from ...nn.tuned import OFF, VARIABLE, save
+    from ...nn.tuned import OFF, VARIABLE
     from ...plan.decoder import Decoder
     from ...sharding.agree import default_mesh, watched_barrier
     from ...sharding.backend import backend_of
     from .attention import measure_attention
+    from .save import save
     from .trial import Trial
     from .workload import workloads_of
 
