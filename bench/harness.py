@@ -23,10 +23,11 @@ from odc_triton.base.events import Event
 from odc_triton.comm.process_group import rendezvous_url
 from odc_triton.jobs.data.dataset import TokenizedDataset
 from odc_triton.packs.collate import PackedDataset, count_target_tokens, pack_collate, to_device
-from odc_triton.plan.pieces import MinibatchPacks
+from odc_triton.plan.plan import MinibatchPacks
+from odc_triton.plan.planner import SPLIT, make_plan
 from odc_triton.plan.relatives import find_relatives
-from odc_triton.plan.split import assign_split, readable_tokens
-from odc_triton.tools.simulate.job import SPLIT
+from odc_triton.plan.samples import Limits, Samples
+from odc_triton.plan.split import readable_tokens
 
 from . import quiet, trees
 from .variants import Pack, Setting, Variant
@@ -164,8 +165,9 @@ def deal(
     lengths = [int(data.lengths[index]) for index in samples]
     how = {"ranks": ranks, "token_cap": work.token_cap, "cost": cost}
     if balance == SPLIT:
-        split = assign_split(lengths, tokens=split_tokens(work, ranks), names=samples, **how)
-        dealt = [MinibatchPacks.of(split.packs(rank), split.plan) for rank in range(ranks)]
+        limits = Limits(ranks=ranks, token_cap=work.token_cap, split_tokens=split_tokens(work, ranks))
+        plan = make_plan(Samples.of(limits.checked(lengths), cost, names=samples), limits, SPLIT)
+        dealt = [plan.packs(rank) for rank in range(ranks)]
     elif balance in trees.WAYS:
         data = [data[index] for index in samples]
         dealt = trees.assign_trees(balance, lengths, find_relatives(data), **how)
@@ -187,7 +189,7 @@ def train_minibatch(variant: Variant, work: Work, data: Any, cost: CostModel, in
 def timed(variant: Variant, own: Sequence[Pack], total: int, number: int) -> Minibatch:
     """Trains this rank's packs of a minibatch with `total` targets; starts with a barrier of all ranks. Collective."""
     setting = variant.setting
-    own = MinibatchPacks.of((to_device(pack, setting.here) for pack in own), getattr(own, "split", None))
+    own = MinibatchPacks.like(own, (to_device(pack, setting.here) for pack in own))
     variant.start_minibatch(number)
     setting.synchronize()
     gather(None)  # a barrier

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from odc_triton.balance import CostModel
+from odc_triton.plan import planner
 from odc_triton.plan.partition import balanced_partition
-from odc_triton.plan.pieces import MinibatchPacks
+from odc_triton.plan.plan import MinibatchPacks
+from odc_triton.plan.planner import make_plan
 from odc_triton.plan.relatives import Relatives
-from odc_triton.plan.shared import assign_shared
+from odc_triton.plan.samples import Limits, Samples
 
 TREES, REPEATED, SHARED = "trees", "repeated", "shared"
 WAYS = (TREES, REPEATED, SHARED)  # relatives on one rank; the best that reads nothing of other ranks; the best
@@ -26,8 +28,9 @@ def assign_trees(
     how = {"ranks": ranks, "token_cap": token_cap, "cost": cost}
     if way == TREES:
         return _tree_per_rank(lengths, relatives, **how)
-    made = assign_shared(lengths, relatives, tokens=shared_tokens(relatives) if way == SHARED else 0, **how)
-    return [MinibatchPacks.of(packs, made.plan) for packs in made.packs]
+    limits = Limits(ranks=ranks, token_cap=token_cap, split_tokens=shared_tokens(relatives) if way == SHARED else 0)
+    plan = make_plan(Samples.of(limits.checked(lengths), cost, prefixes=relatives), limits, planner.SHARED)
+    return [plan.packs(rank) for rank in range(ranks)]
 
 
 def _tree_per_rank(

@@ -35,9 +35,9 @@ from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.jobs.reports.fsdp2_record import TimedComm
 from odc_triton.packs.collate import Pack, pack_collate
 from odc_triton.plan.fields import IGNORED
+from odc_triton.plan.planner import SPLIT
 from odc_triton.sequence.enable import enable_split
 from odc_triton.sharding.shard_module import fully_shard
-from odc_triton.tools.simulate.job import SPLIT
 
 from .trees import REPEATED, SHARED, TREES
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from odc_triton.balance import CostModel, assign
-from odc_triton.plan.pieces import Entry, Piece
-from odc_triton.plan.split import assign_split, readable_tokens
+from odc_triton.balance import CostModel
+from odc_triton.plan.pieces import Entry
+from odc_triton.plan.planner import SPLIT, make_plan
+from odc_triton.plan.samples import Limits, Samples
+from odc_triton.plan.split import readable_tokens
 from odc_triton.simulate import Job, Links, simulate
-from odc_triton.tools.simulate.job import SPLIT
+from odc_triton.tools.simulate.job import sizes_of
 
 FORWARD_SHARE = 1 / 3
 
@@ -90,13 +92,7 @@ class Cell:
 
     def assigned(self, way: Way, index: int, ranks: int) -> list[list[list[Entry]]]:
         """Every rank's packs of minibatch `index`."""
-        given = {"ranks": ranks, "token_cap": self.token_cap, "cost": self.cost}
-        if way.balance == SPLIT:
-            given |= {"tokens": self.split_tokens(ranks), "replicas": self.hosts}
-            split = assign_split(self.minibatches[index], **given)
-            return [split.packs(rank) for rank in range(ranks)]
-        return assign(self.minibatches[index], balance=way.balance, **given)
-
-
-def sizes_of(pack: Sequence[Entry], lengths: Sequence[int]) -> list[int | Piece]:
-    return [each if isinstance(each, Piece) else lengths[each] for each in pack]
+        over = {"replicas": self.hosts, "split_tokens": self.split_tokens(ranks)} if way.balance == SPLIT else {}
+        limits = Limits(ranks=ranks, token_cap=self.token_cap, **over)
+        plan = make_plan(Samples.of(limits.checked(self.minibatches[index]), self.cost), limits, way.balance)
+        return [plan.packs(rank) for rank in range(ranks)]

@@ -36,12 +36,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from odc_triton import enable_split, fully_shard, minibatch, replace_layers
-from odc_triton.balance import CostModel, PackedDataset, count_target_tokens, pack_collate
+from odc_triton.balance import CostModel, PackedDataset, pack_collate
 from odc_triton.engine.api import engine_of
 from odc_triton.hf import compute_in_chunks, enable_packing, summed_loss
 from odc_triton.jobs.launcher.launch import launch
 from odc_triton.plan.line import LEAST_TOKENS
-from odc_triton.plan.split import assign_split
+from odc_triton.plan.planner import SPLIT, make_plan
+from odc_triton.plan.samples import Limits, Samples
 from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.tools.memory.footprint import memory_plan
 
@@ -83,19 +84,17 @@ def build(layers: int, device: str = "cpu") -> nn.Module:
 
 def packs_of(length: int, rank: int, world: int) -> Any:
     cost, tokens = CostModel.from_config(Qwen3Config(**_CONFIG)), -(-length // world) + LEAST_TOKENS
-    deal = assign_split([length], ranks=world, token_cap=tokens, tokens=tokens, cost=cost)
+    limits = Limits(ranks=world, token_cap=tokens, split_tokens=tokens)
+    plan = make_plan(Samples.of(limits.checked([length]), cost), limits, SPLIT)
     ids = torch.randint(3, _CONFIG["vocab_size"], (length,), generator=torch.Generator().manual_seed(1))
-    made = PackedDataset([{"input_ids": ids, "labels": ids.clone()}]).__getitems__(deal.packs(rank))
-    packs = pack_collate(made)
-    packs.split = deal.plan
-    return packs
+    return pack_collate(PackedDataset([{"input_ids": ids, "labels": ids.clone()}]).__getitems__(plan.packs(rank)))
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, packs: Any) -> float:
     """Seconds, from barrier to barrier."""
     dist.barrier()
     start_s = time.monotonic()
-    with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:
+    with minibatch(model, plan=packs) as mb:
         for pack in packs:
             (summed_loss(model, pack) / mb.tokens).backward()
     optimizer.step()

@@ -25,12 +25,12 @@ from odc_triton.base.events import total_s
 from odc_triton.engine.api import engine_of
 from odc_triton.engine.minibatch import minibatch
 from odc_triton.plan.pieces import Piece, SplitPlan
+from odc_triton.plan.planner import SPLIT
 from odc_triton.sequence.buffers import KVBuffers, LayerShape
 from odc_triton.sequence.exchange import SequenceExchange, Span
 from odc_triton.sequence.layer import LayerSplit, RowsOfOthers
 from odc_triton.sequence.sync import HostSync
 from odc_triton.sharding.shard_module import fully_shard
-from odc_triton.tools.simulate.job import SPLIT
 
 from ..harness import in_turn, open_job
 from .cells import FORWARD_SHARE, Cell, Way, sizes_of

@@ -23,7 +23,8 @@ from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
 from odc_triton.engine.api import engine_of
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.jobs.launcher.launch import die_with_parent, end_process
-from odc_triton.plan.pieces import Entry, MinibatchPacks, Piece, SplitPlan
+from odc_triton.plan.pieces import Entry, Piece
+from odc_triton.plan.plan import Plan
 
 from .hosts_net import INTERFACE, Hosts
 
@@ -122,9 +123,9 @@ def sharded(timeout_s: float, replicas: int) -> nn.Module:
 
 def compute(model: nn.Module, deal: Deal, rank: int, seed: int) -> None:
     """One minibatch."""
-    mine = MinibatchPacks.of(deal.packs[rank], SplitPlan.of(deal.packs, replicas=engine_of(model).grid.replicas))
-    packs = pack_collate(PackedDataset(samples(deal, seed)).__getitems__(mine))
-    with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:
+    plan = Plan.by_hand(deal.packs, replicas=engine_of(model).grid.replicas)
+    packs = pack_collate(PackedDataset(samples(deal, seed)).__getitems__(plan.packs(rank)))
+    with minibatch(model, plan=packs) as mb:
         for pack in packs:
             (summed_loss(model, pack) / mb.tokens).backward()
 

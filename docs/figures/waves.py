@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from odc_triton.balance import CostModel
 from odc_triton.plan.pieces import Piece
-from odc_triton.plan.split import assign_split
+from odc_triton.plan.samples import Limits, Samples
+from odc_triton.plan.split import split_plan
 
 from .svg import WIDTH, Drawing
 
@@ -15,16 +16,18 @@ LEFT, TOP, HIGH, LANE, GAP = 54, 36, 32, 54, 18
 
 def data() -> dict:
     """Columns: waves, then whole samples. By rank, boxes: the sample, its tokens, the ranks whose rows it reads."""
-    made = assign_split(LENGTHS, ranks=RANKS, token_cap=CAP, tokens=sum(LENGTHS), cost=CostModel.paper_7b())
-    waves = made.plan.waves if made.plan else 0
+    limits = Limits(ranks=RANKS, token_cap=CAP, split_tokens=sum(LENGTHS))
+    made = split_plan(Samples.of(LENGTHS, CostModel.paper_7b()), limits)
+    plan = made.segments
+    waves = plan.waves if plan else 0
 
     def box(entry: Piece | int) -> dict:
         if not isinstance(entry, Piece):
             return {"sample": entry, "tokens": LENGTHS[entry], "reads": []}
-        reads = [each.holder.rank for each in made.plan.reads(entry)]
+        reads = [each.holder.rank for each in plan.reads(entry)]
         return {"sample": entry.sample, "tokens": len(entry), "reads": reads}
 
-    columns = [[[box(entry) for entry in part] for part in wave] for wave in made.waves]
+    columns = [[[box(entry) for entry in part] for part in wave] for wave in zip(*made.ready, strict=True)]
     rest = [[box(entry) for pack in made.packs(rank)[waves:] for entry in pack] for rank in range(RANKS)]
     return {"columns": [*columns, rest], "waves": waves}
 

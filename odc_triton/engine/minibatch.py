@@ -11,7 +11,7 @@ import operator
 import sys
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,6 +29,21 @@ def protocol_of(module: nn.Module) -> Any:
     return protocol
 
 
+class Planned(Protocol):
+    """A rank's part of a plan. `tokens`: its targets, `split`: the plan of segments, `checksum`: of all ranks' samples;
+    each None if it is unknown, or there is none.
+    """
+
+    @property
+    def tokens(self) -> int | None: ...
+
+    @property
+    def split(self) -> Any: ...
+
+    @property
+    def checksum(self) -> int | None: ...
+
+
 class minibatch:
     """One optimizer step's microbatches of this rank, any number of them.
 
@@ -39,6 +54,8 @@ class minibatch:
     `tokens`: this rank's target tokens; `mb.tokens` is then their sum over all ranks and gradients are summed.
     Without it gradients are divided by the world size, as FSDP2 does, and `mb.tokens` raises RuntimeError. Give it
     on all ranks or on none. `split`: `packs.split`, the plan of packs that hold pieces of sequences (`enable_split`).
+    `plan`: instead of both, what a MinibatchSampler yields or `pack_collate` makes of it; ranks that have other samples
+    are then found. With `tokens` it may be packs whose targets are not known.
 
     Enter: waits until every rank's parameters are readable and its gradient shards are zero. Exit: waits until
     every rank's gradients are reduced; `p.grad` is then this rank's shard of the sum, or None on all ranks if no
@@ -48,9 +65,13 @@ class minibatch:
     DeadlineExceeded if a live peer is later than the `timeout` of fully_shard.
     """
 
-    def __init__(self, model: nn.Module, tokens: int | None = None, *, split: Any = None) -> None:
+    def __init__(
+        self, model: nn.Module, tokens: int | None = None, *, split: Any = None, plan: Planned | None = None
+    ) -> None:
         self._engine = protocol_of(model)
-        self._given = {"tokens": tokens, "split": split}
+        self._given = {"tokens": tokens, "split": split, "samples": None}
+        if plan is not None:
+            self._given = _of_plan(plan, tokens, split)
         self._tokens: int | None = None
         self.index: int | None = None  # the number of this minibatch, from 0, the same on every rank
 
@@ -86,14 +107,30 @@ class minibatch:
         self._engine.end(error)
 
 
-def begin_minibatch(model: nn.Module, tokens: int | None = None, *, split: Any = None) -> minibatch:
+def begin_minibatch(
+    model: nn.Module, tokens: int | None = None, *, split: Any = None, plan: Planned | None = None
+) -> minibatch:
     """Enters a minibatch where a `with` block can't be used; `end_minibatch(model)` leaves it."""
-    return minibatch(model, tokens, split=split).__enter__()
+    return minibatch(model, tokens, split=split, plan=plan).__enter__()
 
 
 def end_minibatch(model: nn.Module, error: BaseException | None = None) -> None:
     """Leaves the minibatch that `begin_minibatch` entered. `error`: what a microbatch raised, if anything."""
     protocol_of(model).end(error)
+
+
+def _of_plan(plan: Planned, tokens: int | None, split: Any) -> dict[str, Any]:
+    """The participants' arguments."""
+    if split is not None:
+        raise ValueError("split and plan are given: leave split out, which is the plan's")
+    if not all(hasattr(plan, name) for name in ("tokens", "split", "checksum")):
+        raise TypeError(f"plan is a {type(plan).__name__}; give what a sampler yields, or pack_collate returns")
+    if tokens is None and plan.tokens is None:
+        raise ValueError(
+            "the plan does not know this rank's target tokens: give the packs that pack_collate returns, the sampler's "
+            "`targets`, or minibatch(model, tokens=…, plan=packs)"
+        )
+    return {"tokens": plan.tokens if tokens is None else tokens, "split": plan.split, "samples": plan.checksum}
 
 
 class Participant:
@@ -231,6 +268,29 @@ def _undivided() -> Iterator[None]:
         yield
     finally:
         options["num_steps"] = steps
+
+
+class SameSamples(Participant):
+    """Compares the checksums of the samples that ranks have assigned, where they are known."""
+
+    name = "samples"
+
+    def entry(self, given: int | None) -> int | None:
+        return given
+
+    def entered(self, messages: list[int | None]) -> None:
+        refuse_other_samples(messages)
+
+
+def refuse_other_samples(checksums: Sequence[Any], name: str = "data set") -> None:
+    """Raises RanksDiffer unless all ranks have the same samples; None where they are unknown."""
+    known = [(rank, checksum) for rank, checksum in enumerate(checksums) if checksum is not None]
+    for rank, checksum in known:
+        if checksum != known[0][1]:
+            raise RanksDiffer(
+                f"rank {rank} has other samples than rank {known[0][0]}: give every rank the same {name} in the same "
+                f"order, with the same seed and not split by rank; each rank assigns all samples to the ranks"
+            )
 
 
 class DividedAlike(Participant):

@@ -44,7 +44,7 @@ from ..base.errors import (
 from ..base.events import EventLog
 from ..comm.barrier import Barrier
 from ..comm.replicas import Grid, Replicas
-from .minibatch import Participant, Tokens
+from .minibatch import Participant, SameSamples, Tokens
 from .shard import Shard, Zeros, clear_gradients, copy_masters, reduce_gradients, refuse_edited
 from .steps import Hyperparameters, OptimizerWatch, Publication
 from .transport import AllStreams, Transport
@@ -95,7 +95,7 @@ class Protocol:
         self.tokens, self.hyperparameters = Tokens(self.world), Hyperparameters(self.exchange)
         self.publication = Publication(self.heap, barrier)
         self.participants: list[Participant] = []
-        self.register(self.tokens, self.hyperparameters, self.publication)
+        self.register(self.tokens, SameSamples(), self.hyperparameters, self.publication)
         self.optimizers = OptimizerWatch(self)
         self._zeros: Zeros | None = None  # at the entry of this minibatch, or of the one that is repeated
         self._lost: set[Shard] = set()

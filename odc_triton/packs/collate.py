@@ -75,15 +75,19 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
 
     A pack with pieces has instead of `labels` `shift_labels`, `[1, T]`, where position t has the label of the token
     after it, as a model that shifted them itself would lose the last target of every piece; positions count in the
-    sample; `pieces` is a `Piece` or None for each document. The list's `split` is the minibatch's plan for
-    `minibatch(split=…)`; None if no piece reads another pack's. Its `samples` are the minibatch's, of all ranks; 0 for
-    packs that are not a MinibatchSampler's.
+    sample; `pieces` is a `Piece` or None for each document.
+
+    The list is what `minibatch(model, plan=…)` takes: its `tokens` are the packs' targets. Made of a MinibatchSampler's
+    packs it has their `plan`; `split`, the part of it about pieces, None if no piece reads another pack's; `samples`,
+    the number of all ranks', 0 if it is unknown.
 
     Raises ValueError for an empty pack, a sample without tokens, ids that are not 1-D integers, labels of another
     length, other inputs of a model, a piece beyond its sample, a branch off a sample of the pack with other tokens,
     videos, and pictures that don't fit their tokens, one another or a piece, naming pack and sample.
     """
-    return MinibatchPacks.like(packs, (_collate(pack, at) for at, pack in enumerate(packs)))
+    made = MinibatchPacks.like(packs, (_collate(pack, at) for at, pack in enumerate(packs)))
+    made.tokens = sum(len(pack["target_positions"]) for pack in made)
+    return made
 
 
 def to_device(pack: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:

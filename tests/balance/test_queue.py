@@ -27,6 +27,7 @@ from odc_triton.balance import (
 )
 from odc_triton.comm.memory.heap import PID
 from odc_triton.plan.counter import StoreCounter
+from odc_triton.plan.plan import Plan
 from odc_triton.plan.queue import OwnCounter
 from tests.support import ranks
 from tests.support.blocks import Blocks
@@ -94,7 +95,8 @@ def test_what_is_refused(change: dict, message: str) -> None:
 
 
 def queue_of(packs: int, rank: int, world: int, counter: object, key: str = "q") -> QueuedPacks:
-    return QueuedPacks([[i] for i in range(packs)], key=key, counter=counter, rank=rank, world=world)
+    plan = Plan(ready=[[]] * world, queue=[[i] for i in range(packs)])
+    return QueuedPacks(plan, key=key, counter=counter, rank=rank)
 
 
 @pytest.mark.parametrize("packs", [0, 2, 7])

@@ -13,12 +13,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, PackedDataset, pack_collate
-from odc_triton.plan.assigner import Assigner
 from odc_triton.plan.pieces import Piece, reads_of
+from odc_triton.plan.planner import make_plan
 from odc_triton.plan.relatives import LEAST_SHARED, find_relatives, floor_of
-from odc_triton.plan.shared import assign_shared
+from odc_triton.plan.samples import Limits, Samples
 from odc_triton.plan.strategies import assign
 from odc_triton.sequence.tree import rows_before
+from tests.support.planned import shared
 
 LEAST = 2
 IGNORED = -100
@@ -143,8 +144,8 @@ def test_assigned(samples: list[dict], ranks: int, token_cap: int, microbatch: f
         mock.patch("odc_triton.plan.shared.LEAST_TOKENS", 2),
     ):
         relatives = find_relatives(samples)
-        apart = assign_shared(lengths, relatives, **how)
-        over_ranks = assign_shared(lengths, relatives, **how, tokens=tokens)
+        apart = shared(lengths, relatives, **how)
+        over_ranks = shared(lengths, relatives, **how, tokens=tokens)
 
     def price(pack: list) -> float:
         pieces = [each if isinstance(each, Piece) else Piece(each, 0, lengths[each]) for each in pack]
@@ -154,17 +155,17 @@ def test_assigned(samples: list[dict], ranks: int, token_cap: int, microbatch: f
 
     for made in (apart, over_ranks):
         assert relatives.floors == floors
-        assert len(made.packs) == ranks
-        real = max(sum(map(price, of_rank)) for of_rank in made.packs)
-        assert made.estimate == pytest.approx(real) if made.plan is None else made.estimate >= real * (1 - 1e-9)
-        check_tokens(samples, floors, [each for of_rank in made.packs for pack in of_rank for each in pack])
+        assert len(made.ready) == ranks
+        real = max(sum(map(price, of_rank)) for of_rank in made.ready)
+        assert made.estimate == pytest.approx(real) if made.segments is None else made.estimate >= real * (1 - 1e-9)
+        check_tokens(samples, floors, [each for of_rank in made.ready for pack in of_rank for each in pack])
     dense = assign(lengths, balance="mini", **how)
     alone = max(sum(map(price, packs)) for packs in dense)
     assert over_ranks.estimate <= apart.estimate * (1 + 1e-9)
     assert apart.estimate <= alone * (1 + 1e-9)
-    assert apart.plan is None
-    if over_ranks.plan is not None:
-        assert max(over_ranks.plan.tokens) <= tokens
+    assert apart.segments is None
+    if over_ranks.segments is not None:
+        assert max(over_ranks.segments.tokens) <= tokens
 
 
 def check_tokens(samples: list[dict], floors: list[int], entries: list) -> None:
@@ -190,21 +191,22 @@ def check_tokens(samples: list[dict], floors: list[int], entries: list) -> None:
 def test_a_group_over_the_cap() -> None:
     """Its prompt is computed once too. One that fits no wave is cut in samples, each of which computes it."""
     cost, samples = CostModel(quadratic=0.0, linear=1.0), [*group(1000, 250, 2), sample([7] * 50, [8] * 50)]
-    lengths, relatives, names = [1250, 1250, 100], find_relatives(samples), range(3)
+    lengths, relatives = [1250, 1250, 100], find_relatives(samples)
     how = {"token_cap": 1000, "cost": cost}
-    made = assign_shared(lengths, relatives, ranks=2, tokens=2000, **how)
-    entries = [each for of_rank in made.packs for pack in of_rank for each in pack]
+    made = shared(lengths, relatives, ranks=2, tokens=2000, **how)
+    entries = [each for of_rank in made.ready for pack in of_rank for each in pack]
     assert sum(len(each) if isinstance(each, Piece) else lengths[each] for each in entries) == 1250 + 251 + 100
     small = how | {"token_cap": 700}
-    assert assign_shared(lengths, relatives, ranks=2, tokens=2000, **small).estimate == math.inf
+    assert shared(lengths, relatives, ranks=2, tokens=2000, **small).estimate == math.inf
     for limits, computed in ((how, 1601), (small, 2600)):
-        by = [Assigner(rank=rank, world=2, balance="mini", split_tokens=2000, **limits) for rank in range(2)]
-        packs = [pack for each in by for pack in each.own(lengths, names, relatives)]
+        within = Limits(ranks=2, token_cap=limits["token_cap"], split_tokens=2000)
+        plan = make_plan(Samples.of(lengths, cost, prefixes=relatives), within)
+        packs = [pack for rank in range(2) for pack in plan.packs(rank)]
         tokens = [sum(len(e) if isinstance(e, Piece) else lengths[e] for e in pack) for pack in packs]
         assert sum(tokens) == computed
         assert max(tokens) <= limits["token_cap"]
     with pytest.raises(ValueError, match="over the token_cap of 1000"):
-        assign_shared(lengths, relatives, ranks=2, **how)
+        shared(lengths, relatives, ranks=2, **how)
 
 
 def test_a_group_is_cut_over_ranks() -> None:
@@ -212,18 +214,16 @@ def test_a_group_is_cut_over_ranks() -> None:
     cost, samples = CostModel(quadratic=0.0, linear=1.0), group(1000, 250, 8)
     how = {"ranks": 2, "token_cap": 10_000, "cost": cost}
     lengths, relatives = [1250] * 8, find_relatives(samples)
-    made = assign_shared(lengths, relatives, **how, tokens=1000)
+    made = shared(lengths, relatives, **how, tokens=1000)
     assert made.estimate == pytest.approx((1000 + 8 * 250) / 2 / 0.95, rel=0.01)
-    assert made.plan.tokens == [999, 0]
-    headless = assign_shared(
-        lengths, relatives, **how | {"cost": CostModel(quadratic=0.0, linear=1.0, head=0.5)}, tokens=1200
-    )
-    learned = [sum(min(len(each), each.stop - 999) for each in pack) for (pack,) in headless.packs]
+    assert made.segments.tokens == [999, 0]
+    headless = shared(lengths, relatives, **how | {"cost": CostModel(quadratic=0.0, linear=1.0, head=0.5)}, tokens=1200)
+    learned = [sum(min(len(each), each.stop - 999) for each in pack) for (pack,) in headless.ready]
     assert learned[0] + 999 / 2 == pytest.approx(learned[1], rel=0.01), "a prompt has no head"
     for tokens in (0, 998):  # too few
-        assert assign_shared(lengths, relatives, **how, tokens=tokens).plan is None
+        assert shared(lengths, relatives, **how, tokens=tokens).segments is None
     for replicas, count in ((2, 2), (4, 0)):  # of four ranks
-        made = assign_shared(
+        made = shared(
             lengths * 2,
             find_relatives(samples + group(1001, 249, 8)),
             **how | {"ranks": 4},
@@ -232,17 +232,17 @@ def test_a_group_is_cut_over_ranks() -> None:
         )
         homes = (
             [
-                {each.rank * replicas // 4 for each in made.plan.pieces if each.piece.sample // 8 == family}
+                {each.rank * replicas // 4 for each in made.segments.pieces if each.piece.sample // 8 == family}
                 for family in range(2)
             ]
-            if made.plan
+            if made.segments
             else []
         )
         assert sorted(map(list, homes)) == [[0], [1]][:count]
     other = find_relatives([*samples[:-1], sample([1] + [1000] * 999, [7] * 250)])
     assert (
-        assign_shared(lengths, other, **how, tokens=1000).plan.contents
-        != assign_shared(lengths, relatives, **how, tokens=1000).plan.contents
+        shared(lengths, other, **how, tokens=1000).segments.contents
+        != shared(lengths, relatives, **how, tokens=1000).segments.contents
     )
 
 
@@ -255,11 +255,11 @@ def test_a_group_is_cut_where_a_rank_would_wait() -> None:
     cost = CostModel(quadratic=0.0, linear=1.0)
     for samples, want in ((group(100, 50, 8), 100 + 4 * 50), (group(100, 50, 8) + group(101, 50, 8), 100 + 8 * 50)):
         lengths = [len(each["input_ids"]) for each in samples]
-        made = assign_shared(lengths, find_relatives(samples), ranks=2, token_cap=10_000, cost=cost)
+        made = shared(lengths, find_relatives(samples), ranks=2, token_cap=10_000, cost=cost)
         assert want <= made.estimate <= want + 10, "a branch computes the last shared token too"
     few = group(LEAST_SHARED - 1, 50, 4)
-    made = assign_shared([len(few[0]["input_ids"])] * 4, find_relatives(few), ranks=2, token_cap=10_000, cost=cost)
-    assert not any(isinstance(each, Piece) for of_rank in made.packs for pack in of_rank for each in pack)
+    made = shared([len(few[0]["input_ids"])] * 4, find_relatives(few), ranks=2, token_cap=10_000, cost=cost)
+    assert not any(isinstance(each, Piece) for of_rank in made.ready for pack in of_rank for each in pack)
 
 
 def test_tokens_that_are_learned_are_not_shared() -> None:
@@ -267,12 +267,12 @@ def test_tokens_that_are_learned_are_not_shared() -> None:
     assert find_relatives(samples).entries([0, 1]) == [0, 1]
 
 
-def test_the_assigner_gives_every_rank_its_part_under_the_users_names() -> None:
+def test_every_rank_gets_its_part_under_the_users_names() -> None:
     samples = group(100, 50, 8)
     lengths = [len(each["input_ids"]) for each in samples]
     names = range(100, 108)
-    how = {"world": 2, "token_cap": 10_000, "balance": "mini", "cost": CostModel.paper_7b()}
-    both = [Assigner(rank=rank, **how).own(lengths, names, find_relatives(samples)) for rank in range(2)]
+    rows = Samples.of(lengths, CostModel.paper_7b(), names=names, prefixes=find_relatives(samples))
+    both = [*map(make_plan(rows, Limits(ranks=2, token_cap=10_000)).packs, range(2))]
     entries = [each for packs in both for pack in packs for each in pack]
     assert sorted(each.sample if isinstance(each, Piece) else each for each in entries) == list(names)
     assert {each.parent for each in entries if isinstance(each, Piece)} - {None} <= set(names)
@@ -299,9 +299,9 @@ def test_wrong_relatives_and_limits_are_refused() -> None:
         ({"extra": [1.0]}, "extra has 1 costs for 3 samples"),
     ):
         with pytest.raises(ValueError, match=words):
-            assign_shared([150] * 3, relatives, **how | changes)
+            shared([150] * 3, relatives, **how | changes)
     with pytest.raises(ValueError, match="relatives are of other samples than the 3 lengths"):
-        assign_shared([150, 150, 149], relatives, **how)
+        shared([150, 150, 149], relatives, **how)
     with pytest.raises(ValueError, match="branches off nothing: give another sample as parent"):
         Piece(1, 0, 50, 0)
     other = [samples[0], sample([7] * 100, [8] * 50), samples[2]]

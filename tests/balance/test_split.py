@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from odc_triton.balance import CostModel, MinibatchSampler, assign
 from odc_triton.plan.line import Strip, cut_line
 from odc_triton.plan.pieces import Entry, Piece, SplitPlan, number_of
+from odc_triton.plan.plan import Plan
 from odc_triton.plan.queue import OwnCounter
-from odc_triton.plan.split import SplitAssignment, assign_split, readable_tokens
+from odc_triton.plan.split import readable_tokens
 from odc_triton.tools.simulate.study import NAMED, named_lengths
+from tests.support.planned import split
 
 COST = CostModel.paper_7b()
 COSTS = [COST, CostModel(quadratic=1.0, linear=0.0), CostModel(quadratic=0.0, linear=1.0)]
@@ -71,15 +73,17 @@ def step_time(dealt: Dealt, given: dict) -> float:
     return max(clock)
 
 
-def lock_step_time(deal: SplitAssignment, given: dict) -> float:
+def lock_step_time(deal: Plan, given: dict) -> float:
     """The same if all ranks of a replica were in each of its waves; a cut may leave one out, which then goes on."""
     shards, ends = given["ranks"] // given["replicas"], []
     for first in range(0, given["ranks"], shards):
-        ranks = range(first, first + shards)
-        waves = [[wave[rank] for rank in ranks] for wave in deal.waves]
-        rest = [deal.packs(rank)[len(deal.waves_of(rank)) :] for rank in ranks]
+        ranks, waves = range(first, first + shards), defaultdict(list)
+        for pack in (pack for rank in ranks for pack in deal.ready[rank]):
+            numbers = {deal.segments.find(each).wave for each in pack if isinstance(each, Piece)}
+            waves[max(numbers, default=0)].append(price(pack, given))
+        rest = [deal.packs(rank)[len(deal.ready[rank]) :] for rank in ranks]
         last = max(math.fsum(price(pack, given) for pack in packs) for packs in rest)
-        ends.append(math.fsum(max(price(pack, given) for pack in wave) for wave in waves if any(wave)) + last)
+        ends.append(math.fsum(map(max, waves.values())) + last)
     return max(ends)
 
 
@@ -131,13 +135,13 @@ def check_buffers(plan: SplitPlan) -> None:
     assert sorted(found, key=str) == sorted(((each.rank, each.piece, each.wave) for each in plan.pieces), key=str)
 
 
-def packs_of(deal: SplitAssignment) -> Dealt:
-    return [deal.packs(rank) for rank in range(len(deal.whole))]
+def packs_of(deal: Plan) -> Dealt:
+    return [deal.packs(rank) for rank in range(len(deal.unpacked))]
 
 
-def checked(given: dict) -> SplitAssignment:
-    deal = assign_split(**given)
-    check(given, packs_of(deal), deal.plan)
+def checked(given: dict) -> Plan:
+    deal = split(**given)
+    check(given, packs_of(deal), deal.segments)
     return deal
 
 
@@ -208,7 +212,7 @@ def test_every_token_once_within_the_limits_at_the_estimated_cost(given: dict, c
     floors = given.get("floors") or [0] * len(lengths)
     given["tokens"] = int(caps * cap)
     try:
-        deal = assign_split(**given)
+        deal = split(**given)
     except ValueError as error:
         refused(given, error)
         assert shards > 1, "no length is over the cap of a replica"
@@ -217,17 +221,17 @@ def test_every_token_once_within_the_limits_at_the_estimated_cost(given: dict, c
             floor > cap or length - floor > cap * (shards - 1) for floor, length in zip(floors, lengths, strict=True)
         ):
             return
-        deal = assign_split(**given)  # only the tokens to read were missing
-    time = check(given, packs_of(deal), deal.plan)
+        deal = split(**given)  # only the tokens to read were missing
+    time = check(given, packs_of(deal), deal.segments)
     as_planned = lock_step_time(deal, given)
     assert time <= as_planned * (1 + 1e-9)
     # Of whole samples the estimate counts the fewest packs that could hold them.
-    fewest = [-(-sum(lengths[i] for i in own) // cap) for own in deal.whole]
-    packs = [len(deal.packs(rank)) - len(deal.waves_of(rank)) for rank in range(given["ranks"])]
+    fewest = [-(-sum(lengths[i] for i in own) // cap) for own in deal.unpacked]
+    packs = [len(deal.packs(rank)) - len(deal.ready[rank]) for rank in range(given["ranks"])]
     more = given["cost"].microbatch * max(a - b for a, b in zip(packs, fewest, strict=True))
     assert as_planned * (1 - 1e-9) - more <= deal.estimate <= as_planned * (1 + 1e-9)
     for rank, packs in enumerate(packs_of(deal)):
-        waves = deal.waves_of(rank)
+        waves = deal.ready[rank]
         assert packs[: len(waves)] == waves
         assert not any(isinstance(each, Piece) for pack in packs[len(waves) :] for each in pack)
         prices = [price(pack, given) for pack in packs[len(waves) :]]
@@ -236,7 +240,7 @@ def test_every_token_once_within_the_limits_at_the_estimated_cost(given: dict, c
         options = {name: given.get(name) for name in ("lengths", "ranks", "token_cap", "cost", "extra")}
         assert time <= step_time(assign(balance="mini", **options), given) * (1 + 1e-9)
     names = [1000 - 7 * i for i in range(len(lengths))]
-    again, named = assign_split(**given), assign_split(**given, names=names)
+    again, named = split(**given), split(**given, names=names)
     assert packs_of(again) == packs_of(deal)
     assert [[[number_of(each) for each in pack] for pack in packs] for packs in packs_of(named)] == [
         [[names[number_of(each)] for each in pack] for pack in packs] for packs in packs_of(deal)
@@ -302,12 +306,12 @@ def test_readable_tokens_are_enough_to_cut_one_long_sample(length: int, ranks: i
     for cost in COSTS:
         options = {"ranks": ranks, "token_cap": 70_000, "cost": cost}
         tokens = readable_tokens([length], samples=1, **options)
-        assert assign_split([length], tokens=tokens, **options).plan is not None
+        assert split([length], tokens=tokens, **options).segments is not None
 
 
 def test_samples_of_less_than_an_even_share_are_split_if_whole_ones_are_uneven() -> None:
     """Of five equal samples one of four ranks has two; of two replicas one has three for its two ranks."""
-    deal = assign_split([1000] * 5, ranks=4, replicas=2, token_cap=2000, tokens=2000, cost=COST)
+    deal = split([1000] * 5, ranks=4, replicas=2, token_cap=2000, tokens=2000, cost=COST)
     assert deal.estimate == pytest.approx(1.5 * COST.sequence(1000), rel=0.01)
 
 
@@ -315,7 +319,7 @@ def test_a_replica_with_too_many_samples_over_the_cap_gives_some_away() -> None:
     """By cost alone one replica has the longest sample, and the other all the rest."""
     given = {"lengths": [8000, *[1001] * 39], "ranks": 16, "replicas": 2, "token_cap": 1000, "cost": COSTS[1]}
     deal = checked(given | {"tokens": readable_tokens(samples=40, **given)})
-    homes = {(each.piece.sample, each.rank // 8) for each in deal.plan.pieces}
+    homes = {(each.piece.sample, each.rank // 8) for each in deal.segments.pieces}
     assert sorted(home for _, home in homes) == [0] * 20 + [1] * 20
 
 
@@ -324,10 +328,10 @@ def share_of_bound(name: str, samples: int, *, ranks: int, replicas: int = 1, se
     lengths, longest = named_lengths(name, samples, seed=seed), NAMED[name].longest
     given = {"ranks": ranks, "replicas": replicas, "token_cap": longest, "cost": COST}
     given |= {"tokens": readable_tokens([longest], samples=samples, **given), "lengths": lengths}
-    deal = assign_split(**given)
+    deal = split(**given)
     costs = [COST.sequence(length) for length in lengths]
     bound = max(math.fsum(costs) / ranks, max(costs) * replicas / ranks)
-    return bound / check(given, packs_of(deal), deal.plan)
+    return bound / check(given, packs_of(deal), deal.segments)
 
 
 @pytest.mark.parametrize(
@@ -371,7 +375,7 @@ def test_a_line_is_cut_by_the_cost_of_pictures_and_after_them() -> None:
 def test_ranks_make_up_for_pictures() -> None:
     """A sample of 1000 tokens whose pictures cost as much, and one of 1000: 1500 for each rank."""
     how = {"ranks": 2, "token_cap": 2000, "cost": FLAT, "tokens": 1000}
-    deal = assign_split([1000, 1000], **how, extra=[0.0, 1000.0], floors=[0, 10])
+    deal = split([1000, 1000], **how, extra=[0.0, 1000.0], floors=[0, 10])
     assert deal.estimate == 1500
 
 
@@ -400,7 +404,7 @@ def test_samples_over_the_cap(lengths: list[int], floors: list[int], tokens: int
         checked(given)
     else:
         with pytest.raises(ValueError, match=f"tokens, over the token_cap of 100, .*{message}|{message}"):
-            assign_split(**given, names=[6, 7, 8])
+            split(**given, names=[6, 7, 8])
 
 
 def test_readable_tokens_are_enough_for_long_pictures() -> None:
@@ -432,7 +436,7 @@ def test_readable_tokens_are_enough_for_long_pictures() -> None:
 def test_refusals(changed: dict, words: str) -> None:
     given = {"lengths": [9, 7], "ranks": 4, "tokens": 1, "token_cap": 9, "cost": FLAT} | changed
     with pytest.raises(ValueError, match=words):
-        assign_split(**given)
+        split(**given)
 
 
 # ------------------------------------------------------------------ plans made by hand

@@ -17,11 +17,12 @@ from odc_triton.balance import (
     find_relatives,
     pack_collate,
 )
-from odc_triton.plan.pieces import Entry, MinibatchPacks, Piece, SplitPlan
+from odc_triton.plan.pieces import Entry, Piece, SplitPlan
+from odc_triton.plan.plan import MinibatchPacks
 from odc_triton.plan.queue import OwnCounter
-from odc_triton.plan.split import assign_split
 from tests.balance.test_relatives import PROMPT
 from tests.balance.test_shared import shown
+from tests.support.planned import split
 
 COST, IGNORED = CostModel.paper_7b(), -100
 LENGTHS = [4000, 300, 20, 3500, 80, 500, 30, 60, 3900, 2, 1500, 100]
@@ -148,8 +149,8 @@ def test_each_sample_has_its_own_floor_and_cost(balance: str) -> None:
         names = order[4 * number : 4 * number + 4]
         own = [[of[name] for name in names] for of in (lengths, floors, extra)]
         limits = {"ranks": 4, "tokens": samplers[0].split_tokens, "names": names, "ride": balance == "mini"}
-        deal = assign_split(own[0], floors=own[1], extra=own[2], **how, **limits)
-        assert deal.plan.digest == of_ranks[0].split.digest
+        deal = split(own[0], floors=own[1], extra=own[2], **how, **limits)
+        assert deal.segments.digest == of_ranks[0].split.digest
         found = of_ranks if balance == "mini" else of_ranks[0].waves
         assert [*found] == [deal.packs(rank) for rank in range(4)]
 

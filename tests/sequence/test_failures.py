@@ -12,11 +12,12 @@ import torch
 from odc_triton import MinibatchFailed, enable_split, fully_shard, minibatch
 from odc_triton.balance import CostModel, PackedDataset, count_target_tokens, pack_collate
 from odc_triton.hf import summed_loss
-from odc_triton.plan.pieces import MinibatchPacks, Piece, SplitPlan
+from odc_triton.plan.pieces import Piece, SplitPlan
+from odc_triton.plan.plan import MinibatchPacks, Plan
 from odc_triton.plan.relatives import find_relatives
-from odc_triton.plan.shared import assign_shared
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
+from tests.support.planned import shared
 from tests.support.refusals import caught
 from tests.support.splitting import (
     DEALS,
@@ -50,8 +51,8 @@ def _constant(model: torch.nn.Module, pack: dict) -> torch.Tensor:
 
 def _without_last(setup: Setup, rank: int) -> MinibatchPacks:
     """The packs of a rank without the last document of the first, with the plan of all."""
-    (first, *others), plan = DEALS[setup.deal][rank], SplitPlan.of(DEALS[setup.deal])
-    entries = MinibatchPacks.of([first[:-1], *others], plan)
+    (first, *others) = DEALS[setup.deal][rank]
+    entries = MinibatchPacks([first[:-1], *others], plan=Plan.by_hand(DEALS[setup.deal]))
     return pack_collate(PackedDataset(samples(setup)).__getitems__(entries))
 
 
@@ -182,9 +183,9 @@ def _with_other_tokens(rank: int, world: int) -> list[str]:
             row[place] = 9
         own = [{"input_ids": row, "labels": [-100] * 60 + row[60:]} for row in rows]
         how = {"ranks": world, "token_cap": 400, "cost": CostModel(quadratic=0.0, linear=1.0), "tokens": 99}
-        made = assign_shared([69] * 6, find_relatives(own), **how)
-        assert sum(made.plan.tokens) > 0, "the prompt is computed once"
-        packs = pack_collate(PackedDataset(own).__getitems__(MinibatchPacks.of(made.packs[rank], made.plan)))
+        made = shared([69] * 6, find_relatives(own), **how)
+        assert sum(made.segments.tokens) > 0, "the prompt is computed once"
+        packs = pack_collate(PackedDataset(own).__getitems__(made.packs(rank)))
 
         def step(packs: MinibatchPacks = packs) -> None:
             with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:

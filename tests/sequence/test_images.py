@@ -13,7 +13,8 @@ from odc_triton import enable_split, fully_shard, minibatch
 from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
 from odc_triton.hf import enable_packing
 from odc_triton.packs.loss import model_inputs
-from odc_triton.plan.pieces import Entry, MinibatchPacks, Piece, SplitPlan
+from odc_triton.plan.pieces import Entry, Piece
+from odc_triton.plan.plan import Plan
 from tests.support import ranks
 from tests.support.splitting import gradients
 from tests.support.table_models import with_pictures
@@ -62,7 +63,7 @@ def _train(rank: int, world: int, family: str, deal: str, backend: str) -> dict[
     model = fully_shard(model.train(), backend=backend)
     enable_split(model, tokens=64)
     dealt = deals(family)[deal]
-    packs = MinibatchPacks.of(dealt[rank], SplitPlan.of(dealt))
+    packs = Plan.by_hand(dealt).packs(rank)
     packs = pack_collate(PackedDataset(samples(family)).__getitems__(packs))
     with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:
         for pack in packs:

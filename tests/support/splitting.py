@@ -18,7 +18,8 @@ from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate,
 from odc_triton.engine.api import engine_of
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.packs.enable import innermost
-from odc_triton.plan.pieces import Entry, MinibatchPacks, Piece, SplitPlan
+from odc_triton.plan.pieces import Entry, Piece
+from odc_triton.plan.plan import MinibatchPacks, Plan
 from odc_triton.sequence.exchange import SequenceExchange
 from tests.support.families import causal_lm
 from tests.support.parity import REPLACING, TRANSFORMS
@@ -140,7 +141,7 @@ def packs_of(setup: Setup, rank: int, step: int = 0, deal: Dealt | None = None) 
         [[_longer(entry, setup.scale) for entry in pack] for pack in packs]
         for packs in (DEALS[setup.deal] if deal is None else deal)
     ]
-    packs = MinibatchPacks.of(deal[rank], SplitPlan.of(deal, replicas=setup.replicas))
+    packs = Plan.by_hand(deal, replicas=setup.replicas).packs(rank)
     return pack_collate(PackedDataset(samples(setup, step)).__getitems__(packs))
 
 

@@ -17,7 +17,8 @@ from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
 from odc_triton.hf import enable_packing
 from odc_triton.packs.loss import predictions
 from odc_triton.plan.fields import IGNORED
-from odc_triton.plan.pieces import MinibatchPacks, Piece, SplitPlan
+from odc_triton.plan.pieces import Piece
+from odc_triton.plan.plan import Plan
 from tests.sequence.test_branches import in_own_dtype
 from tests.support.families import causal_lm
 from tests.support.parity import TRANSFORMS
@@ -94,7 +95,7 @@ def on_ranks(rank: int, world: int, cell: Cell) -> Found:
         {"input_ids": list(each.ids), "labels": [IGNORED] * each.learned + list(each.ids[each.learned :])}
         for each in samples
     ]
-    entries = MinibatchPacks.of(deal[rank], SplitPlan.of(deal, replicas=cell.replicas))
+    entries = Plan.by_hand(deal, replicas=cell.replicas).packs(rank)
     packs = pack_collate(PackedDataset(rows).__getitems__(entries))
     mesh = mesh_of((cell.replicas, dist.get_world_size() // cell.replicas)) if cell.replicas > 1 else None
     model = fully_shard(build(cell), backend=cell.backend, mesh=mesh)

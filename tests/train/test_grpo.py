@@ -27,12 +27,12 @@ from odc_triton.jobs.train.metrics import read_metrics
 from odc_triton.packs import collate
 from odc_triton.plan import relatives
 from odc_triton.plan.order import Mix
-from odc_triton.plan.split import assign_split
 from tests.rewards import vowels
 from tests.rollouts import turns
 from tests.support import ranks, slow
 from tests.support.grpo_case import Recorded, case, trl_advantages, trl_loss, write_prompts
 from tests.support.models import tie_in_config
+from tests.support.planned import split
 from tests.support.sft_case import VOCABULARY
 
 
@@ -300,7 +300,7 @@ def test_steps_are_trls(folder: Path, tmp_path: Path, cases: dict[str, dict], wo
             cost = CostModel.from_config(AutoConfig.from_pretrained(start))
             how = {"ranks": world, "token_cap": wanted.token_cap, "tokens": wanted.split_tokens or 999, "cost": cost}
             how["replicas"] = wanted.replicas or 1
-            assert any(assign_split(of_step, **how).plan for of_step in lengths), "no sample would be cut"
+            assert any(split(of_step, **how).segments for of_step in lengths), "no sample would be cut"
         found = read_metrics(tmp_path / name / "metrics.jsonl")
         assert [line["loss"] for line in found] == pytest.approx(losses, rel=1e-4, abs=2e-6), name
         assert [line["length"] for line in found] == pytest.approx(means)

@@ -18,8 +18,9 @@ from odc_triton.jobs.train import grpo
 from odc_triton.jobs.train.grpo_options import GrpoOptions
 from odc_triton.jobs.train.grpo_run import GrpoRun
 from odc_triton.jobs.train.metrics import read_metrics
-from odc_triton.plan.assigner import Assigner
-from odc_triton.plan.pieces import MinibatchPacks, Piece, SplitPlan
+from odc_triton.plan.pieces import Piece, SplitPlan
+from odc_triton.plan.plan import MinibatchPacks, Plan
+from odc_triton.plan.planner import Planner
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S
 from tests.support.grpo_case import Recorded, case, write_prompts
@@ -65,13 +66,13 @@ def train(rank: int, world: int, jobs: Sequence[tuple[GrpoOptions, int | None]])
 
     for options, replayed in jobs:
         found.append([])
-        again = iter([MinibatchPacks.of(*each) for each in found[replayed or 0]])
+        again = iter([MinibatchPacks(own, plan=Plan(ready=[], segments=split)) for own, split in found[replayed or 0]])
         gate = Path(options.out).with_suffix(".computed")
         with (
             mock.patch("odc_triton.jobs.train.outcome.can_draw", return_value=False),
             mock.patch.object(GrpoRun, "_minibatch", recorded),
             mock.patch.object(Learned, "loss", lambda *given, **how: (gate.touch(), loss(*given, **how))[1]),  # noqa: B023
-            mock.patch.object(Assigner, "own", Assigner.own if replayed is None else lambda *_: next(again)),  # noqa: B023
+            mock.patch.object(Planner, "packs", Planner.packs if replayed is None else lambda *_: next(again)),  # noqa: B023
         ):
             grpo.train_grpo(options)
     return found

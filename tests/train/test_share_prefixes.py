@@ -20,8 +20,10 @@ from odc_triton.hf import PackingUnsupported
 from odc_triton.jobs.train.model import build_model
 from odc_triton.jobs.train.run_folder import require_same
 from odc_triton.jobs.train.sft_options import SftOptions
-from odc_triton.plan.assigner import Assigner
-from odc_triton.plan.pieces import MinibatchPacks, Piece
+from odc_triton.plan.pieces import Piece
+from odc_triton.plan.plan import MinibatchPacks
+from odc_triton.plan.planner import Planner
+from odc_triton.plan.samples import Samples
 from tests.support import jobs, ranks, slow
 from tests.support.families import config_of, make_new_positions
 from tests.support.sft_case import LICENSE, case, write_case
@@ -57,14 +59,14 @@ def train(rank: int, world: int, wanted: Sequence[tuple[SftOptions, bool]]) -> l
     """How each job ended, the branches in this rank's packs, and its output. True: they share; False: samples are
     whole, in the same order.
     """
-    own, found = Assigner.own, []
+    own, found = Planner.packs, []
 
-    def counted(self: Assigner, lengths: list[int], names: list[int], relatives: object) -> MinibatchPacks:
-        packs = own(self, lengths, names, relatives if shares else None)
+    def counted(self: Planner, rows: Samples, rank: int) -> MinibatchPacks:
+        packs = own(self, rows if shares else replace(rows, prefixes=None), rank)
         counts.append(sum(isinstance(each, Piece) and each.parent is not None for pack in packs for each in pack))
         return packs
 
-    with mock.patch.object(Assigner, "own", counted):
+    with mock.patch.object(Planner, "packs", counted):
         for each, wants in wanted:
             counts, shares = [], wants
             with redirect_stdout(StringIO()) as output:

@@ -17,7 +17,7 @@ from odc_triton.balance import to_device
 from odc_triton.hf import compute_in_chunks, offload_checkpoints
 from odc_triton.packs.collate import count_target_tokens
 from odc_triton.plan.fields import IGNORED
-from odc_triton.plan.pieces import MinibatchPacks
+from odc_triton.plan.plan import MinibatchPacks
 
 from ...device import Gpu, profiled
 from ...harness import Minibatch, Work, deal, timed
@@ -187,7 +187,7 @@ def _drawn(draw: random.Random, count: int) -> torch.Tensor:
 
 def _gradients(variant: Variant, packs: MinibatchPacks, gpu: Gpu) -> torch.Tensor:
     """Of the second layer and the embedding, one after another."""
-    here = MinibatchPacks.of((to_device(each, gpu.type) for each in packs), getattr(packs, "split", None))
+    here = MinibatchPacks.like(packs, (to_device(each, gpu.type) for each in packs))
     variant.gradients(here, count_target_tokens(packs))
     picked = [p.grad for name, p in variant.model.named_parameters() if "layers.1." in name or "embed" in name]
     found = torch.cat([getattr(each, "to_local", lambda each=each: each)().float().flatten() for each in picked])

@@ -83,7 +83,7 @@ class DataSummary:
         )
 
 
-class Samples(ABC):
+class PreparedSamples(ABC):
     """Samples in a fixed order, for a sampler and a collate function."""
 
     lengths: np.ndarray  # [samples] int64: tokens of each sample, prompt included
@@ -112,7 +112,7 @@ class Samples(ABC):
     def _sample(self, index: int) -> dict[str, np.ndarray]: ...
 
     @abstractmethod
-    def undecoded(self) -> Samples:
+    def undecoded(self) -> PreparedSamples:
         """The same for `find_relatives`, quickly and without a processor: "pixel_values" are the encoded bytes of the
         pictures, and all tokens up to and including the last picture's count as theirs.
         """
@@ -130,7 +130,7 @@ class Samples(ABC):
         return self._sample(index % len(self))
 
 
-class TokenizedDataset(Samples):
+class TokenizedDataset(PreparedSamples):
     """Samples as flat arrays, in memory or mapped from a file.
 
     tokens    [total] int32         all samples, one after the other
@@ -332,10 +332,10 @@ def require_samples(name: str, summary: DataSummary, options: DataOptions) -> No
     raise DataError(f"{name} leaves no sample to train on: {summary}; the cap is {options.max_tokens} tokens{remedy}")
 
 
-class SampleSubset(Samples):
+class SampleSubset(PreparedSamples):
     """Samples of one or several data sets, without a copy of their tokens; one may be there several times."""
 
-    def __init__(self, sets: Sequence[Samples], indices: np.ndarray) -> None:
+    def __init__(self, sets: Sequence[PreparedSamples], indices: np.ndarray) -> None:
         """`indices`: [samples] int64, of the samples of all `sets`, one set after the other."""
         self.sets, self.indices = sets, indices
         self._begins = np.cumsum([0, *map(len, sets)])
@@ -373,7 +373,7 @@ class SampleSubset(Samples):
         return SampleSubset([each.undecoded() for each in self.sets], self.indices)
 
 
-def mixture(sets: Sequence[Samples], copies: Sequence[int] | None = None) -> SampleSubset:
+def mixture(sets: Sequence[PreparedSamples], copies: Sequence[int] | None = None) -> SampleSubset:
     """Several data sets as one, in order; of each its copies, one after the other, as `order.Mix` numbers them."""
     begins = np.cumsum([0, *map(len, sets)])
     numbers = [np.arange(*bounds) for bounds in pairwise(begins.tolist())]

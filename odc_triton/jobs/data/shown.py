@@ -64,7 +64,7 @@ class ShownWriter:
 
 class ShownPictures:
     """The pictures of a data set's samples. `processor` makes their fields; None: they can't be read, but for those of
-    `Samples.undecoded`, which are not `decoded`.
+    `PreparedSamples.undecoded`, which are not `decoded`.
     """
 
     def __init__(

@@ -16,10 +16,12 @@ from typing import Any
 from ...base.errors import GenerationAborted, RolloutStopped
 from ...engine.minibatch import Participant
 from ...plan.arrivals import Arrivals
-from ...plan.assigner import Assigner
+from ...plan.cost import CostModel
 from ...plan.counter import Log, StoreCounter
 from ...plan.pieces import Entry, SplitPlan, named
+from ...plan.planner import Planner
 from ...plan.relatives import find_relatives, first_own
+from ...plan.samples import Samples
 from ..launcher.launch import Interrupted
 from .generation import SamplingOptions
 from .learned import Learned
@@ -38,11 +40,13 @@ class OverlappedRollout(Participant):
 
     name = "rollout"
 
-    def __init__(self, sampler: Sampler, assigner: Assigner, *, shares_prefixes: bool, scale: Any) -> None:
-        """`assigner`: has the limits; where it may split samples over ranks, it assigns what is left at the end.
+    def __init__(
+        self, sampler: Sampler, planner: Planner, cost: CostModel, *, shares_prefixes: bool, scale: Any
+    ) -> None:
+        """`planner`: has the limits; where it may split samples over ranks, it assigns what is left at the end.
         `scale`: of `advantages`, not "batch".
         """
-        self.sampler, self.engine, self.assigner = sampler, sampler.engine, assigner
+        self.sampler, self.engine, self.planner, self.cost = sampler, sampler.engine, planner, cost
         self._shares_prefixes, self._scale = shares_prefixes, scale
         self._log: Log | None = None
         self._opened = 0
@@ -60,14 +64,14 @@ class OverlappedRollout(Participant):
         self._slots, self._options, self._batch, self._decode, self._stop = slots, options, batch, decode, stop
         self._key = f"overlapped/{self._opened}"
         self._opened += 1
-        counter, assigner = self.sampler.counter, self.assigner
+        counter, planner = self.sampler.counter, self.planner
         self._log = Log(counter if isinstance(counter, StoreCounter) else None, f"{self._key}/log")
         self._arrivals = Arrivals(
             ranks=self.engine.world,
             left=len(slots),
-            token_cap=assigner.token_cap,
-            cost=assigner.cost,
-            keeps=assigner.reads_others,
+            token_cap=planner.limits.token_cap,
+            cost=self.cost,
+            keeps=planner.reads_others,
         )
         self._made: dict[int, dict[str, Any]] = {}  # messages by slot
         self._holders: dict[int, int] = {}  # by slot, the rank that samples it
@@ -210,7 +214,10 @@ class OverlappedRollout(Participant):
         """This rank's packs of what is left, of which other ranks may compute pieces."""
         numbers, lengths = zip(*self._arrivals.rest.items(), strict=True)
         samples = [self._batch.samples[number] for number in numbers]
-        own = self.assigner.own(lengths, numbers, find_relatives(samples) if self._shares_prefixes else None)
+        relatives = find_relatives(samples) if self._shares_prefixes else None
+        tokens = self.planner.limits.checked(lengths)
+        rows = Samples.of(tokens, self.cost, names=numbers, prefixes=relatives)
+        own = self.planner.packs(rows, self.engine.rank)
         self.plan = own.split
         self.engine.give(split=own.split)
         return own

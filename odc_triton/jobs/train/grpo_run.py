@@ -18,11 +18,12 @@ from ...engine.minibatch import minibatch
 from ...packs.enable import innermost, takes_branches
 from ...packs.loss import NO_ROUTER_LOSS, refuse_router_loss
 from ...packs.reference import Reference
-from ...plan.assigner import Assigner
 from ...plan.cost import CostModel
 from ...plan.pieces import Entry, SplitPlan
+from ...plan.planner import Planner, make_plan
 from ...plan.relatives import find_relatives
-from ...plan.split import assign_split, readable_tokens
+from ...plan.samples import Limits, Samples
+from ...plan.split import readable_tokens
 from ...sequence.enable import enable_split
 from ...sequence.sums import SampleSums
 from ..rl.generation import CompletionEngine, SamplingOptions, end_tokens_of
@@ -89,7 +90,7 @@ class GrpoRun(Run):
             columns=self.prompts.columns,
             function=None if options.rollout is None else self._function(options.rollout),
         )
-        grid, limits = engine.grid, {"token_cap": options.token_cap, "cost": cost, "replicas": engine.grid.replicas}
+        grid = engine.grid
         models = [each for each in (model, reference, teacher) if each is not None]
         able = all(takes_branches(innermost(each)) for each in models)
         self.shares_prefixes = options.share_prefixes == "auto" and able
@@ -112,14 +113,15 @@ class GrpoRun(Run):
             self.pieces = SampleSums(model, samples=self.per_step * options.generations)
         self.reference = None if reference is None else Reference(reference, model)
         self.teacher = self.teacher_of(teacher)
-        self.assigner = Assigner(
-            rank=grid.rank,
-            world=grid.world,
-            balance="mini",
+        self.cost = cost
+        limits = Limits(
+            ranks=grid.world,
+            token_cap=options.token_cap,
+            replicas=grid.replicas,
             split_tokens=split_tokens,
             shared_tokens=shared_tokens,
-            **limits,
         )
+        self.planner = Planner(limits=limits)
         self.end_tokens = end_tokens_of(model, prepared.tokenizer)
         high = options.clip if options.clip_high is None else options.clip_high
         self.objective = Objective(loss=options.loss, low=options.clip, high=high, kl=options.kl)
@@ -133,7 +135,7 @@ class GrpoRun(Run):
         self.overlapped: OverlappedRollout | None = None
         if options.overlaps:
             self.overlapped = OverlappedRollout(
-                self.sampler, self.assigner, shares_prefixes=self.shares_prefixes, scale=options.scale_rewards
+                self.sampler, self.planner, cost, shares_prefixes=self.shares_prefixes, scale=options.scale_rewards
             )
             engine.register(self.overlapped)
 
@@ -148,7 +150,8 @@ class GrpoRun(Run):
         samples = -(-self.per_step * options.generations // replicas)
         tokens = options.split_tokens or readable_tokens(lengths, ranks=shards, samples=samples, **limits)
         number, length = prompts.index(longest), longest + options.max_new_tokens
-        assign_split([length], names=[number], ranks=shards, tokens=tokens, **limits)
+        limits = Limits(ranks=shards, token_cap=options.token_cap, split_tokens=tokens)
+        make_plan(Samples.of(limits.checked([length]), cost, names=[number]), limits)  # raises if it can't be split
         return tokens
 
     def _function(self, name: str) -> RolloutFunction:
@@ -197,9 +200,11 @@ class GrpoRun(Run):
             return made
         batch = Learned.of(made, self.rule, options.scale_rewards)
         update_s, loss = time.monotonic(), 0.0
-        numbers, samples = [*batch.samples], [*batch.samples.values()]
+        numbers, samples, limits = [*batch.samples], [*batch.samples.values()], self.planner.limits
         relatives = find_relatives(samples) if self.shares_prefixes else None
-        own = self.assigner.own([*map(batch.length, numbers)], numbers, relatives)
+        lengths = limits.checked([*map(batch.length, numbers)]) if numbers else []
+        rows = Samples.of(lengths, self.cost, names=numbers, prefixes=relatives)
+        own = self.planner.packs(rows, self.engine.rank)
         for _ in range(options.iterations):
             agreed = self.update(*self._minibatch(batch, own, lambda: own.split))
             loss += agreed.loss_sum / options.iterations

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..data.dataset import (
     DataOptions,
     DataSummary,
+    PreparedSamples,
     SampleSubset,
     TokenizedDataset,
     mixture,
@@ -42,7 +43,7 @@ from .metrics import Metrics
 from .prepare import Prepared, load_any_tokenizer, mix_of, take_folder
 from .run_folder import RunFolder
 from .sft_options import SftOptions
-from .sft_run import Samples, SftRun
+from .sft_run import SftRun
 from .vision import load_processor, require_processor
 
 _REPORT_S = 10.0
@@ -67,7 +68,7 @@ def run_sft(options: SftOptions) -> Metrics:
     return run_job(train_sft, options)
 
 
-def _start(options: SftOptions, sharded: Sharded, prepared: Prepared[Samples]) -> SftRun:
+def _start(options: SftOptions, sharded: Sharded, prepared: Prepared[PreparedSamples]) -> SftRun:
     teacher = load_teacher(options, sharded)
     model, cost = sharded(options)
     return SftRun(
@@ -135,7 +136,7 @@ def _begin(source: RecordSource, encoder: TextEncoder, wanted: DataOptions, opti
     )
 
 
-def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared[Samples]:
+def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared[PreparedSamples]:
     """Rank 0 takes the folder, reads and tokenises once; the others load its files. Collective."""
     world = mesh.size()
     processor, tokenizer = _readers(options)
@@ -169,7 +170,7 @@ def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared[Samples]:
     )
 
 
-def _joined(sets: list[TokenizedDataset] | list[SampleSubset], copies: Sequence[int] | None = None) -> Samples:
+def _joined(sets: list[TokenizedDataset] | list[SampleSubset], copies: Sequence[int] | None = None) -> PreparedSamples:
     return sets[0] if len(sets) == 1 else mixture(sets, copies)
 
 

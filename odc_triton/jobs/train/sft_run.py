@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,15 +24,17 @@ from ...packs.pack_loader import tower_costs
 from ...packs.router_loss import router_weight
 from ...plan.cost import CostModel
 from ...plan.order import Mix
-from ...plan.pieces import Entry, SplitPlan, begins, number_of
+from ...plan.pieces import Entry
+from ...plan.plan import MinibatchPacks
+from ...plan.planner import make_plan
 from ...plan.queue import QUEUE, QueuedPacks
 from ...plan.relatives import Relatives, find_relatives
 from ...plan.sampler import MinibatchSampler
-from ...plan.split import assign_split, readable_tokens
-from ...plan.strategies import assign_one
+from ...plan.samples import Limits, Samples
+from ...plan.split import readable_tokens
 from ...sequence.enable import enable_split, split_forward
 from ...sequence.exchange import SequenceExchange
-from ..data.dataset import Samples
+from ..data.dataset import PreparedSamples
 from .metrics import Metrics
 from .run import Run, shared_counter
 from .sft_options import SftOptions
@@ -55,8 +59,8 @@ class SftRun(Run):
         options: SftOptions,
         model: nn.Module,
         teacher: nn.Module | None = None,
-        data: Samples,
-        evaluation: Samples | None = None,
+        data: PreparedSamples,
+        evaluation: PreparedSamples | None = None,
         mix: Mix | None = None,
         cost: CostModel | None = None,
         identity: dict[str, Any] | None = None,
@@ -83,12 +87,12 @@ class SftRun(Run):
             relatives=self._relatives(options, cost, engine.rank) if options.share_prefixes else None,
             extra=tower_costs(model, data.pictures),
             floors=data.floors,
+            targets=data.target_counts.tolist(),
         )
         super().__init__(options=options, model=model, identity=identity, epoch_steps=len(self.sampler))
         if splits:
             self._enable_split(teacher)
         self.teacher = self.teacher_of(teacher)
-        self._target_counts = data.target_counts
         self._epoch = iter(self.sampler)
 
     def _relatives(self, options: SftOptions, cost: CostModel | None, rank: int) -> Relatives:
@@ -116,7 +120,9 @@ class SftRun(Run):
                 needed = readable_tokens([length], floors=[floor], ranks=shards, samples=1, **self._limits)
                 tokens = max(tokens, needed)
         for number, length, floor in checked:
-            assign_split([length], floors=[floor], names=[number], ranks=shards, tokens=tokens, **self._limits)
+            limits = Limits(ranks=shards, token_cap=cap, split_tokens=tokens)
+            sample = Samples.of(limits.checked([length]), self.sampler.cost, names=[number], earliest_cuts=[floor])
+            make_plan(sample, limits)  # raises if it can't be split
         for model in (self.model, teacher):
             if model is not None:
                 enable_split(model, tokens)
@@ -127,23 +133,15 @@ class SftRun(Run):
 
     # ------------------------------------------------------------------ a step
 
-    def next_packs(self) -> tuple[int, Iterable[Pack], SplitPlan | None]:
-        """The targets that this rank counts in the next minibatch, its packs, and the plan of their pieces. Starts a
-        new epoch when one ends.
-
-        Packs are made during iteration, with a queue they are also taken then. Each rank counts a part of the samples:
-        with a queue any, else those that begin in its packs.
-        """
+    def next_packs(self) -> MinibatchPacks | QueuedPacks:
+        """This rank's packs of the next minibatch. Starts a new epoch when one ends."""
         own = next(self._epoch, None)
         if own is None:
             self._epoch = iter(self.sampler)
             own = next(self._epoch)
-        if isinstance(own, QueuedPacks):
-            return int(self._target_counts[own.own_part()].sum()), self._made(self.data, own), own.split
-        begun = [number_of(each) for pack in own for each in pack if begins(each)]
-        return int(self._target_counts[begun].sum()), self._made(self.data, own), own.split
+        return own
 
-    def _made(self, data: Samples, packs: Iterable[list[Entry]]) -> Iterator[Pack]:
+    def _made(self, data: PreparedSamples, packs: Iterable[list[Entry]]) -> Iterator[Pack]:
         """Packs as they are needed; those with pictures one ahead, but for a queue's, which others could take."""
         dataset = PackedDataset(data)
 
@@ -187,14 +185,15 @@ class SftRun(Run):
         weight = router_weight(self.model) / self.sampler.samples_per_minibatch  # in all, as the rest is dropped
         problem: Exception | None = None
         try:
-            counted, packs, split = self.next_packs()
+            own = self.next_packs()
         except Exception as error:  # raised inside the minibatch, so that it fails on all ranks
-            counted, packs, split, problem = 0, [], None, error
+            own, problem = MinibatchPacks(tokens=0), error
+        packs = self._made(self.data, own)  # during iteration; of a queue they are taken then
         packs = Replayable(packs) if self.engine.deterministic else packs  # which keeps them all
 
         def run() -> tuple[torch.Tensor, int]:
             sums = torch.zeros(3, dtype=torch.float64, device=device)
-            with minibatch(self.model, tokens=counted, split=split) as mb:
+            with minibatch(self.model, plan=own) as mb:
                 if problem is not None:
                     raise problem
                 for pack in packs:
@@ -231,50 +230,29 @@ class SftRun(Run):
         return {"eval_loss": self.mean_loss(self.evaluation)}
 
     @torch.no_grad()
-    def mean_loss(self, data: Samples) -> float:
+    def mean_loss(self, data: PreparedSamples) -> float:
         """Mean loss over all targets of `data`. Each rank evaluates its share; no minibatch, one barrier."""
-        lengths, device = data.lengths.tolist(), self.engine.heap.device
-        grid = self.engine.grid
-        fit = [index for index, length in enumerate(lengths) if length <= self.options.token_cap]
-        extra = tower_costs(self.model, data.pictures)
+        device, grid = self.engine.heap.device, self.engine.grid
+        limits = Limits(ranks=grid.world, token_cap=self.options.token_cap, replicas=grid.replicas)
+        if (exchange := self.engine.participant(SequenceExchange)) is not None:
+            limits = replace(limits, split_tokens=exchange.tokens)
+        columns = {"extra": tower_costs(self.model, data.pictures), "earliest_cuts": data.floors}
+        samples = Samples.of(limits.checked(data.lengths.tolist()), self.sampler.cost, **columns)
+        fit = [index for index, length in enumerate(samples.tokens) if length <= limits.token_cap]
+        longer = sorted({*samples.names} - {*fit})
         loss_sum, targets = torch.zeros((), dtype=torch.float64, device=device), 0
-
-        def of(values: list[Any] | None, some: list[int]) -> list[Any] | None:
-            return None if values is None else [values[index] for index in some]
-
-        def add(packs: Iterable[list[Entry]]) -> None:
-            nonlocal loss_sum, targets
-            for collated in self._made(data, packs):
-                loss_sum += summed_losses(self.model, to_device(collated, device))[0]
-                targets += count_target_tokens([collated])
-
         with evaluating(self.model):
             self.model.get_output_embeddings().train()  # a fused head computes whole logits in evaluation
-            if fit:
-                mine = assign_one(
-                    [lengths[index] for index in fit],
-                    rank=grid.rank,
-                    ranks=grid.world,
-                    balance="mini",
-                    extra=of(extra, fit),
-                    **self._limits,
-                )
-                add([fit[at] for at in pack] for pack in mine)
-            longer = sorted(set(range(len(lengths))) - set(fit))
-            for at in range(0, len(longer), grid.replicas):  # each replica splits one of them over all its ranks
-                some = longer[at : at + grid.replicas]
-                assigned = assign_split(
-                    [lengths[index] for index in some],
-                    ranks=grid.world,
-                    replicas=grid.replicas,
-                    tokens=self.engine.participant(SequenceExchange).tokens,
-                    names=some,
-                    extra=of(extra, some),
-                    floors=of(data.floors, some),
-                    **self._limits,
-                )
-                with split_forward(self.model, assigned.plan):
-                    add(assigned.packs(grid.rank))
+            plans = [make_plan(samples.some(fit), replace(limits, split_tokens=0))]
+            # Each replica splits one of the others over all its ranks.
+            each = grid.replicas
+            plans += [make_plan(samples.some(longer[at : at + each]), limits) for at in range(0, len(longer), each)]
+            for plan in plans:
+                reads = nullcontext() if plan.segments is None else split_forward(self.model, plan.segments)
+                with reads:
+                    for collated in self._made(data, plan.packs(grid.rank)):
+                        loss_sum += summed_losses(self.model, to_device(collated, device))[0]
+                        targets += count_target_tokens([collated])
         own = {"loss_sum": loss_sum.item(), "targets": targets}
         messages = self.engine.exchange(f"evaluation after step {self.state.step}", own)
         self.reset_timer()

@@ -17,10 +17,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ...plan.cost import CostModel
 from ...plan.fields import IGNORED
-from ...plan.pieces import Entry, number_of
+from ...plan.pieces import number_of
+from ...plan.plan import Plan
+from ...plan.planner import make_plan
 from ...plan.relatives import find_relatives
-from ...plan.shared import assign_shared
-from ...plan.strategies import assign_one
+from ...plan.samples import Limits, Samples
 
 _PROMPT, _COMPLETION = ("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")
 # Values of padding, 0 for all others. TRL sums the logarithms of this one over padding too.
@@ -102,38 +103,40 @@ def assign_rows(
     """Assigns all ranks' `rows`, in the same order on each, by LB-Mini: a rank may get any number of rows and packs.
 
     `token_cap`: the most tokens of a pack, by default those of the longest row. `share`: if not 0, a pack computes
-    prompts that its rows share once, and they are assigned by `share_packs`. Raises ValueError for a longer row.
+    prompts that its rows share once, and they are assigned by `share_prefixes`. Raises ValueError for a longer row.
     """
-    lengths = [row_tokens(row) for row in rows]
-    packs: Sequence[Sequence[Entry]]
     if share:
-        samples = [_sample(row) for row in rows]
-        packs = share_packs(samples, ranks=ranks, token_cap=token_cap, cost=cost, most_rows=share)[rank]
+        plan = share_prefixes([*map(_sample, rows)], ranks=ranks, token_cap=token_cap, cost=cost, most_rows=share)
     else:
-        cap = max(lengths) if token_cap is None else token_cap
-        packs = assign_one(lengths, rank=rank, ranks=ranks, token_cap=cap, balance="mini", cost=cost)
-    own = [[rows[number_of(each)] for each in pack] for pack in packs]
+        lengths = [*map(row_tokens, rows)]
+        limits = Limits(ranks=ranks, token_cap=max(lengths) if token_cap is None else token_cap)
+        plan = make_plan(Samples.of(limits.checked(lengths), cost), limits)
+    own = [[rows[number_of(each)] for each in pack] for pack in plan.packs(rank)]
     return AssignedRows(packs=own, all_rows=len(rows), all_in_bonus=in_bonus(rows))
 
 
-def share_packs(
+def share_prefixes(
     samples: Sequence[Mapping[str, Any]], *, ranks: int, token_cap: int | None, cost: CostModel, most_rows: int
-) -> list[list[list[Entry]]]:
-    """Of each rank, packs in which samples branch off others. `samples`: as `find_relatives` takes them.
+) -> Plan:
+    """A plan in whose packs samples branch off others. `samples`: as `find_relatives` takes them.
 
     `token_cap`: by default the longest sample's tokens. They leave no room to share, so if that saves a fifth of the
     estimate a pack may hold all samples of a prompt, but no more tokens than `most_rows` rows of TRL's padded batch.
     """
     lengths, relatives = [len(each["input_ids"]) for each in samples], find_relatives(samples)
     longest = max(lengths)
-    how = {"ranks": ranks, "cost": cost}
-    found = assign_shared(lengths, relatives, token_cap=token_cap or longest, **how)
+
+    def planned(token_cap: int) -> Plan:
+        limits = Limits(ranks=ranks, token_cap=token_cap)
+        return make_plan(Samples.of(limits.checked(lengths), cost, prefixes=relatives), limits)
+
+    found = planned(token_cap or longest)
     if token_cap is None:
         most = max(sum(strip.stop - strip.start for strip in family) for family in relatives.families())
-        larger = assign_shared(lengths, relatives, token_cap=max(longest, min(most, most_rows * longest)), **how)
+        larger = planned(max(longest, min(most, most_rows * longest)))
         if larger.estimate < (1 - _LEAST_GAIN) * found.estimate:
             found = larger
-    return found.packs
+    return found
 
 
 def _sample(row: Row) -> dict[str, Tensor]:

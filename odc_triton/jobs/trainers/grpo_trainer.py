@@ -47,7 +47,7 @@ from ...plan.fields import IGNORED
 from ...plan.packing import best_fit_decreasing
 from ...plan.pieces import Entry, number_of
 from ...plan.relatives import find_relatives
-from .grpo_rows import AssignedRows, Row, assign_rows, batch_of, counted, in_bonus, rows_of, share_packs
+from .grpo_rows import AssignedRows, Row, assign_rows, batch_of, counted, in_bonus, rows_of, share_prefixes
 from .sharded_trainer import ShardedTrainer
 from .trl_metrics import GET_TRL, TRL, Alone, PackMetrics, alone, append_merged, check_given
 
@@ -242,7 +242,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         longest = max(len(each["input_ids"]) for each in samples)
         cap = self._token_cap and max(longest, self._token_cap)
         if share:
-            return share_packs(samples, ranks=1, token_cap=cap, cost=self._cost, most_rows=share)[0]
+            return share_prefixes(samples, ranks=1, token_cap=cap, cost=self._cost, most_rows=share).packs(0)
         return best_fit_decreasing([len(each["input_ids"]) for each in samples], token_cap=cap or longest)
 
     def _share_rows(self, model: nn.Module) -> int:

@@ -118,7 +118,8 @@ class PairTrainer(ODCTrainer):
 
     def _minibatch(self, model: nn.Module, inputs: list[dict[str, Any]]) -> tuple[Tensor, minibatch, dict[str, Any]]:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.args.device)
-        with alone(self, "train") as metrics, minibatch(model, tokens=self._count_targets(inputs)) as mb:
+        packs, pairs = MinibatchPacks.like(inputs, inputs), self._count_targets(inputs)
+        with alone(self, "train") as metrics, minibatch(model, tokens=pairs, plan=packs) as mb:
             for pack in inputs:
                 loss = self.compute_loss(model, self._on_device(pack), num_items_in_batch=mb.tokens)
                 loss.backward()

@@ -43,13 +43,12 @@ from ...checkpoint.pretrained_tensors import require_written
 from ...checkpoint.repeat import repeating
 from ...checkpoint.write_pretrained import is_of_a_model
 from ...engine.api import engine_of, learn_nothing
-from ...engine.minibatch import minibatch
+from ...engine.minibatch import minibatch, refuse_other_samples
 from ...nn.operand import is_sharded
 from ...packs.enable import enable_packing, refuse_prompt_learning
 from ...packs.pack_loader import digest_of
 from ...plan.cost import CostModel
 from ...sharding.shard_module import fully_shard
-from .streams import refuse_other_samples
 from .trainer_checkpoints import SHARDS, find_checkpoint, is_of_a_checkpoint
 
 _ACCELERATE = "1.14.0"
@@ -210,10 +209,8 @@ class ShardedTrainer(Trainer):
         run = partial(self._minibatch, model, *given)
         loss_sum, mb, mine = repeating(run) if self._engine.deterministic else run()
         learn_nothing(model.parameters())  # where all completions are masked, as TRL steps too
-        checksum = getattr(given[0], "checksum", None)
-        mine |= {"loss_sum": loss_sum.item(), "checksum": checksum}
+        mine |= {"loss_sum": loss_sum.item()}
         reports = self._engine.exchange(f"sum up minibatch {mb.index}", mine)
-        refuse_other_samples([each["checksum"] for each in reports])
         loss = sum(each["loss_sum"] for each in reports)
         return torch.tensor(loss, dtype=torch.float32, device=self.args.device), mb, reports
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import replace
 from itertools import count, islice
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
 
-from ...base.errors import RanksDiffer
-from ...packs.collate import pack_collate
+from ...packs.collate import PackedDataset, pack_collate
 from ...packs.pack_loader import measured
+from ...plan.cost import CostModel
 from ...plan.plan import MinibatchPacks
+from ...plan.planner import make_plan
+from ...plan.samples import Limits, Samples
 from ...plan.tower import TowerCost
 
 
@@ -52,27 +55,23 @@ class StreamedSteps(IterableDataset):
 
 
 def collate_step(
-    samples: list[Mapping[str, Any]], *, assign: Callable, tower: TowerCost | None, untaken: Set[str]
+    samples: list[Mapping[str, Any]],
+    *,
+    rank: int,
+    ranks: int,
+    cost: CostModel,
+    tower: TowerCost | None,
+    untaken: Set[str],
 ) -> MinibatchPacks:
-    """This rank's packs of a step's samples, collated. Their `checksum` is of all samples, which ranks have to share.
+    """This rank's packs of a step's samples, of at most the longest one's tokens, collated. Their plan's checksum is of
+    all samples' tokens.
 
-    assign: `assign_one` of this rank, which gets lengths, their longest as `token_cap`, and `extra`. tower: of a model
-    that sees pictures. untaken: as `measured` takes it. All can be pickled, for a DataLoader's worker.
+    tower: of a model that sees pictures. untaken: as `measured` takes it. All can be pickled, for a worker.
     """
     lengths, _, pictures = measured(samples, untaken=untaken)
+    limits = Limits(ranks=ranks, token_cap=max(lengths))
     extra = [tower.sample(values) for values in pictures] if tower else None
-    own = assign(lengths, token_cap=max(lengths), extra=extra)
-    packs = pack_collate([[samples[i] for i in pack] for pack in own])
+    plan = make_plan(Samples.of(limits.checked(lengths), cost, extra=extra), limits)
     ids = torch.cat([torch.as_tensor(sample["input_ids"]) for sample in samples])
-    packs.samples, packs.checksum = len(samples), zlib.crc32(ids.numpy().tobytes())
-    return packs
-
-
-def refuse_other_samples(checksums: Sequence[Any], name: str = "train_dataset") -> None:
-    """Raises RanksDiffer unless all ranks have assigned the same samples; None where they are unknown."""
-    for rank, checksum in enumerate(checksums):
-        if checksum != checksums[0]:
-            raise RanksDiffer(
-                f"rank {rank} has other samples than rank 0: give every rank the same {name} in the same order, "
-                f"with the same seed and not split by rank; the trainer assigns its samples to the ranks"
-            )
+    plan = replace(plan, checksum=zlib.crc32(ids.numpy().tobytes()))
+    return pack_collate(PackedDataset(samples).__getitems__(plan.packs(rank)))

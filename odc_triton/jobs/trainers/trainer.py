@@ -27,8 +27,8 @@ from ...packs.neftune import embedding_noise
 from ...packs.pack_loader import PackLoader, measured, refuse_drawn, tower_costs
 from ...packs.router_loss import router_weight
 from ...plan.fields import TOKEN_TYPES
+from ...plan.plan import MinibatchPacks
 from ...plan.sampler import MinibatchSampler
-from ...plan.strategies import assign_one
 from ...plan.tower import TowerCost
 from ...sequence.exchange import SequenceExchange
 from .picture_records import PictureRecords, has_picture_records
@@ -165,9 +165,9 @@ class ODCTrainer(ShardedTrainer):
         args, ranks = self.args, {"rank": self._engine.rank, "ranks": self._engine.world}
         count = self._engine.world * args.per_device_train_batch_size
         self._sampler = StreamedSteps(self.train_dataset, count, drop_last=args.dataloader_drop_last)
-        assign = partial(assign_one, balance="mini", cost=self._cost, **ranks)
         tower = TowerCost.from_config(model.config, trained=trains_tower(model)) if sees_pictures(model) else None
-        collate = partial(collate_step, assign=assign, tower=tower, untaken=untaken(self.model))
+        how = {"cost": self._cost, "tower": tower, "untaken": untaken(self.model)}
+        collate = partial(collate_step, **ranks, **how)
         return self._loader(DataLoader, self._sampler, batch_size=None, collate_fn=collate)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
@@ -299,14 +299,14 @@ class ODCTrainer(ShardedTrainer):
         self, model: nn.Module, inputs: Sequence[Mapping[str, Tensor]]
     ) -> tuple[Tensor, minibatch, dict[str, Any]]:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.args.device)
-        split = getattr(inputs, "split", None)
-        self._all_samples = getattr(inputs, "samples", 0)
+        packs = MinibatchPacks.like(inputs, inputs)
+        self._all_samples = packs.samples
         if router_weight(model) and not self._all_samples:
             raise ValueError("a router's auxiliary loss needs the samples of all ranks: use a MinibatchSampler's packs")
         self._sums.zero_()
-        with minibatch(model, tokens=self._count_targets(inputs), split=split) as mb:
+        with minibatch(model, tokens=self._count_targets(packs), plan=packs) as mb:
             tokens = max(mb.tokens, 1)
-            for pack in inputs:
+            for pack in packs:
                 pack = self._on_device(pack)
                 with embedding_noise(model, self._noise_alpha, pack):
                     loss = self.compute_loss(model, pack, num_items_in_batch=tokens)

@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...plan.cost import CostModel
-from ...plan.pieces import Piece, SplitPlan
+from ...plan.pieces import Entry, Piece, SplitPlan
+from ...plan.planner import SHARED, SPLIT, make_plan
 from ...plan.queue import queue_packs as balance_queue_packs
 from ...plan.relatives import Relatives
-from ...plan.shared import assign_shared
-from ...plan.split import assign_split, readable_tokens
-from ...plan.strategies import STRATEGIES, assign
+from ...plan.samples import Limits, Samples
+from ...plan.split import readable_tokens
+from ...plan.strategies import STRATEGIES
 from .hardware import Links
 from .models import Model
 
 if TYPE_CHECKING:
     from ..memory.footprint import MemoryPlan
 
-SPLIT = "split"  # LB-Split: long sequences in pieces, the others by LB-Mini
-SHARED = "shared"  # tokens that samples share are computed once
 ALL_BALANCES = (*STRATEGIES, SPLIT, SHARED)
 
 Packs = list[list[int | Piece]]  # one rank's: per microbatch the tokens of its documents, or pieces
@@ -42,7 +41,7 @@ class SharedPack(list):
     def of(
         cls, entries: Sequence[int | Piece], lengths: Sequence[int], rank: int, plan: SplitPlan | None
     ) -> SharedPack:
-        made = cls(each if isinstance(each, Piece) else lengths[each] for each in entries)
+        made = cls(sizes_of(entries, lengths))
         fetched: dict[Piece, int] = {}  # siblings read the same rows once
         for each in made:
             if plan is None or not isinstance(each, Piece) or (planned := plan.find(each)) is None:
@@ -68,26 +67,25 @@ def assign_packs(
 ) -> list[Packs]:
     """Each rank's packs, in lengths, not indices. `split_tokens`: of each rank, the most that others read; 0: as many
     as these lengths need, and for "shared" none. `replicas`: each splits its own samples. `relatives`: of the samples,
-    for "shared". Raises as `assign`, `assign_split` and `assign_shared`, and ValueError for "shared" without them.
+    for "shared". Raises as `Limits`, `Samples.of` and `make_plan`, and ValueError for "shared" without them.
     """
-    how = {"ranks": ranks, "token_cap": token_cap, "cost": cost}
-    if balance == SPLIT:
-        tokens = split_tokens or readable_tokens(lengths, samples=len(lengths), replicas=replicas, **how)
-        split = assign_split(lengths, tokens=tokens, replicas=replicas, **how)
-        return [
-            [[each if isinstance(each, Piece) else lengths[each] for each in pack] for pack in split.packs(rank)]
-            for rank in range(ranks)
-        ]
+    if balance == SHARED and relatives is None:
+        raise ValueError(f"balance {SHARED!r} needs to know what the samples share: give relatives")
+    if balance == SPLIT and not split_tokens:
+        how = {"ranks": ranks, "token_cap": token_cap, "cost": cost, "replicas": replicas}
+        split_tokens = readable_tokens(lengths, samples=len(lengths), **how)
+    limits = Limits(ranks=ranks, token_cap=token_cap, replicas=replicas, split_tokens=split_tokens)
+    samples = Samples.of(limits.checked(lengths), cost, prefixes=relatives if balance == SHARED else None)
+    plan = make_plan(samples, limits, balance)
+    packs = [plan.packs(rank) for rank in range(ranks)]
     if balance == SHARED:
-        if relatives is None:
-            raise ValueError(f"balance {SHARED!r} needs to know what the samples share: give relatives")
-        shared = assign_shared(lengths, relatives, tokens=split_tokens, replicas=replicas, **how)
-        return [
-            [SharedPack.of(pack, lengths, rank, shared.plan) for pack in packs]
-            for rank, packs in enumerate(shared.packs)
-        ]
-    assigned = assign(lengths, balance=balance, **how)
-    return [[[lengths[i] for i in members] for members in packs] for packs in assigned]
+        return [[SharedPack.of(pack, lengths, rank, plan.segments) for pack in own] for rank, own in enumerate(packs)]
+    return [[sizes_of(pack, lengths) for pack in own] for own in packs]
+
+
+def sizes_of(pack: Sequence[Entry], lengths: Sequence[int]) -> list[int | Piece]:
+    """The tokens of its samples, or pieces."""
+    return [each if isinstance(each, Piece) else lengths[each] for each in pack]
 
 
 def queue_packs(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel) -> Packs:
