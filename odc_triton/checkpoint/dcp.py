@@ -345,7 +345,7 @@ def _check_chunks(metadata: Metadata) -> None:
                 raise ValueError(f"{name} has no data for its chunk of {[*chunk.sizes]} at {[*chunk.offsets]}")
 
 
-class _Planner(DefaultLoadPlanner):
+class _WeightsOnly(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
@@ -355,7 +355,7 @@ def read_into(folder: Path, metadata: Metadata, state: dict[str, Any]) -> None:
 
     Tensors may be sharded in any way. Raises CheckpointCorrupt, OSError.
     """
-    planner = _Planner(flatten_state_dict=False)
+    planner = _WeightsOnly(flatten_state_dict=False)
     planner.set_up_planner(state, metadata, is_coordinator=True)
     reader = FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, is_coordinator=True)

@@ -108,7 +108,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class MemoryLayout:
     """Every region of the heap, in an order that is the same on all ranks."""
 
     world: int
@@ -140,7 +140,9 @@ def aligned(offset_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
     return -(-offset_bytes // alignment_bytes) * alignment_bytes
 
 
-def make_plan(parameters: list[ParameterSpec], *, world: int, itemsizes: dict[str, int], apart: bool = False) -> Plan:
+def make_layout(
+    parameters: list[ParameterSpec], *, world: int, itemsizes: dict[str, int], apart: bool = False
+) -> MemoryLayout:
     """Lays out the regions: all compute shards, then all gradient shards, each aligned to 128 bytes.
 
     `itemsizes`: bytes per element by dtype name. `apart`: each rank's shards are in its own memory, so sizes and
@@ -157,7 +159,7 @@ def make_plan(parameters: list[ParameterSpec], *, world: int, itemsizes: dict[st
     trained = [(spec, spec.reduce_dtype) for spec in parameters if spec.reduce_dtype is not None]
     gradient, size_bytes = place(trained, compute_bytes)
     left = iter(gradient)
-    return Plan(
+    return MemoryLayout(
         world=world,
         parameters=tuple(parameters),
         compute=tuple(compute),

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..base.deadlines import Timeout, timedelta_of
 from ..comm.barrier import Barrier
-from ..comm.layout import Plan, place_regions
+from ..comm.layout import MemoryLayout, place_regions
 from ..comm.replicas import Grid, Replicas, grid_of
 from ..engine.forward import watch_backward
 from ..engine.minibatch import Participant, RefusesDeterminism, Trained
@@ -121,7 +121,7 @@ class BridgedEngine(Protocol):
         self,
         model: FSDPModule,
         units: list[FsdpUnit],
-        plan: Plan,
+        plan: MemoryLayout,
         *,
         adds: Transport,
         grid: Grid,
@@ -328,7 +328,7 @@ def _divide_factor(units: list[FsdpUnit], given: float | None) -> float | None:
     return float(given) if given is not None else next(iter(factors), None)
 
 
-def _plan(units: list[FsdpUnit], grid: Grid, device: Backend) -> Plan:
+def _plan(units: list[FsdpUnit], grid: Grid, device: Backend) -> MemoryLayout:
     """All units' compute shards, then their gradient shards, in the heap."""
 
     def place(shards: list[tuple[int, str, int]], offset: int) -> tuple[list[Any], int]:
@@ -344,7 +344,7 @@ def _plan(units: list[FsdpUnit], grid: Grid, device: Backend) -> Plan:
     compute, compute_bytes = place(read, 0)
     gradient, size_bytes = place(added, compute_bytes)
     left = iter(gradient)
-    return Plan(
+    return MemoryLayout(
         world=grid.shards,
         parameters=tuple(spec for unit in units for spec in unit.specs()),
         compute=tuple(compute),
@@ -355,7 +355,7 @@ def _plan(units: list[FsdpUnit], grid: Grid, device: Backend) -> Plan:
     )
 
 
-def _summary(units: list[FsdpUnit], plan: Plan, grid: Grid, device: Backend) -> str:
+def _summary(units: list[FsdpUnit], plan: MemoryLayout, grid: Grid, device: Backend) -> str:
     trained = sum(p.sharded.numel() for unit in units for p in unit.trained)
     every = sum(p.sharded.numel() for unit in units for p in unit.parameters)
     share = 1 if device.apart else grid.shards  # else the plan is of all ranks' memory

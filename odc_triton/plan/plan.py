@@ -15,8 +15,8 @@ from .samples import Samples
 class Plan:
     """Who computes what in one minibatch.
 
-    ready: by rank, microbatches in the order in which it computes them; `ready_cost`: of these, on the slowest rank,
-        where it is known.
+    ready: by rank, microbatches in the order in which it computes them, an empty one where it has no part in a wave.
+        `ready_cost`: of these, on the slowest rank, where it is known.
     unpacked: by rank, places of samples that it packs itself, and computes after those.
     queue: packs that ranks take at run time after those; None if there is no queue.
     segments: who computes which part of what several ranks compute; None if no rank reads what another computes.
@@ -46,7 +46,7 @@ class Plan:
 
     def packs(self, rank: int) -> MinibatchPacks:
         """That rank's microbatches; of a queue, those before the ones that it takes."""
-        made = MinibatchPacks([*self.ready[rank], *self._packed(rank)], plan=self)
+        made = MinibatchPacks([*filter(None, self.ready[rank]), *self._packed(rank)], plan=self)
         made.tokens = self.targets(number_of(each) for pack in made for each in pack if begins(each))
         return made
 

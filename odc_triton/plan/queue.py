@@ -137,7 +137,7 @@ class QueuedPacks:
         self.samples, self.checksum = 0 if plan.samples is None else len(plan.samples), plan.checksum
         self.taken: list[int] = []  # places in `packs` that this rank took
         self._key, self._counter, self._rank, self._world = key, counter, rank, len(plan.ready)
-        self._own = iter(self.waves[rank])
+        self._own = filter(None, self.waves[rank])
         self._is_empty = False
         self.tokens = plan.targets(self.own_part())
 

@@ -74,7 +74,7 @@ def split_plan(samples: Samples, limits: Limits, *, ride: bool = True) -> Plan:
     return Plan(
         samples=samples,
         token_cap=limits.token_cap,
-        ready=[[*filter(None, of_rank)] for of_rank in by_rank],
+        ready=by_rank,
         ready_cost=best.waves_cost,
         unpacked=best.whole,
         estimate=best.estimate,

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..base.deadlines import Timeout, timedelta_of
 from ..base.errors import DeadlineExceeded, RankLost, RanksDiffer, describe
 from ..comm.barrier import Barrier
-from ..comm.layout import Plan, first_difference
+from ..comm.layout import MemoryLayout, first_difference
 from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
 from ..comm.peers import PeerStatus
 from ..comm.process_group import start_process_group, take_gpu
@@ -116,7 +116,7 @@ def watched_barrier(grid: Grid, timeout: timedelta) -> Iterator[Barrier]:
         heap.close()
 
 
-def open_heap(barrier: Barrier, grid: Grid, device: Backend, plan: Plan, agreed: Agreed) -> SymmetricHeap:
+def open_heap(barrier: Barrier, grid: Grid, device: Backend, plan: MemoryLayout, agreed: Agreed) -> SymmetricHeap:
     """The memory of `plan` that this replica's ranks share; from then on the barrier knows who is alive. Collective."""
     devices = agreed.devices
     heap = device.open_heap(
@@ -147,7 +147,7 @@ def refusing(barrier: Barrier, purpose: str, *, call: str = "fully_shard") -> It
 def agree(
     barrier: Barrier,
     grid: Grid,
-    plan: Plan,
+    plan: MemoryLayout,
     options: dict[str, Any],
     device: Backend,
     *,

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from odc_kernels.batch_copy import BatchCopy, torchs_batch_copy
 from odc_kernels.streams import CudaDevice
 
-from ..comm.layout import EXACT, ParameterSpec, Plan
+from ..comm.layout import EXACT, MemoryLayout, ParameterSpec
 from ..comm.memory import CudaHeap, SharedMemoryHeap, SymmetricHeap
 from ..engine.transport import DeviceStreams, KernelTransport, LockedTransport, Streams, Transport
 from ..machine.topology import Place
@@ -64,7 +64,7 @@ class Backend(ABC):
     def streams(self) -> Streams: ...
 
     @abstractmethod
-    def open_heap(self, plan: Plan, mesh: DeviceMesh, *, shared: bool, **how: Any) -> SymmetricHeap:
+    def open_heap(self, plan: MemoryLayout, mesh: DeviceMesh, *, shared: bool, **how: Any) -> SymmetricHeap:
         """Collective. `mesh`: one-dimensional; `shared`: whether ranks share a device, or number their devices alike;
         `how`: the heap's `token`, a name that only its ranks know, `timeout_s` and `look`.
         """
@@ -83,7 +83,7 @@ class CpuBackend(Backend):
     def streams(self) -> Streams:
         return Streams()
 
-    def open_heap(self, plan: Plan, mesh: DeviceMesh, *, shared: bool, **how: Any) -> SymmetricHeap:
+    def open_heap(self, plan: MemoryLayout, mesh: DeviceMesh, *, shared: bool, **how: Any) -> SymmetricHeap:
         return self.heap(
             rank=mesh.get_local_rank(),
             world=mesh.size(),
@@ -130,7 +130,7 @@ class CudaBackend(Backend):
     def streams(self) -> Streams:
         return DeviceStreams(CudaDevice(torch.device("cuda", torch.cuda.current_device())))
 
-    def open_heap(self, plan: Plan, mesh: DeviceMesh, *, shared: bool, **how: Any) -> SymmetricHeap:
+    def open_heap(self, plan: MemoryLayout, mesh: DeviceMesh, *, shared: bool, **how: Any) -> SymmetricHeap:
         return CudaHeap(
             rank=mesh.get_local_rank(),
             world=mesh.size(),

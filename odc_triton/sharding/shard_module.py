@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from odc_kernels.staged import Staging
 
 from ..base.deadlines import Timeout, timedelta_of
-from ..comm.layout import Plan, make_plan
+from ..comm.layout import MemoryLayout, make_layout
 from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
 from ..comm.replicas import Grid, Replicas, grid_of, refuse_mesh
 from ..engine.exact import ExactTarget
@@ -170,14 +170,14 @@ def _check_placements(module: nn.Module, placement_of: Any, ignored: set[nn.Para
             )
 
 
-def _plan(described: Description, grid: Grid, device: Backend) -> Plan:
+def _plan(described: Description, grid: Grid, device: Backend) -> MemoryLayout:
     itemsizes = {dtype_name(dtype): dtype.itemsize for dtype in (*SHARDABLE_DTYPES, torch.int64)}
-    return make_plan(described.specs, world=grid.shards, itemsizes=itemsizes, apart=device.apart)
+    return make_layout(described.specs, world=grid.shards, itemsizes=itemsizes, apart=device.apart)
 
 
 def _allocate(
     described: Description,
-    plan: Plan,
+    plan: MemoryLayout,
     grid: Grid,
     device: Backend,
     transport: Transport,
@@ -278,7 +278,7 @@ def _check_mesh(mesh: DeviceMesh, backend: Backend) -> None:
 
 
 def _whole_tensors(
-    plan: Plan, heap: SymmetricHeap, streams: Streams, on_demand: set[int], device: Backend
+    plan: MemoryLayout, heap: SymmetricHeap, streams: Streams, on_demand: set[int], device: Backend
 ) -> list[tuple[torch.Tensor, GatheredParameters | None]]:
     """Every parameter's whole tensor: a view of the heap, or one that is gathered together with its unit's others.
 
@@ -313,7 +313,7 @@ def _whole_tensors(
     return [found[number] for number in range(len(plan.parameters))]
 
 
-def _warn(plan: Plan, tuned: Tuned | None) -> None:
+def _warn(plan: MemoryLayout, tuned: Tuned | None) -> None:
     if tuned is not None and tuned.unused is not None:
         warnings.warn(tuned.unused, stacklevel=3)
     low = [s for s in plan.parameters if s.reduce_dtype is not None and s.master_dtype in ("bfloat16", "float16")]

@@ -60,8 +60,7 @@ def _planned(given: Mapping[str, Any]) -> Iterator[str]:
             tokens = replace(within, split_tokens=within.split_tokens or 1).checked(given["lengths"])
             samples = Samples.of(tokens, cost, **columns)
             split = split_plan(samples, within, ride=ride)
-            waves = max(map(len, split.ready))
-            yield f"estimate {float.hex(split.estimate)} waves {waves} {float.hex(split.ready_cost)}"
+            yield f"estimate {float.hex(split.estimate)} waves {len(split.ready[0])} {float.hex(split.ready_cost)}"
             yield f"costs {' '.join(map(float.hex, samples.prices))} {_plan(split)}"
             yield from map(_packs, map(split.packs, range(given["ranks"])))
     elif given["planner"] == "strategies":

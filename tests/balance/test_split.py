@@ -73,17 +73,20 @@ def step_time(dealt: Dealt, given: dict) -> float:
     return max(clock)
 
 
+def waves_of(deal: Plan, rank: int) -> int:
+    """How many of its packs are of waves."""
+    return sum(map(bool, deal.ready[rank]))
+
+
 def lock_step_time(deal: Plan, given: dict) -> float:
     """The same if all ranks of a replica were in each of its waves; a cut may leave one out, which then goes on."""
     shards, ends = given["ranks"] // given["replicas"], []
     for first in range(0, given["ranks"], shards):
-        ranks, waves = range(first, first + shards), defaultdict(list)
-        for pack in (pack for rank in ranks for pack in deal.ready[rank]):
-            numbers = {deal.segments.find(each).wave for each in pack if isinstance(each, Piece)}
-            waves[max(numbers, default=0)].append(price(pack, given))
-        rest = [deal.packs(rank)[len(deal.ready[rank]) :] for rank in ranks]
+        ranks = range(first, first + shards)
+        waves = zip(*(deal.ready[rank] for rank in ranks), strict=True)
+        rest = [deal.packs(rank)[waves_of(deal, rank) :] for rank in ranks]
         last = max(math.fsum(price(pack, given) for pack in packs) for packs in rest)
-        ends.append(math.fsum(map(max, waves.values())) + last)
+        ends.append(math.fsum(max(price(pack, given) for pack in wave) for wave in waves if any(wave)) + last)
     return max(ends)
 
 
@@ -227,11 +230,11 @@ def test_every_token_once_within_the_limits_at_the_estimated_cost(given: dict, c
     assert time <= as_planned * (1 + 1e-9)
     # Of whole samples the estimate counts the fewest packs that could hold them.
     fewest = [-(-sum(lengths[i] for i in own) // cap) for own in deal.unpacked]
-    packs = [len(deal.packs(rank)) - len(deal.ready[rank]) for rank in range(given["ranks"])]
+    packs = [len(deal.packs(rank)) - waves_of(deal, rank) for rank in range(given["ranks"])]
     more = given["cost"].microbatch * max(a - b for a, b in zip(packs, fewest, strict=True))
     assert as_planned * (1 - 1e-9) - more <= deal.estimate <= as_planned * (1 + 1e-9)
     for rank, packs in enumerate(packs_of(deal)):
-        waves = deal.ready[rank]
+        waves = [*filter(None, deal.ready[rank])]
         assert packs[: len(waves)] == waves
         assert not any(isinstance(each, Piece) for pack in packs[len(waves) :] for each in pack)
         prices = [price(pack, given) for pack in packs[len(waves) :]]

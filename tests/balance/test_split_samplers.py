@@ -158,7 +158,7 @@ def test_each_sample_has_its_own_floor_and_cost(balance: str) -> None:
 def test_floors_are_those_of_relatives() -> None:
     relatives, lengths = find_relatives([shown(PROMPT, [answer] * 5, [(40, 1)]) for answer in (6, 7)]), [55, 55]
     how = {"samples_per_rank": 2, "token_cap": 200, "rank": 0, "world": 1, "relatives": relatives, "cost": COST}
-    assert MinibatchSampler(lengths, **how).assigner.floors == [41, 41]
+    assert MinibatchSampler(lengths, **how)._samples.earliest_cuts == [41, 41]
     ((pack,),) = MinibatchSampler(lengths, **how, floors=[41, 41], extra=[1.0, 1.0])
     assert pack == [Piece(0, 0, 55), Piece(1, 49, 55, 0)]
     with pytest.raises(ValueError, match="relatives are of samples with other floors"):

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from odc_triton.comm.layout import (
     ALIGNMENT_BYTES,
+    MemoryLayout,
     ParameterSpec,
-    Plan,
     find_units,
     first_difference,
-    make_plan,
+    make_layout,
     shard_rows,
 )
 
@@ -61,8 +61,8 @@ def test_each_of_twelve_blocks_is_a_unit(classes: tuple[str, ...]) -> None:
     assert find_units(model) == [f"layers.{number}" for number in range(12)]
 
 
-def _plan(parameters: list[ParameterSpec], world: int) -> Plan:
-    return make_plan(parameters, world=world, itemsizes=ITEMSIZES)
+def _plan(parameters: list[ParameterSpec], world: int) -> MemoryLayout:
+    return make_layout(parameters, world=world, itemsizes=ITEMSIZES)
 
 
 @quick

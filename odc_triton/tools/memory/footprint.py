@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ...comm.layout import ALIGNMENT_BYTES, EXACT, ParameterSpec, aligned, find_units, make_plan, shard_rows
+from ...comm.layout import ALIGNMENT_BYTES, EXACT, ParameterSpec, aligned, find_units, make_layout, shard_rows
 from ...jobs.reports.report import in_columns
 from ...nn.choice import TABLE
 from ...optim import buffers as muon_buffers
@@ -312,7 +312,7 @@ def _of_odc(
     gradient_shard = sizes.shards(trained, "reduce_dtype", alignment)
     of_replica = world * (compute_shard + gradient_shard)
     if not apart:
-        of_replica = make_plan(specs, world=world, itemsizes=sizes.itemsizes).size_bytes
+        of_replica = make_layout(specs, world=world, itemsizes=sizes.itemsizes).size_bytes
     shapes = [spec.shape for spec in by_muon]
     muon_bytes = aligned(muon_buffers.buffer_regions(shapes, world=world, apart=True)[1])
     of_replica += world * muon_bytes if apart else muon_buffers.buffer_regions(shapes, world=world, apart=False)[1]
