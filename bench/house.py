@@ -63,16 +63,16 @@ FEATURES = {
 }
 
 
-# (most now, what the plan wants or None). Lines behind an import, as one in a file of the package's own folder:
+# (most now, what the plan wants or None). Lines behind an import in a file of the package's own folder, to full 50:
 BEHIND: dict[str, tuple[int, int | None]] = {
-    "from . import fully_shard, minibatch": (7_794, 7_000),
-    "from . import use_odc": (8_264, None),
-    "from . import replace_layers": (2_694, None),
-    "from .balance import MinibatchSampler": (3_014, None),
-    "from .hf import enable_packing, summed_loss": (9_187, None),
-    "from .hf import ODCTrainer": (20_053, None),
-    "from .jobs.train import sft": (27_965, None),
-    "from .jobs.train import grpo": (29_589, None),
+    "from . import fully_shard, minibatch": (7_800, 7_000),
+    "from . import use_odc": (8_250, None),
+    "from . import replace_layers": (2_700, None),
+    "from .balance import MinibatchSampler": (3_050, None),
+    "from .hf import enable_packing, summed_loss": (9_150, None),
+    "from .hf import ODCTrainer": (20_050, None),
+    "from .jobs.train import sft": (27_950, None),
+    "from .jobs.train import grpo": (29_550, None),
 }
 # Files that know a feature, and files on a way:
 BUDGETS: dict[str, tuple[int, int | None]] = {

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 
-from odc_triton.comm.memory import ApartHeap
+from odc_triton.comm.memory.heap import ApartHeap
 from odc_triton.engine.minibatch import minibatch
 from odc_triton.engine.transport import DeviceStreams, Streams
 from odc_triton.jobs.launcher.launch import launch

@@ -32,7 +32,8 @@ import torch.distributed as dist
 
 from odc_triton.base.files import write_file
 from odc_triton.comm.layout import Region, aligned
-from odc_triton.comm.memory import ApartHeap, CudaHeap, SymmetricHeap
+from odc_triton.comm.memory.cuda import CudaHeap
+from odc_triton.comm.memory.heap import ApartHeap, SymmetricHeap
 from odc_triton.comm.process_group import rendezvous_url
 from odc_triton.engine.transport import LockedTransport, Streams, Target
 from odc_triton.jobs.launcher.launch import launch

@@ -101,8 +101,6 @@ class PeerStatus(StatusBoard):
         ours = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: (this := ours()) is not None and _close(this._connections))
 
-    # ------------------------------------------------------------------ connecting
-
     def _connect(self, barrier: Barrier, store: dist.Store, token: bytes) -> None:
         """Ranks connect to those of lower numbers."""
         mine = address_towards(store)
@@ -152,8 +150,6 @@ class PeerStatus(StatusBoard):
             f"rank {self._rank} was not reached by ranks {ranks} of other replicas: they need TCP connections "
             f"between their hosts, on any port",
         )
-
-    # ------------------------------------------------------------------ status
 
     def new_slot(self) -> int:
         return self._heap.new_slot()

@@ -168,8 +168,6 @@ class Replicas:
         if self.count > 1 and device.type == "cuda" and "cuda:nccl" not in str(dist.get_backend_config(self._group)):
             self._device = torch.device("cpu")  # gloo: buffers on the host
 
-    # ------------------------------------------------------------------ what is exchanged
-
     @torch.no_grad()
     def sum(self, shards: Sequence[Parts]) -> None:
         """Own parts become their sums over the replicas; a shard in one part becomes its sum on all of them.
@@ -230,8 +228,6 @@ class Replicas:
             self._run("initial values of other replicas", dist.broadcast, sent, group_src=0)
             if self.index > 0:
                 part.copy_(sent)
-
-    # ------------------------------------------------------------------ how
 
     def _buckets(self, shards: Sequence[Parts]) -> Iterator[tuple[torch.dtype, list[_Chunk], int]]:
         """By dtype, the chunks that fill one buffer, and the buffer's elements for one replica."""

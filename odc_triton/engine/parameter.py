@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,14 +19,11 @@ from torch.autograd.graph import Node, get_gradient_edge
 from odc_kernels.peers import PeerShards
 from odc_kernels.staged import StagedWeight, Staging
 
-from ..nn.operand import AddRows, handle_of, resolve
+from ..nn.operand import AddRows, Table, handle_of, resolve
 from .gathered import GatheredParameters
 from .protocol import Protocol as MinibatchProtocol
 from .shard import HeapShard
 from .transport import Transport, Waits
-
-if TYPE_CHECKING:
-    from ..nn.choice import Entry
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
@@ -79,7 +76,7 @@ class ShardedParameter:
         gathered: GatheredParameters | None,
         transport: Transport,
         staging: Staging,
-        table: tuple[Entry, ...] = (),
+        table: Table = (),
     ) -> None:
         self.shard, self.spec, self.number, self.sharded = shard, shard.spec, number, shard.sharded
         self.world, self.shape = shard.world, shard.spec.shape
@@ -142,12 +139,12 @@ class ShardedParameter:
         return [self.leaf.detach()]
 
     @property
-    def table(self) -> tuple[Entry, ...]:
+    def table(self) -> Table:
         """The choice of how operators on it run. Stored on the leaf, where compiled layers must see it."""
         return self.leaf._odc_table
 
     @table.setter
-    def table(self, table: tuple[Entry, ...]) -> None:
+    def table(self, table: Table) -> None:
         self.leaf._odc_table = table
 
     @property

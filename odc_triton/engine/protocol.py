@@ -146,8 +146,6 @@ class Protocol:
     def trainable(self) -> list[Shard]:
         return [shard for shard in self.shards if shard.trains]
 
-    # ------------------------------------------------------------------ the minibatch
-
     def begin(self, **given: Any) -> None:
         """Enters the next minibatch. `given`: arguments of `minibatch`, by the names of participants that take them.
 
@@ -340,8 +338,6 @@ class Protocol:
             reduce_gradients(shards, factor, self.replicas, self.streams.first)
         self.drain("reducing the gradients")
 
-    # ------------------------------------------------------------------ steps and publication
-
     def step_begins(self, optimizer: Optimizer) -> None:
         self.refuse_in_child("an optimizer step")
         if self.is_open:
@@ -430,8 +426,6 @@ class Protocol:
                 raise RuntimeError("the parameters were stepped or published during this read: read them again")
             yield shard.name, whole
 
-    # ------------------------------------------------------------------ barriers
-
     def exchange(self, purpose: str, message: dict[str, Any]) -> list[dict[str, Any]]:
         """A training loop's own barrier, outside of minibatches; returns all ranks' messages, which are JSON.
 
@@ -465,8 +459,6 @@ class Protocol:
             self.streams.drain(purpose)
         except DeadlineExceeded as error:
             self.barrier.raise_late(purpose, error)
-
-    # ------------------------------------------------------------------ failures
 
     def _refuse_broken(self) -> None:
         if self.is_broken:

@@ -126,8 +126,6 @@ class Shard(ABC):
                 f"the ranks' sum stays in it. Call zero_grad() before the `with minibatch(...)` block, or after it"
             )
 
-    # ------------------------------------------------------------------ publish
-
     @abstractmethod
     def to_publish(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """(part of this rank's compute shard, master) of what must be copied to be readable. Raises RuntimeError if
@@ -156,8 +154,6 @@ class Shard(ABC):
     @abstractmethod
     def read(self) -> torch.Tensor:
         """A copy of the whole tensor in the compute dtype, read from its owners as they are now."""
-
-    # ------------------------------------------------------------------ add and reduce
 
     @abstractmethod
     def clear(self) -> torch.Tensor | None:
@@ -264,8 +260,6 @@ class HeapShard(Shard):
         """The rows that this rank has masters of."""
         return self.parts_of(shard)[self._grid.replica]
 
-    # ------------------------------------------------------------------ values
-
     @torch.no_grad()
     def adopt(self, whole: torch.Tensor) -> None:
         """Copies this rank's rows of the whole tensor [N, ...] into its master, to be published."""
@@ -297,8 +291,6 @@ class HeapShard(Shard):
             near=self.heap.near,
         )
 
-    # ------------------------------------------------------------------ publish
-
     def _check_memory(self) -> None:
         """Something replaces it as `.double()` does."""
         local = self.sharded._local_tensor
@@ -318,8 +310,6 @@ class HeapShard(Shard):
 
     def compute_parts(self) -> list[torch.Tensor]:
         return self.parts_of(self.compute_shards[self._rank])
-
-    # ------------------------------------------------------------------ add and reduce
 
     def clear(self) -> torch.Tensor | None:
         self.sharded.grad = None
@@ -361,7 +351,6 @@ class HeapShard(Shard):
         self.sharded.grad = self._reduced
 
 
-# ---------------------------------------------------------------------- all shards of a rank at once
 #
 # One launch per dtype, not per parameter, by torch's multi-tensor operators (`torch._foreach_*`), as in optimizers. On
 # CUDA one launch takes as many tensors as an argument list holds if all tensors of a list have one device and dtype and

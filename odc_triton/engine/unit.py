@@ -277,8 +277,6 @@ class Passes(Participant):
         self._forward_start_s = self._backward_start_s = 0.0
         self._loss_start_s: float | None = None  # a forward ended there and its backward has not begun
 
-    # ------------------------------------------------------------------ the minibatch
-
     def entry(self, given: None) -> None:
         if self.in_forward:
             raise RuntimeError("a minibatch can't begin inside a forward of the model")
@@ -331,8 +329,6 @@ class Passes(Participant):
                 f"ranks ran {self._of_ranks} microbatches in minibatch {protocol.number} and gradients are divided by "
                 f"the number of ranks; give tokens= to minibatch() and divide the loss by mb.tokens",
             )
-
-    # ------------------------------------------------------------------ forwards and backwards
 
     @property
     def in_forward(self) -> bool:

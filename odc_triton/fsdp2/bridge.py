@@ -76,7 +76,7 @@ def use_odc(
         plan = _plan(units, grid, device)
         device.check(list(plan.parameters))
         factor = _divide_factor(units, divide_factor)
-    options = {"divide_factor": factor, "timeout": str(timeout), "backend": device.name, "world": grid.world}
+    options = {"divide_factor": factor, "timeout": timeout, "backend": device.name, "world": grid.world}
     agreed = agree(barrier, grid, plan, options, device, call=_CALL)
     heap = open_heap(barrier, grid, device, plan, agreed)
     engine = BridgedEngine(

@@ -52,8 +52,6 @@ class BridgedParameter(Shard):
     def sharded(self) -> nn.Parameter:
         return self.found.sharded
 
-    # ------------------------------------------------------------------ before a minibatch
-
     def bind(self, tied_to: BridgedParameter | None) -> None:
         """Takes the gradients of the sharded parameter as it is now; `tied_to` does it if it has the same one."""
         self.tied_to, self.is_shared = tied_to, False
@@ -107,8 +105,6 @@ class BridgedParameter(Shard):
             )
         dtype = self.found.compute_dtype  # a clone of a part is aligned to it
         return self.found.joined([part.clone().view(dtype) for part in self._compute])
-
-    # ------------------------------------------------------------------ p.grad
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -226,8 +222,6 @@ class BridgedUnit:
     @property
     def is_replicated(self) -> bool:
         return self._engine.replicas.count > 1
-
-    # ------------------------------------------------------------------ what FSDP2 asks
 
     @torch.no_grad()
     def read(self, output: torch.Tensor, own: torch.Tensor, world: int) -> None:

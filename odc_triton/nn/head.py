@@ -43,8 +43,6 @@ class FusedLogits:
             )
         self._h, self._weight, self._scale, self._choice = h, weight, scale, choice
 
-    # ------------------------------------------------------------------ a tensor's attributes
-
     @property
     def shape(self) -> torch.Size:
         return torch.Size([*self._h.shape[:-1], self._weight.shape[0]])
@@ -76,8 +74,6 @@ class FusedLogits:
 
     def __repr__(self) -> str:
         return f"FusedLogits(shape={tuple(self.shape)}, never computed)"
-
-    # ------------------------------------------------------------------ the same logits of other tokens
 
     def _of(self, h: torch.Tensor, factor: float = 1.0) -> FusedLogits:
         return FusedLogits(h, self._weight, self._scale * factor, self._choice)
@@ -142,8 +138,6 @@ class FusedLogits:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __rtruediv__ = __matmul__ = __pow__ = _needs_logits
     __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __float__ = __iter__ = _needs_logits
-
-    # ------------------------------------------------------------------ losses and log-probabilities
 
     def log_probs(self, targets: torch.Tensor, *, ignore_index: int = -100) -> TokenLogProbs:
         """Log-probabilities of `targets`, integers of this shape without the vocabulary, and the entropy."""

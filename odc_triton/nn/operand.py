@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from ..machine.topology import Place
     from .choice import Entry
     from .tuned import Tuned
+
+Table: TypeAlias = "tuple[Entry, ...]"
+"""How operators on a parameter run: see choice.py. Nothing is the shipped table."""
 
 AddRows = Callable[[int, "int | torch.Tensor", torch.Tensor], None]
 """`add_rows(owner, at, rows)`: adds rows to an owner's rows, from `at` on or, if `at` is a tensor, at those indices."""
@@ -43,8 +46,7 @@ def add_rows(shard: torch.Tensor, at: int | torch.Tensor, rows: torch.Tensor) ->
 class ShardedOperand(Protocol):
     """A parameter [N, ...] whose rows are on `world` owners, chunked as by `torch.chunk`.
 
-    `leaf`: autograd's tensor; `dtype`: the compute dtype; `table`: implementations of operators on it, see choice.py,
-    where nothing is the shipped one.
+    `leaf`: autograd's tensor; `dtype`: the compute dtype; `table`: how operators on it run.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +56,7 @@ class ShardedOperand(Protocol):
     def leaf(self) -> torch.Tensor: ...
 
     @property
-    def table(self) -> tuple[Entry, ...]: ...
+    def table(self) -> Table: ...
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -95,7 +97,7 @@ class ShardedOperand(Protocol):
 class ReadsOnDemand(Protocol):
     """A module that computes with some of its parameters without gathering them."""
 
-    def reads_on_demand(self, device_type: str, table: tuple[Entry, ...] = ()) -> tuple[str, ...]:
+    def reads_on_demand(self, device_type: str, table: Table = ()) -> tuple[str, ...]:
         """The attributes that hold them, on a "cpu" or "cuda" device, if operators run as in `table`."""
 
 

@@ -173,8 +173,6 @@ class LocalShards:
         """The sum of all added gradients; None without any."""
         return torch.cat(self._gradient_shards) if self._touched else None
 
-    # ------------------------------------------------------------------ the interface of operators
-
     @property
     def compute_peers(self) -> PeerShards:
         return PeerShards.of(self._shards, shape=self.shape, aligned=self.leaf.is_cuda, near=ALL)

@@ -126,8 +126,6 @@ class PolicyReader:
         finally:
             self._unpin()
 
-    # ------------------------------------------------------------------ one version
-
     def _settled(self) -> int:
         """Waits until all owners have published equally often and none has begun another; returns how often."""
         start_s = time.monotonic()
@@ -176,8 +174,6 @@ class PolicyReader:
             self._pinned = 0
             with contextlib.suppress(OSError):
                 self._connection.sendall(UNPIN)
-
-    # ------------------------------------------------------------------ tensors
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._class is None:

@@ -93,8 +93,6 @@ class SequenceExchange(Participant):
         self._must_clear = False
         self._forward_only = False
 
-    # ------------------------------------------------------------------ the minibatch
-
     def entry(self, given: SplitPlan | None) -> str | None:
         """Clears what a minibatch that failed has left; returns the plan's digest. Raises ValueError, TypeError for a
         plan that does not fit, RuntimeError while another is open.
@@ -185,8 +183,6 @@ class SequenceExchange(Participant):
             self._epochs += 2 * self.plan.waves
             self._must_clear = failed
         self.plan = None
-
-    # ------------------------------------------------------------------ what layers do
 
     def _epoch(self, spans: Sequence[Span], *, backward: bool) -> int:
         """Of a pass of the pieces of one microbatch, which are of one wave: odd for a forward."""

@@ -32,10 +32,10 @@ from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
 from ..comm.peers import PeerStatus
 from ..comm.process_group import start_process_group, take_gpu
 from ..comm.replicas import Grid
+from ..nn.operand import ReadsTables
 from .backend import Backend, backend_of
 
 if TYPE_CHECKING:
-    from ..nn.operand import ReadsTables
     from ..nn.tuned import Tuned
 
 AGREEING = "the same model on every rank"
@@ -159,7 +159,7 @@ def agree(
     Raises, on all ranks: RanksDiffer with the first difference, RuntimeError for devices that can't be peers. A
     container may hide from one rank what another sees, so each rank looks at the devices itself.
     """
-    digest, lines = plan.fingerprint(options)
+    digest, lines = plan.fingerprint({name: str(value) for name, value in options.items()})
     mine = {"token": uuid.uuid4().hex, "device": device.device_id(), "index": device.device_index()}
     messages = _exchange(barrier, AGREEING, {"digest": digest, "host": host_name(), **mine}, call)
     if len({theirs["digest"] for theirs in messages}) > 1:

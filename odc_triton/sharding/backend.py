@@ -15,7 +15,8 @@ from odc_kernels.batch_copy import BatchCopy, torchs_batch_copy
 from odc_kernels.streams import CudaDevice
 
 from ..comm.layout import EXACT, MemoryLayout, ParameterSpec
-from ..comm.memory import CudaHeap, SharedMemoryHeap, SymmetricHeap
+from ..comm.memory.cuda import CudaHeap
+from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
 from ..engine.transport import DeviceStreams, KernelTransport, LockedTransport, Streams, Transport
 from ..machine.topology import Place
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,10 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..comm.layout import EXACT, ParameterSpec, find_units
 from ..engine.module import Engine, ODCModule
 from ..engine.parameter import ShardedParameter, has_gradient_hooks
-from ..nn.operand import ReadsOnDemand
-
-if TYPE_CHECKING:
-    from ..nn.choice import Entry
+from ..nn.operand import ReadsOnDemand, Table
 
 SHARDABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,7 +33,7 @@ class FoundParameter:
     def name(self) -> str:
         return self.names[0]
 
-    def is_read_on_demand(self, device_type: str, table: tuple[Entry, ...]) -> bool:
+    def is_read_on_demand(self, device_type: str, table: Table) -> bool:
         """True if all modules that have it read its owners on demand, so that it need not be whole."""
         return all(
             isinstance(module, ReadsOnDemand) and attribute in module.reads_on_demand(device_type, table)
@@ -145,7 +142,7 @@ class Description:
     tied: list[tuple[FoundParameter, ShardedParameter]]  # places of parameters that `inner` already shards
     ignored: set[nn.Parameter]
 
-    def read_on_demand(self, device_type: str, tables: list[tuple[Entry, ...]]) -> set[int]:
+    def read_on_demand(self, device_type: str, tables: list[Table]) -> set[int]:
         """The places in `found` that need not be whole, because all layers that have them read the owners on demand.
 
         `tables`: how operators run, by parameter. Raises NotImplementedError for a tie that needs the whole of a

@@ -121,9 +121,7 @@ def fully_shard(
         options = {"policy": policy, "debug": debug, "exact": exact, "timeout": timeout, "backend": device.name}
         options |= {"world": grid.world, "replicas": grid.replicas}
         reader = next((each for each in root.modules() if isinstance(each, ReadsTables)), None)
-        agreed = agree(
-            barrier, grid, plan, {name: str(value) for name, value in options.items()}, device, reader=reader
-        )
+        agreed = agree(barrier, grid, plan, options, device, reader=reader)
         heap = open_heap(barrier, grid, device, plan, agreed)
         transport = device.transport(heap, device.streams(), barrier.timeout_s)
         replicas = Replicas(grid, barrier, heap.device)

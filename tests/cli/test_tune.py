@@ -20,9 +20,8 @@ from odc_triton.nn.choice import TABLE, as_choice, choose
 from odc_triton.nn.replace import replace_layers
 from odc_triton.nn.tuned import Line, Tuned, default_folder, load
 from odc_triton.tools.cli.command import main
-from odc_triton.tools.tune import TuneOptions, run_tune
+from odc_triton.tools.tune import TuneOptions, run_tune, save
 from odc_triton.tools.tune.candidates import decide, tiles, ways
-from odc_triton.tools.tune.save import save
 from odc_triton.tools.tune.workload import Workload, workloads_of
 from tests.cli.test_profile import CONFIG, launch_among_tests
 from tests.support import ranks

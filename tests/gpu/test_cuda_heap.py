@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from odc_triton.comm.layout import ALIGNMENT_BYTES, Region
-from odc_triton.comm.memory import CudaHeap
+from odc_triton.comm.memory.cuda import CudaHeap
 from odc_triton.comm.memory.heap import Status
 from tests.gpu.marks import MARKS, ONE_GPU, gpu_of, take_gpu
 from tests.support import ranks

@@ -68,7 +68,7 @@ def _adds(rank: int, world: int) -> dict[tuple[str, str], torch.Tensor]:
     import torch.distributed as dist
 
     from odc_triton.comm.layout import Region
-    from odc_triton.comm.memory import SharedMemoryHeap
+    from odc_triton.comm.memory.heap import SharedMemoryHeap
 
     found = {}
     for name, (rounds, _, add) in CASES.items():

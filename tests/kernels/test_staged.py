@@ -117,7 +117,7 @@ def _late(rank: int, world: int) -> dict[str, torch.Tensor]:
     import torch.distributed as dist
 
     from odc_triton.comm.layout import Region
-    from odc_triton.comm.memory import SharedMemoryHeap
+    from odc_triton.comm.memory.heap import SharedMemoryHeap
 
     buffer = Region(shape=SHAPE, dtype="float32", itemsize=4, offset_bytes=0)
     flags = Region(shape=(8,), dtype="float32", itemsize=4, offset_bytes=12288)

@@ -28,7 +28,7 @@ import torch
 
 from odc_kernels.streams import Memory
 from odc_triton.comm.layout import ParameterSpec
-from odc_triton.comm.memory import ApartHeap
+from odc_triton.comm.memory.heap import ApartHeap
 from odc_triton.engine.transport import DeviceStreams, Streams
 from odc_triton.sharding.backend import BACKENDS, CpuBackend
 

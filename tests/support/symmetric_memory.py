@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from odc_triton.comm.layout import Region, aligned
-from odc_triton.comm.memory import ApartHeap
+from odc_triton.comm.memory.heap import ApartHeap
 from tests.support.deadlines import LONG_S
 
 

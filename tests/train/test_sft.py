@@ -32,7 +32,7 @@ from odc_triton.plan.decoder import Decoder
 from odc_triton.sharding.agree import default_mesh
 from odc_triton.sharding.backend import CpuBackend
 from odc_triton.sharding.shard_module import fully_shard
-from odc_triton.tools.tune.save import save
+from odc_triton.tools.tune import save
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.sft_case import QWEN2, case, write_case

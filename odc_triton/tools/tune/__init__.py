@@ -5,20 +5,23 @@ Imports no torch, so that `--help` is quick.
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...base.environment import environment
+from ...base.files import write_file
 from ...jobs.options.options import REQUIRED, option, plain_paths, require_files, require_one_model
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ...nn.tuned import Line, Place
+    from ...machine.topology import Place
+    from ...nn.tuned import Line
     from .trial import Measured, Trial
 
 TIMEOUT = timedelta(minutes=30)
@@ -92,7 +95,6 @@ def run_tune(options: TuneOptions) -> str | None:
     from ...sharding.agree import default_mesh, watched_barrier
     from ...sharding.backend import backend_of
     from .attention import measure_attention
-    from .save import save
     from .trial import Trial
     from .workload import workloads_of
 
@@ -133,6 +135,34 @@ def run_tune(options: TuneOptions) -> str | None:
         for key, each in attention.items()
     ]
     return "\n".join([report, *costs])
+
+
+def save(place: Place, lines: list[Line], folder: Path, attention: dict[str, float] | None = None) -> Path:
+    """Writes the table of this place; keeps its lines for other shapes and dtypes, and `attention` of other models."""
+    from ...nn.tuned import FORMAT, load, versions
+
+    folder.mkdir(parents=True, exist_ok=True)
+    table = load(place, folder)
+    former = table.lines
+    new = {(line.operator, line.shape, line.dtype) for line in lines}
+    kept = [line for line in former if (line.operator, line.shape, line.dtype) not in new]
+    content = {
+        "format": FORMAT,
+        "place": asdict(place),
+        "versions": versions(),
+        "lines": [_write_line(line) for line in [*kept, *lines]],
+        "attention": table.attention | (attention or {}),
+    }
+    path = folder / place.file_name
+    write_file(path, (json.dumps(content, indent=1) + "\n").encode())
+    return path
+
+
+def _write_line(line: Line) -> dict[str, Any]:
+    tiles = [
+        {"kernel": kernel, "kind": type(tile).__name__, "sizes": asdict(tile)} for kernel, tile in line.choice.tiles
+    ]
+    return vars(line) | {"choice": line.choice.words, "tiles": tiles}
 
 
 def _shapes(options: TuneOptions) -> nn.Module:
