@@ -6,12 +6,13 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .cost import CostModel
-from .line import Strip
 from .packing import checked_lengths
-from .relatives import Relatives
+
+if TYPE_CHECKING:
+    from .relatives import Relatives  # which needs numpy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +141,3 @@ class Samples:
     def checksum(self) -> int:
         """Of names and tokens: the same on ranks that assign the same samples."""
         return zlib.crc32(repr([*zip(self.names, self.tokens, strict=True)]).encode())
-
-    @property
-    def strips(self) -> list[Strip]:
-        """Of all samples, unsplit."""
-        cuts, extra = ([0] * len(self) if each is None else each for each in (self.earliest_cuts, self.extra))
-        rows = enumerate(zip(self.tokens, cuts, extra, strict=True))
-        return [Strip(at, 0, length, floor=int(cut), extra=each) for at, (length, cut, each) in rows]

@@ -60,7 +60,7 @@ def split_plan(samples: Samples, limits: Limits, *, ride: bool = True) -> Plan:
     Raises ValueError for a sample that is over the cap and can't be split, with the remedy.
     """
     problem = _Problem(
-        strips=samples.strips,
+        strips=_unsplit(samples),
         names=samples.names,
         ranks=limits.ranks,
         token_cap=limits.token_cap,
@@ -80,6 +80,12 @@ def split_plan(samples: Samples, limits: Limits, *, ride: bool = True) -> Plan:
         estimate=best.estimate,
         segments=SplitPlan.of(by_rank, replicas=limits.replicas),
     )
+
+
+def _unsplit(samples: Samples) -> list[Strip]:
+    cuts, extra = ([0] * len(samples) if each is None else each for each in (samples.earliest_cuts, samples.extra))
+    rows = enumerate(zip(samples.tokens, cuts, extra, strict=True))
+    return [Strip(at, 0, length, floor=int(cut), extra=each) for at, (length, cut, each) in rows]
 
 
 def _over_replicas(problem: _Problem, replicas: int) -> SplitAssignment:

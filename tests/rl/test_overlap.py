@@ -13,6 +13,7 @@ import pytest
 from odc_triton.base.errors import GenerationAborted, RolloutFailed
 from odc_triton.jobs.rl.overlap import OverlappedRollout
 from odc_triton.plan.cost import CostModel
+from odc_triton.plan.samples import Limits
 from tests.support.overlapped import Batch, Plan, Sampling, Store
 
 GROUPS = ((3, 5), (), (4,), (6, 3, 3), ())
@@ -24,10 +25,11 @@ def run_ranks(plan: Plan, seed: int = 0, raises: bool = False) -> tuple[list[Ove
     store = Store(lambda: time.sleep(chance.choice((0, 0, 1e-4, 1e-3))))
     rollouts, ranks = [], []
     for rank in range(plan.ranks):
-        own = lambda lengths, numbers, _, rank=rank: Assigned([n] for n in numbers[rank :: plan.ranks])  # noqa: E731
-        assigner = SimpleNamespace(token_cap=8, cost=CostModel(quadratic=0, linear=1), reads_others=plan.keeps, own=own)
+        packs = lambda rows, _, rank=rank: Assigned([n] for n in rows.names[rank :: plan.ranks])  # noqa: E731
+        limits, cost = Limits(ranks=plan.ranks, token_cap=8), CostModel(quadratic=0, linear=1)
+        planner = SimpleNamespace(limits=limits, reads_others=plan.keeps, packs=packs)
         sampler = Sampling(rank, plan, store, raises=raises)
-        rollout = OverlappedRollout(sampler, assigner, shares_prefixes=False, scale="none")
+        rollout = OverlappedRollout(sampler, planner, cost, shares_prefixes=False, scale="none")
         rollout.open(
             sampler.slots, None, Batch(plan.groups), decode=max(plan.threads, plan.together), stop=lambda: None
         )

@@ -21,6 +21,7 @@ from odc_triton.jobs.rl.rollout import Sampler
 from odc_triton.plan.arrivals import Arrivals
 from odc_triton.plan.cost import CostModel
 from odc_triton.plan.counter import Log, StoreCounter
+from odc_triton.plan.samples import Limits
 
 Groups = tuple[tuple[int, ...], ...]  # tokens of each prompt's learned completions
 SIGNAL = 15
@@ -126,9 +127,10 @@ class Reader(OverlappedRollout):
     """What ranks know from their log."""
 
     def __init__(self, plan: Plan) -> None:
-        assigner = SimpleNamespace(token_cap=8, cost=CostModel(quadratic=0, linear=1), reads_others=plan.keeps)
+        planner = SimpleNamespace(limits=Limits(ranks=plan.ranks, token_cap=8), reads_others=plan.keeps)
         sampler = Sampling(0, plan, Store())
-        super().__init__(sampler, assigner, shares_prefixes=True, scale="none")
+        cost = CostModel(quadratic=0, linear=1)
+        super().__init__(sampler, planner, cost, shares_prefixes=True, scale="none")
         self.open(sampler.slots, None, Batch(plan.groups), decode=1, stop=lambda: None)
         self.without = plan.without
         if self.without == "one pack for one rank":
