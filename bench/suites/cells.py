@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from odc_triton.balance import CostModel
-from odc_triton.plan.pieces import Entry
+from odc_triton.plan.entries import Entry
 from odc_triton.plan.planner import SPLIT, make_plan
 from odc_triton.plan.samples import Limits, Samples
 from odc_triton.plan.split import readable_tokens

@@ -24,7 +24,8 @@ from torch import nn
 from odc_triton.base.events import total_s
 from odc_triton.engine.api import engine_of
 from odc_triton.engine.minibatch import minibatch
-from odc_triton.plan.pieces import Piece, SplitPlan
+from odc_triton.plan.entries import Piece
+from odc_triton.plan.pieces import SplitPlan
 from odc_triton.plan.planner import SPLIT
 from odc_triton.sequence.buffers import KVBuffers, LayerShape
 from odc_triton.sequence.exchange import SequenceExchange, Span

@@ -23,7 +23,7 @@ from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
 from odc_triton.engine.api import engine_of
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.jobs.launcher.launch import die_with_parent, end_process
-from odc_triton.plan.pieces import Entry, Piece
+from odc_triton.plan.entries import Entry, Piece
 from odc_triton.plan.plan import Plan
 
 from .hosts_net import INTERFACE, Hosts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from odc_triton.balance import CostModel
-from odc_triton.plan.pieces import Piece
+from odc_triton.plan.entries import Piece
 from odc_triton.plan.samples import Limits, Samples
 from odc_triton.plan.split import split_plan
 

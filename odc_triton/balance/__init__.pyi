@@ -5,10 +5,12 @@ from ..packs.collate import to_device as to_device
 from ..plan.cost import CostModel as CostModel
 from ..plan.counter import store_counter as store_counter
 from ..plan.fields import values_of as values_of
+from ..plan.entries import Piece as Piece
 from ..plan.packing import best_fit_decreasing as best_fit_decreasing
 from ..plan.packing import pack as pack
 from ..plan.partition import balanced_partition as balanced_partition
 from ..plan.partition import refine as refine
+from ..plan.plan import Plan as Plan
 from ..plan.queue import QueuedPacks as QueuedPacks
 from ..plan.queue import queue_packs as queue_packs
 from ..plan.relatives import find_relatives as find_relatives

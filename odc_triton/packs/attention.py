@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..plan.pieces import Piece
+from ..plan.entries import Piece
 from ..sequence.attention import AttentionOfJoined, AttentionOfTree, SeenRows, parts_of, takes
 from ..sequence.flash import FlashAttentionOfTree
 from ..sequence.layer import RowsOfOthers

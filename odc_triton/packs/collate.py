@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ..plan.entries import Piece
 from ..plan.fields import IGNORED
-from ..plan.pieces import Piece
 from ..plan.plan import MinibatchPacks
 from ..plan.queue import QueuedPacks
 from .pictures import Pictures, join

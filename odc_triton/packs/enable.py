@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..nn.modes import evaluating
-from ..plan.pieces import Piece
+from ..plan.entries import Piece
 from .attention import PREPARED_MASK, REMEDY, PackingUnsupported, packed_attention, packed_mask, tell_by_positions
 from .images import text_positions
 from .rope import follow_documents

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .cost import CostModel
-from .pieces import Entry, Piece, number_of
+from .entries import Entry, Piece, number_of
 
 LEAST_TOKENS = 64  # of a piece: fewer cost more to wait for than to compute
 _BY_TOKENS = CostModel(quadratic=0.0, linear=1.0)

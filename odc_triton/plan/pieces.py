@@ -22,59 +22,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from typing import Any, NamedTuple
 
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Tokens `start` up to, not including, `stop` of a sample. Raises ValueError if it is empty, or no branch.
-
-    `parent`: of the first piece of a branch, the sample that it branches off: that begins with the same `start` tokens
-    and computes token `start` - 1. None: the piece before this one is of the same sample. `length`: the sample's
-    tokens, in a collated pack.
-    """
-
-    sample: int
-    start: int
-    stop: int
-    parent: int | None = None
-    length: int | None = field(default=None, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop:
-            raise ValueError(f"{self!r} has no tokens: give 0 <= start < stop")
-        if self.parent is not None and (self.start == 0 or self.parent == self.sample):
-            raise ValueError(f"{self!r} branches off nothing: give another sample as parent, and a start above 0")
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def __str__(self) -> str:
-        return f"tokens {self.start}..{self.stop - 1} of sample {self.sample}"
-
-
-Entry = int | Piece  # of a pack: a whole sample, or a piece of one
-
-
-def number_of(entry: Entry) -> int:
-    """The number of an entry's sample."""
-    return entry.sample if isinstance(entry, Piece) else entry
-
-
-def begins(entry: Entry) -> bool:
-    """True for a whole sample, and for the first piece of one: of each sample there is one such entry."""
-    return not isinstance(entry, Piece) or entry.start == 0 or entry.parent is not None
-
-
-def named(entry: Entry, names: Sequence[int]) -> Entry:
-    """The same with `names` of the samples instead of their numbers."""
-    if isinstance(entry, int):
-        return names[entry]
-    parent = None if entry.parent is None else names[entry.parent]
-    return replace(entry, sample=names[entry.sample], parent=parent)
+from .entries import Entry, Piece
 
 
 class Read(NamedTuple):

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .entries import Entry, begins, number_of
 from .packing import packed
-from .pieces import Entry, SplitPlan, begins, number_of
+from .pieces import SplitPlan
 from .samples import Samples
 
 

@@ -23,9 +23,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from .cost import CostModel
+from .entries import Entry, number_of
 from .packing import checked_lengths
 from .partition import balanced_partition
-from .pieces import Entry, number_of
 from .plan import Plan
 
 QUEUE = "queue"

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from .cost import CostModel
+from .entries import Entry
 from .fields import IGNORED, PICTURE_FIELDS, TOKEN_TYPES
 from .line import Strip, cut_line
-from .pieces import Entry
 
 LEAST_SHARED = 32  # tokens: computing fewer again takes no longer than reading them
 _MEET = 4  # relatives in an average minibatch: as many need not be kept together

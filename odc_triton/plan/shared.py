@@ -19,10 +19,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from .cost import CostModel
+from .entries import Entry, named
 from .line import LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price
 from .packing import best_fit, packed
 from .partition import BALANCED, balanced_partition
-from .pieces import Entry, SplitPlan, named
+from .pieces import SplitPlan
 from .plan import Plan
 from .relatives import Relatives
 from .samples import Limits, Samples

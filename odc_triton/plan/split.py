@@ -21,9 +21,10 @@ from itertools import chain, cycle, zip_longest
 import numpy as np
 
 from .cost import CostModel
+from .entries import Entry, Piece, named
 from .line import LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price, zigzag
 from .partition import BALANCED, balanced_partition, longest_first
-from .pieces import Entry, Piece, SplitPlan, named
+from .pieces import SplitPlan
 from .plan import Plan
 from .samples import Limits, Samples
 

@@ -15,7 +15,8 @@ from ..base.errors import PeerFailed, RanksDiffer, describe
 from ..engine.api import engine_of
 from ..engine.module import plain_class
 from ..nn.modes import evaluating
-from ..plan.pieces import Piece, SplitPlan
+from ..plan.entries import Piece
+from ..plan.pieces import SplitPlan
 from .buffers import IN_FLIGHT, KVBuffers, LayerShape
 from .exchange import SequenceExchange
 from .layer import AttentionHook, LayerSplit
@@ -23,7 +24,7 @@ from .sync import HostSync, KernelSync
 
 
 def enable_split(model: nn.Module, tokens: int, *, layers_in_flight: int | None = None) -> None:
-    """Lets minibatches split sequences over ranks: `minibatch(model, tokens=…, split=packs.split)`. Collective.
+    """Lets minibatches split sequences over ranks: `minibatch(model, plan=packs)`. Collective.
 
         enable_packing(model); fully_shard(model); enable_split(model, tokens=26_000)
 

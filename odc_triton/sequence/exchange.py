@@ -29,7 +29,8 @@ from ..comm.replicas import Grid
 from ..engine.minibatch import Participant
 from ..engine.transport import Streams
 from ..engine.unit import in_backward_pass
-from ..plan.pieces import Piece, PlannedPiece, Read, SplitPlan
+from ..plan.entries import Piece
+from ..plan.pieces import PlannedPiece, Read, SplitPlan
 from .buffers import KEYS, RUN_TOKENS, VALUES, Flag
 from .fetched import Fetched, Rows, SharedRows
 from .sync import HostSync, OwnFlag, Wait

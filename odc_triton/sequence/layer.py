@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ..engine.unit import in_backward_pass
-from ..plan.pieces import Piece, Read
+from ..plan.entries import Piece
+from ..plan.pieces import Read
 from .attention import Pair, RowsBefore, by_head, by_token
 from .exchange import SequenceExchange, Span
 

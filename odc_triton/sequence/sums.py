@@ -21,7 +21,8 @@ from ..base.errors import PeerFailed
 from ..comm.layout import place_regions
 from ..comm.memory.heap import SharedMemoryHeap, Status
 from ..engine.api import engine_of
-from ..plan.pieces import Piece, PlannedPiece
+from ..plan.entries import Piece
+from ..plan.pieces import PlannedPiece
 from .exchange import SequenceExchange
 
 _MOST = 2  # sums of a sample

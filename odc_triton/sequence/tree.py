@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..plan.pieces import Piece, PlannedPiece, Read, SplitPlan, reads_of
+from ..plan.entries import Piece
+from ..plan.pieces import PlannedPiece, Read, SplitPlan, reads_of
 from .attention import SeenRows
 
 

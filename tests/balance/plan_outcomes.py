@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from odc_triton.balance import CostModel, MinibatchSampler, assign, find_relatives
+from odc_triton.plan.entries import Entry, Piece
 from odc_triton.plan.order import Mix
-from odc_triton.plan.pieces import Entry, Piece
 from odc_triton.plan.plan import Plan
 from odc_triton.plan.planner import SHARED, Planner, make_plan
 from odc_triton.plan.queue import OwnCounter, QueuedPacks

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from odc_triton.balance import count_target_tokens, pack_collate, to_device
-from odc_triton.plan.pieces import Piece
+from odc_triton.plan.entries import Piece
 
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from odc_triton.balance import PackedDataset, pack_collate
-from odc_triton.plan.pieces import Piece
+from odc_triton.plan.entries import Piece
 from tests.support.vision import FAMILIES
 
 

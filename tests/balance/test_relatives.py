@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, MinibatchSampler
+from odc_triton.plan.entries import Piece
 from odc_triton.plan.order import Mix, in_families
-from odc_triton.plan.pieces import Piece
 from odc_triton.plan.relatives import Relatives, find_relatives
 from tests.balance.test_shared import LEAST, SAMPLES, common, group, sample, shown
 

@@ -13,7 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, PackedDataset, pack_collate
-from odc_triton.plan.pieces import Piece, reads_of
+from odc_triton.plan.entries import Piece
+from odc_triton.plan.pieces import reads_of
 from odc_triton.plan.planner import make_plan
 from odc_triton.plan.relatives import LEAST_SHARED, find_relatives, floor_of
 from odc_triton.plan.samples import Limits, Samples

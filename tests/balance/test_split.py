@@ -14,8 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, MinibatchSampler, assign
+from odc_triton.plan.entries import Entry, Piece, number_of
 from odc_triton.plan.line import Strip, cut_line
-from odc_triton.plan.pieces import Entry, Piece, SplitPlan, number_of
+from odc_triton.plan.pieces import SplitPlan
 from odc_triton.plan.plan import Plan
 from odc_triton.plan.queue import OwnCounter
 from odc_triton.plan.split import readable_tokens

@@ -17,7 +17,8 @@ from odc_triton.balance import (
     find_relatives,
     pack_collate,
 )
-from odc_triton.plan.pieces import Entry, Piece, SplitPlan
+from odc_triton.plan.entries import Entry, Piece
+from odc_triton.plan.pieces import SplitPlan
 from odc_triton.plan.plan import MinibatchPacks
 from odc_triton.plan.queue import OwnCounter
 from tests.balance.test_relatives import PROMPT

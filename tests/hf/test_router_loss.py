@@ -93,7 +93,7 @@ def test_refused() -> None:
 
 
 def _branches() -> list[tuple[dict[str, list[int]], Any]]:
-    from odc_triton.plan.pieces import Piece
+    from odc_triton.plan.entries import Piece
 
     first = samples()[1]
     ids = [*first["input_ids"][:6], 5, 7, 8]

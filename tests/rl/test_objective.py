@@ -18,9 +18,9 @@ from odc_triton.jobs.rl.prompts import Prompt, completion_seed, prompts_of_step,
 from odc_triton.jobs.rl.rollout import PromptSlot, Rollout
 from odc_triton.packs.collate import Pack
 from odc_triton.packs.loss import predictions
+from odc_triton.plan.entries import Piece
 from odc_triton.plan.fields import IGNORED
 from odc_triton.plan.order import Mix
-from odc_triton.plan.pieces import Piece
 from tests.support.grpo_case import trl_advantages
 from tests.support.sft_case import QWEN2, write_case
 

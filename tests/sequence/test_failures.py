@@ -12,7 +12,8 @@ import torch
 from odc_triton import MinibatchFailed, enable_split, fully_shard, minibatch
 from odc_triton.balance import CostModel, PackedDataset, count_target_tokens, pack_collate
 from odc_triton.hf import summed_loss
-from odc_triton.plan.pieces import Piece, SplitPlan
+from odc_triton.plan.entries import Piece
+from odc_triton.plan.pieces import SplitPlan
 from odc_triton.plan.plan import MinibatchPacks, Plan
 from odc_triton.plan.relatives import find_relatives
 from tests.support import ranks

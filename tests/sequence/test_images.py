@@ -13,7 +13,7 @@ from odc_triton import enable_split, fully_shard, minibatch
 from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
 from odc_triton.hf import enable_packing
 from odc_triton.packs.loss import model_inputs
-from odc_triton.plan.pieces import Entry, Piece
+from odc_triton.plan.entries import Entry, Piece
 from odc_triton.plan.plan import Plan
 from tests.support import ranks
 from tests.support.splitting import gradients

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from odc_triton.engine.transport import DeviceStreams, Streams
-from odc_triton.plan.pieces import Piece, SplitPlan
+from odc_triton.plan.entries import Piece
+from odc_triton.plan.pieces import SplitPlan
 from odc_triton.sequence.attention import AttentionOfJoined, AttentionOfTree, SeenRows, parts_of
 from odc_triton.sequence.buffers import Flag
 from odc_triton.sequence.exchange import SequenceExchange, Span

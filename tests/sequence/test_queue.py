@@ -13,7 +13,7 @@ from odc_triton import MinibatchFailed, full_parameters, minibatch
 from odc_triton.balance import MinibatchSampler, PackedDataset, QueuedPacks, pack_collate
 from odc_triton.hf import summed_loss
 from odc_triton.packs.collate import Pack
-from odc_triton.plan.pieces import Entry
+from odc_triton.plan.entries import Entry
 from tests.support import ranks
 from tests.support.parity import whole_model_error
 from tests.support.splitting import LENGTHS, Setup, gradients, plain, raises_in_forward, samples, sharded

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from odc_triton.plan.pieces import Piece, SplitPlan
+from odc_triton.plan.entries import Piece
+from odc_triton.plan.pieces import SplitPlan
 from odc_triton.sequence.exchange import SequenceExchange
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from odc_triton.comm.barrier import Barrier
 from odc_triton.comm.memory.heap import STATUS_SLOTS, StatusBoard
-from odc_triton.plan.pieces import Piece
+from odc_triton.plan.entries import Piece
 from odc_triton.sequence.sync import OwnFlag, ShownWaits, Wait
 from tests.sequence.test_walk import recorded
 

@@ -18,7 +18,8 @@ import torch
 from odc_triton import MinibatchFailed, enable_split, fully_shard
 from odc_triton.base.errors import OfRanks
 from odc_triton.hf import summed_loss
-from odc_triton.plan.pieces import Piece, SplitPlan
+from odc_triton.plan.entries import Piece
+from odc_triton.plan.pieces import SplitPlan
 from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.sequence.sums import SampleSums
 from tests.support import ranks, slow

@@ -15,7 +15,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from odc_triton.engine.transport import Streams
-from odc_triton.plan.pieces import Entry, Piece, PlannedPiece, SplitPlan
+from odc_triton.plan.entries import Entry, Piece
+from odc_triton.plan.pieces import PlannedPiece, SplitPlan
 from odc_triton.sequence.buffers import Flag
 from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.sequence.layer import LayerSplit, RowsOfOthers

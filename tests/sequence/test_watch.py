@@ -11,7 +11,8 @@ import torch
 
 from odc_kernels import streams
 from odc_triton.engine.transport import DeviceStreams, Streams
-from odc_triton.plan.pieces import Piece, SplitPlan
+from odc_triton.plan.entries import Piece
+from odc_triton.plan.pieces import SplitPlan
 from odc_triton.sequence import sync
 from odc_triton.sequence.buffers import Flag
 from odc_triton.sequence.exchange import SequenceExchange, Span

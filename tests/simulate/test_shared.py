@@ -11,7 +11,7 @@ import pytest
 
 from odc_triton.jobs.data.dataset import DataSummary, TokenizedDataset
 from odc_triton.plan.cost import CostModel
-from odc_triton.plan.pieces import Piece
+from odc_triton.plan.entries import Piece
 from odc_triton.tools.cli.command import main
 from odc_triton.tools.simulate.hardware import Links, find_device
 from odc_triton.tools.simulate.job import Job, SharedPack, assign_packs

@@ -8,7 +8,7 @@ import pytest
 
 from odc_triton.jobs.reports.trace import idle_fraction
 from odc_triton.plan.cost import CostModel
-from odc_triton.plan.pieces import Piece
+from odc_triton.plan.entries import Piece
 from odc_triton.plan.split import readable_tokens
 from odc_triton.tools.cli.command import main
 from odc_triton.tools.memory.footprint import memory_plan

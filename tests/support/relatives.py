@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from odc_triton.plan.pieces import Entry, Piece
+from odc_triton.plan.entries import Entry, Piece
 
 Deal = list[list[list[Entry]]]  # by rank and pack
 

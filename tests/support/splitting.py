@@ -18,7 +18,7 @@ from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate,
 from odc_triton.engine.api import engine_of
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.packs.enable import innermost
-from odc_triton.plan.pieces import Entry, Piece
+from odc_triton.plan.entries import Entry, Piece
 from odc_triton.plan.plan import MinibatchPacks, Plan
 from odc_triton.sequence.exchange import SequenceExchange
 from tests.support.families import causal_lm

@@ -16,8 +16,8 @@ from odc_triton import enable_split, fully_shard, minibatch
 from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
 from odc_triton.hf import enable_packing
 from odc_triton.packs.loss import predictions
+from odc_triton.plan.entries import Piece
 from odc_triton.plan.fields import IGNORED
-from odc_triton.plan.pieces import Piece
 from odc_triton.plan.plan import Plan
 from tests.sequence.test_branches import in_own_dtype
 from tests.support.families import causal_lm

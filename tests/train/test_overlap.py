@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -18,7 +18,7 @@ from odc_triton.jobs.train import grpo
 from odc_triton.jobs.train.grpo_options import GrpoOptions
 from odc_triton.jobs.train.grpo_run import GrpoRun
 from odc_triton.jobs.train.metrics import read_metrics
-from odc_triton.plan.pieces import Piece, SplitPlan
+from odc_triton.plan.entries import Piece
 from odc_triton.plan.plan import MinibatchPacks, Plan
 from odc_triton.plan.planner import Planner
 from tests.support import ranks, slow
@@ -27,7 +27,7 @@ from tests.support.grpo_case import Recorded, case, write_prompts
 from tests.support.sft_case import VOCABULARY
 
 STEPS = 2
-Packs = list[tuple[list, SplitPlan | None]]  # of a rank, by step
+Packs = list[tuple[list, Plan | None]]  # of a rank, by step
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +59,14 @@ def train(rank: int, world: int, jobs: Sequence[tuple[GrpoOptions, int | None]])
     grpo._engine = lambda options, *_: Gated(options, world)
     found, minibatch, loss = [], GrpoRun._minibatch, Learned.loss
 
-    def recorded(run: GrpoRun, batch: Learned, packs: object, split: object) -> tuple:
-        made = minibatch(run, batch, packs, split)
-        found[-1].append(([*packs], split()))
+    def recorded(run: GrpoRun, batch: Learned, packs: object, plan: Callable[[], Plan | None]) -> tuple:
+        made = minibatch(run, batch, packs, plan)
+        found[-1].append(([*packs], plan()))
         return made
 
     for options, replayed in jobs:
         found.append([])
-        again = iter([MinibatchPacks(own, plan=Plan(ready=[], segments=split)) for own, split in found[replayed or 0]])
+        again = iter([MinibatchPacks(own, plan=plan) for own, plan in found[replayed or 0]])
         gate = Path(options.out).with_suffix(".computed")
         with (
             mock.patch("odc_triton.jobs.train.outcome.can_draw", return_value=False),

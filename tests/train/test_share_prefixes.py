@@ -20,7 +20,7 @@ from odc_triton.hf import PackingUnsupported
 from odc_triton.jobs.train.model import build_model
 from odc_triton.jobs.train.run_folder import require_same
 from odc_triton.jobs.train.sft_options import SftOptions
-from odc_triton.plan.pieces import Piece
+from odc_triton.plan.entries import Piece
 from odc_triton.plan.plan import MinibatchPacks
 from odc_triton.plan.planner import Planner
 from odc_triton.plan.samples import Samples

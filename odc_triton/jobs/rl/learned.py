@@ -14,8 +14,8 @@ from ...nn.head import FusedLogits, log_probs
 from ...packs.collate import Pack, PackedDataset, pack_collate, to_device
 from ...packs.loss import predictions
 from ...packs.reference import Teacher
+from ...plan.entries import Entry, number_of
 from ...plan.fields import IGNORED
-from ...plan.pieces import Entry, number_of
 from ...sequence.sums import SampleSums
 from .generation import Sampled
 from .importance import Importance

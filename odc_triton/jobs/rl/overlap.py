@@ -18,7 +18,8 @@ from ...engine.minibatch import Participant
 from ...plan.arrivals import Arrivals
 from ...plan.cost import CostModel
 from ...plan.counter import Log, StoreCounter
-from ...plan.pieces import Entry, SplitPlan, named
+from ...plan.entries import Entry, named
+from ...plan.plan import Plan
 from ...plan.planner import Planner
 from ...plan.relatives import find_relatives, first_own
 from ...plan.samples import Samples
@@ -35,7 +36,7 @@ _JOIN_S = 5.0  # for all threads, whose requests were aborted
 class OverlappedRollout(Participant):
     """The rollout of the minibatch that follows `open`. Iterating over it, inside, samples, and yields packs.
 
-    `plan`: of pieces of what was left when the last completion came; None if there are none, and until then.
+    `plan`: of what was left when the last completion came; None until then, and if nothing was.
     """
 
     name = "rollout"
@@ -81,7 +82,7 @@ class OverlappedRollout(Participant):
         self._is_closed = False
         self._computed: list[tuple[float, float]] = []
         self._start_s = self._last_s = time.time()
-        self.plan: SplitPlan | None = None
+        self.plan: Plan | None = None
 
     def __iter__(self) -> Iterator[list[Entry]]:
         self._begin_sampling()
@@ -218,7 +219,7 @@ class OverlappedRollout(Participant):
         tokens = self.planner.limits.checked(lengths)
         rows = Samples.of(tokens, self.cost, names=numbers, prefixes=relatives)
         own = self.planner.packs(rows, self.engine.rank)
-        self.plan = own.split
+        self.plan = own.plan
         self.engine.give(split=own.split)
         return own
 

@@ -19,7 +19,8 @@ from ...packs.enable import innermost, takes_branches
 from ...packs.loss import NO_ROUTER_LOSS, refuse_router_loss
 from ...packs.reference import Reference
 from ...plan.cost import CostModel
-from ...plan.pieces import Entry, SplitPlan
+from ...plan.entries import Entry
+from ...plan.plan import Plan
 from ...plan.planner import Planner, make_plan
 from ...plan.relatives import find_relatives
 from ...plan.samples import Limits, Samples
@@ -206,7 +207,7 @@ class GrpoRun(Run):
         rows = Samples.of(lengths, self.cost, names=numbers, prefixes=relatives)
         own = self.planner.packs(rows, self.engine.rank)
         for _ in range(options.iterations):
-            agreed = self.update(*self._minibatch(batch, own, lambda: own.split))
+            agreed = self.update(*self._minibatch(batch, own, lambda: own.plan))
             loss += agreed.loss_sum / options.iterations
             if self.was_skipped:
                 break
@@ -251,18 +252,19 @@ class GrpoRun(Run):
         )
 
     def _minibatch(
-        self, batch: Learned, packs: Iterable[list[Entry]], split: Callable[[], SplitPlan | None]
+        self, batch: Learned, packs: Iterable[list[Entry]], plan: Callable[[], Plan | None]
     ) -> tuple[float, list[float]]:
         """This rank's part of the loss, and sums over its tokens, in the order of `_SUMS`, after the reduction.
 
-        `split`: the plan of `packs` so far.
+        `plan`: of `packs` so far.
         """
         device = self.engine.heap.device
 
         def run() -> tuple[Tensor, Tensor]:
             loss_sum = torch.zeros((), dtype=torch.float64, device=device)
             sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
-            with minibatch(self.model, split=split()) as mb:
+            planned = plan()
+            with minibatch(self.model, split=None if planned is None else planned.segments) as mb:
                 for entries in packs:
                     self.stop_signal.check_peers()
                     loss, found = batch.loss(

@@ -23,8 +23,8 @@ from ...packs.loss import router_predictions, summed_losses
 from ...packs.pack_loader import tower_costs
 from ...packs.router_loss import router_weight
 from ...plan.cost import CostModel
+from ...plan.entries import Entry
 from ...plan.order import Mix
-from ...plan.pieces import Entry
 from ...plan.plan import MinibatchPacks
 from ...plan.planner import make_plan
 from ...plan.queue import QUEUE, QueuedPacks

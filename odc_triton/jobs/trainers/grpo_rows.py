@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ...plan.cost import CostModel
+from ...plan.entries import number_of
 from ...plan.fields import IGNORED
-from ...plan.pieces import number_of
 from ...plan.plan import Plan
 from ...plan.planner import make_plan
 from ...plan.relatives import find_relatives

@@ -43,9 +43,9 @@ from ...packs.collate import PackedDataset, pack_collate, to_device
 from ...packs.enable import innermost, refuse_unpacked, takes_branches
 from ...packs.loss import router_predictions
 from ...packs.neftune import embedding_noise
+from ...plan.entries import Entry, number_of
 from ...plan.fields import IGNORED
 from ...plan.packing import best_fit_decreasing
-from ...plan.pieces import Entry, number_of
 from ...plan.relatives import find_relatives
 from .grpo_rows import AssignedRows, Row, assign_rows, batch_of, counted, in_bonus, rows_of, share_prefixes
 from .sharded_trainer import ShardedTrainer

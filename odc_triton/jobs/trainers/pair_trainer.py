@@ -21,8 +21,8 @@ from transformers.trainer_utils import EvalLoopOutput
 from ...engine.minibatch import minibatch
 from ...packs.collate import PackedDataset, pack_collate, to_device
 from ...packs.enable import innermost, refuse_unpacked, takes_branches
+from ...plan.entries import number_of
 from ...plan.fields import IGNORED
-from ...plan.pieces import number_of
 from ...plan.plan import MinibatchPacks
 from ...plan.relatives import find_relatives
 from .trainer import ODCTrainer

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...plan.cost import CostModel
-from ...plan.pieces import Entry, Piece, SplitPlan
+from ...plan.entries import Entry, Piece
+from ...plan.pieces import SplitPlan
 from ...plan.planner import SHARED, SPLIT, make_plan
 from ...plan.queue import queue_packs as balance_queue_packs
 from ...plan.relatives import Relatives

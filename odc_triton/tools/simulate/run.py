@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...plan.pieces import Piece
+from ...plan.entries import Piece
 from ...plan.queue import QUEUE
 from .job import (
     ALL_BALANCES,
