@@ -65,23 +65,23 @@ FEATURES = {
 
 # (most now, what the plan wants or None). Lines behind an import in a file of the package's own folder, to full 50:
 BEHIND: dict[str, tuple[int, int | None]] = {
-    "from . import fully_shard, minibatch": (7_800, 7_000),
-    "from . import use_odc": (8_250, None),
+    "from . import fully_shard, minibatch": (7_850, 7_000),
+    "from . import use_odc": (8_300, None),
     "from . import replace_layers": (2_700, None),
-    "from .balance import MinibatchSampler": (3_050, None),
-    "from .hf import enable_packing, summed_loss": (9_150, None),
-    "from .hf import ODCTrainer": (20_050, None),
-    "from .jobs.train import sft": (27_950, None),
-    "from .jobs.train import grpo": (29_550, None),
+    "from .balance import MinibatchSampler": (3_150, None),
+    "from .hf import enable_packing, summed_loss": (9_200, None),
+    "from .hf import ODCTrainer": (20_250, None),
+    "from .jobs.train import sft": (28_100, None),
+    "from .jobs.train import grpo": (29_800, None),
 }
 # Files that know a feature, and files on a way:
 BUDGETS: dict[str, tuple[int, int | None]] = {
     "scalars": (6, None),
     "exact sums": (15, None),
-    "split sequences": (29, 16),
-    "shared prefixes": (21, 10),
+    "split sequences": (25, 16),
+    "shared prefixes": (22, 10),
     "images": (27, 16),
-    "replicas": (33, 22),
+    "replicas": (34, 22),
     "bridge to FSDP2": (1, None),
     "Muon": (2, None),
     "background checkpoints": (5, None),

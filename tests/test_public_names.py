@@ -17,9 +17,9 @@ PUBLIC = {
     "odc_triton": "DeadlineExceeded MinibatchFailed MixedPrecisionPolicy OdcError RankLost RanksDiffer begin_minibatch "
     "end_minibatch full_parameters fully_shard log_probs memory_plan minibatch publish register_fsdp_forward_method "
     "replace_layers verify",
-    "odc_triton.balance": "BALANCES CostModel MinibatchSampler PackedDataset Piece Plan QueuedPacks TowerCost assign assign_one "
-    "balanced_partition best_fit_decreasing count_target_tokens find_relatives floor_of pack pack_collate queue_packs "
-    "refine store_counter to_device values_of",
+    "odc_triton.balance": "BALANCES CostModel MinibatchSampler PackedDataset Piece Plan QueuedPacks TowerCost assign "
+    "assign_one balanced_partition best_fit_decreasing count_target_tokens find_relatives floor_of pack pack_collate "
+    "queue_packs refine store_counter to_device values_of",
     "odc_triton.checkpoint": "load_causal_lm load_pretrained_shards meta_causal_lm save_pretrained with_adapter",
     "odc_triton.hf": "ODCTrainer PackingUnsupported enable_packing model_inputs packed_attention packed_mask "
     "summed_loss",

@@ -102,11 +102,12 @@ class Barrier:
         ended, pause_s = threading.Event(), min(_CHECK_S, self.timeout_s / 4)
 
         def show_signs() -> None:
-            for number in count(1):
-                self._signs.show(number)
+            for number in count(2):
                 if ended.wait(pause_s):
                     return
+                self._signs.show(number)
 
+        self._signs.show(1)
         thread = threading.Thread(target=show_signs, name="odc-signs", daemon=True)
         thread.start()
         try:

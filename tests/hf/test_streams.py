@@ -94,9 +94,7 @@ def _each(rank: int, world: int, folder: str) -> dict[str, Any]:
     from odc_triton.hf import ODCTrainer
 
     found = {"whole": _trained(rank, world, f"{folder}/whole", Stream(), **SAVING)}
-    with pytest.raises(
-        RanksDiffer, match="rank 1 has other samples than rank 0: give every rank the same train_dataset"
-    ):
+    with pytest.raises(RanksDiffer, match="rank 1 has other samples than rank 0: give every rank the same data set"):
         _trained(rank, world, f"{folder}/other", Stream(first=rank))
     with pytest.raises(RanksDiffer, match="rank 1 has other samples than rank 0"):
         _trained(rank, world, f"{folder}/seeds", [*islice(Stream(), 12)], seed=rank)

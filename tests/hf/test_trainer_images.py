@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +115,9 @@ def test_costs_count_the_tower(tmp_path: Path) -> None:
         for name, each in model.named_parameters():
             each.requires_grad = trained or "visual" not in name
         trainer = ODCTrainer(model, arguments(str(tmp_path)), train_dataset=data)
-        assigner = trainer.get_train_dataloader().batch_sampler.assigner
-        assert assigner.floors == [floor_of(each) for each in data]
-        found.append(assigner.extra)
+        rows = trainer.get_train_dataloader().batch_sampler._samples
+        assert rows.earliest_cuts == [floor_of(each) for each in data]
+        found.append(rows.extra)
     trained, frozen = found
     assert trained[0] > 0
     assert trained[1:] == frozen[1:] == [0, 0, 0]
@@ -137,8 +136,7 @@ def test_costs_of_a_stream_count_the_tower(tmp_path: Path) -> None:
 
     trainer = ODCTrainer(sharded("qwen2_5_vl"), arguments(str(tmp_path)), train_dataset=Stream())
     collate = trainer.get_train_dataloader().collate_fn
-    assign = partial(collate.keywords["assign"], ranks=2)
-    found = [collate(data, assign=partial(assign, rank=rank)) for rank in range(2)]
+    found = [collate(data, rank=rank, ranks=2) for rank in range(2)]
     assert sorted(sum(len(pack["cu_seq_lens_q"]) - 1 for pack in packs) for packs in found) == [1, 3]
 
 
