@@ -11,14 +11,14 @@ from ..plan.packing import pack as pack
 from ..plan.partition import balanced_partition as balanced_partition
 from ..plan.partition import refine as refine
 from ..plan.plan import Plan as Plan
+from ..plan.planner import assign as assign
+from ..plan.planner import assign_one as assign_one
 from ..plan.queue import QueuedPacks as QueuedPacks
 from ..plan.queue import queue_packs as queue_packs
 from ..plan.relatives import find_relatives as find_relatives
 from ..plan.relatives import floor_of as floor_of
 from ..plan.sampler import MinibatchSampler as MinibatchSampler
 from ..plan.strategies import BALANCES as BALANCES
-from ..plan.strategies import assign as assign
-from ..plan.strategies import assign_one as assign_one
 from ..plan.tower import TowerCost as TowerCost
 
 __all__: list[str]

@@ -93,7 +93,7 @@ class MinibatchPacks(list):
     @property
     def samples(self) -> int:
         """Of all ranks; 0 if unknown."""
-        return 0 if self.plan is None or self.plan.samples is None else len(self.plan.samples)
+        return 0 if self.plan is None or self.plan.samples is None else len(self.plan.samples.tokens)
 
     @property
     def checksum(self) -> int | None:

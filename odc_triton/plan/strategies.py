@@ -18,15 +18,12 @@ minibatch, so only the rank's total counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from .cost import CostModel
 from .packing import best_fit, packed
 from .partition import balanced_partition
-from .plan import Plan
 from .queue import QUEUE
-from .samples import Limits, Samples
 
 Packs = list[list[int]]  # microbatches of one rank, each a list of indices into the minibatch's lengths
 
@@ -45,74 +42,6 @@ class Strategy:
     parts: Callable[[list[float], int], list[list[int]]] | None = None
     packs: Callable[[list[int], list[float], int, int], list[Packs]] | None = None
     uneven: bool = False
-
-
-def assign(
-    lengths: Sequence[int],
-    *,
-    ranks: int,
-    token_cap: int,
-    balance: str,
-    cost: CostModel | None = None,
-    extra: Sequence[float] | None = None,
-) -> list[Packs]:
-    """Assigns samples of `lengths` tokens: a list over `ranks` of lists of packs of indices into `lengths`.
-
-    Every index is in exactly one pack, no pack is empty or has more than `token_cap` tokens, a rank's packs
-    come costliest first. `balance` is one of `BALANCES`. `cost` defaults to `CostModel.paper_7b()`.
-    `extra`: of each sample, what it costs besides its tokens, in the same units, such as `TowerCost.sample`.
-    Deterministic: every rank that calls it with the same arguments gets the same result.
-
-    Raises ValueError for an unknown `balance`, `ranks` or `token_cap` below 1, empty lengths, lengths below 1
-    or over the cap, extra costs that don't fit (see `CostModel.samples`), and, under "micro" and "global" only, too few
-    samples for the packs that they need (see there).
-    """
-    plan = _plan_of(lengths, ranks, token_cap, balance, cost, extra)
-    return [[*plan.packs(rank)] for rank in range(ranks)]
-
-
-def assign_one(
-    lengths: Sequence[int],
-    *,
-    rank: int,
-    ranks: int,
-    token_cap: int,
-    balance: str,
-    cost: CostModel | None = None,
-    extra: Sequence[float] | None = None,
-) -> Packs:
-    """`assign(...)[rank]`, without packing the other ranks' samples if nothing depends on it (LB-Mini).
-
-    Every rank runs this before each minibatch: for 1,024 ranks of 16 samples it takes a fraction of `assign`'s time.
-    Raises as `assign`, and IndexError for a `rank` that does not exist.
-    """
-    return [*_plan_of(lengths, ranks, token_cap, balance, cost, extra).packs(rank)]
-
-
-def unsplit_plan(samples: Samples, limits: Limits, balance: str) -> Plan:
-    """By the strategy `balance`, one of `BALANCES`; at least one sample."""
-    strategy, ranks = STRATEGIES[balance], limits.ranks
-    ready: list[Packs] = [[] for _ in range(ranks)]
-    if strategy.parts is not None:
-        unpacked = strategy.parts(samples.prices, ranks)
-        return Plan(samples=samples, token_cap=limits.token_cap, ready=ready, unpacked=unpacked)
-    ready = strategy.packs(samples.tokens, samples.prices, ranks, limits.token_cap)
-    return Plan(samples=samples, ready=[[[samples.names[i] for i in pack] for pack in own] for own in ready])
-
-
-def _plan_of(
-    lengths: Sequence[int],
-    ranks: int,
-    token_cap: int,
-    balance: str,
-    cost: CostModel | None,
-    extra: Sequence[float] | None,
-) -> Plan:
-    if balance not in BALANCES:
-        raise ValueError(f"balance is {balance!r}: choose one of {', '.join(BALANCES)}")
-    limits = Limits(ranks=ranks, token_cap=token_cap)
-    samples = Samples.of(limits.checked(lengths), cost or CostModel.paper_7b(), extra=extra)
-    return unsplit_plan(samples, limits, balance)
 
 
 def _local_sort(lengths: list[int], costs: list[float], ranks: int, token_cap: int) -> list[Packs]:

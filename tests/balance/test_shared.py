@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from odc_triton.balance import CostModel, PackedDataset, pack_collate
 from odc_triton.plan.entries import Piece
 from odc_triton.plan.pieces import reads_of
-from odc_triton.plan.planner import make_plan
+from odc_triton.plan.planner import assign, make_plan
 from odc_triton.plan.relatives import LEAST_SHARED, find_relatives, floor_of
 from odc_triton.plan.samples import Limits, Samples
-from odc_triton.plan.strategies import assign
 from odc_triton.sequence.tree import rows_before
 from tests.support.planned import shared
 
