@@ -65,14 +65,14 @@ FEATURES = {
 
 # (most now, what the plan wants or None). Lines behind an import in a file of the package's own folder, to full 50:
 BEHIND: dict[str, tuple[int, int | None]] = {
-    "from . import fully_shard, minibatch": (7_850, 7_000),
-    "from . import use_odc": (8_300, None),
+    "from . import fully_shard, minibatch": (8_050, 7_000),
+    "from . import use_odc": (8_500, None),
     "from . import replace_layers": (2_700, None),
-    "from .balance import MinibatchSampler": (3_150, None),
-    "from .hf import enable_packing, summed_loss": (9_200, None),
-    "from .hf import ODCTrainer": (20_250, None),
-    "from .jobs.train import sft": (28_100, None),
-    "from .jobs.train import grpo": (29_800, None),
+    "from .balance import MinibatchSampler": (3_200, None),
+    "from .hf import enable_packing, summed_loss": (9_250, None),
+    "from .hf import ODCTrainer": (20_500, None),
+    "from .jobs.train import sft": (28_250, None),
+    "from .jobs.train import grpo": (29_900, None),
 }
 # Files that know a feature, and files on a way:
 BUDGETS: dict[str, tuple[int, int | None]] = {
@@ -94,8 +94,8 @@ BUDGETS: dict[str, tuple[int, int | None]] = {
     "step": (6, None),
     "a step of ODCTrainer": (24, 20),
     "a step of train sft": (36, 27),
-    "a step of train grpo": (48, 38),
-    "a step of train grpo, overlapped": (49, 38),
+    "a step of train grpo": (51, 38),
+    "a step of train grpo, overlapped": (52, 38),
 }
 
 _IDENTIFIER = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.keyword: "arg"} | dict.fromkeys(

@@ -1,7 +1,7 @@
 """Assignment of samples to ranks and microbatches. The public names, nothing else.
 
-Usable without the rest of the library, also under plain FSDP2. Names are resolved on first use: only `collate` and
-`counter` import torch, and nothing here needs a device.
+Usable without a sharded model, also under plain FSDP2. Names are resolved on first use: only what makes tensors of
+packs, and `store_counter`, import torch, and nothing here needs a device.
 """
 
 from ..base.lazy import lazy_names

@@ -78,6 +78,7 @@ class Barrier:
         self._blamed: list[int] = []
         self.board: StatusBoard | None = None  # None until `watch`
         self.is_connected: Callable[[int], bool] = lambda peer: True  # finds dead ranks until then
+        self._numbers = count(1)  # of signs, over all work: peers look for a change
         self.blocked_on: list[Callable[[int], int | None]] = []  # features': for whom a rank waits between barriers
 
     def watch(self, board: StatusBoard) -> None:
@@ -102,12 +103,10 @@ class Barrier:
         ended, pause_s = threading.Event(), min(_CHECK_S, self.timeout_s / 4)
 
         def show_signs() -> None:
-            for number in count(2):
-                if ended.wait(pause_s):
-                    return
-                self._signs.show(number)
+            while not ended.wait(pause_s):
+                self._signs.show(next(self._numbers))
 
-        self._signs.show(1)
+        self._signs.show(next(self._numbers))
         thread = threading.Thread(target=show_signs, name="odc-signs", daemon=True)
         thread.start()
         try:

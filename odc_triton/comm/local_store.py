@@ -19,8 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .memory.rendezvous import listen, peer_uid
-from .process_group import STORE
+from .memory.rendezvous import STORE, listen, peer_uid
 
 _SLACK_S = 10.0  # for the answer that a key is late
 _LONGEST_S = 1e6  # poll(2) can wait this long

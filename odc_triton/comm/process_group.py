@@ -13,8 +13,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..base.errors import RanksDiffer
 from .barrier import Barrier
+from .memory.rendezvous import STORE
 
-STORE = "ODC_STORE"  # the variable by which our launcher tells its ranks the name of its store
 _PURPOSE = "starting the process group: each rank's device"
 
 
@@ -87,7 +87,11 @@ def take_gpu() -> None:
 
 def rendezvous_url() -> str:
     """This rank's `init_method`: our launcher's store, or the one in torchrun's variables."""
-    return "odc://" if STORE in os.environ else "env://"
+    if STORE not in os.environ:
+        return "env://"
+    from . import local_store  # noqa: F401  torch knows it from here on
+
+    return "odc://"
 
 
 def start_process_group(devices: Devices, timeout: timedelta) -> None:

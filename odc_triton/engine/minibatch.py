@@ -9,7 +9,8 @@ import contextlib
 import math
 import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -30,18 +31,16 @@ def protocol_of(module: nn.Module) -> Any:
 
 
 class Planned(Protocol):
-    """A rank's part of a plan. `tokens`: its targets, `split`: the plan of segments, `checksum`: of all ranks' samples;
-    each None if it is unknown, or there is none.
+    """A rank's part of a plan. `tokens`: its targets; `split`: the plan of segments, None if there are none; `plan`:
+    with `checksum`, `digest` and `ranks`. Each is None if it is unknown.
     """
 
-    @property
-    def tokens(self) -> int | None: ...
+    rank: int | None
+    tokens: int | None
+    plan: Any
 
     @property
     def split(self) -> Any: ...
-
-    @property
-    def checksum(self) -> int | None: ...
 
 
 class minibatch:
@@ -54,8 +53,9 @@ class minibatch:
     `tokens`: this rank's target tokens; `mb.tokens` is then their sum over all ranks and gradients are summed.
     Without it gradients are divided by the world size, as FSDP2 does, and `mb.tokens` raises RuntimeError. Give it
     on all ranks or on none. `split`: `packs.split`, the plan of packs that hold pieces of sequences (`enable_split`).
-    `plan`: instead of both, what a MinibatchSampler yields or `pack_collate` makes of it; ranks that have other samples
-    are then found. With `tokens` it may be packs whose targets are not known.
+    `plan`: in place of both, what a MinibatchSampler yields or `pack_collate` makes of it, or a function that returns
+    it, whose error fails the minibatch on all ranks. Ranks that have other samples, or assign them in another way, are
+    then found. `tokens` beside it goes before the plan's.
 
     Enter: waits until every rank's parameters are readable and its gradient shards are zero. Exit: waits until
     every rank's gradients are reduced; `p.grad` is then this rank's shard of the sum, or None on all ranks if no
@@ -66,17 +66,20 @@ class minibatch:
     """
 
     def __init__(
-        self, model: nn.Module, tokens: int | None = None, *, split: Any = None, plan: Planned | None = None
+        self,
+        model: nn.Module,
+        tokens: int | None = None,
+        *,
+        split: Any = None,
+        plan: Planned | Callable[[], Planned] | None = None,
     ) -> None:
         self._engine = protocol_of(model)
-        self._given = {"tokens": tokens, "split": split, "samples": None}
-        if plan is not None:
-            self._given = _of_plan(plan, tokens, split)
+        self._given = partial(_arguments, tokens, split, plan)
         self._tokens: int | None = None
         self.index: int | None = None  # the number of this minibatch, from 0, the same on every rank
 
     def __enter__(self) -> minibatch:
-        self._engine.begin(**self._given)
+        self._engine.begin(self._given)
         self._tokens, self.index = self._engine.tokens.total, self._engine.number
         return self
 
@@ -108,7 +111,11 @@ class minibatch:
 
 
 def begin_minibatch(
-    model: nn.Module, tokens: int | None = None, *, split: Any = None, plan: Planned | None = None
+    model: nn.Module,
+    tokens: int | None = None,
+    *,
+    split: Any = None,
+    plan: Planned | Callable[[], Planned] | None = None,
 ) -> minibatch:
     """Enters a minibatch where a `with` block can't be used; `end_minibatch(model)` leaves it."""
     return minibatch(model, tokens, split=split, plan=plan).__enter__()
@@ -119,18 +126,24 @@ def end_minibatch(model: nn.Module, error: BaseException | None = None) -> None:
     protocol_of(model).end(error)
 
 
-def _of_plan(plan: Planned, tokens: int | None, split: Any) -> dict[str, Any]:
-    """The participants' arguments."""
+def _arguments(tokens: int | None, split: Any, plan: Planned | Callable[[], Planned] | None) -> dict[str, Any]:
+    """The participants', at the entry: an error is every rank's."""
+    if plan is None:
+        return {"tokens": tokens, "split": split}
     if split is not None:
         raise ValueError("split and plan are given: leave split out, which is the plan's")
-    if not all(hasattr(plan, name) for name in ("tokens", "split", "checksum")):
-        raise TypeError(f"plan is a {type(plan).__name__}; give what a sampler yields, or pack_collate returns")
+    plan = plan() if callable(plan) else plan
+    if not all(hasattr(plan, name) for name in ("tokens", "split", "plan")):
+        whose = ", plan.packs(rank)" * hasattr(plan, "packs")
+        raise TypeError(
+            f"plan is a {type(plan).__name__}: give a rank's packs{whose}, as a sampler yields or pack_collate returns"
+        )
     if tokens is None and plan.tokens is None:
         raise ValueError(
-            "the plan does not know this rank's target tokens: give the packs that pack_collate returns, the sampler's "
-            "`targets`, or minibatch(model, tokens=…, plan=packs)"
+            "the plan does not know this rank's target tokens: give the packs that pack_collate returns (accelerate's "
+            "loaders make plain lists of them), or the sampler's `targets`, or tokens=… beside the plan"
         )
-    return {"tokens": plan.tokens if tokens is None else tokens, "split": plan.split, "samples": plan.checksum}
+    return {"tokens": plan.tokens if tokens is None else tokens, "split": plan.split, "samples": plan}
 
 
 class Participant:
@@ -271,15 +284,33 @@ def _undivided() -> Iterator[None]:
 
 
 class SameSamples(Participant):
-    """Compares the checksums of the samples that ranks have assigned, where they are known."""
+    """Compares the samples that ranks have planned, and who computes which of them, where that is known."""
 
     name = "samples"
 
-    def entry(self, given: int | None) -> int | None:
-        return given
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
 
-    def entered(self, messages: list[int | None]) -> None:
-        refuse_other_samples(messages)
+    def entry(self, given: Planned | None) -> list[Any] | None:
+        """[checksum of all ranks' samples, digest of all ranks' packs]."""
+        if given is None or given.plan is None:
+            return None
+        if (given.rank, given.plan.ranks) != (self._rank, self._world):
+            raise ValueError(
+                f"the packs are those of rank {given.rank} of {given.plan.ranks}, and this is rank {self._rank} of "
+                f"{self._world}: give the sampler the model's rank and world"
+            )
+        return [given.plan.checksum, given.plan.digest]
+
+    def entered(self, messages: list[list[Any] | None]) -> None:
+        refuse_other_samples([each and each[0] for each in messages])
+        known = [(rank, each[1]) for rank, each in enumerate(messages) if each]
+        for rank, digest in known:
+            if digest != known[0][1]:
+                raise RanksDiffer(
+                    f"rank {rank} assigns the same samples in another way than rank {known[0][0]}: give every rank's "
+                    f"sampler the same token_cap, balance, cost, extra, split and replicas"
+                )
 
 
 def refuse_other_samples(checksums: Sequence[Any], name: str = "data set") -> None:
@@ -289,7 +320,7 @@ def refuse_other_samples(checksums: Sequence[Any], name: str = "data set") -> No
         if checksum != known[0][1]:
             raise RanksDiffer(
                 f"rank {rank} has other samples than rank {known[0][0]}: give every rank the same {name} in the same "
-                f"order, with the same seed and not split by rank; each rank assigns all samples to the ranks"
+                f"order, with the same seed, at the same position and not split by rank; each assigns all of them"
             )
 
 

@@ -95,7 +95,7 @@ class Protocol:
         self.tokens, self.hyperparameters = Tokens(self.world), Hyperparameters(self.exchange)
         self.publication = Publication(self.heap, barrier)
         self.participants: list[Participant] = []
-        self.register(self.tokens, SameSamples(), self.hyperparameters, self.publication)
+        self.register(self.tokens, SameSamples(self.rank, self.world), self.hyperparameters, self.publication)
         self.optimizers = OptimizerWatch(self)
         self._zeros: Zeros | None = None  # at the entry of this minibatch, or of the one that is repeated
         self._lost: set[Shard] = set()
@@ -146,8 +146,8 @@ class Protocol:
     def trainable(self) -> list[Shard]:
         return [shard for shard in self.shards if shard.trains]
 
-    def begin(self, **given: Any) -> None:
-        """Enters the next minibatch. `given`: arguments of `minibatch`, by the names of participants that take them.
+    def begin(self, given: Callable[[], dict[str, Any]]) -> None:
+        """Enters the next minibatch. `given`: makes the arguments of participants, by the names of these.
 
         Raises RankLost, DeadlineExceeded, RanksDiffer, MinibatchFailed (another rank could not enter).
         """
@@ -158,8 +158,9 @@ class Protocol:
         error: Exception | None = None
         parts: dict[str, str] = {}
         try:
-            self.refuse_unknown(given)
-            parts = self._parts(lambda each: each.entry(given.get(each.name)))
+            wanted = given()
+            self.refuse_unknown(wanted)
+            parts = self._parts(lambda each: each.entry(wanted.get(each.name)))
             self._prepare()
         except Exception as raised:
             error = raised

@@ -74,8 +74,9 @@ def default_folder() -> Path | None:
 
 def load(place: Place, folder: Path | None) -> Tuned:
     """The measurements of this place; none, with the reason, if they are of other versions or can't be read."""
-    if folder is None or not (path := folder / place.file_name).exists():
+    if folder is None:
         return Tuned()
+    path = folder / place.file_name
     try:
         data = path.read_bytes()
         content = json.loads(data)
@@ -85,7 +86,9 @@ def load(place: Place, folder: Path | None) -> Tuned:
             return _unused(path, f"it was measured with {content['versions']}, but installed are {versions()}")
         lines = tuple(_read_line(line) for line in content["lines"])
         attention = {key: float(factor) for key, factor in content.get("attention", {}).items()}
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except FileNotFoundError:
+        return Tuned()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return _unused(path, f"it can't be read ({type(error).__name__}: {error})")
     return Tuned(lines=lines, attention=attention, digest=hashlib.sha256(data).hexdigest())
 

@@ -29,8 +29,9 @@ class Reference(Participant):
         if self._own is None:
             return
         engines[0].register(self)
-        policys, own = (each.barrier.blocked_on for each in engines)
-        policys += own  # a rank that waits for a piece of one model may hold up pieces of the other
+        # A rank that waits for a piece of one model may hold up pieces of the other.
+        policys = engines[0].barrier.blocked_on
+        policys.append(self._own.sync.waits.blocked_on)
         self._engine.barrier.blocked_on = policys
 
     def __call__(self, pack: Pack) -> Tensor | FusedLogits:

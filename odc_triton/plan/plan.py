@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
 from typing import Any
 
-from .entries import Entry, begins, number_of
+from .entries import Entry, Piece, begins, number_of
 from .packing import packed
 from .pieces import SplitPlan
 from .samples import Samples
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """Who computes what in one minibatch.
 
@@ -23,6 +26,8 @@ class Plan:
     segments: who computes which part of what several ranks compute; None if no rank reads what another computes.
     estimate: the step's cost; None where it is not compared.
     checksum: of the samples, None if they are unknown: ranks with another one have other samples.
+
+    A process that gets it pickled has all but the rows and the packs.
     """
 
     ready: Sequence[Sequence[list[Entry]]]
@@ -37,17 +42,38 @@ class Plan:
 
     @classmethod
     def by_hand(cls, ready: Sequence[Sequence[list[Entry]]], *, replicas: int = 1, contents: str = "") -> Plan:
-        """Of all ranks' packs. Raises as `SplitPlan.of`."""
+        """Of all ranks' packs. Raises as `SplitPlan.of`, and ValueError for a sample that is in several packs."""
+        counts = Counter(each for of_rank in ready for pack in of_rank for each in pack)
+        if (twice := next((each for each, count in counts.items() if count > 1), None)) is not None:
+            raise ValueError(f"{twice if isinstance(twice, Piece) else f'sample {twice}'} is in two packs")
         return cls(ready=ready, segments=SplitPlan.of(ready, replicas=replicas, contents=contents))
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """Of the segments, empty without any: it tells plans apart in which ranks would wait for each other."""
-        return "" if self.segments is None else self.segments.digest
+        """Of all ranks' packs and segments: ranks with another one assign their samples in another way."""
+        segments = None if self.segments is None else self.segments.digest
+        return sha256(repr((self.ready, self.unpacked, self.queue, segments)).encode()).hexdigest()[:16]
+
+    @cached_property
+    def count(self) -> int:
+        """The number of samples; 0 if it is unknown."""
+        return 0 if self.samples is None else len(self.samples.tokens)
+
+    @cached_property
+    def ranks(self) -> int:
+        return len(self.ready)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {"digest": self.digest, "count": self.count, "ranks": self.ranks}
+        return vars(self) | kept | {"ready": None, "unpacked": None, "queue": None, "samples": None}
 
     def packs(self, rank: int) -> MinibatchPacks:
-        """That rank's microbatches; of a queue, those before the ones that it takes."""
-        made = MinibatchPacks([*filter(None, self.ready[rank]), *self._packed(rank)], plan=self)
+        """That rank's microbatches; of a queue, those before the ones that it takes. Raises IndexError for another."""
+        if self.ready is None:
+            raise RuntimeError("this plan was pickled, without its packs: ask the process that made it")
+        if not 0 <= rank < self.ranks:
+            raise IndexError(f"the plan is of ranks 0 to {self.ranks - 1}, and rank is {rank}")
+        made = MinibatchPacks([*filter(None, self.ready[rank]), *self._packed(rank)], plan=self, rank=rank)
         made.tokens = self.targets(number_of(each) for pack in made for each in pack if begins(each))
         return made
 
@@ -70,20 +96,24 @@ class MinibatchPacks(list):
     """One rank's packs of a minibatch, or what was made of them. `plan`: of all ranks, None if it is unknown. `tokens`:
     the rank's targets, None if they are unknown.
 
-    They survive a DataLoader's workers, pickling and pinning, also on a rank without packs.
+    They survive a DataLoader's workers, pickling and pinning, also on a rank without packs; accelerate's loaders make
+    plain lists of them.
     """
 
     plan: Plan | None = None
+    rank: int | None = None
     tokens: int | None = None
 
-    def __init__(self, packs: Iterable[Any] = (), *, plan: Plan | None = None, tokens: int | None = None) -> None:
+    def __init__(
+        self, packs: Iterable[Any] = (), *, plan: Plan | None = None, rank: int | None = None, tokens: int | None = None
+    ) -> None:
         super().__init__(packs)
-        self.plan, self.tokens = plan, tokens
+        self.plan, self.rank, self.tokens = plan, rank, tokens
 
     @classmethod
     def like(cls, others: Sequence[Any], packs: Iterable[Any]) -> MinibatchPacks:
         """`packs` that were made of `others`, which may be a plain list."""
-        return cls(packs, plan=getattr(others, "plan", None), tokens=getattr(others, "tokens", None))
+        return cls(packs, **{name: getattr(others, name, None) for name in ("plan", "rank", "tokens")})
 
     @property
     def split(self) -> SplitPlan | None:
@@ -93,7 +123,7 @@ class MinibatchPacks(list):
     @property
     def samples(self) -> int:
         """Of all ranks; 0 if unknown."""
-        return 0 if self.plan is None or self.plan.samples is None else len(self.plan.samples.tokens)
+        return 0 if self.plan is None else self.plan.count
 
     @property
     def checksum(self) -> int | None:

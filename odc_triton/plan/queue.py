@@ -119,7 +119,7 @@ def _packed(lengths: list[int], prices: list[float], ranks: int, token_cap: int,
 class QueuedPacks:
     """One minibatch's packs, shared by all ranks: iterating takes the next free pack until none is left.
 
-        with minibatch(model, tokens=..., split=queued.split) as mb:
+        with minibatch(model, tokens=..., plan=queued) as mb:
             for pack in queued:  # indices into the data set
                 ...
 
@@ -133,13 +133,16 @@ class QueuedPacks:
     """
 
     def __init__(self, plan: Plan, *, key: str, counter: Counter, rank: int) -> None:
-        self.plan, self.packs, self.waves, self.split = plan, plan.queue, plan.ready, plan.segments
-        self.samples, self.checksum = 0 if plan.samples is None else len(plan.samples), plan.checksum
+        self.plan, self.rank = plan, rank
+        self.packs, self.split = plan.queue, plan.segments
+        self.samples, self.checksum = plan.count, plan.checksum
+        self.waves = [[*filter(None, own)] for own in plan.ready]
         self.taken: list[int] = []  # places in `packs` that this rank took
-        self._key, self._counter, self._rank, self._world = key, counter, rank, len(plan.ready)
-        self._own = filter(None, self.waves[rank])
+        self._key, self._counter = key, counter
+        self._own = iter(self.waves[rank])
         self._is_empty = False
-        self.tokens = plan.targets(self.own_part())
+        knows = plan.samples is not None and plan.samples.learned is not None
+        self.tokens = plan.targets(self.own_part()) if knows else None
 
     def own_part(self) -> list[int]:
         """Samples whose tokens this rank counts: together the ranks' parts hold each of the minibatch's samples once.
@@ -148,7 +151,7 @@ class QueuedPacks:
         So a sample in pieces is counted whole, by one rank: its pieces have its targets, each once.
         """
         entries = (each for packs in (*self.waves, self.packs) for pack in packs for each in pack)
-        return sorted({*map(number_of, entries)})[self._rank :: self._world]
+        return sorted({*map(number_of, entries)})[self.rank :: self.plan.ranks]
 
     def take(self) -> list[Entry] | None:
         """This rank's next wave, then the next free pack; None when all are taken.
@@ -164,7 +167,7 @@ class QueuedPacks:
             self.taken.append(place)
             return self.packs[place]
         self._is_empty = True
-        if place == len(self.packs) + self._world - 1:  # every rank finds it empty once: no rank will ask again
+        if place == len(self.packs) + self.plan.ranks - 1:  # every rank finds it empty once: no rank will ask again
             self._counter.delete_key(self._key)
         return None
 

@@ -9,12 +9,13 @@ from typing import Any
 
 from .cost import CostModel
 from .order import Mix, in_families
+from .plan import MinibatchPacks
 from .planner import Planner
-from .queue import Counter
+from .queue import Counter, QueuedPacks
 from .relatives import Relatives
 from .samples import Limits, Samples
 from .split import readable_tokens
-from .strategies import STRATEGIES, UNEVEN
+from .strategies import SPLITTING, STRATEGIES, UNEVEN
 
 
 class MinibatchSampler:
@@ -47,7 +48,7 @@ class MinibatchSampler:
         `TowerCost.sample`.
         floors: of each sample, the tokens up to and including its last picture's; before that it is not cut. By default
         those of `relatives`.
-        targets: of each sample, its learned tokens; then `minibatch(model, plan=packs)` knows their sum.
+        targets: of each sample, its learned tokens but its first; `minibatch(model, plan=packs)` then knows their sum.
         drop_last: leave out an epoch's last minibatch if it is not full.
         counter: shared by the ranks of a queue, for this sampler alone; by default `store_counter()`, made when the
         first minibatch is yielded.
@@ -128,10 +129,10 @@ class MinibatchSampler:
         columns = {"earliest_cuts": floors, "extra": extra, "learned": targets, "prefixes": relatives}
         self._samples = Samples.of(self.lengths, self.cost, **columns)
         self.drop_last = drop_last
-        if split and balance not in UNEVEN:
+        if split and balance not in SPLITTING:
             raise ValueError(
                 f"split is {split} with balance {balance!r}: sequences are split with balance "
-                f"{' or '.join(map(repr, UNEVEN))}"
+                f"{' or '.join(map(repr, SPLITTING))}"
             )
         if not hasattr(split, "__index__") or split < 0:
             raise ValueError(f"split is {split!r}: give True, or the tokens of each rank that others may read")
@@ -171,7 +172,7 @@ class MinibatchSampler:
         full, rest = divmod(len(self.mix), self.samples_per_minibatch)
         return full + (rest > 0 and not self.drop_last)
 
-    def __iter__(self) -> Iterator[Any]:  # of Packs or QueuedPacks: DataLoader wants an iterator of lists
+    def __iter__(self) -> Iterator[MinibatchPacks | QueuedPacks]:
         epoch, order = self.epoch, self._order(self.epoch)
         for index in range(self.minibatch, len(self)):
             # Before the yield: a state saved after training on this minibatch counts it as done.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,8 +105,8 @@ class Samples:
                     f"of {len(cuts)} floors for {len(tokens)} samples one is {cut}, of {length} tokens: give "
                     "of each the tokens up to its last picture's, 0 without pictures"
                 )
-        if learned is not None and len(learned) != len(tokens):
-            raise ValueError(f"learned has {len(learned)} numbers for {len(tokens)} samples: give one for each")
+        if learned is not None:
+            learned = _checked_targets(learned, tokens)
         return cls(
             tokens=tokens,
             prices=prices,
@@ -141,3 +142,19 @@ class Samples:
     def checksum(self) -> int:
         """Of names and tokens: the same on ranks that assign the same samples."""
         return zlib.crc32(repr([*zip(self.names, self.tokens, strict=True)]).encode())
+
+
+def _checked_targets(targets: Sequence[int], tokens: list[int]) -> list[int]:
+    if len(targets) != len(tokens):
+        raise ValueError(f"targets has {len(targets)} numbers for {len(tokens)} samples: give one for each")
+    try:
+        found = [operator.index(each) for each in targets]
+    except TypeError as error:
+        raise ValueError(f"targets must be whole numbers: {error}") from None
+    for at, (each, most) in enumerate(zip(found, tokens, strict=True)):
+        if not 0 <= each < most:
+            raise ValueError(
+                f"targets[{at}] is {each}, of {most} tokens: give of each sample its learned tokens but its first, "
+                "which nothing predicts"
+            )
+    return found

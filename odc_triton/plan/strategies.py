@@ -7,9 +7,7 @@
 | global | pack, after packing them all | equal count, heavy ones lined up | FSDP, better |
 | mini   | cost                         | as many as the rank needs, or 0  | ODC          |
 
-A fifth, "queue" (queue.py), assigns packs at run time. To add one: a function here and a line in `STRATEGIES`, from
-which options, sampler and checks take it; a line in the glossary; one in tools/simulate/study.py if it is to be
-predicted.
+A fifth, "queue" (queue.py), assigns packs at run time. docs/architecture.md says how to add one.
 
 LocalSort, LB-Micro and LB-Mini are those of arXiv 2601.19362. FSDP waits for the slowest rank in every layer
 of every microbatch, so it needs equal counts and microbatches of equal cost at each index; ODC waits once per
@@ -35,13 +33,15 @@ class Strategy:
 
     parts: each rank's samples, from costs and the number of ranks, for any number of samples. A rank packs its own.
     packs: all ranks' packs, from lengths, costs, ranks and token cap.
-    uneven: ranks may get different numbers of packs, which FSDP can't run. So it goes with split sequences.
+    uneven: ranks may get different numbers of samples and packs, which FSDP can't run; so any number of samples works.
+    splits: `make_plan` also splits samples with it.
     """
 
     summary: str
     parts: Callable[[list[float], int], list[list[int]]] | None = None
     packs: Callable[[list[int], list[float], int, int], list[Packs]] | None = None
     uneven: bool = False
+    splits: bool = False
 
 
 def _local_sort(lengths: list[int], costs: list[float], ranks: int, token_cap: int) -> list[Packs]:
@@ -103,14 +103,19 @@ def _global_packing(lengths: list[int], costs: list[float], ranks: int, token_ca
 
 
 STRATEGIES = {
-    "mini": Strategy(summary="equal work, in as many packs as each rank needs", parts=balanced_partition, uneven=True),
-    QUEUE: Strategy(summary="smaller packs, taken at run time, for ranks that are not equally fast", uneven=True),
+    "mini": Strategy(
+        summary="equal work, in as many packs as each rank needs", parts=balanced_partition, uneven=True, splits=True
+    ),
+    QUEUE: Strategy(
+        summary="smaller packs, taken at run time, for ranks that are not equally fast", uneven=True, splits=True
+    ),
     "micro": Strategy(summary="equally many samples and packs per rank, as FSDP needs", packs=_lb_micro),
     "global": Strategy(summary="equally many packs per rank, of similar cost, as FSDP needs", packs=_global_packing),
     "local": Strategy(summary="equally many samples per rank, one per pack, as FSDP needs", packs=_local_sort),
 }
 BALANCES = tuple(name for name, each in STRATEGIES.items() if each.parts or each.packs)  # those of `assign`
 UNEVEN = tuple(name for name, strategy in STRATEGIES.items() if strategy.uneven)
+SPLITTING = tuple(name for name, strategy in STRATEGIES.items() if strategy.splits)
 
 
 def _packed(members: list[int], lengths: list[int], costs: list[float], token_cap: int, count: int) -> Packs:

@@ -121,6 +121,7 @@ def fully_shard(
         options = {"policy": policy, "debug": debug, "exact": exact, "timeout": timeout, "backend": device.name}
         options |= {"world": grid.world, "replicas": grid.replicas}
         reader = next((each for each in root.modules() if isinstance(each, ReadsTables)), None)
+        options["layers that read tables"] = reader is not None
         agreed = agree(barrier, grid, plan, options, device, reader=reader)
         heap = open_heap(barrier, grid, device, plan, agreed)
         transport = device.transport(heap, device.streams(), barrier.timeout_s)

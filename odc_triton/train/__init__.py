@@ -1,1 +1,1 @@
-"""The modules that torchrun starts; the jobs are in jobs/train/."""
+"""Doors to the jobs, which are in jobs/train/."""

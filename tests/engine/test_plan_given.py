@@ -41,12 +41,19 @@ def _gradients(rank: int, world: int, given: str) -> list[tuple[int | None, list
 
 
 REFUSED = (
-    "RanksDiffer: rank 1 has other samples than rank 0: give every rank the same data set in the same order",
-    "ValueError: split and plan are given: leave split out",
-    "TypeError: plan is a list; give what a sampler yields, or pack_collate returns",
-    "ValueError: the plan does not know this rank's target tokens: give the packs that pack_collate returns",
+    "rank 1 has other samples than rank 0: give every rank the same data set in the same order",
+    "split and plan are given: leave split out",
+    "plan is a list: give a rank's packs, as a sampler yields or pack_collate returns",
+    "the plan does not know this rank's target tokens: give the packs that pack_collate returns",
     "this minibatch was given a split: call enable_split(model, tokens=…)",
+    "the packs are those of rank 0 of 2, and this is rank 1 of 2: give the sampler the model's rank and world",
+    "rank 1 assigns the same samples in another way than rank 0: give every rank's sampler the same token_cap",
+    "OSError: disk gone",
 )
+
+
+def _raises() -> MinibatchPacks:
+    raise OSError("disk gone")
 
 
 def _refusals(rank: int, world: int) -> list[str]:
@@ -58,6 +65,9 @@ def _refusals(rank: int, world: int) -> list[str]:
         {"plan": [[1]]},
         {"plan": pieces},
         {"plan": pieces, "tokens": 1},
+        {"plan": next(iter(_epoch(0, world)))},
+        {"plan": next(iter(_epoch(rank, world, balance="micro" if rank else "mini")))},
+        {"plan": _raises if rank else packs},
     )
     said = [caught(partial(begin_minibatch, model, **each)) for each in given]
     # A rank that knows of no samples, as its data failed, does not hide why.
@@ -87,5 +97,8 @@ def test_targets_of_the_data_set_are_counted_once(balance: str) -> None:
     for own in zip(*samplers, strict=True):
         names = own[0].plan.samples.names
         assert sum(each.tokens for each in own) == sum(TARGETS[name] for name in names)
-    with pytest.raises(ValueError, match="learned has 1 numbers for 8 samples: give one for each"):
+    with pytest.raises(ValueError, match="targets has 1 numbers for 8 samples: give one for each"):
         MinibatchSampler(LENGTHS, 2, 9, targets=[3])
+    for wrong, words in ((LENGTHS, r"targets\[0\] is 3, of 3 tokens"), ([1.5] * 8, "targets must be whole numbers")):
+        with pytest.raises(ValueError, match=words):
+            MinibatchSampler(LENGTHS, 2, 9, targets=wrong)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 from ...base.errors import DeadlineExceeded
 
+STORE = "ODC_STORE"  # the variable by which our launcher tells its ranks the name of its store's socket
 Look = Callable[[list[int]], None]
 """Looks whether these ranks, for which it waits, are alive; raises if not."""
 _LOOK_S = 0.5

@@ -1,6 +1,6 @@
 """A run's checkpoints: written under temporary names and renamed, the last few kept, each with its files' digests.
 
-    folder/step-00000010/   contents: see folder.py
+    folder/step-00000010/   contents: see checkpoint/folder.py
 
 Unfinished folders, one per rank while it writes, are called `.step-….saving`, `.step-….removing` or
 `.step-….replaced`. The process that holds the lock on `folder/.lock` (rank 0, for as long as it lives) owns these and

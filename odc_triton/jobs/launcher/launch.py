@@ -224,7 +224,7 @@ class LocalRanks:
         """
         work = pickle.dumps((function, args))
         with handling(self.on_signal, *STOPS), _store() as store:  # it has threads: after the forks
-            from ...comm.process_group import STORE
+            from ...comm.memory.rendezvous import STORE
 
             for each in self._running.values():
                 with contextlib.suppress(OSError):  # that rank has died: see `_on_end`
@@ -362,8 +362,6 @@ def _rank(connection: Connection, preload: str | None, environment: dict[str, st
             import_module(preload)
         variables, work = connection.recv()
         os.environ.update(variables)
-        from ...comm import local_store  # noqa: F401  torch knows the store from here on
-
         function, args = pickle.loads(work)  # imports what the work needs
         message = "value", pickle.dumps(function(*args))
     except Exception as error:

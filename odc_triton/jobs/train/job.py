@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -98,14 +99,8 @@ def _sharded(
     exact = options.exact or None  # None: by torch.use_deterministic_algorithms
     model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype), timeout=timeout, exact=exact)
     require_written(model)
-    decoder = Decoder.of(innermost(model).config.get_text_config())
-    key = f"{'bfloat16' if options.dtype == 'bf16' else 'float32'}: {decoder.words}"
-    engine = engine_of(model)
-    own = load(engine.place(), default_folder()).attention.get(key, 1.0)
-    if (factor := engine.exchange("attention's measured cost", {"factor": own})[0]["factor"]) != 1.0:
-        cost = replace(cost, quadratic=factor * cost.quadratic)
-        if rank == 0 and not frozen:
-            print(f"attention is planned by its measured cost, {factor:.2f} of its FLOPs'", flush=True)
+    if not frozen:
+        cost = _measured(model, options, cost, rank)
     if options.offload_checkpoints and not frozen:
         offload_checkpoints(model)
     torch.manual_seed(options.seed + rank)  # dropout differs between ranks
@@ -134,6 +129,23 @@ def run_job(job: Callable[[Options], Metrics], options: Options) -> Metrics:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _measured(model: nn.Module, options: RunOptions, cost: CostModel, rank: int) -> CostModel:
+    """With the cost of attention that `odc-triton tune` measured here, by rank 0's table. Collective."""
+    engine, factor = engine_of(model), 1.0
+    if rank == 0:
+        tuned = load(engine.place(), default_folder())
+        if tuned.unused is not None and not options.replace_layers:  # else those layers warn of it
+            warnings.warn(tuned.unused, stacklevel=2)
+        decoder = Decoder.of(innermost(model).config.get_text_config())
+        factor = tuned.attention.get(f"{'bfloat16' if options.dtype == 'bf16' else 'float32'}: {decoder.words}", 1.0)
+    factor = engine.exchange("attention's measured cost", {"factor": factor})[0]["factor"]
+    if factor == 1.0:
+        return cost
+    if rank == 0:
+        print(f"attention is planned by its measured cost, {factor:.2f} of its FLOPs'", flush=True)
+    return replace(cost, quadratic=factor * cost.quadratic)
 
 
 def main_of(kind: type[Options], run: Callable[[Options], Metrics], name: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ...plan.queue import QUEUE
-from ...plan.strategies import STRATEGIES, UNEVEN
+from ...plan.strategies import SPLITTING, STRATEGIES
 from ..options.options import REQUIRED, option
 from .run_options import RunOptions
 
@@ -64,10 +64,10 @@ class SftOptions(RunOptions):
     def _check_contradictions(self) -> None:
         if self.share_prefixes and self.balance != "mini":
             raise ValueError(f"--share-prefixes goes with --balance mini; it is {self.balance}: leave one of them out")
-        if self.split_sequences and self.balance not in UNEVEN:
+        if self.split_sequences and self.balance not in SPLITTING:
             raise ValueError(
-                f"--split-sequences goes with --balance {' or '.join(UNEVEN)}; it is {self.balance}: leave one of them "
-                "out"
+                f"--split-sequences goes with --balance {' or '.join(SPLITTING)}; it is {self.balance}: leave one of "
+                "them out"
             )
         super()._check_contradictions()
 

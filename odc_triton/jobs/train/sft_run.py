@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -183,20 +184,17 @@ class SftRun(Run):
         """This rank's sums of `_losses` over its packs, [3], and the targets of all ranks, after the reduction."""
         device = self.engine.heap.device
         weight = router_weight(self.model) / self.sampler.samples_per_minibatch  # in all, as the rest is dropped
-        problem: Exception | None = None
-        try:
-            own = self.next_packs()
-        except Exception as error:  # raised inside the minibatch, so that it fails on all ranks
-            own, problem = MinibatchPacks(tokens=0), error
-        packs = self._made(self.data, own)  # during iteration; of a queue they are taken then
-        packs = Replayable(packs) if self.engine.deterministic else packs  # which keeps them all
+        own = cache(self.next_packs)  # at the entry, so that its error is every rank's
+
+        @cache
+        def packs() -> Iterable[Pack]:
+            made = self._made(self.data, own())  # during iteration; of a queue they are taken then
+            return Replayable(made) if self.engine.deterministic else made  # which keeps them all
 
         def run() -> tuple[torch.Tensor, int]:
             sums = torch.zeros(3, dtype=torch.float64, device=device)
             with minibatch(self.model, plan=own) as mb:
-                if problem is not None:
-                    raise problem
-                for pack in packs:
+                for pack in packs():
                     self.stop_signal.check_peers()
                     losses = self._losses(to_device(pack, device))
                     (losses[0] / mb.tokens + weight * losses[1]).backward()

@@ -74,7 +74,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
     `per_device_train_batch_size` * `gradient_accumulation_steps` completions, assigned to the ranks by length, and its
     loss is TRL's over all of them: see [Note: normalisers]. Metrics, the entropy bonus and the quantile of
     `top_entropy_quantile`, for which entropies are computed once more before a step, are those of all ranks. A router's
-    auxiliary loss is of each completion with its prompt alone, see router_loss.py. Images are refused.
+    auxiliary loss is of each completion with its prompt alone, see packs/router_loss.py. Images are refused.
 
     Completions are sampled in evaluation mode, outside of minibatches, so ranks may decode different numbers of tokens.
     A step keeps TRL's phases: all completions are sampled before the first is computed (`train grpo` can overlap both).

@@ -72,6 +72,8 @@ def assign_packs(
     """
     if balance == SHARED and relatives is None:
         raise ValueError(f"balance {SHARED!r} needs to know what the samples share: give relatives")
+    if balance not in (SPLIT, SHARED):
+        split_tokens = 0
     if balance == SPLIT and not split_tokens:
         how = {"ranks": ranks, "token_cap": token_cap, "cost": cost, "replicas": replicas}
         split_tokens = readable_tokens(lengths, samples=len(lengths), **how)
@@ -90,7 +92,7 @@ def sizes_of(pack: Sequence[Entry], lengths: Sequence[int]) -> list[int | Piece]
 
 
 def queue_packs(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel) -> Packs:
-    """Packs to take at run time, in lengths, in the order of `balance.queue_packs`, and with its errors."""
+    """Packs to take at run time, in lengths, in the order of `plan.queue.queue_packs`, and with its errors."""
     packs = balance_queue_packs(lengths, ranks=ranks, token_cap=token_cap, cost=cost)
     return [[lengths[i] for i in members] for members in packs]
 
