@@ -13,6 +13,7 @@ import pytest
 from odc_triton.base.errors import GenerationAborted, RolloutFailed
 from odc_triton.jobs.rl.overlap import OverlappedRollout
 from odc_triton.plan.cost import CostModel
+from odc_triton.plan.plan import MinibatchPacks
 from odc_triton.plan.samples import Limits
 from tests.support.overlapped import Batch, Plan, Sampling, Store
 
@@ -25,7 +26,7 @@ def run_ranks(plan: Plan, seed: int = 0, raises: bool = False) -> tuple[list[Ove
     store = Store(lambda: time.sleep(chance.choice((0, 0, 1e-4, 1e-3))))
     rollouts, ranks = [], []
     for rank in range(plan.ranks):
-        packs = lambda rows, _, rank=rank: Assigned([n] for n in rows.names[rank :: plan.ranks])  # noqa: E731
+        packs = lambda rows, _, rank=rank: MinibatchPacks([n] for n in rows.names[rank :: plan.ranks])  # noqa: E731
         limits, cost = Limits(ranks=plan.ranks, token_cap=8), CostModel(quadratic=0, linear=1)
         planner = SimpleNamespace(limits=limits, reads_others=plan.keeps, packs=packs)
         sampler = Sampling(rank, plan, store, raises=raises)
@@ -48,10 +49,6 @@ def run_ranks(plan: Plan, seed: int = 0, raises: bool = False) -> tuple[list[Ove
         each.join(5.0)
         assert not each.is_alive(), f"a rank hangs: {plan}, {seed}"
     return rollouts, computed
-
-
-class Assigned(list):
-    split = None
 
 
 def test_the_code_itself() -> None:
