@@ -9,9 +9,8 @@ from typing import Any
 
 from .cost import CostModel
 from .order import Mix, in_families
-from .plan import MinibatchPacks
 from .planner import Planner
-from .queue import Counter, QueuedPacks
+from .queue import Counter
 from .relatives import Relatives
 from .samples import Limits, Samples
 from .split import readable_tokens
@@ -172,7 +171,7 @@ class MinibatchSampler:
         full, rest = divmod(len(self.mix), self.samples_per_minibatch)
         return full + (rest > 0 and not self.drop_last)
 
-    def __iter__(self) -> Iterator[MinibatchPacks | QueuedPacks]:
+    def __iter__(self) -> Iterator[Any]:  # of MinibatchPacks or QueuedPacks: DataLoader wants an iterator of lists
         epoch, order = self.epoch, self._order(self.epoch)
         for index in range(self.minibatch, len(self)):
             # Before the yield: a state saved after training on this minibatch counts it as done.
