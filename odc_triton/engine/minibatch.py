@@ -133,7 +133,7 @@ def _arguments(tokens: int | None, split: Any, plan: Planned | Callable[[], Plan
     if split is not None:
         raise ValueError("split and plan are given: leave split out, which is the plan's")
     plan = plan() if callable(plan) else plan
-    if not all(hasattr(plan, name) for name in ("tokens", "split", "plan")):
+    if not all(hasattr(plan, name) for name in ("rank", "tokens", "split", "plan")):
         whose = ", plan.packs(rank)" * hasattr(plan, "packs")
         raise TypeError(
             f"plan is a {type(plan).__name__}: give a rank's packs{whose}, as a sampler yields or pack_collate returns"
@@ -295,7 +295,7 @@ class SameSamples(Participant):
         """[checksum of all ranks' samples, digest of all ranks' packs]."""
         if given is None or given.plan is None:
             return None
-        if (given.rank, given.plan.ranks) != (self._rank, self._world):
+        if (self._rank if given.rank is None else given.rank, given.plan.ranks) != (self._rank, self._world):
             raise ValueError(
                 f"the packs are those of rank {given.rank} of {given.plan.ranks}, and this is rank {self._rank} of "
                 f"{self._world}: give the sampler the model's rank and world"
@@ -308,8 +308,8 @@ class SameSamples(Participant):
         for rank, digest in known:
             if digest != known[0][1]:
                 raise RanksDiffer(
-                    f"rank {rank} assigns the same samples in another way than rank {known[0][0]}: give every rank's "
-                    f"sampler the same token_cap, balance, cost, extra, split and replicas"
+                    f"rank {rank} assigns samples in another way than rank {known[0][0]}: give every rank's sampler "
+                    f"the same balance, cost, extra, token_cap, split and replicas"
                 )
 
 

@@ -162,7 +162,10 @@ class Protocol:
             self.refuse_unknown(wanted)
             parts = self._parts(lambda each: each.entry(wanted.get(each.name)))
             self._prepare()
-        except Exception as raised:
+        except BaseException as raised:
+            if _is_fatal(raised):
+                self._break(f"enter minibatch {self.number + 1}", raised)
+                raise
             error = raised
         self.events.minibatch, self.events.microbatch = self.number + 1, -1
         messages = self._exchange(f"enter minibatch {self.number + 1}", {"parts": parts}, error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -86,6 +87,8 @@ def load(place: Place, folder: Path | None) -> Tuned:
             return _unused(path, f"it was measured with {content['versions']}, but installed are {versions()}")
         lines = tuple(_read_line(line) for line in content["lines"])
         attention = {key: float(factor) for key, factor in content.get("attention", {}).items()}
+        if not all(0 < factor < math.inf for factor in attention.values()):
+            raise ValueError(f"the times of attention are {attention}")
     except FileNotFoundError:
         return Tuned()
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

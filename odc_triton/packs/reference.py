@@ -32,7 +32,7 @@ class Reference(Participant):
         # A rank that waits for a piece of one model may hold up pieces of the other.
         policys = engines[0].barrier.blocked_on
         policys.append(self._own.sync.waits.blocked_on)
-        self._engine.barrier.blocked_on = policys
+        self._engine.barrier.blocked_on = policys  # no list of a former policy, which would keep that alive
 
     def __call__(self, pack: Pack) -> Tensor | FusedLogits:
         """Logits [n, V] that predict the pack's n targets."""

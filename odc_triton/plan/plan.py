@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -42,15 +43,18 @@ class Plan:
 
     @classmethod
     def by_hand(cls, ready: Sequence[Sequence[list[Entry]]], *, replicas: int = 1, contents: str = "") -> Plan:
-        """Of all ranks' packs. Raises as `SplitPlan.of`, and ValueError for a sample that is in several packs."""
-        counts = Counter(each for of_rank in ready for pack in of_rank for each in pack)
-        if (twice := next((each for each, count in counts.items() if count > 1), None)) is not None:
-            raise ValueError(f"{twice if isinstance(twice, Piece) else f'sample {twice}'} is in two packs")
+        """Of all ranks' packs. Raises as `SplitPlan.of`, and ValueError for a sample that is there twice."""
+        plain = [[[e if isinstance(e, Piece) else operator.index(e) for e in pack] for pack in own] for own in ready]
+        whole = Counter(e for own in plain for pack in own for e in pack if not isinstance(e, Piece))
+        if twice := [sample for sample, count in whole.items() if count > 1]:
+            raise ValueError(f"sample {twice[0]} is there twice: each sample is in one pack of one rank")
+        ready = plain
         return cls(ready=ready, segments=SplitPlan.of(ready, replicas=replicas, contents=contents))
 
     @cached_property
     def digest(self) -> str:
         """Of all ranks' packs and segments: ranks with another one assign their samples in another way."""
+        self._require_packs()
         segments = None if self.segments is None else self.segments.digest
         return sha256(repr((self.ready, self.unpacked, self.queue, segments)).encode()).hexdigest()[:16]
 
@@ -67,10 +71,19 @@ class Plan:
         kept = {"digest": self.digest, "count": self.count, "ranks": self.ranks}
         return vars(self) | kept | {"ready": None, "unpacked": None, "queue": None, "samples": None}
 
-    def packs(self, rank: int) -> MinibatchPacks:
-        """That rank's microbatches; of a queue, those before the ones that it takes. Raises IndexError for another."""
+    def __copy__(self) -> Plan:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Plan:
+        return self
+
+    def _require_packs(self) -> None:
         if self.ready is None:
             raise RuntimeError("this plan was pickled, without its packs: ask the process that made it")
+
+    def packs(self, rank: int) -> MinibatchPacks:
+        """That rank's microbatches; of a queue, those before the ones that it takes. Raises IndexError for another."""
+        self._require_packs()
         if not 0 <= rank < self.ranks:
             raise IndexError(f"the plan is of ranks 0 to {self.ranks - 1}, and rank is {rank}")
         made = MinibatchPacks([*filter(None, self.ready[rank]), *self._packed(rank)], plan=self, rank=rank)

@@ -23,8 +23,10 @@ def make_plan(samples: Samples, limits: Limits, balance: str = "mini") -> Plan:
     `balance`: see `MinibatchSampler`. With "mini" samples are split as far as `limits` allow, and tokens that they
     share are computed once, where that takes less. With a queue nothing is shared. SPLIT, SHARED: that in any case.
 
-    Raises ValueError as the strategies, and for limits that a strategy has no use for.
+    Raises ValueError as the strategies, and for `split_tokens` of one that does not split.
     """
+    if limits.split_tokens and balance in BALANCES and not STRATEGIES[balance].splits:
+        raise ValueError(f"balance {balance!r} can't split samples: use 'mini', or split_tokens 0")
     if balance == QUEUE:
         plan = _queue_plan(samples, limits)
     elif not samples.tokens:
@@ -35,8 +37,6 @@ def make_plan(samples: Samples, limits: Limits, balance: str = "mini") -> Plan:
         plan = split_plan(samples, limits)
     elif balance == "mini":
         plan = _least_plan(samples, limits)
-    elif balance in BALANCES and limits.split_tokens:
-        raise ValueError(f"balance {balance!r} can't split samples: use 'mini', or split_tokens 0")
     elif balance in BALANCES:
         plan = _unsplit_plan(samples, limits, balance)
     else:

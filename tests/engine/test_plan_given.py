@@ -47,7 +47,7 @@ REFUSED = (
     "the plan does not know this rank's target tokens: give the packs that pack_collate returns",
     "this minibatch was given a split: call enable_split(model, tokens=…)",
     "the packs are those of rank 0 of 2, and this is rank 1 of 2: give the sampler the model's rank and world",
-    "rank 1 assigns the same samples in another way than rank 0: give every rank's sampler the same token_cap",
+    "rank 1 assigns samples in another way than rank 0: give every rank's sampler the same balance",
     "OSError: disk gone",
 )
 
@@ -102,3 +102,22 @@ def test_targets_of_the_data_set_are_counted_once(balance: str) -> None:
     for wrong, words in ((LENGTHS, r"targets\[0\] is 3, of 3 tokens"), ([1.5] * 8, "targets must be whole numbers")):
         with pytest.raises(ValueError, match=words):
             MinibatchSampler(LENGTHS, 2, 9, targets=wrong)
+
+
+def _interrupted(rank: int, world: int) -> str:
+    def plan() -> MinibatchPacks:
+        raise KeyboardInterrupt
+
+    model, packs = fully_shard(net()), next(iter(_epoch(rank, world)))
+    try:
+        begin_minibatch(model, plan=plan if rank else packs)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def test_ctrl_c_in_a_plan_is_told_at_once() -> None:
+    first, second = ranks.run(_interrupted, 2, timeout_s=60)
+    assert second == "KeyboardInterrupt: "
+    assert "rank 1" in first
+    assert "KeyboardInterrupt" in first
