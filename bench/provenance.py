@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +46,9 @@ def options_of(about: str, **numbers: int) -> argparse.Namespace:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    from odc_triton.base.environment import installed
+
+    return {"python": platform.python_version()} | installed(*_PACKAGES)
 
 
 def hardware() -> str:
