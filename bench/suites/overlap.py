@@ -16,7 +16,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from odc_triton.jobs.train.grpo_options import GrpoOptions
 from odc_triton.jobs.train.grpo_run import GrpoRun
 from odc_triton.jobs.train.metrics import Metrics
 from odc_triton.jobs.vllm.policy_server import PolicyServer
+from odc_triton.step import Objective, StepReport
 from tests.support.vllm_real import vllm_serve, write_vllm_case
 
 from .. import quiet, rollouts
@@ -95,6 +96,22 @@ class Turn:
     costs: list[float]  # of groups
 
 
+class Timed:
+    """A step's packs, and when each was computed."""
+
+    def __init__(self, packs: Any, spans_s: list[tuple[float, float]]) -> None:
+        self._packs, self._spans_s = packs, spans_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._packs, name)
+
+    def __iter__(self) -> Iterator:
+        for pack in self._packs:
+            start_s = time.monotonic()
+            yield pack
+            self._spans_s.append((start_s, time.monotonic()))
+
+
 class Turns(GrpoRun):
     """Each step in every one of `ways`. `servers`: by way; `kept` gets what is measured."""
 
@@ -126,14 +143,8 @@ class Turns(GrpoRun):
         self.state.step, self._start_s = step, time.monotonic()
         return self._made_slots
 
-    def _minibatch(self, batch: Any, packs: Iterable, split: Any) -> tuple[float, list[float]]:
-        return super()._minibatch(batch, self._timed(packs), split)
-
-    def _timed(self, packs: Iterable) -> Iterator:
-        for pack in packs:
-            start_s = time.monotonic()
-            yield pack
-            self._packs_s.append((start_s, time.monotonic()))
+    def step(self, plan: Any, objective: Objective, **how: Any) -> StepReport:
+        return super().step(Timed(plan, self._packs_s), objective, **how)
 
     def _measured(self, way: str, metrics: Metrics, waited_s: float) -> Turn:
         start_s, engine, events = self._start_s, self.sampler.completions, self.recent[-1]
@@ -156,7 +167,7 @@ class Turns(GrpoRun):
 
     def _cost(self, slot: PromptSlot) -> float:
         """Of a group, as `OverlappedRollout` counts it."""
-        cost, prompt = self.assigner.cost, len(slot.prompt.ids)
+        cost, prompt = self.cost, len(slot.prompt.ids)
         shared = prompt - 1 if self.shares_prefixes else 0
         lengths = [prompt + self.sampler.completions.lengths[seed] for seed in slot.seeds]
         return cost.sequence(shared) + math.fsum(cost.piece(shared, each) for each in lengths)

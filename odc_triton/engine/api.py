@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -44,14 +44,6 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     every owner has stepped. Raises RuntimeError if an owner steps again while this rank is still reading.
     """
     yield from protocol_of(model).full_parameters()
-
-
-def learn_nothing(parameters: Iterable[nn.Parameter]) -> None:
-    """If no parameter has a gradient, as no token was learned, all get zeros: the step decays, and momenta go on."""
-    trained = [each for each in parameters if each.requires_grad]
-    if all(each.grad is None for each in trained):
-        for each in trained:
-            each.grad = torch.zeros_like(each)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

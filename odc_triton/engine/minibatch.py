@@ -199,18 +199,6 @@ class Participant:
         """Continues from a saved state, on all ranks."""
 
 
-class StepPart:
-    """A feature's part in the barrier of a training loop's step. `name`: of its reports."""
-
-    name: str
-
-    def report(self) -> Any:
-        """Returns this rank's report, as JSON."""
-
-    def settle(self, reports: list[Any]) -> None:
-        """Takes all ranks' reports, by rank. Must decide the same on all of them."""
-
-
 class Tokens(Participant):
     """`total`: the target tokens of all ranks in the last minibatch that all entered; None if no rank gave its own.
 

@@ -79,8 +79,10 @@ def _messages_of(participant: Participant, messages: list[dict[str, Any]]) -> li
 class Protocol:
     """`shards`: the memory of all parameters, in the same order on all ranks. `number`: of the open or the last
     minibatch, -1 before the first. `failure`: why the open minibatch fails at its end, None if it does not. `events`:
-    what this rank did.
+    what this rank did. `deterministic`: a minibatch may have to be run again, see checkpoint/repeat.py.
     """
+
+    deterministic = False
 
     def __init__(self, *, grid: Grid, transport: Transport, barrier: Barrier, replicas: Replicas) -> None:
         self.transport, self.heap, self.barrier = transport, transport.heap, barrier

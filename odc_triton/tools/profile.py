@@ -88,7 +88,7 @@ def run_profile(options: ProfileOptions) -> dict[str, Any]:
     model, packs = _prepare(options)
     engine = engine_of(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6)
-    _minibatch(model, optimizer, packs[0])
+    _step(model, optimizer, packs[0])
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if engine.heap.device.type == "cuda" else [])
     engine.drain("warming up")
     engine.exchange("start measuring", {})
@@ -96,7 +96,7 @@ def run_profile(options: ProfileOptions) -> dict[str, Any]:
     with profile(activities=activities) as record:
         start_s, start_ns = time.monotonic(), time.time_ns()
         for own in packs[1:]:
-            _minibatch(model, optimizer, own)
+            _step(model, optimizer, own)
         engine.drain("measuring")
         end_s = time.monotonic()
     events = engine.events.drain()
@@ -156,18 +156,13 @@ def _prepare(options: ProfileOptions) -> tuple[nn.Module, list[list[Pack]]]:
     return model, [pack_collate([[samples[index] for index in pack] for pack in packs]) for packs in sampler]
 
 
-def _minibatch(model: nn.Module, optimizer: torch.optim.Optimizer, packs: list[Pack]) -> None:
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, packs: list[Pack]) -> None:
     import torch
 
-    from ..engine.api import engine_of
-    from ..engine.minibatch import minibatch
-    from ..packs.collate import count_target_tokens, to_device
-    from ..packs.loss import summed_loss
+    from ..objectives.cross_entropy import CrossEntropy
+    from ..step import run_step
 
-    device = engine_of(model).heap.device
-    with minibatch(model, tokens=count_target_tokens(packs)) as mb:
-        for pack in packs:
-            (summed_loss(model, to_device(pack, device)) / mb.tokens).backward()
+    run_step(model, packs, CrossEntropy())
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()

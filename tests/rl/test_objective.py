@@ -13,7 +13,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from odc_triton.hf import enable_packing
 from odc_triton.jobs.rl.generation import Sampled
 from odc_triton.jobs.rl.learned import Learned
-from odc_triton.jobs.rl.objective import LearningRule, Objective, TokenTerms, advantages
+from odc_triton.jobs.rl.objective import LearningRule, PolicyLoss, TokenTerms, advantages
+from odc_triton.jobs.rl.policy_gradient import PolicyGradient
 from odc_triton.jobs.rl.prompts import Prompt, completion_seed, prompts_of_step, read_prompts
 from odc_triton.jobs.rl.rollout import PromptSlot, Rollout
 from odc_triton.packs.collate import Pack
@@ -21,6 +22,7 @@ from odc_triton.packs.loss import predictions
 from odc_triton.plan.entries import Piece
 from odc_triton.plan.fields import IGNORED
 from odc_triton.plan.order import Mix
+from odc_triton.step import Terms
 from tests.support.grpo_case import trl_advantages
 from tests.support.sft_case import QWEN2, write_case
 
@@ -107,13 +109,13 @@ def test_a_policy_does_not_diverge_from_itself(temperature: float) -> None:
         weight={0: 1.0},
         sampled={0: [0.0] * 3},
     )
-    objective = Objective(loss="dapo", low=0.2, high=0.2, kl=1.0)
-    how = {"model": model, "objective": objective, "correction": None, "device": torch.device("cpu")}
+    rule = PolicyLoss(loss="dapo", low=0.2, high=0.2, kl=1.0)
 
     def reference(pack: Pack) -> torch.Tensor:
         return predictions(model, pack)[0].detach()
 
-    _, found = learned.loss([0], reference=reference, temperature=temperature, **how)
+    objective = PolicyGradient(rule=rule, batch=learned, reference=reference, temperature=temperature)
+    _, found = objective.loss(model, objective.collate([0]), Terms(number=1))
     assert found["kl"] == 0
 
 
@@ -129,7 +131,7 @@ def test_the_divergence_is_of_the_policy_from_the_reference() -> None:
         old=logp,
         reference=reference.log()[drawn],
     )
-    loss, sums = Objective(loss="dapo", low=0.2, high=0.2, kl=0.5)(logp, terms)
+    loss, sums = PolicyLoss(loss="dapo", low=0.2, high=0.2, kl=0.5)(logp, terms)
     want = (policy * (policy / reference).log()).sum()
     torch.testing.assert_close(sums["kl"] / 8, want)
     torch.testing.assert_close(loss.sum(), 0.5 * want)
@@ -145,9 +147,9 @@ def test_pieces_predict_each_token_once() -> None:
         weight={0: 1.0},
         sampled={0: [0.0] * 6},
     )
-    assert learned._predicted(0) == slice(0, 6)
+    assert learned.predicted(0) == slice(0, 6)
     for cut in range(1, 12):
-        first, second = (learned._predicted(Piece(0, *edges)) for edges in ((0, cut), (cut, 12)))
+        first, second = (learned.predicted(Piece(0, *edges)) for edges in ((0, cut), (cut, 12)))
         assert [*range(6)[first], *range(6)[second]] == list(range(6))
         # The piece's last position predicts the next piece's first token.
         assert first.stop == sum(label != IGNORED for label in labels[: cut + 1])

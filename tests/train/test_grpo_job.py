@@ -81,7 +81,7 @@ def _arm(fault: str, at: int) -> None:
     elif phase == "scoring":
         Rewards.score = striking(Rewards.score)
     else:
-        Noted._minibatch = striking(GrpoRun._minibatch)
+        Noted.step = striking(GrpoRun.step)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -12,15 +12,16 @@ import torch
 from safetensors.torch import load_file
 
 from odc_triton.jobs.rl.generation import Request, Sampled, SamplingOptions
-from odc_triton.jobs.rl.learned import Learned
+from odc_triton.jobs.rl.policy_gradient import PolicyGradient
 from odc_triton.jobs.rl.prompts import completion_seed
 from odc_triton.jobs.train import grpo
 from odc_triton.jobs.train.grpo_options import GrpoOptions
 from odc_triton.jobs.train.grpo_run import GrpoRun
 from odc_triton.jobs.train.metrics import read_metrics
-from odc_triton.plan.entries import Piece
+from odc_triton.plan.entries import Entry, Piece
 from odc_triton.plan.plan import MinibatchPacks, Plan
 from odc_triton.plan.planner import Planner
+from odc_triton.step import StepReport
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S
 from tests.support.grpo_case import Recorded, case, write_prompts
@@ -57,12 +58,17 @@ class Gated(Recorded):
 def train(rank: int, world: int, jobs: Sequence[tuple[GrpoOptions, int | None]]) -> list[Packs]:
     """This rank's packs in each of the jobs; those of an earlier job, in phases, where its number is given."""
     grpo._engine = lambda options, *_: Gated(options, world)
-    found, minibatch, loss = [], GrpoRun._minibatch, Learned.loss
+    found, step, collate, loss = [], GrpoRun.step, PolicyGradient.collate, PolicyGradient.loss
 
-    def recorded(run: GrpoRun, batch: Learned, packs: object, plan: Callable[[], Plan | None]) -> tuple:
-        made = minibatch(run, batch, packs, plan)
-        found[-1].append(([*packs], plan()))
+    def recorded(run: GrpoRun, plan: object, objective: PolicyGradient, **how: object) -> StepReport:
+        found[-1].append(([], None))
+        made = step(run, plan, objective, **how)
+        found[-1][-1] = (found[-1][-1][0], plan.plan)
         return made
+
+    def collated(objective: PolicyGradient, entries: list[Entry]) -> dict:
+        found[-1][-1][0].append(entries)
+        return collate(objective, entries)
 
     for options, replayed in jobs:
         found.append([])
@@ -70,8 +76,9 @@ def train(rank: int, world: int, jobs: Sequence[tuple[GrpoOptions, int | None]])
         gate = Path(options.out).with_suffix(".computed")
         with (
             mock.patch("odc_triton.jobs.train.outcome.can_draw", return_value=False),
-            mock.patch.object(GrpoRun, "_minibatch", recorded),
-            mock.patch.object(Learned, "loss", lambda *given, **how: (gate.touch(), loss(*given, **how))[1]),  # noqa: B023
+            mock.patch.object(GrpoRun, "step", recorded),
+            mock.patch.object(PolicyGradient, "collate", collated),
+            mock.patch.object(PolicyGradient, "loss", lambda *given: (gate.touch(), loss(*given))[1]),  # noqa: B023
             mock.patch.object(Planner, "packs", Planner.packs if replayed is None else lambda *_: next(again)),  # noqa: B023
         ):
             grpo.train_grpo(options)

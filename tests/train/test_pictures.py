@@ -18,7 +18,7 @@ from odc_triton.balance import CostModel, find_relatives
 from odc_triton.jobs.data.dataset import TokenizedDataset
 from odc_triton.jobs.train.model import build_model
 from odc_triton.jobs.train.sft import check_before_start
-from odc_triton.jobs.train.vision import one_ahead
+from odc_triton.step import one_ahead
 from odc_triton.tools.cli.command import main
 from tests.support import jobs
 from tests.support.processors import WITHOUT_TORCHVISION, picture

@@ -24,7 +24,7 @@ from ...base.errors import DeadlineExceeded
 from ...checkpoint.failures import problem_of, raise_together
 from ...checkpoint.folder import Saving
 from ...engine.api import engine_of
-from ...engine.minibatch import StepPart
+from ...step import StepPart
 from .steps import Checkpoints
 
 _NAP_S = 0.05  # between the barriers of ranks that wait for a checkpoint

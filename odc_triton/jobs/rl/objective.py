@@ -77,7 +77,7 @@ class LearningRule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Objective:
+class PolicyLoss:
     """The loss of TRL's `loss_type`, with ratios of whole sequences for "gspo" (`importance_sampling_level`).
 
     `low` and `high`: how far a ratio may be below and above 1; for "cispo" `high` is the largest ratio itself.

@@ -19,10 +19,12 @@ from ...plan.arrivals import Arrivals
 from ...plan.cost import CostModel
 from ...plan.counter import Log, StoreCounter
 from ...plan.entries import Entry, named
+from ...plan.pieces import SplitPlan
 from ...plan.plan import Plan
 from ...plan.planner import Planner
 from ...plan.relatives import find_relatives, first_own
 from ...plan.samples import Samples
+from ...step import StepPart
 from ..launcher.launch import Interrupted
 from .generation import SamplingOptions
 from .learned import Learned
@@ -36,7 +38,8 @@ _JOIN_S = 5.0  # for all threads, whose requests were aborted
 class OverlappedRollout(Participant):
     """The rollout of the minibatch that follows `open`. Iterating over it, inside, samples, and yields packs.
 
-    `plan`: of what was left when the last completion came; None until then, and if nothing was.
+    `plan`: of what was left when the last completion came; None until then, and if nothing was. `rank`, `split`: as a
+    rank's packs have them.
     """
 
     name = "rollout"
@@ -48,6 +51,7 @@ class OverlappedRollout(Participant):
         `scale`: of `advantages`, not "batch".
         """
         self.sampler, self.engine, self.planner, self.cost = sampler, sampler.engine, planner, cost
+        self.rank = self.engine.rank
         self._shares_prefixes, self._scale = shares_prefixes, scale
         self._log: Log | None = None
         self._opened = 0
@@ -90,6 +94,10 @@ class OverlappedRollout(Participant):
             yield from self._timed([self._entries(numbers)])
         if self._arrivals.rest and self._ended is None:
             yield from self._timed(self._rest())
+
+    @property
+    def split(self) -> SplitPlan | None:
+        return None if self.plan is None else self.plan.segments
 
     # ------------------------------------------------------------------ afterwards
 
@@ -263,3 +271,19 @@ class OverlappedRollout(Participant):
             raise failure({ended["rank"]: ended["failed"]}) from self._error
         if ended is not None and "stop" in ended:
             raise RolloutStopped(ended["stop"])
+
+
+class HiddenTime(StepPart):
+    """`mean_s`: of the ranks, how long they computed before the step's last completion came."""
+
+    name = "hidden"
+
+    def __init__(self, rollout: OverlappedRollout) -> None:
+        self._rollout = rollout
+        self.mean_s = 0.0
+
+    def report(self) -> float:
+        return self._rollout.seconds()[1]
+
+    def settle(self, reports: list[float]) -> None:
+        self.mean_s = sum(reports) / len(reports)

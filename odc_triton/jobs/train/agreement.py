@@ -1,4 +1,4 @@
-"""The barrier of a training step, once gradients are reduced: ranks exchange reports, and all make the same decisions.
+"""A run's parts in the barrier of a step, once gradients are reduced: all ranks know the same, and decide the same.
 
 Gradients are clipped by these numbers too: torch's `clip_grad_norm_` reduces over gloo or NCCL, which do not say which
 peer is dead, and wait for a stopped one without a deadline.
@@ -7,15 +7,15 @@ peer is dead, and wait for a stopped one without a deadline.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ...engine.minibatch import StepPart
-from ...engine.module import Engine
+from ...base.events import Event, EventLog, total_s
+from ...step import StepPart
 
 
 def own_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
@@ -32,51 +32,64 @@ def square_norm(gradients: list[torch.Tensor]) -> float:
     return torch.stack(torch._foreach_norm(gradients)).double().square().sum().item()
 
 
-@torch.no_grad()
-def clip(gradients: list[torch.Tensor], *, norm: float, largest: float) -> None:
-    """Scales gradients in place so that the whole model's `norm` is at most `largest`, as `clip_grad_norm_` does."""
-    factor = largest / (norm + 1e-6)
-    if factor < 1 and gradients:
-        torch._foreach_mul_(gradients, factor)
+class GradientNorm(StepPart):
+    """`total`: the norm of all ranks' gradients in the last step; `own`: this rank's parts of them."""
+
+    name = "norm"
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self.own: list[torch.Tensor] = []
+        self.total = 0.0
+
+    def report(self) -> float:
+        self.own = own_gradients(self._parameters)
+        return square_norm(self.own)
+
+    def settle(self, reports: list[float]) -> None:
+        self.total = math.sqrt(sum(reports))
+
+    def clip(self, largest: float) -> None:
+        """Scales gradients in place so that the whole model's norm is at most `largest`, as `clip_grad_norm_` does."""
+        factor = largest / (self.total + 1e-6)
+        if factor < 1 and self.own:
+            with torch.no_grad():
+                torch._foreach_mul_(self.own, factor)
+
+    def clear(self) -> None:
+        """Keeps no gradient between steps."""
+        self.own = []
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepSums:
-    """One rank's after a minibatch, or those of all ranks, where the losses decide whether the step is taken."""
+class IdleTime(StepPart):
+    """`share`: of the ranks' time since the step before, 0 to 1, that they waited for each other."""
 
-    loss_sum: float
-    sums: Sequence[float] = ()  # other sums over its tokens
-    square_norm: float  # of its gradients
-    waited_s: float  # since the last step
-    passed_s: float
+    name = "idle"
 
-    @property
-    def norm(self) -> float:
-        return math.sqrt(self.square_norm)
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
+        self._after: list[Event] = []  # of the last step, since its report: their waits count in the next one
+        self._reported_s = time.monotonic()
+        self.share = 0.0
+        self.step: list[Event] = []  # of the last step
 
-    @property
-    def idle(self) -> float:
-        """Share of the ranks' time, 0 to 1."""
-        return min(self.waited_s / self.passed_s, 1.0) if self.passed_s else 0.0
+    def report(self) -> list[float]:
+        self.step, now_s = self._events.drain(), time.monotonic()
+        own = [total_s(self._after + self.step, "wait"), now_s - self._reported_s]
+        self._reported_s = now_s
+        return own
 
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss_sum) and math.isfinite(self.square_norm)
+    def settle(self, reports: list[list[float]]) -> None:
+        waited_s, passed_s = (sum(column) for column in zip(*reports, strict=True))
+        self.share = min(waited_s / passed_s, 1.0) if passed_s else 0.0
 
+    def end(self) -> None:
+        """The optimizer has stepped."""
+        self._after = self._events.drain()
+        self.step = self.step + self._after
 
-def sum_up(engine: Engine, own: StepSums, parts: Sequence[StepPart] = ()) -> StepSums:
-    """Exchanges the sums and the parts' reports; returns the sums of all ranks. Raises RankLost, DeadlineExceeded, and
-    what a part raises.
-    """
-    message = {"sums": vars(own), "parts": {part.name: part.report() for part in parts}}
-    messages = engine.exchange(f"sum up minibatch {engine.number}", message)
-    for part in parts:
-        part.settle([theirs["parts"][part.name] for theirs in messages])
-    every = [StepSums(**theirs["sums"]) for theirs in messages]
-    return StepSums(
-        loss_sum=sum(each.loss_sum for each in every),
-        sums=[math.fsum(of_ranks) for of_ranks in zip(*(each.sums for each in every), strict=True)],
-        square_norm=sum(each.square_norm for each in every),
-        waited_s=sum(each.waited_s for each in every),
-        passed_s=sum(each.passed_s for each in every),
-    )
+    def restart(self) -> None:
+        """What has passed since the last report was no step."""
+        self._events.drain()
+        self._after = []
+        self._reported_s = time.monotonic()

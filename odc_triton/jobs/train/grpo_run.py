@@ -4,46 +4,42 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...base.errors import RolloutStopped
-from ...checkpoint.repeat import Replayable
 from ...engine.api import engine_of
-from ...engine.minibatch import minibatch
 from ...packs.enable import innermost, takes_branches
 from ...packs.loss import NO_ROUTER_LOSS, refuse_router_loss
 from ...packs.reference import Reference
 from ...plan.cost import CostModel
-from ...plan.entries import Entry
-from ...plan.plan import Plan
 from ...plan.planner import Planner, make_plan
 from ...plan.relatives import find_relatives
 from ...plan.samples import Limits, Samples
 from ...plan.split import readable_tokens
 from ...sequence.enable import enable_split
 from ...sequence.sums import SampleSums
+from ...step import StepReport
 from ..rl.generation import CompletionEngine, SamplingOptions, end_tokens_of
 from ..rl.importance import Importance
 from ..rl.learned import Learned
-from ..rl.objective import LearningRule, Objective, advantages
-from ..rl.overlap import OverlappedRollout
+from ..rl.objective import LearningRule, PolicyLoss, advantages
+from ..rl.overlap import HiddenTime, OverlappedRollout
+from ..rl.policy_gradient import PolicyGradient
 from ..rl.prompts import Prompts, completion_seed, prompts_of_step
 from ..rl.rewards import Rewards
 from ..rl.rollout import PromptSlot, Rollout, Sampler
 from ..rl.turns import RolloutFunction
-from .agreement import StepSums
 from .grpo_options import GrpoOptions
 from .metrics import Metrics
 from .prepare import Prepared
 from .run import Run, Sample, shared_counter
 
-Stepped = tuple[Rollout, Learned, StepSums, Metrics]  # the last: seconds
-_SUMS = ("tokens", "entropy", "ratio", "clipped", "kl", "mismatch", "divergence")  # over tokens, of all ranks
+Stepped = tuple[Rollout, Learned, StepReport, Metrics]  # the last: seconds
 
 
 class GrpoRun(Run):
@@ -125,7 +121,15 @@ class GrpoRun(Run):
         self.planner = Planner(limits=limits)
         self.end_tokens = end_tokens_of(model, prepared.tokenizer)
         high = options.clip if options.clip_high is None else options.clip_high
-        self.objective = Objective(loss=options.loss, low=options.clip, high=high, kl=options.kl)
+        self.objective = partial(
+            PolicyGradient,
+            rule=PolicyLoss(loss=options.loss, low=options.clip, high=high, kl=options.kl),
+            temperature=options.temperature,
+            reference=self.reference,
+            teacher=self.teacher,
+            correction=correction,
+            pieces=self.pieces,
+        )
         self.rule = LearningRule(
             loss=options.loss,
             rows=self.per_step * options.generations,
@@ -170,7 +174,7 @@ class GrpoRun(Run):
         if isinstance(stepped, int):
             self.stop = stepped
             return None
-        made, batch, agreed, seconds = stepped
+        made, batch, report, seconds = stepped
         state.tokens += batch.tokens
         if (every := self.options.show_every) and (state.step % every == 0 or state.step + 1 == self.steps):
             self.samples += self._shown(made)
@@ -178,14 +182,14 @@ class GrpoRun(Run):
         return self.stepped(
             {
                 "epoch": (state.step + 1) * self.per_step / len(self.mix),
-                "loss": agreed.loss_sum,
+                "loss": report.loss,
                 **self._of_rollout(made),
-                **self._of_update(agreed.sums),
+                **self._of_update(report.sums),
                 "lr": self.lr,
-                "grad_norm": agreed.norm,
+                "grad_norm": self.norm.total,
                 "tokens": state.tokens,
                 "target_tokens_per_s": batch.tokens / (end_s - start_s),
-                "idle": agreed.idle,
+                "idle": self.idle.share,
                 "sync_s": synced_s - start_s,
                 "scoring_s": made.scoring_s,
                 **seconds,
@@ -206,28 +210,28 @@ class GrpoRun(Run):
         lengths = limits.checked([*map(batch.length, numbers)]) if numbers else []
         rows = Samples.of(lengths, self.cost, names=numbers, prefixes=relatives)
         own = self.planner.packs(rows, self.engine.rank)
+        objective = self.objective(batch=batch)
         for _ in range(options.iterations):
-            agreed = self.update(*self._minibatch(batch, own, lambda: own.plan))
-            loss += agreed.loss_sum / options.iterations
+            report = self.step(own, objective, collate=objective.collate)
+            loss += report.loss / options.iterations
             if self.was_skipped:
                 break
         seconds = {"rollout_s": made.rollout_s, "update_s": time.monotonic() - update_s}
-        return made, batch, replace(agreed, loss_sum=loss), seconds
+        return made, batch, replace(report, loss=loss), seconds
 
     def _overlapping(self) -> Stepped | int:
         """The update while others still sample; or the signal for which the ranks stop."""
         start_s, batch, overlapped = time.monotonic(), Learned(rule=self.rule), self.overlapped
         overlapped.open(self._slots(), self._sampling(self.options.temperature), batch, **self._limits)
+        objective, hidden = self.objective(batch=batch), HiddenTime(overlapped)
         try:
-            loss_sum, sums = self._minibatch(batch, Replayable(overlapped), lambda: overlapped.plan)
+            report = self.step(overlapped, objective, collate=objective.collate, parts=[hidden])
         except RolloutStopped as stopped:
             return stopped.signal
-        rollout_s, hidden_s = overlapped.seconds()
-        agreed = self.update(loss_sum, [*sums, hidden_s / self.engine.world])
-        *sums, hidden_s = agreed.sums
+        rollout_s, _ = overlapped.seconds()
         update_s = time.monotonic() - start_s - rollout_s
-        seconds = {"rollout_s": rollout_s, "update_s": update_s, "hidden_s": hidden_s}
-        return overlapped.rollout(), batch, replace(agreed, sums=sums), seconds
+        seconds = {"rollout_s": rollout_s, "update_s": update_s, "hidden_s": hidden.mean_s}
+        return overlapped.rollout(), batch, report, seconds
 
     def _slots(self) -> list[PromptSlot]:
         """The step's prompts."""
@@ -251,43 +255,6 @@ class GrpoRun(Run):
             temperature=temperature, max_new_tokens=self.options.max_new_tokens, end_tokens=self.end_tokens
         )
 
-    def _minibatch(
-        self, batch: Learned, packs: Iterable[list[Entry]], plan: Callable[[], Plan | None]
-    ) -> tuple[float, list[float]]:
-        """This rank's part of the loss, and sums over its tokens, in the order of `_SUMS`, after the reduction.
-
-        `plan`: of `packs` so far.
-        """
-        device = self.engine.heap.device
-
-        def run() -> tuple[Tensor, Tensor]:
-            loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-            sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
-            planned = plan()
-            with minibatch(self.model, split=None if planned is None else planned.segments) as mb:
-                for entries in packs:
-                    self.stop_signal.check_peers()
-                    loss, found = batch.loss(
-                        entries,
-                        model=self.model,
-                        reference=self.reference,
-                        teacher=self.teacher,
-                        objective=self.objective,
-                        temperature=self.options.temperature,
-                        correction=self.correction,
-                        pieces=self.pieces,
-                        device=device,
-                    )
-                    loss.backward()
-                    loss_sum += loss.detach()
-                    for place, name in enumerate(_SUMS):
-                        sums[place] += found.get(name, 0.0)
-                mb.divide_by(batch.divisor)
-            return loss_sum / batch.divisor, sums
-
-        loss_sum, sums = self.run_minibatch(run)
-        return loss_sum.item(), sums.tolist()
-
     # ------------------------------------------------------------------ evaluation
 
     @property
@@ -299,7 +266,7 @@ class GrpoRun(Run):
         slots = [PromptSlot(prompt=prompt, seeds=[0]) for prompt in self.evaluation]
         self.sampler.completions.sync(self.model)
         made = self.sampler.roll_out(slots, self._sampling(0.0), **self._limits)
-        self.reset_timer()
+        self.idle.restart()
         if isinstance(made, int):
             self.stop = made
             return {}
@@ -355,17 +322,12 @@ class GrpoRun(Run):
                 metrics[f"rewards/{name}"] = scores.nanmean().item()
         return metrics
 
-    def _of_update(self, sums: list[float]) -> Metrics:
-        """Means over the tokens that were computed."""
-        by_name = dict(zip(_SUMS, sums, strict=True))
-        tokens = by_name.pop("tokens")
-        if self.reference is None:
-            del by_name["kl"]
-        if self.correction is None:
-            del by_name["mismatch"]
-        if self.teacher is None:
-            del by_name["divergence"]
-        return {name: value / tokens if tokens else math.nan for name, value in by_name.items()}
+    def _of_update(self, sums: Mapping[str, float]) -> Metrics:
+        """Means over the tokens that were computed; of no tokens NaN."""
+        names = ["entropy", "ratio", "clipped"]
+        names += ["kl"] * (self.reference is not None) + ["mismatch"] * (self.correction is not None)
+        names += ["divergence"] * (self.teacher is not None)
+        return {name: sums[name] / sums["tokens"] if sums.get("tokens") else math.nan for name in names}
 
     def close(self) -> None:
         self.sampler.completions.close()

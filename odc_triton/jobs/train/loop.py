@@ -167,7 +167,7 @@ class Loop:
             group["weight_decay"] = weight_decay  # else the checkpoint's
         changed = run.resume(saved, where=Path(self.prepared.branch or path).absolute().parent.parent)
         self.saved_step = run.state.step
-        run.reset_timer()
+        run.idle.restart()
         if self._is_first:
             if changed:
                 print(f"changed for the steps to come: {changed}", flush=True)
@@ -219,7 +219,7 @@ class Loop:
             self.checkpoints.save(model=run.model, **how)
             self.clock.end()
         self.saved_step = step
-        run.reset_timer()
+        run.idle.restart()
 
     def _finish(self, metrics: Metrics, *, is_saved: bool) -> None:
         run = self.run

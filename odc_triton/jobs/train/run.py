@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import time
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from torch import nn
 
-from ...base.errors import MinibatchToRepeat
-from ...base.events import Event, total_s
-from ...checkpoint.repeat import repeating
-from ...engine.api import engine_of, learn_nothing
-from ...engine.minibatch import StepPart
+from ...base.events import Event
+from ...engine.api import engine_of
 from ...packs.offload import OffloadedCheckpoints
 from ...packs.reference import Teacher
 from ...plan.counter import store_counter
 from ...plan.queue import Counter, OwnCounter
-from .agreement import StepSums, clip, own_gradients, square_norm, sum_up
+from ...step import Objective, StepPart, StepReport, run_step
+from .agreement import GradientNorm, IdleTime
 from .metrics import Metrics
 from .model import ties_head
 from .optimizers import make_optimizer, make_schedule
@@ -30,7 +28,6 @@ from .run_folder import require_same
 from .run_options import RunOptions
 from .stop import StopSignal
 
-T = TypeVar("T")
 # A held-out prompt as the model went on from it: texts by name, the prompt first, whether it ended, any rewards.
 Sample = dict[str, Any]
 SHOWN_MINIBATCHES = 3  # in the report's timeline
@@ -81,8 +78,8 @@ class Run(ABC):
         self.samples: list[Sample] = []  # of the step's rollout and evaluation, the same on every rank
         self.was_skipped = False  # the last step: the weights that it left unchanged may be the cause
         self.recent: deque[list[Event]] = deque(maxlen=SHOWN_MINIBATCHES)
-        self._summed_s = time.monotonic()
-        self._after: list[Event] = []  # of the last step, since then: their waits count in the next one
+        self.norm = GradientNorm([*model.parameters()])
+        self.idle = IdleTime(self.engine.events)
 
     # ------------------------------------------------------------------ a step
 
@@ -114,43 +111,32 @@ class Run(ABC):
         """The progress bar's view of a step's metrics."""
         return {label: format(metrics[name], form) for label, (name, form) in self.bar.items() if name in metrics}
 
-    def run_minibatch(self, minibatch: Callable[[], T]) -> T:
-        """`minibatch()`, run again for as long as exact sums do not fit their scales."""
-        if not self.engine.deterministic:
-            return minibatch()
-
-        def repeats(error: MinibatchToRepeat) -> None:
-            self.state.repeated += 1
-
-        return repeating(minibatch, repeats)
-
-    def update(self, loss_sum: float, sums: Sequence[float] = ()) -> StepSums:
-        """After a minibatch: ranks agree, and take the optimizer's step if all is finite."""
-        parameters = [each for each in self.model.parameters() if each.requires_grad]
-        learn_nothing(parameters)
-        gradients = own_gradients(parameters)
-        events = self.engine.events.drain()
-        now_s = time.monotonic()
-        own = StepSums(
-            loss_sum=loss_sum,
-            sums=sums,
-            square_norm=square_norm(gradients),
-            waited_s=total_s(self._after + events, "wait"),
-            passed_s=now_s - self._summed_s,
-        )
-        agreed = sum_up(self.engine, own, [self.stop_signal, *self.parts])
-        self._summed_s = now_s
-        if agreed.finite:
+    def step(
+        self,
+        plan: Any,
+        objective: Objective,
+        *,
+        collate: Callable[[Any], Any] | None = None,
+        ahead: bool = False,
+        parts: Sequence[StepPart] = (),
+    ) -> StepReport:
+        """`run_step`, and the optimizer's step if loss and gradient are finite."""
+        norm, idle = self.norm, self.idle
+        parts = [self.stop_signal, norm, idle, *self.parts, *parts]
+        report = run_step(self.model, plan, objective, collate=collate, ahead=ahead, parts=parts)
+        self.state.repeated += report.repeats
+        self.was_skipped = not (math.isfinite(report.loss) and math.isfinite(norm.total))
+        if not self.was_skipped:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.lr
-            clip(gradients, norm=agreed.norm, largest=self.options.clip_norm)
+            norm.clip(self.options.clip_norm)
             self.optimizer.step()
-        self.was_skipped = not agreed.finite
+        norm.clear()
         self.optimizer.zero_grad()
         self.stop = self.stop_signal.agreed
-        self._after = self.engine.events.drain()
-        self.recent.append(events + self._after)
-        return agreed
+        idle.end()
+        self.recent.append(idle.step)
+        return report
 
     @property
     def lr(self) -> float:
@@ -179,7 +165,7 @@ class Run(ABC):
         """True if the weights are worth keeping: at least one step changed them, and all are finite. Collective."""
         finite = all(bool(p.to_local().isfinite().all()) for p in self.model.parameters())
         found = self.engine.exchange(f"whether the weights are finite after step {self.state.step}", {"finite": finite})
-        self.reset_timer()
+        self.idle.restart()
         return all(each["finite"] for each in found) and self.state.skipped < self.state.step
 
     def in_words(self) -> str:
@@ -214,12 +200,6 @@ class Run(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Ends what the run has started."""
-
-    def reset_timer(self) -> None:
-        """Excludes the time since the last step (saving a checkpoint, say) from the idle share."""
-        self.engine.events.drain()
-        self._after = []
-        self._summed_s = time.monotonic()
 
 
 def shared_counter(options: RunOptions, world: int) -> Counter:

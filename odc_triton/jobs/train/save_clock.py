@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from ...engine.minibatch import StepPart
+from ...step import StepPart
 
 _UNKNOWN_COST = 0.1  # of the interval: what the first checkpoint is expected to take
 

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 
-from ...checkpoint.repeat import Replayable
 from ...engine.api import engine_of
-from ...engine.minibatch import minibatch
 from ...nn.modes import evaluating
-from ...packs.collate import Pack, PackedDataset, count_target_tokens, pack_collate, to_device
-from ...packs.loss import router_predictions, summed_losses
+from ...objectives.cross_entropy import CrossEntropy, Distillation
+from ...packs.collate import Pack, PackedDataset, pack_collate
 from ...packs.pack_loader import tower_costs
 from ...packs.router_loss import router_weight
 from ...plan.cost import CostModel
@@ -33,13 +27,13 @@ from ...plan.relatives import Relatives, find_relatives
 from ...plan.sampler import MinibatchSampler
 from ...plan.samples import Limits, Samples
 from ...plan.split import readable_tokens
-from ...sequence.enable import enable_split, split_forward
+from ...sequence.enable import enable_split
 from ...sequence.exchange import SequenceExchange
+from ...step import evaluate
 from ..data.dataset import PreparedSamples
 from .metrics import Metrics
 from .run import Run, shared_counter
 from .sft_options import SftOptions
-from .vision import one_ahead
 
 
 class SftRun(Run):
@@ -94,6 +88,7 @@ class SftRun(Run):
         if splits:
             self._enable_split(teacher)
         self.teacher = self.teacher_of(teacher)
+        self.objective = CrossEntropy() if self.teacher is None else Distillation(teacher=self.teacher)
         self._epoch = iter(self.sampler)
 
     def _relatives(self, options: SftOptions, cost: CostModel | None, rank: int) -> Relatives:
@@ -142,76 +137,36 @@ class SftRun(Run):
             own = next(self._epoch)
         return own
 
-    def _made(self, data: PreparedSamples, packs: Iterable[list[Entry]]) -> Iterator[Pack]:
-        """Packs as they are needed; those with pictures one ahead, but for a queue's, which others could take."""
+    @staticmethod
+    def _collate_of(data: PreparedSamples) -> Callable[[list[Entry]], Pack]:
         dataset = PackedDataset(data)
-
-        def collated(members: list[Entry]) -> Pack:
-            (pack,) = pack_collate([dataset[members]])
-            return pack
-
-        ahead = data.pictures is not None and not isinstance(packs, QueuedPacks)
-        return one_ahead(collated, packs) if ahead else map(collated, packs)
+        return lambda pack: pack_collate([dataset[pack]])[0]
 
     def train_step(self) -> Metrics:
-        start_s = time.monotonic()
-        sums, tokens = self._minibatch()
-        lr = self.lr
-        agreed = self.update(sums[0].item(), sums[1:].tolist())
-        more = {}
+        start_s, lr = time.monotonic(), self.lr
+        collate, has_pictures = self._collate_of(self.data), self.data.pictures is not None
+        report = self.step(self.next_packs, self.objective, collate=collate, ahead=has_pictures)
+        tokens, more = report.terms, {}
         if router_weight(self.model):
-            more["aux_loss"] = agreed.sums[0] / self.sampler.samples_per_minibatch
+            more["aux_loss"] = report.sums["router"] / self.sampler.samples_per_minibatch
         if self.teacher is not None:
-            more["divergence"] = agreed.sums[1] / tokens
+            more["divergence"] = report.sums["divergence"] / tokens
         self.state.tokens += tokens
         self.state.sampler = self.sampler.state_dict()
         took_s = time.monotonic() - start_s
         return self.stepped(
             {
                 "epoch": self.state.sampler["epoch"] + self.state.sampler["minibatch"] / self.epoch_steps,
-                "loss": agreed.loss_sum / tokens,
+                "loss": report.sums["token_loss"] / tokens,
                 **more,
                 "lr": lr,
-                "grad_norm": agreed.norm,
+                "grad_norm": self.norm.total,
                 "tokens": self.state.tokens,
                 "target_tokens_per_s": tokens / took_s,
-                "idle": agreed.idle,
+                "idle": self.idle.share,
                 "seconds": took_s,
             }
         )
-
-    def _minibatch(self) -> tuple[torch.Tensor, int]:
-        """This rank's sums of `_losses` over its packs, [3], and the targets of all ranks, after the reduction."""
-        device = self.engine.heap.device
-        weight = router_weight(self.model) / self.sampler.samples_per_minibatch  # in all, as the rest is dropped
-        own = cache(self.next_packs)  # at the entry, so that its error is every rank's
-
-        @cache
-        def packs() -> Iterable[Pack]:
-            made = self._made(self.data, own())  # during iteration; of a queue they are taken then
-            return Replayable(made) if self.engine.deterministic else made  # which keeps them all
-
-        def run() -> tuple[torch.Tensor, int]:
-            sums = torch.zeros(3, dtype=torch.float64, device=device)
-            with minibatch(self.model, plan=own) as mb:
-                for pack in packs():
-                    self.stop_signal.check_peers()
-                    losses = self._losses(to_device(pack, device))
-                    (losses[0] / mb.tokens + weight * losses[1]).backward()
-                    sums += torch.stack(losses).detach()
-            return sums, mb.tokens
-
-        return self.run_minibatch(run)
-
-    def _losses(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of a pack the summed loss, that of its samples' routers, and the divergence from the teacher, if any."""
-        logits, targets, router = router_predictions(self.model, pack, bool(router_weight(self.model)))
-        nothing, weight = torch.zeros_like(router), 0.0 if self.teacher is None else self.teacher.weight
-        own = F.cross_entropy(logits.float(), targets, reduction="sum") if weight < 1 else nothing
-        if self.teacher is None:
-            return own, router, nothing
-        apart = self.teacher.divergence(logits, pack).sum()
-        return weight * apart + (1 - weight) * own, router, apart
 
     # ------------------------------------------------------------------ evaluation
 
@@ -227,35 +182,32 @@ class SftRun(Run):
     def evaluate(self) -> Metrics:
         return {"eval_loss": self.mean_loss(self.evaluation)}
 
-    @torch.no_grad()
     def mean_loss(self, data: PreparedSamples) -> float:
-        """Mean loss over all targets of `data`. Each rank evaluates its share; no minibatch, one barrier."""
-        device, grid = self.engine.heap.device, self.engine.grid
+        """Mean loss over all targets of `data`, of which each rank evaluates its share."""
+        grid = self.engine.grid
         limits = Limits(ranks=grid.world, token_cap=self.options.token_cap, replicas=grid.replicas)
         if (exchange := self.engine.participant(SequenceExchange)) is not None:
             limits = replace(limits, split_tokens=exchange.tokens)
-        columns = {"extra": tower_costs(self.model, data.pictures), "earliest_cuts": data.floors}
-        samples = Samples.of(limits.checked(data.lengths.tolist()), self.sampler.cost, **columns)
+        samples = Samples.of(
+            limits.checked(data.lengths.tolist()),
+            self.sampler.cost,
+            learned=data.target_counts.tolist(),
+            earliest_cuts=data.floors,
+            extra=tower_costs(self.model, data.pictures),
+        )
         fit = [index for index, length in enumerate(samples.tokens) if length <= limits.token_cap]
         longer = sorted({*samples.names} - {*fit})
-        loss_sum, targets = torch.zeros((), dtype=torch.float64, device=device), 0
+        plans = [make_plan(samples.some(fit), replace(limits, split_tokens=0))]
+        # Each replica splits one of the others over all its ranks.
+        each = grid.replicas
+        plans += [make_plan(samples.some(longer[at : at + each]), limits) for at in range(0, len(longer), each)]
+        own, purpose = [plan.packs(grid.rank) for plan in plans], f"evaluation after step {self.state.step}"
         with evaluating(self.model):
             self.model.get_output_embeddings().train()  # a fused head computes whole logits in evaluation
-            plans = [make_plan(samples.some(fit), replace(limits, split_tokens=0))]
-            # Each replica splits one of the others over all its ranks.
-            each = grid.replicas
-            plans += [make_plan(samples.some(longer[at : at + each]), limits) for at in range(0, len(longer), each)]
-            for plan in plans:
-                reads = nullcontext() if plan.segments is None else split_forward(self.model, plan.segments)
-                with reads:
-                    for collated in self._made(data, plan.packs(grid.rank)):
-                        loss_sum += summed_losses(self.model, to_device(collated, device))[0]
-                        targets += count_target_tokens([collated])
-        own = {"loss_sum": loss_sum.item(), "targets": targets}
-        messages = self.engine.exchange(f"evaluation after step {self.state.step}", own)
-        self.reset_timer()
-        total = sum(each["loss_sum"] for each in messages)
-        return total / sum(each["targets"] for each in messages) if math.isfinite(total) else math.nan
+            how = {"collate": self._collate_of(data), "ahead": data.pictures is not None}
+            report = evaluate(self.model, own, CrossEntropy(), purpose=purpose, **how)
+        self.idle.restart()
+        return report.loss / report.terms if math.isfinite(report.loss) else math.nan
 
     def resume(self, saved: dict[str, Any], where: Path) -> str:
         changed = super().resume(saved, where)

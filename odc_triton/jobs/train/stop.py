@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from ...engine.minibatch import StepPart
+from ...step import StepPart
 from ..launcher.signals import StopRequest
 
 
@@ -36,6 +36,9 @@ class StopSignal(StepPart):
         """After a signal, raises if a peer has died since."""
         if self.signal is not None:
             self._check(f"its peers, after {signal.Signals(self.signal).name}")
+
+    def microbatch(self) -> None:
+        self.check_peers()
 
     def report(self) -> int | None:
         return self.signal

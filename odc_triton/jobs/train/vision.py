@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ...checkpoint.adapted import read_config
 from ...packs.images import sees_pictures
@@ -14,8 +13,6 @@ from ..data.records import DataError, Record
 from ..data.tokenizer import require_tokens
 from ..data.vision import has_processor, read_processor
 from .sft_options import SftOptions
-
-Item, Made = TypeVar("Item"), TypeVar("Made")
 
 
 def load_processor(options: SftOptions) -> Any | None:
@@ -51,17 +48,3 @@ def require_processor(options: SftOptions, records: Iterable[Record]) -> None:
     seen = next((each for each in records if each.pictures), None)
     if seen is not None:
         raise DataError(f"{seen.where} has pictures, and {_why_blind(options)}, or leave them out")
-
-
-def one_ahead(make: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-    """`make` of each item, in order. While one is used, a thread makes the next: reading and resizing a picture takes
-    about as long as its step in the vision tower.
-    """
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        upcoming: Future[Made] | None = None
-        for item in items:
-            former, upcoming = upcoming, thread.submit(make, item)
-            if former is not None:
-                yield former.result()
-        if upcoming is not None:
-            yield upcoming.result()

@@ -1,0 +1,259 @@
+"""One step of training up to the optimizer's: `run_step`; and `evaluate` beside it.
+
+An `Objective` says what the loss is divided by, and computes it of one pack. This is the only place in the package
+that trains inside a minibatch, so what a step needs is here once: an entry with a plan, repeats of exact sums, sums by
+name, one barrier after the reduction, in which `StepPart`s take part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .base.errors import MinibatchToRepeat
+from .checkpoint.repeat import Replayable, repeating
+from .engine.minibatch import minibatch, protocol_of
+from .engine.protocol import Protocol
+from .packs.collate import count_target_tokens, to_device
+from .plan.queue import QueuedPacks
+from .sequence.enable import split_forward
+
+Item, Made = TypeVar("Item"), TypeVar("Made")
+Sums = Mapping[str, Tensor | float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a loss is divided by. `number`: of all ranks' terms, at least 1; 1 where it is known last, and in an
+    evaluation. `samples`: of all ranks in the minibatch, 0 if unknown.
+    """
+
+    number: int
+    samples: int = 0
+
+
+class Objective(ABC):
+    """A loss that is a sum over packs, divided by how many terms they have on all ranks: target tokens, or pairs.
+
+    Neither method may wait for other ranks, which may have any number of packs.
+    """
+
+    def terms(self, packs: Any) -> int | Callable[[], float] | None:
+        """How many terms this rank's `packs` have, by default their target tokens. Called at the minibatch's entry, so
+        its error is every rank's.
+
+        A function if that is known only after the last pack: it then returns the divisor, above 0 and the same on all
+        ranks. Gradients and the loss are divided by it, and `loss` must not divide.
+        """
+        tokens = getattr(packs, "tokens", None)
+        counted = tokens is None and isinstance(packs, list) and all(isinstance(pack, Mapping) for pack in packs)
+        return count_target_tokens(packs) if counted else tokens
+
+    @abstractmethod
+    def loss(self, model: nn.Module, pack: Any, terms: Terms) -> tuple[Tensor, Sums]:
+        """The part of one pack in the loss, a scalar with a gradient, divided by `terms.number`; and numbers by name,
+        which are added up over packs and ranks. `pack`: on the model's device.
+        """
+
+
+class StepPart:
+    """A feature's part in a step, and in its barrier. `name`: of its reports."""
+
+    name: str
+
+    def minibatch(self) -> None:
+        """Before the minibatch, and before it is run again, as exact sums did not fit their scales."""
+
+    def microbatch(self) -> None:
+        """Before each pack of this rank. Raises to fail the minibatch, which fails it on all ranks."""
+
+    def report(self) -> Any:
+        """Returns this rank's report, as JSON. Gradients are reduced."""
+
+    def settle(self, reports: list[Any]) -> None:
+        """Takes all ranks' reports, by rank. Must decide the same on all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """Of all ranks, the same on each. `loss`: divided as gradients are, in an evaluation not at all; `sums`: by name,
+    over packs; `terms`: 0 if known last; `repeats`: how often the minibatch was run again.
+    """
+
+    loss: float
+    sums: dict[str, float]
+    terms: int
+    repeats: int = 0
+
+
+def run_step(
+    model: nn.Module,
+    plan: Any,
+    objective: Objective,
+    *,
+    collate: Callable[[Any], Any] | None = None,
+    ahead: bool = False,
+    parts: Sequence[StepPart] = (),
+) -> StepReport:
+    """Forward and backward of this rank's packs of one minibatch, and a barrier: afterwards `p.grad` is this rank's
+    shard of the gradient of the objective's loss over all ranks, and the optimizer may step. Zeros if nobody learned.
+
+        for packs in sampler:
+            report = run_step(model, packs, CrossEntropy(), collate=lambda pack: pack_collate([dataset[pack]])[0])
+            optimizer.step(); optimizer.zero_grad()
+
+    `plan`: what a MinibatchSampler yields or `pack_collate` makes of it, another iterable of packs, or a function that
+    returns one, called at the entry, so that its error is every rank's. `collate`: makes of a pack what
+    `objective.loss` takes, on the host, by default nothing; `ahead`: in a thread, while the pack before it is computed
+    (not of a queue, whose packs others could take). `parts`: in this order, the same on all ranks.
+
+    Raises as `minibatch` does, and what a part raises.
+    """
+    engine, repeats = protocol_of(model), 0
+    planned = cache(plan if callable(plan) else lambda: plan)
+
+    @cache
+    def collated() -> Iterable[Any]:
+        made = _collated(planned(), collate, ahead)
+        return Replayable(made) if engine.deterministic else made  # which keeps them all
+
+    def once() -> tuple[_Totals, float, int]:
+        for part in parts:
+            part.minibatch()
+        totals, given = _Totals(), cache(lambda: _Given(planned(), objective))
+        with minibatch(model, plan=given) as mb:
+            terms = Terms(number=max(mb.tokens, 1), samples=given().samples)
+            for pack in collated():
+                for part in parts:
+                    part.microbatch()
+                loss, sums = objective.loss(model, _on_device(pack, engine), terms)
+                loss.backward()
+                totals.add(loss, sums)
+            if (divisor_of := given().known_last) is not None:
+                mb.divide_by(divisor := divisor_of())
+            else:
+                divisor = 1.0
+        return totals, divisor, mb.tokens
+
+    def count(error: MinibatchToRepeat) -> None:
+        nonlocal repeats
+        repeats += 1
+
+    totals, divisor, terms = repeating(once, count) if engine.deterministic else once()
+    _learn_nothing(model.parameters())
+    report = _exchanged(engine, f"sum up minibatch {engine.number}", totals.report(divisor), parts)
+    return StepReport(**report, terms=terms, repeats=repeats)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    minibatches: Iterable[Any],
+    objective: Objective,
+    *,
+    purpose: str = "evaluation",
+    collate: Callable[[Any], Any] | None = None,
+    ahead: bool = False,
+    parts: Sequence[StepPart] = (),
+) -> StepReport:
+    """The objective's loss over minibatches, not divided, and its terms, of all ranks: no minibatch, one barrier, and
+    another for each that holds pieces of samples. The model's mode, `eval()`, is the caller's.
+
+    `minibatches`: this rank's packs of each, planned alike on all ranks. `purpose`: of the barrier, for errors. Other
+    arguments are `run_step`'s; a queue's packs, and terms that are known last, have none to count.
+    """
+    engine, totals, count = protocol_of(model), _Totals(), 0
+    for part in parts:
+        part.minibatch()
+    for packs in minibatches:
+        given = _Given(packs, objective)
+        count += given.tokens or 0
+        with contextlib.nullcontext() if given.split is None else split_forward(model, given.split):
+            for pack in _collated(packs, collate, ahead):
+                for part in parts:
+                    part.microbatch()
+                totals.add(*objective.loss(model, _on_device(pack, engine), Terms(number=1, samples=given.samples)))
+    report = _exchanged(engine, purpose, totals.report(1.0) | {"terms": count}, parts)
+    return StepReport(**report)
+
+
+class _Given:
+    """What `minibatch` reads of a plan; its tokens are the objective's terms."""
+
+    def __init__(self, packs: Any, objective: Objective) -> None:
+        self.rank, self.plan, self.split = (getattr(packs, name, None) for name in ("rank", "plan", "split"))
+        self.samples: int = getattr(packs, "samples", 0)
+        terms = objective.terms(packs)
+        self.known_last = terms if callable(terms) else None
+        self.tokens = 0 if callable(terms) else terms
+
+
+class _Totals:
+    """This rank's sums over packs, in float64, on the device until `report`."""
+
+    def __init__(self) -> None:
+        self._loss: Tensor | float = 0.0
+        self._sums: dict[str, Tensor | float] = {}
+
+    def add(self, loss: Tensor, sums: Sums) -> None:
+        self._loss = self._loss + _in_fp64(loss)
+        for name, value in sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + _in_fp64(value)
+
+    def report(self, divisor: float) -> dict[str, Any]:
+        return {"loss": float(self._loss) / divisor, "sums": {name: float(value) for name, value in self._sums.items()}}
+
+
+def _in_fp64(value: Tensor | float) -> Tensor | float:
+    return value.detach().double() if isinstance(value, Tensor) else value
+
+
+def _exchanged(engine: Protocol, purpose: str, own: dict[str, Any], parts: Sequence[StepPart]) -> dict[str, Any]:
+    """The step's barrier: `own` numbers, added up over ranks; and the parts' reports."""
+    messages = engine.exchange(purpose, own | {"parts": {part.name: part.report() for part in parts}})
+    for part in parts:
+        part.settle([theirs["parts"][part.name] for theirs in messages])
+    names = dict.fromkeys(name for theirs in messages for name in theirs["sums"])  # a rank without packs has none
+    sums = {name: sum(theirs["sums"].get(name, 0.0) for theirs in messages) for name in names}
+    return {name: sum(theirs[name] for theirs in messages) for name in own if name != "sums"} | {"sums": sums}
+
+
+def _learn_nothing(parameters: Iterable[nn.Parameter]) -> None:
+    """If no parameter has a gradient, as no token was learned, all get zeros: the step decays, and momenta go on."""
+    trained = [each for each in parameters if each.requires_grad]
+    if all(each.grad is None for each in trained):
+        for each in trained:
+            each.grad = torch.zeros_like(each)
+
+
+def _on_device(pack: Any, engine: Protocol) -> Any:
+    return to_device(pack, engine.heap.device) if isinstance(pack, Mapping) else pack
+
+
+def _collated(packs: Iterable[Any], collate: Callable[[Any], Any] | None, ahead: bool) -> Iterable[Any]:
+    """During iteration: a queue's packs are taken then."""
+    if collate is None:
+        return packs
+    return one_ahead(collate, packs) if ahead and not isinstance(packs, QueuedPacks) else map(collate, packs)
+
+
+def one_ahead(make: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
+    """`make` of each item, in order. While one is used, a thread makes the next: reading and resizing a picture takes
+    about as long as its step in the vision tower.
+    """
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        upcoming: Future[Made] | None = None
+        for item in items:
+            former, upcoming = upcoming, thread.submit(make, item)
+            if former is not None:
+                yield former.result()
+        if upcoming is not None:
+            yield upcoming.result()
