@@ -169,6 +169,21 @@ class House:
         ]
         return sum(self.sources[path].exports for path in home), knows
 
+    def training_places(self) -> list[str]:
+        """Where packs are trained: a minibatch is opened, and in a loop inside of it a backward runs."""
+
+        def calls(node: ast.AST, name: str) -> bool:
+            made = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
+            return any(getattr(each, "attr", getattr(each, "id", None)) == name for each in made)
+
+        return [
+            f"{path}:{node.lineno}"
+            for path in sorted(self.sources)
+            for node in ast.walk(ast.parse((PACKAGE / path).read_text()))
+            if isinstance(node, ast.With) and any(calls(item.context_expr, "minibatch") for item in node.items)
+            if any(isinstance(each, ast.For) and calls(each, "backward") for each in ast.walk(node))
+        ]
+
     def behind(self, entry: str) -> tuple[int, list[str]]:
         """(lines, files) behind an import."""
         found: set[str] = set()
@@ -291,6 +306,7 @@ def main() -> None:
     if "--files" in sys.argv:
         for name, (_, files) in [*known.items(), *behind.items()]:
             print(f"\n{name}: {', '.join(files)}")
+    print(f"\nplaces that train inside a minibatch: {', '.join(house.training_places())}")
     print("\n| way | budget, wanted | files |\n| --- | --: | --- |")
     for name, files in (of_engine() | of_jobs()).items():
         print(f"| {name} | {BUDGETS[name]} | {len(files)}: {', '.join(files)} |")

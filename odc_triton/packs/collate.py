@@ -98,7 +98,7 @@ def to_device(pack: Mapping[str, Any], device: torch.device | str) -> dict[str, 
     device = torch.device(device)
     here = {}
     for name, value in pack.items():
-        here[name] = value
+        here[name] = to_device(value, device) if isinstance(value, Mapping) else value
         if isinstance(value, torch.Tensor):
             pinned = value.pin_memory() if device.type == "cuda" and value.device.type == "cpu" else value
             here[name] = pinned.to(device, non_blocking=True)

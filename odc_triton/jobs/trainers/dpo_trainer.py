@@ -114,14 +114,12 @@ class ODCDPOTrainer(PairTrainer, DPOTrainer):
 
     # ------------------------------------------------------------------ a pack
 
-    def _count_targets(self, packs: Sequence[Mapping[str, Any]]) -> int:
-        pairs = super()._count_targets(packs)
+    def _measure(self, packs: Sequence[Mapping[str, Any]]) -> None:
         if "sft" in self.loss_types:
-            mine = [sum(int(_counts(pack)[0]) for pack in packs), pairs]
+            mine = [sum(int(_counts(pack)[0]) for pack in packs), self._count_targets(packs)]
             reports = self._engine.exchange("count chosen tokens", {"counts": mine})
             chosen, every = map(sum, zip(*(each["counts"] for each in reports), strict=True))
             self._chosen_per_pair = chosen / max(every, 1)
-        return pairs
 
     def _mean_loss_of(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         if self._is_given or _LOGPS[0] not in inputs:

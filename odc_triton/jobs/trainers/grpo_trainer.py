@@ -36,7 +36,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import has_length
 
-from ...engine.minibatch import minibatch
 from ...nn.head import log_probs
 from ...nn.modes import evaluating
 from ...packs.collate import PackedDataset, pack_collate, to_device
@@ -47,9 +46,10 @@ from ...plan.entries import Entry, number_of
 from ...plan.fields import IGNORED
 from ...plan.packing import best_fit_decreasing
 from ...plan.relatives import find_relatives
+from ...step import Sums, Terms
 from .grpo_rows import AssignedRows, Row, assign_rows, batch_of, counted, in_bonus, rows_of, share_prefixes
-from .sharded_trainer import ShardedTrainer
-from .trl_metrics import GET_TRL, TRL, Alone, PackMetrics, alone, append_merged, check_given
+from .sharded_trainer import PackLoss, ShardedTrainer
+from .trl_metrics import GET_TRL, TRL, Alone, PackMetrics, alone, check_given
 
 try:
     from accelerate.utils import gather_object
@@ -261,10 +261,12 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         if self.top_entropy_quantile < 1:
             inputs = inputs | {"entropy_mask": self._high_entropies(model, inputs)}
         rows, shared = rows_of(inputs)
-        loss, _, reports = self._run_minibatch(model, self._assign(rows), shared)
-        append_merged(metrics := self._metrics["train"], reports)
+        assigned, metrics = self._assign(rows), self._metrics["train"]
+        with self._alone() as kept:
+            loss_of = partial(self._loss_of, assigned, shared, kept, self.entropy_coef)
+            loss, report = self._run_step(assigned.packs, PackLoss(lambda packs: assigned.tokens, loss_of), [kept])
         if self.use_adaptive_entropy:
-            self._adapt_entropy_coef(reports)
+            self._adapt_entropy_coef(report.sums)
         if self._entropy_bonus_enabled:
             metrics["entropy_coef"].append(self.entropy_coef)
         self._step += 1
@@ -293,47 +295,50 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
             return self._entropy_mask
         return super().get_high_entropy_mask(entropies, mask, threshold)
 
-    def _adapt_entropy_coef(self, reports: list[dict[str, Any]]) -> None:
+    def _adapt_entropy_coef(self, sums: Mapping[str, float]) -> None:
         """TRL's update of the coefficient at the end of a step, by the mean over all ranks' tokens."""
-        args, (total, count) = self.args, map(sum, zip(*(each["window"] for each in reports), strict=True))
-        self._last_world_entropy = total / max(count, 1.0)
+        args = self.args
+        self._last_world_entropy = sums.get("entropy", 0.0) / max(sums.get("entropy_tokens", 0.0), 1.0)
         if self._last_world_entropy <= args.entropy_target:
             self.entropy_coef = min(self.entropy_coef + args.entropy_coef_delta, args.entropy_coef_max)
         else:
             self.entropy_coef = max(self.entropy_coef - args.entropy_coef_delta, args.entropy_coef_min)
 
-    def _minibatch(
-        self, model: nn.Module, assigned: AssignedRows, shared: Mapping[str, Tensor]
-    ) -> tuple[Tensor, minibatch, dict[str, Any]]:
-        device = self.args.device
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        coef = self.entropy_coef
-        with self._alone() as metrics, minibatch(model, tokens=assigned.tokens) as mb:
-            for rows in assigned.packs:
-                share = metrics.share = self._share(rows, all_rows=assigned.all_rows, all_tokens=mb.tokens)
-                metrics.rows = len(rows)
-                self.entropy_coef = coef * in_bonus(rows) / max(assigned.all_in_bonus, 1) / share
-                self.router_aux_loss_coef = self._router_weight * len(rows) / assigned.all_rows / share
-                batch = batch_of(rows, shared, device)
-                self._entropy_mask = batch.get("entropy_mask")
-                loss = share * self.compute_loss(model, batch)
-                if loss.requires_grad:  # else no completion of this pack has a token
-                    loss.backward()
-                loss_sum += loss.detach()
-        return loss_sum, mb, metrics.report() | {"window": self._entropy_window_stats.tolist()}
+    def _loss_of(
+        self,
+        assigned: AssignedRows,
+        shared: Mapping[str, Tensor],
+        metrics: PackMetrics,
+        coef: float,
+        model: nn.Module,
+        rows: list[Row],
+        terms: Terms,
+    ) -> tuple[Tensor, Sums]:
+        """TRL's loss of one pack, times its share: [Note: normalisers]."""
+        share = metrics.share = self._share(rows, all_rows=assigned.all_rows, all_tokens=terms.number)
+        metrics.rows = len(rows)
+        self.entropy_coef = coef * in_bonus(rows) / max(assigned.all_in_bonus, 1) / share
+        self.router_aux_loss_coef = self._router_weight * len(rows) / assigned.all_rows / share
+        batch = batch_of(rows, shared, self.args.device)
+        self._entropy_mask = batch.get("entropy_mask")
+        self._entropy_window_stats = torch.zeros(2, device=self.args.device)
+        loss = share * self.compute_loss(model, batch)
+        if not loss.requires_grad:  # no completion of this pack has a token
+            loss = loss.detach().requires_grad_()
+        return loss, dict(zip(("entropy", "entropy_tokens"), self._entropy_window_stats, strict=True))
 
     def _share(self, rows: list[Row], *, all_rows: int, all_tokens: int) -> float:
         """The factor of TRL's loss of a pack: [Note: normalisers]."""
         if self.loss_type in _BY_ROWS:
             return len(rows) / all_rows
         if self.loss_type == "bnpo":
-            return max(counted(rows), 1) / max(all_tokens, 1)  # without tokens TRL's loss is 0
+            return max(counted(rows), 1) / all_tokens  # without tokens TRL's loss is 0
         return 1.0
 
     @contextmanager
     def _alone(self) -> Iterator[PackMetrics]:
         """While packs are computed, TRL's loss runs no collective, and its metrics are kept for merging."""
-        coef, self._entropy_window_stats = self.entropy_coef, torch.zeros(2, device=self.accelerator.device)
+        coef = self.entropy_coef
         try:
             with alone(self, "train") as kept:
                 yield kept

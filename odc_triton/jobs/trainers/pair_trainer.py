@@ -7,7 +7,7 @@ pack, a mean over its pairs, is multiplied by n / N, with the N pairs of all ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainingArguments
-from transformers.trainer_utils import EvalLoopOutput
 
-from ...engine.minibatch import minibatch
-from ...packs.collate import PackedDataset, pack_collate, to_device
+from ...packs.collate import PackedDataset, pack_collate
 from ...packs.enable import innermost, refuse_unpacked, takes_branches
 from ...plan.entries import number_of
 from ...plan.fields import IGNORED
 from ...plan.plan import MinibatchPacks
 from ...plan.relatives import find_relatives
+from ...step import StepReport, Sums, Terms, evaluate
+from .sharded_trainer import PackLoss
 from .trainer import ODCTrainer
-from .trl_metrics import alone, append_merged, check_given
+from .trl_metrics import alone, check_given
 
 
 def completions(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -103,32 +103,28 @@ class PairTrainer(ODCTrainer):
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         raise ValueError(f"{type(self).__name__}.predict: packs have no logits to return; call evaluate instead")
 
-    def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return super()._on_device(batch | {"pack": to_device(batch["pack"], self.args.device)})
-
     # ------------------------------------------------------------------ a step
 
     def training_step(self, model: nn.Module, inputs: list[dict[str, Any]], num_items_in_batch: Any = None) -> Tensor:
         """One minibatch: forward and backward of this rank's packs. Returns the mean loss of all ranks' pairs."""
-        tokens = self._total_train_tokens
-        loss, _, reports = self._run_minibatch(model, inputs)
-        self._total_train_tokens = tokens + sum(each["tokens"] for each in reports)
-        self._keep_metrics("train", reports)
+        self._measure(inputs)
+        packs, tokens = MinibatchPacks.like(inputs, inputs), self._total_train_tokens  # TRL's loss adds this rank's
+        with alone(self, "train") as metrics:
+            loss, report = self._run_step(packs, PackLoss(self._count_targets, self._loss_of), [metrics])
+        self._total_train_tokens = tokens + int(report.sums.get("tokens", 0))
+        self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         return loss
 
-    def _minibatch(self, model: nn.Module, inputs: list[dict[str, Any]]) -> tuple[Tensor, minibatch, dict[str, Any]]:
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.args.device)
-        packs, pairs = MinibatchPacks.like(inputs, inputs), self._count_targets(inputs)
-        with alone(self, "train") as metrics, minibatch(model, tokens=pairs, plan=packs) as mb:
-            for pack in inputs:
-                loss = self.compute_loss(model, self._on_device(pack), num_items_in_batch=mb.tokens)
-                loss.backward()
-                loss_sum += loss.detach()
-        tokens = sum(int(pack["attention_mask"].sum()) for pack in inputs)
-        return loss_sum, mb, metrics.report() | {"tokens": tokens}
+    def _measure(self, packs: Sequence[Mapping[str, Any]]) -> None:
+        """Before packs are computed, what is known of those of all ranks only. Ranks call it together."""
+
+    def _loss_of(self, model: nn.Module, pack: Mapping[str, Any], terms: Terms) -> tuple[Tensor, Sums]:
+        batch = self._prepare_inputs(pack)
+        loss = self.compute_loss(model, batch, num_items_in_batch=terms.number)
+        return loss, {"tokens": batch["attention_mask"].sum()}
 
     def _count_targets(self, packs: Sequence[Mapping[str, Any]]) -> int:
-        """Pairs, as their losses are summed. Ranks call it together, once for a minibatch."""
+        """Pairs, as their losses are summed."""
         return sum(len(pack["input_ids"]) // 2 for pack in packs)
 
     def compute_loss(
@@ -146,17 +142,18 @@ class PairTrainer(ODCTrainer):
     def _pack_metrics(self) -> Any:
         return self._metrics["train" if self.model.training else "eval"]
 
-    def _keep_metrics(self, mode: str, reports: Sequence[Mapping[str, Any]]) -> None:
-        """Appends the metrics of all ranks' packs to TRL's lists."""
-        append_merged(self._metrics[mode], reports)
-        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
+    def _evaluated(self, minibatches: Iterable[Any]) -> StepReport:
+        """The sum of all pairs' losses; and TRL's metrics."""
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """The mean loss of all pairs; and TRL's metrics."""
+        def known() -> Iterator[Any]:
+            for packs in minibatches:
+                self._measure(packs)
+                yield packs
+
         with alone(self, "eval") as metrics:
-            output = super().evaluation_loop(*args, **kwargs)
-        self._keep_metrics("eval", self._engine.exchange("metrics of the evaluation", metrics.report()))
-        return output
+            report = evaluate(self.model, known(), PackLoss(self._count_targets, self._loss_of), parts=[metrics])
+        self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
+        return report
 
 
 def _batches(

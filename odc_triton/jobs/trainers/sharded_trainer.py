@@ -19,8 +19,9 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -40,15 +41,15 @@ from ...checkpoint import load_pretrained_shards, meta_causal_lm, save_pretraine
 from ...checkpoint.failures import all_or_none
 from ...checkpoint.folder import load_checkpoint, write_checkpoint
 from ...checkpoint.pretrained_tensors import require_written
-from ...checkpoint.repeat import repeating
 from ...checkpoint.write_pretrained import is_of_a_model
-from ...engine.api import engine_of, learn_nothing
-from ...engine.minibatch import minibatch, refuse_other_samples
+from ...engine.api import engine_of
+from ...engine.minibatch import refuse_other_samples
 from ...nn.operand import is_sharded
 from ...packs.enable import enable_packing, refuse_prompt_learning
 from ...packs.pack_loader import digest_of
 from ...plan.cost import CostModel
 from ...sharding.shard_module import fully_shard
+from ...step import Objective, StepPart, StepReport, Sums, Terms, run_step
 from .trainer_checkpoints import SHARDS, find_checkpoint, is_of_a_checkpoint
 
 _ACCELERATE = "1.14.0"
@@ -57,11 +58,26 @@ _ACCELERATE = "1.14.0"
 _STEP_IN_BACKWARD = ("lomo", "layerwise")
 
 
+@dataclass(frozen=True)
+class PackLoss(Objective):
+    """By a trainer's methods: `count` of packs, and `loss_of` one."""
+
+    count: Callable[[Any], int]
+    loss_of: Callable[[nn.Module, Any, Terms], tuple[torch.Tensor, Sums]]
+
+    def terms(self, packs: Any) -> int:
+        return self.count(packs)
+
+    def loss(self, model: nn.Module, pack: Any, terms: Terms) -> tuple[torch.Tensor, Sums]:
+        return self.loss_of(model, pack, terms)
+
+
 class ShardedTrainer(Trainer):
     """transformers' Trainer on a model of `fully_shard`, for subclasses that also have data and a step.
 
     In front of another Trainer it checks first: `class Mine(ShardedTrainer, GRPOTrainer)`. A subclass defines
-    `_minibatch`; `_loop_state`, JSON that is the same on every rank and goes into checkpoints; and `_load_loop_state`.
+    `training_step`, by `_run_step`; `_loop_state`, JSON that is the same on every rank and goes into checkpoints; and
+    `_load_loop_state`.
 
     model: the sharded model, on every rank.
     trainer: arguments of the next Trainer.
@@ -199,20 +215,13 @@ class ShardedTrainer(Trainer):
         edit()
         self._engine.publish()  # reads wait until all ranks have
 
-    def _minibatch(self, model: nn.Module, *given: Any) -> tuple[torch.Tensor, minibatch, dict[str, Any]]:
-        """Forward and backward of this rank's packs: its part of the loss, and its metrics, after the reduction."""
-        raise NotImplementedError
-
-    def _run_minibatch(self, model: nn.Module, *given: Any) -> tuple[torch.Tensor, minibatch, list[dict[str, Any]]]:
-        """The loss of all ranks' packs, and each rank's metrics, of what `_minibatch` makes of `given`, packs first."""
+    def _run_step(
+        self, packs: Any, objective: Objective, parts: Sequence[StepPart] = ()
+    ) -> tuple[torch.Tensor, StepReport]:
+        """A minibatch of `run_step`: its loss, as Trainer takes it, and its report."""
         self._set_mode(training=True)
-        run = partial(self._minibatch, model, *given)
-        loss_sum, mb, mine = repeating(run) if self._engine.deterministic else run()
-        learn_nothing(model.parameters())  # where all completions are masked, as TRL steps too
-        mine |= {"loss_sum": loss_sum.item()}
-        reports = self._engine.exchange(f"sum up minibatch {mb.index}", mine)
-        loss = sum(each["loss_sum"] for each in reports)
-        return torch.tensor(loss, dtype=torch.float32, device=self.args.device), mb, reports
+        report = run_step(self.model, packs, objective, parts=parts)
+        return torch.tensor(report.loss, dtype=torch.float32, device=self.args.device), report
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)

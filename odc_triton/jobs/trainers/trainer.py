@@ -6,23 +6,24 @@ Everything else, schedules, callbacks, logging, saving, is Trainer's own: sharde
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from ...engine.minibatch import minibatch
+from ...objectives.cross_entropy import CrossEntropy
 from ...packs.chunks import compute_in_chunks
-from ...packs.collate import count_target_tokens, to_device
+from ...packs.collate import count_target_tokens
 from ...packs.enable import ATTENTION_NAME, innermost, is_packed
 from ...packs.images import sees_pictures, trains_tower
-from ...packs.loss import TAKEN, router_predictions, untaken
+from ...packs.loss import TAKEN, untaken
 from ...packs.neftune import embedding_noise
 from ...packs.pack_loader import PackLoader, measured, refuse_drawn, tower_costs
 from ...packs.router_loss import router_weight
@@ -31,9 +32,9 @@ from ...plan.plan import MinibatchPacks
 from ...plan.sampler import MinibatchSampler
 from ...plan.tower import TowerCost
 from ...sequence.exchange import SequenceExchange
+from ...step import StepReport, Sums, Terms, evaluate
 from .picture_records import PictureRecords, has_picture_records
-from .sft_metrics import append, token_losses
-from .sharded_trainer import ShardedTrainer
+from .sharded_trainer import PackLoss, ShardedTrainer
 from .streams import StreamedSteps, collate_step
 
 _UNPACKED = (
@@ -103,11 +104,14 @@ class ODCTrainer(ShardedTrainer):
         self._sampler = sampler
         self._target_tokens = 0
         self._is_sft = any(each.__name__ == "SFTTrainer" for each in type(self).__mro__)  # which has metrics of tokens
-        # Of this rank: loss, entropy, most likely targets, targets, routers' auxiliary losses.
-        self._sums = torch.zeros(5, dtype=torch.float64, device=self.args.device)
-        self._all_samples = 0  # of all ranks in this minibatch
+        dft = self._is_sft and getattr(self.args, "loss_type", None) == "dft"
+        smoothing = self.args.label_smoothing_factor
+        self._objective = CrossEntropy(label_smoothing=smoothing, dft=dft, measures=self._is_sft)
+        self._terms, self._pack_sums = Terms(number=1), {}  # of the pack that is computed
         pieces = self._engine.participant(SequenceExchange)
-        self._split_tokens = pieces.tokens if split and pieces is not None else 0
+        self._split_tokens = 0
+        if pieces is not None:
+            self._split_tokens = pieces.tokens if split else getattr(sampler, "split_tokens", 0)
         if split and not self._split_tokens:
             raise ValueError("split=True: call odc_triton.enable_split(model, tokens=…) after fully_shard")
         if split and sampler is not None:
@@ -182,6 +186,8 @@ class ODCTrainer(ShardedTrainer):
             raise ValueError("evaluation needs an eval_dataset, whose samples have input_ids")
         samples = self._samples(chosen)
         sampler = self._make_sampler(samples, self.args.per_device_eval_batch_size, whole=True)
+        if sampler.split_tokens:
+            refuse_drawn(samples, sampler.lengths)
         return self._loader(PackLoader, samples, sampler)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
@@ -223,7 +229,7 @@ class ODCTrainer(ShardedTrainer):
             rank=self._engine.rank,
             world=self._engine.world,
             drop_last=args.dataloader_drop_last and not whole,
-            split=0 if whole else self._split_tokens,
+            split=self._split_tokens,
             replicas=self._engine.grid.replicas,
             **sizes,
         )
@@ -285,35 +291,23 @@ class ODCTrainer(ShardedTrainer):
                 f"a batch is a {type(inputs).__name__} and not a list of packs: leave get_train_dataloader as it is, "
                 f"or return a DataLoader with a MinibatchSampler as batch_sampler and collate_fn=pack_collate"
             )
-        loss, mb, reports = self._run_minibatch(model, inputs)
-        self._target_tokens += mb.tokens
+        packs = MinibatchPacks.like(inputs, inputs)
+        loss, report = self._run_step(packs, PackLoss(self._count_targets, self._loss_of))
+        self._target_tokens += report.terms
         if self._is_sft:
-            self._total_train_tokens += sum(each["tokens"] for each in reports)
-            sums = [sum(column) for column in zip(*(each["sums"] for each in reports), strict=True)]
-            append(self._metrics["train"], sums[:2], mb.tokens, self._total_train_tokens)
+            self._total_train_tokens += int(report.sums.get("input_tokens", 0))
+            self._append_metrics("train", report)
             if router_weight(model):
-                self._metrics["train"]["aux_loss"].append(sums[2] / self._all_samples)
+                self._metrics["train"]["aux_loss"].append(report.sums.get("router", 0.0) / packs.samples)
         return loss
 
-    def _minibatch(
-        self, model: nn.Module, inputs: Sequence[Mapping[str, Tensor]]
-    ) -> tuple[Tensor, minibatch, dict[str, Any]]:
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.args.device)
-        packs = MinibatchPacks.like(inputs, inputs)
-        self._all_samples = packs.samples
-        if router_weight(model) and not self._all_samples:
-            raise ValueError("a router's auxiliary loss needs the samples of all ranks: use a MinibatchSampler's packs")
-        self._sums.zero_()
-        with minibatch(model, tokens=self._count_targets(packs), plan=packs) as mb:
-            tokens = max(mb.tokens, 1)
-            for pack in packs:
-                pack = self._on_device(pack)
-                with embedding_noise(model, self._noise_alpha, pack):
-                    loss = self.compute_loss(model, pack, num_items_in_batch=tokens)
-                loss.backward()
-                loss_sum += loss.detach()
-        tokens = sum(pack["input_ids"].numel() for pack in inputs)
-        return loss_sum, mb, {"sums": self._sums[[1, 2, 4]].tolist(), "tokens": tokens}
+    def _loss_of(self, model: nn.Module, pack: Mapping[str, Any], terms: Terms) -> tuple[Tensor, Sums]:
+        """Of one pack: `compute_loss`, and the sums that it has left."""
+        self._terms, self._pack_sums = terms, {}
+        pack = self._prepare_inputs(pack)
+        with embedding_noise(model, self._noise_alpha, pack):
+            loss = self.compute_loss(model, pack, num_items_in_batch=terms.number)
+        return loss, {**self._pack_sums, "input_tokens": pack["input_ids"].numel()}
 
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -330,20 +324,9 @@ class ODCTrainer(ShardedTrainer):
             if self.label_smoother is None:
                 return outputs.loss, outputs
             return self.label_smoother(outputs, inputs["labels"], shift_labels=True), outputs
-        weight = router_weight(model) if model.training else 0.0
-        logits, targets, router = router_predictions(model, inputs, bool(weight))
-        self._sums[4] += router.detach()
-        balance = weight * router / max(self._all_samples, 1)
-        if not self._is_sft:
-            smoothing = self.args.label_smoothing_factor
-            loss = F.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=smoothing)
-            return loss / num_items_in_batch + balance
-        sums = token_losses(logits, targets, self.args).sum(1)
-        self._sums[1:3] += sums[1:].detach()
-        return sums[0] / num_items_in_batch + balance
-
-    def _on_device(self, pack: Mapping[str, Any]) -> dict[str, Any]:
-        return self._prepare_inputs(to_device(pack, self.args.device))
+        terms = replace(self._terms, number=num_items_in_batch)
+        loss, self._pack_sums = self._objective.loss(model, inputs, terms)
+        return loss
 
     def floating_point_ops(self, inputs: Any) -> int:
         """The FLOPs of all packs, by Trainer's estimate."""
@@ -369,23 +352,29 @@ class ODCTrainer(ShardedTrainer):
         """The loss per target token of all ranks, over packs; that of padded batches is a mean, in Trainer's loop."""
         if not isinstance(dataloader, PackLoader):
             return super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        self._sums.zero_()
         self._publish_edits("evaluate", partial(self._set_mode, training=False))
         self.callback_handler.eval_dataloader = dataloader
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.args.device)
-        with torch.no_grad():
-            for packs in dataloader:
-                self._sums[3] += self._count_targets(packs)
-                for pack in packs:
-                    loss_sum += self.compute_loss(self.model, self._on_device(pack), num_items_in_batch=1)
-                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        self._sums[0] = loss_sum
-        reports = self._engine.exchange("evaluation", {"sums": self._sums.tolist()})
-        loss, *others, targets, _ = (sum(column) for column in zip(*(each["sums"] for each in reports), strict=True))
+        report = self._evaluated(self._followed(dataloader))
         if self._is_sft:
-            append(self._metrics["eval"], others, targets, self._total_train_tokens)
-        metrics = {f"{metric_key_prefix}_loss": loss / targets if targets else float("nan")}
+            self._append_metrics("eval", report)
+        metrics = {f"{metric_key_prefix}_loss": report.loss / report.terms if report.terms else math.nan}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))
+
+    def _evaluated(self, minibatches: Iterable[Any]) -> StepReport:
+        return evaluate(self.model, minibatches, PackLoss(self._count_targets, self._loss_of))
+
+    def _followed(self, dataloader: DataLoader) -> Iterator[Any]:
+        """Its minibatches, after each of which callbacks are told."""
+        for packs in dataloader:
+            yield packs
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+
+    def _append_metrics(self, mode: str, report: StepReport) -> None:
+        """Means over target tokens to SFTTrainer's lists; none of what a fused head or another loss does not give."""
+        for name, key in (("entropy", "entropy"), ("mean_token_accuracy", "accuracy")):
+            if not math.isnan(total := report.sums.get(key, math.nan)):
+                self._metrics[mode][name].append(total / max(report.terms, 1))
+        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
 
     # ------------------------------------------------------------------ resuming
 

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...step import StepPart
+
 TRL, GET_TRL = "1.16.", 'pip install "odc-triton[trl]"'
 
 
@@ -72,16 +74,22 @@ class Alone:
         )
 
 
-class PackMetrics:
-    """Replaces TRL's lists of metrics while packs are computed: `metrics[name].append(value)`.
+class PackMetrics(StepPart):
+    """Replaces TRL's lists of metrics while packs are computed: `metrics[name].append(value)`. Those of all ranks are
+    appended to `lists`, TRL's, in the step's barrier.
 
     rows: of the pack, which means are over; counts: by name what others are over. Nothing is kept of a mean over 0.
     """
 
-    def __init__(self, alone: Alone) -> None:
-        self._alone = alone
+    name = "metrics"
+
+    def __init__(self, alone: Alone, lists: Any) -> None:
+        self._alone, self._lists = alone, lists
         self.share = 1.0  # the factor of the pack's loss
         self.rows, self.counts = 1, {}
+        self.minibatch()
+
+    def minibatch(self) -> None:
         self._means: dict[str, Tensor] = {}  # [sum, count]
         self._ends: dict[str, list[float]] = {}
 
@@ -110,6 +118,10 @@ class PackMetrics:
         ends = {name: _end(name, values) for name, values in self._ends.items()}
         return {"means": {name: pair.tolist() for name, pair in self._means.items()}, "ends": ends}
 
+    def settle(self, reports: list[Any]) -> None:
+        for name, value in merged(reports).items():
+            self._lists[name].append(value)
+
 
 class _Metric:
     def __init__(self, metrics: PackMetrics, name: str) -> None:
@@ -121,10 +133,12 @@ class _Metric:
 
 @contextmanager
 def alone(trainer: Any, mode: str) -> Iterator[PackMetrics]:
-    """While packs are computed, the loss of TRL's `trainer` runs no collective, and metrics are kept for merging."""
+    """While packs are computed, the loss of TRL's `trainer` runs no collective, and metrics are kept for merging, as a
+    part of the step.
+    """
     accelerator, metrics = trainer.accelerator, trainer._metrics[mode]
     trainer.accelerator = replaced = Alone(accelerator)
-    trainer._metrics[mode] = kept = PackMetrics(replaced)
+    trainer._metrics[mode] = kept = PackMetrics(replaced, metrics)
     try:
         yield kept
     finally:
@@ -143,12 +157,6 @@ def merged(reports: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             ends.setdefault(name, []).append(value)
     means = {name: total / max(count, 1.0) for name, (total, count) in pairs.items()}
     return means | {name: _end(name, values) for name, values in ends.items()}
-
-
-def append_merged(metrics: Any, reports: Iterable[Mapping[str, Any]]) -> None:
-    """Appends the minibatch's metrics to TRL's lists."""
-    for name, value in merged(reports).items():
-        metrics[name].append(value)
 
 
 def _ends(name: str) -> set[str]:

@@ -1,0 +1,214 @@
+"""`run_step` and `evaluate` on ranks with different numbers of packs, against plain torch on all packs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from odc_triton import fully_shard
+from odc_triton.plan.plan import MinibatchPacks
+from odc_triton.step import Objective, StepPart, StepReport, Sums, Terms, evaluate, run_step
+from tests.support import ranks
+from tests.support.refusals import caught
+
+# By number of ranks, each rank's packs: rows of a model of four inputs. One rank has none, one three.
+PACKS = {1: [[1.0, 2.0, 3.0, 5.0]], 2: [[1.0, 2.0, 5.0], [3.0]], 3: [[5.0], [], [1.0, 2.0, 3.0]]}
+TERMS = 11
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+
+
+@dataclass(frozen=True)
+class Squares(Objective):
+    """sum over packs of model(x)^2 / TERMS; `late`: divided by TERMS at the end, by which `first` losses are not."""
+
+    late: bool = False
+    of_rank: int = TERMS
+
+    def terms(self, packs: Any) -> int | Callable[[], float]:
+        return (lambda: float(TERMS)) if self.late else self.of_rank
+
+    def loss(self, model: nn.Module, pack: float, terms: Terms) -> tuple[Tensor, Sums]:
+        summed = model(torch.full((1, 4), pack)).square().sum()
+        sums = {"packs": 1, "squares": summed, **({"five": pack} if pack == 5 else {})}
+        return (summed if self.late else summed / terms.number), sums
+
+
+class Noted(StepPart):
+    """Reports its rank; notes what it was asked."""
+
+    name = "noted"
+
+    def __init__(self, rank: int, fails: bool = False) -> None:
+        self.rank, self.fails, self.calls = rank, fails, []
+
+    def minibatch(self) -> None:
+        self.calls.append("minibatch")
+
+    def microbatch(self) -> None:
+        self.calls.append("microbatch")
+        if self.fails:
+            raise KeyError("stop here")
+
+    def report(self) -> int:
+        self.calls.append("report")
+        return self.rank
+
+    def settle(self, reports: list[int]) -> None:
+        self.calls.append(f"settle {reports}")
+
+
+def plain() -> tuple[dict[str, Tensor], float, dict[str, float]]:
+    model, found = net(), []
+    for pack in PACKS[1][0]:
+        loss, sums = Squares().loss(model, pack, Terms(number=TERMS))
+        loss.backward()
+        found.append((loss.item(), sums["squares"].item()))
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return gradients, sum(loss for loss, _ in found), {"packs": 4, "squares": sum(each for _, each in found), "five": 5}
+
+
+def _steps(rank: int, world: int) -> list[tuple[dict[str, Tensor], StepReport, list[str]]]:
+    found = []
+    for objective in (Squares(of_rank=TERMS if rank == world - 1 else 0), Squares(late=True)):
+        model, part = fully_shard(net()), Noted(rank)
+        made = (pack + 1 for pack in PACKS[world][rank])  # taken once
+
+        def planned(made: Iterator[float] = made) -> Iterator[float]:
+            return made
+
+        report = run_step(model, planned, objective, collate=lambda pack: pack - 1, ahead=objective.late, parts=[part])
+        gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+        found.append((gradients, report, part.calls))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_step_is_that_of_plain_torch_on_all_packs(world: int) -> None:
+    gradients, loss, sums = plain()
+    for rank, of_rank in enumerate(ranks.run(_steps, world)):
+        for (found, report, calls), terms in zip(of_rank, (TERMS, 0), strict=True):
+            assert found.keys() == gradients.keys()
+            for name, want in gradients.items():
+                torch.testing.assert_close(found[name], want, msg=name)  # the order of fp32 sums differs
+            assert report == StepReport(loss=pytest.approx(loss), sums=pytest.approx(sums), terms=terms)
+            assert calls == [
+                "minibatch",
+                *["microbatch"] * len(PACKS[world][rank]),
+                "report",
+                f"settle {[*range(world)]}",
+            ]
+
+
+def _exact(rank: int, world: int) -> list[Any]:
+    model, part, optimizer_steps = fully_shard(net(), exact=True), Noted(rank), []
+    for factor in (1.0, 1e4):
+        part.calls.clear()
+        packs = (factor * pack for pack in PACKS[world][rank])  # which can't be iterated twice
+        report = run_step(model, packs, Squares(), parts=[part])
+        optimizer_steps.append((report, part.calls.count("minibatch"), part.calls.count("report")))
+        model.zero_grad()
+    return optimizer_steps
+
+
+def test_a_minibatch_that_is_repeated_has_the_same_packs_and_counts_once() -> None:
+    for (first, *_), (report, begun, reported) in ranks.run(_exact, 2):
+        assert first.sums["squares"] > 0
+        assert (report.repeats, begun, reported) == (1, 2, 1), "ten thousand times as large sums don't fit"
+        assert report.sums["packs"] == 4
+        assert report.sums["squares"] == pytest.approx(report.loss * 2 * TERMS)
+
+
+class Wrong(Squares):
+    def terms(self, packs: Any) -> Any:
+        if packs is None:
+            raise OSError("data is gone")
+        return (lambda: 0.0) if packs == ["late"] else None
+
+
+# What rank 1 does, and what rank 0 and rank 1 hear.
+FAILURES: dict[str, tuple[Callable[[nn.Module, int], Any], str, str]] = {
+    "an error of the plan": (
+        lambda model, rank: run_step(model, lambda: 1 // (1 - rank) and [], Squares()),
+        "rank 1.*ZeroDivisionError",
+        "ZeroDivisionError",
+    ),
+    "an error of the terms": (
+        lambda model, rank: run_step(model, None if rank else [], Wrong() if rank else Squares()),
+        "rank 1.*OSError: data is gone",
+        "OSError: data is gone",
+    ),
+    "a part": (
+        lambda model, rank: run_step(model, [1.0], Squares(), parts=[Noted(rank, fails=rank == 1)]),
+        "rank 1.*KeyError: 'stop here'",
+        "KeyError: 'stop here'",
+    ),
+    "a divisor of 0": (
+        lambda model, rank: run_step(model, ["late"], Wrong(), collate=lambda _: 1.0),
+        "ValueError: divide_by has 0.0; give a finite number above 0",
+        "ValueError: divide_by has 0.0; give a finite number above 0",
+    ),
+    "unknown terms": (
+        lambda model, rank: run_step(model, MinibatchPacks([[0]]), Wrong()),
+        "ValueError: the plan does not know this rank's target tokens",
+        "ValueError: the plan does not know this rank's target tokens",
+    ),
+}
+
+
+def _failures(rank: int, world: int) -> dict[str, list[str]]:
+    model, found = fully_shard(net()), {}
+    for name, (step, *_) in FAILURES.items():
+        found[name] = [caught(lambda step=step: step(model, rank))]
+    report = run_step(model, [], Squares())  # after all of these it still works; nobody has a pack
+    assert report == StepReport(loss=0.0, sums={}, terms=2 * TERMS)
+    assert all(bool((parameter.grad.to_local() == 0).all()) for parameter in model.parameters())
+    return found
+
+
+def test_errors_are_every_ranks() -> None:
+    for rank, found in enumerate(ranks.run(_failures, 2)):
+        for name, (_, *words) in FAILURES.items():
+            assert re.search(words[rank], found[name][0]), (rank, name, found[name])
+
+
+def _evaluations(rank: int, world: int) -> list[StepReport]:
+    model, part = fully_shard(net()), Noted(rank)
+    minibatches = [PACKS[world][rank], []]
+    report = evaluate(model, minibatches, Squares(of_rank=2 * rank), collate=lambda pack: pack, parts=[part])
+    assert part.calls == ["minibatch", *["microbatch"] * len(minibatches[0]), "report", f"settle {[*range(world)]}"]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model._odc_engine.number == -1, "no minibatch was opened"
+    return [report]
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_an_evaluation_divides_nothing(world: int) -> None:
+    _, loss, sums = plain()
+    terms = 2 * sum(2 * rank for rank in range(world))
+    for (report,) in ranks.run(_evaluations, world):
+        assert report == StepReport(loss=pytest.approx(loss * TERMS), sums=pytest.approx(sums), terms=terms)
+
+
+def test_terms_are_target_tokens_by_default() -> None:
+    class Tokens(Squares):
+        terms = Objective.terms
+
+    collated = [{"labels": torch.tensor([[-100, 3, 4]])}, {"labels": torch.tensor([[-100, 3]])}]
+    for packs, want in [
+        (MinibatchPacks([[0], [1]], tokens=7), 7),
+        (collated, 3),
+        (MinibatchPacks(collated), 3),
+        ([[0], [1]], None),
+        ([], 0),
+    ]:
+        assert Tokens().terms(packs) == want
