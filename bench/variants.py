@@ -262,7 +262,7 @@ class Summed(Objective):
     loss_of: Callable[[Pack], torch.Tensor]
     tokens: int
 
-    def terms(self, packs: Any) -> int:
+    def terms(self, model: nn.Module, packs: Any) -> int:
         return self.tokens
 
     def loss(self, model: nn.Module, pack: Pack, terms: Terms) -> tuple[torch.Tensor, Sums]:

@@ -46,7 +46,7 @@ class Objective(ABC):
     Neither method may wait for other ranks, which may have any number of packs.
     """
 
-    def terms(self, packs: Any) -> int | Callable[[], float] | None:
+    def terms(self, model: nn.Module, packs: Any) -> int | Callable[[], float] | None:
         """How many terms this rank's `packs` have, by default their target tokens. Called at the minibatch's entry, so
         its error is every rank's.
 
@@ -128,7 +128,7 @@ def run_step(
     def once() -> tuple[_Totals, float, int]:
         for part in parts:
             part.minibatch()
-        totals, given = _Totals(), cache(lambda: _Given(planned(), objective))
+        totals, given = _Totals(), cache(lambda: _Given(model, planned(), objective))
         with minibatch(model, plan=given) as mb:
             terms = Terms(number=max(mb.tokens, 1), samples=given().samples)
             for pack in collated():
@@ -174,7 +174,7 @@ def evaluate(
     for part in parts:
         part.minibatch()
     for packs in minibatches:
-        given = _Given(packs, objective)
+        given = _Given(model, packs, objective)
         count += given.tokens or 0
         with contextlib.nullcontext() if given.split is None else split_forward(model, given.split):
             for pack in _collated(packs, collate, ahead):
@@ -188,10 +188,10 @@ def evaluate(
 class _Given:
     """What `minibatch` reads of a plan; its tokens are the objective's terms."""
 
-    def __init__(self, packs: Any, objective: Objective) -> None:
+    def __init__(self, model: nn.Module, packs: Any, objective: Objective) -> None:
         self.rank, self.plan, self.split = (getattr(packs, name, None) for name in ("rank", "plan", "split"))
         self.samples: int = getattr(packs, "samples", 0)
-        terms = objective.terms(packs)
+        terms = objective.terms(model, packs)
         self.known_last = terms if callable(terms) else None
         self.tokens = 0 if callable(terms) else terms
 

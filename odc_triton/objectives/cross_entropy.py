@@ -34,17 +34,18 @@ class CrossEntropy(Objective):
     dft: bool = False
     measures: bool = False
 
+    def terms(self, model: nn.Module, packs: Any) -> Any:
+        if model.training and router_weight(model) and not getattr(packs, "samples", 0):
+            raise ValueError("a router's auxiliary loss needs the samples of all ranks: use a MinibatchSampler's packs")
+        return super().terms(model, packs)
+
     def loss(self, model: nn.Module, pack: Mapping[str, Any], terms: Terms) -> tuple[Tensor, Sums]:
         weight = router_weight(model) if model.training else 0.0
         logits, targets, router = router_predictions(model, pack, bool(weight))
         summed, sums = self._of_tokens(logits, targets, pack)
         loss = summed / terms.number
         if weight:
-            if not terms.samples:
-                raise ValueError(
-                    "a router's auxiliary loss needs the samples of all ranks: use a MinibatchSampler's packs"
-                )
-            loss = loss + weight / terms.samples * router
+            loss = loss + weight / max(terms.samples, 1) * router
         return loss, {"token_loss": summed, "router": router, **sums}
 
     def _of_tokens(self, logits: Tensor | FusedLogits, targets: Tensor, pack: Mapping[str, Any]) -> tuple[Tensor, Sums]:

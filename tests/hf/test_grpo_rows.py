@@ -120,7 +120,7 @@ def test_metrics_merge_as_if_there_were_one_pack() -> None:
     ranks = []
     for packs in ([values[:1], values[1:4]], [values[4:]], []):  # the last rank has none
         alone = Alone(Accelerator(cpu=True))
-        metrics = PackMetrics(alone)
+        metrics = PackMetrics(alone, {})
         for pack in packs:
             total = alone.reduce(torch.stack([pack.sum(), torch.tensor(float(len(pack)))]), reduction="sum")
             metrics["mean"].append((total[0] / total[1]).item())

@@ -33,6 +33,7 @@ def _train(
     trainer.train()
     waits = [event for event in model._odc_engine.events.drain() if "in layer" in event.label]
     pieces = sum(packs.split is not None for packs in trainer._sampler)
+    assert any(packs.split is not None for packs in trainer.get_eval_dataloader()) == split
     losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
     losses.append(trainer.evaluate()["eval_loss"])
     assert split or not waits

@@ -34,7 +34,7 @@ class Squares(Objective):
     late: bool = False
     of_rank: int = TERMS
 
-    def terms(self, packs: Any) -> int | Callable[[], float]:
+    def terms(self, model: nn.Module, packs: Any) -> int | Callable[[], float]:
         return (lambda: float(TERMS)) if self.late else self.of_rank
 
     def loss(self, model: nn.Module, pack: float, terms: Terms) -> tuple[Tensor, Sums]:
@@ -129,7 +129,7 @@ def test_a_minibatch_that_is_repeated_has_the_same_packs_and_counts_once() -> No
 
 
 class Wrong(Squares):
-    def terms(self, packs: Any) -> Any:
+    def terms(self, model: nn.Module, packs: Any) -> Any:
         if packs is None:
             raise OSError("data is gone")
         return (lambda: 0.0) if packs == ["late"] else None
@@ -211,4 +211,4 @@ def test_terms_are_target_tokens_by_default() -> None:
         ([[0], [1]], None),
         ([], 0),
     ]:
-        assert Tokens().terms(packs) == want
+        assert Tokens().terms(net(), packs) == want

@@ -41,7 +41,7 @@ class PolicyGradient(Objective):
     correction: Importance | None = None
     pieces: SampleSums | None = None
 
-    def terms(self, packs: Any) -> Callable[[], float]:
+    def terms(self, model: nn.Module, packs: Any) -> Callable[[], float]:
         return lambda: self.batch.divisor
 
     def collate(self, entries: Sequence[Entry]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class PackLoss(Objective):
     count: Callable[[Any], int]
     loss_of: Callable[[nn.Module, Any, Terms], tuple[torch.Tensor, Sums]]
 
-    def terms(self, packs: Any) -> int:
+    def terms(self, model: nn.Module, packs: Any) -> int:
         return self.count(packs)
 
     def loss(self, model: nn.Module, pack: Any, terms: Terms) -> tuple[torch.Tensor, Sums]:

@@ -20,7 +20,6 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ...objectives.cross_entropy import CrossEntropy
 from ...packs.chunks import compute_in_chunks
-from ...packs.collate import count_target_tokens
 from ...packs.enable import ATTENTION_NAME, innermost, is_packed
 from ...packs.images import sees_pictures, trains_tower
 from ...packs.loss import TAKEN, untaken
@@ -81,7 +80,6 @@ class ODCTrainer(ShardedTrainer):
     """
 
     takes_adapters: ClassVar[bool] = True
-    _count_targets = staticmethod(count_target_tokens)  # of packs: the terms of their losses
     refused: ClassVar[Mapping[str, str]] = ShardedTrainer.refused | {
         "packing": "TRL's packs would be taken for samples: leave it out, the trainer packs",
         "eval_packing": "TRL's packs would be taken for samples: leave it out, the trainer packs",
@@ -300,6 +298,10 @@ class ODCTrainer(ShardedTrainer):
             if router_weight(model):
                 self._metrics["train"]["aux_loss"].append(report.sums.get("router", 0.0) / packs.samples)
         return loss
+
+    def _count_targets(self, packs: Any) -> int:
+        """The terms of the packs' losses."""
+        return self._objective.terms(self.model, packs)
 
     def _loss_of(self, model: nn.Module, pack: Mapping[str, Any], terms: Terms) -> tuple[Tensor, Sums]:
         """Of one pack: `compute_loss`, and the sums that it has left."""

@@ -1,0 +1,11 @@
+from ..packs.reference import Teacher as Teacher
+from ..step import Objective as Objective
+from ..step import StepPart as StepPart
+from ..step import StepReport as StepReport
+from ..step import Terms as Terms
+from ..step import evaluate as evaluate
+from ..step import run_step as run_step
+from .cross_entropy import CrossEntropy as CrossEntropy
+from .cross_entropy import Distillation as Distillation
+
+__all__: list[str]
