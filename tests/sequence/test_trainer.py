@@ -25,7 +25,8 @@ def _train(
 ) -> tuple[dict[str, torch.Tensor], list[float], int]:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     options = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
-    arguments = TrainingArguments(folder, per_device_train_batch_size=1, max_steps=4, learning_rate=1e-3, **options)
+    options |= dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 1)
+    arguments = TrainingArguments(folder, max_steps=4, learning_rate=1e-3, **options)
     model = sharded(setup, rank)
     data = [{name: value.tolist() for name, value in each.items()} for each in samples(setup)]
     trainer = ODCTrainer(model, arguments, train_dataset=data, eval_dataset=data, split=split)

@@ -290,7 +290,8 @@ class ODCTrainer(ShardedTrainer):
                 f"or return a DataLoader with a MinibatchSampler as batch_sampler and collate_fn=pack_collate"
             )
         packs = MinibatchPacks.like(inputs, inputs)
-        loss, report = self._run_step(packs, PackLoss(self._count_targets, self._loss_of))
+        targets = self._count_targets(packs)  # an error here is no failed minibatch
+        loss, report = self._run_step(packs, PackLoss(lambda _: targets, self._loss_of))
         self._target_tokens += report.terms
         if self._is_sft:
             self._total_train_tokens += int(report.sums.get("input_tokens", 0))
