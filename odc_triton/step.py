@@ -189,7 +189,8 @@ class _Given:
     """What `minibatch` reads of a plan; its tokens are the objective's terms."""
 
     def __init__(self, model: nn.Module, packs: Any, objective: Objective) -> None:
-        self.rank, self.plan, self.split = (getattr(packs, name, None) for name in ("rank", "plan", "split"))
+        self.rank, self.plan = getattr(packs, "rank", None), getattr(packs, "plan", None)
+        self.split = None if self.plan is None else self.plan.segments
         self.samples: int = getattr(packs, "samples", 0)
         terms = objective.terms(model, packs)
         self.known_last = terms if callable(terms) else None

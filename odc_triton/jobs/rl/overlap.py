@@ -19,7 +19,6 @@ from ...plan.arrivals import Arrivals
 from ...plan.cost import CostModel
 from ...plan.counter import Log, StoreCounter
 from ...plan.entries import Entry, named
-from ...plan.pieces import SplitPlan
 from ...plan.plan import Plan
 from ...plan.planner import Planner
 from ...plan.relatives import find_relatives, first_own
@@ -38,8 +37,8 @@ _JOIN_S = 5.0  # for all threads, whose requests were aborted
 class OverlappedRollout(Participant):
     """The rollout of the minibatch that follows `open`. Iterating over it, inside, samples, and yields packs.
 
-    `plan`: of what was left when the last completion came; None until then, and if nothing was. `rank`, `split`: as a
-    rank's packs have them.
+    `plan`: of what was left when the last completion came; None until then, and if nothing was. `rank`: this one, as
+    packs have it.
     """
 
     name = "rollout"
@@ -94,10 +93,6 @@ class OverlappedRollout(Participant):
             yield from self._timed([self._entries(numbers)])
         if self._arrivals.rest and self._ended is None:
             yield from self._timed(self._rest())
-
-    @property
-    def split(self) -> SplitPlan | None:
-        return None if self.plan is None else self.plan.segments
 
     # ------------------------------------------------------------------ afterwards
 
