@@ -42,6 +42,12 @@ class Relatives:
     contents: list[str]
     floors: list[int]
 
+    @classmethod
+    def none(cls, lengths: list[int], floors: Sequence[int] | None) -> Relatives:
+        """Of samples that share nothing."""
+        count, order, floors = len(lengths), [*range(len(lengths))], floors or [0] * len(lengths)
+        return cls(lengths, order, order, np.zeros(count, dtype=np.int64), [0] * count, [""] * count, [*floors])
+
     def entries(self, samples: Sequence[int]) -> list[Entry]:
         """These samples in one pack: whole, or as branches of others of them, which come before their branches."""
         (part,) = cut_line(self.strips(samples), [1.0], None)
