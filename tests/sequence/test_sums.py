@@ -24,19 +24,21 @@ from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.sequence.sums import SampleSums
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S
-from tests.support.splitting import DEALS, LENGTHS, Dealt, P, Setup, build, require_plain, sharded, step_on
+from tests.support.splitting import DEALS, LENGTHS, Dealt, P, Setup, build, require_plain, samples, sharded, step_on
 
 Loss = Callable[[torch.nn.Module, dict], torch.Tensor]
+Groups = tuple[tuple[int, int], ...]  # (sample, group)
 
 
-def with_sums(sums: SampleSums, deal: Dealt, factor: float = 1.0) -> Loss:
+def with_sums(sums: SampleSums, deal: Dealt, factor: float = 1.0, groups: Groups = ()) -> Loss:
     """A pack's loss; before it the tokens of pieces, `factor` times, are summed over ranks, without last pieces of all
-    samples but the first.
+    samples but the first; or those of groups.
     """
     pieces = [each for of_rank in deal for pack in of_rank for each in pack if isinstance(each, Piece)]
+    label = {sample: sample for sample in range(len(LENGTHS))} | dict(groups)
 
     def counts(piece: Piece) -> bool:
-        return piece.stop < LENGTHS[piece.sample] or piece.sample == 0
+        return bool(groups) or piece.stop < LENGTHS[piece.sample] or piece.sample == 0
 
     def loss_of(model: torch.nn.Module, pack: dict) -> torch.Tensor:
         loss = summed_loss(model, pack)
@@ -44,10 +46,10 @@ def with_sums(sums: SampleSums, deal: Dealt, factor: float = 1.0) -> Loss:
         for piece in filter(None, pack.get("pieces", ())):
             if counts(piece):
                 one = torch.tensor([len(piece), 1.0], dtype=torch.float64)
-                own[piece.sample] = own.get(piece.sample, 0.0) + factor * one
-        for sample, found in sums.over_ranks(own, counts).items():
-            some = [len(each) for each in pieces if each.sample == sample and counts(each)]
-            assert found.tolist() == [factor * sum(some), factor * len(some)], sample
+                own[label[piece.sample]] = own.get(label[piece.sample], 0.0) + factor * one
+        for group, found in sums.over_ranks(own, counts, label.__getitem__).items():
+            some = [len(each) for each in pieces if label[each.sample] == group and counts(each)]
+            assert found.tolist() == [factor * sum(some), factor * len(some)], group
         return loss
 
     return loss_of
@@ -70,6 +72,76 @@ def test_sums_of_all_ranks() -> None:
         Setup(deal="tree waves", prefix=8),
     ]
     ranks.run(_right, 3, three)
+
+
+# Samples 0 and 2 are a pair, the chosen and the rejected one.
+PAIR: Groups = ((0, -7), (2, -7))
+BETWEEN: Dealt = [[[P(0, 0, 41), 3]], [[P(2, 0, 30), 1]]]
+# By number of ranks: deal, prefix, groups. No group is on all of three.
+OF_GROUPS: dict[int, list[tuple[Dealt, int, Groups]]] = {
+    2: [
+        (BETWEEN, 0, PAIR),
+        ([[[P(0, 0, 41), P(2, 0, 10)]], [[P(2, 10, 30)], [1, 3]]], 0, PAIR),
+        ([[[P(0, 0, 41), 3]], [[P(2, 7, 30, 0)], [1]]], 8, PAIR),
+        ([[[0, 2]], [[1, 3]]], 0, PAIR),
+    ],
+    3: [
+        ([*BETWEEN, []], 0, PAIR),
+        (
+            [[[P(0, 0, 20)], [P(1, 0, 17)]], [[P(0, 20, 41), P(2, 0, 10)]], [[P(2, 10, 30)], [P(3, 0, 9)]]],
+            0,
+            (*PAIR, (1, 10**12), (3, 10**12)),
+        ),
+    ],
+}
+
+
+def _of_groups(rank: int, world: int) -> list[dict[int, list[float]]]:
+    """By case and group: of samples 0 and 1, and of 2 and 3, sums over tokens."""
+    model = sharded(Setup(), rank)
+    sums, cases = SampleSums(model, samples=len(LENGTHS)), []
+    for deal, prefix, groups in OF_GROUPS[world]:
+        label, here = {sample: sample for sample in range(len(LENGTHS))} | dict(groups), {}
+
+        def loss_of(model: torch.nn.Module, pack: dict, label: dict = label, here: dict = here) -> torch.Tensor:
+            loss, own = summed_loss(model, pack), {}
+            ids, bounds = values_of(pack["input_ids"][0], pack["position_ids"][0]), pack["cu_seq_lens_q"].tolist()
+            for at, piece in enumerate(pack.get("pieces", ())):
+                if piece is not None:
+                    sums_of = own.setdefault(label[piece.sample], torch.zeros(2, dtype=torch.float64))
+                    sums_of[piece.sample // 2] += ids[bounds[at] : bounds[at + 1]].sum()
+            here |= sums.over_ranks(own, lambda piece: True, label.__getitem__)
+            return loss
+
+        model.zero_grad()
+        _, found = step_on(model, Setup(prefix=prefix, groups=groups), rank, loss_of=loss_of, deal=deal)
+        require_plain(found, Setup(prefix=prefix))
+        cases.append({group: each.tolist() for group, each in here.items()})
+    return cases
+
+
+def values_of(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Of tokens, but for those that samples may share."""
+    return ids.double().div(7.0).sin() * (positions >= 8)
+
+
+@pytest.mark.parametrize("world", [slow(2), 3])
+def test_sums_of_groups(world: int) -> None:
+    """Those of one process, with the same bits on all ranks."""
+    of_ranks = ranks.run(_of_groups, world)
+    for (deal, prefix, groups), found in zip(OF_GROUPS[world], zip(*of_ranks, strict=True), strict=True):
+        whole = [
+            values_of(ids, torch.arange(len(ids))).sum()
+            for ids in (e["input_ids"] for e in samples(Setup(prefix=prefix)))
+        ]
+        for packs, here in zip(deal, found, strict=True):
+            own = {each.sample for pack in packs for each in pack if isinstance(each, Piece)}
+            assert here.keys() == {group for sample, group in groups if sample in own}
+            for group, both in here.items():
+                members = [sample for sample, of in groups if of == group]
+                wanted = [sum(float(whole[each]) for each in members if each // 2 == side) for side in range(2)]
+                assert both == pytest.approx(wanted, rel=1e-13)
+                assert both == next(each[group] for each in found if group in each)
 
 
 # ------------------------------------------------------------------ failures
@@ -131,7 +203,9 @@ BEFORE: Dealt = [[[P(0, 13, 41)]], [[P(0, 0, 13), P(2, 13, 30)]], [[P(2, 0, 13)]
 EVERYWHERE: Dealt = [[[P(0, 0, 10)]], [[P(0, 10, 30)]], [[P(0, 30, 41)]]]
 
 
-def _beside_one_that_ends(rank: int, world: int, deal: Dealt, where: str, victim: int, number: int) -> tuple[str, list]:
+def _beside_one_that_ends(
+    rank: int, world: int, deal: Dealt, where: str, victim: int, number: int, groups: Groups
+) -> tuple[str, list]:
     model = fully_shard(build(Setup(), replaced=True), timeout=LONG_S)
     enable_split(model, tokens=48)
     sums, engine = SampleSums(model, samples=len(LENGTHS)), model._odc_engine
@@ -163,22 +237,27 @@ def _beside_one_that_ends(rank: int, world: int, deal: Dealt, where: str, victim
     if number == signal.SIGSTOP:
         Thread(target=end_the_deadline, daemon=True).start()
     with pytest.raises(OfRanks) as caught:
-        step_on(model, Setup(), rank, loss_of=with_sums(sums, deal), deal=deal)
+        step_on(model, Setup(groups=groups), rank, loss_of=with_sums(sums, deal, groups=groups), deal=deal)
     return f"{type(caught.value).__name__}: {caught.value}", caught.value.ranks
 
 
 @pytest.mark.parametrize(
-    ("deal", "where", "victim", "number"),
+    ("deal", "where", "victim", "number", "groups"),
     [
-        (EVERYWHERE, "write", 1, signal.SIGKILL),
-        (BEHIND, "write", 0, signal.SIGSTOP),
-        slow(EVERYWHERE, "wait", 1, signal.SIGSTOP),
-        slow(BEFORE, "wait", 0, signal.SIGSTOP),
+        (EVERYWHERE, "write", 1, signal.SIGKILL, ()),
+        (BEHIND, "write", 0, signal.SIGSTOP, ()),
+        slow(EVERYWHERE, "wait", 1, signal.SIGSTOP, ()),
+        slow(BEFORE, "wait", 0, signal.SIGSTOP, ()),
+        # No rank reads the other's tokens.
+        ([*BETWEEN, []], "write", 0, signal.SIGKILL, PAIR),
+        slow([*BETWEEN, []], "write", 1, signal.SIGSTOP, PAIR),
     ],
 )
-def test_a_rank_that_ends_or_stands_still_is_named_alone(deal: Dealt, where: str, victim: int, number: int) -> None:
-    assert SplitPlan.of(deal) is not None
-    with ranks.start(_beside_one_that_ends, 3, deal, where, victim, number) as job:
+def test_a_rank_that_ends_or_stands_still_is_named_alone(
+    deal: Dealt, where: str, victim: int, number: int, groups: Groups
+) -> None:
+    assert SplitPlan.of(deal, groups=dict(groups)) is not None
+    with ranks.start(_beside_one_that_ends, 3, deal, where, victim, number, groups) as job:
         others = job.wait_for([rank for rank in range(3) if rank != victim])
     assert [each.error for each in others] == [None] * 2
     kind = "RankLost: " if number == signal.SIGKILL else "DeadlineExceeded: "
