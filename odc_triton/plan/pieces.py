@@ -171,8 +171,9 @@ class SplitPlan:
                 raise ValueError(f"sample {piece.sample} is in the packs both whole and in pieces: give one of them")
         groups = groups or {}
         if mixed := whole & apart_from_their_group(packs_of_ranks, groups):
-            sample = min(mixed)
-            raise ValueError(f"sample {sample} is whole, and its group in several packs: give Piece({sample}, 0, …)")
+            raise ValueError(
+                f"sample {min(mixed)} is whole, its group in several packs: give Piece({min(mixed)}, 0, …)"
+            )
         reads = reads_of(places)
         trees = _trees(places, reads, groups)
         for tree in trees:
