@@ -170,10 +170,8 @@ class SplitPlan:
             if piece.sample in whole:
                 raise ValueError(f"sample {piece.sample} is in the packs both whole and in pieces: give one of them")
         groups = groups or {}
-        if mixed := whole & apart_from_their_group(packs_of_ranks, groups):
-            raise ValueError(
-                f"sample {min(mixed)} is whole, its group in several packs: give Piece({min(mixed)}, 0, …)"
-            )
+        for sample in whole & apart_from_their_group(packs_of_ranks, groups):
+            raise ValueError(f"sample {sample} is whole, its group in several packs: give Piece({sample}, 0, …)")
         reads = reads_of(places)
         trees = _trees(places, reads, groups)
         for tree in trees:
@@ -183,7 +181,7 @@ class SplitPlan:
             if len(where) > 1:
                 raise ValueError(
                     f"sample {tree[0].sample} has pieces on ranks of replicas {sorted(where)}, which can't read each "
-                    f"other's keys and values: keep a sample, all that branch off it, and its group on one replica"
+                    f"other's keys and values: keep a sample, and all that branch off it, on one replica"
                 )
         apart = [tree for tree in trees if len({places[piece] for piece in tree}) > 1]
         if not apart:

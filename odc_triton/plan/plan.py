@@ -24,8 +24,7 @@ class Plan:
         `ready_cost`: of these, on the slowest rank, where it is known.
     unpacked: by rank, places of samples that it packs itself, and computes after those.
     queue: packs that ranks take at run time after those; None if there is no queue.
-    segments: who computes which part of what several ranks compute; None if no rank reads what another computes, and no
-        group of samples is over ranks.
+    segments: who computes which part of what several ranks compute; None if no rank needs what another computes.
     estimate: the step's cost; None where it is not compared.
     checksum: of the samples, None if they are unknown: ranks with another one have other samples.
 
@@ -133,7 +132,7 @@ class MinibatchPacks(list):
 
     @property
     def split(self) -> SplitPlan | None:
-        """The plan of all ranks' segments, None if none reads another pack's."""
+        """The plan of all ranks' segments, None if no pack needs another."""
         return None if self.plan is None else self.plan.segments
 
     @property

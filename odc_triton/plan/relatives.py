@@ -45,8 +45,9 @@ class Relatives:
     @classmethod
     def none(cls, lengths: list[int], floors: Sequence[int] | None) -> Relatives:
         """Of samples that share nothing."""
-        count, order, floors = len(lengths), [*range(len(lengths))], floors or [0] * len(lengths)
-        return cls(lengths, order, order, np.zeros(count, dtype=np.int64), [0] * count, [""] * count, [*floors])
+        order, nothing = [*range(len(lengths))], [0] * len(lengths)
+        floors = nothing if floors is None else [*map(int, floors)]
+        return cls(lengths, order, order, np.zeros(len(order), dtype=np.int64), nothing, [""] * len(order), floors)
 
     def entries(self, samples: Sequence[int]) -> list[Entry]:
         """These samples in one pack: whole, or as branches of others of them, which come before their branches."""
