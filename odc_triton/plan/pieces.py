@@ -6,7 +6,8 @@ off* (relatives.py): a split sequence is a tree without branches. So the ranks o
 by layer: a *wave*.
 
 [Note: waves] Three rules exclude deadlocks:
-1. A rank's pieces of one wave are in one microbatch; a tree's pieces are in one wave.
+1. A rank's pieces of one wave are in one microbatch; a tree's pieces are in one wave. So are those of a group, samples
+   whose losses need each other: over ranks all of them are pieces, also whole samples, and its trees count as one.
 2. Every rank runs its waves in ascending order. Packs that read nothing of other ranks may come at any place between.
 3. A layer's attention publishes all of the microbatch's own pieces, then waits for others'. Its backward adds to all
    others', then waits for the additions to its own.
@@ -27,7 +28,10 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from typing import Any, NamedTuple
 
-from .entries import Entry, Piece
+from .entries import Entry, Piece, number_of
+
+PacksOfRanks = Sequence[Sequence[Sequence[Entry]]]
+Groups = Mapping[int, int]  # of samples that have one
 
 
 class Read(NamedTuple):
@@ -140,13 +144,13 @@ class SplitPlan:
 
     @classmethod
     def of(
-        cls, packs_of_ranks: Sequence[Sequence[Sequence[Entry]]], *, replicas: int = 1, contents: str = ""
+        cls, packs_of_ranks: PacksOfRanks, *, replicas: int = 1, contents: str = "", groups: Groups | None = None
     ) -> SplitPlan | None:
-        """The plan of all ranks' packs, by rank; None if no piece reads another pack's.
+        """The plan of all ranks' packs, by rank; None if no piece reads another pack's, and no group is in several.
 
         Raises ValueError, naming the sample, for pieces that leave a gap, overlap, are alone or on several replicas,
-        for a sample that is both split and whole, for a branch off one that is not in pieces, and for packs that can't
-        be computed as waves: see [Note: waves].
+        for a sample that is both split and whole, for a branch off one that is not in pieces, for a whole one whose
+        group is in several packs, and for packs that can't be computed as waves: see [Note: waves].
         """
         ranks = len(packs_of_ranks)
         if replicas < 1 or ranks % replicas:
@@ -165,8 +169,11 @@ class SplitPlan:
         for piece in places:
             if piece.sample in whole:
                 raise ValueError(f"sample {piece.sample} is in the packs both whole and in pieces: give one of them")
+        groups = groups or {}
+        for sample in whole & apart_from_their_group(packs_of_ranks, groups):
+            raise ValueError(f"sample {sample} is whole, its group in several packs: give Piece({sample}, 0, …)")
         reads = reads_of(places)
-        trees = _trees(places, reads)
+        trees = _trees(places, reads, groups)
         for tree in trees:
             if len(tree) == 1:
                 raise ValueError(f"{tree[0]} are its only piece: give the sample whole, or its other pieces")
@@ -205,15 +212,27 @@ class _Groups(dict):
         self[self.leader(one)] = self.leader(other)
 
 
-def _trees(pieces: Iterable[Piece], reads: Mapping[Piece, Sequence[Read]]) -> list[list[Piece]]:
-    """The pieces in groups that read one another."""
-    groups = _Groups()
+def apart_from_their_group(packs_of_ranks: PacksOfRanks, groups: Groups) -> set[int]:
+    """The samples of groups that are in several packs."""
+    homes: dict[int, set[tuple[int, int]]] = {}
+    for rank, packs in enumerate(packs_of_ranks if groups else ()):
+        for number, pack in enumerate(packs):
+            for sample in groups.keys() & map(number_of, pack):
+                homes.setdefault(groups[sample], set()).add((rank, number))
+    return {sample for sample, group in groups.items() if len(homes.get(group, ())) > 1}
+
+
+def _trees(pieces: Iterable[Piece], reads: Mapping[Piece, Sequence[Read]], groups: Groups) -> list[list[Piece]]:
+    """The pieces in sets that read one another, or are of one group."""
+    joined, first = _Groups(), dict[int, Piece]()
     for piece in pieces:
         if reads[piece]:
-            groups.join(piece, reads[piece][-1].holder)
+            joined.join(piece, reads[piece][-1].holder)
+        if piece.sample in groups:
+            joined.join(piece, first.setdefault(groups[piece.sample], piece))
     trees: dict[Piece, list[Piece]] = {}
     for piece in pieces:
-        trees.setdefault(groups.leader(piece), []).append(piece)
+        trees.setdefault(joined.leader(piece), []).append(piece)
     return list(trees.values())
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from .entries import Entry, Piece, begins, number_of
 from .packing import packed
-from .pieces import SplitPlan
+from .pieces import Groups, PacksOfRanks, SplitPlan
 from .samples import Samples
 
 
@@ -24,7 +24,7 @@ class Plan:
         `ready_cost`: of these, on the slowest rank, where it is known.
     unpacked: by rank, places of samples that it packs itself, and computes after those.
     queue: packs that ranks take at run time after those; None if there is no queue.
-    segments: who computes which part of what several ranks compute; None if no rank reads what another computes.
+    segments: who computes which part of what several ranks compute; None if no rank needs what another computes.
     estimate: the step's cost; None where it is not compared.
     checksum: of the samples, None if they are unknown: ranks with another one have other samples.
 
@@ -42,14 +42,16 @@ class Plan:
     checksum: int | None = None
 
     @classmethod
-    def by_hand(cls, ready: Sequence[Sequence[list[Entry]]], *, replicas: int = 1, contents: str = "") -> Plan:
+    def by_hand(
+        cls, ready: PacksOfRanks, *, replicas: int = 1, contents: str = "", groups: Groups | None = None
+    ) -> Plan:
         """Of all ranks' packs. Raises as `SplitPlan.of`, and ValueError for a sample that is there twice."""
         plain = [[[e if isinstance(e, Piece) else operator.index(e) for e in pack] for pack in own] for own in ready]
         whole = Counter(e for own in plain for pack in own for e in pack if not isinstance(e, Piece))
         if twice := [sample for sample, count in whole.items() if count > 1]:
             raise ValueError(f"sample {twice[0]} is there twice: each sample is in one pack of one rank")
         ready = plain
-        return cls(ready=ready, segments=SplitPlan.of(ready, replicas=replicas, contents=contents))
+        return cls(ready=ready, segments=SplitPlan.of(ready, replicas=replicas, contents=contents, groups=groups))
 
     @cached_property
     def digest(self) -> str:
@@ -130,7 +132,7 @@ class MinibatchPacks(list):
 
     @property
     def split(self) -> SplitPlan | None:
-        """The plan of all ranks' segments, None if none reads another pack's."""
+        """The plan of all ranks' segments, None if no pack needs another."""
         return None if self.plan is None else self.plan.segments
 
     @property

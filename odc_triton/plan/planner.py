@@ -22,16 +22,19 @@ def make_plan(samples: Samples, limits: Limits, balance: str = "mini") -> Plan:
 
     `balance`: see `MinibatchSampler`. With "mini" samples are split as far as `limits` allow, and tokens that they
     share are computed once, where that takes less. With a queue nothing is shared. SPLIT, SHARED: that in any case.
+    Groups of samples are kept together by "mini" and SHARED, which are then the same.
 
-    Raises ValueError as the strategies, and for `split_tokens` of one that does not split.
+    Raises ValueError as the strategies, and for `split_tokens` or groups with one that can't split, or keep them.
     """
+    if samples.groups is not None and balance not in ("mini", SHARED):
+        raise ValueError(f"balance {balance!r} can't keep groups of samples together: use 'mini', or give no groups")
     if limits.split_tokens and balance in BALANCES and not STRATEGIES[balance].splits:
         raise ValueError(f"balance {balance!r} can't split samples: use 'mini', or split_tokens 0")
     if balance == QUEUE:
         plan = _queue_plan(samples, limits)
     elif not samples.tokens:
         plan = Plan(samples=samples, ready=[[] for _ in range(limits.ranks)])
-    elif balance == SHARED:
+    elif balance == SHARED or samples.groups is not None:
         plan = shared_plan(samples, limits)
     elif balance == SPLIT:
         plan = split_plan(samples, limits)

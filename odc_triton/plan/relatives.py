@@ -42,6 +42,13 @@ class Relatives:
     contents: list[str]
     floors: list[int]
 
+    @classmethod
+    def none(cls, lengths: list[int], floors: Sequence[int] | None) -> Relatives:
+        """Of samples that share nothing."""
+        order, nothing = [*range(len(lengths))], [0] * len(lengths)
+        floors = nothing if floors is None else [*map(int, floors)]
+        return cls(lengths, order, order, np.zeros(len(order), dtype=np.int64), nothing, [""] * len(order), floors)
+
     def entries(self, samples: Sequence[int]) -> list[Entry]:
         """These samples in one pack: whole, or as branches of others of them, which come before their branches."""
         (part,) = cut_line(self.strips(samples), [1.0], None)

@@ -65,7 +65,8 @@ class Limits:
 class Samples:
     """Of each sample `tokens` and `prices`, its cost; its name in packs; `learned`, how many of its tokens are targets;
     `earliest_cuts`, its tokens up to its last image's, in which no segment begins; `extra`, what these cost besides, in
-    the units of `cost`. `prefixes`: the tokens that they share. None: unknown, or nothing.
+    the units of `cost`. `prefixes`: the tokens that they share. `groups`: the number of its group, or None; a
+    group's, whose losses need each other, are in one pack, or over ranks in one wave. None: unknown, or nothing.
     """
 
     tokens: list[int]
@@ -76,6 +77,7 @@ class Samples:
     earliest_cuts: Sequence[int] | None = None
     extra: Sequence[float] | None = None
     prefixes: Relatives | None = None
+    groups: Sequence[int | None] | None = None
 
     @classmethod
     def of(
@@ -88,6 +90,7 @@ class Samples:
         earliest_cuts: Sequence[int] | None = None,
         extra: Sequence[float] | None = None,
         prefixes: Relatives | None = None,
+        groups: Sequence[int | None] | None = None,
     ) -> Samples:
         """`tokens`: as `Limits.checked` returns them, maybe none. `names`: by default their places.
 
@@ -107,6 +110,8 @@ class Samples:
                 )
         if learned is not None:
             learned = _checked_targets(learned, tokens)
+        if groups is not None:
+            groups = _checked_groups(groups, len(tokens))
         return cls(
             tokens=tokens,
             prices=prices,
@@ -116,6 +121,7 @@ class Samples:
             earliest_cuts=earliest_cuts,
             extra=extra,
             prefixes=prefixes,
+            groups=groups,
         )
 
     def __len__(self) -> int:
@@ -136,6 +142,7 @@ class Samples:
             earliest_cuts=of(self.earliest_cuts),
             extra=of(self.extra),
             prefixes=None if self.prefixes is None else self.prefixes.among(places),
+            groups=of(self.groups),
         )
 
     @property
@@ -158,3 +165,12 @@ def _checked_targets(targets: Sequence[int], tokens: list[int]) -> list[int]:
                 "which nothing predicts"
             )
     return found
+
+
+def _checked_groups(groups: Sequence[int | None], count: int) -> list[int | None]:
+    if len(groups) != count:
+        raise ValueError(f"groups has {len(groups)} numbers for {count} samples: give one for each, or None")
+    try:
+        return [None if each is None else operator.index(each) for each in groups]
+    except TypeError as error:
+        raise ValueError(f"groups must be whole numbers, or None: {error}") from None

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from .cost import CostModel
-from .entries import Entry, named
+from .entries import Entry, Piece, named
 from .line import LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price
 from .packing import best_fit, packed
 from .partition import BALANCED, balanced_partition
-from .pieces import SplitPlan
+from .pieces import SplitPlan, apart_from_their_group
 from .plan import Plan
 from .relatives import Relatives
 from .samples import Limits, Samples
@@ -49,9 +49,15 @@ def shared_plan(samples: Samples, limits: Limits) -> Plan:
 
     The extra cost is of a sample's first tokens, also where others share them. With `limits.readable` 0 no tree lies on
     several ranks. Deterministic: every rank gets the same result.
+
+    With groups nothing need be shared. Raises ValueError, naming it, for one over the cap that can't be over ranks.
     """
-    relatives, extra = samples.prefixes, samples.extra
-    families = relatives.families()
+    relatives, extra = samples.prefixes or Relatives.none(samples.tokens, samples.earliest_cuts), samples.extra
+    groups = {at: group for at, group in enumerate(samples.groups or ()) if group is not None}
+    members: dict[object, list[int]] = {}
+    for at in range(len(samples)):
+        members.setdefault(groups.get(at, (at,)), []).append(at)
+    families = [*map(relatives.strips, members.values())] if groups else relatives.families()
     if extra is not None:
         families = [[each._replace(extra=extra[each.sample]) for each in family] for family in families]
     problem = _SharedProblem(
@@ -62,15 +68,25 @@ def shared_plan(samples: Samples, limits: Limits) -> Plan:
         token_cap=limits.token_cap,
         cost=samples.cost,
         tokens=limits.readable,
+        groups=groups,
     )
     found = problem.best() if limits.replicas == 1 else _over_replicas(problem, limits.replicas, limits.shards)
+    if samples.groups is not None and found.estimate == math.inf:
+        tokens, family = max(zip(problem.needed, families, strict=True), key=lambda it: it[0])
+        group, names = groups.get(family[0].sample), [samples.names[each.sample] for each in family]
+        raise ValueError(
+            f"group {group}, of samples {names}, has {tokens} tokens, over the token_cap of {limits.token_cap}, and "
+            f"can't be cut over ranks, of each of which others may read {limits.readable} tokens: raise the cap or the "
+            f"tokens to read, or truncate or drop samples"
+        )
     packs = [[[named(each, samples.names) for each in entries] for entries in of_rank] for of_rank in found.packs]
+    by_name = {samples.names[at]: group for at, group in groups.items()}
     contents = hashlib.sha256("".join(relatives.contents).encode()).hexdigest()
     return Plan(
         samples=samples,
         ready=packs,
         estimate=found.estimate,
-        segments=SplitPlan.of(packs, replicas=limits.replicas, contents=contents),
+        segments=SplitPlan.of(packs, replicas=limits.replicas, contents=contents, groups=by_name),
     )
 
 
@@ -84,7 +100,7 @@ def _over_replicas(problem: _SharedProblem, replicas: int, shards: int) -> Share
 
 @dataclass(kw_only=True)
 class _SharedProblem:
-    """Families of a minibatch's samples, and the limits."""
+    """Families of a minibatch's samples, and the limits. `groups`: by sample; the families, if there are any."""
 
     lengths: Sequence[int] = field(kw_only=False)
     relatives: Relatives = field(kw_only=False)
@@ -93,12 +109,16 @@ class _SharedProblem:
     token_cap: int
     cost: CostModel
     tokens: int
+    groups: dict[int, int]
 
     def __post_init__(self) -> None:
         self.strips = {each.sample: each for each in chain.from_iterable(self.families)}
         self.costs = [self._together(family) for family in self.families]
         self.even_share = math.fsum(self.costs) / self.ranks
-        self.over = [max(each.stop for each in family) > self.token_cap for family in self.families]
+        # Of all of a group, or of a family's longest sample, as families may be in several packs.
+        counts = ([e.stop - e.start * bool(self.groups) for e in family] for family in self.families)
+        self.needed = [*map(sum if self.groups else max, counts)]
+        self.over = [tokens > self.token_cap for tokens in self.needed]
 
     def part(self, families: list[list[Strip]], ranks: int) -> _SharedProblem:
         return replace(self, families=families, ranks=ranks)
@@ -113,7 +133,10 @@ class _SharedProblem:
         """The best whose ranks read nothing of each other."""
         if not self.families or any(self.over):
             return SharedAssignment([[] for _ in range(self.ranks)], math.inf if any(self.over) else 0.0)
-        found = [self.priced(members) for members in (self.together(), self.alone())]
+        found = [self.priced(self.together())]  # which cuts no family within the cap
+        if self.groups:
+            return found[0]
+        found.append(self.priced(self.alone()))
         low, high = self.even_share, min(each.estimate for each in found)
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
@@ -125,24 +148,36 @@ class _SharedProblem:
         return min(found, key=lambda each: each.estimate)
 
     def over_ranks(self) -> Iterator[SharedAssignment]:
-        """See [Note: trees over ranks]. Completions are cut too, unless others would have to read too many tokens."""
+        """See [Note: trees over ranks]. Completions are cut too, unless others would have to read too many tokens. At
+        last groups are cut only between their samples, which then share nothing.
+        """
         order = sorted(range(len(self.families)), key=lambda at: (not self.over[at], -self.costs[at]))
         count, fewest, least = len(order), max(sum(self.over), 1), math.inf
         while count >= fewest and least > self.even_share * (1 + BALANCED):
             line, others = ([self.families[at] for at in places] for places in (order[:count], order[count:]))
             rest = self.part(others, self.ranks).apart()
-            for whole in (False, True):
-                if found := [*self._laid(line, rest, whole)]:
+            ways = [(line, False), (line, True)]
+            if self.groups:
+                unshared = [[e._replace(start=0, parent=None, learned=0) for e in family] for family in line]
+                ways.append((unshared, True))
+            for each, whole in ways:
+                if found := [*self._laid(each, rest, whole)]:
                     least = min(each.estimate for each in found)
                     yield from map(self._compared, found)
                     break
-            count //= 2
+            # A group over the cap can be assigned in no other way: the fewest are tried too.
+            count = max(count // 2, min(fewest, count - 1)) if self.groups else count // 2
 
     def _compared(self, found: SharedAssignment) -> SharedAssignment:
         """With what counts against others: packs that read must be better by the least gain; else no rank waits."""
-        if SplitPlan.of(found.packs) is not None:
-            return replace(found, estimate=found.estimate / (1 - _LEAST_GAIN))
-        return replace(found, estimate=max(math.fsum(map(self._price, packs)) for packs in found.packs))
+        apart = apart_from_their_group(found.packs, self.groups)
+        packs = [
+            [[Piece(each, 0, self.lengths[each]) if each in apart else each for each in pack] for pack in packs]
+            for packs in found.packs
+        ]
+        if SplitPlan.of(packs, groups=self.groups) is not None:
+            return SharedAssignment(packs, found.estimate / (1 - _LEAST_GAIN))
+        return SharedAssignment(packs, max(math.fsum(map(self._price, packs)) for packs in found.packs))
 
     def _laid(self, line: list[list[Strip]], rest: SharedAssignment, whole: bool) -> Iterator[SharedAssignment]:
         """`line` over ranks: in waves before the packs of `rest`, and in one microbatch with them, if they fit."""

@@ -1,11 +1,13 @@
 """Sums over the tokens of whole samples whose pieces are on several ranks, for losses that need them: ratios of whole
-sequences. Each rank writes its part into memory of the host, also on GPUs, and waits for the others'.
+sequences; and over those of groups of samples (`Samples.groups`): pairs. Each rank writes its part into memory of the
+host, also on GPUs, and waits for the others'.
 
 [Note: a wait between forward and backward] A rank writes its parts when the forward of its pack is done, before it
 waits for any. The forward needs other ranks' forwards alone, so every rank of the wave writes; and none is in its
 backward, where ranks wait for additions, before it has. So in [Note: waves] in plan/pieces.py
 attend(last layer) < write < wait < all of the backward, and waits still can't form a circle. Ranks that compute nothing
-of the wave's samples are not asked.
+of the wave's samples are not asked. A group over ranks is of one wave, as a tree is, also if none of its pieces reads
+another; of one that is in one pack the plan has no pieces, and its rank waits for none.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from ..plan.entries import Piece
 from ..plan.pieces import PlannedPiece
 from .exchange import SequenceExchange
 
-_MOST = 2  # sums of a sample
+_MOST = 2  # sums of a sample, or group
 _SHOWN_S = 0.1  # peers see longer waits
 
 
@@ -54,40 +56,46 @@ class SampleSums:
         self._waits = Status(barrier.board)  # the last wave whose parts the rank has written, and for whom it waits
         barrier.blocked_on.append(self.blocked_on)
 
-    def over_ranks(self, own: Mapping[int, torch.Tensor], counts: Callable[[Piece], bool]) -> dict[int, torch.Tensor]:
+    def over_ranks(
+        self, own: Mapping[int, torch.Tensor], counts: Callable[[Piece], bool], group_of: Callable[[int], int] = int
+    ) -> dict[int, torch.Tensor]:
         """By sample, sums over the tokens of all ranks: of `own`, 1 or 2 of each sample [k], in fp64, which are over
-        this rank's tokens. They have the same bits on all ranks.
+        this rank's tokens. They have the same bits on all ranks. `group_of`: of a sample, for sums by group.
 
-        Each rank with a piece that `counts` calls it with that sample, once in a microbatch, after the forward. Waits
-        for the device if there is one. Raises RankLost, DeadlineExceeded, PeerFailed, which name rank and sample.
+        Each rank with a piece that `counts` calls it with that sample, or group, once in a microbatch, after the
+        forward. Waits for the device if there is one. Raises RankLost, DeadlineExceeded, PeerFailed, which name rank
+        and sample, and ValueError for a group that is planned as several.
         """
         plan, sync = self._exchange.plan, self._exchange.sync
-        pieces = () if plan is None else [each for each in plan.pieces if each.piece.sample in own]
+        pieces = () if plan is None else [each for each in plan.pieces if group_of(each.piece.sample) in own]
         others = [each for each in pieces if each.rank != self._rank and counts(each.piece)]
         if not others:
             return {**own}
+        if len({each.wave for each in pieces}) > 1:
+            raise ValueError(f"samples of groups {[*own]} are in several waves: make the plan with these groups")
         self._state.drain("the forward of pieces")
+        places: dict[int, int] = {}  # of a group's parts: at its first sample with pieces, on all ranks
         ranks: dict[int, set[int]] = {}
-        for each in others:
-            ranks.setdefault(each.piece.sample, {self._rank}).add(each.rank)
-        for sample in ranks:
-            self._parts[sample, self._rank, 1 : 1 + len(own[sample])] = own[sample].cpu()
-            self._parts[sample, self._rank, 0] = sync.number
+        for each in pieces:
+            places.setdefault(group_of(each.piece.sample), each.piece.sample)
+            if counts(each.piece):
+                ranks.setdefault(group_of(each.piece.sample), set()).add(each.rank)
+        for group, place in places.items():
+            self._parts[place, self._rank, 1 : 1 + len(own[group])] = own[group].cpu()
+            self._parts[place, self._rank, 0] = sync.number
         wave = sync.number << 16 | others[0].wave + 1
         self._show(wave)
         for each in others:
-            self._wait_for(each, wave)
-        found = {sample: self._parts[sample, sorted(of), 1:].sum(0) for sample, of in ranks.items()}
-        return {
-            sample: found[sample][: len(each)].to(each) if sample in found else each for sample, each in own.items()
-        }
+            self._wait_for(each, places[group_of(each.piece.sample)], wave)
+        found = {group: self._parts[places[group], sorted(of), 1:].sum(0) for group, of in ranks.items()}
+        return {group: found[group][: len(each)].to(each) if group in found else each for group, each in own.items()}
 
-    def _wait_for(self, other: PlannedPiece, wave: int) -> None:
+    def _wait_for(self, other: PlannedPiece, place: int, wave: int) -> None:
         rank, sync = self._first + other.rank, self._exchange.sync
         purpose, shown_s = f"the sums over {other.piece}", time.monotonic() + _SHOWN_S
 
         def missing() -> list[int]:
-            if self._parts[other.piece.sample, other.rank, 0] == sync.number:
+            if self._parts[place, other.rank, 0] == sync.number:
                 return []
             if time.monotonic() >= shown_s:
                 self._show(wave, rank)

@@ -27,16 +27,18 @@ from tests.support.deadlines import LONG_S
 from tests.support.splitting import DEALS, LENGTHS, Dealt, P, Setup, build, require_plain, sharded, step_on
 
 Loss = Callable[[torch.nn.Module, dict], torch.Tensor]
+Groups = tuple[tuple[int, int], ...]  # (sample, group)
 
 
-def with_sums(sums: SampleSums, deal: Dealt, factor: float = 1.0) -> Loss:
+def with_sums(sums: SampleSums, deal: Dealt, factor: float = 1.0, groups: Groups = (), seen: Any = None) -> Loss:
     """A pack's loss; before it the tokens of pieces, `factor` times, are summed over ranks, without last pieces of all
-    samples but the first.
+    samples but the first; or those of groups. `seen`: to be filled with the sums.
     """
     pieces = [each for of_rank in deal for pack in of_rank for each in pack if isinstance(each, Piece)]
+    label = {sample: sample for sample in range(len(LENGTHS))} | dict(groups)
 
     def counts(piece: Piece) -> bool:
-        return piece.stop < LENGTHS[piece.sample] or piece.sample == 0
+        return bool(groups) or piece.stop < LENGTHS[piece.sample] or piece.sample == 0
 
     def loss_of(model: torch.nn.Module, pack: dict) -> torch.Tensor:
         loss = summed_loss(model, pack)
@@ -44,32 +46,59 @@ def with_sums(sums: SampleSums, deal: Dealt, factor: float = 1.0) -> Loss:
         for piece in filter(None, pack.get("pieces", ())):
             if counts(piece):
                 one = torch.tensor([len(piece), 1.0], dtype=torch.float64)
-                own[piece.sample] = own.get(piece.sample, 0.0) + factor * one
-        for sample, found in sums.over_ranks(own, counts).items():
-            some = [len(each) for each in pieces if each.sample == sample and counts(each)]
-            assert found.tolist() == [factor * sum(some), factor * len(some)], sample
+                own[label[piece.sample]] = own.get(label[piece.sample], 0.0) + factor * one
+        for group, found in sums.over_ranks(own, counts, label.__getitem__).items():
+            some = [len(each) for each in pieces if label[each.sample] == group and counts(each)]
+            assert found.tolist() == pytest.approx([factor * sum(some), factor * len(some)], rel=1e-15), group
+            if seen is not None:
+                seen[group] = found.tolist()
         return loss
 
     return loss_of
 
 
-def _right(rank: int, world: int, setups: list[Setup]) -> None:
-    for setup in setups:
-        model, deal = sharded(setup, rank), DEALS[setup.deal]
-        sums = SampleSums(model, samples=len(LENGTHS))
-        for factor in (1.0, 3.0):
+# Samples 0 and 2 are a pair.
+PAIR: Groups = ((0, -7), (2, -7))
+BETWEEN: Dealt = [[[P(0, 0, 41), 3]], [[P(2, 0, 30), 1]]]
+OF_A_BRANCH: Dealt = [[[P(0, 0, 41)]], [[P(2, 7, 30, 0), 3], [1]]]
+TWO_PAIRS: Dealt = [[[P(0, 0, 20)], [P(1, 0, 17)]], [[P(0, 20, 41), P(2, 0, 10)]], [[P(2, 10, 30)], [P(3, 0, 9)]]]
+SUMS: dict[int, list[tuple[Setup, Dealt]]] = {
+    2: [(Setup(groups=PAIR), BETWEEN), (Setup(prefix=8, groups=PAIR), OF_A_BRANCH)],
+    3: [
+        (Setup(), DEALS["zigzag"]),
+        (Setup(prefix=8, backend="cpu-sharded"), DEALS["cut tree"]),
+        (Setup(prefix=8), DEALS["tree waves"]),
+        (Setup(groups=(*PAIR, (1, 10**12), (3, 10**12))), TWO_PAIRS),
+    ],
+}
+APART: Dealt = [[[P(0, 0, 20)], [P(2, 0, 10)]], [[P(0, 20, 41)], [P(2, 10, 30)]]]
+
+
+def _right(rank: int, world: int) -> list[dict[int, list[float]]]:
+    """By case, the last minibatch's sums."""
+    made, cases = {}, []
+    for setup, deal in SUMS[world]:
+        if setup.backend not in made:
+            model = sharded(setup, rank)
+            made[setup.backend] = model, SampleSums(model, samples=len(LENGTHS))
+        model, sums = made[setup.backend]
+        for factor in (1.0, 1 / 3):
             model.zero_grad()
-            _, found = step_on(model, setup, rank, loss_of=with_sums(sums, deal, factor))
+            cases.append({})
+            loss_of = with_sums(sums, deal, factor, setup.groups, cases[-1])
+            _, found = step_on(model, setup, rank, loss_of=loss_of, deal=deal)
         require_plain(found, Setup(prefix=setup.prefix))
+    if world == 2:
+        with pytest.raises(MinibatchFailed, match="several waves: make the plan with these groups"):
+            step_on(model, Setup(), rank, loss_of=with_sums(sums, APART, groups=PAIR), deal=APART)
+    return cases
 
 
-def test_sums_of_all_ranks() -> None:
-    three = [
-        Setup(deal="zigzag"),
-        Setup(deal="cut tree", prefix=8, backend="cpu-sharded"),
-        Setup(deal="tree waves", prefix=8),
-    ]
-    ranks.run(_right, 3, three)
+@pytest.mark.parametrize("world", [slow(2), 3])
+def test_sums_of_all_ranks(world: int) -> None:
+    for of_ranks in zip(*ranks.run(_right, world), strict=True):
+        for group in set().union(*of_ranks):
+            assert len({tuple(each[group]) for each in of_ranks if group in each}) == 1, "other bits"
 
 
 # ------------------------------------------------------------------ failures
@@ -131,7 +160,9 @@ BEFORE: Dealt = [[[P(0, 13, 41)]], [[P(0, 0, 13), P(2, 13, 30)]], [[P(2, 0, 13)]
 EVERYWHERE: Dealt = [[[P(0, 0, 10)]], [[P(0, 10, 30)]], [[P(0, 30, 41)]]]
 
 
-def _beside_one_that_ends(rank: int, world: int, deal: Dealt, where: str, victim: int, number: int) -> tuple[str, list]:
+def _beside_one_that_ends(
+    rank: int, world: int, deal: Dealt, where: str, victim: int, number: int, groups: Groups
+) -> tuple[str, list]:
     model = fully_shard(build(Setup(), replaced=True), timeout=LONG_S)
     enable_split(model, tokens=48)
     sums, engine = SampleSums(model, samples=len(LENGTHS)), model._odc_engine
@@ -163,22 +194,26 @@ def _beside_one_that_ends(rank: int, world: int, deal: Dealt, where: str, victim
     if number == signal.SIGSTOP:
         Thread(target=end_the_deadline, daemon=True).start()
     with pytest.raises(OfRanks) as caught:
-        step_on(model, Setup(), rank, loss_of=with_sums(sums, deal), deal=deal)
+        step_on(model, Setup(groups=groups), rank, loss_of=with_sums(sums, deal, groups=groups), deal=deal)
     return f"{type(caught.value).__name__}: {caught.value}", caught.value.ranks
 
 
 @pytest.mark.parametrize(
-    ("deal", "where", "victim", "number"),
+    ("deal", "where", "victim", "number", "groups"),
     [
-        (EVERYWHERE, "write", 1, signal.SIGKILL),
-        (BEHIND, "write", 0, signal.SIGSTOP),
-        slow(EVERYWHERE, "wait", 1, signal.SIGSTOP),
-        slow(BEFORE, "wait", 0, signal.SIGSTOP),
+        (EVERYWHERE, "write", 1, signal.SIGKILL, ()),
+        (BEHIND, "write", 0, signal.SIGSTOP, ()),
+        slow(EVERYWHERE, "wait", 1, signal.SIGSTOP, ()),
+        slow(BEFORE, "wait", 0, signal.SIGSTOP, ()),
+        ([*BETWEEN, []], "write", 0, signal.SIGKILL, PAIR),  # no rank reads tokens
+        slow([*BETWEEN, []], "write", 1, signal.SIGSTOP, PAIR),
     ],
 )
-def test_a_rank_that_ends_or_stands_still_is_named_alone(deal: Dealt, where: str, victim: int, number: int) -> None:
-    assert SplitPlan.of(deal) is not None
-    with ranks.start(_beside_one_that_ends, 3, deal, where, victim, number) as job:
+def test_a_rank_that_ends_or_stands_still_is_named_alone(
+    deal: Dealt, where: str, victim: int, number: int, groups: Groups
+) -> None:
+    assert SplitPlan.of(deal, groups=dict(groups)) is not None
+    with ranks.start(_beside_one_that_ends, 3, deal, where, victim, number, groups) as job:
         others = job.wait_for([rank for rank in range(3) if rank != victim])
     assert [each.error for each in others] == [None] * 2
     kind = "RankLost: " if number == signal.SIGKILL else "DeadlineExceeded: "

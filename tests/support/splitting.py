@@ -86,7 +86,7 @@ class Setup:
     many with which all begin; `replicas`: of equally many ranks each; `half`: computes in bf16; `scale`: samples and
     pieces are this many times as long; `compiler`: of the blocks, but for the plain model, before all else;
     `in_flight`: layers that have buffers at a time; `run_tokens`: that attention reads of others at once;
-    `rope`: of ROPES.
+    `rope`: of ROPES; `groups`: (sample, group).
     """
 
     family: str = "Qwen2"
@@ -105,6 +105,7 @@ class Setup:
     in_flight: int | None = None
     run_tokens: int = 65_536
     rope: str = ""
+    groups: tuple[tuple[int, int], ...] = ()
 
 
 def build(setup: Setup, *, replaced: bool) -> nn.Module:
@@ -141,7 +142,7 @@ def packs_of(setup: Setup, rank: int, step: int = 0, deal: Dealt | None = None) 
         [[_longer(entry, setup.scale) for entry in pack] for pack in packs]
         for packs in (DEALS[setup.deal] if deal is None else deal)
     ]
-    packs = Plan.by_hand(deal, replicas=setup.replicas).packs(rank)
+    packs = Plan.by_hand(deal, replicas=setup.replicas, groups=dict(setup.groups)).packs(rank)
     return pack_collate(PackedDataset(samples(setup, step)).__getitems__(packs))
 
 
