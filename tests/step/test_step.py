@@ -12,13 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from odc_triton import fully_shard
+from odc_triton.balance import Piece, pack_collate
+from odc_triton.hf import summed_loss
+from odc_triton.objectives.cross_entropy import CrossEntropy
 from odc_triton.plan.plan import MinibatchPacks
 from odc_triton.step import Objective, StepPart, StepReport, Sums, Terms, evaluate, run_step
 from tests.support import ranks
 from tests.support.refusals import caught
+from tests.support.splitting import Setup, build, packs_of, samples, sharded
 
-# By number of ranks, each rank's packs: rows of a model of four inputs. One rank has none, one three.
-PACKS = {1: [[1.0, 2.0, 3.0, 5.0]], 2: [[1.0, 2.0, 5.0], [3.0]], 3: [[5.0], [], [1.0, 2.0, 3.0]]}
+# By number of ranks, each rank's packs: rows of a model of four inputs. The first of three ranks has none.
+PACKS = {1: [[1.0, 2.0, 3.0, 5.0]], 2: [[1.0, 2.0, 5.0], [3.0]], 3: [[], [5.0], [1.0, 2.0, 3.0]]}
 TERMS = 11
 
 
@@ -113,8 +117,8 @@ def _exact(rank: int, world: int) -> list[Any]:
     model, part, optimizer_steps = fully_shard(net(), exact=True), Noted(rank), []
     for factor in (1.0, 1e4):
         part.calls.clear()
-        packs = (factor * pack for pack in PACKS[world][rank])  # which can't be iterated twice
-        report = run_step(model, packs, Squares(), parts=[part])
+        packs = iter(PACKS[world][rank])  # which can't be iterated twice
+        report = run_step(model, packs, Squares(), collate=lambda pack, by=factor: by * pack, parts=[part])
         optimizer_steps.append((report, part.calls.count("minibatch"), part.calls.count("report")))
         model.zero_grad()
     return optimizer_steps
@@ -126,6 +130,20 @@ def test_a_minibatch_that_is_repeated_has_the_same_packs_and_counts_once() -> No
         assert (report.repeats, begun, reported) == (1, 2, 1), "ten thousand times as large sums don't fit"
         assert report.sums["packs"] == 4
         assert report.sums["squares"] == pytest.approx(report.loss * 2 * TERMS)
+
+
+def _untouched(rank: int, world: int) -> list[bool]:
+    whole = net()
+    whole.unused = nn.Linear(4, 2)
+    whole.forward = lambda x: whole[1](whole[0](x))
+    model = fully_shard(whole)
+    run_step(model, [1.0] * rank, Squares())
+    return [parameter.grad is None for name, parameter in model.named_parameters() if "unused" in name]
+
+
+def test_a_parameter_that_others_do_without_has_no_gradient() -> None:
+    """Zeros would decay it, where plain torch leaves it as it is."""
+    assert ranks.run(_untouched, 2) == [[True, True]] * 2
 
 
 class Wrong(Squares):
@@ -197,6 +215,25 @@ def test_an_evaluation_divides_nothing(world: int) -> None:
     terms = 2 * sum(2 * rank for rank in range(world))
     for (report,) in ranks.run(_evaluations, world):
         assert report == StepReport(loss=pytest.approx(loss * TERMS), sums=pytest.approx(sums), terms=terms)
+
+
+def _in_pieces(rank: int, world: int) -> StepReport:
+    """The third rank has nothing of the samples in pieces, the first nothing of the whole ones."""
+    setup = Setup()
+    deals = ([[[Piece(0, 0, 24)]], [[Piece(0, 24, 41)]], []], [[], [[1], [2]], [[3]]])
+    minibatches = [packs_of(setup, rank, deal=deal) for deal in deals]
+    model = sharded(setup, rank).eval()
+    return evaluate(model, minibatches, CrossEntropy())
+
+
+def test_pieces_of_samples_are_evaluated() -> None:
+    setup = Setup()
+    packs = pack_collate([samples(setup)])
+    with torch.no_grad():
+        want = summed_loss(build(setup, replaced=False).eval(), packs[0]).item()
+    for report in ranks.run(_in_pieces, 3):
+        assert report.terms == sum(len(sample["input_ids"]) - 1 for sample in samples(setup))
+        assert report.loss == report.sums["token_loss"] == pytest.approx(want, rel=1e-5)  # fp32 in other orders
 
 
 def test_terms_are_target_tokens_by_default() -> None:
