@@ -83,6 +83,6 @@ def _pull_stream(device: torch.device) -> torch.cuda.Stream:
     return CudaDevice(device).stream()
 
 
-def device_of(tensor: torch.Tensor) -> CudaDevice | None:
+def device_of(tensor: torch.Tensor) -> Device | None:
     """A tensor's GPU; None on the CPU, where all work is done when a call returns."""
     return CudaDevice(tensor.device) if tensor.is_cuda else None

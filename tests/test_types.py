@@ -74,8 +74,6 @@ ERRORS = {
     "odc_triton/jobs/train/": 67,
     "odc_triton/jobs/trainers/": 134,
     "odc_triton/jobs/vllm/": 3,
-    "odc_triton/objectives/": 2,
-    "odc_triton/step.py": 6,
     "odc_triton/tools/cli/": 3,
     "odc_triton/tools/doctor/": 4,
     "odc_triton/tools/memory/": 1,

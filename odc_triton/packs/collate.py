@@ -59,7 +59,7 @@ class Pack(_PackTargets):
 
     input_ids: torch.Tensor  # int64 [1, T]
     position_ids: torch.Tensor  # int64 [1, T], from 0 in each document; of a piece those in its sample
-    cu_seq_lens_q: torch.Tensor  # int32 [documents + 1], from 0 to T
+    cu_seq_lens_q: torch.Tensor  # int32 [documents + 1], from 0 to T; as what follows, a GPU would wait for it
     cu_seq_lens_k: torch.Tensor  # the same
     max_length_q: int  # tokens of the longest document
     max_length_k: int
@@ -83,8 +83,7 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
     document; `labels`, aligned with `input_ids` as transformers has it (the model shifts them), -100 at each document's
     first token, which would otherwise be predicted from the document before. Where documents begin, by transformers'
     names: `cu_seq_lens_q` and `_k`, int32 `[documents + 1]` from 0 to T, `max_length_q` and `_k`, the longest one's
-    tokens. For `summed_loss`: `target_positions`, whose next label is learned. On a GPU these would take a
-    synchronisation. `to_device` moves a pack.
+    tokens. For `summed_loss`: `target_positions`, whose next label is learned. `to_device` moves a pack.
 
     With pictures it has their fields, joined along dim 0; `mm_token_type_ids`, `[1, T]`; `image_blocks`, of each run of
     a picture's tokens its document's first row, its first and the row after it; if they have grids

@@ -212,8 +212,7 @@ class _Look:
     """
 
     def __init__(self, buffers: KVBuffers, on: Device | None = None) -> None:
-        self._room = buffers
-        self._on: Device | None = on or device_of(buffers.flags(Flag(0), buffers.rank))
+        self._room, self._on = buffers, on or device_of(buffers.flags(Flag(0), buffers.rank))
         if self._on is not None:
             self._seen = torch.zeros(len(Flag), buffers.world, buffers.layers, dtype=torch.int64)
             self._seen = self._seen.pin_memory() if buffers.heap.device.type == "cuda" else self._seen
