@@ -83,6 +83,7 @@ $(VENV)/.docs-installed: $(VENV)/.installed
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
 
 format: venv
 	$(BIN)/ruff check --fix .

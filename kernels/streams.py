@@ -25,7 +25,7 @@ class Device(Protocol):
     def pull_stream(self) -> Any:
         """The one stream on which launchers copy what their kernels read."""
 
-    def enqueue(self, stream: Any, work: Callable[..., None], memory: Memory = None) -> None:
+    def enqueue(self, stream: Any, work: Callable[..., object], memory: Memory = None) -> None:
         """Enqueues `work` on the stream. `memory`: read or filled by it; a tensor is passed to `work`."""
 
     def allocate(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
@@ -64,7 +64,7 @@ class CudaDevice:
     def pull_stream(self) -> torch.cuda.Stream:
         return _pull_stream(self._device)
 
-    def enqueue(self, stream: torch.cuda.Stream, work: Callable[..., None], memory: Memory = None) -> None:
+    def enqueue(self, stream: torch.cuda.Stream, work: Callable[..., object], memory: Memory = None) -> None:
         with torch.cuda.stream(stream):
             work(memory) if isinstance(memory, torch.Tensor) else work()
 
@@ -83,6 +83,6 @@ def _pull_stream(device: torch.device) -> torch.cuda.Stream:
     return CudaDevice(device).stream()
 
 
-def device_of(tensor: torch.Tensor) -> CudaDevice | None:
+def device_of(tensor: torch.Tensor) -> Device | None:
     """A tensor's GPU; None on the CPU, where all work is done when a call returns."""
     return CudaDevice(tensor.device) if tensor.is_cuda else None

@@ -26,7 +26,8 @@ from .packs.collate import count_target_tokens, to_device
 from .plan.queue import QueuedPacks
 from .sequence.enable import split_forward
 
-Item, Made = TypeVar("Item"), TypeVar("Made")
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 Sums = Mapping[str, Tensor | float]
 
 
@@ -239,7 +240,7 @@ def _on_device(pack: Any, engine: Protocol) -> Any:
     return to_device(pack, engine.heap.device) if isinstance(pack, Mapping) else pack
 
 
-def _collated(packs: Iterable[Any], collate: Callable[[Any], Any] | None, ahead: bool) -> Iterable[Any]:
+def _collated(packs: Any, collate: Callable[[Any], Any] | None, ahead: bool) -> Iterable[Any]:
     """During iteration: a queue's packs are taken then."""
     if collate is None:
         return packs

@@ -11,14 +11,14 @@ from typing import Any
 _NAME = re.compile(r"^from (\S+) import (\w+) as \2$", re.M)
 
 
-def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of `package`.
+def lazy_names(package: str, *unlisted: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of `package`; the last two without the names `unlisted`.
 
     Its `__init__.pyi` has the modules of all names, one import a line; type checkers read it too.
     """
-    stub = pkgutil.get_data(package, "__init__.pyi")  # also in a zip
+    stub = pkgutil.get_data(package, "__init__.pyi") or b""  # also in a zip
     home = {name: module for module, name in _NAME.findall(stub.decode())}
-    names = sorted(home)
+    names = sorted(home.keys() - set(unlisted))
 
     def getattr_(name: str) -> Any:
         if name not in home:

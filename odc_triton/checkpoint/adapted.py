@@ -42,7 +42,7 @@ def base_of(source: str | os.PathLike) -> str | None:
     return base
 
 
-def with_tokenizer(source: str | os.PathLike) -> str | os.PathLike:
+def with_tokenizer(source: str | Path) -> str | Path:
     """`source`; for an adapter that has no tokenizer, its base."""
     from transformers.utils import cached_file
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..base.untyped import untyped
 from .adapted import base_of
 from .parameters import read_whole, sharded_parameters
 
@@ -86,7 +87,7 @@ def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> 
     state = {_WRAPPER.sub("", name): value.contiguous() for name, value in _peft_state(model, whole).items()}
     tensors = {f"{prefix}{name}": value for name, value in state.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = model.peft_config[_adapter(model)]
+    config = untyped(model).peft_config[_adapter(model)]
     former, config.inference_mode = config.inference_mode, True  # as in PEFT
     try:
         config.save_pretrained(folder)
@@ -95,7 +96,7 @@ def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> 
     shutil.copymode(folder / "adapter_config.json", folder / "adapter_model.safetensors")  # mode 0600 otherwise
 
 
-def _adapter(model: nn.Module) -> str:
+def _adapter(model: Any) -> str:
     trained = {part for name, each in model.named_parameters() if each.requires_grad for part in name.split(".")}
     active = model.active_adapters
     for names in (model.peft_config, trained, active() if callable(active) else active):
@@ -111,7 +112,7 @@ def _peft_state(model: nn.Module, whole: dict[str, torch.Tensor]) -> dict[str, t
     return get_peft_model_state_dict(model, state_dict=whole, adapter_name=adapter, save_embedding_layers=is_resized)
 
 
-def _is_resized(model: nn.Module) -> bool:
+def _is_resized(model: Any) -> bool:
     """True if the base's files, as far as they are here, have another vocabulary: PEFT writes the embeddings too."""
     source = model.peft_config[_adapter(model)].base_model_name_or_path
     try:
@@ -121,7 +122,7 @@ def _is_resized(model: nn.Module) -> bool:
     return config.get_text_config().vocab_size != model.config.get_text_config().vocab_size
 
 
-def _adapters_own(model: nn.Module) -> dict[str, torch.Tensor]:
+def _adapters_own(model: Any) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers but for the base's frozen ones, a tied one by each of its names."""
     base = frozen_ids(model)
     if _is_resized(model):
@@ -134,7 +135,7 @@ def _adapters_own(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def frozen_ids(model: nn.Module) -> set[int]:
     """The ids of what is not trained of the model below PEFT's adapters."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = untyped(model).get_base_model() if hasattr(model, "get_base_model") else model
     return {id(each.value) for _, each in origins_of(base, adapted=False) if not each.value.requires_grad}
 
 
@@ -187,7 +188,7 @@ def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: each for name, each in (module._parameters | buffers).items() if each is not None}
 
 
-def peft_layers() -> tuple[type[nn.Module], ...]:
+def peft_layers() -> tuple[type, ...]:
     """PEFT's classes of layers that stand in the place of others."""
     if "peft" not in sys.modules:
         return ()

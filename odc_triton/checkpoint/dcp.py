@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from ..base.errors import CheckpointCorrupt
+from ..base.untyped import untyped
 
 METADATA = ".metadata"
 
@@ -174,7 +175,8 @@ class Part:
         planner, rank = self._planner, self._rank
         files = DigestedFiles(is_dropped)
         # Values on the host need no prefetched copies, for which DCP would synchronize a stream of this thread's GPU.
-        writer = FileSystemWriter(folder, **({"per_thread_copy_ahead": 0} if planner.held else {}))
+        ahead: Any = {"per_thread_copy_ahead": 0} if planner.held else {}
+        writer = FileSystemWriter(folder, **ahead)
         writer.fs = files
         plan = writer.prepare_local_plan(planner.create_local_plan())
         (plan,), metadata = create_default_global_save_plan([plan])
@@ -205,7 +207,7 @@ def join_parts(folder: Path, world: int) -> dict[str, Written]:
         for name, entry in part.state_dict_metadata.items():
             ours = joined.state_dict_metadata.setdefault(name, entry)
             if ours is not entry:
-                ours.chunks += entry.chunks
+                untyped(ours).chunks += untyped(entry).chunks  # what several ranks have is a tensor
         joined.storage_data |= part.storage_data
         joined.planner_data |= part.planner_data
     files = DigestedFiles()
@@ -221,6 +223,10 @@ def join_parts(folder: Path, world: int) -> dict[str, Written]:
 
 class _MetadataUnpickler(pickle._Unpickler):  # whose instructions can be replaced
     """See [Note: pickles]. Calls only `_MAKERS`, and sets only fields of new `_RECORDS`, to values of their types."""
+
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
+    load_mark: Callable[[], None]
 
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("pathlib") and name.endswith("Path"):
@@ -266,9 +272,10 @@ class _MetadataUnpickler(pickle._Unpickler):  # whose instructions can be replac
         "BINPUT LONG_BINPUT BINGET LONG_BINGET"
     )
     _codes = tuple(getattr(pickle, name)[0] for name in _kept.split())
-    dispatch = dict.fromkeys(range(256), refuse) | {code: pickle._Unpickler.dispatch[code] for code in _codes}
+    dispatch: dict[int, Any] = dict.fromkeys(range(256), refuse)
+    dispatch |= {code: pickle._Unpickler.dispatch[code] for code in _codes}
     dispatch |= {pickle.BUILD[0]: set_fields, pickle.SETITEM[0]: set_item, pickle.SETITEMS[0]: set_items}
-    dispatch[pickle.NEWOBJ[0]] = pickle._Unpickler.load_reduce
+    dispatch[pickle.NEWOBJ[0]] = dispatch[pickle.REDUCE[0]]
 
 
 def _size(sizes: Any) -> torch.Size:

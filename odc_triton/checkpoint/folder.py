@@ -197,7 +197,7 @@ class Saving:
                     os.rename(folder / name, aside / name)
                 folder.rmdir()
         files |= dcp.join_parts(aside, len(written))
-        if self._base:
+        if self._base_name is not None and self._base:
             named = base_model.described(self._base_name, self._base, [theirs["base"] for theirs in written])
             files |= _write(aside / base_model.FILE, json.dumps(named).encode())
         _write(aside / MANIFEST, Manifest(number=number, step=self.step, world=len(written), files=files).to_json())
@@ -243,7 +243,7 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
         adapters_only = saved is not None and base_model.FILE in saved.files
         base = base_model.frozen_base(model) if adapters_only else {}
         shared["base"] = base_model.own_sum(base)
-    fresh = optimizer is not None and not optimizer.state
+    fresh = None if optimizer is None or optimizer.state else optimizer
     try:
         with all_or_none(engine, purpose):  # separate, because creating an optimizer's states is a step of all ranks
             if adapters_only:
@@ -251,8 +251,8 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
             wanted = training_state.to_load(model, optimizer, metadata, without=base.keys())
             engine.drain("loading a checkpoint")
     except Exception:
-        if fresh:
-            optimizer.state.clear()
+        if fresh is not None:
+            fresh.state.clear()
         raise
     with engine.writing(), all_or_none(engine, purpose):
         dcp.read_into(path, metadata, wanted)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,9 @@ from .parameters import sharded_parameters
 from .pretrained_adapter import Merge
 from .pretrained_files import PretrainedFiles, refuse_quantised, rows_of, weights_folder
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _BLOCK = 2**22  # elements compared at a time
 
 
@@ -42,6 +45,7 @@ def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:
     """A transformers causal LM in fp32: weights from a folder or hub id, or random ones for the config `init`."""
     if init is not None:
         return _made(read_config(init), init)
+    assert model is not None, "of the two one is given"
     if (base := base_of(model)) is not None:
         raise ValueError(
             f"{model} has an adapter, which is not merged into a whole model: give the folder of its base, {base}"
@@ -81,6 +85,7 @@ def meta_causal_lm(*, model: str | None = None, init: str | None = None) -> nn.M
             vars(each).pop("quantization_config", None)
         with torch.device("meta"):
             return _made(config, init)
+    assert model is not None, "of the two one is given"
     made = _meta_base(model)
     if (base := base_of(model)) is not None:
         merge = Merge(made, model, base)
@@ -91,7 +96,7 @@ def meta_causal_lm(*, model: str | None = None, init: str | None = None) -> nn.M
     return made
 
 
-def _meta_base(model: str) -> nn.Module:
+def _meta_base(model: str) -> PreTrainedModel:
     """`meta_causal_lm(model=model)` without its adapter."""
     from transformers import GenerationConfig
 
@@ -105,7 +110,7 @@ def _meta_base(model: str) -> nn.Module:
     return made
 
 
-def _made(config: Any, source: str) -> nn.Module:
+def _made(config: Any, source: str) -> PreTrainedModel:
     """A causal LM of `config`, read from `source`, with random weights."""
     try:
         return auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=False)
@@ -116,7 +121,7 @@ def _made(config: Any, source: str) -> nn.Module:
         ) from error
 
 
-def _tie_as_in(files: PretrainedFiles, made: nn.Module) -> None:
+def _tie_as_in(files: PretrainedFiles, made: PreTrainedModel) -> None:
     """Unties what the files have with different values, in the config too: other engines know only that."""
     sources, _ = _sources(made, files, made.state_dict().keys())
     for target, source in list(made.all_tied_weights_keys.items()):
@@ -131,7 +136,7 @@ def _tie_as_in(files: PretrainedFiles, made: nn.Module) -> None:
         _untie(made, target)
 
 
-def _untie(made: nn.Module, target: str) -> None:
+def _untie(made: PreTrainedModel, target: str) -> None:
     owner, _, name = target.rpartition(".")
     module = made.get_submodule(owner)
     value = torch.empty_like(old := getattr(module, name))
@@ -153,7 +158,7 @@ def _equal(files: PretrainedFiles, one: _Source, other: _Source, rows: slice | N
     return all(torch.equal(*(files.read(name, part).float() for name in names)) for part in parts)
 
 
-def transformers_part(model: nn.Module) -> tuple[str, nn.Module]:
+def transformers_part(model: nn.Module) -> tuple[str, PreTrainedModel]:
     """(prefix, module) of the transformers model in `model`: itself, or inside an adapter's wrapper.
 
     Raises TypeError if there is none.
@@ -166,9 +171,9 @@ def transformers_part(model: nn.Module) -> tuple[str, nn.Module]:
     raise TypeError(f"{type(model).__name__} is not a transformers model: load and save its state_dict() instead")
 
 
-def empty_copy(model: nn.Module) -> nn.Module:
+def empty_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A plain model of a sharded transformers model's class, on the meta device, tied, with a copy of its config."""
-    cls = plain_class(model) if is_sharded(model) else type(model)
+    cls: Any = plain_class(model) if is_sharded(model) else type(model)
     with torch.device("meta"):
         empty = cls(copy.deepcopy(model.config))
     empty.tie_weights()
@@ -222,8 +227,9 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
         def read(name: str) -> torch.Tensor:
             return dict(_values(name, sources[name], files.read, model))[name](None)
 
-        for name in changed:
-            _fill(places[name], partial(rows_of, merge.whole(name, read)))
+        if merge is not None:
+            for name in changed:
+                _fill(places[name], partial(rows_of, merge.whole(name, read)))
     if unexpected and engine.rank == 0:
         warnings.warn(
             f"{source} has {len(unexpected)} tensors that the model does not have: {listed(unexpected)}", stacklevel=2
@@ -251,7 +257,9 @@ def plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def _sources(empty: nn.Module, files: PretrainedFiles, wanted: Collection[str]) -> tuple[dict[str, _Source], list[str]]:
+def _sources(
+    empty: PreTrainedModel, files: PretrainedFiles, wanted: Collection[str]
+) -> tuple[dict[str, _Source], list[str]]:
     """(the source of each `wanted` tensor, as transformers would load it into `empty`; unused names in the files)."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -341,9 +349,8 @@ def _values(
 
 
 def _fill(place: Place, take: Take) -> None:
-    to, rows = place, None
-    if isinstance(place, ShardedParameter):
-        to, rows = place.shard.master, slice(*place.shard.master_rows)
+    to = place.shard.master if isinstance(place, ShardedParameter) else place
+    rows = slice(*place.shard.master_rows) if isinstance(place, ShardedParameter) else None
     if (value := take(rows)).shape != to.shape:  # which copy_ would repeat
         raise CheckpointDiffers(f"{list(value.shape)} values for {list(to.shape)}")
     to.copy_(value)

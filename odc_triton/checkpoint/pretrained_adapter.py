@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..base.errors import in_a_line
+from ..base.untyped import untyped
 from .adapter import merged, merged_layer, origins_of
 
 
@@ -29,7 +30,7 @@ class Merge:
         model.hf_device_map = {"": "cpu"}  # of the adapter: else its tensors are read onto the meta device
         kind, way = "an adapter", f"give {base}, or what PEFT's merge_and_unload() makes of both, if it can merge them"
         try:
-            kind = f"an adapter of type {PeftConfig.from_pretrained(str(source)).peft_type.value}"
+            kind = f"an adapter of type {untyped(PeftConfig.from_pretrained(str(source))).peft_type.value}"
             with _quietly():
                 missing = model.load_adapter(str(source)).missing_keys
             lost = [name for name in missing if model.get_parameter(name).is_meta]

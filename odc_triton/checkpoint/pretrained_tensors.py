@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from ..comm.layout import find_units
 from .adapter import Origin, adapter_reads, merged, merged_layer, origins_of
 from .parameters import read_whole, sharded_parameters
 from .pretrained import empty_copy, transformers_part
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 T = TypeVar("T")
 
@@ -103,7 +106,7 @@ class PretrainedTensors:
         return read_whole(self._model, self._parameters.get(id(value), value), None, self._device)
 
 
-def _by_unit(origins: dict[str, Origin], empty: nn.Module) -> list[dict[str, Origin]]:
+def _by_unit(origins: dict[str, Origin], empty: PreTrainedModel) -> list[dict[str, Origin]]:
     """`origins` by their names in files, a tied one once, grouped by unit, as transformers converts only tensors of the
     same unit. What is tied is what is one tensor in memory: if the config ties others, it is changed in `empty`."""
     known = getattr(empty, "all_tied_weights_keys", {})
@@ -111,7 +114,7 @@ def _by_unit(origins: dict[str, Origin], empty: nn.Module) -> list[dict[str, Ori
     if any(origins[name].key() != origins[other].key() for name, other in tied.items()):
         tied = {}
         for config in (empty.config, *(getattr(empty.config, name, None) for name in empty.config.sub_configs)):
-            if getattr(config, "tie_word_embeddings", False):
+            if config is not None and getattr(config, "tie_word_embeddings", False):
                 config.tie_word_embeddings = False
     units = find_units(empty)
     groups: dict[str, dict[str, Origin]] = {unit: {} for unit in ["", *units]}
@@ -122,7 +125,7 @@ def _by_unit(origins: dict[str, Origin], empty: nn.Module) -> list[dict[str, Ori
 
 
 def in_files(
-    empty: nn.Module, units: Iterable[dict[str, T]], read: Callable[[str, T], torch.Tensor]
+    empty: PreTrainedModel, units: Iterable[dict[str, T]], read: Callable[[str, T], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) as in a checkpoint's files, of what `read(name, place)` returns for each place in `units`."""
     from transformers.core_model_loading import revert_weight_conversion

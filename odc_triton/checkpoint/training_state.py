@@ -118,7 +118,7 @@ def _optimizer_to_load(
     names = dict(_trained(model, optimizer))
     if not optimizer.state:
         optimizer.zero_grad()  # torch creates no states while there are gradients
-    states = get_optimizer_state_dict(model, optimizer)["state"]
+    states: Any = get_optimizer_state_dict(model, optimizer)["state"]
     kind_here = type(optimizer).__name__
     saved: dict[str, set[str]] = {}
     for key in metadata.state_dict_metadata:

@@ -119,11 +119,11 @@ def _naming(folder: str | Path) -> Iterator[None]:
         raise
 
 
-def _write_model(root: nn.Module, model: nn.Module, folder: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
+def _write_model(root: nn.Module, model: Any, folder: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
     from safetensors.torch import save_file
 
     tensors = PretrainedTensors(root, dtype=dtype, device="cpu")
-    empty = tensors.empty
+    empty: Any = tensors.empty
     compute_dtypes = {p.leaf.dtype for p in engine_of(root).parameters if p.leaf.is_floating_point()}
     saved_dtype = dtype or (compute_dtypes.pop() if len(compute_dtypes) == 1 else model.dtype)
     empty.config.dtype = str(saved_dtype).removeprefix("torch.")

@@ -50,7 +50,7 @@ def _is_connected(peer: int) -> bool:
     another host too. True where the process group has no gloo.
     """
     try:
-        gloo = dist.group.WORLD._get_backend(torch.device("cpu"))
+        gloo: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))  # a stub lacks `send`
     except RuntimeError:  # of GPUs alone
         return True
     if gloo.name() != "gloo":
@@ -89,6 +89,11 @@ class Barrier:
         self._minibatch = Status(board)
         self._waits = Status(board)  # changes while the rank waits
         self._signs = Status(board)  # changes while the rank is `working`
+
+    def status(self) -> Status:
+        """A new one, which no other uses. Needs `watch`."""
+        assert self.board is not None, "ranks don't see each other's status yet"
+        return Status(self.board)
 
     def show(self, *, minibatch: int, broken: bool) -> None:
         """Shows peers where this rank is."""

@@ -90,6 +90,8 @@ class StoreServer:
 class LocalStore(dist.Store):
     """A rank's connection to a `StoreServer`. Raises what TCPStore raises; every answer has the store's `timeout`."""
 
+    timeout: timedelta  # torch's stub lacks it
+
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name

@@ -115,7 +115,7 @@ class PeerStatus(StatusBoard):
             places = barrier.exchange("connecting replicas: ports", message)
             for rank in self._far:
                 if rank < self._rank:
-                    host = places[rank]["address"] or (host_of(store)[0] if mine is not None else "127.0.0.1")
+                    host = places[rank]["address"] or (mine and host_of(store)[0]) or "127.0.0.1"
                     self._connections[rank] = self._call(rank, host, places[rank]["port"], token, deadline_s)
             self._answer({rank for rank in self._far if rank > self._rank}, listener, token, deadline_s)
 

@@ -74,7 +74,7 @@ def group_kinds(devices: Sequence[str | None]) -> str:
 def take_gpu() -> None:
     """Makes this rank's GPU, by `gpu_index`, the current device."""
     has_group = dist.is_initialized()
-    bound = dist.group.WORLD.bound_device_id if has_group else None
+    bound = dist.distributed_c10d._get_default_group().bound_device_id if has_group else None
     index = gpu_index(
         os.environ,
         torch.cuda.device_count(),

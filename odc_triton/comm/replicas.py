@@ -22,7 +22,6 @@ from torch.distributed.tensor import Placement, Shard
 
 from ..base.errors import OdcError
 from .barrier import Barrier
-from .memory.heap import Status
 
 _FOREIGN = ("tp", "cp", "pp", "ep", "sp")
 _REPLICATE = ("replicate", "dp_replicate")
@@ -83,7 +82,7 @@ class Grid:
                 f"the mesh has {self.world} of {dist.get_world_size()} ranks in two dimensions, which have no common "
                 f"process group: give a mesh of all ranks, or of one dimension"
             )
-        return dist.group.WORLD
+        return dist.distributed_c10d._get_default_group()
 
 
 def refuse_mesh(mesh: DeviceMesh) -> None:
@@ -123,13 +122,12 @@ def grid_of(mesh: DeviceMesh) -> Grid:
             replicas=1,
             replica_group=None,
         )
-    replicate, shard = (mesh[name] for name in mesh.mesh_dim_names)
+    names = mesh.mesh_dim_names or ()
+    replicate, shard = (mesh[name] for name in names)
     groups = [shard.get_group(), replicate.get_group()]
     # A new tensor: with one rank in a dimension `T.contiguous()` keeps strides, by which torch 2.11 orders dimensions.
     turned = torch.tensor(mesh.mesh.T.tolist(), dtype=mesh.mesh.dtype)
-    transposed = DeviceMesh.from_group(
-        groups, mesh.device_type, mesh=turned, mesh_dim_names=tuple(reversed(mesh.mesh_dim_names))
-    )
+    transposed = DeviceMesh.from_group(groups, mesh.device_type, mesh=turned, mesh_dim_names=names[::-1])
     return Grid(
         mesh=transposed,
         shard_mesh=shard,
@@ -152,7 +150,7 @@ def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copies the second of each pair into the first, all at once: chunks are many and small."""
     pairs = [(into, value) for into, value in pairs if len(value)]
     if pairs:
-        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        torch._foreach_copy_([into for into, _ in pairs], [value for _, value in pairs])
 
 
 class Replicas:
@@ -162,7 +160,8 @@ class Replicas:
         self.count, self.index = grid.replicas, grid.replica
         self._grid, self._barrier = grid, barrier
         self._gathers = 0
-        self._reached = Status(barrier.board) if self.count > 1 else None  # how many exchanges
+        if self.count > 1:
+            self._reached = barrier.status()  # how many exchanges
         self._group = grid.replica_group
         self._device = device
         if self.count > 1 and device.type == "cuda" and "cuda:nccl" not in str(dist.get_backend_config(self._group)):

@@ -80,7 +80,7 @@ class Streams:
         storage.resize_(0)
 
     def add(
-        self, gradient: torch.Tensor, work: Callable[[torch.Tensor], None], *, most_bytes: int | None = None
+        self, gradient: torch.Tensor, work: Callable[[torch.Tensor], object], *, most_bytes: int | None = None
     ) -> None:
         """Adds `gradient` to peers, by `work`, after all computation enqueued before. `most_bytes`: that may wait."""
         work(gradient)
@@ -170,7 +170,7 @@ class DeviceStreams(Streams):
         self.device.free(storage)
 
     def add(
-        self, gradient: torch.Tensor, work: Callable[[torch.Tensor], None], *, most_bytes: int | None = None
+        self, gradient: torch.Tensor, work: Callable[[torch.Tensor], object], *, most_bytes: int | None = None
     ) -> None:
         self._add.wait_stream(self._current())
         self.device.enqueue(self._add, work, gradient)

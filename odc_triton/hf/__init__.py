@@ -8,6 +8,5 @@ samples has `shift_labels` and `pieces` instead. Documents may have pictures, fo
 
 from ..base.lazy import lazy_names
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
-for _name in ("ODCDPOTrainer", "ODCGRPOTrainer", "ODCRewardTrainer", "ODCSFTTrainer"):
-    __all__.remove(_name)  # they need TRL, an optional package
+_OF_TRL = ("ODCDPOTrainer", "ODCGRPOTrainer", "ODCRewardTrainer", "ODCSFTTrainer")  # an optional package
+__getattr__, __dir__, __all__ = lazy_names(__name__, *_OF_TRL)

@@ -136,8 +136,8 @@ def _link_gbs(links: Sequence[Answers], devices: tuple[Gpu, Gpu]) -> float | Non
     reported = [(link.get("speed_mbps") or 0) / 1000 for link in links]
     if all(_SANE_GBS[0] <= gbs <= _SANE_GBS[1] for gbs in reported):
         return min(reported)
-    table = [_NVLINK_GBS.get(device.compute_capability or (0, 0)) for device in devices]
-    return None if None in table else min(table)
+    one, other = (_NVLINK_GBS.get(device.compute_capability or (0, 0)) for device in devices)
+    return None if one is None or other is None else min(one, other)
 
 
 def _bus(bus_id: str | None) -> str | None:

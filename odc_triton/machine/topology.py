@@ -84,8 +84,8 @@ class Pair:
     @property
     def pcie_gbs(self) -> float | None:
         """GB/s per direction of the slower slot of the two."""
-        slots = [device.pcie_gbs for device in (self.one, self.other)]
-        return None if None in slots else min(slots)
+        one, other = self.one.pcie_gbs, self.other.pcie_gbs
+        return None if one is None or other is None else min(one, other)
 
     @property
     def gbs(self) -> float | None:
@@ -110,10 +110,10 @@ class Pair:
         """An identifier for tables: `nvswitch-18x25`, `nvlink-4x25`, `pcie-gen4x16`, `unknown`."""
         if self.nvlinks:
             return f"{'nvswitch' if self.through_switch else 'nvlink'}-{self.nvlinks}x{_nominal(self.link_gbs)}"
-        known = [device for device in (self.one, self.other) if device.pcie_gbs]
+        known = [(device.pcie_gbs, device.pcie) for device in (self.one, self.other) if device.pcie_gbs]
         if not known:
             return "unknown"
-        generation, lanes = min(known, key=lambda device: device.pcie_gbs).pcie
+        _, (generation, lanes) = min(known, key=lambda slot: slot[0])
         return f"pcie-gen{generation}x{lanes}"
 
 

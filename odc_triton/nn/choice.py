@@ -151,9 +151,8 @@ def _look_up(
 ) -> list[Choice]:
     """The choices of all matching lines; with `tokens`, only of lines for that many tokens."""
     holding = [entry for entry in table or TABLE if entry.holds(operator, tuple(shape), device_type)]
-    found = [
-        _with(entry.choice, words) for entry in holding if None in (tokens, entry.tokens) or tokens <= entry.tokens
-    ]
+    fitting = [each for each in holding if tokens is None or each.tokens is None or tokens <= each.tokens]
+    found = [_with(entry.choice, words) for entry in fitting]
     if not found:
         raise LookupError(f"the table has no line for {operator} of {shape} on {device_type}, {tokens} tokens")
     if found[0].backend == "triton" and device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":

@@ -20,7 +20,7 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", _OUTPUT)
 HEAD_DIMS = (16, 32, 64, 128, 256)  # that the kernel supports
 
 
-def _window(attention: nn.Module) -> dict[str, Any]:
+def _window(attention: Any) -> dict[str, Any]:
     of_model = getattr(attention.config, "sliding_window", None)
     return {"sliding_window": getattr(attention, "sliding_window", of_model)}  # some layers may have none
 
@@ -33,7 +33,7 @@ class Family:
 
     of: str
     norm: bool = False
-    options: Callable[[nn.Module], dict[str, Any]] = lambda attention: {}
+    options: Callable[[Any], dict[str, Any]] = lambda attention: {}
 
     @property
     def module(self) -> str:
@@ -58,7 +58,7 @@ FAMILIES = (
 )
 
 
-class FusedProjections:
+class FusedProjections(nn.Module):
     """A mixin of a family's attention class: one kernel computes q, k and v, if chosen.
 
     The rest, the chosen attention function with its mask and the cache, is as in the family's own forward, which runs
@@ -67,6 +67,8 @@ class FusedProjections:
 
     _odc_family: Family
     _odc_choice: str
+    config: Any
+    o_proj: nn.Module
 
     def forward(
         self,
@@ -125,7 +127,7 @@ def family_of(module: nn.Module) -> Family | None:
     return None
 
 
-def why_not(module: nn.Module, family: Family) -> str | None:
+def why_not(module: Any, family: Family) -> str | None:
     """The reason why our layer would not compute the same as this module of that family; None if it does."""
     if type(module) is not family.attention:
         return f"a {type(module).__module__}.{type(module).__name__}, derived from {family.name}"
@@ -160,7 +162,7 @@ def _is_untouched(part: nn.Module, *kinds: type[nn.Module]) -> bool:
     return type(part) in kinds and "forward" not in vars(part) and not has_hooks(part)
 
 
-def _unlike_norms(module: nn.Module, family: Family) -> str | None:
+def _unlike_norms(module: Any, family: Family) -> str | None:
     """The reason why the norms of the heads, if any, are not the family's own."""
     if not family.norm:
         return None
@@ -176,12 +178,12 @@ def _unlike_norms(module: nn.Module, family: Family) -> str | None:
 @functools.cache
 def fused_class(family: Family) -> type[nn.Module]:
     """The family's class with `FusedProjections` in front: still a subclass, for hooks that look for the class."""
-    name = f"Fused{family.name}"
-    return type(name, (FusedProjections, family.attention), {"__module__": __name__, "_odc_family": family})
+    name, bases = f"Fused{family.name}", (FusedProjections, family.attention or nn.Module)
+    return type(name, bases, {"__module__": __name__, "_odc_family": family})
 
 
 @torch.no_grad()
-def differs(module: nn.Module, family: Family) -> str | None:
+def differs(module: Any, family: Family) -> str | None:
     """The difference of our forward from the family's own, on a small module of this kind; None if they are equal.
 
     Both run on the same random weights and inputs, in plain torch. So a change of attention in a transformers release
@@ -197,8 +199,8 @@ def differs(module: nn.Module, family: Family) -> str | None:
     config._attn_implementation = "eager"
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
-        own = family.attention(config, module.layer_idx).float().eval()
-        fp32 = {"dtype": torch.float32}
+        own = type(module)(config, module.layer_idx).float().eval()
+        fp32: Any = {"dtype": torch.float32}
         for parameter in own.parameters():
             parameter.copy_(torch.randn(parameter.shape, **fp32) / 4)
         x = torch.randn(2, 5, config.hidden_size, **fp32)

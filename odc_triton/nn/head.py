@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from torch._C._nn import _parse_to
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
@@ -86,7 +87,7 @@ class FusedLogits:
 
     def to(self, *args: Any, **kwargs: Any) -> FusedLogits:
         kwargs.pop("copy", None)
-        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, _ = _parse_to(*args, **kwargs)
         elsewhere = device is not None and torch.device(device) != self.device
         if elsewhere or dtype not in (None, torch.float32):
             raise _refused(f"to({args or kwargs})")
@@ -204,7 +205,7 @@ def divergence(
         )
     if not 0 <= beta <= 1 or not 0 < temperature < math.inf:
         raise ValueError(f"beta is {beta}, temperature {temperature}: give 0 to 1, and a positive number")
-    if fused[0]:
+    if isinstance(student, FusedLogits) and isinstance(teacher, FusedLogits):
         scales = {"scale": student._scale / temperature, "teacher_scale": teacher._scale / temperature}
         heads = student._h, student._weight, teacher._h, teacher._weight
         return token_divergence(*heads, beta=beta, **scales, choice=student._choice)
@@ -216,7 +217,7 @@ def divergence(
     log_m = log_q if beta == 1 else log_p
     if 0 < beta < 1:
         log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
-    found = 0.0 if beta == 1 else (beta or 1.0) * F.kl_div(log_m, log_q, reduction="none", log_target=True).sum(-1)
+    found: Any = 0.0 if beta == 1 else (beta or 1.0) * F.kl_div(log_m, log_q, reduction="none", log_target=True).sum(-1)
     if beta:
         found = found + ((1 - beta) or 1.0) * F.kl_div(log_m, log_p, reduction="none", log_target=True).sum(-1)
     return found

@@ -5,7 +5,7 @@ Without `fully_shard` each works like the plain layer. `choice`: see docs/layers
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ class ReadsShards(nn.Module):
         return load(place, default_folder())
 
     def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
+        value: Any = super().__getattr__(name)
         if not getattr(value, "_odc_never_whole", False):
             return value
         if torch.compiler.is_compiling():
@@ -47,7 +47,11 @@ class ReadsShards(nn.Module):
         return value if value.untyped_storage().size() else WholeOnUse.of(value)  # whole between unshard and reshard
 
 
-def leaf(module: nn.Module, name: str) -> torch.Tensor | None:
+@overload
+def leaf(module: nn.Module, name: Literal["weight"]) -> torch.Tensor: ...
+@overload
+def leaf(module: nn.Module, name: Literal["bias"]) -> torch.Tensor | None: ...
+def leaf(module: nn.Module, name: str) -> Any:
     """A module's parameter as operators take it, possibly without memory, or computed, for example by weight norm."""
     return module._parameters[name] if name in module._parameters else getattr(module, name)
 
@@ -172,7 +176,7 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
-def head_norm(attention: nn.Module) -> HeadNorm | None:
+def head_norm(attention: Any) -> HeadNorm | None:
     """The norms of an attention layer's heads, of torch's RMSNorm or of transformers' own."""
     if not hasattr(attention, "q_norm"):
         return None
@@ -182,13 +186,13 @@ def head_norm(attention: nn.Module) -> HeadNorm | None:
 
 
 def project(
-    attention: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, norm: HeadNorm | None, choice: str
+    attention: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, norm: HeadNorm | None, choice: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v of a layer that has q_proj, k_proj and v_proj; see `odc_triton.nn.functional.qkv`."""
     projections = attention.q_proj, attention.k_proj, attention.v_proj
     weights = [leaf(each, "weight") for each in projections]
-    biases = None if leaf(projections[0], "bias") is None else [leaf(each, "bias") for each in projections]
-    return qkv(x, weights, biases, cos, sin, head_dim=attention.head_dim, norm=norm, choice=choice)
+    biases = [bias for each in projections if (bias := leaf(each, "bias")) is not None]  # all or none
+    return qkv(x, weights, biases or None, cos, sin, head_dim=attention.head_dim, norm=norm, choice=choice)
 
 
 class LMHead(ReadsShards, nn.Linear):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
@@ -62,33 +63,42 @@ class ShardedOperand(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     @property
+    @abstractmethod
     def compute_peers(self) -> PeerShards:
         """The shards to read, as kernels see them; not for a scalar."""
 
+    @abstractmethod
     def parts(self, source: str) -> list[torch.Tensor]:
         """The rows to compute with, in order: in one tensor, or possibly one per owner for "direct".
 
         "gathered" is the unit's whole tensor, which must be filled already; "staged" makes a separate copy.
         """
 
+    @abstractmethod
     def read(self) -> torch.Tensor:
         """A copy of the whole tensor."""
 
+    @abstractmethod
     def pull(self) -> StagedWeight:
         """Starts copying it from its owners; a kernel waits for the copies by the result."""
 
+    @abstractmethod
     def first_row(self, owner: int) -> int:
         """The index of `owner`'s first row; for `world`, the number of all rows."""
 
+    @abstractmethod
     def owners_from_own(self) -> Iterator[int]:
         """The owners that hold rows, starting at this rank, so that ranks visit different owners at a time."""
 
+    @abstractmethod
     def wants_gradient(self) -> bool:
         """False if autograd.grad() asked only for other tensors' gradients in the backward that runs now."""
 
+    @abstractmethod
     def open_sink(self) -> PeerShards | AddRows:
         """The target of a gradient that an operator computes in chunks: shards for a kernel, or a function."""
 
+    @abstractmethod
     def add_gradient(self, gradient: torch.Tensor | None) -> None:
         """Adds a whole gradient."""
 
@@ -97,6 +107,7 @@ class ShardedOperand(Protocol):
 class ReadsOnDemand(Protocol):
     """A module that computes with some of its parameters without gathering them."""
 
+    @abstractmethod
     def reads_on_demand(self, device_type: str, table: Table = ()) -> tuple[str, ...]:
         """The attributes that hold them, on a "cpu" or "cuda" device, if operators run as in `table`."""
 

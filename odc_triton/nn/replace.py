@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ..base.untyped import untyped
 from . import families as attention
 from .choice import AUTO, parse
 from .modules import Embedding, Linear, LMHead, has_hooks
@@ -95,14 +96,16 @@ def restore_layers(model: nn.Module) -> int:
     """Reverts `replace_layers` in place; returns the number of reverted layers."""
     count = 0
     for module in model.modules():
-        found = isinstance(module, (Linear, Embedding, LMHead, attention.FusedProjections))
-        count += found
         if isinstance(module, Embedding):
-            module.__class__ = nn.Embedding
+            plain = nn.Embedding
         elif isinstance(module, attention.FusedProjections):
-            module.__class__ = module._odc_family.attention
-        elif found:
-            module.__class__ = nn.Linear
+            plain = module._odc_family.attention
+        elif isinstance(module, (Linear, LMHead)):
+            plain = nn.Linear
+        else:
+            continue
+        untyped(module).__class__ = plain
+        count += 1
     return count
 
 
@@ -136,12 +139,13 @@ def _replace_attention(model: nn.Module, choice: str, replaced: Replaced) -> Non
         if why is not None:
             replaced.left[name] = why
             continue
-        module.__class__ = attention.fused_class(family)
-        module._odc_choice = choice
-        for projection in (module.q_proj, module.k_proj, module.v_proj, module.o_proj):
-            if isinstance(projection, nn.Linear):  # else adapters of the output, around a layer that "linear" replaces
+        layer = untyped(module)
+        layer.__class__, layer._odc_choice = attention.fused_class(family), choice
+        for each in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj):
+            if isinstance(each, nn.Linear):  # else adapters of the output, around a layer that "linear" replaces
+                projection = untyped(each)
                 projection.__class__, projection.choice = Linear, choice
-                projection.operator = "linear" if projection is module.o_proj else "qkv"
+                projection.operator = "linear" if each is layer.o_proj else "qkv"
         replaced.swapped["attention"].append(name)
 
 
@@ -177,7 +181,7 @@ def _swap(
         if why is not None:
             replaced.left[name] = why
             continue
-        module.__class__, module.choice = ours, choice
+        untyped(module).__class__, untyped(module).choice = ours, choice
         replaced.swapped[role].append(name)
 
 
@@ -198,7 +202,7 @@ def _read_by(parent: nn.Module | None) -> str | None:
 def _replace_head(model: nn.Module, choice: str, replaced: Replaced) -> None:
     names = {id(module): name for name, module in model.named_modules()}
     get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if callable(get_head) else None
+    head: Any = get_head() if callable(get_head) else None
     if head is None:
         replaced.left[type(model).__name__] = "it has no output embeddings"
         return

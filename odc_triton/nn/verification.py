@@ -18,6 +18,7 @@ from odc_kernels.peers import ALL, PeerShards, rows_per_owner, shards_of
 from odc_kernels.staged import StagedWeight, Staging
 
 from ..base.errors import OdcError
+from ..base.untyped import untyped
 from .choice import TABLE
 from .modules import LMHead
 from .operand import AddRows, ReadsOnDemand, add_rows, handle_of, is_sharded
@@ -162,11 +163,11 @@ class LocalShards:
         self._touched = False
 
     def __enter__(self) -> LocalShards:
-        self.leaf._odc_handle = handle_of(self)
+        untyped(self.leaf)._odc_handle = handle_of(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self.leaf._odc_handle
+        del untyped(self.leaf)._odc_handle
 
     @property
     def gradient(self) -> torch.Tensor | None:

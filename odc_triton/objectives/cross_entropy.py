@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..base.untyped import untyped
 from ..nn.head import FusedLogits
 from ..packs.loss import router_predictions
 from ..packs.reference import Teacher
@@ -52,7 +53,7 @@ class CrossEntropy(Objective):
         """The summed loss, and other sums over the n targets; logits [n, V]."""
         if not (self.measures or self.dft):
             smoothing = self.label_smoothing
-            return F.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=smoothing), {}
+            return F.cross_entropy(untyped(logits).float(), targets, reduction="sum", label_smoothing=smoothing), {}
         losses, entropy, is_first = self._by_token(logits, targets).sum(1)
         return losses, {"entropy": entropy, "accuracy": is_first}
 
@@ -69,7 +70,7 @@ class CrossEntropy(Objective):
         losses = -logp * logp.detach().exp() if self.dft else -logp
         if self.label_smoothing and not self.dft:
             smoothing = self.label_smoothing
-            losses = F.cross_entropy(logits.float(), targets, reduction="none", label_smoothing=smoothing)
+            losses = F.cross_entropy(untyped(logits).float(), targets, reduction="none", label_smoothing=smoothing)
         return torch.stack([losses, entropy, is_first.detach()])
 
 

@@ -22,8 +22,8 @@ import torch
 from ..base.errors import RanksDiffer
 from ..comm.layout import Region, first_difference, place_regions
 from ..comm.memory.heap import Status
-from ..engine.module import Engine
 from ..engine.parameter import ShardedParameter
+from ..engine.protocol import Protocol
 from ..plan.partition import balanced_partition
 
 _STEP_BITS = 32  # below them a status has a digest of what the step is of
@@ -49,7 +49,7 @@ class MuonBuffers:
     Raises RanksDiffer with the first difference, and what a barrier raises.
     """
 
-    def __init__(self, engine: Engine, matrices: Sequence[ShardedParameter]) -> None:
+    def __init__(self, engine: Protocol, matrices: Sequence[ShardedParameter]) -> None:
         self._engine, self.matrices = engine, list(matrices)
         lines = [f"{matrix.name} {list(matrix.shape)}" for matrix in matrices]
         everyones = engine.exchange("open buffers for Muon", {"token": uuid.uuid4().hex, "matrices": lines})

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch.distributed.tensor import DTensor
 
 # torch's own arithmetic. These names are in every torch that pyproject.toml allows; torch has no public ones.
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
@@ -75,7 +75,9 @@ class Muon(torch.optim.Muon):
         matrices = self._matrices()
         if not matrices:
             return loss
-        engine = matrices[0].passes.protocol
+        passes = matrices[0].passes
+        assert passes is not None, f"{matrices[0].name} trains, and has no engine"
+        engine = passes.protocol
         try:
             if self._buffers is None or self._buffers.matrices != matrices:  # the first step, or a group was added
                 self._buffers = MuonBuffers(engine, matrices)
@@ -87,7 +89,7 @@ class Muon(torch.optim.Muon):
 
     def _step_all(self, buffers: MuonBuffers) -> None:
         numbers = {id(matrix.sharded): number for number, matrix in enumerate(buffers.matrices)}
-        stepped: dict[int, tuple[nn.Parameter, dict[str, Any]]] = {}
+        stepped: dict[int, tuple[DTensor, dict[str, Any]]] = {}
         for group in self.param_groups:
             of_group: tuple[list, list, list] = [], [], []
             self._init_group(group, *of_group)
@@ -104,14 +106,14 @@ class Muon(torch.optim.Muon):
 
         buffers.orthogonalise(stepped.keys(), orthogonal, digest=self._digest(list(stepped)))
         for number, (p, group) in stepped.items():
-            lr = group["lr"].squeeze() if isinstance(group["lr"], torch.Tensor) else group["lr"]
+            lr: Any = group["lr"].squeeze() if isinstance(group["lr"], torch.Tensor) else group["lr"]
             own = p.to_local().mul_(1 - lr * group["weight_decay"])
             own.add_(buffers.rows[number], alpha=-_adjust_lr(lr, group["adjust_lr_fn"], p.shape))
 
     def _matrices(self) -> list[ShardedParameter]:
         """The parameters that train, in the groups' order."""
         held = [parameter_of_shard(p) for group in self.param_groups for p in group["params"]]
-        found = [matrix for matrix in held if matrix.trains]
+        found = [matrix for matrix in held if matrix is not None and matrix.trains]
         for matrix in found:
             if matrix.passes is not found[0].passes:
                 raise ValueError(

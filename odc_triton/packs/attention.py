@@ -34,7 +34,7 @@ from transformers.masking_utils import sdpa_mask
 from ..plan.entries import Piece
 from ..sequence.attention import AttentionOfJoined, AttentionOfTree, SeenRows, parts_of, takes
 from ..sequence.flash import FlashAttentionOfTree
-from ..sequence.layer import RowsOfOthers
+from ..sequence.layer import LayerSplit, RowsOfOthers
 from ..sequence.tree import rows_before
 from .document_attention import AttentionTerms, eager, of_document, one_length, varlen
 
@@ -254,6 +254,7 @@ def _ends(call: _Call) -> Tensor | None:
     batch, length, positions = call.batch, call.length, call.position_ids
     if call.cu_seq_lens_q is not None:
         return None if batch == 1 and call.max_length_q == length else call.cu_seq_lens_q
+    assert positions is not None, "`_check_pack` requires one of the two"
     shape = list(positions.shape)
     if shape not in ([1, length], [batch, length]):
         raise ValueError(f"position_ids must be [{batch}, {length}] or [1, {length}], not {shape}.")
@@ -280,7 +281,7 @@ def _of_documents(call: _Call, ends: Tensor) -> Tensor:
         return _by_kernel(call, ends, call.max_length_q)
     bounds = bounds_on_host(ends, call.batch * call.length)
     qkv = [x.transpose(0, 1).flatten(1, 2)[None] for x in (call.query, call.key, call.value)]  # [1, heads, B * T, D]
-    parts = [one_length(*(x[:, :, start:end] for x in qkv), call) for start, end in pairwise(bounds) if end > start]
+    parts = [one_length(*(x[:, :, at:end] for x in qkv), terms=call) for at, end in pairwise(bounds) if end > at]
     return torch.cat(parts, dim=2)[0].unflatten(1, (call.batch, call.length)).permute(1, 2, 0, 3).contiguous()
 
 
@@ -292,26 +293,27 @@ def _by_kernel(call: _Call, ends: Tensor, longest: int | None) -> Tensor:
 @torch._disable_dynamo  # its exchange with other ranks must run in every forward, not once during tracing
 def _of_pieces(call: _Call) -> Tensor:
     """One row of documents, some of them pieces of samples, which see other rows of the pack or of other ranks."""
-    name, split, ends = type(call.module).__name__, getattr(call.module, "_odc_split", None), call.cu_seq_lens_q
+    name, ends, pieces = type(call.module).__name__, call.cu_seq_lens_q, call.pieces or ()
+    split: LayerSplit | None = getattr(call.module, "_odc_split", None)
     if call.dropout:
         raise PackingUnsupported(f"{name} has attention dropout, which is not supported for pieces of samples")
     if ends is None:
         raise PackingUnsupported(f"{name} does not pass cu_seq_lens_q to its attention. {REMEDY}")
     bounds, window = bounds_on_host(ends, call.length), call.sliding_window
     query, key, value = call.query, call.key, call.value
-    if len(bounds) - 1 != len(call.pieces):
-        raise ValueError(f"the pack has {len(bounds) - 1} documents and pieces for {len(call.pieces)}")
+    if len(bounds) - 1 != len(pieces):
+        raise ValueError(f"the pack has {len(bounds) - 1} documents and pieces for {len(pieces)}")
     plan = None if split is None else split.exchange.plan
-    spans = split.exchange.spans(bounds, call.pieces) if plan else []
-    runs = split.exchange.runs(spans, window) if spans else []
+    spans = split.exchange.spans(bounds, pieces) if split is not None and plan else []
+    runs = split.exchange.runs(spans, window) if split is not None and spans else []
     try:
-        seen = rows_before(bounds, call.pieces, plan=plan, runs=runs, window=window)
+        seen = rows_before(bounds, pieces, plan=plan, runs=runs, window=window)
     except ValueError as error:
         give = "minibatch(model, tokens=…, split=packs.split), or to evaluate split_forward(model, packs.split)"
         how = "call enable_split(model, tokens=…) after fully_shard" if split is None else f"give the plan, {give}"
         raise RuntimeError(f"{error}. If other packs have them, {how}") from None
     before = None
-    if spans:
+    if split is not None and spans:
         key, value = split.publish(key, value, spans, window)
         before = RowsOfOthers(split, spans, runs, window, (key.dtype, value.dtype)) if runs else None
     plain = window is None and not call.need_eager
@@ -347,6 +349,7 @@ def _joined(
         q = query[:, :, start:end]
         k, v = (torch.cat([sources[2 * at + kind][:, :, low:high] for at, low, high in rows], 2) for kind in (0, 1))
         if others:
+            assert call.cu_seq_lens_q is not None, "`_of_pieces` requires it"
             longest = max(end - start for start, end in pairwise(bounds[first : past + 1]))
             q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
             parts.append(varlen(q, k, v, call.cu_seq_lens_q[first : past + 1] - start, longest, call)[None])

@@ -52,7 +52,9 @@ def compute_in_chunks(model: nn.Module, tokens: int = TOKENS) -> list[str]:
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
     """MLPs and norms, each with its name and a layer that shows whether it is checkpointed."""
     layer = next((each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)), None)
-    for name, module in model.named_modules() if layer is not None else ():
+    if layer is None:
+        return
+    for name, module in model.named_modules():
         layer = module if isinstance(module, GradientCheckpointingLayer) else layer
         for key, part in module.named_children():
             is_mlp = module is layer and key in ("mlp", "feed_forward") and not hasattr(part, "experts")
@@ -112,9 +114,10 @@ class _InChunks(torch.autograd.Function):
         out: Tensor | None = None
         with torch.autocast(**ctx.autocast):
             for at, rows in enumerate(chunks.split(x, x)):
-                y = chunks(rows)
+                y: Tensor = chunks(rows)
                 out = y.new_empty(*x.shape[:-1], y.shape[-1]) if out is None else out
                 chunks.split(out, x)[at].copy_(y)
+        assert out is not None, "x has one chunk or more"
         return out
 
     @staticmethod

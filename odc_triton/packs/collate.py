@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,7 +13,7 @@ from ..plan.entries import Piece
 from ..plan.fields import IGNORED
 from ..plan.plan import MinibatchPacks
 from ..plan.queue import QueuedPacks
-from .pictures import Pictures, join
+from .pictures import PackImages, Pictures, join
 
 # Inputs of transformers' models that packs have no place for.
 _REFUSED = ("inputs_embeds", "seq_idx", "decoder_input_ids", "encoder_outputs", "input_features", "past_key_values")
@@ -48,7 +48,25 @@ class PackedDataset(torch.utils.data.Dataset):
         return MinibatchPacks.like(packs, (self[pack] for pack in packs))
 
 
-Pack = dict[str, "torch.Tensor | int"]
+class _PackTargets(PackImages, total=False):
+    labels: torch.Tensor  # int64 [1, T], aligned with the ids
+    shift_labels: torch.Tensor  # int64 [1, T], of the token after each: instead of labels, in a pack with pieces
+    pieces: tuple[Piece | None, ...]  # of each document
+
+
+class Pack(_PackTargets):
+    """One microbatch as a model's input: documents end to end, T tokens. See `pack_collate`."""
+
+    input_ids: torch.Tensor  # int64 [1, T]
+    position_ids: torch.Tensor  # int64 [1, T], from 0 in each document; of a piece those in its sample
+    cu_seq_lens_q: torch.Tensor  # int32 [documents + 1], from 0 to T; as what follows, a GPU would wait for it
+    cu_seq_lens_k: torch.Tensor  # the same
+    max_length_q: int  # tokens of the longest document
+    max_length_k: int
+    target_positions: torch.Tensor  # int64 [targets]: the positions whose next label is learned
+
+
+P = TypeVar("P", bound=Mapping[str, Any])
 
 
 def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
@@ -61,21 +79,19 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
     documents: as in transformers one begins where they don't go on by 1, and labels say whether its first token is
     learned. Keys that are no inputs of transformers' models are left out.
 
-    Returns a list of dicts, T the pack's tokens. int64 tensors `[1, T]`: `input_ids`; `position_ids`, from
-    0 in each document; `labels`, aligned with `input_ids` as transformers has it (the model shifts them), with
-    -100 at each document's first token, which would otherwise be predicted from the previous document. Where documents
-    begin, by transformers' names: `cu_seq_lens_q` and `cu_seq_lens_k`, one int32 tensor `[documents + 1]` from 0 to T,
-    and `max_length_q` and `max_length_k`, ints, the longest document's tokens. For `summed_loss`: `target_positions`,
-    int64, the positions whose next label is learned. Computing these on the GPU would need a synchronisation.
-    `to_device` moves a pack.
+    Returns a list of dicts, T the pack's tokens. int64 tensors `[1, T]`: `input_ids`; `position_ids`, from 0 in each
+    document; `labels`, aligned with `input_ids` as transformers has it (the model shifts them), -100 at each document's
+    first token, which would otherwise be predicted from the document before. Where documents begin, by transformers'
+    names: `cu_seq_lens_q` and `_k`, int32 `[documents + 1]` from 0 to T, `max_length_q` and `_k`, the longest one's
+    tokens. For `summed_loss`: `target_positions`, whose next label is learned. `to_device` moves a pack.
 
-    A pack with pictures has their fields, joined along dim 0, and, int64 `[1, T]`, `mm_token_type_ids`; `image_blocks`,
-    for each run of a picture's tokens (its document's first row, its first row, the row after it); and if they have
-    grids `mrope_position_ids`, int64 `[3, 1, T]`. Of a sample in pieces only one has all of its pictures.
+    With pictures it has their fields, joined along dim 0; `mm_token_type_ids`, `[1, T]`; `image_blocks`, of each run of
+    a picture's tokens its document's first row, its first and the row after it; if they have grids
+    `mrope_position_ids`, `[3, 1, T]`. Of a sample in pieces only one has all of its pictures.
 
-    A pack with pieces has instead of `labels` `shift_labels`, `[1, T]`, where position t has the label of the token
-    after it, as a model that shifted them itself would lose the last target of every piece; positions count in the
-    sample; `pieces` is a `Piece` or None for each document.
+    With pieces it has `pieces`, a `Piece` or None for each document; positions that count in the sample; and instead of
+    `labels` `shift_labels`, where position t has the label of the token after it, as a model that shifted them itself
+    would lose the last target of every piece.
 
     The list is what `minibatch(model, plan=…)` takes: its `tokens` are the packs' targets. Made of a MinibatchSampler's
     packs it has their `plan`; `split`, the part of it about pieces, None if no piece reads another pack's; `samples`,
@@ -90,13 +106,13 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
     return made
 
 
-def to_device(pack: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+def to_device(pack: P, device: torch.device | str) -> P:
     """The pack with its tensors on `device`, copied through pinned memory, so the host does not wait for a GPU.
 
     The documents' bounds also stay on the host, for attention that runs document by document.
     """
     device = torch.device(device)
-    here = {}
+    here: Any = {}
     for name, value in pack.items():
         here[name] = to_device(value, device) if isinstance(value, Mapping) else value
         if isinstance(value, torch.Tensor):
@@ -175,7 +191,7 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
         sorted({*bounds, *((positions.diff() != 1).nonzero().flatten() + 1).tolist()}), dtype=torch.int32
     )
     longest = int(ends.diff().max())
-    pack = {
+    made: Pack = {
         "input_ids": torch.cat(input_ids)[None],
         "position_ids": positions[None],
         "cu_seq_lens_q": ends,
@@ -186,8 +202,10 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
         **join(documents, bounds, f"pack {index}"),
     }
     if any(pieces):
-        return pack | {"shift_labels": shifted[None], "pieces": tuple(pieces)}
-    return pack | {"labels": torch.cat([torch.tensor([IGNORED]), shifted[:-1]])[None]}
+        made["shift_labels"], made["pieces"] = shifted[None], tuple(pieces)
+    else:
+        made["labels"] = torch.cat([torch.tensor([IGNORED]), shifted[:-1]])[None]
+    return made
 
 
 def _ids(values: Any, name: str) -> torch.Tensor:

@@ -57,14 +57,14 @@ def one_length(query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms,
     [L, keys]. `causal`: as in `of_document`.
     """
     length, keys = query.shape[2], key.shape[2]
-    windowed = terms.sliding_window is not None and terms.sliding_window < keys
+    window = terms.sliding_window if terms.sliding_window is not None and terms.sliding_window < keys else None
     mask = None
-    if windowed or (causal and (terms.need_eager or length < keys)):
+    if window is not None or (causal and (terms.need_eager or length < keys)):
         mask = query.new_ones(length, keys, dtype=torch.bool)
         if causal:
             mask = mask.tril(keys - length)
-        if windowed:
-            mask = mask.triu(keys - length + 1 - terms.sliding_window)
+        if window is not None:
+            mask = mask.triu(keys - length + 1 - window)
     if terms.need_eager:
         return eager(query, key, value, mask, terms)
     return F.scaled_dot_product_attention(
@@ -129,7 +129,9 @@ def varlen(
     options = {"scale": terms.scaling, "window_size": (before, 0 if causal else -1)}
     if query.shape[1] != key.shape[1] and _takes_enable_gqa(varlen_attn):
         options["enable_gqa"] = True
-    return varlen_attn(query, key, value, ends, ends_of_keys, longest, longest_keys, **options)
+    out = varlen_attn(query, key, value, ends, ends_of_keys, longest, longest_keys, **options)
+    assert isinstance(out, Tensor), "no more was asked for"
+    return out
 
 
 @functools.cache

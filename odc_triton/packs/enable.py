@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from ..base.untyped import untyped
 from ..nn.modes import evaluating
 from ..plan.entries import Piece
 from .attention import PREPARED_MASK, REMEDY, PackingUnsupported, packed_attention, packed_mask, tell_by_positions
@@ -56,7 +57,8 @@ class _Seen:
             if window > 0:  # else no layer can use it: a token would not see even itself
                 self.mask_windows.add(window)
             expected &= behind < window
-        library = sdpa_mask(**kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+        always: dict[str, Any] = kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        library: Any = sdpa_mask(**always)  # a mask, in any case
         # Only within documents: some models (GPT-OSS) make masks that join a pack's documents; we separate them.
         self.odd_masks += not torch.equal(library[0, 0] & same, expected)
         return packed_mask(**kwargs)
@@ -104,7 +106,7 @@ def enable_packing(model: nn.Module) -> None:
         enable_packing(probed)
         give_token_scores(innermost(model))
         follow_documents(innermost(model))
-        model.set_attn_implementation(_packed(model.config))
+        untyped(model).set_attn_implementation(_packed(model.config))
         for name in ("_odc_prepared_mask", "_odc_takes_branches"):
             setattr(innermost(model), name, getattr(innermost(probed), name))
         if tell_by_positions in innermost(probed)._forward_pre_hooks.values():
@@ -119,7 +121,7 @@ def enable_packing(model: nn.Module) -> None:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 _probe(model, device)
     except Exception as error:
-        model.set_attn_implementation(former)
+        untyped(model).set_attn_implementation(former)
         known = isinstance(error, PackingUnsupported)
         reason = str(error) if known else f"the probe raised {error!r}. {REMEDY}"
         if not known and hasattr(innermost(model), "score") and not gives_token_scores(innermost(model)):
@@ -139,7 +141,7 @@ def refuse_prompt_learning(model: nn.Module) -> None:
             )
 
 
-def _probe(model: nn.Module, device: torch.device) -> None:
+def _probe(model: Any, device: torch.device) -> None:
     """Leaves `model` on our attention; raises PackingUnsupported if it does not keep documents apart."""
     by_length = follow_documents(innermost(model))  # which a document alone needs too
     first, second = 5, 7  # tokens of the two documents
@@ -195,9 +197,7 @@ def _probe(model: nn.Module, device: torch.device) -> None:
     innermost(model)._odc_takes_branches = takes
 
 
-def _keeps_positions_apart(
-    model: nn.Module, seen: _Seen, run: Callable[[Tensor], Any], first: int, tolerance: float
-) -> bool:
+def _keeps_positions_apart(model: Any, seen: _Seen, run: Callable[[Tensor], Any], first: int, tolerance: float) -> bool:
     """True if the queries and keys of the `first` tokens, a document, are the same before, beside and after one beyond
     all lengths of the config. `run`: a forward with these positions, which stay below the end of a table.
     """
@@ -238,9 +238,9 @@ def _probe_branches(model: nn.Module, ids: Tensor, wanted: Tensor, tolerance: fl
     return False
 
 
-def innermost(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel and PEFT, which hide its signature and attributes."""
-    inner = getattr(model, "module", model)
+def innermost(model: nn.Module) -> Any:
+    """The model inside DistributedDataParallel and PEFT, which hide its signature and attributes. Any: of its class."""
+    inner: Any = getattr(model, "module", model)
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
@@ -305,7 +305,7 @@ def stand_in(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
     """
     error: Exception | None = None
     for narrow in (True, False):
-        config = copy.deepcopy(model.config)
+        config: Any = copy.deepcopy(model.config)
         text = config.get_text_config()
         for other in (getattr(config, name, None) for name in config.sub_configs):
             for name in ("num_hidden_layers", "depth") if other is not None and other is not text else ():
@@ -344,8 +344,9 @@ def _shorten(config: Any) -> None:
 
 
 def _narrow(config: Any) -> None:
-    heads, groups, width, inner = (getattr(config, name, None) for name in _HEAD_WIDTHS)
-    if not all(isinstance(each, int) for each in (heads, groups, width, inner)) or heads % groups or width % heads:
+    sizes: list[Any] = [getattr(config, name, None) for name in _HEAD_WIDTHS]
+    heads, groups, width, inner = sizes
+    if not all(isinstance(each, int) for each in sizes) or heads % groups or width % heads:
         return
     few = max(1, 2 // (heads // groups))  # heads of keys and values; two heads of queries or more
     config.num_key_value_heads = few = min(few, groups)

@@ -36,7 +36,7 @@ _FAMILIES = {
 
 
 def _inputs_of(model: Any) -> _Inputs | None:
-    return _FAMILIES.get(getattr(getattr(model, "config", model), "model_type", None))
+    return _FAMILIES.get(getattr(getattr(model, "config", model), "model_type", ""))
 
 
 def sees_pictures(model: Any) -> bool:
@@ -67,7 +67,7 @@ def picture_inputs(model: nn.Module, pack: Mapping[str, Any], *, packed: bool) -
     family, positions = _inputs_of(model), pack.get("position_ids")
     inputs = {} if positions is None else {"position_ids": text_positions(model, positions)}
     if (axes := pack.get("mrope_position_ids")) is not None and family is not None and family.mrope:
-        inputs["position_ids"] = torch.cat([positions[None], axes])
+        inputs["position_ids"] = torch.cat([pack["position_ids"][None], axes])
     if "pixel_values" not in pack:
         return inputs
     if family is None:

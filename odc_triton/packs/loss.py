@@ -48,7 +48,7 @@ def model_inputs(pack: Mapping[str, Any], model: nn.Module | None = None) -> dic
         raise ValueError(f"the pack has {', '.join(sorted(more))}, inputs that packs have no place for: leave them out")
     bounds = _BOUNDS if model is None or _takes_bounds(model) else ()
     names = ("input_ids", "position_ids", "pieces", *bounds)
-    inputs = {name: pack[name] for name in names if name in pack} | {"use_cache": False}
+    inputs: dict[str, Any] = {name: pack[name] for name in names if name in pack} | {"use_cache": False}
     if model is not None:
         inputs |= picture_inputs(innermost(model), pack, packed=is_packed(innermost(model)))
     if model is not None and all(name in inputs for name in _BOUNDS) and takes_prepared_mask(innermost(model)):

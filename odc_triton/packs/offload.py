@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.untyped import untyped
 from ..engine.api import engine_of
 from ..engine.minibatch import Participant
 from ..engine.module import plain_class
@@ -50,7 +51,7 @@ def offload_checkpoints(model: nn.Module) -> None:
     engine.register(offloaded)
 
     def wrap(*_: object) -> None:
-        for layer in filter(_is_checkpointed, model.modules()):
+        for layer in map(untyped, filter(_is_checkpointed, model.modules())):
             if not isinstance(layer._gradient_checkpointing_func, _Offloading):
                 layer._gradient_checkpointing_func = _Offloading(layer._gradient_checkpointing_func, offloaded)
 
@@ -135,17 +136,18 @@ class _Kept:
     def fetch(self) -> None:
         """Begins the copy to the device."""
         if self._there is None:
-            place = torch.empty(0, dtype=self._dtype, device=self._device)
+            place: Any = torch.empty(0, dtype=self._dtype, device=self._device)  # torch's stub of `set_` wants strides
             self._streams.allocate(place.untyped_storage(), self._host.nbytes)
-            self._there = place.set_(place.untyped_storage(), 0, self._shape)
+            there = self._there = place.set_(place.untyped_storage(), 0, self._shape)
             host = self._host
-            self._streams.add(self._there, lambda x: x.copy_(host, non_blocking=True), most_bytes=host.nbytes)
+            self._streams.add(there, lambda x: x.copy_(host, non_blocking=True), most_bytes=host.nbytes)
 
     def take(self) -> torch.Tensor:
         """The tensor, for the current stream; the one before it is on its way."""
         self.fetch()
         self._streams.follow_adds()
         there, self._there = self._there, None
+        assert there is not None, "`fetch` has made it"
         if (before := self._before()) is not None:
             before.fetch()
         return there

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import has_length
 
+from ..base.untyped import untyped
 from ..plan.fields import values_of
 from ..plan.relatives import floor_of
 from ..plan.sampler import MinibatchSampler
@@ -31,7 +32,7 @@ class PackLoader(DataLoader):
         super().__init__(PackedDataset(dataset), batch_sampler=sampler, collate_fn=collate_fn, **loader)
 
     def set_epoch(self, epoch: int) -> None:
-        self.batch_sampler.set_epoch(epoch)
+        untyped(self.batch_sampler).set_epoch(epoch)
 
 
 def measured(
@@ -69,11 +70,11 @@ def digest_of(dataset: Any) -> str | None:
     """Of the samples, at most `_COMPARED`, evenly spaced: of their tokens, or of all if they have none. None for no
     data set, its name, a stream, and samples that have no digest.
     """
-    if isinstance(dataset, (str, IterableDataset)) or not (hasattr(dataset, "__getitem__") and has_length(dataset)):
+    if isinstance(dataset, (str, IterableDataset)) or not (has_length(dataset) and hasattr(dataset, "__getitem__")):
         return None
     count, found = len(dataset), hashlib.sha256()
     for place in sorted({count * part // _COMPARED for part in range(_COMPARED)} if count else ()):
-        sample = dataset[place]
+        sample = untyped(dataset)[place]
         if isinstance(sample, Mapping) and "input_ids" in sample:
             sample = {name: sample.get(name) for name in ("input_ids", "labels", "position_ids")}
         try:

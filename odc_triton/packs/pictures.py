@@ -6,12 +6,24 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from ..plan.fields import PICTURE_FIELDS, TOKEN_TYPES
+
+
+class PackImages(TypedDict, total=False):
+    """The fields of a pack's images, of T tokens. What the processor made is joined along dim 0."""
+
+    pixel_values: Tensor
+    image_grid_thw: Tensor  # int64 [images, 3]: patches in time, height and width
+    pixel_attention_mask: Tensor  # [tiles, H, W]
+    mm_token_type_ids: Tensor  # int64 [1, T]: 1 for an image's tokens, 0 for text
+    image_blocks: tuple[tuple[int, int, int], ...]  # of each run of tokens: its document's first row, its own, its end
+    mrope_position_ids: Tensor  # int64 [3, 1, T], if there are grids
+
 
 _VIDEOS = ("pixel_values_videos", "video_grid_thw")
 
@@ -92,7 +104,7 @@ class Pictures:
         return torch.cat(parts, dim=1)
 
 
-def join(documents: Sequence[tuple[Pictures | None, int, int]], starts: Sequence[int], where: str) -> dict[str, Any]:
+def join(documents: Sequence[tuple[Pictures | None, int, int]], starts: Sequence[int], where: str) -> PackImages:
     """The fields of a pack's pictures, for `documents`: of each its sample's pictures and tokens [start, stop).
     `starts`: their first rows in the pack, and its end. See `pack_collate`. Raises ValueError.
     """
@@ -118,7 +130,7 @@ def join(documents: Sequence[tuple[Pictures | None, int, int]], starts: Sequence
         for begin, end in pictures.runs:
             blocks.append((first, first + begin - start, first + end - start))
             types[blocks[-1][1] : blocks[-1][2]] = 1
-    found: dict[str, Any] = {name: torch.cat(values) for name, values in fields.items()}
+    found: Any = {name: torch.cat(values) for name, values in fields.items()}
     if any(each is not None for each in positions):
         texts = (torch.arange(start, stop).expand(3, -1) for _, start, stop in documents)
         axes = [text if each is None else each for each, text in zip(positions, texts, strict=True)]

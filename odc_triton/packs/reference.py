@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from ..engine.api import engine_of
 from ..engine.minibatch import Participant
 from ..nn.head import FusedLogits, divergence
 from ..sequence.exchange import SequenceExchange
-from .collate import Pack
 from .loss import frozen_logits
 
 
@@ -34,28 +35,32 @@ class Reference(Participant):
         policys.append(self._own.sync.waits.blocked_on)
         self._engine.barrier.blocked_on = policys  # no list of a former policy, which would keep that alive
 
-    def __call__(self, pack: Pack) -> Tensor | FusedLogits:
+    def __call__(self, pack: Mapping[str, object]) -> Tensor | FusedLogits:
         """Logits [n, V] that predict the pack's n targets."""
         self._follow()
         return frozen_logits(self.model, pack)
 
     def _follow(self) -> None:
         """Opens the policy's plan, which may come late in a minibatch."""
-        if self._own is not None and self._own.plan is None and self._policys.plan is not None:
-            self._own.begin(self._policys.plan, forward_only=True)
+        plan = None if self._policys is None else self._policys.plan
+        if self._own is not None and self._own.plan is None and plan is not None:
+            self._own.begin(plan, forward_only=True)
 
     def leave(self) -> None:
         self._follow()  # on ranks without packs too
-        self._own.leave()
+        if self._own is not None:
+            self._own.leave()
 
     def failed(self) -> None:
-        self._own.failed()
+        if self._own is not None:
+            self._own.failed()
 
     def exit(self) -> None:
         self._engine.drain("the reference model's forwards")  # raises if a wait of the device timed out
 
     def settle(self, messages: list[None] | None) -> None:
-        self._own.settle(messages)
+        if self._own is not None:
+            self._own.settle(messages)
 
 
 class Teacher(Reference):
@@ -71,6 +76,6 @@ class Teacher(Reference):
         super().__init__(model, policy)
         self.weight, self._how = weight, {"beta": beta, "temperature": temperature}
 
-    def divergence(self, logits: Tensor | FusedLogits, pack: Pack) -> Tensor:
+    def divergence(self, logits: Tensor | FusedLogits, pack: Mapping[str, object]) -> Tensor:
         """[n], in fp32, between the distributions of the pack's n targets. `logits`: the model's, [n, V]."""
         return divergence(logits, self(pack), **self._how)

@@ -19,7 +19,7 @@ from .enable import innermost
 
 def router_weight(model: nn.Module) -> float:
     """What the routers' auxiliary losses count in the loss, by the model's config; 0.0 if they don't."""
-    config = getattr(innermost(model), "config", None)
+    config: Any = getattr(innermost(model), "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     counts = getattr(config, "output_router_logits", False)
     return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if counts else 0.0

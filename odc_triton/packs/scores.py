@@ -29,7 +29,7 @@ def every_token(model: nn.Module) -> dict[str, Any]:
     return {"logits_to_keep": slice(None)} if gives_token_scores(model) else {}
 
 
-def _forward(self: nn.Module, *args: Any, logits_to_keep: Any = None, **kwargs: Any) -> Any:
+def _forward(self: Any, *args: Any, logits_to_keep: Any = None, **kwargs: Any) -> Any:
     if logits_to_keep is None:
         return type(self).forward(self, *args, **kwargs)
     hidden = self.base_model(*args, **kwargs).last_hidden_state

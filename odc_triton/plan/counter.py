@@ -93,6 +93,8 @@ class Log:
 
     def clear(self) -> None:
         """Deletes what this rank has written, once all ranks have read it."""
+        if self._store is None:
+            return
         for place in self._own:
             self._store.delete_key(f"{self._key}/{place}")
         if 0 in self._own:
@@ -110,7 +112,7 @@ def store_counter(group: dist.ProcessGroup | None = None, timeout: Timeout = tim
             "a work queue of several ranks needs the process group's store: call "
             "torch.distributed.init_process_group first, or give the sampler a counter"
         )
-    store = dist.distributed_c10d._get_default_store()
+    store: Any = dist.distributed_c10d._get_default_store()  # torch's stub lacks `clone`
     members = "-".join(map(str, dist.get_process_group_ranks(group or dist.group.WORLD)))
     place = f"odc/queues/{uuid.uuid5(uuid.NAMESPACE_OID, members).hex}"
     number = store.add(f"{place}/{dist.get_rank()}", 1)

@@ -101,7 +101,7 @@ def zigzag(strip: Strip, ranks: int, least: int) -> list[list[Entry]] | None:
         return None
     cuts = [strip.stop * at // (2 * ranks) for at in range(2 * ranks + 1)]
     cuts.pop(ranks)  # the last rank's are adjacent
-    parts = [[Piece(strip.sample, *bounds)] for bounds in pairwise(cuts)]
+    parts: list[list[Entry]] = [[Piece(strip.sample, *bounds)] for bounds in pairwise(cuts)]
     outer = zip(parts[: ranks - 1], parts[: ranks - 1 : -1], strict=True)
     return [*(first + last for first, last in outer), parts[ranks - 1]]
 

@@ -67,7 +67,7 @@ def refine(
         return [list(members) for members in groups]
     import numpy as np  # here, as --help imports this file for the strategies' names
 
-    tokens, token_cap = ([0] * items, 0) if tokens is None else (tokens, token_cap)
+    tokens, cap = ([0] * items, 0) if tokens is None or token_cap is None else (tokens, token_cap)
     load = np.array([math.fsum(costs[i] for i in members) for members in groups])
     if load.max() <= load.mean() * (1 + BALANCED):
         return [sorted(members) for members in groups]
@@ -99,7 +99,7 @@ def refine(
             refused |= (partners >= items) & (size[theirs] >= size[heavy])
         after[:, refused] = np.inf
         out = weight[mine, None] - weight[None, partners]
-        after[(weights[theirs] + out > token_cap) | (weights[heavy] - out > token_cap)] = np.inf
+        after[(weights[theirs] + out > cap) | (weights[heavy] - out > cap)] = np.inf
         best = int(after.argmin()) if after.size else 0
         # The margin, above rounding, makes every exchange a true descent: the loop ends.
         if not after.size or after.flat[best] >= load[heavy] * (1 - 1e-9):

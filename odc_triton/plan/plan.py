@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,7 @@ class Plan:
     unpacked: by rank, places of samples that it packs itself, and computes after those.
     queue: packs that ranks take at run time after those; None if there is no queue.
     segments: who computes which part of what several ranks compute; None if no rank needs what another computes.
-    estimate: the step's cost; None where it is not compared.
+    estimate: the step's cost; infinite where it is not compared.
     checksum: of the samples, None if they are unknown: ranks with another one have other samples.
 
     A process that gets it pickled has all but the rows and the packs.
@@ -33,12 +34,12 @@ class Plan:
 
     ready: Sequence[Sequence[list[Entry]]]
     unpacked: Sequence[Sequence[int]] | None = None
-    queue: list[list[int]] | None = None
+    queue: list[list[Entry]] | None = None
     samples: Samples | None = None
     token_cap: int = 0
     ready_cost: float = 0.0
     segments: SplitPlan | None = None
-    estimate: float | None = None
+    estimate: float = math.inf
     checksum: int | None = None
 
     @classmethod
@@ -100,11 +101,10 @@ class Plan:
         return sum(int(learned[name]) for name in names)
 
     def _packed(self, rank: int) -> list[list[Entry]]:
-        if self.unpacked is None or not (own := self.unpacked[rank]):
+        if self.unpacked is None or self.samples is None or not (own := self.unpacked[rank]):
             return []
-        columns = (self.samples.tokens, self.samples.prices, self.samples.names)
-        tokens, prices, names = ([of[place] for place in own] for of in columns)
-        return [[names[at] for at in members] for members in packed(tokens, prices, self.token_cap)]
+        tokens, prices = [self.samples.tokens[at] for at in own], [self.samples.prices[at] for at in own]
+        return [[self.samples.names[own[at]] for at in pack] for pack in packed(tokens, prices, self.token_cap)]
 
 
 class MinibatchPacks(list):

@@ -64,7 +64,7 @@ def _queue_plan(samples: Samples, limits: Limits) -> Plan:
     rest = samples
     if limits.split_tokens and samples.tokens:
         plan = split_plan(samples, limits, ride=False)
-        rest = samples.some([place for own in plan.unpacked for place in own])
+        rest = samples.some([place for own in plan.unpacked or () for place in own])
     how = (limits.ranks, limits.token_cap, rest.cost, plan.ready_cost)
     packs = queued(rest.tokens, rest.prices, *how) if rest.tokens else []
     return replace(plan, unpacked=None, queue=[[rest.names[i] for i in members] for members in packs])
@@ -73,10 +73,10 @@ def _queue_plan(samples: Samples, limits: Limits) -> Plan:
 def _unsplit_plan(samples: Samples, limits: Limits, balance: str) -> Plan:
     """By the strategy `balance`, one of `BALANCES`; at least one sample."""
     strategy, ranks = STRATEGIES[balance], limits.ranks
-    ready: list[Packs] = [[] for _ in range(ranks)]
     if strategy.parts is not None:
         unpacked = strategy.parts(samples.prices, ranks)
-        return Plan(samples=samples, token_cap=limits.token_cap, ready=ready, unpacked=unpacked)
+        return Plan(samples=samples, token_cap=limits.token_cap, ready=[[] for _ in range(ranks)], unpacked=unpacked)
+    assert strategy.packs is not None, "a strategy of BALANCES has one of the two"
     ready = strategy.packs(samples.tokens, samples.prices, ranks, limits.token_cap)
     return Plan(samples=samples, ready=[[[samples.names[i] for i in pack] for pack in own] for own in ready])
 

@@ -134,6 +134,7 @@ class QueuedPacks:
 
     def __init__(self, plan: Plan, *, key: str, counter: Counter, rank: int) -> None:
         self.plan, self.rank = plan, rank
+        assert plan.queue is not None, "the plan has no queue"
         self.packs, self.split = plan.queue, plan.segments
         self.samples, self.checksum = plan.count, plan.checksum
         self.waves = [[*filter(None, own)] for own in plan.ready]

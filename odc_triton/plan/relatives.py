@@ -63,8 +63,9 @@ class Relatives:
         for place in sorted(self.place[sample] for sample in samples):
             sample = self.order[place]
             start = 0 if before is None else self._start(before, place)
-            parent = self.order[before] if start else None
-            while start and strips[parent].start >= start:  # then what that one branches off has all of these tokens
+            parent = None if before is None or not start else self.order[before]
+            while parent is not None and strips[parent].start >= start:
+                # Then what that one branches off has all of these tokens.
                 parent = strips[parent].parent
             learned = max(self.free[sample] - 1, 0)
             strip = Strip(sample, start, self.lengths[sample], parent, learned, self.floors[sample])
@@ -91,8 +92,8 @@ class Relatives:
         place = [0] * len(order)
         for at, sample in enumerate(order):
             place[sample] = at
-        by_sample = (self.lengths, self.free, self.contents, self.floors)
-        lengths, free, contents, floors = ([of[at] for at in samples] for of in by_sample)
+        lengths, free, floors = ([of[at] for at in samples] for of in (self.lengths, self.free, self.floors))
+        contents = [self.contents[at] for at in samples]
         return Relatives(lengths, order, place, shared, free, contents, floors)
 
     def family_numbers(self, *, most: int, common: float | None = None) -> list[int]:
@@ -215,7 +216,7 @@ def _pictures_digest(sample: Mapping[str, Any], floor: int) -> bytes:
         if (value := sample.get(name)) is not None:
             values = np.ascontiguousarray(value.float() if hasattr(value, "float") else value)  # numpy has no bf16
             found.update(f"{name} {floor} {values.dtype} {values.shape}".encode())
-            found.update(values)
+            found.update(values.data)
     return found.digest()
 
 

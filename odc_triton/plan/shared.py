@@ -171,10 +171,11 @@ class _SharedProblem:
     def _compared(self, found: SharedAssignment) -> SharedAssignment:
         """With what counts against others: packs that read must be better by the least gain; else no rank waits."""
         apart = apart_from_their_group(found.packs, self.groups)
-        packs = [
-            [[Piece(each, 0, self.lengths[each]) if each in apart else each for each in pack] for pack in packs]
-            for packs in found.packs
-        ]
+
+        def whole(each: Entry) -> Entry:
+            return Piece(each, 0, self.lengths[each]) if not isinstance(each, Piece) and each in apart else each
+
+        packs = [[[*map(whole, pack)] for pack in of_rank] for of_rank in found.packs]
         if SplitPlan.of(packs, groups=self.groups) is not None:
             return SharedAssignment(packs, found.estimate / (1 - _LEAST_GAIN))
         return SharedAssignment(packs, max(math.fsum(map(self._price, packs)) for packs in found.packs))

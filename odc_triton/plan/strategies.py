@@ -120,6 +120,5 @@ SPLITTING = tuple(name for name, strategy in STRATEGIES.items() if strategy.spli
 
 def _packed(members: list[int], lengths: list[int], costs: list[float], token_cap: int, count: int) -> Packs:
     """One rank's samples in `count` packs."""
-    own_lengths, own_costs = ([of[i] for i in members] for of in (lengths, costs))
-    packs = packed(own_lengths, own_costs, token_cap, count)
+    packs = packed([lengths[i] for i in members], [costs[i] for i in members], token_cap, count)
     return [[members[i] for i in local] for local in packs]

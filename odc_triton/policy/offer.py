@@ -24,7 +24,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -124,7 +124,8 @@ class _Contents:
     def __init__(self, model: nn.Module) -> None:
         self._engine = engine_of(model)
         self._model = model
-        self._heaps = [cast(SharedMemoryHeap, self._engine.heap)]
+        assert isinstance(self._engine.heap, SharedMemoryHeap), "a policy on GPUs is not offered"
+        self._heaps = [self._engine.heap]
         self._apart: list[torch.Tensor] = []  # not in a heap: they are copied into a file of their own
         self._apart_bytes = 0
         self._parameters = {id(each.sharded): each for each in self._engine.parameters}
@@ -180,7 +181,8 @@ class _Contents:
                 "file": 0,
                 "parts": parts,
             }
-        shard, heap = parameter.shard, cast(SharedMemoryHeap, parameter.shard.heap)
+        shard, heap = parameter.shard, parameter.shard.heap
+        assert isinstance(heap, SharedMemoryHeap), "as the first"
         if not any(heap is each for each in self._heaps):
             self._heaps.append(heap)
         (file,) = [place for place, each in enumerate(self._heaps) if each is heap]
@@ -239,7 +241,7 @@ class _OfferServer:
                 for key, _ in selector.select(_PINNED_LOOK_S if self._pins else _LOOK_S):
                     if key.fileobj is self._listener:
                         self._accept(selector)
-                    elif not self._answer(key.fileobj):
+                    elif isinstance(key.fileobj, socket.socket) and not self._answer(key.fileobj):
                         self._drop(key.fileobj, selector)
                 for reader, (number, since_s) in [*self._pins.items()]:
                     if time.monotonic() - since_s > self._max_lag_s and self._begun() > number:

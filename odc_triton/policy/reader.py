@@ -74,7 +74,7 @@ class PolicyReader:
         self._ended = select.poll()
         self._ended.register(self._connection, select.POLLIN)
         self._pinned = 0  # the number that owners keep for this reader
-        self._empty: torch.nn.Module | None = None
+        self._empty: Any = None
 
     def _connect(self) -> tuple[socket.socket, list[int]]:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -114,9 +114,10 @@ class PolicyReader:
         Raises PolicyUnavailable if the job ended, or dropped this reader because `take` took too long.
         """
         self._require_job()
+        reads = itertools.count()
         try:
-            for reads in itertools.count():
-                if reads >= _FREE_READS:
+            while True:
+                if next(reads) >= _FREE_READS:
                     self._pin()
                 number = self._settled()
                 found = take(self._tensors())
@@ -176,7 +177,7 @@ class PolicyReader:
                 self._connection.sendall(UNPIN)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._class is None:
+        if self._class is None or self.config is None:
             return ((name, self._value(name, place)) for unit in self._units for name, place in unit.items())
         if self._empty is None:
             self._empty = _empty_model(self._class, self.config)
@@ -212,7 +213,7 @@ def _joined(parts: list[list[int]], itemsize: int) -> list[list[int]]:
     return found
 
 
-def _empty_model(name: str, config: dict[str, Any]) -> torch.nn.Module:
+def _empty_model(name: str, config: dict[str, Any]) -> Any:
     import transformers
 
     cls = getattr(transformers, name, None)

@@ -150,20 +150,21 @@ class AttentionOfJoined(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, attend: Callable[..., torch.Tensor], before: RowsBefore, *given: torch.Tensor | None
+        ctx: Any, attend: Callable[..., torch.Tensor], before: RowsBefore, q: torch.Tensor, *given: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.attend, ctx.before = attend, before
-        kind = given[0].device.type
+        kind = q.device.type
         ctx.autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
-        ctx.save_for_backward(*given)
-        return attend(*given, *(each.clone() for _, pair in before.each() for each in pair))
+        ctx.save_for_backward(q, *given)
+        return attend(q, *given, *(each.clone() for _, pair in before.each() for each in pair))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
         rows = [each.clone() for _, pair in ctx.before.each(backward=True) for each in pair]
         given = [None if each is None else each.detach() for each in (*ctx.saved_tensors, *rows)]
-        leaves = [each for each, need in zip(given, chain(needed, cycle(needed[1:3])), strict=False) if need]
+        needs = chain(needed, cycle(needed[1:3]))
+        leaves = [each for each, need in zip(given, needs, strict=False) if need and each is not None]
         for each in leaves:
             each.requires_grad_()
         with torch.enable_grad(), torch.autocast(gradient.device.type, **ctx.autocast):

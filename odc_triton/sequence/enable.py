@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..base.errors import PeerFailed, RanksDiffer, describe
+from ..base.untyped import untyped
 from ..engine.api import engine_of
 from ..engine.module import plain_class
 from ..nn.modes import evaluating
@@ -72,7 +73,7 @@ def enable_split(model: nn.Module, tokens: int, *, layers_in_flight: int | None 
     engine.streams.also(streams)
     engine.streams.watch(sync)
     for number, (module, _) in enumerate(layers):
-        module._odc_split = LayerSplit(exchange, number)
+        untyped(module)._odc_split = LayerSplit(exchange, number)
 
 
 @contextlib.contextmanager
@@ -175,7 +176,7 @@ def _layers(model: nn.Module) -> list[tuple[nn.Module, LayerShape]]:
         "use_cache": False,
     }
     for module in modules:
-        module._odc_split = recorder
+        untyped(module)._odc_split = recorder
     try:
         # Autocast's dtypes fit into the model's. A graph of this forward would be of no use.
         eagerly = torch.compiler.set_stance("force_eager")

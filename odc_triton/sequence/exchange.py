@@ -215,8 +215,13 @@ class SequenceExchange(Participant):
                     f"{planned.piece} and {spans[0].piece} are not in the packs that the plan has them in"
                 )
 
+    @property
+    def _open(self) -> SplitPlan:
+        assert self.plan is not None, "there are pieces, and no plan"
+        return self.plan
+
     def _planned(self, piece: Piece) -> PlannedPiece:
-        planned = self.plan.find(piece)
+        planned = self._open.find(piece)
         if planned is None or planned.rank != self.rank:
             raise RuntimeError(
                 f"{piece} are not this rank's in the minibatch's plan: give minibatch() the split of the packs that it "
@@ -226,11 +231,11 @@ class SequenceExchange(Participant):
 
     def reads(self, piece: Piece, window: int | None) -> list[Read]:
         """What a piece reads. `window`: the tokens that a query sees, itself included."""
-        return within(window, piece, self.plan.reads(piece))
+        return within(window, piece, self._open.reads(piece))
 
     def readers(self, piece: Piece, window: int | None) -> list[PlannedPiece]:
         """The pieces of other ranks that read `piece`."""
-        others = [each for each in self.plan.readers(piece) if each.rank != self.rank]
+        others = [each for each in self._open.readers(piece) if each.rank != self.rank]
         if window is None:
             return others
         return [each for each in others if any(read.holder.piece == piece for read in self.reads(each.piece, window))]
@@ -318,7 +323,7 @@ class SequenceExchange(Participant):
         self, layer: int, spans: list[Span], run: Read, dtypes: Sequence[torch.dtype], *, backward: bool = False
     ) -> Fetched:
         """Keys and values [tokens, heads, D] of `run`, which `spans` read. In a backward they are known to be there."""
-        held = tuple(self.buffers.rows(layer, kind, *run) for kind in (KEYS, VALUES))
+        held = self.buffers.rows(layer, KEYS, *run), self.buffers.rows(layer, VALUES, *run)
         kind = Fetched if self.is_apart else SharedRows
         if backward:
             return kind(held, dtypes, self.streams)
@@ -354,7 +359,7 @@ class SequenceExchange(Participant):
         """The other ranks that add to what this one reads, and what they do."""
         found: dict[int, str] = {}
         for holder in dict.fromkeys(run.holder for run in runs):
-            for reader in self.plan.readers(holder.piece):
+            for reader in self._open.readers(holder.piece):
                 if reader.rank not in (self.rank, holder.rank) and any(
                     read.holder is holder for read in self.reads(reader.piece, window)
                 ):

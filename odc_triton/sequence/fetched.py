@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -22,8 +23,8 @@ class Fetched:
         """`wait`: before the copy, on its stream."""
         self._held, self._dtypes, self._streams, self._wait = held, dtypes, streams, wait
         self._rows: list[torch.Tensor] = []
-        self._storage: torch.UntypedStorage | None = None
-        self._copies: Copies | None = None
+        self._storage: torch.UntypedStorage  # from `start` on, as `_copies`
+        self._copies: Copies
 
     @torch.no_grad()
     def start(self) -> None:
@@ -33,7 +34,7 @@ class Fetched:
         self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
         self._streams.allocate(self._storage, sum(sizes))
         for rows, dtype, offset in zip(self._held, self._dtypes, (0, sizes[0]), strict=True):
-            place = torch.empty(0, dtype=dtype, device=device)
+            place: Any = torch.empty(0, dtype=dtype, device=device)  # torch's stub of `set_` wants strides
             self._rows.append(place.set_(self._storage, offset // dtype.itemsize, rows.shape))
 
         def copy() -> None:
@@ -46,7 +47,8 @@ class Fetched:
     def finish(self) -> Rows:
         """The rows, filled for the current stream from here on."""
         self._streams.wait(self._copies)
-        return tuple(self._rows)
+        keys, values = self._rows
+        return keys, values
 
     def free(self) -> None:
         self._streams.free(self._storage, self._copies)
@@ -60,7 +62,8 @@ class SharedRows(Fetched):
 
     def finish(self) -> Rows:
         self._wait()
-        return tuple(rows.to(dtype) for rows, dtype in zip(self._held, self._dtypes, strict=True))
+        (keys, values), (of_keys, of_values) = self._held, self._dtypes
+        return keys.to(of_keys), values.to(of_values)
 
     def free(self) -> None:
         pass

@@ -115,10 +115,10 @@ class FlashAttentionOfTree(torch.autograd.Function):
         of_query = torch.zeros_like(q, dtype=lse.dtype)
 
         def gradients(source: int, pair: Pair) -> list[torch.Tensor]:
-            pair = [by_token(each) for each in pair]
-            found = [torch.zeros_like(each, dtype=lse.dtype) for each in pair]
+            rows = [by_token(each) for each in pair]
+            found = [torch.zeros_like(each, dtype=lse.dtype) for each in rows]
             for call, sequences in (each for each in ctx.calls if each[0].source == source):
-                k, v = (each[call.keys] for each in pair)
+                k, v = (each[call.keys] for each in rows)
                 joined = out[call.queries], lse[:, call.queries].contiguous()  # of which the kernel takes no strides
                 given = (gradient[call.queries], q[call.queries], k, v, *joined, *sequences, 0.0, call.is_causal)
                 places = of_query[call.queries], *(each[call.keys] for each in found)
@@ -143,5 +143,5 @@ def _sequences(calls: list[KernelCall], device: torch.device) -> list[tuple[torc
     longest = [max((end - start for start, end in pairwise(side)), default=0) for side in ends]
     on_host = torch.tensor([end for side in ends for end in side], dtype=torch.int32, pin_memory=device.type == "cuda")
     on_device = on_host.to(device, non_blocking=True).split([len(side) for side in ends])
-    pairs = [slice(at, at + 2) for at in range(0, len(ends), 2)]
-    return [(*on_device[pair], *(max(each, 2) for each in longest[pair])) for pair in pairs]
+    firsts = range(0, len(ends), 2)
+    return [(on_device[at], on_device[at + 1], max(longest[at], 2), max(longest[at + 1], 2)) for at in firsts]

@@ -59,7 +59,8 @@ class RowsOfOthers(RowsBefore):
         for number, read in enumerate(reads, 1):
             if number < len(reads):
                 reads[number].start()  # beside what is computed on this one
-            yield number, tuple(by_head(rows) for rows in read.finish())
+            keys, values = read.finish()
+            yield number, (by_head(keys), by_head(values))
             read.free()
         if not backward and not in_backward_pass():
             exchange.have_read(*self._of, self._runs)

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..base.errors import PeerFailed
 from ..comm.layout import place_regions
-from ..comm.memory.heap import SharedMemoryHeap, Status
+from ..comm.memory.heap import SharedMemoryHeap
 from ..engine.api import engine_of
 from ..plan.entries import Piece
 from ..plan.pieces import PlannedPiece
@@ -36,7 +36,9 @@ class SampleSums:
 
     def __init__(self, model: nn.Module, *, samples: int) -> None:
         self._state = state = engine_of(model)
-        self._exchange = exchange = state.participant(SequenceExchange)
+        exchange = state.participant(SequenceExchange)
+        assert exchange is not None, "enable_split comes first"
+        self._exchange = exchange
         near, barrier = exchange.buffers.heap, state.barrier
         self._rank, self._first, self._world = near.rank, near.first, barrier.world
         token = state.exchange("sums over pieces", {"token": uuid.uuid4().hex})[0]["token"]
@@ -53,7 +55,7 @@ class SampleSums:
             timeout_s=barrier.timeout_s,
         )
         self._heap, self._parts = heap, heap.whole(region)
-        self._waits = Status(barrier.board)  # the last wave whose parts the rank has written, and for whom it waits
+        self._waits = barrier.status()  # the last wave whose parts the rank has written, and for whom it waits
         barrier.blocked_on.append(self.blocked_on)
 
     def over_ranks(

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -27,7 +27,7 @@ from odc_kernels.streams import Device, device_of
 
 from ..base.errors import DeadlineExceeded, PeerFailed
 from ..comm.barrier import Barrier
-from ..comm.memory.heap import SharedMemoryHeap, Status
+from ..comm.memory.heap import SharedMemoryHeap
 from ..engine.protocol import Protocol
 from .buffers import Flag, KVBuffers
 
@@ -62,7 +62,7 @@ class ShownWaits:
     def __init__(self, buffers: KVBuffers, barrier: Barrier) -> None:
         self._layers, self._first, self._world = buffers.layers, buffers.heap.first, barrier.world
         self._far = 2 * len(Flag) * (self._layers + 1)  # more than two places of one pass are apart
-        self._waits = Status(barrier.board)  # where the rank waits, and what for and for whom; 0: it does not
+        self._waits = barrier.status()  # where the rank waits, and what for and for whom; 0: it does not
         self._shown = 0
         barrier.blocked_on.append(self.blocked_on)
 
@@ -166,7 +166,8 @@ class HostSync:
         """Adds `rows` to `place`, which is in `owner`'s buffers, while others may add too. `shown`: to peers, while
         another rank holds the lock.
         """
-        heap, start_s, layer = cast(SharedMemoryHeap, self.buffers.heap), time.monotonic(), shown.layer
+        heap, start_s, layer = self.buffers.heap, time.monotonic(), shown.layer
+        assert isinstance(heap, SharedMemoryHeap), "a GPU's gradients are added by KernelSync"
         while not heap.try_lock(layer, owner):
             waited_s, holder = time.monotonic() - start_s, heap.lock_holder(layer, owner)
             if waited_s > _SHOWN_S and holder is not None:
@@ -215,7 +216,7 @@ class _Look:
         if self._on is not None:
             self._seen = torch.zeros(len(Flag), buffers.world, buffers.layers, dtype=torch.int64)
             self._seen = self._seen.pin_memory() if buffers.heap.device.type == "cuda" else self._seen
-            self._stream, self._reads = self._on.stream(), {}
+            self._stream, self._reads = self._on.stream(), dict[Flag, Any]()
 
     def at(self, flag: Flag) -> torch.Tensor:
         """int64 [writer, layer]; what was read last if the device does not answer, which can only be too small."""
@@ -314,17 +315,18 @@ class KernelSync(HostSync):
             if not self._running:
                 self.waits.show_none()
                 continue
-            if self._running[0] is not first:
-                since_s, first = time.monotonic(), self._running[0]
-            late = self._late_of(first.wait)
+            running = self._running[0]
+            if running is not first:
+                since_s, first = time.monotonic(), running
+            late = self._late_of(running.wait)
             if not late:
                 self.waits.show_none()
             elif time.monotonic() - since_s >= _SHOWN_S:
-                self.waits.show(first.wait, writer=late[0])
+                self.waits.show(running.wait, writer=late[0])
             is_late = time.monotonic() - since_s > self._barrier.timeout_s
             # A rank that died before setting its flag is fatal; any other failure is reported by that rank.
             gone = [rank for rank in late if not heap.is_alive(rank)]
-            if is_late or self._failed() or (gone and set(gone) & set(self._late_of(first.wait))):
+            if is_late or self._failed() or (gone and set(gone) & set(self._late_of(running.wait))):
                 self._late_at_stop, self._gone_at_stop = late, gone
                 self._stop[0] = 1
                 return

@@ -53,7 +53,8 @@ def rows_before(
         seen.append(rows)
         if piece is None:
             continue
-        for holder, low, high in within(window, piece, reads[piece] if piece in reads else plan.reads(piece)):
+        read_by = reads[piece] if plan is None or piece in reads else plan.reads(piece)
+        for holder, low, high in within(window, piece, read_by):
             of = holder if isinstance(holder, Piece) else holder.piece
             for at, run in held.get(of, ()):
                 if run.low < high and low < run.high:

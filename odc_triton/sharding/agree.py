@@ -231,7 +231,7 @@ def default_mesh(timeout: Timeout, backend: str = "auto", *, replicas: int | Non
     for first in range(0, world, shards := world // replicas):
         _require_one_host(hosts[first : first + shards], first, "Give more replicas, by default one for each host")
     if replicas == 1:
-        return DeviceMesh.from_group(dist.group.WORLD, chosen.mesh_device)
+        return DeviceMesh.from_group(distributed_c10d._get_default_group(), chosen.mesh_device)
     ranks = torch.arange(world).view(replicas, -1)
     replica, shard = divmod(dist.get_rank(), ranks.shape[1])
     # All ranks create their groups in this order, so they can't deadlock.
@@ -284,6 +284,8 @@ def _hosts(timeout: timedelta) -> list[str]:
 def _group(ranks: list[int], timeout: timedelta) -> ProcessGroup:
     """The process group of these ranks, created once: blocks that are sharded before their root share it."""
     found = distributed_c10d._find_pg_by_ranks_and_tag(_TAG, ranks)
-    return found or distributed_c10d._new_group_with_tag(
+    group = found or distributed_c10d._new_group_with_tag(
         ranks, timeout=timeout, pg_tag=_TAG, use_local_synchronization=True
     )
+    assert isinstance(group, ProcessGroup), f"this rank is none of {ranks}"
+    return group

@@ -33,6 +33,11 @@ class FoundParameter:
     def name(self) -> str:
         return self.names[0]
 
+    @property
+    def parameter(self) -> nn.Parameter:
+        assert self.value is not None, f"{self.name} is in the heap"
+        return self.value
+
     def is_read_on_demand(self, device_type: str, table: Table) -> bool:
         """True if all modules that have it read its owners on demand, so that it need not be whole."""
         return all(
@@ -117,7 +122,7 @@ def _refuse_other_views(found: list[FoundParameter]) -> None:
     """Raises ValueError for parameters of the same memory that are not the same elements in the same order."""
     at: dict[int, FoundParameter] = {}
     for entry in found:
-        other = at.setdefault(_memory_of(entry.value)[0], entry)
+        other = at.setdefault(_memory_of(entry.parameter)[0], entry)
         if other is not entry:
             raise ValueError(
                 f"{entry.name} is another view of {other.name}'s memory, and would be trained apart from it: make it a "
@@ -183,7 +188,7 @@ def describe(
     all_found = find_parameters(module, unit_names, ignored)
     found = [entry for entry in all_found if id(entry.value) not in known]
     for entry in found:
-        refuse_unshardable(entry.name, entry.value, home)
+        refuse_unshardable(entry.name, entry.parameter, home)
     _refuse_other_views(found)
     return Description(
         found=found,
@@ -216,6 +221,7 @@ def _inner_engines(module: nn.Module, mesh: DeviceMesh, exact: bool) -> list[Eng
                 f"the same"
             )
         for parameter in engine.parameters[:1]:
+            assert isinstance(parameter.sharded, DTensor)
             theirs = parameter.sharded.device_mesh
             if theirs.mesh.tolist() != mesh.mesh.tolist():
                 raise NotImplementedError(f"{name} was sharded over {theirs}, its root over {mesh}: use one mesh")
@@ -243,7 +249,7 @@ def spec_of(entry: FoundParameter, policy: MixedPrecisionPolicy | None, *, exact
     """As in FSDP2. Gradients are summed in fp32, or the parameter's dtype if that is wider, unless `policy` has a
     `reduce_dtype`. Raises NotImplementedError for exact sums of float64.
     """
-    value = entry.value
+    value = entry.parameter
     if exact and value.requires_grad and value.dtype == torch.float64:
         raise NotImplementedError(
             f"{entry.name} is float64, and exact sums have 54 bits below their bound, not float64's range: leave exact "

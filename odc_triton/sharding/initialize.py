@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..base.errors import RanksDiffer
+from ..base.untyped import untyped
 from ..comm.barrier import Barrier
 from ..comm.layout import place_regions
 from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
@@ -60,13 +61,13 @@ def write_initial_values(
     with refusing(barrier, _PURPOSE):
         writer = _Writer(root, found, parameters, relay)
         writer.visit(root, "", None)
-        of_buffers = [module._buffers[key] for module, key in wanted]
+        of_buffers = [module.get_buffer(key) for module, key in wanted]
         *values, state_before, state_after = relay.send([*of_buffers, random_state, torch.get_rng_state()])
         for (module, key), value in zip(wanted, values, strict=True):
-            if module._buffers[key].is_meta:
+            if module.get_buffer(key).is_meta:
                 module._buffers[key] = value.clone()
         for module, key in buffers.values():
-            module._buffers[key] = module._buffers[key].to(heap.device)
+            module._buffers[key] = module.get_buffer(key).to(heap.device)
         # Ranks that had the same random state keep the same one: rank 0 has drawn for all of them.
         if torch.equal(random_state, state_before):
             torch.set_rng_state(state_after.clone())
@@ -92,7 +93,7 @@ def _buffers(root: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 def _on_meta_of_any_rank(buffers: dict[str, tuple[nn.Module, str]], barrier: Barrier) -> list[str]:
     """Names of buffers, in the same order on all ranks. Collective. Raises RanksDiffer if one differs between ranks."""
-    mine = {name: module._buffers[key] for name, (module, key) in buffers.items()}
+    mine = {name: module.get_buffer(key) for name, (module, key) in buffers.items()}
     described = {name: f"{dtype_name(buffer.dtype)} {list(buffer.shape)}" for name, buffer in mine.items()}
     on_meta = [name for name, buffer in mine.items() if buffer.is_meta]
     of_ranks = barrier.exchange(f"{_PURPOSE}: what is on the meta device", {"buffers": described, "on_meta": on_meta})
@@ -162,7 +163,7 @@ class _InitialValue:
 
     found: FoundParameter
     parameter: ShardedParameter
-    whole: torch.Tensor | None = None
+    whole: torch.Tensor = field(init=False)
     drawn: nn.Parameter | None = None
 
     @property
@@ -190,12 +191,12 @@ class _Writer:
         self._visited: set[nn.Module] = set()
         self.without_initialiser: list[str] = []
         # Modules that own tensors on the meta device.
-        self._on_meta = {module for module, key in _buffers(root).values() if module._buffers[key].is_meta}
+        self._on_meta = {module for module, key in _buffers(root).values() if module.get_buffer(key).is_meta}
         for entry in map(_InitialValue, found, parameters):
             self._owned[entry.parameter.spec.unit].append(entry)
             for module, attribute, unit in entry.found.places:
                 self._places[unit].append((Slot(module, attribute, entry.parameter), entry))
-                if entry.found.value.is_meta:
+                if entry.found.parameter.is_meta:
                     self._on_meta.add(module)
         modules = list(root.modules())
         # A block of a transformers model: its initialiser is in the PreTrainedModel above, out of reach, and
@@ -226,7 +227,7 @@ class _Writer:
     def _allocate(self, unit: str) -> None:
         """Allocates the unit's `whole` tensors and puts them into its modules."""
         own = self._owned[unit]
-        shared = iter(self._relay.allocate([entry.found.value for entry in own if not entry.in_heap]))
+        shared = iter(self._relay.allocate([entry.found.parameter for entry in own if not entry.in_heap]))
         for entry in own:
             entry.whole = entry.parameter.leaf.data if entry.in_heap else next(shared)
         if not self._relay.is_source or self._on_meta.isdisjoint(slot.module for slot, _ in self._places[unit]):
@@ -248,7 +249,7 @@ class _Writer:
             unset = torch.nan if buffer.is_floating_point() else 0
             module._buffers[key] = torch.full_like(buffer, unset, device="cpu")
         if model is not None:
-            module._is_hf_initialized = False
+            untyped(module)._is_hf_initialized = False
             model._initialize_weights(module)
         elif not self._out_of_reach:
             method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -257,23 +258,25 @@ class _Writer:
         for key, buffer in buffers.items():
             if not buffer.is_meta:
                 module._buffers[key] = buffer
-            elif _has_nan(module._buffers[key]):
+            elif _has_nan(module.get_buffer(key)):
                 self.without_initialiser.append(f"{path}.{key}" if path else key)
 
     def _fill(self, unit: str) -> None:
         """Fills the unit's shards from its `whole` tensors, and puts the sharded parameters into its modules."""
         own = self._owned[unit]
         for entry in own:
+            found = entry.found.parameter
             if self._relay.is_source:
-                is_meta = entry.found.value.is_meta
-                value = entry.drawn if is_meta else entry.found.value
+                is_meta = found.is_meta
+                value = entry.drawn if is_meta else found
+                assert value is not None, f"the source has not initialised {entry.found.name}"
                 if value.data_ptr() != entry.whole.data_ptr():
                     entry.whole.copy_(value)
                 if is_meta and _has_nan(entry.whole):
                     self.without_initialiser.append(entry.found.name)
                 if entry.parameter.residency is Residency.VIEW and not entry.in_heap:
                     entry.parameter.leaf.data.copy_(entry.whole)  # a parent's initialiser may read it
-            entry.parameter.original = weakref.ref(entry.found.value)
+            entry.parameter.original = weakref.ref(found)
             entry.found.value = entry.drawn = None
         for slot, _ in self._places[unit]:
             slot.put(slot.parameter.leaf)
@@ -281,7 +284,7 @@ class _Writer:
         for entry in own:
             if not entry.in_heap:
                 entry.parameter.shard.adopt(entry.whole)
-            entry.whole = None
+            del entry.whole
 
 
 def _has_nan(value: torch.Tensor) -> bool:

@@ -30,8 +30,8 @@ def buffers(device: str = "cpu") -> SimpleNamespace:
 
 
 def barrier() -> SimpleNamespace:
-    board = SimpleNamespace(new_slot=lambda: 0, show=lambda *_: None)
-    return SimpleNamespace(timeout_s=0.0, world=2, board=board, blocked_on=[])
+    status = SimpleNamespace(show=lambda *_: None)
+    return SimpleNamespace(timeout_s=0.0, world=2, status=lambda: status, blocked_on=[])
 
 
 def test_a_look_waits_for_its_own_copy_only() -> None:

@@ -148,10 +148,10 @@ def _new_memfd(name: str, size_bytes: int) -> int:
     return fd
 
 
-def _leave(status: memoryview, left: int, locks: ByteLocks, read_only: int | None) -> None:
+def _leave(status: memoryview, left: int, locks: ByteLocks, read_only: int) -> None:
     status[left] = 1
     locks.close()
-    if read_only is not None:
+    if read_only >= 0:
         os.close(read_only)
 
 
@@ -194,8 +194,8 @@ class SharedMemoryHeap(SymmetricHeap):
             data_fd, lock_fd = receive_files(2, token=token, rank=rank, timeout_s=timeout_s, look=look)
         try:
             self._map = mmap.mmap(data_fd, self.size_bytes)
-            # Rank 0's, for processes outside of the job.
-            self.read_only_fd = os.open(f"/proc/self/fd/{data_fd}", os.O_RDONLY) if rank == 0 else None
+            # Rank 0's, for processes outside of the job; -1 on other ranks.
+            self.read_only_fd = os.open(f"/proc/self/fd/{data_fd}", os.O_RDONLY) if rank == 0 else -1
         finally:
             os.close(data_fd)
         self._locks = ByteLocks(lock_fd)

@@ -116,7 +116,7 @@ def _differentiable(
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients in plain torch, with a graph."""
     dx = dy @ read_whole(w.leaf) if needs[0] else None
-    dw = matrix(dy).T @ matrix(x) if needs[1] else None
+    dw = matrix(dy).T @ matrix(x) if needs[1] and x is not None else None
     return dx, dw, matrix(dy).sum(0) if needs[2] else None
 
 
@@ -135,7 +135,7 @@ def _add_gradient(
     how = _chosen(w, dy, choice)
     dx = _dx(dy, w, how) if needs_dx else dy.new_empty(0)
     weight = w if needs_dw and w.wants_gradient() else None
-    bias = b if needs_db and (b := resolve(bias_handle)).wants_gradient() else None
+    bias = b if needs_db and bias_handle is not None and (b := resolve(bias_handle)).wants_gradient() else None
     if weight is not None or bias is not None:
         add_linear_gradient(matrix(dy), None if x is None else matrix(x), weight, bias, how)
     return dx
@@ -180,20 +180,20 @@ def add_linear_gradient(
     how: Choice,
 ) -> None:
     """Adds dyᵀ x to the owners of the weight and the sum of dy to those of the bias; dy: [T, N], x: [T, K]."""
-    fused = how.wgrad == "fused" and weight is not None and len(dy) > 0
-    sink = weight.open_sink() if fused else None
+    sink = weight.open_sink() if weight is not None and how.wgrad == "fused" and len(dy) > 0 else None
     if isinstance(sink, PeerShards) and how.backend == "triton":
         from odc_kernels.wgrad import wgrad
 
         biases = None if bias is None else bias.open_sink()
         wgrad(dy=dy, x=x, weight=sink, bias=biases, tile=how.tile("wgrad"))
         return
-    if fused and not isinstance(sink, PeerShards):
-        for owner in weight.owners_from_own():
-            rows = dy[:, weight.first_row(owner) : weight.first_row(owner + 1)]
-            sink(owner, 0, rows.T @ x)
-    elif weight is not None:  # plain torch can't add to shards while other ranks' kernels do
-        weight.add_gradient(dy.T @ x)
+    if weight is not None and x is not None:
+        if sink is None or isinstance(sink, PeerShards):  # plain torch can't add to shards while others' kernels do
+            weight.add_gradient(dy.T @ x)
+        else:
+            for owner in weight.owners_from_own():
+                rows = dy[:, weight.first_row(owner) : weight.first_row(owner + 1)]
+                sink(owner, 0, rows.T @ x)
     if bias is not None:
         bias.add_gradient(dy.sum(0))
 

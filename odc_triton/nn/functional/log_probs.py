@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from odc_kernels.peers import PeerShards
 
@@ -22,7 +23,7 @@ def checked_targets(targets: torch.Tensor, of: torch.Tensor, vocabulary: int, ig
             f"{tuple(of.shape[:-1])} of torch.int64"
         )
     targets = targets.long()
-    is_traced = torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(targets)
+    is_traced = torch.compiler.is_compiling() or is_functorch_wrapped_tensor(targets)
     # Only where there are values, and no synchronisation on a GPU: such a target's logp is NaN.
     if type(of) is torch.Tensor and of.device.type == "cpu" and not is_traced:
         wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))]
@@ -92,7 +93,7 @@ def _token_log_probs(
 
 
 @_token_log_probs.register_fake
-def _(h: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(h: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
     return tuple(h.new_empty(h.shape[0], dtype=torch.float32) for _ in range(3))
 
 
@@ -172,7 +173,7 @@ def gradients_like(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What a head's backward operator returns: empty what is not wanted, or is added to the owners."""
     dh = torch.empty_like(h) if needs_dh else h.new_empty(0)
-    return dh, torch.empty_like(weight) if needs_dw and handle is None else h.new_empty(0)
+    return dh, torch.empty_like(weight) if needs_dw and handle is None and weight is not None else h.new_empty(0)
 
 
 def refuse_second_derivative() -> None:
@@ -201,4 +202,5 @@ def is_eager(h: torch.Tensor, shape: tuple[int, ...], handle: torch.Tensor | Non
 def peers_of(handle: torch.Tensor | None, weight: torch.Tensor | None) -> PeerShards:
     if handle is not None:
         return resolve(handle).compute_peers
+    assert weight is not None, "a head is sharded, or has a weight"
     return PeerShards.local(weight.detach())

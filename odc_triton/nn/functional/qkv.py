@@ -13,7 +13,7 @@ from odc_kernels.peers import PeerShards
 from ..choice import AUTO, Choice, is_by_kernel
 from ..operand import ShardedOperand, resolve
 from .linear import linear, matrix
-from .whole import chosen, operand, table_of
+from .whole import chosen, handle, operand, table_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +71,12 @@ def qkv(
         return rotate(q, cos, sin), rotate(k, cos, sin), v
     lead = x.shape[:-1]
     places = torch.arange(cos.shape[:-1].numel(), device=x.device).view(cos.shape[:-1])
+    taken = operand(x, *parameters)
+    assert taken is not None, "`is_fused` has asked for it"
     q, k, v, _, _ = torch.ops.odc.qkv(
-        matrix(operand(x, *parameters)),
+        matrix(taken),
         list(parameters),
-        [parameter._odc_handle for parameter in parameters],
+        list(map(handle, parameters)),
         [] if norm is None else [norm.q_weight, norm.k_weight],
         1.0 if norm is None else norm.eps,
         [matrix(cos), matrix(sin), places.expand(lead).reshape(-1).contiguous()],
@@ -112,8 +114,8 @@ def _qkv(
 
     sharded = [resolve(handle) for handle in handles]
     q, k, v, q_pre, k_pre = found = _empty(x, parameters, norms, head_dim)
-    saved = {"q_pre": q_pre, "k_pre": k_pre} if norms else {"q_pre": None, "k_pre": None}
     how = chosen("qkv", sharded[0], len(x), x.device, choice)
+    saved: Any = {"q_pre": q_pre, "k_pre": k_pre} if norms else {"q_pre": None, "k_pre": None}
     by_kernel(x=x, weights=_weights(sharded, how), **_norm_and_rope(norms, eps, rope), q=q, k=k, v=v, **saved)
     return found
 
@@ -129,8 +131,9 @@ def _norm_and_rope(norms: list[torch.Tensor], eps: float, rope: list[torch.Tenso
 def _empty(
     x: torch.Tensor, parameters: list[torch.Tensor], norms: list[torch.Tensor], head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    heads = [x.new_empty(x.shape[0], parameter.shape[0] // head_dim, head_dim) for parameter in parameters[:3]]
-    return *heads, *(torch.empty_like(each) if norms else x.new_empty(0) for each in heads[:2])
+    q, k, v = (x.new_empty(x.shape[0], parameter.shape[0] // head_dim, head_dim) for parameter in parameters[:3])
+    q_pre, k_pre = (torch.empty_like(each) if norms else x.new_empty(0) for each in (q, k))
+    return q, k, v, q_pre, k_pre
 
 
 @_qkv.register_fake
@@ -147,7 +150,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _backward(
     ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor | list[torch.Tensor | None] | None, ...]:
+) -> tuple[torch.Tensor | Sequence[torch.Tensor | None] | None, ...]:
     if torch.is_grad_enabled():
         raise RuntimeError("the fused projection of q, k and v has no second derivative: give it choice='qkv=eager'")
     x, q_pre, k_pre, cos, sin, positions, *norms = ctx.saved_tensors
@@ -185,7 +188,7 @@ def _qkv_grad(
         _GradientSink(each, how) if each.leaf.requires_grad and each.wants_gradient() else None for each in sharded
     ]
     named = zip(("wq", "wk", "wv", "bq", "bk", "bv"), targets, strict=False)
-    out = {name: target.peers for name, target in named if target is not None}
+    out: dict[str, Any] = {name: target.peers for name, target in named if target is not None}
     if norms:
         out |= {"q_norm": dq_norm, "k_norm": dk_norm}
     by_kernel(
@@ -208,7 +211,8 @@ def _qkv_grad(
 
 def _empty_gradients(x: torch.Tensor, norms: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = norms[0].shape if norms else (0,)
-    return torch.empty_like(x), *(x.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    dq_norm, dk_norm = (x.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    return torch.empty_like(x), dq_norm, dk_norm
 
 
 @_qkv_grad.register_fake

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ...base.untyped import untyped
 from ..choice import TABLE, Choice, Entry, choose
 from ..operand import ShardedOperand, resolve
 
@@ -47,7 +48,7 @@ def whole_weight(weight: torch.Tensor) -> torch.Tensor:
 
 def read_whole(weight: torch.Tensor) -> torch.Tensor:
     """A copy of a sharded weight; its gradient is the weight's."""
-    return torch.ops.odc.whole_weight(weight, weight._odc_handle)
+    return torch.ops.odc.whole_weight(weight, handle(weight))
 
 
 class WholeOnUse(torch.Tensor):
@@ -55,6 +56,8 @@ class WholeOnUse(torch.Tensor):
 
     Shape, dtype and the like cost nothing. The gradient is the parameter's.
     """
+
+    _weight: torch.Tensor
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> WholeOnUse:
@@ -76,8 +79,8 @@ class WholeOnUse(torch.Tensor):
         def used(value: WholeOnUse) -> torch.Tensor:
             return value._weight if known else read_whole(value._weight)
 
-        args, kwargs = pytree.tree_map_only(WholeOnUse, used, (args, kwargs or {}))
-        return function(*args, **kwargs)
+        given, named = pytree.tree_map_only(WholeOnUse, used, (args, kwargs or {}))
+        return function(*given, **named)
 
 
 def operand(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.Tensor | None:
@@ -104,7 +107,7 @@ def table_of(parameter: torch.Tensor) -> tuple[Entry, ...]:
 
 def handle(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """Its handle; see [Note: handles]."""
-    return None if parameter is None else parameter._odc_handle
+    return None if parameter is None else untyped(parameter)._odc_handle
 
 
 def chosen(operator: str, weight: ShardedOperand, tokens: int, device: torch.device, choice: str) -> Choice:
