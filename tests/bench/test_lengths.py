@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench.suites.alone import Turn
-from bench.suites.lengths import BASELINES, VARIANTS, chosen, setting_of, work_of
+from bench.suites.lengths import BASELINES, VARIANTS, chosen, setting_of
 from bench.suites.lengths_report import Amounts, Result, gains, progress, text_of
-from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Odc, OdcSplit, Setting
+from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Odc, OdcSplit
 from odc_triton.jobs.data.lengths import read_lengths
 from odc_triton.jobs.data.records import Record
 from odc_triton.tools.cli.bench import BenchOptions
@@ -152,13 +151,6 @@ def test_progress(turns: tuple[int, int], failed: bool, waited_s: float, said: s
     found = progress(results, 3, "it", 60.0)
     assert found.startswith(said)
     assert found.count("\n") == said.count("\n")
-
-
-@pytest.mark.parametrize(("device", "ranks", "draws"), [("cuda", 1, "cuda"), ("cuda", 2, "cpu"), ("cpu", 1, "cpu")])
-def test_which_device_draws_weights(config: str, lengths: str, device: str, ranks: int, draws: str) -> None:
-    work, _ = work_of(BenchOptions(init=config, lengths=lengths), ranks, Setting(device=device))
-    assert work.drawn_on == draws
-    assert {each.device.type for each in replace(work, drawn_on="meta").build().parameters()} == {"meta"}
 
 
 @pytest.mark.slow

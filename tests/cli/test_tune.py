@@ -18,9 +18,9 @@ from odc_triton.engine.api import engine_of
 from odc_triton.machine.topology import Place
 from odc_triton.nn.choice import TABLE, as_choice, choose
 from odc_triton.nn.replace import replace_layers
-from odc_triton.nn.tuned import Line, Tuned, load
+from odc_triton.nn.tuned import Line, load
 from odc_triton.tools.cli.command import main
-from odc_triton.tools.tune import TuneOptions, run_tune, save
+from odc_triton.tools.tune import TuneOptions, save
 from odc_triton.tools.tune.candidates import decide, ways
 from odc_triton.tools.tune.workload import Workload, workloads_of
 from tests.cli.test_profile import CONFIG, launch_among_tests
@@ -76,13 +76,6 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert found.table("bfloat16") is TABLE
     told = choose("linear", shape=(8, 4), tokens=1, device_type="cuda", given="eager/whole", table=table)
     assert told.words == "eager/direct/whole"  # an argument comes before the table
-
-
-def test_other_places_have_other_tables(tmp_path: Path) -> None:
-    save(HERE, [_line()], tmp_path)
-    for change in ({"processor": "B"}, {"topology": "nvlink-4x25"}, {"ranks": 3}, {"backend": "cpu-sharded"}):
-        assert load(replace(HERE, **change), tmp_path) == Tuned()
-    assert load(HERE, None) == Tuned()
 
 
 @pytest.mark.parametrize(
@@ -219,25 +212,6 @@ def test_the_command_writes_the_table_of_its_place(
         assert all(seconds > 0 for seconds in line.seconds.values())
 
 
-def _tunes_in_the_interpreter(rank: int, world: int, options: TuneOptions) -> None:
-    run_tune(replace(options, backend="cpu-interpreter"))
-
-
-@pytest.mark.slow
-def test_kernels_are_measured_where_they_run(tmp_path: Path) -> None:
-    """In Triton's interpreter: each candidate gives the shipped way's result, so none is refused."""
-    options = TuneOptions(init=_config(tmp_path), tokens="8", rounds=1, folder=str(tmp_path / "tuned"))
-    ranks.run(_tunes_in_the_interpreter, 2, options)
-    (path,) = (tmp_path / "tuned").iterdir()
-    lines = json.loads(path.read_text())["lines"]
-    assert {line["operator"] for line in lines} == {"linear", "qkv", "embedding", "log_probs"}
-    for line in lines:
-        assert any(way.startswith("triton") for way in line["seconds"])
-        shape = tuple(line["shape"])
-        asked = ways(Workload(operator=line["operator"], shape=shape), 8, device="cpu", apart=True, kernels=True)
-        assert set(line["seconds"]) == set(asked)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -253,9 +227,3 @@ def test_wrong_options_are_refused(tmp_path: Path, change: dict, message: str) -
     assert TuneOptions(**right).counts == [8]
     with pytest.raises(ValueError, match=message):
         TuneOptions(**right | change)
-
-
-def test_what_would_override_the_measurement_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ODC_OPERATORS", "eager")
-    with pytest.raises(ValueError, match="ODC_OPERATORS is set"):
-        TuneOptions(init=_config(tmp_path), tokens="8", folder=str(tmp_path))
