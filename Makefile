@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # One thread per process: tests run several ranks side by side.
 export OMP_NUM_THREADS ?= 1
+# Workers and their processes compile what the first one has compiled otherwise, each anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-rl test test-slow test-vllm test-matrix rehearse-gpu tables aot docs docs-check venv lint format clean
 

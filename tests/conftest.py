@@ -1,5 +1,6 @@
 """Decides, before anything imports triton, where kernels run: see bench/kernels/problem.py."""
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -46,6 +47,11 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.tables import TABLES
 
         config.pluginmanager.register(TableWriter(Path(folder), TABLES))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # modules and tests are there to the end: collections, of which some tests make many, leave them alone
 
 
 @pytest.fixture(autouse=True)

@@ -22,32 +22,12 @@ from odc_triton.jobs.reports.report import (
     table,
     timeline_figure,
 )
-from odc_triton.jobs.reports.trace import chrome_trace, timeline_text
+from odc_triton.jobs.reports.trace import chrome_trace
 from tests.support.timelines import odc_like, span
-
-
-def thin_waits(count, idle):
-    """A rank that waits the share `idle` of every one of `count` layers, and one that always works."""
-    events = [span(0, "forward", 0, count), span(1, "forward", 0, count)]
-    return events + [span(0, "wait", i + 1 - idle, i + 1, label="layer") for i in range(count)]
-
-
-def test_waits_thinner_than_a_character_or_pixel_keep_their_area():
-    idle = 0.02
-    tracks = {"a": thin_waits(20_000, idle)}
-    row = timeline_text(tracks, width=107).splitlines()[1].removeprefix("rank 0 ")
-    assert row.count(".") == pytest.approx(idle * 100, abs=1)
-    pixels = painting(timeline_figure(tracks))
-    red, pale = area(pixels, "wait"), area(pixels, "forward")
-    assert red / (red + pale) == pytest.approx(idle / 2, rel=0.01)
 
 
 def painting(figure, track=0):
     return figure.axes[track].images[0].get_array()
-
-
-def area(pixels, state):
-    return int((pixels == list(bytes.fromhex(COLOURS[state][0][1:]))).all(axis=-1).sum())
 
 
 def test_what_runs_elsewhere_is_drawn_beside_what_the_rank_does():
@@ -117,12 +97,6 @@ def test_html_is_one_page_with_everything_escaped(tmp_path):
     assert not re.search(r"(?i)https?://|@import|url\(", page)
     sources = re.findall(r'src="data:image/png;base64,([^"]*)"', page)
     assert [imread(io.BytesIO(base64.b64decode(data, validate=True))).shape[1] for data in sources] == [2400, 2400]
-
-
-def test_html_leaves_out_what_is_empty(tmp_path):
-    none = {"title": "t", "summary": "s", "rows": [], "columns": (), "tracks": {}, "curves": [], "facts": {}}
-    save_html(tmp_path / "r.html", **none)
-    assert not {"img", "table", "dl", "h2"} & set(tags_of((tmp_path / "r.html").read_text()))
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):

@@ -16,13 +16,11 @@ from odc_triton.jobs.reports.trace import (
     STATES,
     UNRECORDED,
     barriers,
-    excerpt,
     idle_fraction,
     save_trace,
     segments,
     shares,
     timeline_text,
-    whole,
     window_s,
 )
 from tests.support.timelines import odc_like, span
@@ -85,13 +83,6 @@ def test_shares_equal_overlap_summed_by_hand(events, columns):
                 assert part[state][column] == pytest.approx(expected[state] / (right_s - left_s), abs=1e-9)
 
 
-@given(st.lists(st.floats(0, 50), min_size=1, max_size=50))
-def test_whole_numbers_lose_no_area(amounts):
-    rounded = whole(np.array(amounts))
-    assert rounded.dtype.kind == "i"
-    assert np.all(np.abs(np.cumsum(rounded) - np.cumsum(amounts)) <= 0.5 + 1e-9)
-
-
 def test_barriers_need_all_ranks_at_one_moment():
     assert [(m.at_s, m.minibatch, m.microbatch) for m in barriers(odc_like(1))] == [(54.0, 0, -1), (55.0, 0, -1)]
     for none in (
@@ -104,18 +95,6 @@ def test_barriers_need_all_ranks_at_one_moment():
     # The second layer's wait of rank 0 pairs with the second of rank 1, though their labels are the same.
     layers = [span(r, "wait", t + late, t + 1, 0, 3, "layer") for r, late in ((0, 0.0), (1, 0.5)) for t in (1, 5)]
     assert [(m.at_s, m.microbatch) for m in barriers(layers)] == [(1.5, 3), (5.5, 3)]
-
-
-def test_excerpt_cuts_pauses_but_no_idle_time():
-    first = odc_like(1, start_s=10.0)
-    second = [span(e.rank, e.kind, e.start_s + 90, e.end_s + 90, 1, e.microbatch, e.label) for e in first]
-    third = [span(0, "forward", 300, 301, 2)]
-    chosen = excerpt({"a": [*third, *second, *first]}, minibatches=range(2))["a"]
-    expected = odc_like(2, start_s=0.0)
-    assert set(chosen) == set(expected)
-    assert idle_fraction(chosen) == pytest.approx(idle_fraction(first))
-    with pytest.raises(ValueError, match=r"'a' has no event.*\[0\]"):
-        excerpt({"a": first}, minibatches=[7])
 
 
 def test_timeline_text_shows_busy_idle_and_lengths():

@@ -29,10 +29,9 @@ def test_every_kernel_file_is_measured() -> None:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-@pytest.mark.parametrize("world", [1, 4])
-def test_every_operator_is_right_and_its_baselines_run(name: str, world: int) -> None:
+def test_every_operator_is_right_and_its_baselines_run(name: str) -> None:
     torch.manual_seed(0)  # few random ids may all be this rank's own, which makes no link bytes
-    given = problem(OPERATORS[name], world=world)
+    given = problem(OPERATORS[name], world=4)
     prepared = OPERATORS[name].prepare(given)
     found = check(prepared)
     assert found["passed"], found["fault"]
@@ -40,4 +39,4 @@ def test_every_operator_is_right_and_its_baselines_run(name: str, world: int) ->
     for baseline in prepared.baselines.values():
         baseline()
     assert prepared.work.hbm_bytes > 0
-    assert (prepared.work.link_bytes > 0) == (world > 1 and bool(OPERATORS[name].kernels))
+    assert (prepared.work.link_bytes > 0) == bool(OPERATORS[name].kernels)

@@ -103,12 +103,12 @@ WHOLE = ("in place", "whole on rank 0", "whole everywhere")
     [
         # A scalar, an empty parameter, fewer rows than ranks. torch's whole optimizer state dicts hold a scalar's
         # moments as plain tensors, which no optimizer accepts beside a DTensor.
-        ("fully_shard", "conv", (3, 1), ("sharded",)),
+        slow("fully_shard", "conv", (3, 1), ("sharded",)),
         ("two replicas", "conv", (4, 2), ("sharded",)),
         slow("in bf16", "qwen2", (2, 3), WHOLE),
         ("fully_shard", "gpt2-tied", (2, 3), WHOLE),
         ("use_odc", "qwen2", (2, 3), ("sharded",)),
-        ("use_odc", "qwen2", (1, 1), ("sharded",)),
+        slow("use_odc", "qwen2", (1, 1), ("sharded",)),
     ],
 )
 def test_a_loop_goes_on(tmp_path: Path, engine: str, name: str, worlds: tuple[int, int], ways: tuple[str, ...]) -> None:

@@ -33,7 +33,6 @@ LORA = {"init_lora_weights": False} | QV  # else A has no gradient at first
 ADAPTERS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], str]] = {
     "lora": ("LoraConfig", LORA, "Qwen2", TIED, ""),
     "transformers' own": ("LoraConfig", LORA, "Qwen2", TIED, ""),
-    "rslora": ("LoraConfig", LORA | {"use_rslora": True, "rank_pattern": {"v_proj": 3}}, "Qwen2", {}, ""),
     "dora": ("LoraConfig", LORA | {"use_dora": True}, "Qwen2", {}, ""),
     "lora_bias": ("LoraConfig", LORA | {"lora_bias": True}, "Qwen2", {}, ""),
     "lora_bias without bias": (
@@ -44,7 +43,6 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], str]] = {
         "o_proj: PEFT can't merge it .*base layer has no bias",
     ),
     "bias": ("LoraConfig", LORA | {"bias": "lora_only"}, "Qwen2", {}, ""),
-    "modules": ("LoraConfig", LORA | {"modules_to_save": ["lm_head", "norm"]}, "Qwen2", {}, ""),
     "modules, tied": ("LoraConfig", LORA | {"modules_to_save": ["lm_head"]}, "Qwen2", TIED, ""),
     "modules, kept tied": (
         "LoraConfig",
@@ -62,8 +60,6 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], str]] = {
         TIED,
         "",
     ),
-    "tokens alone": ("TrainableTokensConfig", {"token_indices": [3, 5], "target_modules": EMBED}, "Qwen2", {}, ""),
-    "embeddings": ("LoraConfig", LORA | {"target_modules": EMBED}, "Qwen2", {}, ""),
     "embeddings, tied": ("LoraConfig", LORA | {"target_modules": EMBED}, "Qwen2", TIED, ""),
     "head, tied": ("LoraConfig", LORA | {"target_modules": ["lm_head"]}, "Qwen2", TIED, ""),
     "experts": (
@@ -83,17 +79,9 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], str]] = {
     ),
     "ln": ("LNTuningConfig", {"target_modules": ["norm", "input_layernorm"]}, "Qwen2", {}, ""),
     "loha": ("LoHaConfig", QV | {"init_weights": False}, "Qwen2", {}, ""),
-    "lokr": ("LoKrConfig", QV | {"init_weights": False}, "Qwen2", {}, ""),
     "adalora": ("AdaLoraConfig", QV | {"total_step": 10}, "Qwen2", {}, ""),
     "oft": ("OFTConfig", QV | {"oft_block_size": 4}, "Qwen2", {}, ""),
     "boft": ("BOFTConfig", QV | {"boft_block_size": 4}, "Qwen2", {}, ""),
-    "vera": ("VeraConfig", {"target_modules": ["q_proj"], "r": 4}, "Qwen2", {}, ""),
-    "fourier": ("FourierFTConfig", QV | {"n_frequency": 10}, "Qwen2", {}, ""),
-    "hra": ("HRAConfig", QV, "Qwen2", {}, ""),
-    "randlora": ("RandLoraConfig", {"target_modules": ["q_proj"], "r": 4}, "Qwen2", {}, ""),
-    "vblora": ("VBLoRAConfig", QV | {"vector_length": 4, "num_vectors": 6, "topk": 2, "r": 2}, "Qwen2", {}, ""),
-    "miss": ("MissConfig", QV | {"r": 4}, "Qwen2", {}, ""),
-    "shira": ("ShiraConfig", QV | {"r": 4}, "Qwen2", {}, ""),
     "a second adapter is trained": ("LoraConfig", LORA, "Qwen2", TIED, ""),
     "blocks are wrapped": ("LoraConfig", LORA | {"modules_to_save": ["norm"]}, "Qwen2", TIED, ""),
     "hooks hold locks": ("LoraConfig", LORA | {"use_dora": True}, "Qwen2", {}, ""),

@@ -9,26 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from odc_triton.jobs.reports.trace import (
     _OUR_CATEGORIES,
     ACCUMULATE,
     ATTENTION,
     BARRIERS,
-    CATEGORIES,
     GATHER,
     IDLE,
     KERNELS,
     OPTIMIZER,
     OTHER,
     PRODUCTS,
-    TimeSpan,
     category_of_kernel,
     category_of_operator,
-    nested,
-    overlapping,
 )
 from odc_triton.tools.cli.command import main
 from odc_triton.tools.profile import ProfileOptions, _names_of_our_kernels
@@ -46,49 +40,6 @@ def _call(rank: int, world: int, function: Callable, *args: Any) -> Any:
 def launch_among_tests(function: Callable, *args: Any, ranks: int) -> list[Any]:
     """`launch`, by processes that need not import torch first."""
     return test_ranks.run(_call, ranks, function, *args)
-
-
-_SPANS = st.lists(
-    st.tuples(st.sampled_from(CATEGORIES[:-1]), st.integers(-2, 12), st.integers(0, 6)).map(
-        lambda part: TimeSpan(part[0], part[1], part[1] + part[2])
-    ),
-    max_size=8,
-)
-
-
-@given(_SPANS)
-def test_streams_by_brute_force(spans: list[TimeSpan]) -> None:
-    """Every unit of time goes to the category that comes first among those that run."""
-    want = dict.fromkeys(CATEGORIES, 0)
-    for moment in range(10):
-        running = [span.category for span in spans if span.start_s <= moment < span.end_s]
-        want[min(running, key=CATEGORIES.index) if running else IDLE] += 1
-    assert overlapping(spans, 0, 10) == want
-
-
-@given(st.data())
-def test_nested_spans_by_brute_force(data: st.DataObject) -> None:
-    """Every unit of time goes to the innermost span."""
-    spans: list[TimeSpan] = []
-
-    def fill(start: int, end: int, depth: int) -> None:
-        while start < end and depth < 4:
-            begin = data.draw(st.integers(start, end))
-            stop = data.draw(st.integers(begin, end))
-            if begin == stop:
-                return
-            spans.append(TimeSpan(data.draw(st.sampled_from(CATEGORIES[:-1])), begin + depth / 10, stop - depth / 10))
-            fill(begin, stop, depth + 1)
-            start = stop
-
-    fill(0, 8, 0)
-    got = nested(spans, 0, 8)
-    want = dict.fromkeys(CATEGORIES, 0.0)
-    for tenth in range(80):
-        moment = (tenth + 0.5) / 10
-        around = [span for span in spans if span.start_s < moment < span.end_s]
-        want[max(around, key=lambda span: span.start_s).category if around else IDLE] += 0.1
-    assert got == pytest.approx(want, abs=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from odc_triton.engine.api import engine_of
 from odc_triton.machine.topology import Place
 from odc_triton.nn.choice import TABLE, as_choice, choose
 from odc_triton.nn.replace import replace_layers
-from odc_triton.nn.tuned import Line, Tuned, default_folder, load
+from odc_triton.nn.tuned import Line, load
 from odc_triton.tools.cli.command import main
-from odc_triton.tools.tune import TuneOptions, run_tune, save
-from odc_triton.tools.tune.candidates import decide, tiles, ways
+from odc_triton.tools.tune import TuneOptions, save
+from odc_triton.tools.tune.candidates import decide, ways
 from odc_triton.tools.tune.workload import Workload, workloads_of
 from tests.cli.test_profile import CONFIG, launch_among_tests
 from tests.support import ranks
@@ -78,22 +78,6 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert told.words == "eager/direct/whole"  # an argument comes before the table
 
 
-def test_what_was_measured_before_stays(tmp_path: Path) -> None:
-    save(HERE, [_line(), _line(shape=(1, 1))], tmp_path)
-    save(HERE, [], tmp_path, {"one": 1.5, "other": 2.0})
-    save(HERE, [_line(choice=as_choice(FUSED)), _line(dtype="bfloat16")], tmp_path, {"one": 0.5})
-    assert load(HERE, tmp_path).attention == {"one": 0.5, "other": 2.0}
-    found = load(HERE, tmp_path).lines
-    assert found == (_line(shape=(1, 1)), _line(choice=as_choice(FUSED)), _line(dtype="bfloat16"))
-
-
-def test_other_places_have_other_tables(tmp_path: Path) -> None:
-    save(HERE, [_line()], tmp_path)
-    for change in ({"processor": "B"}, {"topology": "nvlink-4x25"}, {"ranks": 3}, {"backend": "cpu-sharded"}):
-        assert load(replace(HERE, **change), tmp_path) == Tuned()
-    assert load(HERE, None) == Tuned()
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -113,16 +97,6 @@ def test_a_table_that_does_not_hold_is_left_with_the_reason(tmp_path: Path, chan
     assert why in found.unused
     assert "odc-triton tune" in found.unused
     assert "ODC_TUNED=off" in found.unused
-
-
-def test_where_tables_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("ODC_TUNED", "off")
-    assert default_folder() is None
-    monkeypatch.setenv("ODC_TUNED", "/some/where")
-    assert default_folder() == Path("/some/where")
-    monkeypatch.delenv("ODC_TUNED")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_folder() == tmp_path / "odc-triton" / "tuned"
 
 
 # ------------------------------------------------------------------ who reads it
@@ -202,19 +176,6 @@ def test_the_shipped_way_is_measured_first_and_each_once() -> None:
     assert next(iter(ways(table, 8, device="cuda", apart=True, kernels=True))) == DIRECT
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100, 120])
-def test_tiles_to_try_are_those_of_the_kernels_that_run(arch: int) -> None:
-    of = Workload(operator="linear", shape=(4096, 4096))
-    about = {"tokens": 4096, "world": 8, "element_bytes": 2, "arch": arch, "most": 3}
-    found = list(tiles(as_choice("triton/staged/fused"), of, **about))
-    assert [kernel for kernel, _, _ in found] == ["linear_staged"] * 3 + ["linear_dx_staged"] * 3 + ["wgrad"] * 3
-    assert len({name for _, name, _ in found}) == 9
-    for kernel, _, choice in found:
-        assert choice.tile(kernel) is not None
-        assert choice.words == "triton/staged/fused"
-    assert not list(tiles(as_choice(PLAIN), of, **about))
-
-
 # ------------------------------------------------------------------ the command
 
 
@@ -251,25 +212,6 @@ def test_the_command_writes_the_table_of_its_place(
         assert all(seconds > 0 for seconds in line.seconds.values())
 
 
-def _tunes_in_the_interpreter(rank: int, world: int, options: TuneOptions) -> None:
-    run_tune(replace(options, backend="cpu-interpreter"))
-
-
-@pytest.mark.slow
-def test_kernels_are_measured_where_they_run(tmp_path: Path) -> None:
-    """In Triton's interpreter: each candidate gives the shipped way's result, so none is refused."""
-    options = TuneOptions(init=_config(tmp_path), tokens="8", rounds=1, folder=str(tmp_path / "tuned"))
-    ranks.run(_tunes_in_the_interpreter, 2, options)
-    (path,) = (tmp_path / "tuned").iterdir()
-    lines = json.loads(path.read_text())["lines"]
-    assert {line["operator"] for line in lines} == {"linear", "qkv", "embedding", "log_probs"}
-    for line in lines:
-        assert any(way.startswith("triton") for way in line["seconds"])
-        shape = tuple(line["shape"])
-        asked = ways(Workload(operator=line["operator"], shape=shape), 8, device="cpu", apart=True, kernels=True)
-        assert set(line["seconds"]) == set(asked)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -285,9 +227,3 @@ def test_wrong_options_are_refused(tmp_path: Path, change: dict, message: str) -
     assert TuneOptions(**right).counts == [8]
     with pytest.raises(ValueError, match=message):
         TuneOptions(**right | change)
-
-
-def test_what_would_override_the_measurement_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ODC_OPERATORS", "eager")
-    with pytest.raises(ValueError, match="ODC_OPERATORS is set"):
-        TuneOptions(init=_config(tmp_path), tokens="8", folder=str(tmp_path))

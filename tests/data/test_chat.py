@@ -200,18 +200,6 @@ def test_long_conversations_come_in_portions(tokenizers, tmp_path, monkeypatch):
         assert samples_of(cut) == [(ids[:70], labels[:70]) for ids, labels in wanted]
 
 
-def test_prefixes_end_where_samples_are_cut(tokenizers, tmp_path):
-    """A conversation of a thousand turns, one of which counts, is not rendered a thousand times."""
-    rendered = []
-    tokenizer = make_tokenizer(CHATML)
-    tokenizer.apply_chat_template = lambda messages, **options: (
-        rendered.append(len(messages)) or tokenizers["chatml"].apply_chat_template(messages, **options)
-    )
-    tokenized(tmp_path, {"messages": said(*["why", "yes"] * 500)}, encoder=TextEncoder.of(tokenizer), max_tokens=40)
-    assert len(rendered) <= 1 + 60  # twice for each of 20 turns, and for those of which the whole prefix is
-    assert max(rendered[1:]) <= 40
-
-
 def test_what_follows_a_turn_by_its_number_is_learned_with_it(tmp_path):
     """As by the prefixes of all turns: the next turn shows that the text goes on after the last."""
     suffixed = CHATML.replace("{% endfor %}", "{% if loop.index % 6 == 0 %}--{{ loop.index }}--{% endif %}{% endfor %}")
@@ -267,7 +255,7 @@ def test_work_grows_with_the_turns_and_not_with_their_square(tmp_path, name):
     assert many_encoded < 5 * few_encoded
 
 
-@pytest.mark.parametrize("turn", range(1, 24, 2))
+@pytest.mark.parametrize("turn", [1, 13, 23])
 def test_a_template_that_rewrites_one_turn_of_many_is_refused(tmp_path, turn):
     contents = ["why", "yes"] * 13
     contents[turn] = "<think>1</think>yes"

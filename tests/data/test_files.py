@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from odc_triton.jobs.data import json_files
 from odc_triton.jobs.data.dataset import TokenizedDataset, tokenize_source
 from odc_triton.jobs.data.records import DataError
 from odc_triton.jobs.data.sources import open_source
@@ -34,10 +33,6 @@ TEMPLATE = (
 )
 
 
-def talk(*words: str) -> list[dict]:
-    return [{"from": ("human", "gpt")[at % 2], "value": word} for at, word in enumerate(words)]
-
-
 def said(*words: str) -> list[dict]:
     return [{"role": ("user", "assistant")[at % 2], "content": word} for at, word in enumerate(words)]
 
@@ -46,19 +41,7 @@ def said(*words: str) -> list[dict]:
 RECORDS = {
     "text": [{"text": 'a "quoted", \n line é'}, {"text": "2020-01-01"}, {"text": "NA"}, {"text": "007"}, {"text": ""}],
     "prompt and completion": [{"prompt": "1", "completion": "01"}, {"prompt": "é\r\n", "completion": "null"}],
-    "Alpaca": [
-        {"instruction": "add", "input": "1", "output": "NaN"},
-        {"instruction": "say", "input": "", "output": "3"},
-    ],
     "messages": [{"messages": said("why\n", "é 'yes'"), "id": 1}, {"messages": said("a", "b", "c", "d"), "id": 2}],
-    "conversations": [
-        {"conversations": talk("why", "yes"), "system": "be kind"},
-        {"conversations": talk("why", "no"), "system": ""},
-    ],
-    "prompt and completion as messages": [
-        {"prompt": said("a", "b", "c"), "completion": said("c", "d")[1:]},
-        {"prompt": said("a"), "completion": said("c", "d")[1:]},
-    ],
     "tools": [
         {"messages": said("a", "b"), "tools": json.dumps(TOOLS)},
         {"messages": said("a", "b"), "tools": json.dumps(TOOLS[:1])},
@@ -137,48 +120,13 @@ def wanted(tmp_path_factory, encoder):
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_form_in_every_file(tmp_path, encoder, wanted, name):
-    is_csv = "sv" in name.lower()
     for form, records in RECORDS.items():
-        if is_csv and form == "prompt and completion as messages":
-            continue  # a prompt that is written as text is text
         (tmp_path / name).write_bytes(FILES[name](records))
         source = open_source(str(tmp_path / name))
         tokenize_source(source, encoder, tmp_path / "out.npz")
         assert samples_of(TokenizedDataset.load(tmp_path / "out.npz")) == wanted[form], form
         assert {record.form for record in source} == {"messages" if form == "tools" else form}
         assert [where for where, *_ in source.rows()] == [record.where for record in source]
-
-
-def test_unlike_structs_and_numbers_of_tables(tmp_path):
-    """A struct's nulls are other records' fields; `datasets` writes unlike ones as JSON. NaN and dates stay values."""
-    import datasets
-
-    rows = [
-        {"messages": [{"role": "user", "content": "a", "x": None}, {"role": "assistant", "content": "b", "x": 1}],
-         "tools": TOOLS, "score": float("nan"), "none": None},
-        {"messages": said("a", "b"), "tools": TOOLS[:1], "score": 1.0, "none": None},
-    ]  # fmt: skip
-    (tmp_path / "plain.parquet").write_bytes(FILES["data.parquet"](rows))
-    role = {"role": datasets.Value("string"), "content": datasets.Value("string"), "x": datasets.Value("int64")}
-    features = datasets.Features(
-        {
-            "messages": datasets.List(role),
-            "tools": datasets.List(datasets.Json()),
-            "score": datasets.Value("float64"),
-            "none": datasets.Value("string"),
-        }
-    )
-    columns = {k: [row[k] for row in rows] for k in rows[0]}
-    columns["messages"][1] = [{**each, "x": None} for each in columns["messages"][1]]
-    datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "json.parquet")
-    for name in ("plain", "json"):
-        source = open_source(str(tmp_path / f"{name}.parquet"))
-        (_, first, _), (_, second, _) = source.rows()
-        assert first["messages"] == [said("a")[0], {"role": "assistant", "content": "b", "x": 1}], name
-        assert first["tools"] == [TOOLS[0], {"name": "sub", "p": {"b": "x"}}], name
-        assert (str(first["score"]), second["score"], first["none"]) == ("nan", 1.0, None), name
-        assert second["tools"] == TOOLS[:1]
-        assert [record.form for record in source] == ["messages"] * 2
 
 
 @pytest.mark.parametrize(
@@ -213,24 +161,6 @@ def test_what_cannot_be_read_is_named(tmp_path, capfd, name, content, message):
         tokenize_source(open_source(str(tmp_path / name)), CHARACTERS, tmp_path / "out.npz")
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize(
-    ("name", "begin", "remedy"),
-    [
-        ("data.jsonl", b'{"text": "fine"}\n{"text": "', "line 2: longer than 16 MiB, .*split its text"),
-        ("data.jsonl", b'[{"text": "', "is a JSON array of more than 0.03125 GiB, which would be read whole; write"),
-        ("data.csv", b'text\nfine\n"', "line 3: longer than 16 MiB"),
-    ],
-)
-def test_what_is_past_the_bound_is_named_and_not_read_whole(tmp_path, monkeypatch, name, begin, remedy):
-    monkeypatch.setattr(json_files, "_LARGEST_ARRAY_BYTES", 2**25)
-    path = tmp_path / name
-    with open(path, "wb") as file:
-        file.write(begin + b"x" * 600)
-        file.truncate(50 * 2**30)  # a hole: what is read whole does not fit into memory
-    with pytest.raises(DataError, match=rf"{name},? {remedy}"):
-        list(open_source(str(path)))
 
 
 @pytest.mark.timeout(LONG_S)

@@ -53,11 +53,9 @@ UNLEARNED = {**SAY, "weight": 0}
         ({"messages": json.dumps([ASK, SAY])}, [ASK, SAY], 0, None),
         ({"messages": FROM}, [ASK, SAY], 0, None),
         ({"messages": [{"role": "human", "content": "why"}, {"role": "gpt", "content": "yes"}]}, [ASK, SAY], 0, None),
-        ({"messages": [{**ASK, "role": "developer"}, SAY]}, [{**ASK, "role": "developer"}, SAY], 0, None),
         ({"conversations": FROM}, [ASK, SAY], 0, None),
         ({"conversations": json.dumps(FROM), "system": "be kind"}, [SYSTEM, ASK, SAY], 0, None),
         ({"conversations": [{"from": "system", "value": "be kind"}, *FROM], "system": ""}, [SYSTEM, ASK, SAY], 0, None),
-        ({"conversations": [{**FROM[0], "weight": 0}, FROM[1]]}, [{**ASK, "weight": 0}, SAY], 0, None),
         (
             {
                 "conversations": [
@@ -82,19 +80,11 @@ UNLEARNED = {**SAY, "weight": 0}
             [TOOL],
         ),
         ({"conversations": [{**each, "role": None, "content": None} for each in FROM]}, [ASK, SAY], 0, None),
-        ({"messages": [{**ASK, "from": None}, {**SAY, "value": None}]}, [ASK, SAY], 0, None),
         ({"messages": [ASK, {**CALLS, "tool_calls": json.dumps(CALLS["tool_calls"])}]}, [ASK, CALLS], 0, None),
-        ({"messages": [ASK, {**CALLS, "tool_calls": [json.dumps(CALL)]}]}, [ASK, CALLS], 0, None),
         ({"messages": [ASK, {**CALLS, "tool_calls": CALL}]}, [ASK, CALLS], 0, None),
         (
             {"messages": [ASK, {**CALLS, "tool_calls": [{"name": None, **CALLS["tool_calls"][0]}]}]},
             [ASK, CALLS],
-            0,
-            None,
-        ),
-        (
-            {"messages": [ASK, {**CALLS, "tool_calls": [{"name": "add", "id": "7", **CALLS["tool_calls"][0]}]}]},
-            [ASK, {**CALLS, "tool_calls": [{"name": "add", "id": "7", **CALLS["tool_calls"][0]}]}],
             0,
             None,
         ),
@@ -104,13 +94,11 @@ UNLEARNED = {**SAY, "weight": 0}
             0,
             None,
         ),
-        ({"messages": [{**ASK, "tool_calls": "null"}, SAY]}, [ASK, SAY], 0, None),
         ({"messages": [ASK, {**SAY, "tool_calls": "[]"}]}, [ASK, SAY], 0, None),
         ({"prompt": [SYSTEM, ASK], "completion": [SAY]}, [SYSTEM, ASK, SAY], 2, None),
         ({"prompt": [ASK, UNLEARNED, ASK], "completion": [SAY]}, [ASK, UNLEARNED, ASK, SAY], 3, None),
         ({"prompt": [ASK, SAY, ASK], "completion": [SAY, ASK, SAY]}, [ASK, SAY] * 3, 3, None),
         ({"prompt": FROM[:1], "completion": FROM[1:], "tools": [TOOL]}, [ASK, SAY], 1, [TOOL]),
-        ({"messages": [ASK, SAY], "tools": ""}, [ASK, SAY], 0, None),
         ({"messages": [ASK, SAY], "tools": [json.dumps(TOOL)]}, [ASK, SAY], 0, [TOOL]),
     ],
 )
@@ -128,28 +116,19 @@ def test_messages(fields, messages, learned_from, tools):
     ("fields", "message"),
     [
         ({"text": "a", "conversations": FROM}, "has 'text' and also 'conversations'; keep one form"),
-        ({"conversations": FROM, "instruction": "a", "output": "b"}, "'conversations' and also 'instruction' and"),
         ({"instruction": "a", "input": "b"}, r"needs .*'output' \(Alpaca\); it has 'instruction', 'input'"),
-        ({"instruction": "a", "output": "b", "input": ["c"]}, "'input' must be a string, not a list"),
         ({"instruction": "a", "output": "b", "system": "c"}, "has 'system' next to 'instruction'.*as 'messages'"),
         ({"conversations": []}, "'conversations' must be a list of at least one message, not an empty list"),
-        (
-            {"conversations": [{"from": "bot", "value": "a"}]},
-            "'conversations', message 0 has the role 'bot'; write one of",
-        ),
         ({"conversations": [FROM[0], {"from": "gpt"}]}, "message 1 needs .*'from' and 'value'; it has 'from'"),
-        ({"conversations": [{"from": "gpt", "value": None}]}, r"message 0 needs .*; it has 'from', 'value' \(null\)"),
         ({"conversations": [{"from": "function_call", "value": "add(1)"}]}, "a function_call, whose .*not 'add"),
         ({"conversations": [{"from": "system", "value": "a"}, *FROM], "system": "b"}, "keep one of them"),
         ({"prompt": "a", "completion": [SAY]}, "'completion' is a list and 'prompt' is a string; give both as text"),
-        ({"prompt": [ASK], "completion": ["yes"]}, "'completion', message 0 is a string, not an object"),
         ({"prompt": True, "completion": "a"}, "'prompt' must be a string, not true or false"),
         (
             {"messages": [ASK, UNLEARNED, ASK, SAY]},
             "message 1 has weight 0, and all turns of the assistant are learned",
         ),
         ({"messages": [ASK, {**CALLS, "tool_calls": "add(1)"}]}, "message 1: 'tool_calls' must be .*not 'add"),
-        ({"messages": [ASK, {**CALLS, "tool_calls": [{"add": 1}]}]}, "message 1: 'tool_calls' must be .*'add"),
         ({"messages": [ASK, SAY], "tools": "add"}, "'tools' must be a list of objects.*not 'add'"),
     ],
 )
@@ -164,8 +143,6 @@ def test_refused(fields, message):
     [
         ("loss", (True, 1, "1.0", None, 0.734), (False, 0, "false")),
         ("loss_mask", (1, "true"), (0, "f", [0, 1])),
-        ("step_loss_mask", (1,), (0,)),
-        ("isTrainable", (True,), (False,)),
         *(
             (name, (False, 0, []), (True, 1))
             for name in ("dont_train", "do_not_train", "not_trained", "mask", "skip_loss")

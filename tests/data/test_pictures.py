@@ -16,16 +16,13 @@ from odc_triton.jobs.data.dataset import DataOptions, SampleSubset, TokenizedDat
 from odc_triton.jobs.data.prepared import prepare_data
 from odc_triton.jobs.data.records import DataError
 from odc_triton.jobs.data.tokenizer import TextEncoder
-from odc_triton.jobs.data.vision import PictureProcessor
-from odc_triton.tools.cli.command import main
-from tests.support.chats import CHATML, make_tokenizer
+from tests.support.chats import CHATML
 from tests.support.processors import (
     FAMILIES,
     WITHOUT_TORCHVISION,
     encoded_picture,
     make_processor,
     picture,
-    save_processor,
 )
 from tests.support.records import write_lines
 from tests.support.tokenized import tokenize_file
@@ -177,17 +174,6 @@ def test_only_the_completion_is_learned(template, folder, tmp_path):
     )
 
 
-def test_tokenizer_alone(folder, tmp_path):
-    tokenizer = make_tokenizer(CHATML)
-    parts, plain = (
-        prepared(folder, tmp_path, tokenizer, {"messages": [{"role": "user", "content": content}, assistant("yes")]})
-        for content in ([text("the "), text("user")], "the user")
-    )
-    assert parts[0]["input_ids"].tolist() == plain[0]["input_ids"].tolist()
-    with pytest.raises(DataError, match=r"line 1: has pictures, which a tokenizer alone can't read: give the"):
-        prepared(folder, tmp_path, tokenizer, {"messages": CONVERSATIONS["one picture"]})
-
-
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 def test_cuts_are_behind_the_pictures(family, folder, tmp_path, processors):
     record = {"messages": [user(A, B, text("the user asks")), assistant("yes and no and again yes")]}
@@ -334,17 +320,3 @@ def test_memory_does_not_grow_with_the_pictures(tmp_path, processors, monkeypatc
     finally:
         tracemalloc.stop()
     assert peak < 4e6 < 8e6 < len(data.shown.arrays["picture_bytes"])
-
-
-def test_processors_that_are_not_supported():
-    processor = make_processor("llava")
-    processor.image_token = None
-    with pytest.raises(ValueError, match="LlavaProcessor has no text that stands for a picture"):
-        PictureProcessor(processor)
-
-
-def test_inspection(folder, tmp_path, capsys, processors):
-    save_processor(processors("qwen2_5_vl"), tmp_path)
-    path = write_lines(folder / "inspected.jsonl", *({"messages": each} for each in CONVERSATIONS.values()))
-    assert main(["data", "inspect", str(path), "--tokenizer", str(tmp_path)]) == 0
-    assert "7 pictures; a record has 0 to 3, 1.8 in the mean, 2 in the median" in capsys.readouterr().out

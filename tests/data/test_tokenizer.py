@@ -73,7 +73,7 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
     """transformers makes an empty one of it, or raises, by its class."""
     import transformers
 
-    for kind in ("qwen2", "gpt2", "gemma", "bert", "mbart", "udop", "xlnet", "llama", "ctrl"):
+    for kind in ("qwen2", "gpt2", "mbart", "llama"):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
         with pytest.raises(ValueError, match=rf"^{tmp_path} has no tokenizer(.|\n)*[:;] give --tokenizer$"):
             read_tokenizer(tmp_path)

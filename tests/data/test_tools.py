@@ -112,9 +112,7 @@ NO_TOOLS = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.
             for field in (
                 {"function_call": {"name": "add", "arguments": "{}"}},
                 {"reasoning_content": "asks"},
-                {"thinking": "because"},
                 {"thought_blocks": [{"text": "hm"}]},
-                {"refusal": "I can not"},
                 {"audio": {"id": "7", "transcript": "and again"}},
             )
         ),

@@ -61,7 +61,7 @@ def _counted(
 
 
 CASES = [
-    *((name, (), "none", False, "auto") for name in ("Gemma3", "GPT2", "Qwen3Moe")),
+    *((name, (), "none", False, "auto") for name in ("GPT2", "Qwen3Moe")),
     ("Qwen2", (), "checkpointing", True, "auto"),
     ("Qwen3", (*LAYERS, "head"), "none", False, "auto"),
     ("Qwen2", LAYERS, "none", False, "qkv=triton/gathered"),

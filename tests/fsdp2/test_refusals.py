@@ -95,10 +95,6 @@ REFUSED = [
     (_float8, "NotImplementedError: head.weight can't be gathered without the other ranks: its fsdp_pre_all_gather"),
     (_two_meshes, "on 2 meshes"),
     (
-        lambda: _changed(lambda model: model.set_allocate_memory_from_process_group_for_comm(True)),
-        "leave out set_custom_all_gather, set_custom_reduce_scatter, set_allocate_memory_from_process_group",
-    ),
-    (
         lambda: sharded(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))),
         "is replicated over 2 ranks and split over one: shard over at least two ranks",
     ),
@@ -127,12 +123,6 @@ def _then_trained(change: Callable[[nn.Module], object]) -> Callable[[nn.Module]
 def _step_inside(model: nn.Module) -> None:
     with minibatch(model):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-def _no_sync(model: nn.Module) -> None:
-    with minibatch(model):
-        model.set_requires_gradient_sync(False)
-        model(torch.ones(3, 6)).sum().backward()
 
 
 def _no_sync_in_the_backward(model: nn.Module) -> None:
@@ -177,7 +167,6 @@ def _deterministic(model: nn.Module) -> None:
 MISUSED = [
     (_step_inside, "optimizer step inside a minibatch"),
     (lambda model: model(torch.ones(3, 6)).sum().backward(), "backward outside of a minibatch: put it into `with"),
-    (_no_sync, "Inside a minibatch every backward adds to the owners' shards"),
     (_no_sync_in_the_backward, "set_requires_gradient_sync(False) on unit"),
     (
         _then_trained(lambda model: model.head.weight.requires_grad_(False)),
@@ -195,10 +184,6 @@ MISUSED = [
     ],
     (_replaced, "head.weight was replaced after use_odc by a DTensor of [5, 6] in torch.float32: assign a DTensor of"),
     (_steps_on_one, "RanksDiffer: "),
-    (
-        _then_trained(lambda model: setattr(model.head.weight._local_tensor, "fsdp_pre_all_gather", None)),
-        "fsdp_pre_all_gather of head.weight came or went after use_odc: define it before",
-    ),
     (
         _then_trained(lambda model: model.set_gradient_divide_factor(2.0)),
         "set_gradient_divide_factor(2.0) came after use_odc: give it to use_odc",

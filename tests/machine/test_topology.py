@@ -24,22 +24,19 @@ def test_every_snapshot_has_its_key_in_any_order() -> None:
 
 
 def test_a_part_has_the_key_of_what_joins_it() -> None:
-    cubes = topology("v100-cube-mesh")
-    uuids = [device.uuid for device in cubes.devices]
-    assert cubes.only(uuids[:4]).key == "nvlink-1x25+nvlink-2x25"
-    assert cubes.only([uuids[0], uuids[3]]).key == "nvlink-2x25"
-    assert cubes.only(uuids[:1]).key == "one-gpu"
-    assert cubes.only([None, "GPU-of-elsewhere"]).key == "cpu"
-    assert topology("hgx-h100-nvswitch").only(u[4:].upper() for u in [load("hgx-h100-nvswitch")["devices"][0]["uuid"]])
+    bridges = topology("a6000-bridges")
+    uuids = [device.uuid for device in bridges.devices]
+    assert bridges.only(uuids[:2]).key == "nvlink-4x14"
+    assert bridges.only([uuids[0], uuids[3]]).key == "pcie-gen4x16"
+    assert bridges.only(uuids[:1]).key == bridges.only([uuids[0][4:].upper()]).key == "one-gpu"
+    assert bridges.only([None, "GPU-of-elsewhere"]).key == "cpu"
 
 
 def test_what_joins_pairs() -> None:
     for name, nvlinks, switch, gbs in (
         ("hgx-h100-nvswitch", 18, True, 18 * 26.562),
-        ("a100-nvlink-mesh", 4, False, 100.0),
         ("a6000-bridges", 4, False, 4 * 14.062),
         ("pcie-only", 0, False, 16 * 1.969),
-        ("v100-cube-mesh", 1, False, 25.781),
     ):
         pair = topology(name).pairs[0]
         assert (pair.nvlinks, pair.through_switch) == (nvlinks, switch), name
@@ -74,7 +71,7 @@ def test_links_that_are_down_partitioned_or_hidden() -> None:
     assert read_topology(snapshot, ()).key == "nvswitch-18x25"
 
 
-@pytest.mark.parametrize("ends", [(4, 2), (2, 4), (4, 0), (0, 4)])
+@pytest.mark.parametrize("ends", [(4, 2), (0, 4)])
 def test_links_that_are_up_at_one_end_only_do_not_count(ends: tuple[int, int]) -> None:
     snapshot = load("a6000-bridges")
     for device, up in zip(snapshot["devices"], ends, strict=False):
@@ -89,15 +86,16 @@ def test_links_that_are_up_at_one_end_only_do_not_count(ends: tuple[int, int]) -
 
 
 def test_atomics_by_the_links_where_the_driver_does_not_say_of_the_pair() -> None:
-    snapshot = load("a100-nvlink-mesh")
-    del snapshot["pairs"][0]["atomics"]
-    assert {pair.atomics for pair in read_topology(snapshot, ()).pairs} == {P2P.OK}
-    snapshot["devices"][0]["links"][0]["atomics"] = 0
-    pairs = read_topology(snapshot, ()).pairs
-    assert [pair.atomics.name for pair in pairs[:2]] == ["UNKNOWN", "OK"]
+    for of_a_link, said in ((1, "OK"), (0, "UNKNOWN")):
+        snapshot = load("a6000-bridges")
+        for entry in snapshot["pairs"]:
+            entry.pop("atomics", None)
+        snapshot["devices"][0]["links"][0]["atomics"] = of_a_link
+        first = read_topology(snapshot, ()).pairs[0]
+        assert (first.nvlinks, first.atomics.name) == (4, said)
 
 
-@pytest.mark.parametrize("places", [(5,), (7, 0, 3)])
+@pytest.mark.parametrize("places", [(7, 0, 3)])
 def test_a_mask_is_undone_by_uuid(places: tuple[int, ...]) -> None:
     found = topology("hgx-h100-nvswitch", *places)
     assert {device.cuda_index: device.index for device in found.devices if device.cuda_index is not None} == dict(

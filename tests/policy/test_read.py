@@ -30,7 +30,7 @@ from odc_triton.checkpoint.folder import load_checkpoint, write_checkpoint
 from odc_triton.engine.steps import Publication
 from odc_triton.policy.offer import PolicyOffer, _OfferServer
 from odc_triton.policy.reader import PolicyReader
-from tests.support import ranks
+from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S
 from tests.support.families import causal_lm, with_lora
 from tests.support.models import build
@@ -101,7 +101,7 @@ def _reads(rank: int, world: int, kind: str, backend: str) -> None:
     ("kind", "world", "backend"),
     [
         ("plain", 3, "cpu-sharded"),
-        ("blocks", 2, "cpu"),
+        slow("blocks", 2, "cpu"),
         ("bfloat16", 2, "cpu"),
         ("Qwen3Moe", 2, "cpu-sharded"),  # its files have each expert apart
         ("lora", 2, "cpu"),

@@ -18,7 +18,7 @@ from odc_triton.sequence.attention import Pair
 from odc_triton.sequence.buffers import LayerShape, slots_of
 from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.sequence.layer import RowsOfOthers
-from tests.support import ranks
+from tests.support import ranks, slow
 from tests.support.splitting import Setup, build, plain, sharded, step_on
 
 SIX = (("num_hidden_layers", 6),)
@@ -46,7 +46,7 @@ def _reads_late(rank: int, world: int, setup: Setup, when: str, at_layer: int) -
         RowsOfOthers.each = each
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cpu-sharded"])
+@pytest.mark.parametrize("backend", [slow("cpu"), "cpu-sharded"])
 def test_a_late_reader_never_sees_the_next_layers_rows(backend: str) -> None:
     setup = Setup(backend=backend, change="checkpointing", sizes=SIX, in_flight=2, run_tokens=5)
     places = [("forward", 0), ("again", 3), ("backward", 3)]

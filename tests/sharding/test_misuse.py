@@ -23,8 +23,6 @@ from tests.support.refusals import caught, compare, net
 
 
 def _options(rank: int, world: int) -> None:
-    from torch.distributed.optim import _apply_optimizer_in_backward  # it warns where it is imported
-
     def quantised(dtype: torch.dtype) -> nn.Module:
         model = net()
         model[0].weight = nn.Parameter(torch.zeros(6, 4, dtype=dtype), requires_grad=False)
@@ -44,11 +42,6 @@ def _options(rank: int, world: int) -> None:
     def hooked() -> nn.Module:
         model = net()
         model[0].weight.register_post_accumulate_grad_hook(lambda _: None)
-        return model
-
-    def optimizer_in_backward() -> nn.Module:
-        model = net()
-        _apply_optimizer_in_backward(torch.optim.SGD, list(model.parameters()), {"lr": 0.1})
         return model
 
     def mesh_of(*names: str) -> object:
@@ -77,16 +70,13 @@ def _options(rank: int, world: int) -> None:
         (below_a_root, "ValueError: weight is a DTensor.*plain model"),
         (in_two_models, "ValueError: 0 belongs to another sharded model.*one engine only"),
         (lambda: fully_shard(quantised(torch.uint8)), r"ValueError: 0\.weight is .*uint8.*ignored_params"),
-        (lambda: fully_shard(quantised(torch.float8_e4m3fn)), r"ValueError: .*float8.*ignored_params"),
         (lambda: fully_shard(tensor_parallel()), "ValueError: 0.weight is a DTensor.*plain model"),
         (lambda: fully_shard(of_tensors()), r"ValueError: 0\.weight is a TwoTensor, a tensor subclass.*ignored_params"),
         (lambda: fully_shard(nn.Sequential(nn.LazyLinear(3))), "ValueError.*lazy parameter.*run one forward"),
         (lambda: fully_shard(hooked()), "ValueError: 0.weight has gradient hooks.*after the minibatch"),
-        (lambda: fully_shard(optimizer_in_backward()), "ValueError: 0.weight has gradient hooks.*after the minibatch"),
         (lambda: fully_shard(net(), mesh=mesh_of("dp", "tp")), r"NotImplementedError.*2 dimensions.*mesh\['dp'\]"),
         (lambda: fully_shard(net(), mesh=init_device_mesh("cpu", (world, 1, 1))), "ValueError: .*1D or 2D"),
         (lambda: fully_shard(net(), mesh=mesh_of("shard", "replicate")), "NotImplementedError.*swap the dimensions"),
-        (lambda: fully_shard(net(), mesh=mesh_of("tp")), "NotImplementedError.*'tp'"),
         (lambda: fully_shard(net(), mesh=dist.group.WORLD), "TypeError.*give a DeviceMesh"),
         (
             lambda: fully_shard(net(), shard_placement_fn=lambda p: Shard(1)),
@@ -101,9 +91,7 @@ def _options(rank: int, world: int) -> None:
         ),
         (lambda: fully_shard(net(), reshard_after_forward="yes"), "TypeError.*'yes'"),
         (lambda: fully_shard(net(), backend="nvshmem"), "ValueError.*'nvshmem'.*'cpu'"),
-        (lambda: fully_shard(net(), timeout="30"), "ValueError: timeout is '30'; it must be a positive"),
         (lambda: fully_shard(net(), timeout=0), "ValueError: timeout is 0; it must be a positive"),
-        (lambda: fully_shard(net(), timeout=float("inf")), "ValueError: timeout is inf; it must be a positive"),
     ]
     for action, words in cases:
         assert re.search(words, said := caught(action)), said
@@ -150,14 +138,6 @@ def _different(rank: int, world: int) -> None:
     def still_works() -> None:
         with minibatch(one, tokens=rank) as mb:
             raise ValueError(f"tokens {mb.tokens}")
-
-    def different_calls() -> None:
-        model = fully_shard(net())
-        with minibatch(model):
-            pass
-        if other:
-            fully_shard(model[0])  # refused here; the point is the next line
-        begin_minibatch(model)
 
     def different_order() -> None:
         model = fully_shard(net())
@@ -211,7 +191,6 @@ def _different(rank: int, world: int) -> None:
         (different_factors, r"RanksDiffer: by rank, the gradient divide factors are \[2.0, 3.0, 4.0\]: set the same"),
         (different_betas, r"RanksDiffer: .* betas .* 0.8, 0.99 on ranks \[0, 2\]; 0.8, 0.9 on ranks \[1\]"),
         (lambda: step_times(0 if other else 1), r"RanksDiffer: .*step.* 1 times on ranks \[0, 2\]; 0 times on"),
-        (lambda: step_times(2 if other else 1), r"RanksDiffer: .*step.* 1 times on ranks \[0, 2\]; 2 times on"),
         (frozen_on_one, r"RanksDiffer: 2\.bias is frozen on ranks \[1\] only.*on all ranks"),
         (lambda: fully_shard(net(7 if other else 6)), r"RanksDiffer.*0\.weight.*\[[67], 4\].*against.*\[[67], 4\]"),
         (
@@ -219,7 +198,6 @@ def _different(rank: int, world: int) -> None:
             r"RanksDiffer.*1\.weight.*is only (here|there)",
         ),
         (lambda: fully_shard(renamed()), r"RanksDiffer.*(second|last)\.weight.*against.*(second|last)\.weight"),
-        (lambda: fully_shard(net().double() if other else net()), "RanksDiffer.*float(32|64).*against.*float(32|64)"),
         (lambda: fully_shard(frozen()), r"RanksDiffer.*2\.bias.*reduce_dtype.*against.*2\.bias"),
         (lambda: fully_shard(net(), mp_policy=policy), "RanksDiffer.*option policy.*bfloat16"),
         (lambda: fully_shard(net(), timeout=60 * (5 + rank)), "RanksDiffer.*timeout = 0:0[567]:00.*against"),
@@ -231,7 +209,6 @@ def _different(rank: int, world: int) -> None:
         ),
         (give_tokens_on_one_rank, r"RanksDiffer: tokens was given on some ranks but not on ranks \[0, 2\]"),
         (bad_tokens(-1), "MinibatchFailed.*rank 1: ValueError: tokens is -1; give"),
-        (bad_tokens(2.0), r"MinibatchFailed.*rank 1: ValueError: tokens is 2\.0; give"),
         (still_works, "MinibatchFailed.*rank 0: ValueError: tokens 3.*rank 1: .*rank 2: "),
         (different_order, "RanksDiffer.*'(something else|leave minibatch 0)' while rank [01]"),
     ]

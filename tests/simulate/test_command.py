@@ -60,6 +60,18 @@ def test_a_file_of_lengths_to_a_table_and_pictures(say: Say, tmp_path: Path) -> 
     assert {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"} <= set(SETTINGS)
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (("--split-sequences",), "ODC + LB-Split"),
+        (("--share-prefixes", "--group", 8, "--prompt-tokens", 9000), "ODC + shared prefixes"),
+    ],
+)
+def test_rows_on_request(say: Say, options: tuple, name: str) -> None:
+    given = ("--lengths", "chat", "--model", "qwen2.5-0.5b", "--gpus", 2, "--minibatch", 8, "--trials", 1)
+    assert [f"| {name} " in say(*given, *more)[1] for more in ((), options)] == [False, True]
+
+
 def test_only_the_usual_speed_between_nodes_is_derated() -> None:
     assert usual_links(DEVICES["h100"], 8, nodes=2).nic_gbs == 0.8 * 50
     assert usual_links(DEVICES["h100"], 8, nodes=2, nic_gbs=7.0).nic_gbs == 7.0
@@ -114,6 +126,7 @@ def test_a_slow_rank_is_met_by_the_queue() -> None:
         (("--efficiency", "nan"), 2, "efficiency is nan"),
         (("--nic-gbs", "inf"), 2, "--nic-gbs is inf"),
         (("--slow", "nan"), 2, "slow is nan"),
+        (("--share-prefixes",), 1, "--share-prefixes: --lengths aime has no tokens to compare"),
     ],
 )
 def test_what_is_refused(say: Say, arguments: tuple, status: int, message: str) -> None:

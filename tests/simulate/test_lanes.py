@@ -1,4 +1,4 @@
-"""The simulated clocks against closed forms, brute force, and what must hold of any of them."""
+"""The simulated clocks against closed forms, and what must hold of any of them."""
 
 from __future__ import annotations
 
@@ -96,32 +96,6 @@ def test_every_second_is_accounted_for_with_communication(
             assert told.idle == pytest.approx(idle_s / told.seconds.sum(), rel=1e-9, abs=1e-12)
 
 
-def slow_fsdp(work: list[list[float]], layers: int, forward_share: float, read_s: float, add_s: float) -> float:
-    """Brute force for blocking collectives: unit by unit, rank by rank, everyone's clock set to the last one's."""
-    now = 0.0
-    for m in range(max(map(len, work))):
-        ends = [now] * len(work)
-        for share, adds in ((forward_share, 0.0), (1 - forward_share, add_s)):
-            for _ in range(layers):
-                start = max(ends) + read_s
-                ends = [start + share * (packs[m] if m < len(packs) else 0.0) / layers for packs in work]
-                if adds:
-                    ends = [max(ends) + adds] * len(work)
-        now = max(ends)
-    return now
-
-
-def test_blocking_collectives_against_brute_force() -> None:
-    links = Links(gpus=4, gbs=10.0, latency_s=0)
-    job = a_job(4, links=links, model=ROOTLESS, forward_share=0.25)
-    read_s, add_s = (4_000_000 * n * 3 / 4 / 10e9 for n in (2, 4))
-    for seed in range(5):
-        lengths = lengths_of(12, seed)
-        told = simulate([lengths], job=job, schedule="fsdp", balance="local", token_cap=CAP)
-        expected = slow_fsdp(packs_of(lengths, 4, "local"), 3, 0.25, read_s, add_s)
-        assert told.step_s == pytest.approx(expected, rel=1e-9)
-
-
 def test_reads_hide_behind_compute_and_compute_behind_reads() -> None:
     """One rank reads from one peer, one microbatch in equal units: the pipeline of two buffers in closed form."""
     lengths = [5000, 5000]
@@ -186,15 +160,3 @@ def test_what_is_refused(change: dict, message: str) -> None:
     minibatches = wanted.pop("minibatches")
     with pytest.raises(ValueError, match=message):
         simulate(minibatches, **wanted)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"layers": 2, "model": TINY}, "layers is 2, and the model has 3"),
-        ({"slow": {4: 1.3}}, "names rank 4, but there are 2"),
-    ],
-)
-def test_jobs_that_are_refused(change: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        a_job(2, **change)

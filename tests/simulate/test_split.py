@@ -10,7 +10,6 @@ from odc_triton.jobs.reports.trace import idle_fraction
 from odc_triton.plan.cost import CostModel
 from odc_triton.plan.entries import Piece
 from odc_triton.plan.split import readable_tokens
-from odc_triton.tools.cli.command import main
 from odc_triton.tools.memory.footprint import memory_plan
 from odc_triton.tools.simulate.hardware import Links, find_device
 from odc_triton.tools.simulate.job import Job, assign_packs
@@ -31,20 +30,6 @@ def test_one_long_sample_is_every_ranks_share() -> None:
     assert outcome.idle_share < 0.02
     mini = simulate([[8000]], job=JOB, schedule="odc", balance="mini", token_cap=CAP)
     assert mini.step_s == pytest.approx(COST.sequence(8000) + 0.5)
-
-
-def test_waves_of_different_nodes_do_not_wait_for_each_other() -> None:
-    """The first node's ranks compute 5 and 4 s, the second's 2 and 1 s."""
-    job = replace(JOB, links=Links.none(2, nodes=2), seconds=lambda tokens: sum(tokens) / 1000)
-    assigned = [[[[Piece(s, 0, 1000 * n)]], [[Piece(s, 1000 * n, 2000 * n - 1000)]]] for s, n in ((0, 5), (1, 2))]
-    trial = [*assigned[0], *assigned[1]]
-    outcome = simulate([[9000, 3000]], job=job, schedule="odc", balance="split", token_cap=CAP, assigned=[trial])
-    assert outcome.busy_s[0] == pytest.approx([5, 4, 2, 1])
-    assert outcome.step_s == pytest.approx(5)
-    # The second node is done after 2 s, so its first rank may take 3 s more.
-    trial[2].append([3000])
-    more = simulate([[9000, 3000, 3000]], job=job, schedule="odc", balance="split", token_cap=CAP, assigned=[trial])
-    assert more.step_s == pytest.approx(5)
 
 
 def test_memory_counts_keys_and_values_that_others_read() -> None:
@@ -97,17 +82,3 @@ def test_waits_in_a_wave_and_transfers_are_not_work() -> None:
     assert outcome.waited_s[0] == pytest.approx([1, 3], **near)
     assert outcome.idle == pytest.approx([1 / 7, 4 / 7], **near)
     assert idle_fraction(outcome.events) == pytest.approx(5 / 14, **near)
-
-
-def test_in_the_ranking_and_the_command(capsys: pytest.CaptureFixture) -> None:
-    model, kind = Model.find("qwen2.5-0.5b"), find_device("a100")
-    job = make_job(model, kind, usual_links(kind, 4))
-    rows = rank_settings([60_000, 3000, 900, 4000], [1], job=job, token_cap=60_000, trials=2, split=True)
-    assert rows[0].name == "ODC + LB-Split"
-    assert rows[0].speedup > 2
-    command = ["simulate", "--lengths", "aime", "--model", "qwen2.5-0.5b", "--trials", "2"]
-    command += ["--minibatch", "1", "--split-sequences"]
-    assert main([*command, "--token-cap", "9000"]) == 1  # FSDP2 takes no sample over the cap
-    assert "longer than --token-cap 9000" in capsys.readouterr().err
-    assert main(command) == 0
-    assert "ODC + LB-Split |" in " ".join(capsys.readouterr().out.split())

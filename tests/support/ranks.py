@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.support.deadlines import LONG_S
 
-_PRELOAD = ["tests.support.preload", "tests.support.models"]
+_PRELOAD = ["tests.support.preload"]
 
 
 @dataclass

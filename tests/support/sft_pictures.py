@@ -10,7 +10,6 @@ from typing import Any
 from odc_triton.jobs.train.sft_options import SftOptions
 from tests.support.deadlines import LONG_S
 from tests.support.processors import make_processor, save_processor
-from tests.support.sft_case import LICENSE
 from tests.support.vision import FAMILIES
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 40, 230), "white": (240, 240, 240)}
@@ -80,25 +79,6 @@ def write_records(folder: Path, name: str, *, asked: int, text: int, seed: int =
         words = [{"role": "user", "content": f"say {number % 10}"}, {"role": "assistant", "content": str(number % 10)}]
         records.append({"messages": words})
     generator.shuffle(records)
-    path = folder / f"{name}.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def write_alike(folder: Path, name: str) -> Path:
-    """Eight records: of two pictures each the same long question, with answers of up to 200 tokens; one picture is
-    behind the question.
-    """
-    generator, text = random.Random(0), LICENSE.read_text()
-    (folder / name).mkdir(parents=True)
-    records = []
-    for colour in ("red", "blue"):
-        write_picture(folder / name / f"{colour}.png", colour, generator)
-        for number in range(4):
-            asked = ask([f"{name}/{colour}.png"], text[300 * number :][: 30 + 80 * number])
-            asked["messages"][0]["content"][1]["text"] = text[1000:1150] if colour == "red" else text[2000:2250]
-            asked["messages"][0]["content"].sort(key=lambda part: part["type"], reverse=colour == "blue")
-            records.append(asked)
     path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path

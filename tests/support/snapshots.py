@@ -11,13 +11,9 @@ from odc_triton.machine.topology import Topology
 
 SNAPSHOTS = Path(__file__).parents[1] / "snapshots"
 KEYS = {
-    "a100-nvlink-mesh": "nvlink-4x25",
     "a6000-bridges": "pcie-gen4x16+nvlink-4x14",
     "hgx-h100-nvswitch": "nvswitch-18x25",
-    "one-of-a-container": "one-gpu",
     "pcie-only": "pcie-gen4x16",
-    "pcie-with-atomics": "pcie-gen4x8+pcie-gen4x16",
-    "v100-cube-mesh": "pcie-gen3x16+nvlink-2x25",
 }
 
 

@@ -7,15 +7,12 @@ import math
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from odc_triton.balance import CostModel, find_relatives
-from odc_triton.jobs.data.dataset import TokenizedDataset
 from odc_triton.jobs.train.model import build_model
 from odc_triton.jobs.train.sft import check_before_start
 from odc_triton.step import one_ahead
@@ -23,7 +20,7 @@ from odc_triton.tools.cli.command import main
 from tests.support import jobs
 from tests.support.processors import WITHOUT_TORCHVISION, picture
 from tests.support.sft_case import write_case
-from tests.support.sft_pictures import case, of_model, write_alike, write_model, write_records
+from tests.support.sft_pictures import case, of_model, write_model, write_records
 from tests.support.vision import FAMILIES
 
 pytestmark = WITHOUT_TORCHVISION
@@ -64,60 +61,6 @@ def test_a_run_on_two_ranks_and_what_it_writes(folder: Path, tmp_path: Path) -> 
     assert main(["export", wanted.out, "--out", str(tmp_path / "exported")]) == 0
     trained = logits(tmp_path / "out" / "model")
     assert torch.equal(trained, logits(tmp_path / "exported"))
-
-
-# By what is special about a run: the same samples in each step, so the same losses.
-SAME = {
-    "whole": {},
-    "frozen": {"freeze_vision_tower": True},
-    "split and shared": {"share_prefixes": True, "split_sequences": True, "token_cap": 256},
-    "queue": {"balance": "queue", "token_cap": 512},
-    "exact": {"exact": True},
-    "replaced": {"replace_layers": True, "fused_head": True, "gradient_checkpointing": True},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
-def test_the_same_losses_however_samples_are_dealt(family: str, folder: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    data = write_alike(tmp_path, "alike")
-    write_model(tmp_path / "model", family, weights=True)
-    usual = {"data": str(data), "samples_per_rank": 4, "steps": 3, "token_cap": 2048}
-    wanted = {name: case(tmp_path, out=str(tmp_path / name), **usual | changes) for name, changes in SAME.items()}
-    assert jobs.run(2, *wanted.values()) == [jobs.ENDED] * len(wanted)
-    losses = {name: jobs.losses(each.out) for name, each in wanted.items()}
-    (prepared,) = (tmp_path / "whole" / "data").glob("*.npz")
-    relatives = find_relatives(TokenizedDataset.load(prepared).undecoded())
-    assert relatives.savings(CostModel.paper_7b(), token_cap=2048)[0] > 200
-    assert max(relatives.lengths) > 256 > max(relatives.floors) > 0
-    for name, found in losses.items():
-        if name != "frozen":
-            assert found == pytest.approx(losses["whole"], rel=1e-4), name
-    assert losses["frozen"][0] == pytest.approx(losses["whole"][0], rel=1e-4)
-    assert losses["frozen"][2] != pytest.approx(losses["whole"][2], rel=1e-6)
-    before, after = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("frozen", "whole"))
-    moved = [name for name, value in before.items() if not torch.equal(value, after[name])]
-    assert any("vis" in name for name in moved)
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_when_the_pictures_files_are_gone(folder: Path, tmp_path: Path) -> None:
-    """On one rank: they are in the prepared file."""
-    write_records(tmp_path, "learned", asked=3, text=4)
-    write_records(tmp_path, "held_out", asked=1, text=0, seed=1)
-    how = {"eval_data": str(tmp_path / "held_out.jsonl"), "checkpoint_every": 1000, "steps": 4, "token_cap": 512}
-    once = case(tmp_path, **of_model(folder / "model"), **how, out=str(tmp_path / "once"))
-    stopped = replace(once, out=str(tmp_path / "stopped"))
-    assert jobs.run(2, once) == [jobs.ENDED]
-    assert jobs.run(2, stopped, stop_after=1) == [jobs.STOPPED]
-    for name in ("learned", "held_out"):
-        shutil.rmtree(tmp_path / name)
-    assert jobs.run(1, replace(stopped, resume="auto", samples_per_rank=2 * once.samples_per_rank)) == [jobs.ENDED]
-    for name in ("loss", "eval_loss"):
-        found, resumed = ([line[name] for line in jobs.lines(out) if name in line] for out in (once.out, stopped.out))
-        assert resumed == pytest.approx(found, rel=1e-3), name
 
 
 # ------------------------------------------------------------------ what is trained

@@ -23,7 +23,7 @@ from odc_triton.jobs.data.records import DataError
 from odc_triton.jobs.train import prepare, sft
 from odc_triton.jobs.train.sft_options import SftOptions
 from odc_triton.sharding.agree import default_mesh, watched_barrier
-from tests.support import ranks
+from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.sft_case import case, write_case
 
@@ -133,7 +133,7 @@ def _stopped(rank: int, world: int, wanted: SftOptions) -> tuple[str, list[int],
         return _error_of(wanted, mesh)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [slow(1), 2])
 def test_a_rank_0_that_is_stopped_in_it_has_a_name(tmp_path: Path, replicas: int) -> None:
     wanted = case(write_case(tmp_path), timeout_minutes=LONG_S / 60, samples_per_rank=2, replicas=replicas)
     with ranks.start(_stopped, 2, wanted) as job:

@@ -115,7 +115,7 @@ CASES = {
         {"balance": "micro", "replace_layers": True, "fused_head": True},
         {"balance": "global"},
     ],
-    4: [{"balance": "local"}, {"split_sequences": True, "token_cap": 96}],
+    4: [{"split_sequences": True, "token_cap": 96}],
 }
 
 
