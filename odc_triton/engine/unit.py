@@ -87,21 +87,10 @@ class UnitState(IntEnum):
               memory, also those that are otherwise never whole.
     """
 
-    SHARDED = 0
-    KEPT = 1
-    FORWARD = 2
-    BACKWARD = 3
-    HELD = 4
+    SHARDED, KEPT, FORWARD, BACKWARD, HELD = range(5)
 
 
 SHARDED, KEPT, FORWARD, BACKWARD, HELD = UnitState
-_FOLLOW = {
-    SHARDED: (FORWARD, BACKWARD, HELD),
-    KEPT: (SHARDED, FORWARD, BACKWARD, HELD),
-    FORWARD: (SHARDED, KEPT, BACKWARD, HELD),
-    BACKWARD: (SHARDED, FORWARD, HELD),
-    HELD: (SHARDED, FORWARD, BACKWARD),
-}
 
 
 class Unit:
@@ -147,9 +136,9 @@ class Unit:
         self.passes, self.is_root = passes, False
 
     def _enter(self, state: UnitState) -> None:
-        """The one place where the state changes. Raises RuntimeError for one that can't follow."""
+        """The one place where it changes. Raises RuntimeError for one that can't follow: KEPT follows FORWARD alone."""
         before = self.state
-        if state not in _FOLLOW[before]:
+        if state is before or (state is KEPT and before is not FORWARD):
             self._refuse(state.name)
         self.state = state
         if before is SHARDED:
@@ -162,18 +151,14 @@ class Unit:
                 slot.put(slot.parameter.sharded)
 
     def make_whole(self, state: UnitState) -> None:
-        """From here on it is needed for `state`, if not for a later one."""
+        """From here on the unit is needed for `state`."""
         if self.state < state:
             self._enter(state)
 
-    def make_sharded(self) -> None:
-        """Back to DTensors, unless a forward, a backward or `unshard()` still needs the whole tensors."""
-        if self.state is not HELD:
-            self._step_back()
-
-    def _step_back(self) -> None:
+    def make_sharded(self, *, held: bool = True) -> None:
+        """Back to DTensors, unless a forward, a backward or, if `held`, `unshard()` still needs the whole tensors."""
         needed = BACKWARD if self.passes.in_backward else FORWARD if self.uses else SHARDED
-        if needed < self.state:
+        if needed < self.state and not (held and self.state is HELD):
             self._enter(needed)
 
     def _refuse(self, wanted: str) -> NoReturn:
@@ -221,7 +206,7 @@ class Unit:
 
     def release(self) -> None:
         before = self.state
-        self._step_back()
+        self.make_sharded(held=False)
         self.let_go()
         for slot in self.slots:
             slot.parameter.let_go()
@@ -403,7 +388,7 @@ class Passes(Participant):
                 protocol.events.microbatch = self.count
                 protocol.require_alive(self._owners, f"the shards of all ranks in minibatch {protocol.number}")
             else:
-                protocol.wait_readable()
+                protocol.publication.wait_readable()
         except BaseException:
             self._forwards -= 1
             raise
