@@ -254,7 +254,7 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
         if fresh is not None:
             fresh.state.clear()
         raise
-    with engine.writing(), all_or_none(engine, purpose):
+    with engine.publication.writing(), all_or_none(engine, purpose):
         dcp.read_into(path, metadata, wanted)
         training_state.take(model, optimizer, wanted, metadata)
         if saved is not None:

@@ -22,5 +22,5 @@ def read_whole(
     """A copy of a whole tensor: of a sharded one in `dtype`, by default the compute dtype; of any other unchanged."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone().to(device)
-    ((_, whole),) = engine_of(model).full_parameters([value.shard])
+    ((_, whole),) = engine_of(model).publication.full_parameters([value.shard])
     return whole.to(device).to(dtype or whole.dtype)

@@ -218,7 +218,7 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
     if base is not None and engine.rank == 0:
         kind = "has an adapter beside its model" if base == str(source) else f"is an adapter of {base}"
         print(f"{source} {kind}: its weights are merged into the model", flush=True)
-    with engine.writing(), all_or_none(engine, purpose):
+    with engine.publication.writing(), all_or_none(engine, purpose):
         for target, source_of in sources.items():
             for name, take in _values(target, source_of, files.read, model):
                 if name not in changed:

@@ -16,14 +16,14 @@ from .module import Engine, ODCModule
 
 def engine_of(module: nn.Module, call: str = "this call") -> Engine:
     """The engine behind a module that `fully_shard` returned. `call`: for whom, in messages."""
-    engine = protocol_of(module)
+    protocol_of(module)  # raises for one that is not sharded
     if not isinstance(module, ODCModule):
         raise TypeError(
             f"{type(module).__name__} was sharded by torch's fully_shard, and {call} needs a model of "
             f"odc_triton.fully_shard, which takes the same mesh: it is built on that model's own units, not on "
             f"FSDP2's. use_odc makes minibatch, publish and full_parameters work on it"
         )
-    return engine
+    return module._odc_engine
 
 
 def publish(model: nn.Module) -> None:
@@ -43,7 +43,7 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Any single rank may call it: reads are one-sided. After an optimizer step it waits, with the deadline, until
     every owner has stepped. Raises RuntimeError if an owner steps again while this rank is still reading.
     """
-    yield from protocol_of(model).full_parameters()
+    yield from protocol_of(model).publication.full_parameters()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 from torch.distributed.tensor import DTensor
@@ -33,7 +34,7 @@ class RefuseCollectives(TorchDispatchMode):
 
         for argument in reversed(args):  # the group comes last among the strings, after the reduction's name
             if isinstance(argument, str):  # functional collectives name their group
-                return dist.distributed_c10d._resolve_process_group(argument).size()
+                return dist.distributed_c10d._resolve_process_group(argument).size()  # pyright: ignore  # torch 2.11 has no GroupName
             try:
                 return dist.ProcessGroup.unbox(argument).size()
             except (AttributeError, RuntimeError, TypeError):
@@ -47,11 +48,10 @@ class NoCollectives(Participant):
     name = "collectives"
 
     def __init__(self) -> None:
-        self._mode: RefuseCollectives | None = None
+        self._scope = ExitStack()
 
     def opened(self) -> None:
-        self._mode = RefuseCollectives()
-        self._mode.__enter__()
+        self._scope.enter_context(RefuseCollectives())
 
     def leave(self) -> None:
-        self._mode.__exit__(None, None, None)
+        self._scope.close()

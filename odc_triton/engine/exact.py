@@ -42,7 +42,7 @@ _BLOCK = 2**16  # elements that stay in a core's cache
 _BLOCK_ON_A_GPU = 2**24  # few launches, and 64 MiB for a block's fp32 numbers
 _ZERO = -(10**6)  # bits of what is 0
 
-Added = Sequence[int | None]  # additions to an element; k, where all |q| < 2^k; None for what is not finite
+Added = tuple[int, int | None]  # additions to an element; k, where all |q| < 2^k; None for what is not finite
 
 
 class ExactSum:
@@ -124,11 +124,11 @@ class ExactSum:
 
     def settle(self, everyones: Sequence[Added]) -> str | None:
         """Chooses the next exponent by what all ranks have added. Returns why the sum can't be used, None if it can."""
-        self.is_nan = any(bits is None for _, bits in everyones)
+        finite = [bits for _, bits in everyones if bits is not None]
+        self.is_nan = len(finite) < len(everyones)
         if self.is_nan:
             return None
-        additions = sum(count for count, _ in everyones)
-        largest = max(bits for _, bits in everyones)
+        additions, largest = sum(count for count, _ in everyones), max(finite)
         if largest == _ZERO:
             return None  # it keeps its exponent
         bits = largest + (additions - 1).bit_length()

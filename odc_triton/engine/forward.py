@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
 from .unit import Passes, Unit, in_backward_pass
@@ -25,7 +27,7 @@ def run_forward(unit: Unit, call: Callable, args: tuple, kwargs: dict) -> Any:
         unit.prepare()
         policy = unit.policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
-            args, kwargs = _map(lambda value: _cast(value, policy.param_dtype), (args, kwargs))
+            args, kwargs = _map(partial(_cast, dtype=policy.param_dtype), (args, kwargs))
         if unit.gathered:
             unit.passes.prefetch.needs(unit, in_backward=in_backward_pass())
             if torch.is_grad_enabled() and unit.uses == 1:
@@ -33,7 +35,7 @@ def run_forward(unit: Unit, call: Callable, args: tuple, kwargs: dict) -> Any:
                 kwargs = dict(zip(kwargs, values, strict=True))
         output = call(*args, **kwargs)
         if policy.output_dtype is not None:
-            output = _map(lambda value: _cast(value, policy.output_dtype), output)
+            output = _map(partial(_cast, dtype=policy.output_dtype), output)
         if unit.gathered:
             output = _map(lambda value: _own(value, unit), output)
         watched = watch_backward(unit.passes, output, unit.backward_begins if unit.gathered else None)
@@ -99,7 +101,7 @@ class _EndOfBackward(torch.autograd.Function):
         return None, *gradients
 
 
-@torch._disable_dynamo  # it would trace the containers for nothing
+@_disable_dynamo  # it would trace the containers for nothing
 def watch_end_of_backward(ended: Callable[[], None], arguments: Any) -> Any:
     """The same arguments, with those that get a gradient passed through `_EndOfBackward`; `ended` is then called.
 

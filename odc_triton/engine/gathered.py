@@ -92,14 +92,14 @@ class GatheredParameters:
         ]
         self._batches = []
         for parts in self._large if batch_copy is not None else ():
-            places = [(each.place.storage_offset() * each.place.itemsize, each.rows) for each in parts]
+            places = [(int(each.place.storage_offset()) * each.place.itemsize, each.rows) for each in parts]
             self._batches.append(Batch.of(places, near=sum(not turn(each)[0] for each in parts)))
         self._small: list[tuple[ShardList, torch.Tensor]] = []
         for dtype, parts in small.items():
             from odc_kernels.gather import ShardList  # here, as importing triton takes a second
 
             parts.sort(key=turn)
-            rows, offsets = [each.rows for each in parts], [each.place.storage_offset() for each in parts]
+            rows, offsets = [each.rows for each in parts], [int(each.place.storage_offset()) for each in parts]
             flat = torch.empty(0, dtype=dtype, device=device)
             flat.set_(self._storage, 0, (self._size_bytes // dtype.itemsize,), (1,))
             self._small.append((ShardList.of(rows, offsets), flat))
@@ -154,7 +154,7 @@ class GatheredParameters:
     def release(self, user: Hashable) -> None:
         """Frees the storage if `user` was the last to need it."""
         self._users.discard(user)
-        if not self._users and self.is_filled:
+        if not self._users and self._copies is not None:
             self._streams.free(self._storage, self._copies)
             self._copies, self._filled_at = None, None
 

@@ -231,10 +231,11 @@ class Tokens(Participant):
         return count
 
     def entered(self, messages: list[int | None]) -> None:
-        missing = [rank for rank, count in enumerate(messages) if count is None]
-        if missing and len(missing) < len(messages):
+        counts = [count for count in messages if count is not None]
+        if 0 < len(counts) < len(messages):
+            missing = [rank for rank, count in enumerate(messages) if count is None]
             raise RanksDiffer(f"tokens was given on some ranks but not on ranks {missing}; give it on all or on none")
-        self.total = None if missing else sum(messages)
+        self.total = sum(counts) if counts else None
 
     def opened(self) -> None:
         self.late_divisor = None

@@ -8,24 +8,21 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.tensor import DTensor
 
-from ..comm.barrier import Barrier
-from ..comm.replicas import Grid, Replicas
 from ..machine.topology import Place
-from ..nn.operand import is_sharded
 from .collectives import NoCollectives
 from .exact import ExactSums
 from .forward import run_forward
+from .member import Wiring
 from .minibatch import DividedAlike, RefusesDeterminism, Trained
 from .parameter import ShardedParameter
 from .protocol import Protocol
-from .transport import Transport
 from .unit import Passes, Unit
 
 _IN_ANY_ORDER = (
@@ -41,17 +38,8 @@ class Engine(Protocol):
     collectives inside a minibatch.
     """
 
-    def __init__(
-        self,
-        *,
-        grid: Grid,
-        transport: Transport,
-        barrier: Barrier,
-        replicas: Replicas,
-        deterministic: bool,
-        debug: bool,
-    ) -> None:
-        super().__init__(grid=grid, transport=transport, barrier=barrier, replicas=replicas)
+    def __init__(self, wiring: Wiring, *, deterministic: bool, debug: bool) -> None:
+        super().__init__(wiring)
         self.deterministic = deterministic
         self.units: list[Unit] = []
         self.parameters: list[ShardedParameter] = []  # those of `shards`, in their order
@@ -78,7 +66,7 @@ class Engine(Protocol):
         """Takes over a submodule that was sharded before its root; its parameters stay where they are."""
         for unit in inner.units:
             unit.join(self.passes)
-            unit.module._odc_engine = self
+            vars(unit.module)["_odc_engine"] = self
         self.units += inner.units
         self.ignored |= inner.ignored
         self.streams.join(inner.streams)
@@ -110,7 +98,7 @@ def _refuse(name: str, instead: str) -> NoReturn:
     raise NotImplementedError(f"{name} has no meaning under on-demand communication: {instead}")
 
 
-class ODCModule:
+class ODCModule(nn.Module if TYPE_CHECKING else object):
     """Mixed into the class of every module that `fully_shard` was called on, and of the units it found."""
 
     _odc_unit: Unit
@@ -119,7 +107,7 @@ class ODCModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
         """Makes a module of the original class, as FSDP2 does: slicing an nn.Sequential calls self.__class__."""
-        original = cls.__mro__[2]  # as in `plain_class`
+        original: Any = cls.__mro__[2]  # as in `plain_class`
         made = original.__new__(original)
         made.__init__(*args, **kwargs)
         return made
@@ -133,7 +121,7 @@ class ODCModule:
         use views of them afterwards.
         """
         if not self._odc_engine.is_open:
-            self._odc_engine.wait_readable()
+            self._odc_engine.publication.wait_readable()
         self._odc_unit.hold()
         return DoneHandle() if async_op else None
 
@@ -159,7 +147,7 @@ class ODCModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets if whole parameters are freed between forward and backward. On the CPU they are views: no effect."""
         for module in self.modules() if recurse else [self]:
-            if is_sharded(module):
+            if isinstance(module, ODCModule):
                 module._odc_unit.reshard_after_forward = reshard_after_forward
 
     def reset_iter_state(self) -> None:
@@ -288,14 +276,14 @@ class ODCModule:
         parameters = {id(parameter.sharded): parameter for parameter in self._odc_engine.parameters}
         local = OrderedDict(state_dict)
         if hasattr(state_dict, "_metadata"):  # versions of the modules' formats
-            local._metadata = state_dict._metadata
+            vars(local)["_metadata"] = state_dict._metadata
         for name, sharded in self.named_parameters(remove_duplicate=False):
             value, parameter = local.get(name), parameters.get(id(sharded))
             if parameter is not None and _is_whole(value, parameter):
                 local[name] = parameter.shard.own_part(value)
         self._odc_engine.drain("what still reads the parameters")
         self._odc_engine.exchange("load_state_dict", {})
-        with self._odc_engine.writing():
+        with self._odc_engine.publication.writing():
             return super().load_state_dict(local, strict=strict)
 
 
@@ -307,7 +295,7 @@ def _save_pretrained(model: nn.Module, folder: Any, *args: Any, **kwargs: Any) -
             "odc_triton.checkpoint.save_pretrained(model, folder, tokenizer) on rank 0, or give whole tensors, "
             "state_dict=get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
         )
-    plain = plain_class(model)
+    plain: Any = plain_class(model)
     name, model.__class__.__name__ = model.__class__.__name__, plain.__name__  # written as the architecture
     try:
         return plain.save_pretrained(model, folder, *args, **kwargs)
@@ -320,7 +308,7 @@ def _resize_token_embeddings(model: nn.Module, *args: Any, **kwargs: Any) -> NoR
     raise NotImplementedError("resize_token_embeddings of a sharded model: call it before fully_shard")
 
 
-def _is_whole(value: Any, parameter: ShardedParameter) -> bool:
+def _is_whole(value: Any, parameter: ShardedParameter) -> TypeGuard[torch.Tensor]:
     """True for a whole tensor; a scalar's may be 0-d, or of the shape (1,) in which it is sharded."""
     is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     return is_plain and value.shape in (parameter.leaf.shape, parameter.sharded.shape)
@@ -348,4 +336,4 @@ def attach(module: nn.Module, unit: Unit, engine: Engine) -> None:
     """
     module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
     module.__class__ = _sharded_class(type(module))
-    module._odc_unit, module._odc_engine = unit, engine
+    vars(module).update(_odc_unit=unit, _odc_engine=engine)

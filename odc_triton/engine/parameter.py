@@ -80,15 +80,14 @@ class ShardedParameter:
     ) -> None:
         self.shard, self.spec, self.number, self.sharded = shard, shard.spec, number, shard.sharded
         self.world, self.shape = shard.world, shard.spec.shape
-        self.sharded._odc_shard_of = handle_of(self)
+        vars(self.sharded)["_odc_shard_of"] = handle_of(self)
         self.gathered, self.staging, self._transport = gathered, staging, transport
         if not transport.heap.apart:
             self.residency = Residency.VIEW
         else:
             self.residency = Residency.ON_DEMAND if gathered is None else Residency.GATHERED
         self.leaf = nn.Parameter(whole.view(self.spec.whole_shape), requires_grad=shard.trains)
-        self.leaf._odc_handle = handle_of(self)
-        self.leaf._odc_never_whole = self.is_never_whole
+        vars(self.leaf).update(_odc_handle=handle_of(self), _odc_never_whole=self.is_never_whole)
         self.table = table
         self._rank = transport.heap.rank
         self._accumulation: Node | None = None  # autograd's node that its gradient reaches
@@ -141,11 +140,11 @@ class ShardedParameter:
     @property
     def table(self) -> Table:
         """The choice of how operators on it run. Stored on the leaf, where compiled layers must see it."""
-        return self.leaf._odc_table
+        return vars(self.leaf)["_odc_table"]
 
     @table.setter
     def table(self, table: Table) -> None:
-        self.leaf._odc_table = table
+        vars(self.leaf)["_odc_table"] = table
 
     @property
     def name(self) -> str:
@@ -282,5 +281,6 @@ def written_in_forward(root: nn.Module) -> set[tuple[int, str]]:
     parametrization, which sets the parameter to the storage that it has."""
     modules = list(root.modules())
     shortened = {(id(each), "weight") for each in modules if getattr(each, "max_norm", None) is not None}
-    wrappers = [each for each in modules if hasattr(each, "parameter_name") and hasattr(each, "get_base_layer")]
+    named: list[Any] = [each for each in modules if hasattr(each, "parameter_name")]
+    wrappers = [each for each in named if hasattr(each, "get_base_layer")]
     return shortened | {(id(each.get_base_layer()), each.parameter_name) for each in wrappers}

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -33,11 +33,22 @@ from ..comm.memory.heap import SymmetricHeap
 from ..comm.replicas import Grid, Replicas
 from .transport import Streams, Target
 
+# torch's optimizers use them, and torch exports none.
+_foreach_copy_, _foreach_div_, _foreach_zero_ = torch._foreach_copy_, torch._foreach_div_, torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
+
 # What zero_grad(set_to_none=False) calls. There is nothing to zero.
-_ZEROING = (torch.Tensor.zero_, torch.Tensor.requires_grad_, torch.Tensor.detach_, torch._foreach_zero_)
+_ZEROING = (torch.Tensor.zero_, torch.Tensor.requires_grad_, torch.Tensor.detach_, _foreach_zero_)
 
 
-def versions_of(sharded: torch.Tensor) -> tuple[int, int]:
+if TYPE_CHECKING:
+
+    class DTensorParameter(DTensor, nn.Parameter):
+        """What nn.Parameter makes of a DTensor."""
+else:
+    DTensorParameter = nn.Parameter
+
+
+def versions_of(sharded: DTensorParameter) -> tuple[int, int]:
     """They grow when it is written in place, as a DTensor and as this rank's rows."""
     return sharded._version, sharded._local_tensor._version
 
@@ -49,6 +60,7 @@ class PendingGradient(torch.Tensor):
     """
 
     zeroed = False
+    shard: weakref.ref[Shard]
 
     @staticmethod
     def __new__(cls, shard: Shard) -> PendingGradient:
@@ -62,10 +74,10 @@ class PendingGradient(torch.Tensor):
         """Metadata and zeroing go through; anything else raises."""
         if func in _ZEROING:
             given = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-            for each in given:
-                if isinstance(each, PendingGradient) and func in (torch.Tensor.zero_, torch._foreach_zero_):
-                    each.shard().refuse_zeroed(each)
-                    each.shard().lost, each.zeroed = False, True
+            for each in given if func in (torch.Tensor.zero_, _foreach_zero_) else ():
+                if isinstance(each, PendingGradient) and (shard := each.shard()) is not None:
+                    shard.refuse_zeroed(each)
+                    shard.lost, each.zeroed = False, True
             if plain := [each for each in given if not isinstance(each, PendingGradient)]:  # of another model
                 func(plain)
             return args[0]
@@ -94,7 +106,7 @@ class Shard(ABC):
     """
 
     name: str
-    sharded: nn.Parameter
+    sharded: DTensorParameter
     touched = dirty = stepped = lost = False
     versions: tuple[int, int] | None = None  # as of its last publication
 
@@ -107,7 +119,7 @@ class Shard(ABC):
     def is_everywhere(self) -> bool:
         """True if each rank has rows of its master."""
         mesh, placements = self.sharded.device_mesh.shape, self.sharded.placements
-        first, end = 0, self.sharded.shape[placements[-1].dim]
+        first, end = 0, self.sharded.shape[placements[-1].dim]  # pyright: ignore[reportAttributeAccessIssue]  # of a Shard
         for ranks, placement in zip(reversed(mesh), reversed(placements), strict=True):
             if not placement.is_replicate():
                 first, end = shard_rows(end - first, ranks, ranks - 1)
@@ -230,7 +242,8 @@ class HeapShard(Shard):
         start, stop = self.rows[self._rank]
         part, end = shard_rows(stop - start, grid.replicas, grid.replica)
         self.master_rows = start + part, start + end
-        self.sharded = nn.Parameter(self.as_dtensor(self.master), requires_grad=self.trains)
+        dtensor = self.as_dtensor(self.master)
+        self.sharded = cast("DTensorParameter", nn.Parameter(dtensor, requires_grad=self.trains))
         self._outer_storage = self.sharded.untyped_storage()  # of the DTensor's shell: empty, but `.data = …` swaps it
         self._memory = self.master.data_ptr(), self.master.dtype, self._outer_storage._cdata
         self._reduced: DTensor | None = None
@@ -247,7 +260,8 @@ class HeapShard(Shard):
         made = DTensor.from_local(
             local, self._grid.mesh, self._grid.placements, run_check=False, shape=shape, stride=stride
         )
-        return made.detach()  # whose spec is one object for all that are alike, which torch's dispatch compares faster
+        # Its spec is one object for all that are alike, which torch's dispatch compares faster.
+        return cast("DTensor", made.detach())
 
     def parts_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Splits a shard of this rank by replica, as `torch.chunk` does: each has the master of its part."""
@@ -332,7 +346,7 @@ class HeapShard(Shard):
         return given is not None and given is not self._pending
 
     def gradient_parts(self) -> list[torch.Tensor]:
-        return self.parts_of(self.gradient_shard)
+        return self.parts_of(self.target.shards[self._rank])
 
     def own_gradient(self) -> torch.Tensor:
         self._own_gradient = self.target.value(self.gradient_part)
@@ -370,7 +384,7 @@ def _by_kind(rows: Iterable[tuple[torch.Tensor, ...]]) -> list[tuple[list[torch.
 def copy_masters(shards: Sequence[Shard], streams: Streams) -> None:
     """Makes all masters readable: casts if the compute shard has another dtype, nothing if it is the master itself."""
     for compute, masters in _by_kind(chain.from_iterable(shard.to_publish() for shard in shards)):
-        streams.compute(partial(torch._foreach_copy_, compute, masters))
+        streams.compute(partial(_foreach_copy_, compute, masters))
     for shard in shards:
         shard.versions = versions_of(shard.sharded)
 
@@ -390,7 +404,7 @@ def refuse_edited(shards: Sequence[Shard]) -> None:
 def clear_gradients(shards: Sequence[Shard], streams: Streams) -> None:
     """Zeroes this rank's gradient shards for the next minibatch."""
     for (gradients,) in _by_kind((gradient,) for each in shards if (gradient := each.clear()) is not None):
-        streams.compute(partial(torch._foreach_zero_, gradients))
+        streams.compute(partial(_foreach_zero_, gradients))
 
 
 @torch.no_grad()
@@ -401,7 +415,7 @@ def reduce_gradients(shards: Sequence[Shard], divisor: float, replicas: Replicas
     gradients = [shard.own_gradient() for shard in shards]
     if divisor != 1:
         for (own,) in _by_kind((gradient,) for gradient in gradients):
-            streams.compute(partial(torch._foreach_div_, own, divisor))
+            streams.compute(partial(_foreach_div_, own, divisor))
     casts = []
     for shard, gradient in zip(shards, gradients, strict=True):
         if gradient.dtype != shard.gradient_dtype:
@@ -410,7 +424,7 @@ def reduce_gradients(shards: Sequence[Shard], divisor: float, replicas: Replicas
             gradient = cast
         shard.assign(gradient)
     for cast, own in _by_kind(casts):
-        streams.compute(partial(torch._foreach_copy_, cast, own))
+        streams.compute(partial(_foreach_copy_, cast, own))
 
 
 class Zeros:
@@ -421,7 +435,7 @@ class Zeros:
     @torch.no_grad()
     def __init__(self, shards: Sequence[Shard]) -> None:
         places = [place for place, shard in enumerate(shards) if shard.has_gradient]
-        used = [shards[place].sharded.grad.to_local().any() for place in places]
+        used = [g.to_local().any() for each in places if isinstance(g := shards[each].sharded.grad, DTensor)]
         used = torch.stack(used).tolist() if used else []
         self._zeroed = {place: not any_used for place, any_used in zip(places, used, strict=True)}
 

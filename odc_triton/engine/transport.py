@@ -127,31 +127,31 @@ class DeviceStreams(Streams):
     """
 
     def __init__(self, device: Device, *, in_flight_bytes: int = _IN_FLIGHT_BYTES) -> None:
-        self.device = device
+        self.device = self._device = device
         self._copy, self._add = [device.stream() for _ in range(COPY_STREAMS)], device.stream()
         self._in_flight: deque[tuple[Any, torch.Tensor]] = deque()
         self._in_flight_bytes, self._most_bytes = 0, in_flight_bytes
         self._computing: dict[Any, None] = {}  # what was current since the last drain, in that order
 
     def _current(self) -> Any:
-        stream = self.device.current()
+        stream = self._device.current()
         self._computing[stream] = None
         return stream
 
     def compute(self, work: Callable[[], None]) -> None:
-        self.device.enqueue(self._current(), work)
+        self._device.enqueue(self._current(), work)
 
     def computes_here(self) -> None:
         self._current()
 
     def allocate(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
-        self.device.allocate(storage, size_bytes)
+        self._device.allocate(storage, size_bytes)
 
     def copy(self, storage: torch.UntypedStorage, *works: Callable[[], None]) -> _DeviceCopies:
         copies = _DeviceCopies(home=self._current(), done=[], users=[])
         for work, stream in zip(works, itertools.cycle(self._copy), strict=False):
             stream.wait_stream(copies.home)
-            self.device.enqueue(stream, work, storage)
+            self._device.enqueue(stream, work, storage)
             copies.done.append(stream.record_event())
         return copies
 
@@ -167,13 +167,13 @@ class DeviceStreams(Streams):
         for user in copies.users:
             if user != copies.home:
                 copies.home.wait_stream(user)
-        self.device.free(storage)
+        self._device.free(storage)
 
     def add(
         self, gradient: torch.Tensor, work: Callable[[torch.Tensor], object], *, most_bytes: int | None = None
     ) -> None:
         self._add.wait_stream(self._current())
-        self.device.enqueue(self._add, work, gradient)
+        self._device.enqueue(self._add, work, gradient)
         self._in_flight.append((self._add.record_event(), gradient))
         self._in_flight_bytes += gradient.nbytes
         while self._in_flight and self._in_flight[0][0].query():
@@ -186,13 +186,13 @@ class DeviceStreams(Streams):
         self._current().wait_stream(self._add)
 
     def after_adds(self, work: Callable[[], None]) -> None:
-        self.device.enqueue(self._add, work)
+        self._device.enqueue(self._add, work)
 
     def go_on(self) -> None:
-        self.device.has_come(self._add.record_event())
+        self._device.has_come(self._add.record_event())
 
     def another(self) -> DeviceStreams:
-        return DeviceStreams(self.device, in_flight_bytes=self._most_bytes)
+        return DeviceStreams(self._device, in_flight_bytes=self._most_bytes)
 
     def _let_go(self) -> None:
         _, gradient = self._in_flight.popleft()
@@ -203,9 +203,9 @@ class DeviceStreams(Streams):
         self._current()
         for stream in (*self._computing, *self._copy, self._add):
             done = stream.record_event()
-            while not self.device.has_come(done):
+            while not self._device.has_come(done):
                 if time.monotonic() > deadline_s:
-                    raise DeadlineExceeded([], f"{self.device} was still busy after {timeout_s:.1f} s: {purpose}")
+                    raise DeadlineExceeded([], f"{self._device} was still busy after {timeout_s:.1f} s: {purpose}")
                 time.sleep(_POLL_S)
         self._computing.clear()
         self._in_flight.clear()

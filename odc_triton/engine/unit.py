@@ -12,6 +12,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Container, Sequence
+from enum import IntEnum
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -71,6 +73,26 @@ class Prefetch:
             self._last = None
 
 
+class UnitState(IntEnum):
+    """What is registered on a unit's modules, and what takes memory besides the shards if whole tensors are gathered:
+    elsewhere they are views. Of several states for which it is needed a unit is in the last one.
+
+    SHARDED   DTensors are registered. Whole tensors take memory only if they are prefetched, or if a backward made a
+              graph, whose own backward reads them.
+    KEPT      Between a forward and its backward, if the unit is not resharded then: as in FORWARD.
+    FORWARD   While forwards of it run, whole tensors are registered and take memory.
+    BACKWARD  While a backward of the model runs, whole tensors are registered, as checkpointing may recompute any part
+              of any unit. They take memory until the backward of the unit ends; if not KEPT, from its beginning on.
+    HELD      From `unshard()` to `reshard()` or the end of the minibatch, whole tensors are registered and take
+              memory, also those that are otherwise never whole.
+    """
+
+    SHARDED, KEPT, FORWARD, BACKWARD, HELD = range(5)
+
+
+SHARDED, KEPT, FORWARD, BACKWARD, HELD = UnitState
+
+
 class Unit:
     """Swaps the sharded DTensors of its slots for the whole tensors and back, around the module's forward.
 
@@ -104,8 +126,7 @@ class Unit:
         self._versions: list[int] = []
         self.divide_factor: float | None = None  # set_gradient_divide_factor
         self.uses = 0  # forwards of it that are running
-        self._held = False  # by unshard()
-        self._whole = False
+        self.state = SHARDED
         for slot in slots:
             slot.put(slot.parameter.sharded)
 
@@ -114,20 +135,37 @@ class Unit:
         self.reset()
         self.passes, self.is_root = passes, False
 
-    def make_whole(self) -> None:
-        if not self._whole:
-            self._whole = True
+    def _enter(self, state: UnitState) -> None:
+        """The one place where it changes. Raises RuntimeError for one that can't follow: KEPT follows FORWARD alone."""
+        before = self.state
+        if state is before or (state is KEPT and before is not FORWARD):
+            self._refuse(state.name)
+        self.state = state
+        if before is SHARDED:
             if not self.passes.protocol.is_open:
                 self.watch_edits()
             for slot in self.slots:
                 slot.put(slot.parameter.leaf)
-
-    def make_sharded(self) -> None:
-        """Back to DTensors, unless a forward, a backward or `unshard()` still needs the whole tensors."""
-        if self._whole and not (self.uses or self._held or self.passes.in_backward):
-            self._whole = False
+        elif state is SHARDED:
             for slot in self.slots:
                 slot.put(slot.parameter.sharded)
+
+    def make_whole(self, state: UnitState) -> None:
+        """From here on the unit is needed for `state`."""
+        if self.state < state:
+            self._enter(state)
+
+    def make_sharded(self, *, held: bool = True) -> None:
+        """Back to DTensors, unless a forward, a backward or, if `held`, `unshard()` still needs the whole tensors."""
+        needed = BACKWARD if self.passes.in_backward else FORWARD if self.uses else SHARDED
+        if needed < self.state and not (held and self.state is HELD):
+            self._enter(needed)
+
+    def _refuse(self, wanted: str) -> NoReturn:
+        raise RuntimeError(
+            f"unit {self.name or 'of the root'} is {self.state.name}, and {wanted} was wanted, which can't follow: did "
+            f"a minibatch end, or load_state_dict run, inside of a forward or a backward?"
+        )
 
     def check_places(self) -> None:
         """Raises if something registered another parameter in one of the unit's slots."""
@@ -160,25 +198,24 @@ class Unit:
                 )
 
     def hold(self) -> None:
-        self._held = True
-        self.make_whole()
+        self.make_whole(HELD)
         self.fetch()
         self.wait()
         for slot in self.slots:
             slot.parameter.hold_whole()
 
     def release(self) -> None:
-        was_whole, self._held = self._whole, False
-        self.make_sharded()
+        before = self.state
+        self.make_sharded(held=False)
         self.let_go()
         for slot in self.slots:
             slot.parameter.let_go()
-        if was_whole and not self.passes.protocol.is_open:
+        if before is not SHARDED and not self.passes.protocol.is_open:
             self.refuse_edits()
 
     def reset(self) -> None:
         """Forgets `unshard()`, and uses that an interrupt between two lines left open."""
-        if self._held or self.uses:
+        if self.state is HELD or self.uses:
             self.uses = 0
             self.release()
 
@@ -199,7 +236,7 @@ class Unit:
 
     def let_go(self) -> None:
         """Frees the whole tensors, unless a forward or `unshard()` still needs them."""
-        if not (self.uses or self._held):
+        if not (self.uses or self.state is HELD):
             for storage in self.gathered:
                 storage.release(self)
 
@@ -221,19 +258,24 @@ class Unit:
         """Puts whole tensors into their places. Raises RuntimeError if a parameter was replaced or edited."""
         with self.passes.prefetch.lock:  # else another thread would find it whole before all places are
             self.check_places()
-            self.make_whole()
+            self.make_whole(FORWARD)
         if self.passes.protocol.is_open:
             self.refuse_edits()
 
     def forward_ends(self, error: BaseException | None, *, backward_follows: bool) -> None:
         with self.passes.prefetch.lock:
-            self.uses -= 1
+            running = self.uses  # none if `reset` has ended it
+            self.uses = running - 1 if running else 0
             # After a recomputation its backward follows at once.
             if not (backward_follows and (in_backward_pass() or not self._reshards_after_forward)):
                 self.make_sharded()
                 self.let_go()
+            elif self.state is FORWARD and not self.uses:
+                self._enter(KEPT)
         self.passes.forward_ends(error)
-        if error is None and not (self._whole or self.passes.protocol.is_open):
+        if error is None and not running:
+            self._refuse("the end of a forward")
+        if error is None and self.state is SHARDED and not self.passes.protocol.is_open:
             self.refuse_edits()
 
     def backward_begins(self) -> None:
@@ -346,7 +388,7 @@ class Passes(Participant):
                 protocol.events.microbatch = self.count
                 protocol.require_alive(self._owners, f"the shards of all ranks in minibatch {protocol.number}")
             else:
-                protocol.wait_readable()
+                protocol.publication.wait_readable()
         except BaseException:
             self._forwards -= 1
             raise
@@ -355,6 +397,8 @@ class Passes(Participant):
 
     def forward_ends(self, error: BaseException | None) -> None:
         protocol = self.protocol
+        if not self._forwards:  # `leave` has ended it
+            return
         self._forwards -= 1
         if self._forwards or in_backward_pass():
             return
@@ -392,7 +436,7 @@ class Passes(Participant):
             protocol.events.add("forward", self._loss_start_s, self._backward_start_s, label="loss")
             self._loss_start_s = None
         for unit in self._units:  # checkpointing may recompute any part of any unit
-            unit.make_whole()
+            unit.make_whole(BACKWARD)
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
     def gradient_comes(self) -> None:

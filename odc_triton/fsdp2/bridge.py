@@ -15,13 +15,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from ..base.deadlines import Timeout, timedelta_of
-from ..comm.barrier import Barrier
 from ..comm.layout import MemoryLayout, place_regions
 from ..comm.replicas import Grid, Replicas, grid_of
 from ..engine.forward import watch_backward
+from ..engine.member import Wiring
 from ..engine.minibatch import Participant, RefusesDeterminism, Trained
 from ..engine.protocol import Protocol
 from ..engine.transport import Streams, Transport
@@ -29,7 +28,7 @@ from ..engine.unit import Passes
 from ..sharding.agree import AGREEING, agree, all_came, open_barrier, open_heap, refusing, require_module
 from ..sharding.backend import Backend, backend_of
 from ..sharding.collect import dtype_name
-from .found import FsdpUnit, find_units, fsdp_modules, mesh_of, refuse_accumulation
+from .found import FsdpUnit, ModuleOfFsdp, find_units, fsdp_modules, mesh_of, refuse_accumulation
 from .unit import BridgedParameter, BridgedUnit, ReducedZeros
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -83,12 +82,14 @@ def use_odc(
         model,
         units,
         plan,
+        Wiring(
+            grid=grid,
+            transport=device.transport(heap, device.streams(), barrier.timeout_s),
+            barrier=barrier,
+            replicas=Replicas(grid, barrier, heap.device),
+        ),
         # FSDP2 orders its own streams and waits for them.
         adds=device.transport(heap, Streams(), barrier.timeout_s),
-        grid=grid,
-        transport=device.transport(heap, device.streams(), barrier.timeout_s),
-        barrier=barrier,
-        replicas=Replicas(grid, barrier, heap.device),
     )
     engine.divide_factor = factor
     engine.publish()
@@ -97,7 +98,7 @@ def use_odc(
             each.check_layout()
     all_came(barrier, _CONNECTED, call=_CALL)
     _generate_alone(model)
-    model._odc_engine = engine
+    vars(model)["_odc_engine"] = engine
     if grid.rank == 0:
         print(_summary(units, plan, grid, device), file=sys.stderr)
     return model
@@ -108,7 +109,7 @@ def _generate_alone(model: nn.Module) -> None:
     for module in model.modules():
         generate = getattr(module, "generate", None)
         if callable(generate) and "synced_gpus" in inspect.signature(generate).parameters:
-            module.generate = partial(generate, synced_gpus=False)
+            vars(module)["generate"] = partial(generate, synced_gpus=False)
 
 
 class BridgedEngine(Protocol):
@@ -118,18 +119,9 @@ class BridgedEngine(Protocol):
     """
 
     def __init__(
-        self,
-        model: FSDPModule,
-        units: list[FsdpUnit],
-        plan: MemoryLayout,
-        *,
-        adds: Transport,
-        grid: Grid,
-        transport: Transport,
-        barrier: Barrier,
-        replicas: Replicas,
+        self, model: nn.Module, units: list[FsdpUnit], plan: MemoryLayout, wiring: Wiring, *, adds: Transport
     ) -> None:
-        super().__init__(grid=grid, transport=transport, barrier=barrier, replicas=replicas)
+        super().__init__(wiring)
         self.passes = Passes(self)
         zeros = ReducedZeros()
         self.bridged = [
@@ -149,6 +141,7 @@ class BridgedEngine(Protocol):
         for unit in self.bridged:
             unit.connect()
         self._modules = FsdpModules(model, self)
+        self.publication.follow = self._modules.follow
         self.register(
             self.passes,
             RefusesDeterminism(_IN_ANY_ORDER),
@@ -156,10 +149,6 @@ class BridgedEngine(Protocol):
             Trained(self.shards),
             NoPieces(),
         )
-
-    def publish(self, *, stepped: bool = False) -> None:
-        self._modules.follow()
-        super().publish(stepped=stepped)
 
 
 class FsdpModules(Participant):
@@ -169,24 +158,26 @@ class FsdpModules(Participant):
 
     name = "modules"
 
-    def __init__(self, model: FSDPModule, engine: BridgedEngine) -> None:
-        self.module, self._engine, self._bridged = model, engine, engine.bridged
+    def __init__(self, model: nn.Module, engine: BridgedEngine) -> None:
+        self._engine, self._bridged = engine, engine.bridged
         self._has_run = False  # before its first forward FSDP2 has no state to reset
         self._is_torn = False  # a pass began and did not end, and this torch can't reset FSDP2
         self._modules = fsdp_modules(model)
+        self.module = self._modules[0]
         found = {id(module): bridged.found for bridged in self._bridged for module in bridged.found.modules}
         for module in self._modules:
             self._watch(module, found.get(id(module)))
         model.register_load_state_dict_post_hook(self._loaded)
 
-    def _watch(self, module: FSDPModule, found: FsdpUnit | None) -> None:
+    def _watch(self, module: ModuleOfFsdp, found: FsdpUnit | None) -> None:
         passes, running = self._engine.passes, []
+        apart: Any = torch.compiler.disable  # declared as all that it may return
 
         def check_sync() -> None:
             if found is not None and found.accumulates_here:
                 refuse_accumulation(found.name)
 
-        @torch.compiler.disable
+        @apart
         def before(module: Any, args: Any) -> None:
             self._require_whole()
             check_sync()
@@ -198,7 +189,7 @@ class FsdpModules(Participant):
             self._has_run |= module is self.module
             running.append(module)
 
-        @torch.compiler.disable
+        @apart
         def after(module: Any, args: Any, output: Any) -> None:
             if not running:  # `before` raised
                 return
@@ -273,8 +264,9 @@ class FsdpModules(Participant):
         """Adds the gradients of tied shards to that of the one whose `p.grad` they share."""
         for place in sorted(set().union(*messages or ())):
             tied = self._engine.shards[place]
-            add = partial(torch._foreach_add_, [tied.tied_to.gradient], [tied.gradient])
-            self._engine.streams.first.compute(add)
+            if tied.tied_to is not None:
+                both = [tied.tied_to.own_gradient()], [tied.own_gradient()]
+                self._engine.streams.first.compute(partial(torch._foreach_add_, *both))  # pyright: ignore[reportPrivateImportUsage]
 
     def reduced(self) -> None:
         for each in self._engine.shards:
@@ -336,10 +328,10 @@ def _plan(units: list[FsdpUnit], grid: Grid, device: Backend) -> MemoryLayout:
         return place_regions(wholes, world=grid.shards, apart=device.apart, offset_bytes=offset)
 
     read = [(sum(p.gathered_bytes for p in unit.parameters), "uint8", 1) for unit in units]
-    trained = [unit for unit in units if unit.trained]
     added = [
-        (sum(p.padded for p in unit.trained), dtype_name(unit.reduce_dtype), unit.reduce_dtype.itemsize)
-        for unit in trained
+        (sum(p.padded for p in unit.trained), dtype_name(dtype), dtype.itemsize)
+        for unit in units
+        if (dtype := unit.reduce_dtype) is not None
     ]
     compute, compute_bytes = place(read, 0)
     gradient, size_bytes = place(added, compute_bytes)

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..comm.layout import ParameterSpec, rows_per_rank
 from ..engine.collectives import RefuseCollectives
+from ..engine.shard import DTensorParameter
 from ..sharding.collect import dtype_name
+
+if TYPE_CHECKING:
+
+    class ModuleOfFsdp(FSDPModule, nn.Module):
+        """What torch's `fully_shard` makes of a module."""
+else:
+    ModuleOfFsdp = FSDPModule
+
 
 _DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 
@@ -42,7 +51,7 @@ class FsdpParameter:
     fsdp: Any = field(repr=False)  # torch's FSDPParam
 
     @property
-    def sharded(self) -> nn.Parameter:
+    def sharded(self) -> DTensorParameter:
         """The DTensor that optimizers hold."""
         return self.fsdp.sharded_param
 
@@ -72,7 +81,7 @@ class FsdpParameter:
     @property
     def shard_dim(self) -> int:
         """The dimension that ranks split."""
-        return self.sharded.placements[-1].dim
+        return self.sharded.placements[-1].dim  # pyright: ignore[reportAttributeAccessIssue]  # of a Shard
 
     @cached_property
     def padded(self) -> int:
@@ -85,7 +94,7 @@ class FsdpParameter:
     @property
     def local(self) -> torch.Tensor:
         """This rank's rows, as they are now."""
-        return self.sharded.detach().to_local()
+        return cast("DTensor", self.sharded.detach()).to_local()
 
     @cached_property
     def is_converted(self) -> bool:
@@ -144,7 +153,7 @@ class FsdpUnit:
     """Parameters that FSDP2 gathers and reduces together. `modules`: those that were given to one `fully_shard`."""
 
     name: str
-    modules: tuple[FSDPModule, ...]
+    modules: tuple[ModuleOfFsdp, ...]
     parameters: list[FsdpParameter]
     group: Any = field(repr=False)  # torch's FSDPParamGroup
 
@@ -190,14 +199,14 @@ class FsdpUnit:
 
     def specs(self) -> Iterator[ParameterSpec]:
         """The parameters, as all ranks must agree on them."""
-        trained = set(map(id, self.trained))
+        trained, reduced = set(map(id, self.trained)), self.reduce_dtype
         for each in self.parameters:
             yield ParameterSpec(
                 names=(each.name,),
                 shape=tuple(each.sharded.shape),
                 master_dtype=dtype_name(each.sharded.dtype),
                 compute_dtype=dtype_name(each.compute_dtype),
-                reduce_dtype=dtype_name(self.reduce_dtype) if id(each) in trained else None,
+                reduce_dtype=dtype_name(reduced) if reduced is not None and id(each) in trained else None,
                 unit=self.name,
             )
 
@@ -275,14 +284,14 @@ def find_units(model: nn.Module) -> list[FsdpUnit]:
     return list(units.values())
 
 
-def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+def fsdp_modules(model: nn.Module) -> list[ModuleOfFsdp]:
     """The modules that torch's `fully_shard` was called on, resharded. Raises TypeError if the root is none of them."""
     if not isinstance(model, FSDPModule):
         raise TypeError(
             f"{type(model).__name__} is not sharded by torch's fully_shard: call it on the model (units first, then "
             f"the root), or shard by odc_triton.fully_shard"
         )
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    modules = [cast("ModuleOfFsdp", each) for each in model.modules() if isinstance(each, FSDPModule)]
     for module in modules:
         module.reshard()  # a root stays whole after an evaluation
     return modules
@@ -326,7 +335,7 @@ def mesh_of(model: nn.Module) -> DeviceMesh:
     return meshes[0]
 
 
-def _groups(module: FSDPModule) -> list[Any]:
+def _groups(module: ModuleOfFsdp) -> list[Any]:
     state = module._get_fsdp_state()
     several = getattr(state, "_fsdp_param_groups", None)  # from torch 2.13 on
     return list(several) if several is not None else [each for each in (state._fsdp_param_group,) if each is not None]
@@ -338,11 +347,11 @@ def _parameters(group: Any, names: dict[int, str], kept: set[int]) -> list[FsdpP
     for each in group.fsdp_params:
         sharded, module = each.sharded_param, each._module_info.module
         policy = each.mp_policy if hasattr(each, "mp_policy") else group.mp_policy  # each has one from torch 2.15 on
-        casts = policy.param_dtype is not None and sharded.is_floating_point()
+        wanted = policy.param_dtype if sharded.is_floating_point() else None
         parameter = FsdpParameter(
             name=".".join(filter(None, (names.get(id(module)), each._module_info.param_name))),
             fsdp=each,
-            compute_dtype=policy.param_dtype if casts else sharded.dtype,
+            compute_dtype=wanted or sharded.dtype,
             reduce_dtype=policy.reduce_dtype,
         )
         if id(module) in names and not group._reset_sharded_params:  # as FSDP2 does at its first forward

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.layout import Region
 from ..comm.memory.heap import SymmetricHeap
-from ..engine.shard import PendingGradient, Shard, refuse_edited
+from ..engine.shard import DTensorParameter, PendingGradient, Shard, refuse_edited
 from ..engine.transport import Target, Transport
 from ..engine.unit import Passes
 from .found import FsdpParameter, FsdpUnit
@@ -49,7 +50,7 @@ class BridgedParameter(Shard):
         return self.gradient is not None
 
     @property
-    def sharded(self) -> nn.Parameter:
+    def sharded(self) -> DTensorParameter:
         return self.found.sharded
 
     def bind(self, tied_to: BridgedParameter | None) -> None:
@@ -65,11 +66,11 @@ class BridgedParameter(Shard):
             self._pending = PendingGradient(self)
 
     @torch.no_grad()
-    def _take(self, sharded: torch.Tensor) -> None:
+    def _take(self, sharded: DTensorParameter) -> None:
         """FSDP2 has set `p.grad`: to zeros, or where one rank has the whole unit, to the gradient."""
         gradient, sharded.grad = sharded.grad, None
-        if len(self._compute) == 1:
-            self.gradient.add_(gradient.to_local().reshape(-1))
+        if len(self._compute) == 1 and isinstance(gradient, DTensor):
+            self.own_gradient().add_(gradient.to_local().reshape(-1))
             self.touch()
         if not self.is_shared:  # FSDP2 may set p.grad again at once, in the same unit
             self.show_pending()
@@ -114,7 +115,7 @@ class BridgedParameter(Shard):
         """A minibatch begins: using `p.grad` raises, and hooks wait for the gradient of all ranks."""
         if self.tied_to is None:
             hooks = self.sharded._post_accumulate_grad_hooks
-            self._user_hooks = {key: hooks.pop(key) for key in list(hooks) if key != self._hook.id}
+            self._user_hooks = {key: hooks.pop(key) for key in list(hooks) if key != getattr(self._hook, "id", None)}
         self.show_pending()
 
     def show_pending(self) -> None:
@@ -152,9 +153,11 @@ class BridgedParameter(Shard):
         self.dirty = True
 
     def gradient_parts(self) -> list[torch.Tensor]:
-        return [self.gradient]
+        return [self.own_gradient()]
 
     def own_gradient(self) -> torch.Tensor:
+        if self.gradient is None:
+            raise RuntimeError(f"{self.name} is frozen: it has no gradient")
         return self.gradient
 
     def _assign(self, gradient: torch.Tensor | None) -> None:
@@ -208,8 +211,8 @@ class BridgedUnit:
     def connect(self) -> None:
         """From now on FSDP2 communicates by this unit."""
         for module in self.found.modules:
-            module.set_custom_all_gather(self.gather)
-            module.set_custom_reduce_scatter(self.reduce)
+            module.set_custom_all_gather(self.gather)  # pyright: ignore[reportArgumentType]  # by structure
+            module.set_custom_reduce_scatter(self.reduce)  # pyright: ignore[reportArgumentType]
             module.set_gradient_divide_factor(1.0)
             if self.found.gathers_from_fewer:  # all owners' memory is as near
                 module.set_reshard_after_forward(True, recurse=False)
@@ -239,7 +242,7 @@ class BridgedUnit:
             )
         refuse_edited(self.parameters)
         if not (engine.is_open or self._passes.in_forward):
-            engine.publication.wait_readable()  # unshard() outside of a forward
+            engine.publication.wait()  # unshard() outside of a forward
         engine.streams.computes_here()
         rows = output.view(torch.uint8).view(world, -1)
         for step in range(world):
@@ -295,7 +298,8 @@ class BridgedUnit:
     def forget(self) -> None:
         """Drops gradients of a backward that began and did not end."""
         for each in self.trained:
-            each.whole.grad = None
+            if each.whole is not None:
+                each.whole.grad = None
         self._used.clear()
 
 

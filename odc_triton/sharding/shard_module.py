@@ -26,6 +26,7 @@ from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
 from ..comm.replicas import Grid, Replicas, grid_of, refuse_mesh
 from ..engine.exact import ExactTarget
 from ..engine.gathered import GatheredParameters
+from ..engine.member import Wiring
 from ..engine.module import Engine, ODCModule
 from ..engine.module import attach as attach_unit
 from ..engine.parameter import ShardedParameter, Slot
@@ -131,9 +132,8 @@ def fully_shard(
         write_initial_values(root, described.found, parameters, barrier, replicas, token=token, heap=heap)
         if grid.rank == 0:
             _warn(plan, agreed.tuned)
-        engine = Engine(
-            grid=grid, transport=transport, barrier=barrier, replicas=replicas, deterministic=exact, debug=debug
-        )
+        wiring = Wiring(grid=grid, transport=transport, barrier=barrier, replicas=replicas)
+        engine = Engine(wiring, deterministic=exact, debug=debug)
         engine.place = partial(device.place, agreed.devices)
         _attach(engine, root, described, parameters, policy, reshard_after_forward)
         engine.publish()

@@ -27,7 +27,7 @@ from odc_triton import (
 )
 from odc_triton.checkpoint import load_pretrained_shards
 from odc_triton.checkpoint.folder import load_checkpoint, write_checkpoint
-from odc_triton.engine.steps import Publication
+from odc_triton.engine.publication import Publication
 from odc_triton.policy.offer import PolicyOffer, _OfferServer
 from odc_triton.policy.reader import PolicyReader
 from tests.support import ranks, slow
