@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .base.errors import MinibatchToRepeat
+from .base.errors import MinibatchToRepeat, RanksDiffer
 from .checkpoint.repeat import Replayable, repeating
-from .engine.minibatch import minibatch, protocol_of
+from .engine.minibatch import SameSamples, checked_tokens, minibatch, protocol_of
 from .engine.protocol import Protocol
 from .packs.collate import count_target_tokens, to_device
 from .plan.queue import QueuedPacks
@@ -44,19 +44,20 @@ class Terms:
 class Objective(ABC):
     """A loss that is a sum over packs, divided by how many terms they have on all ranks: target tokens, or pairs.
 
-    Neither method may wait for other ranks, which may have any number of packs.
+    Neither method may wait for other ranks, which may have any number of packs; but for `SampleSums`, whose packs are
+    planned in waves.
     """
 
     def terms(self, model: nn.Module, packs: Any) -> int | Callable[[], float] | None:
-        """How many terms this rank's `packs` have, by default their target tokens. Called at the minibatch's entry, so
-        its error is every rank's.
+        """How many terms this rank's `packs` have: by default their target tokens, None if these are unknown.
+        `run_step` calls it at the minibatch's entry, so its error is every rank's.
 
         A function if that is known only after the last pack: it then returns the divisor, above 0 and the same on all
         ranks. Gradients and the loss are divided by it, and `loss` must not divide.
         """
-        tokens = getattr(packs, "tokens", None)
-        counted = tokens is None and isinstance(packs, list) and all(isinstance(pack, Mapping) for pack in packs)
-        return count_target_tokens(packs) if counted else tokens
+        if isinstance(packs, list) and all(isinstance(pack, Mapping) for pack in packs):
+            return count_target_tokens(packs)
+        return getattr(packs, "tokens", None)
 
     @abstractmethod
     def loss(self, model: nn.Module, pack: Any, terms: Terms) -> tuple[Tensor, Sums]:
@@ -66,12 +67,10 @@ class Objective(ABC):
 
 
 class StepPart:
-    """A feature's part in a step, and in its barrier. `name`: of its reports."""
-
-    name: str
+    """A feature's part in a step, and in its barrier."""
 
     def minibatch(self) -> None:
-        """Before the minibatch, and before it is run again, as exact sums did not fit their scales."""
+        """At the minibatch's entry, and when it is run again, as exact sums did not fit their scales."""
 
     def microbatch(self) -> None:
         """Before each pack of this rank. Raises to fail the minibatch, which fails it on all ranks."""
@@ -109,12 +108,14 @@ def run_step(
 
         for packs in sampler:
             report = run_step(model, packs, CrossEntropy(), collate=lambda pack: pack_collate([dataset[pack]])[0])
-            optimizer.step(); optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    `plan`: what a MinibatchSampler yields or `pack_collate` makes of it, another iterable of packs, or a function that
-    returns one, called at the entry, so that its error is every rank's. `collate`: makes of a pack what
-    `objective.loss` takes, on the host, by default nothing; `ahead`: in a thread, while the pack before it is computed
-    (not of a queue, whose packs others could take). `parts`: in this order, the same on all ranks.
+    The sampler knows `targets`, or the objective its terms. `plan`: what a MinibatchSampler yields or `pack_collate`
+    makes of it, another iterable of packs, or a function that returns one, called at the entry, so that its error is
+    every rank's. `collate`: makes of a pack what `objective.loss` takes, on the host, by default nothing; `ahead`: in
+    a thread, while the pack before it is computed (not of a queue, whose packs others could take). `parts`: in this
+    order, the same on all ranks.
 
     Raises as `minibatch` does, and what a part raises.
     """
@@ -127,9 +128,13 @@ def run_step(
         return Replayable(made) if engine.deterministic else made  # which keeps them all
 
     def once() -> tuple[_Totals, float, int]:
-        for part in parts:
-            part.minibatch()
-        totals, given = _Totals(), cache(lambda: _Given(model, planned(), objective))
+        @cache
+        def given() -> _Given:
+            for part in parts:
+                part.minibatch()
+            return _Given(model, planned(), objective)
+
+        totals, divisor = _Totals(), 1.0
         with minibatch(model, plan=given) as mb:
             terms = Terms(number=max(mb.tokens, 1), samples=given().samples)
             for pack in collated():
@@ -138,10 +143,8 @@ def run_step(
                 loss, sums = objective.loss(model, _on_device(pack, engine), terms)
                 loss.backward()
                 totals.add(loss, sums)
-            if (divisor_of := given().known_last) is not None:
-                mb.divide_by(divisor := divisor_of())
-            else:
-                divisor = 1.0
+            if (known_last := given().known_last) is not None:
+                mb.divide_by(divisor := float(known_last()))
         return totals, divisor, mb.tokens
 
     def count(error: MinibatchToRepeat) -> None:
@@ -169,33 +172,45 @@ def evaluate(
     another for each that holds pieces of samples. The model's mode, `eval()`, is the caller's.
 
     `minibatches`: this rank's packs of each, planned alike on all ranks. `purpose`: of the barrier, for errors. Other
-    arguments are `run_step`'s; a queue's packs, and terms that are known last, have none to count.
+    arguments are `run_step`'s; terms that are known last count as none. Raises RanksDiffer, after the last, for packs
+    of other plans.
     """
-    engine, totals, count = protocol_of(model), _Totals(), 0
+    engine, totals, count, plans = protocol_of(model), _Totals(), 0, []
+    same = SameSamples(engine.rank, engine.world)
     for part in parts:
         part.minibatch()
     for packs in minibatches:
+        if isinstance(packs, Mapping):
+            raise TypeError("minibatches has a pack: give of each minibatch the list of this rank's packs")
         given = _Given(model, packs, objective)
         count += given.tokens or 0
+        plans.append(same.entry(given))
         with contextlib.nullcontext() if given.split is None else split_forward(model, given.split):
             for pack in _collated(packs, collate, ahead):
                 for part in parts:
                     part.microbatch()
                 totals.add(*objective.loss(model, _on_device(pack, engine), Terms(number=1, samples=given.samples)))
-    report = _exchanged(engine, purpose, totals.report(1.0) | {"terms": count}, parts)
-    return StepReport(**report)
+    own = totals.report(1.0) | {"terms": count}
+    return StepReport(**_exchanged(engine, purpose, own, parts, plans))
 
 
 class _Given:
     """What `minibatch` reads of a plan; its tokens are the objective's terms."""
+
+    rank: int | None
+    tokens: int | None
 
     def __init__(self, model: nn.Module, packs: Any, objective: Objective) -> None:
         self.rank, self.plan = getattr(packs, "rank", None), getattr(packs, "plan", None)
         self.split = None if self.plan is None else self.plan.segments
         self.samples: int = getattr(packs, "samples", 0)
         terms = objective.terms(model, packs)
+        if terms is None:
+            raise ValueError(
+                "the packs' target tokens are not known: give the MinibatchSampler `targets`, or collated packs"
+            )
         self.known_last = terms if callable(terms) else None
-        self.tokens = 0 if callable(terms) else terms
+        self.tokens = 0 if callable(terms) else checked_tokens(terms)
 
 
 class _Totals:
@@ -206,23 +221,41 @@ class _Totals:
         self._sums: dict[str, Tensor | float] = {}
 
     def add(self, loss: Tensor, sums: Sums) -> None:
-        self._loss = self._loss + _in_fp64(loss)
+        self._loss = self._loss + _in_fp64("the loss", loss)
         for name, value in sums.items():
-            self._sums[name] = self._sums.get(name, 0.0) + _in_fp64(value)
+            self._sums[name] = self._sums.get(name, 0.0) + _in_fp64(f"the sum {name!r}", value)
 
     def report(self, divisor: float) -> dict[str, Any]:
-        return {"loss": float(self._loss) / divisor, "sums": {name: float(value) for name, value in self._sums.items()}}
+        values = [self._loss, *self._sums.values()]
+        device = next((value.device for value in values if isinstance(value, Tensor)), None)
+        loss, *sums = torch.stack(
+            [torch.as_tensor(each, dtype=torch.float64, device=device) for each in values]
+        ).tolist()
+        return {"loss": loss / divisor, "sums": dict(zip(self._sums, sums, strict=True))}
 
 
-def _in_fp64(value: Tensor | float) -> Tensor | float:
-    return value.detach().double() if isinstance(value, Tensor) else value
+def _in_fp64(what: str, value: Tensor | float) -> Tensor | float:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{what} of a pack has shape {list(value.shape)}: give one number")
+        return value.detach().double().reshape(())
+    return value
 
 
-def _exchanged(engine: Protocol, purpose: str, own: dict[str, Any], parts: Sequence[StepPart]) -> dict[str, Any]:
-    """The step's barrier: `own` numbers, added up over ranks; and the parts' reports."""
-    messages = engine.exchange(purpose, own | {"parts": {part.name: part.report() for part in parts}})
-    for part in parts:
-        part.settle([theirs["parts"][part.name] for theirs in messages])
+def _exchanged(
+    engine: Protocol, purpose: str, own: dict[str, Any], parts: Sequence[StepPart], plans: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """The step's barrier: `own` numbers, added up over ranks; and the parts' reports. `plans`: as SameSamples has them,
+    which must be those of all ranks.
+    """
+    messages = engine.exchange(purpose, own | {"parts": [part.report() for part in parts], "plans": plans})
+    for what in ("parts", "plans"):
+        if len(counts := {len(theirs[what]) for theirs in messages}) > 1:
+            raise RanksDiffer(f"{purpose}: by rank there are {sorted(counts)} {what}: give the same on all ranks")
+    for of_minibatch in zip(*(theirs["plans"] for theirs in messages), strict=True):
+        SameSamples(engine.rank, engine.world).entered([*of_minibatch])
+    for part, *reports in zip(parts, *(theirs["parts"] for theirs in messages), strict=True):
+        part.settle(reports)
     names = dict.fromkeys(name for theirs in messages for name in theirs["sums"])  # a rank without packs has none
     sums = {name: sum(theirs["sums"].get(name, 0.0) for theirs in messages) for name in names}
     return {name: sum(theirs[name] for theirs in messages) for name in own if name != "sums"} | {"sums": sums}

@@ -199,6 +199,17 @@ class Participant:
         """Continues from a saved state, on all ranks."""
 
 
+def checked_tokens(given: Any) -> int:
+    """`given`: any integer of at least 0, from Python, numpy or a tensor of one element. Raises ValueError for others."""
+    try:
+        count = -1 if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise ValueError(f"tokens is {given!r}; give this rank's number of target tokens, an int of at least 0")
+    return count
+
+
 class Tokens(Participant):
     """`total`: the target tokens of all ranks in the last minibatch that all entered; None if no rank gave its own.
 
@@ -219,16 +230,7 @@ class Tokens(Participant):
         return self._world if self.total is None else 1
 
     def entry(self, given: Any) -> int | None:
-        """`given`: any integer of at least 0, from Python, numpy or a tensor of one element."""
-        if given is None:
-            return None
-        try:
-            count = -1 if isinstance(given, bool) else operator.index(given)
-        except TypeError:
-            count = -1
-        if count < 0:
-            raise ValueError(f"tokens is {given!r}; give this rank's number of target tokens, an int of at least 0")
-        return count
+        return None if given is None else checked_tokens(given)
 
     def entered(self, messages: list[int | None]) -> None:
         counts = [count for count in messages if count is not None]

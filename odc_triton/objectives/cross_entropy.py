@@ -28,12 +28,20 @@ class CrossEntropy(Objective):
     `accuracy`, how many targets are the most likely token, NaN for a fused head, which does not find it.
 
     label_smoothing: as F.cross_entropy's. dft: each token's loss is weighted by its probability, without a gradient
-    (dynamic fine-tuning, as in TRL's SFTTrainer). Raises ValueError for a router's loss where samples are unknown.
+    (dynamic fine-tuning, as in TRL's SFTTrainer). Raises ValueError for smoothing below 0 or above 1, or with dft, and
+    for a router's loss where samples are unknown.
     """
 
     label_smoothing: float = 0.0
     dft: bool = False
     measures: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing <= 1 or (self.dft and self.label_smoothing):
+            raise ValueError(
+                f"label_smoothing is {self.label_smoothing}{' with dft' * self.dft}: give a number from 0 to 1, with "
+                f"dft 0"
+            )
 
     def terms(self, model: nn.Module, packs: Any) -> Any:
         if model.training and router_weight(model) and not getattr(packs, "samples", 0):
@@ -52,8 +60,7 @@ class CrossEntropy(Objective):
     def _of_tokens(self, logits: Tensor | FusedLogits, targets: Tensor, pack: Mapping[str, Any]) -> tuple[Tensor, Sums]:
         """The summed loss, and other sums over the n targets; logits [n, V]."""
         if not (self.measures or self.dft):
-            smoothing = self.label_smoothing
-            return F.cross_entropy(untyped(logits).float(), targets, reduction="sum", label_smoothing=smoothing), {}
+            return self._cross_entropy(logits, targets, "sum"), {}
         losses, entropy, is_first = self._by_token(logits, targets).sum(1)
         return losses, {"entropy": entropy, "accuracy": is_first}
 
@@ -68,24 +75,36 @@ class CrossEntropy(Objective):
             with torch.no_grad():
                 entropy, is_first = -(every.exp() * every).sum(-1), (every.argmax(-1) == targets).float()
         losses = -logp * logp.detach().exp() if self.dft else -logp
-        if self.label_smoothing and not self.dft:
-            smoothing = self.label_smoothing
-            losses = F.cross_entropy(untyped(logits).float(), targets, reduction="none", label_smoothing=smoothing)
+        if self.label_smoothing:
+            losses = self._cross_entropy(logits, targets, "none")
         return torch.stack([losses, entropy, is_first.detach()])
+
+    def _cross_entropy(self, logits: Tensor | FusedLogits, targets: Tensor, reduction: str) -> Tensor:
+        how = {"reduction": reduction, "label_smoothing": self.label_smoothing}
+        return F.cross_entropy(untyped(logits).float(), targets, **how)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation(CrossEntropy):
     """`teacher.weight` times the divergence from the teacher's distributions, and the rest of CrossEntropy.
 
-    Sums: also `divergence`, over target tokens. `teacher`: see packs/reference.py.
+    Sums: also `divergence`, over target tokens; `token_loss` is the mix. `teacher`: see packs/reference.py. Raises
+    ValueError for an evaluation of packs with pieces, which a teacher reads in minibatches only.
     """
 
     teacher: Teacher
 
+    def terms(self, model: nn.Module, packs: Any) -> Any:
+        plan = getattr(packs, "plan", None)
+        if not torch.is_grad_enabled() and plan is not None and plan.segments is not None:
+            raise ValueError(
+                "a teacher reads no pieces of samples in an evaluation: evaluate by CrossEntropy, or whole samples"
+            )
+        return super().terms(model, packs)
+
     def _of_tokens(self, logits: Tensor | FusedLogits, targets: Tensor, pack: Mapping[str, Any]) -> tuple[Tensor, Sums]:
         weight, own, sums = self.teacher.weight, torch.zeros((), device=targets.device), {}
-        if weight < 1:
+        if weight < 1 or self.measures:
             own, sums = super()._of_tokens(logits, targets, pack)
         apart = self.teacher.divergence(logits, pack).sum()
         return weight * apart + (1 - weight) * own, {**sums, "divergence": apart}

@@ -102,12 +102,17 @@ def tower_costs(model: nn.Module, pictures: list[list[int]] | None) -> list[floa
 def refuse_drawn(dataset: Any, lengths: Sequence[int]) -> None:
     """Raises ValueError if the longest sample has other tokens or labels when it is read again."""
     index = max(range(len(lengths)), key=lengths.__getitem__)
-    first, again = dataset[index], dataset[index]
-    if any(_listed(first, name) != _listed(again, name) for name in ("input_ids", "labels", "position_ids")):
+    if is_drawn(dataset, index):
         raise ValueError(
             f"sample {index} has other tokens or labels each time it is read, and ranks that share a sample have to "
             f"read the same: draw them beforehand, or leave out split=True and the sampler's split and relatives"
         )
+
+
+def is_drawn(dataset: Any, index: int = 0) -> bool:
+    """True if the sample has other tokens or labels when it is read again."""
+    first, again = dataset[index], dataset[index]
+    return any(_listed(first, name) != _listed(again, name) for name in ("input_ids", "labels", "position_ids"))
 
 
 def _listed(sample: Mapping[str, Any], name: str) -> list[int]:

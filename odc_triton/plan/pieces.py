@@ -169,7 +169,7 @@ class SplitPlan:
         for piece in places:
             if piece.sample in whole:
                 raise ValueError(f"sample {piece.sample} is in the packs both whole and in pieces: give one of them")
-        groups = groups or {}
+        groups = {sample: group for sample, group in (groups or {}).items() if group is not None}
         for sample in whole & apart_from_their_group(packs_of_ranks, groups):
             raise ValueError(f"sample {sample} is whole, its group in several packs: give Piece({sample}, 0, …)")
         reads = reads_of(places)
@@ -200,7 +200,7 @@ class SplitPlan:
         return cls(planned, ranks=ranks, replicas=replicas, contents=contents)
 
 
-class _Groups(dict):
+class _Joined(dict):
     """Disjoint groups of keys: by key one on the way to its group's leader."""
 
     def leader(self, key: Any) -> Any:
@@ -224,7 +224,7 @@ def apart_from_their_group(packs_of_ranks: PacksOfRanks, groups: Groups) -> set[
 
 def _trees(pieces: Iterable[Piece], reads: Mapping[Piece, Sequence[Read]], groups: Groups) -> list[list[Piece]]:
     """The pieces in sets that read one another, or are of one group."""
-    joined, first = _Groups(), dict[int, Piece]()
+    joined, first = _Joined(), dict[int, Piece]()
     for piece in pieces:
         if reads[piece]:
             joined.join(piece, reads[piece][-1].holder)
@@ -238,7 +238,7 @@ def _trees(pieces: Iterable[Piece], reads: Mapping[Piece, Sequence[Read]], group
 
 def _waves(places: Mapping[Piece, tuple[int, int]], trees: Sequence[Sequence[Piece]]) -> dict[tuple[int, int], int]:
     """The wave of every (rank, pack) with pieces of `trees`. Packs that share a tree are one wave."""
-    groups = _Groups()
+    groups = _Joined()
     for tree in trees:
         for piece in tree:
             groups.join(places[piece], places[tree[0]])

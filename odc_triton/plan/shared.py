@@ -72,12 +72,17 @@ def shared_plan(samples: Samples, limits: Limits) -> Plan:
     )
     found = problem.best() if limits.replicas == 1 else _over_replicas(problem, limits.replicas, limits.shards)
     if samples.groups is not None and found.estimate == math.inf:
-        tokens, family = max(zip(problem.needed, families, strict=True), key=lambda it: it[0])
-        group, names = groups.get(family[0].sample), [samples.names[each.sample] for each in family]
+        over = [at for at, is_over in enumerate(problem.over) if is_over]
+        alone = (at for at in over if problem.part([families[at]], limits.shards).best().estimate == math.inf)
+        family = families[at := next(alone, over[0])]
+        names = [str(samples.names[each.sample]) for each in family]
+        of_samples = f", of samples {', '.join(names[:5])}{', …' * (len(names) > 5)},"
+        group = groups.get(family[0].sample)
         raise ValueError(
-            f"group {group}, of samples {names}, has {tokens} tokens, over the token_cap of {limits.token_cap}, and "
-            f"can't be cut over ranks, of each of which others may read {limits.readable} tokens: raise the cap or the "
-            f"tokens to read, or truncate or drop samples"
+            f"{f'sample {names[0]}' if group is None else f'group {group}{of_samples}'} has {problem.needed[at]} "
+            f"tokens, over the token_cap of {limits.token_cap}, and can't be cut over {limits.shards} ranks, of each "
+            f"of which others may read {limits.readable} tokens: raise the cap or the tokens to read, or truncate or "
+            f"drop samples"
         )
     packs = [[[named(each, samples.names) for each in entries] for entries in of_rank] for of_rank in found.packs]
     by_name = {samples.names[at]: group for at, group in groups.items()}

@@ -26,6 +26,10 @@ def test_little_stands_behind_an_entry(as_it_is: house.House, entry: str) -> Non
     assert lines <= house.BEHIND[entry][0], files
 
 
+def test_packs_are_trained_in_one_place(as_it_is: house.House) -> None:
+    assert [place.partition(":")[0] for place in as_it_is.training_places()] == ["step.py"]
+
+
 def test_homes_are_where_they_are_said_to_be(as_it_is: house.House) -> None:
     patterns = [pattern for feature in house.FEATURES.values() for pattern in feature.home]
     assert [each for each in patterns if not any(house.fnmatch(path, each) for path in as_it_is.sources)] == []

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from odc_triton import divergence, fully_shard
 from odc_triton.balance import pack_collate
-from odc_triton.objectives import CrossEntropy, Terms
+from odc_triton.objectives import CrossEntropy, Distillation, Teacher, Terms
 from odc_triton.packs.loss import predictions
 from tests.support.splitting import Setup, build, samples
 
@@ -39,3 +40,26 @@ def test_loss_and_sums(options: dict, measures: bool) -> None:
         torch.testing.assert_close(sums["entropy"], -(logp.exp() * logp).sum())
         assert sums["accuracy"] == (logits.argmax(1) == targets).sum()
     assert F.cross_entropy(logits.float(), targets, reduction="sum") != want or not options, "the option shows"
+
+
+@pytest.mark.parametrize(("weight", "measures"), [(0.3, False), (0.3, True), (1.0, False), (1.0, True)])
+def test_a_teachers_part(weight: float, measures: bool) -> None:
+    setup = Setup()
+    model, other = (fully_shard(build(each, replaced=False)) for each in (setup, Setup(family="Llama")))
+    (pack,) = pack_collate([samples(setup)[:2]])
+    teacher = Teacher(other, model, beta=0.5, temperature=2.0, weight=weight)
+    loss, sums = Distillation(teacher=teacher, measures=measures).loss(model, pack, Terms(number=7))
+    with torch.no_grad():
+        (logits, targets), (theirs, _) = (predictions(each, pack) for each in (model, other))
+    apart = divergence(logits, theirs, beta=0.5, temperature=2.0).sum()
+    mixed = weight * apart + (1 - weight) * F.cross_entropy(logits, targets, reduction="sum")
+    torch.testing.assert_close(sums["divergence"].detach(), apart)
+    torch.testing.assert_close(sums["token_loss"].detach(), mixed)
+    torch.testing.assert_close(loss.detach(), mixed / 7)
+    assert ("entropy" in sums, "accuracy" in sums) == (measures, measures)
+
+
+@pytest.mark.parametrize("wrong", [{"label_smoothing": 2}, {"label_smoothing": 0.1, "dft": True}], ids=str)
+def test_options_that_do_not_fit(wrong: dict) -> None:
+    with pytest.raises(ValueError, match="label_smoothing is .*: give a number from 0 to 1, with dft 0"):
+        CrossEntropy(**wrong)

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from odc_triton import fully_shard
-from odc_triton.balance import Piece, pack_collate
+from odc_triton.balance import Piece, Plan, pack_collate
 from odc_triton.hf import summed_loss
 from odc_triton.objectives.cross_entropy import CrossEntropy
 from odc_triton.plan.plan import MinibatchPacks
@@ -33,7 +34,7 @@ def net() -> nn.Module:
 
 @dataclass(frozen=True)
 class Squares(Objective):
-    """sum over packs of model(x)^2 / TERMS; `late`: divided by TERMS at the end, by which `first` losses are not."""
+    """sum over packs of model(x)^2 / TERMS; `late`: TERMS are known last."""
 
     late: bool = False
     of_rank: int = TERMS
@@ -83,7 +84,8 @@ def plain() -> tuple[dict[str, Tensor], float, dict[str, float]]:
 
 def _steps(rank: int, world: int) -> list[tuple[dict[str, Tensor], StepReport, list[str]]]:
     found = []
-    for objective in (Squares(of_rank=TERMS if rank == world - 1 else 0), Squares(late=True)):
+    of_rank = np.int64(TERMS) if rank == world - 1 else 0
+    for objective in (Squares(of_rank=of_rank), Squares(late=True)):
         model, part = fully_shard(net()), Noted(rank)
         made = (pack + 1 for pack in PACKS[world][rank])  # taken once
 
@@ -153,6 +155,24 @@ class Wrong(Squares):
         return (lambda: 0.0) if packs == ["late"] else None
 
 
+class TwoSums(Squares):
+    def loss(self, model: nn.Module, pack: float, terms: Terms) -> tuple[Tensor, Sums]:
+        return super().loss(model, pack, terms)[0], {"two": torch.ones(2)}
+
+
+class Early(Noted):
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def minibatch(self) -> None:
+        raise KeyError("early")
+
+
+def other_plan(rank: int) -> MinibatchPacks:
+    plan = Plan.by_hand([[[0]], [[1]]] if rank else [[[1]], [[0]]])
+    return MinibatchPacks(plan=plan, rank=rank)
+
+
 # What rank 1 does, and what rank 0 and rank 1 hear.
 FAILURES: dict[str, tuple[Callable[[nn.Module, int], Any], str, str]] = {
     "an error of the plan": (
@@ -170,6 +190,21 @@ FAILURES: dict[str, tuple[Callable[[nn.Module, int], Any], str, str]] = {
         "rank 1.*KeyError: 'stop here'",
         "KeyError: 'stop here'",
     ),
+    "a part at the entry": (
+        lambda model, rank: run_step(model, [1.0], Squares(), parts=[Early() if rank else Noted(rank)]),
+        "rank 1.*KeyError: 'early'",
+        "KeyError: 'early'",
+    ),
+    "parts that differ": (
+        lambda model, rank: run_step(model, [1.0], Squares(), parts=[Noted(rank)] * rank),
+        r"RanksDiffer: sum up minibatch \d: by rank there are \[0, 1\] parts: give the same on all ranks",
+        r"RanksDiffer: sum up minibatch \d: by rank there are \[0, 1\] parts: give the same on all ranks",
+    ),
+    "a sum of two": (
+        lambda model, rank: run_step(model, [1.0], TwoSums()),
+        r"ValueError: the sum 'two' of a pack has shape \[2\]: give one number",
+        r"ValueError: the sum 'two' of a pack has shape \[2\]: give one number",
+    ),
     "a divisor of 0": (
         lambda model, rank: run_step(model, ["late"], Wrong(), collate=lambda _: 1.0),
         "ValueError: divide_by has 0.0; give a finite number above 0",
@@ -177,8 +212,33 @@ FAILURES: dict[str, tuple[Callable[[nn.Module, int], Any], str, str]] = {
     ),
     "unknown terms": (
         lambda model, rank: run_step(model, MinibatchPacks([[0]]), Wrong()),
-        "ValueError: the plan does not know this rank's target tokens",
-        "ValueError: the plan does not know this rank's target tokens",
+        "ValueError: the packs' target tokens are not known: give the MinibatchSampler `targets`, or collated packs",
+        "ValueError: the packs' target tokens are not known: give the MinibatchSampler `targets`, or collated packs",
+    ),
+    "unknown terms of an evaluation": (
+        lambda model, rank: evaluate(model, [MinibatchPacks([[0]])], Wrong()),
+        "ValueError: the packs' target tokens are not known",
+        "ValueError: the packs' target tokens are not known",
+    ),
+    "terms below 0 of an evaluation": (
+        lambda model, rank: evaluate(model, [[]], Squares(of_rank=-1)),
+        "ValueError: tokens is -1; give this rank's number of target tokens",
+        "ValueError: tokens is -1; give this rank's number of target tokens",
+    ),
+    "one pack for a minibatch": (
+        lambda model, rank: evaluate(model, [{"input_ids": 1}], Squares()),
+        "TypeError: minibatches has a pack: give of each minibatch the list",
+        "TypeError: minibatches has a pack: give of each minibatch the list",
+    ),
+    "an evaluation of other plans": (
+        lambda model, rank: evaluate(model, [other_plan(rank)], Squares(of_rank=0)),
+        "RanksDiffer: rank 1 assigns samples in another way than rank 0",
+        "RanksDiffer: rank 1 assigns samples in another way than rank 0",
+    ),
+    "more minibatches to evaluate": (
+        lambda model, rank: evaluate(model, [[]] * (1 + rank), Squares(of_rank=0)),
+        r"RanksDiffer: evaluation: by rank there are \[1, 2\] plans",
+        r"RanksDiffer: evaluation: by rank there are \[1, 2\] plans",
     ),
 }
 
@@ -202,7 +262,7 @@ def test_errors_are_every_ranks() -> None:
 def _evaluations(rank: int, world: int) -> list[StepReport]:
     model, part = fully_shard(net()), Noted(rank)
     minibatches = [PACKS[world][rank], []]
-    report = evaluate(model, minibatches, Squares(of_rank=2 * rank), collate=lambda pack: pack, parts=[part])
+    report = evaluate(model, minibatches, Squares(of_rank=np.int64(2 * rank)), collate=lambda pack: pack, parts=[part])
     assert part.calls == ["minibatch", *["microbatch"] * len(minibatches[0]), "report", f"settle {[*range(world)]}"]
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model._odc_engine.number == -1, "no minibatch was opened"
@@ -212,7 +272,7 @@ def _evaluations(rank: int, world: int) -> list[StepReport]:
 @pytest.mark.parametrize("world", [1, 3])
 def test_an_evaluation_divides_nothing(world: int) -> None:
     _, loss, sums = plain()
-    terms = 2 * sum(2 * rank for rank in range(world))
+    terms = 2 * sum(2 * rank for rank in range(world))  # of two minibatches
     for (report,) in ranks.run(_evaluations, world):
         assert report == StepReport(loss=pytest.approx(loss * TERMS), sums=pytest.approx(sums), terms=terms)
 

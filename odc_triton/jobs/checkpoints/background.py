@@ -71,8 +71,6 @@ class BackgroundCheckpoints(StepPart):
     Host memory for all that this rank saves is allocated by the first save and used again by the others.
     """
 
-    name = "checkpoint"
-
     def __init__(self, checkpoints: Checkpoints, *, model: nn.Module) -> None:
         """Rank 0 makes `checkpoints` before any rank saves: a barrier lies between."""
         self.checkpoints, self._model, self._engine = checkpoints, model, engine_of(model)

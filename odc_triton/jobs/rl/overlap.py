@@ -271,8 +271,6 @@ class OverlappedRollout(Participant):
 class HiddenTime(StepPart):
     """`mean_s`: of the ranks, how long they computed before the step's last completion came."""
 
-    name = "hidden"
-
     def __init__(self, rollout: OverlappedRollout) -> None:
         self._rollout = rollout
         self.mean_s = 0.0

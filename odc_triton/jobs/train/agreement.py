@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -35,15 +35,13 @@ def square_norm(gradients: list[torch.Tensor]) -> float:
 class GradientNorm(StepPart):
     """`total`: the norm of all ranks' gradients in the last step; `own`: this rank's parts of them."""
 
-    name = "norm"
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self.own: list[torch.Tensor] = []
         self.total = 0.0
 
     def report(self) -> float:
-        self.own = own_gradients(self._parameters)
+        self.own = own_gradients(self._model.parameters())
         return square_norm(self.own)
 
     def settle(self, reports: list[float]) -> None:
@@ -63,8 +61,6 @@ class GradientNorm(StepPart):
 
 class IdleTime(StepPart):
     """`share`: of the ranks' time since the step before, 0 to 1, that they waited for each other."""
-
-    name = "idle"
 
     def __init__(self, events: EventLog) -> None:
         self._events = events

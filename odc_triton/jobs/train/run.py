@@ -78,7 +78,7 @@ class Run(ABC):
         self.samples: list[Sample] = []  # of the step's rollout and evaluation, the same on every rank
         self.was_skipped = False  # the last step: the weights that it left unchanged may be the cause
         self.recent: deque[list[Event]] = deque(maxlen=SHOWN_MINIBATCHES)
-        self.norm = GradientNorm([*model.parameters()])
+        self.norm = GradientNorm(model)
         self.idle = IdleTime(self.engine.events)
 
     # ------------------------------------------------------------------ a step

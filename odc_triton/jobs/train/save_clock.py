@@ -16,8 +16,6 @@ class SaveClock(StepPart):
     another step, and the time to save, would make that more than `interval_s`. 0: never.
     """
 
-    name = "save"
-
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
         self._cost_s = _UNKNOWN_COST * interval_s

@@ -17,8 +17,6 @@ class StopSignal(StepPart):
     rank and gives them 30 s, and a microbatch may take longer.
     """
 
-    name = "stop"
-
     def __init__(self, check: Callable[[str], None] = lambda purpose: None) -> None:
         self._request, self._check = StopRequest(), check
         self.agreed: int | None = None

@@ -23,7 +23,7 @@ from ...plan.entries import number_of
 from ...plan.fields import IGNORED
 from ...plan.plan import MinibatchPacks
 from ...plan.relatives import find_relatives
-from ...step import StepReport, Sums, Terms, evaluate
+from ...step import StepPart, StepReport, Sums, Terms
 from .sharded_trainer import PackLoss
 from .trainer import ODCTrainer
 from .trl_metrics import alone, check_given
@@ -67,6 +67,8 @@ class PairTrainer(ODCTrainer):
             raise TypeError("train_dataset is an IterableDataset, whose pairs are not known before: give a data set")
         if getattr(self, "_is_vlm", False):
             raise TypeError(f"processing_class is a {type(self.processing_class).__name__}; give a tokenizer, for text")
+        if self._split_tokens:
+            raise ValueError("pairs are computed whole: leave out split=True, and the sampler's split")
         refuse_unpacked(model)
         self._shares = share_prefixes == "auto" and self._noise_alpha is None and takes_branches(innermost(model))
 
@@ -119,9 +121,8 @@ class PairTrainer(ODCTrainer):
         """Before packs are computed, what is known of those of all ranks only. Ranks call it together."""
 
     def _loss_of(self, model: nn.Module, pack: Mapping[str, Any], terms: Terms) -> tuple[Tensor, Sums]:
-        batch = self._prepare_inputs(pack)
-        loss = self.compute_loss(model, batch, num_items_in_batch=terms.number)
-        return loss, {"tokens": batch["attention_mask"].sum()}
+        tokens, batch = pack["attention_mask"].sum(), self._prepare_inputs(pack)
+        return self.compute_loss(model, batch, num_items_in_batch=terms.number), {"tokens": tokens}
 
     def _count_targets(self, packs: Sequence[Mapping[str, Any]]) -> int:
         """Pairs, as their losses are summed."""
@@ -142,16 +143,15 @@ class PairTrainer(ODCTrainer):
     def _pack_metrics(self) -> Any:
         return self._metrics["train" if self.model.training else "eval"]
 
-    def _evaluated(self, minibatches: Iterable[Any]) -> StepReport:
+    def _followed(self, dataloader: DataLoader) -> Iterator[Any]:
+        for packs in super()._followed(dataloader):
+            self._measure(packs)
+            yield packs
+
+    def _evaluated(self, minibatches: Iterable[Any], parts: Sequence[StepPart] = ()) -> StepReport:
         """The sum of all pairs' losses; and TRL's metrics."""
-
-        def known() -> Iterator[Any]:
-            for packs in minibatches:
-                self._measure(packs)
-                yield packs
-
         with alone(self, "eval") as metrics:
-            report = evaluate(self.model, known(), PackLoss(self._count_targets, self._loss_of), parts=[metrics])
+            report = super()._evaluated(minibatches, [metrics, *parts])
         self._metrics["eval"]["num_tokens"] = [self._total_train_tokens]
         return report
 

@@ -24,14 +24,14 @@ from ...packs.enable import ATTENTION_NAME, innermost, is_packed
 from ...packs.images import sees_pictures, trains_tower
 from ...packs.loss import TAKEN, untaken
 from ...packs.neftune import embedding_noise
-from ...packs.pack_loader import PackLoader, measured, refuse_drawn, tower_costs
+from ...packs.pack_loader import PackLoader, is_drawn, measured, refuse_drawn, tower_costs
 from ...packs.router_loss import router_weight
 from ...plan.fields import TOKEN_TYPES
 from ...plan.plan import MinibatchPacks
 from ...plan.sampler import MinibatchSampler
 from ...plan.tower import TowerCost
 from ...sequence.exchange import SequenceExchange
-from ...step import StepReport, Sums, Terms, evaluate
+from ...step import StepPart, StepReport, Sums, Terms, evaluate
 from .picture_records import PictureRecords, has_picture_records
 from .sharded_trainer import PackLoss, ShardedTrainer
 from .streams import StreamedSteps, collate_step
@@ -103,7 +103,7 @@ class ODCTrainer(ShardedTrainer):
         self._target_tokens = 0
         self._is_sft = any(each.__name__ == "SFTTrainer" for each in type(self).__mro__)  # which has metrics of tokens
         dft = self._is_sft and getattr(self.args, "loss_type", None) == "dft"
-        smoothing = self.args.label_smoothing_factor
+        smoothing = 0.0 if dft else self.args.label_smoothing_factor
         self._objective = CrossEntropy(label_smoothing=smoothing, dft=dft, measures=self._is_sft)
         self._terms, self._pack_sums = Terms(number=1), {}  # of the pack that is computed
         pieces = self._engine.participant(SequenceExchange)
@@ -184,8 +184,6 @@ class ODCTrainer(ShardedTrainer):
             raise ValueError("evaluation needs an eval_dataset, whose samples have input_ids")
         samples = self._samples(chosen)
         sampler = self._make_sampler(samples, self.args.per_device_eval_batch_size, whole=True)
-        if sampler.split_tokens:
-            refuse_drawn(samples, sampler.lengths)
         return self._loader(PackLoader, samples, sampler)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
@@ -227,7 +225,7 @@ class ODCTrainer(ShardedTrainer):
             rank=self._engine.rank,
             world=self._engine.world,
             drop_last=args.dataloader_drop_last and not whole,
-            split=self._split_tokens,
+            split=0 if whole and is_drawn(dataset) else self._split_tokens,
             replicas=self._engine.grid.replicas,
             **sizes,
         )
@@ -289,6 +287,7 @@ class ODCTrainer(ShardedTrainer):
                 f"a batch is a {type(inputs).__name__} and not a list of packs: leave get_train_dataloader as it is, "
                 f"or return a DataLoader with a MinibatchSampler as batch_sampler and collate_fn=pack_collate"
             )
+        self._set_mode(training=True)
         packs = MinibatchPacks.like(inputs, inputs)
         targets = self._count_targets(packs)  # an error here is no failed minibatch
         loss, report = self._run_step(packs, PackLoss(lambda _: targets, self._loss_of))
@@ -307,10 +306,10 @@ class ODCTrainer(ShardedTrainer):
     def _loss_of(self, model: nn.Module, pack: Mapping[str, Any], terms: Terms) -> tuple[Tensor, Sums]:
         """Of one pack: `compute_loss`, and the sums that it has left."""
         self._terms, self._pack_sums = terms, {}
-        pack = self._prepare_inputs(pack)
+        tokens, pack = pack["input_ids"].numel(), self._prepare_inputs(pack)
         with embedding_noise(model, self._noise_alpha, pack):
             loss = self.compute_loss(model, pack, num_items_in_batch=terms.number)
-        return loss, {**self._pack_sums, "input_tokens": pack["input_ids"].numel()}
+        return loss, {**self._pack_sums, "input_tokens": tokens}
 
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -328,7 +327,9 @@ class ODCTrainer(ShardedTrainer):
                 return outputs.loss, outputs
             return self.label_smoother(outputs, inputs["labels"], shift_labels=True), outputs
         terms = replace(self._terms, number=num_items_in_batch)
-        loss, self._pack_sums = self._objective.loss(model, inputs, terms)
+        loss, sums = self._objective.loss(model, inputs, terms)
+        # An override may call this more than once.
+        self._pack_sums = {name: self._pack_sums.get(name, 0.0) + value for name, value in sums.items()}
         return loss
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -363,8 +364,8 @@ class ODCTrainer(ShardedTrainer):
         metrics = {f"{metric_key_prefix}_loss": report.loss / report.terms if report.terms else math.nan}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset))
 
-    def _evaluated(self, minibatches: Iterable[Any]) -> StepReport:
-        return evaluate(self.model, minibatches, PackLoss(self._count_targets, self._loss_of))
+    def _evaluated(self, minibatches: Iterable[Any], parts: Sequence[StepPart] = ()) -> StepReport:
+        return evaluate(self.model, minibatches, PackLoss(self._count_targets, self._loss_of), parts=parts)
 
     def _followed(self, dataloader: DataLoader) -> Iterator[Any]:
         """Its minibatches, after each of which callbacks are told."""

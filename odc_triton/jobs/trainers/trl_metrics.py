@@ -81,8 +81,6 @@ class PackMetrics(StepPart):
     rows: of the pack, which means are over; counts: by name what others are over. Nothing is kept of a mean over 0.
     """
 
-    name = "metrics"
-
     def __init__(self, alone: Alone, lists: Any) -> None:
         self._alone, self._lists = alone, lists
         self.share = 1.0  # the factor of the pack's loss
