@@ -61,5 +61,5 @@ def test_a_teachers_part(weight: float, measures: bool) -> None:
 
 @pytest.mark.parametrize("wrong", [{"label_smoothing": 2}, {"label_smoothing": 0.1, "dft": True}], ids=str)
 def test_options_that_do_not_fit(wrong: dict) -> None:
-    with pytest.raises(ValueError, match="label_smoothing is .*: give a number from 0 to 1, with dft 0"):
+    with pytest.raises(ValueError, match=r"label_smoothing is .*: give a number from 0 to 1, with dft 0"):
         CrossEntropy(**wrong)
