@@ -200,7 +200,7 @@ class Participant:
 
 
 def checked_tokens(given: Any) -> int:
-    """`given`: an integer of at least 0, from Python, numpy or a tensor of one element. Raises ValueError for others."""
+    """An integer of at least 0, from Python, numpy or a tensor of one element. Raises ValueError for others."""
     try:
         count = -1 if isinstance(given, bool) else operator.index(given)
     except TypeError:
