@@ -11,8 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch import nn
 
 from odc_triton import enable_split, fully_shard
 from odc_triton.balance import CostModel, Plan, find_relatives
@@ -22,6 +21,7 @@ from odc_triton.plan.line import count_tokens
 from odc_triton.plan.planner import make_plan
 from odc_triton.plan.samples import Limits, Samples
 from odc_triton.sequence.sums import SampleSums
+from tests.sequence.test_branches import samples_of, tokens
 from tests.support import ranks, slow
 from tests.support.families import causal_lm
 from tests.support.refusals import caught
@@ -30,31 +30,22 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Py
 
 # Of each pair the tokens of its prompt, of the chosen and of the rejected completion; pairs 0 and 1 have one prompt.
 PAIRS = ((40, 9, 5), (40, 1, 12), (3, 20, 17), (36, 6, 1), (1, 30, 8))
+COMPLETIONS = ((pair, side) for pair in range(len(PAIRS)) for side in (1, 2))
+SAMPLES = samples_of(*((tokens(PAIRS[at][0], max(at, 1)), tokens(PAIRS[at][i], 9 * at + i)) for at, i in COMPLETIONS))
+LENGTHS = [len(each["input_ids"]) for each in SAMPLES]
 ALL, BETA, TOLERANCE = (0, 1, 2, 3, 4), 0.7, 1e-10  # of norms: sums in another order, in fp64
 # Ranks, pairs, tokens of a pack, whether prompts are shared, tokens that others may read; and of the plan how many
 # tokens are computed, and which pairs are over ranks.
-CASES: dict[str, tuple[int, tuple[int, ...], int, bool, int, tuple[int, set[int]]]] = {
+CASES = {
     "one pack": (1, ALL, 500, False, 0, (349, set())),
     "chosen ones branch off a rejected one": (1, ALL, 500, True, 0, (197, set())),
     "two packs": (1, ALL, 150, True, 0, (197, set())),
     "two ranks": (2, ALL, 150, True, 0, (197, set())),
     "no pack on one rank": (2, (2,), 150, False, 0, (43, set())),
     "pairs over ranks": (2, ALL, 60, False, 200, (349, {0, 1, 3})),
-    "a prompt's part on one rank": (2, (0,), 50, True, 100, (55, {0})),
+    "a prompt's part on one rank": (2, (1,), 50, True, 100, (54, {1})),
     "all in pieces": (2, ALL, 30, True, 200, (236, {*ALL})),
 }
-
-
-def sample(pair: int, side: int) -> dict[str, Tensor]:
-    draw, (prompt, *lengths) = torch.Generator().manual_seed(2 * pair + side), PAIRS[pair]
-    before = torch.arange(prompt) * (1 + max(pair, 1)) % 90 + 3
-    ids = torch.cat([before, torch.randint(3, 97, (lengths[side],), generator=draw)])
-    labels = ids.where(torch.arange(len(ids)) >= prompt, -100)
-    return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
-
-
-SAMPLES = [sample(pair, side) for pair in ALL for side in (0, 1)]
-LENGTHS = [len(each["input_ids"]) for each in SAMPLES]
 
 
 def planned(case: str, grouped: bool = True) -> Plan:
@@ -78,20 +69,20 @@ def model_of(backend: str | None = None) -> nn.Module:
 
 def by_trl(pairs: tuple[int, ...]) -> dict[str, Any]:
     from trl.experimental.orpo import ORPOTrainer
+    from trl.experimental.utils import DPODataCollatorWithPadding
 
-    trainer, model, batch = object.__new__(ORPOTrainer), model_of(), {}
-    for name, pad in (("input_ids", 0), ("labels", -100), ("attention_mask", 0)):
-        for at, side in enumerate(("chosen", "rejected")):
-            rows = [SAMPLES[2 * pair + at][name] for pair in pairs]
-            batch[f"{side}_{name}"] = pad_sequence(rows, batch_first=True, padding_value=pad)
+    sides = (("chosen", 0), ("rejected", 1))
+    masked = [each | {"attention_mask": [1] * len(each["labels"])} for each in SAMPLES]
+    rows = [{f"{side}_{of}": ids for side, at in sides for of, ids in masked[2 * i + at].items()} for i in pairs]
+    trainer, model = object.__new__(ORPOTrainer), model_of()
     trainer.accelerator = mock.Mock(device=torch.device("cpu"), gather_for_metrics=lambda each: each)
     vars(trainer).update(beta=BETA, is_encoder_decoder=False, aux_loss_enabled=False, padding_value=0)
-    loss, metrics = trainer.get_batch_loss_metrics(model, batch)
+    loss, metrics = trainer.get_batch_loss_metrics(model, DPODataCollatorWithPadding(0)(rows))
     loss.backward()
     return {"loss": loss.detach(), **metrics, **{name: p.grad for name, p in model.named_parameters()}}
 
 
-def _errors(rank: int, world: int, backend: str) -> dict[str, dict[str, float]]:
+def _errors(rank: int, world: int, backend: str) -> dict[tuple[str, str], float]:
     """By case and name relative errors, of a step's gradients and of an evaluation's numbers, which are the step's."""
     model, found = model_of(backend), {}
     orpo = ORPO(samples=SAMPLES, beta=BETA, sums=SampleSums(model, samples=len(SAMPLES)))
@@ -103,27 +94,32 @@ def _errors(rank: int, world: int, backend: str) -> dict[str, dict[str, float]]:
             want = by_trl(pairs)
             report = run_step(model, plan.packs(rank), orpo, collate=orpo.collate)
             means = orpo.means(evaluate(model, [plan.packs(rank)], orpo, collate=orpo.collate).sums)
-        assert (report.terms, len(pairs)) == pytest.approx((report.sums["nll_tokens"], report.sums["pairs"]))
         assert {"loss": report.loss} | orpo.means(report.sums) == pytest.approx(means, rel=TOLERANCE)
         got = means | {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
         assert want.keys() - got.keys() == {"logits/chosen", "logits/rejected"}
-        of = {name: [torch.as_tensor(each[name], dtype=torch.float64) for each in (got, want)] for name in got}
-        found[case] = {name: float((ours - trl).norm() / (trl.norm() or 1)) for name, (ours, trl) in of.items()}
+        for name in got:
+            ours, trl = (torch.as_tensor(each[name], dtype=torch.float64) for each in (got, want))
+            found[case, name] = float((ours - trl).norm() / (trl.norm() or 1))
         model.zero_grad()
     return found
 
 
 @pytest.mark.parametrize(("world", "backend"), [(1, "cpu"), (2, "cpu"), slow(1, "cpu-sharded"), slow(2, "cpu-sharded")])
 def test_as_trl(world: int, backend: str) -> None:
-    for case, errors in [each for found in ranks.run(_errors, world, backend) for each in found.items()]:
-        assert max(errors.values()) <= TOLERANCE, (case, errors)
+    for found in ranks.run(_errors, world, backend):
+        assert max(found.values()) <= TOLERANCE, found
 
 
-BARE = [*SAMPLES[:7], SAMPLES[7] | {"labels": torch.full((LENGTHS[7],), -100)}, *SAMPLES[8:]]
 # Samples, their plan, whether it keeps pairs, whether there are sums; and what both ranks hear.
 REFUSED = [
     (SAMPLES[:9], "two ranks", True, True, "pair 4 has only sample 8: give its rejected sample, or drop it"),
-    (BARE, "two ranks", True, True, "pair 3: the completion of sample 7 has no tokens: drop the pair"),
+    (
+        [*SAMPLES[:7], *samples_of(([5], [])), *SAMPLES[8:]],
+        "two ranks",
+        True,
+        True,
+        "pair 3: the completion of sample 7 has no tokens: drop the pair",
+    ),
     (SAMPLES, "no pack on one rank", False, True, "without sample 5: give the plan pairs as groups"),
     (SAMPLES, "pairs over ranks", True, False, "is on several ranks: give ORPO sums=SampleSums"),
 ]
