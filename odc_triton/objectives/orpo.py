@@ -78,7 +78,7 @@ class ORPO(Objective):
                 if not self._completion(self._piece(sample)).any():
                     raise ValueError(f"{pair}: the completion of sample {sample} has no tokens: drop the pair")
                 if other not in here and waves.get(sample, -1) != waves.get(other):
-                    raise ValueError(f"{pair}: sample {sample} is packed without sample {other}: give the plan pairs as groups")
+                    raise ValueError(f"{pair}: sample {sample} is packed without {other}: plan with pairs as groups")
                 if sample in waves and self.sums is None:
                     raise ValueError(f"{pair} is on several ranks: give ORPO sums=SampleSums(model, samples=…)")
 
