@@ -7,5 +7,6 @@ from ..step import evaluate as evaluate
 from ..step import run_step as run_step
 from .cross_entropy import CrossEntropy as CrossEntropy
 from .cross_entropy import Distillation as Distillation
+from .orpo import ORPO as ORPO
 
 __all__: list[str]
