@@ -62,7 +62,8 @@ class Objective(ABC):
     @abstractmethod
     def loss(self, model: nn.Module, pack: Any, terms: Terms) -> tuple[Tensor, Sums]:
         """The part of one pack in the loss, a scalar with a gradient, divided by `terms.number`; and numbers by name,
-        which are added up over packs and ranks. `pack`: on the model's device.
+        which are added up over packs and ranks. `pack`: on the model's device. In an evaluation `terms.number` is 1: a
+        loss with two divisors reports both parts as sums.
         """
 
 

@@ -17,14 +17,15 @@ PUBLIC = {
     "odc_triton": "DeadlineExceeded MinibatchFailed MixedPrecisionPolicy OdcError RankLost RanksDiffer begin_minibatch "
     "end_minibatch full_parameters fully_shard log_probs memory_plan minibatch publish register_fsdp_forward_method "
     "replace_layers verify",
-    "odc_triton.balance": "BALANCES CostModel MinibatchSampler PackedDataset Piece Plan QueuedPacks TowerCost assign "
-    "assign_one balanced_partition best_fit_decreasing count_target_tokens find_relatives floor_of pack pack_collate "
-    "queue_packs refine store_counter to_device values_of",
+    "odc_triton.balance": "BALANCES CostModel Limits MinibatchSampler PackedDataset Piece Plan QueuedPacks Samples "
+    "TowerCost assign assign_one balanced_partition best_fit_decreasing count_target_tokens find_relatives floor_of "
+    "make_plan pack pack_collate queue_packs refine store_counter to_device values_of",
     "odc_triton.checkpoint": "load_causal_lm load_pretrained_shards meta_causal_lm save_pretrained with_adapter",
     "odc_triton.hf": "ODCTrainer PackingUnsupported enable_packing model_inputs packed_attention packed_mask "
     "summed_loss",
     "odc_triton.nn": "Attention Embedding LMHead Linear",
-    "odc_triton.objectives": "CrossEntropy Distillation ORPO Objective StepPart StepReport Teacher Terms evaluate run_step",
+    "odc_triton.objectives": "CrossEntropy Distillation ORPO Objective SampleSums StepPart StepReport Teacher Terms "
+    "evaluate run_step",
     "odc_triton.optim": "Muon ChainedOptimizer",
     "odc_triton.sharding": "fully_shard memory_plan",
     "odc_triton.simulate": "DEVICES Job Links MODELS Model Outcome SETTINGS draw "

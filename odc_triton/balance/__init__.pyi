@@ -13,11 +13,14 @@ from ..plan.partition import refine as refine
 from ..plan.plan import Plan as Plan
 from ..plan.planner import assign as assign
 from ..plan.planner import assign_one as assign_one
+from ..plan.planner import make_plan as make_plan
 from ..plan.queue import QueuedPacks as QueuedPacks
 from ..plan.queue import queue_packs as queue_packs
 from ..plan.relatives import find_relatives as find_relatives
 from ..plan.relatives import floor_of as floor_of
 from ..plan.sampler import MinibatchSampler as MinibatchSampler
+from ..plan.samples import Limits as Limits
+from ..plan.samples import Samples as Samples
 from ..plan.strategies import BALANCES as BALANCES
 from ..plan.tower import TowerCost as TowerCost
 

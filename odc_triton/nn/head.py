@@ -171,12 +171,12 @@ pytree.register_pytree_node(
 
 def log_probs(logits: torch.Tensor | FusedLogits, targets: torch.Tensor, *, ignore_index: int = -100) -> TokenLogProbs:
     """Log-probabilities of `targets` [...] and the entropy under logits [..., V], computed or not: a fused head returns
-    `FusedLogits` in training and, like any other head, numbers in evaluation.
+    `FusedLogits` in training and, like any other head, numbers in evaluation. In fp32, of fp64 logits in fp64.
     """
     if isinstance(logits, FusedLogits):
         return logits.log_probs(targets, ignore_index=ignore_index)
     targets = checked_targets(targets, logits, logits.shape[-1], ignore_index)
-    every = logits.float().log_softmax(-1)
+    every = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     ignored = targets == ignore_index
     logp = every.gather(-1, targets.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1).masked_fill(ignored, 0.0)
     return TokenLogProbs(logp=logp, entropy=-(every.exp() * every).sum(-1))

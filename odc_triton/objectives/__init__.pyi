@@ -1,4 +1,5 @@
 from ..packs.reference import Teacher as Teacher
+from ..sequence.sums import SampleSums as SampleSums
 from ..step import Objective as Objective
 from ..step import StepPart as StepPart
 from ..step import StepReport as StepReport

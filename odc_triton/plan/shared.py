@@ -81,8 +81,8 @@ def shared_plan(samples: Samples, limits: Limits) -> Plan:
         raise ValueError(
             f"{f'sample {names[0]}' if group is None else f'group {group}{of_samples}'} has {problem.needed[at]} "
             f"tokens, over the token_cap of {limits.token_cap}, and can't be cut over {limits.shards} ranks, of each "
-            f"of which others may read {limits.readable} tokens: raise the cap or the tokens to read, or truncate or "
-            f"drop samples"
+            f"of which others may read {limits.readable} tokens, in pieces of {LEAST_TOKENS} or more: raise the cap or "
+            f"the tokens to read, or truncate or drop samples"
         )
     packs = [[[named(each, samples.names) for each in entries] for entries in of_rank] for of_rank in found.packs]
     by_name = {samples.names[at]: group for at, group in groups.items()}

@@ -32,7 +32,10 @@ _SHOWN_S = 0.1  # peers see longer waits
 
 
 class SampleSums:
-    """Collective, after `enable_split`. `samples`: more than any number of a sample."""
+    """Sums over the tokens of samples, or groups of them, that several ranks compute. Collective, after `enable_split`.
+
+    `samples`: more than any number of a sample in a plan, which takes host memory: number those of a minibatch from 0.
+    """
 
     def __init__(self, model: nn.Module, *, samples: int) -> None:
         self._state = state = engine_of(model)
@@ -62,7 +65,13 @@ class SampleSums:
         self, own: Mapping[int, torch.Tensor], counts: Callable[[Piece], bool], group_of: Callable[[int], int] = int
     ) -> dict[int, torch.Tensor]:
         """By sample, sums over the tokens of all ranks: of `own`, 1 or 2 of each sample [k], in fp64, which are over
-        this rank's tokens. They have the same bits on all ranks. `group_of`: of a sample, for sums by group.
+        this rank's tokens. They have the same bits on all ranks, and no gradients. `group_of`: of a sample, for sums by
+        group.
+
+            chosen, rejected = found[pair]  # rank 0 gave [-3.0, 0.0] and rank 1 [-1.0, -2.5]: both get [-4.0, -2.5]
+            logp = own[pair] + (found[pair] - own[pair]).detach()  # the sums' values, this rank's tokens' gradients
+
+        A loss made of these is there on each of the ranks: report it on one, or divided among them.
 
         Each rank with a piece that `counts` calls it with that sample, or group, once in a microbatch, after the
         forward. Waits for the device if there is one. Raises RankLost, DeadlineExceeded, PeerFailed, which name rank

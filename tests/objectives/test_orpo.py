@@ -14,13 +14,10 @@ import torch
 from torch import nn
 
 from odc_triton import enable_split, fully_shard
-from odc_triton.balance import CostModel, Plan, find_relatives
+from odc_triton.balance import CostModel, Limits, Plan, Samples, find_relatives, make_plan
 from odc_triton.hf import enable_packing
-from odc_triton.objectives import ORPO, evaluate, run_step
+from odc_triton.objectives import ORPO, SampleSums, evaluate, run_step
 from odc_triton.plan.line import count_tokens
-from odc_triton.plan.planner import make_plan
-from odc_triton.plan.samples import Limits, Samples
-from odc_triton.sequence.sums import SampleSums
 from tests.sequence.test_branches import samples_of, tokens
 from tests.support import ranks, slow
 from tests.support.families import causal_lm
@@ -87,7 +84,7 @@ def _errors(rank: int, world: int, backend: str) -> dict[tuple[str, str], float]
         plan = planned(case)
         over = {each.piece.sample // 2 for each in plan.segments.pieces} if plan.segments else set()
         assert (sum(count_tokens(pack, LENGTHS) for own in plan.ready for pack in own), over) == expected
-        with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):  # of TRL's loss, and our log_probs
+        with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):  # of TRL's loss, and the model's rope
             want, packs = by_trl(pairs), plan.packs(rank)
             got = {"loss": run_step(model, packs, orpo, collate=orpo.collate).loss}
             got = orpo.means(evaluate(model, [packs], orpo, collate=orpo.collate).sums) | got
