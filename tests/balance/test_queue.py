@@ -52,6 +52,12 @@ def finish(costs: list[float], speeds: list[float]) -> float:
 # ---------------------------------------------------------------------- packing and order
 
 
+def test_the_digest_has_the_queue() -> None:
+    """Else ranks that take from other queues would not notice."""
+    one, other = (Plan(ready=[[], []], queue=queue) for queue in ([[0, 1], [2]], [[0], [1, 2]]))
+    assert one.digest != other.digest
+
+
 def test_what_ranks_run_before_is_in_their_part() -> None:
     """With 32 equal samples a rank, a sixteenth of its part is two of them; as much again before makes it four."""
     part = 32 * COST.sequence(10) * (1 + 1e-9)

@@ -239,6 +239,7 @@ def test_a_group_is_cut_over_ranks() -> None:
             else []
         )
         assert sorted(map(list, homes)) == [[0], [1]][:count]
+        assert made.segments is None or made.segments.replicas == replicas, "a model with replicas refuses others"
     other = find_relatives([*samples[:-1], sample([1] + [1000] * 999, [7] * 250)])
     assert (
         shared(lengths, other, **how, tokens=1000).segments.contents

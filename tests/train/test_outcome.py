@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
+from odc_triton import fully_shard
+from odc_triton.engine.api import engine_of
+from odc_triton.jobs.train.agreement import IdleTime
 from odc_triton.jobs.train.metrics import Progress, in_two_lines
 from odc_triton.jobs.train.outcome import in_words
+from odc_triton.jobs.train.run import Run, RunState
+from tests.support import ranks
 
 NOTHING = "Nothing was learned: in no step did the rewards of a prompt's completions differ."
 
@@ -56,3 +64,19 @@ def test_a_console_that_cannot_write_a_completion_does_not_end_the_run(monkeypat
         assert written.buffer.getvalue() == b"completion: ??\n"
         written.close()
         progress.show({}, ["another"])
+
+
+def _sound(rank: int, world: int) -> list[bool]:
+    model = fully_shard(nn.Linear(2, 2))
+    engine, found = engine_of(model), []
+    run = SimpleNamespace(model=model, engine=engine, idle=IdleTime(engine.events), state=RunState(step=2, skipped=1))
+    for bad in (None, 1):
+        if rank == bad:
+            model.weight.to_local().detach().fill_(math.nan)
+        found.append(Run.is_sound(run))
+    return found
+
+
+def test_weights_are_sound_if_they_are_on_all_ranks() -> None:
+    """A rank whose own are not still meets the others."""
+    assert ranks.run(_sound, 2) == [[True, False]] * 2
