@@ -1,8 +1,9 @@
 """One step of training up to the optimizer's: `run_step`; and `evaluate` beside it.
 
 An `Objective` says what the loss is divided by, and computes it of one pack. This is the only place in the package
-that trains inside a minibatch, so what a step needs is here once: an entry with a plan, repeats of exact sums, sums by
-name, one barrier after the reduction, in which `StepPart`s take part.
+that trains inside a minibatch (doctor and tune try single layers), so what a step needs is here once: an entry with a
+plan, repeats of exact sums, sums by name, one barrier after the reduction, in which `StepPart`s take part. Jobs call it
+in jobs/train/run.py, trainers in jobs/trainers/sharded_trainer.py; there the optimizer steps.
 """
 
 from __future__ import annotations

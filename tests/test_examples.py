@@ -38,6 +38,15 @@ def _numbers(word: str, text: str) -> list[float]:
     return [float(number) for number in re.findall(rf"\b{word} (-?[\d.]+)", text)]
 
 
+def test_a_loss_of_ones_own() -> None:
+    """On one rank as on two, as both take the same samples."""
+    alone, together = ranks.run(_run_forked, 1, "own_loss.py"), ranks.run(_run_forked, 2, "own_loss.py")
+    losses = _numbers("loss", alone[0])
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] / 2
+    assert _numbers("loss", together[0]) == pytest.approx(losses, abs=2e-3)  # printed with three digits
+
+
 # ------------------------------------------------------------------ from FSDP2
 
 

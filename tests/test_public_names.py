@@ -24,8 +24,8 @@ PUBLIC = {
     "odc_triton.hf": "ODCTrainer PackingUnsupported enable_packing model_inputs packed_attention packed_mask "
     "summed_loss",
     "odc_triton.nn": "Attention Embedding LMHead Linear",
-    "odc_triton.objectives": "CrossEntropy Distillation ORPO Objective SampleSums StepPart StepReport Teacher Terms "
-    "evaluate run_step",
+    "odc_triton.objectives": "CrossEntropy Distillation ORPO Objective SampleSums StepPart StepReport Sums Teacher "
+    "Terms evaluate predictions run_step",
     "odc_triton.optim": "Muon ChainedOptimizer",
     "odc_triton.sharding": "fully_shard memory_plan",
     "odc_triton.simulate": "DEVICES Job Links MODELS Model Outcome SETTINGS draw "

@@ -1,11 +1,17 @@
 """Losses, and the step that trains by one. The public names, nothing else.
 
-from odc_triton.objectives import CrossEntropy, run_step
+    class Mine(Objective):
+        def loss(self, model, pack, terms):
+            logits, targets = predictions(model, pack)
+            return my_loss(logits, targets).sum() / terms.number, {}
 
-for packs in sampler:
-    report = run_step(model, packs, CrossEntropy(), collate=lambda pack: pack_collate([dataset[pack]])[0])
-    optimizer.step()
-    optimizer.zero_grad()
+    for packs in sampler:  # which knows `targets`
+        report = run_step(model, packs, Mine(), collate=lambda pack: pack_collate([dataset[pack]])[0])
+        optimizer.step()
+        optimizer.zero_grad()
+
+A sum over tokens works with split samples and shared prefixes as it is; one that couples tokens needs `SampleSums`, as
+ORPO's. ODCTrainer's loss is overridden by `compute_loss`; `train` takes none.
 """
 
 from ..base.lazy import lazy_names

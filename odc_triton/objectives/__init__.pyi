@@ -1,8 +1,10 @@
+from ..packs.loss import predictions as predictions
 from ..packs.reference import Teacher as Teacher
 from ..sequence.sums import SampleSums as SampleSums
 from ..step import Objective as Objective
 from ..step import StepPart as StepPart
 from ..step import StepReport as StepReport
+from ..step import Sums as Sums
 from ..step import Terms as Terms
 from ..step import evaluate as evaluate
 from ..step import run_step as run_step

@@ -13,8 +13,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from odc_triton.hf import enable_packing
 from odc_triton.jobs.rl.generation import Sampled
 from odc_triton.jobs.rl.learned import Learned
-from odc_triton.jobs.rl.objective import LearningRule, PolicyLoss, TokenTerms, advantages
 from odc_triton.jobs.rl.policy_gradient import PolicyGradient
+from odc_triton.jobs.rl.policy_loss import LearningRule, PolicyLoss, TokenTerms, advantages
 from odc_triton.jobs.rl.prompts import Prompt, completion_seed, prompts_of_step, read_prompts
 from odc_triton.jobs.rl.rollout import PromptSlot, Rollout
 from odc_triton.packs.collate import Pack

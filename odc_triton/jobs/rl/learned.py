@@ -13,7 +13,7 @@ from torch import Tensor
 from ...plan.entries import Entry
 from ...plan.fields import IGNORED
 from .generation import Sampled
-from .objective import LearningRule, advantages
+from .policy_loss import LearningRule, advantages
 from .rollout import PromptSlot, Rollout
 
 

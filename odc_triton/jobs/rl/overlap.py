@@ -27,7 +27,7 @@ from ...step import StepPart
 from ..launcher.launch import Interrupted
 from .generation import SamplingOptions
 from .learned import Learned
-from .objective import advantages
+from .policy_loss import advantages
 from .rollout import PromptSlot, Rollout, Sampler, failure, reason_of
 
 _NAP_S = 2e-3

@@ -18,7 +18,7 @@ from ...sequence.sums import SampleSums
 from ...step import Objective, Sums, Terms
 from .importance import Importance
 from .learned import Learned
-from .objective import PolicyLoss, TokenTerms
+from .policy_loss import PolicyLoss, TokenTerms
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,9 +27,9 @@ from ...step import StepReport
 from ..rl.generation import CompletionEngine, SamplingOptions, end_tokens_of
 from ..rl.importance import Importance
 from ..rl.learned import Learned
-from ..rl.objective import LearningRule, PolicyLoss, advantages
 from ..rl.overlap import HiddenTime, OverlappedRollout
 from ..rl.policy_gradient import PolicyGradient
+from ..rl.policy_loss import LearningRule, PolicyLoss, advantages
 from ..rl.prompts import Prompts, completion_seed, prompts_of_step
 from ..rl.rewards import Rewards
 from ..rl.rollout import PromptSlot, Rollout, Sampler
