@@ -1,4 +1,4 @@
-"""What users override of ODCTrainer: numbers are of what they compute."""
+"""What ODCTrainer's numbers are of: all samples of an evaluation; what an override computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.trainer_case import arguments, logs, samples, sharded_model
+from tests.support.trainer_case import LENGTHS, arguments, logs, samples, sharded_model
 
 
 def _entries(kind: type, folder: Path, **changes: Any) -> list[dict[str, float]]:
@@ -16,6 +16,16 @@ def _entries(kind: type, folder: Path, **changes: Any) -> list[dict[str, float]]
     trainer = kind(sharded_model(), args, train_dataset=samples())
     trainer.train()
     return [{name: logs(trainer, name)[0] for name in ("loss", "target_tokens")}]
+
+
+def test_an_evaluation_has_all_samples(tmp_path: Path) -> None:
+    """Also where the last ones don't fill a minibatch, which training leaves out."""
+    from odc_triton.hf import ODCTrainer
+
+    args = arguments(str(tmp_path), dataloader_drop_last=True, per_device_eval_batch_size=5)
+    trainer = ODCTrainer(sharded_model(), args, train_dataset=samples(), eval_dataset=samples())
+    loader = trainer.get_eval_dataloader()
+    assert sum(pack["input_ids"].numel() for packs in loader for pack in packs) == sum(LENGTHS)
 
 
 def test_a_step_on_fewer_packs(tmp_path: Path) -> None:
