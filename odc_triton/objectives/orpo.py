@@ -1,7 +1,7 @@
 """ORPO, odds ratio preference optimisation, as an objective of `run_step`.
 
     nll       = -1/T  sum over the chosen samples' tokens t, without each sample's first, of log p(x_t | x_<t)
-    logp(y)   = 1/|y|  sum over the tokens t of a completion y of log p(x_t | x_<t)
+    logp(y)   = 1/|y|  sum over the tokens t of a completion y, without a sample's first, of log p(x_t | x_<t)
     log_odds  = log P(c) / (1 - P(c)) - log P(r) / (1 - P(r))    of a pair's completions c, r; P(y) = exp(logp(y))
     loss      = nll - beta / N  sum over pairs of log sigmoid(log_odds)
 
@@ -47,13 +47,15 @@ class ORPO(Objective):
     Report: of sums that `means` divides. An evaluation has no common divisor of both terms: its loss is among these.
 
     Raises ValueError for half a pair, and at the entry for packs that are not a plan's, pairs that are not together, a
-    completion without tokens, pairs over ranks without `sums`, and a router's auxiliary loss.
+    completion without tokens, pairs over ranks without `sums`, samples without labels, and a router's auxiliary loss.
+    As in TRL, the gradient of a completion of probability 1 is not finite.
     """
 
     samples: Sequence[Mapping[str, Any]]
     beta: float = 0.1
     sums: SampleSums | None = None
     _readers: dict[Piece, Tensor] = field(default_factory=dict, init=False, repr=False)  # of this minibatch
+    _learned: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)  # by sample
 
     def __post_init__(self) -> None:
         if (count := len(self.samples)) % 2:
@@ -64,6 +66,7 @@ class ORPO(Objective):
         refuse_router_loss(model, f"which ORPO leaves out: {NO_ROUTER_LOSS}")
         if not isinstance(packs, MinibatchPacks) or not packs.samples:
             raise ValueError("ORPO needs the number of all ranks' pairs: give run_step the packs of make_plan's plan")
+        self._learned.clear()
         self._require_pairs(packs)
         planned = [] if packs.split is None else [each.piece for each in packs.split.pieces]
         own = [self._piece(entry) for pack in packs for entry in pack]
@@ -75,8 +78,13 @@ class ORPO(Objective):
         for here in ({*map(number_of, pack)} for pack in packs):
             for sample in sorted(here):
                 pair, other = f"pair {sample // 2}", sample ^ 1
+                row = self.samples[sample] if sample < len(self.samples) else {}
+                if row.get("labels") is None or len(row["labels"]) != len(row["input_ids"]):
+                    raise ValueError(f"{pair}: sample {sample} has no label for each of its input_ids: give labels")
                 if not self._completion(self._piece(sample)).any():
-                    raise ValueError(f"{pair}: the completion of sample {sample} has no tokens: drop the pair")
+                    raise ValueError(
+                        f"{pair}: the completion of sample {sample} has no tokens to predict: drop the pair"
+                    )
                 if other not in here and waves.get(sample, -1) != waves.get(other):
                     raise ValueError(f"{pair}: sample {sample} is packed without {other}: plan with pairs as groups")
                 if sample in waves and self.sums is None:
@@ -97,6 +105,8 @@ class ORPO(Objective):
         `share`, [P]: the part of the chosen one that is here, so that a pair on several ranks counts once.
         """
         pieces = [*map(self._piece, entries)]
+        if missing := {*pieces} - self._readers.keys():
+            raise RuntimeError(f"{missing.pop()} is of no minibatch of this ORPO: give run_step collate=orpo.collate")
         pairs = [*dict.fromkeys(each.sample // 2 for each in pieces if self._completion(each).any())]
         rows, readers, places = [], [], []
         for entry, piece in zip(entries, pieces, strict=True):
@@ -135,6 +145,8 @@ class ORPO(Objective):
 
     def means(self, sums: Mapping[str, float]) -> dict[str, float]:
         """The loss, and TRL's metrics but for those of logits, of a report's sums."""
+        if not sums.get("pairs"):
+            raise ValueError("no pair was computed: there are no means")
         nll, found = sums["nll_loss"] / sums["nll_tokens"], {name: sums[name] / sums["pairs"] for name in _OF_PAIRS}
         chosen, rejected = self.beta * found["logps/chosen"], self.beta * found["logps/rejected"]
         rewards = {"rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected}
@@ -145,6 +157,8 @@ class ORPO(Objective):
 
     def _completion(self, piece: Piece) -> Tensor:
         """Of each token of the whole sample: is it of the completion, and does `piece` predict it?"""
-        found = torch.as_tensor(self.samples[piece.sample]["labels"]) != IGNORED
+        if piece.sample not in self._learned:
+            self._learned[piece.sample] = torch.as_tensor(self.samples[piece.sample]["labels"]) != IGNORED
+        found = self._learned[piece.sample].clone()
         found[: piece.start + 1] = found[piece.stop + 1 :] = False
         return found

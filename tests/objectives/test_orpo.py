@@ -108,7 +108,14 @@ BARE = [*SAMPLES[:7], *samples_of(([5] * 37, [])), *SAMPLES[8:]]
 # Samples, their plan, whether it keeps pairs, whether there are sums; what rank 0 hears. In the last one rank 1 dies.
 FAILURES = [
     (SAMPLES[:9], "two ranks", True, True, "pair 4 has only sample 8: give its rejected sample, or drop it"),
-    (BARE, "two ranks", True, True, "pair 3: the completion of sample 7 has no tokens: drop the pair"),
+    (BARE, "two ranks", True, True, "pair 3: the completion of sample 7 has no tokens to predict: drop the pair"),
+    (
+        [*SAMPLES[:4], {"input_ids": [5]}, *SAMPLES[5:]],
+        "no pack on one rank",
+        True,
+        True,
+        "pair 2: sample 4 has no label",
+    ),
     (SAMPLES, "no pack on one rank", False, True, "pair 2: sample . is packed without .: plan with pairs as groups"),
     (SAMPLES, "pairs over ranks", True, False, "pair . is on several ranks: give ORPO sums=SampleSums"),
     (SAMPLES, "pairs over ranks", True, True, "RankLost: .* rank 1 died"),

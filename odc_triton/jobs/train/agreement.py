@@ -41,7 +41,7 @@ class GradientNorm(StepPart):
         self.total = 0.0
 
     def report(self) -> float:
-        self.own = own_gradients(self._model.parameters())
+        self.own = own_gradients(each for each in self._model.parameters() if each.requires_grad)
         return square_norm(self.own)
 
     def settle(self, reports: list[float]) -> None:
