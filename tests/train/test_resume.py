@@ -39,19 +39,6 @@ def options(folder: Path, out: Path, **changes: object) -> SftOptions:
     return case(folder, **{"init": str(init), "out": str(out), "steps": STEPS, "samples_per_rank": 2} | changes)
 
 
-def test_resume_from_a_folder_into_another(folder: Path, tmp_path: Path) -> None:
-    """On one rank, so to the bit, with dropout."""
-    init = str(folder / "config.json")
-    one = options(folder, tmp_path / "a", init=init, samples_per_rank=4, checkpoint_every=4)
-    other = replace(one, out=str(tmp_path / "b"), resume=str(tmp_path / "a" / "checkpoints" / "step-00000004"))
-    report = tmp_path / "a" / "report.html"
-    assert jobs.run(1, one, other, replace(one, resume="auto")) == [ENDED] * 3
-    assert "No step was taken" not in report.read_text(), "a run that ended is started again: its report stays"
-    lines = read_metrics(tmp_path / "b" / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [5, 6, 7]
-    assert [line["loss"] for line in lines] == losses(tmp_path / "a")[4:]
-
-
 def _state(out: Path) -> dict[str, tuple[int, int]]:
     """Which files a run's folder has: a file that was written again has another inode or time."""
     files = [path for path in out.rglob("*") if path.is_file() and path.name != ".lock"]

@@ -25,6 +25,7 @@ from tests.support import jobs
 from tests.support.models import tie_in_config
 from tests.support.sft_case import LICENSE, QWEN2, VOCABULARY, case, write_case
 from tests.support.tokenized import tokenize_file
+from tests.train.test_features import plain_loss
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11")
 
@@ -60,8 +61,8 @@ def options(folder: Path, out: Path, **changes: Any) -> SftOptions:
     return case(folder, **usual | {"samples_per_rank": 4, "clip_norm": 1e9} | changes)
 
 
-def plain(folder: Path, wanted: SftOptions) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses and divergences per token, and the final weights, of eight samples a step."""
+def plain(folder: Path, wanted: SftOptions) -> tuple[list[float], list[float], float, dict[str, torch.Tensor]]:
+    """Losses and divergences per token, of eight samples a step, and the final cross-entropy of all, and weights."""
     with mock.patch.dict(os.environ, TRL_EXPERIMENTAL_SILENCE="1"):
         from trl.experimental.gkd import GKDTrainer
 
@@ -91,19 +92,25 @@ def plain(folder: Path, wanted: SftOptions) -> tuple[list[float], list[float], d
         optimizer.zero_grad()
         losses.append(sum(loss for loss, _ in found))
         apart.append(sum(divergence for _, divergence in found))
-    return losses, apart, model.state_dict()
+    return losses, apart, plain_loss(model, data), model.state_dict()
 
 
 def test_steps_are_plain_torchs(folder: Path, tmp_path: Path) -> None:
     """With the labels, at a temperature; a teacher whose vocabulary is padded, and both models tied by their config."""
-    how = {"teacher_beta": 0.3, "teacher_temperature": 1.5, "teacher_weight": 0.75}
+    how = {
+        "teacher_beta": 0.3,
+        "teacher_temperature": 1.5,
+        "teacher_weight": 0.75,
+        "eval_data": str(folder / "data.jsonl"),
+    }
     wanted = options(folder, tmp_path / "out", model=str(folder / "tied"), teacher="padded", **how)
     assert jobs.run(2, wanted) == [jobs.ENDED]
     first = load_file(folder / "tied" / "model.safetensors")
-    losses, apart, weights = plain(folder, wanted)
+    losses, apart, evaluated, weights = plain(folder, wanted)
     found = read_metrics(tmp_path / "out" / "metrics.jsonl")
     assert [line["loss"] for line in found] == pytest.approx(losses, rel=1e-5)
     assert [line["divergence"] for line in found] == pytest.approx(apart, rel=1e-5)
+    assert found[-1]["eval_loss"] == pytest.approx(evaluated, rel=1e-5)
     assert apart[-1] < apart[0]
     for key, value in load_file(tmp_path / "out" / "model" / "model.safetensors").items():
         moved = (weights[key] - first[key]).norm()
