@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -38,9 +39,16 @@ def test_against_one_process(shape: tuple[int, int], name: str, backend: str, st
     compare(name, torch.Size(shape).numel(), style=style, backend=backend, steps=6, shape=shape)
 
 
-def _masters(rank: int, world: int, shape: tuple[int, int]) -> tuple[int, int]:
+@pytest.fixture(scope="module")
+def in_ranks() -> dict[str, list]:
+    """What each call returned on four ranks in two replicas."""
+    calls = {"masters": _masters, "rows": _rows, "raising": _raising}
+    return dict(zip(calls, ranks.run_all(4, *calls.values()), strict=True))
+
+
+def _masters(rank: int, world: int) -> tuple[int, int]:
     """Elements of this rank's masters, bytes of its optimizer's state."""
-    model = fully_shard(build("conv"), mesh=mesh_of(shape))
+    model = fully_shard(build("conv"), mesh=mesh_of((2, 2)))
     optimizer = torch.optim.AdamW(model.parameters())
     with minibatch(model):
         CASES["conv"].loss(model, microbatches("conv", [3], seed=0)[0]).backward()
@@ -50,8 +58,8 @@ def _masters(rank: int, world: int, shape: tuple[int, int]) -> tuple[int, int]:
     return sum(p.to_local().numel() for p in model.parameters()), state_bytes
 
 
-def test_masters_are_on_all_ranks_each_element_once() -> None:
-    masters = ranks.run(_masters, 4, (2, 2))
+def test_masters_are_on_all_ranks_each_element_once(in_ranks: dict[str, list]) -> None:
+    masters = in_ranks["masters"]
     assert sum(elements for elements, _ in masters) == sum(p.numel() for p in build("conv").parameters())
     assert masters[0][1] == memory_plan(build("conv"), 2, replicas=2).optimizer_state_bytes
 
@@ -59,8 +67,8 @@ def test_masters_are_on_all_ranks_each_element_once() -> None:
 # ---------------------------------------------------------------------- shapes, dtypes, initial values
 
 
+@mock.patch.object(replicas, "_BUFFER_BYTES", 48)  # parts are cut to fit it
 def _rows(rank: int, world: int) -> tuple:
-    replicas._BUFFER_BYTES = 48  # parts are cut to fit it
     torch.manual_seed(0)
     with torch.device("meta" if rank else "cpu"):  # rank 0's values count
         model = Rows()
@@ -80,8 +88,8 @@ def _rows(rank: int, world: int) -> tuple:
     return start, gradients, dict(full_parameters(model)), rows, model.state_dict()["offset"]
 
 
-def test_odd_rows() -> None:
-    results = ranks.run(_rows, 4)
+def test_odd_rows(in_ranks: dict[str, list]) -> None:
+    results = in_ranks["rows"]
     torch.manual_seed(0)
     master = Rows()
     model = copy.deepcopy(master).to(BF16)
@@ -177,11 +185,11 @@ def _raising(rank: int, world: int) -> tuple[dict, list]:
     return failed, [p.grad.full_tensor() for p in model.parameters()]
 
 
-def test_a_microbatch_that_raised_fails_on_all_replicas() -> None:
+def test_a_microbatch_that_raised_fails_on_all_replicas(in_ranks: dict[str, list]) -> None:
     """And in the next one, without tokens, gradients are divided by the number of all ranks."""
     model = build("conv")
     CASES["conv"].loss(model, microbatches("conv", [3], seed=0)[0]).backward()
-    for failed, gradients in ranks.run(_raising, 4):
+    for failed, gradients in in_ranks["raising"]:
         assert failed == {2: "ValueError: no luck"}
         for got, p in zip(gradients, model.parameters(), strict=True):
             torch.testing.assert_close(got.view_as(p), p.grad, rtol=1e-4, atol=1e-5)  # of four equal summands, in fp32

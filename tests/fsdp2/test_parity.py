@@ -47,22 +47,26 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, id=str(c)) for c in CASES])
-def test_as_plain_torch(case: Case) -> None:
-    words = (case.name, case.transform, case.kind, STEPS, case.layout, case.replicas)
-    words += (case.backend, case.options, case.evaluates)
-    count = sum(map(len, DEALS[case.world]))
-    wanted, wanted_norms = plain(case.name, case.transform, case.kind, STEPS, count)
-    results = ranks.run(bridged, case.world, *words)
-    weights, norms, _ = results[0]
-    assert norms == pytest.approx(wanted_norms, rel=1e-5)
-    if case.kind == "sgd":  # every element: fp32 sums of other order, five times
-        for name, weight in wanted.items():
-            torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-    # AdamW turns rounding into steps where a gradient is all but 0, so by norm.
-    difference = sum((weights[name] - weight).square().sum() for name, weight in wanted.items()).sqrt()
-    assert difference <= 1e-5 * sum(weight.square().sum() for weight in wanted.values()).sqrt()
-    evaluated = [losses for _, _, losses in results]
-    assert [len(losses) for losses in evaluated] == [STEPS * (rank + 1) * case.evaluates for rank in range(case.world)]
-    for rank, losses in enumerate(evaluated):
-        assert losses == [loss for loss in evaluated[0] for _ in range(rank + 1)]
+def _call(case: Case) -> tuple:
+    how = (case.name, case.transform, case.kind, STEPS, case.layout, case.replicas)
+    return bridged, *how, case.backend, case.options, case.evaluates
+
+
+@pytest.mark.parametrize("world", sorted({case.world for case in CASES}))
+def test_as_plain_torch(world: int) -> None:
+    cases, count = [case for case in CASES if case.world == world], sum(map(len, DEALS[world]))
+    for case, results in zip(cases, ranks.run_all(world, *map(_call, cases)), strict=True):
+        wanted, wanted_norms = plain(case.name, case.transform, case.kind, STEPS, count)
+        weights, norms, _ = results[0]
+        assert norms == pytest.approx(wanted_norms, rel=1e-5), case
+        if case.kind == "sgd":  # every element: fp32 sums of other order, five times
+            for name, weight in wanted.items():
+                where = f"{case}: {name}: "
+                torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-6, msg=lambda m, at=where: at + m)
+        # AdamW turns rounding into steps where a gradient is all but 0, so by norm.
+        difference = sum((weights[name] - weight).square().sum() for name, weight in wanted.items()).sqrt()
+        assert difference <= 1e-5 * sum(weight.square().sum() for weight in wanted.values()).sqrt(), case
+        evaluated = [losses for _, _, losses in results]
+        assert [len(losses) for losses in evaluated] == [STEPS * (rank + 1) * case.evaluates for rank in range(world)]
+        for rank, losses in enumerate(evaluated):
+            assert losses == [loss for loss in evaluated[0] for _ in range(rank + 1)], case

@@ -40,13 +40,9 @@ def _train(rank: int, world: int, folder: str, changes: dict[str, Any], plain: b
     from odc_triton.hf import ODCSFTTrainer
 
     environment()
-    streamed = "streamed" in changes
-    changes = {name: value for name, value in changes.items() if name != "streamed"}
-    if plain and not streamed:
-        changes |= {"train_sampling_strategy": "sequential"}
-    args = _arguments(folder, {"per_device_train_batch_size": 4 // world} | changes)
-    data = Dataset.from_list(in_order() if plain and not streamed else samples())
-    data = data.to_iterable_dataset() if streamed else data
+    order = {"train_sampling_strategy": "sequential"} if plain else {}
+    args = _arguments(folder, {"per_device_train_batch_size": 4 // world} | order | changes)
+    data = Dataset.from_list(in_order() if plain else samples())
     given = {"eval_dataset": Dataset.from_list(samples()), "processing_class": tokenizer()}
     model: nn.Module = build("mixtral" if "router_aux_loss_coef" in changes else "qwen2")
     if not plain:
@@ -58,7 +54,7 @@ def _train(rank: int, world: int, folder: str, changes: dict[str, Any], plain: b
     return {"logs": trainer.state.log_history, "weights": {name: value.detach() for name, value in weights.items()}}
 
 
-@pytest.mark.parametrize("changes", [{}, slow({"loss_type": "dft"}), slow({"streamed": True})], ids=str)
+@pytest.mark.parametrize("changes", [{}, slow({"loss_type": "dft"})], ids=str)
 def test_as_trl(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Losses, metrics and weights."""
     results = ranks.run(_train, 2, str(tmp_path / "odc"), changes)
@@ -75,10 +71,9 @@ def test_as_trl(tmp_path: Path, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streamed", [{}, {"streamed": True}], ids=str)
-def test_a_routers_loss_as_trl(tmp_path: Path, streamed: dict[str, Any]) -> None:
+def test_a_routers_loss_as_trl(tmp_path: Path) -> None:
     """On microbatches of one sample, by SFTConfig's coefficient. An evaluation leaves it out."""
-    changes = streamed | {"router_aux_loss_coef": 0.5, "eval_strategy": "no"}
+    changes = {"router_aux_loss_coef": 0.5, "eval_strategy": "no"}
     alone = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
     ours = ranks.run(_train, 2, str(tmp_path / "odc"), changes)
     (plain,) = ranks.run(_train, 1, str(tmp_path / "plain"), changes | alone, True)

@@ -243,6 +243,7 @@ def _evaluate(rank: int, world: int, folder: str) -> dict[str, Any]:
         load_best_model_at_end=True,
         eval_steps=1,
         save_steps=1,
+        dataloader_drop_last=True,  # which is for training: all are evaluated
         include_num_input_tokens_seen="all",
         learning_rate=1.0,  # so that it diverges, and the best step is not the last one
     )

@@ -156,10 +156,18 @@ def run(function: Callable, world: int, *args: Any, timeout_s: float = LONG_S) -
 
 
 def _in_turn(rank: int, world: int, calls: tuple) -> list[Any]:
-    return [function(rank, world, *args) for function, *args in calls]
+    found = []
+    for function, *args in calls:
+        try:
+            found.append(function(rank, world, *args))
+        except Exception as error:
+            raise AssertionError(f"{function.__name__}{(*args,)} failed") from error
+    return found
 
 
 def run_all(world: int, *calls: Callable | tuple) -> list[list[Any]]:
-    """As `run` for each of `calls`, a function or (function, *args), in turn in the same ranks: what they returned."""
+    """As `run` for each of `calls`, a function or (function, *args), in turn in the same ranks: what they returned.
+    An error names its call.
+    """
     calls = tuple(call if isinstance(call, tuple) else (call,) for call in calls)
     return [list(of_call) for of_call in zip(*run(_in_turn, world, calls), strict=True)]

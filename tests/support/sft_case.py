@@ -59,6 +59,22 @@ def write_case(folder: Path, *, config: dict | None = None, records: int = 40, c
     return folder
 
 
+def write_questions(folder: Path) -> Path:
+    """As `write_case`, with seven questions with four answers each in data.jsonl, and records alone, some twice as long
+    as these; in alone.jsonl the latter.
+    """
+    write_case(folder, records=20, characters=300)
+    alone, text = (folder / "data.jsonl").read_text(), LICENSE.read_text()
+    asked = [
+        {"prompt": text[n * 700 : n * 700 + 160], "completion": text[n * 700 + 160 + 50 * a :][: 20 + 15 * a]}
+        for a in range(4)  # a question's answers are far apart
+        for n in range(7)
+    ]
+    (folder / "data.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in asked) + alone)
+    (folder / "alone.jsonl").write_text(alone)
+    return folder
+
+
 def case(folder: Path, **changes: object) -> SftOptions:
     """Options of a run on what `write_case` wrote: four samples per step."""
     wanted = {

@@ -13,15 +13,11 @@ from torch import nn
 
 from odc_triton.jobs.data.dataset import DataOptions, SampleSubset, TokenizedDataset, split_samples
 from odc_triton.jobs.data.tokenizer import TextEncoder, load_tokenizer
-from odc_triton.jobs.train import outcome
 from odc_triton.jobs.train.sft import train_sft
-from odc_triton.jobs.train.sft_options import SftOptions
 from odc_triton.tools.cli.command import main
-from tests.support import jobs, ranks
+from tests.support import jobs
 from tests.support.sft_case import case, write_case
 from tests.support.tokenized import tokenize_file
-
-IDS = torch.arange(3, 12)[None]
 
 
 @pytest.fixture(scope="module")
@@ -32,36 +28,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The folders of runs on two ranks, by what is special about them."""
-    outs, changes = (
-        tmp_path_factory.mktemp("runs"),
-        {
-            "mini": {"steps": 4},
-            "queue": {"steps": 4, "balance": "queue"},
-            "evaluated": {"eval_fraction": 0.25, "eval_every": 2},
-            "by epochs": {"samples_per_rank": 4, "steps": None, "epochs": 1.6},
-        },
-    )
+    outs = tmp_path_factory.mktemp("runs")
+    changes = {
+        "evaluated": {"eval_fraction": 0.25, "eval_every": 2},
+        "by epochs": {"samples_per_rank": 4, "steps": None, "epochs": 1.6},
+    }
     wanted = [case(folder, out=str(outs / name), **{"samples_per_rank": 2} | each) for name, each in changes.items()]
     assert jobs.run(2, *wanted) == [jobs.ENDED] * len(wanted)
     return {name: outs / name for name in changes}
-
-
-def train_and_look(rank: int, world: int, wanted: SftOptions) -> torch.Tensor | None:
-    """Rank 0's logits of `IDS` by the trained model, before it is written."""
-    logits, write = [], outcome.save_pretrained
-
-    def look(model: nn.Module, *arguments: object, **options: object) -> None:
-        logits.append(logits_of(model))
-        write(model, *arguments, **options)
-
-    with mock.patch.object(outcome, "save_pretrained", look):
-        assert jobs.train(rank, world, [wanted]) == [jobs.ENDED]
-    return logits[0] if rank == 0 else None
-
-
-def logits_of(model: nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(input_ids=IDS, use_cache=False).logits + 0  # the fused head's are made by reading them
 
 
 def data(folder: Path) -> TokenizedDataset:
@@ -80,14 +54,6 @@ def plain_loss(model: nn.Module, samples: TokenizedDataset | SampleSubset) -> fl
         total += nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum").item()
         targets += int((labels[1:] != -100).sum())
     return total / targets
-
-
-def test_packs_taken_from_a_queue_give_the_same_losses(runs: dict[str, Path]) -> None:
-    for mini, queue in zip(jobs.lines(runs["mini"]), jobs.lines(runs["queue"]), strict=True):
-        assert queue["tokens"] == mini["tokens"]
-        # the same sums in another order, fp32
-        assert queue["loss"] == pytest.approx(mini["loss"], rel=1e-5)
-        assert queue["grad_norm"] == pytest.approx(mini["grad_norm"], rel=1e-4)
 
 
 def test_evaluation(folder: Path, runs: dict[str, Path]) -> None:
@@ -150,7 +116,7 @@ def test_adapters(folder: Path, tmp_path: Path) -> None:
         eval_data=str(folder / "data.jsonl"),
         checkpoint_every=4,
     )
-    live = ranks.run(train_and_look, 2, wanted)[0]
+    assert jobs.run(2, wanted) == [jobs.ENDED]
     seen = jobs.lines(wanted.out)
     assert seen[-1]["loss"] < seen[0]["loss"]
     samples = data(folder)
@@ -174,17 +140,10 @@ def test_adapters(folder: Path, tmp_path: Path) -> None:
     assert its | {"target_modules": sorted(its["target_modules"])} == want | {
         "target_modules": sorted(want["target_modules"])
     }
-    # The same products at other addresses, for which the library may choose another kernel.
-    torch.testing.assert_close(logits_of(adapted), live, rtol=1e-5, atol=1e-6)
     command = ["export", str(tmp_path / "out" / "checkpoints"), "--model", str(tmp_path / "base"), "--merge"]
     assert main([*command, "--out", str(tmp_path / "merged")]) == 0
     got = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    want = adapted.merge_and_unload().state_dict()
-    assert got.state_dict().keys() == want.keys()
-    for name, value in got.state_dict().items():
-        torch.testing.assert_close(value, want[name], rtol=1e-6, atol=1e-7)  # one product and one sum of fp32
     assert plain_loss(got, samples) == pytest.approx(trained, rel=1e-5)
-    torch.testing.assert_close(logits_of(got), live, rtol=1e-5, atol=1e-5)  # A and B are multiplied first
 
 
 def test_bf16_and_the_report(folder: Path, tmp_path: Path) -> None:

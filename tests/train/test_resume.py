@@ -21,11 +21,10 @@ from odc_triton.jobs.train.run_folder import RunFolder
 from odc_triton.jobs.train.save_clock import SaveClock
 from odc_triton.jobs.train.sft_options import SftOptions
 from tests.support import jobs, ranks
-from tests.support.jobs import ENDED, STOPPED, losses
+from tests.support.jobs import ENDED, losses
 from tests.support.sft_case import case, write_case
 
 STEPS = 7
-ACROSS_RANKS = 1e-5  # gradients are added in the order of their arrival
 
 
 @pytest.fixture(scope="module")
@@ -38,40 +37,6 @@ def options(folder: Path, out: Path, **changes: object) -> SftOptions:
     """Without dropout, whose random numbers another number of ranks deals otherwise."""
     init = folder / "without-dropout.json"
     return case(folder, **{"init": str(init), "out": str(out), "steps": STEPS, "samples_per_rank": 2} | changes)
-
-
-@pytest.fixture(scope="module")
-def whole(folder: Path) -> Path:
-    """A run on two ranks that nothing stopped."""
-    assert jobs.run(2, options(folder, folder / "whole")) == [ENDED]
-    return folder / "whole"
-
-
-def test_goes_on_with_other_replicas(folder: Path, tmp_path: Path, whole: Path) -> None:
-    """Four ranks in two replicas, then two ranks, each of which has the whole model."""
-    out = tmp_path / "out"
-    wanted = options(folder, out, resume="auto", replicas=2)
-    assert jobs.run(4, replace(wanted, samples_per_rank=1), stop_after=1) == [STOPPED]
-    assert len(losses(out)) == 2
-    assert [path.name for path in (out / "checkpoints").glob("step-*")] == ["step-00000002"]
-    assert jobs.run(2, wanted) == [ENDED]
-    torch.testing.assert_close(losses(out), losses(whole), rtol=ACROSS_RANKS, atol=0)
-    got, want = (load_file(each / "model" / "model.safetensors") for each in (out, whole))
-    for name, value in want.items():
-        torch.testing.assert_close(got[name], value, rtol=0, atol=1e-5)
-
-
-def test_resume_from_a_folder_into_another(folder: Path, tmp_path: Path) -> None:
-    """On one rank, so to the bit, with dropout."""
-    init = str(folder / "config.json")
-    one = options(folder, tmp_path / "a", init=init, samples_per_rank=4, checkpoint_every=4)
-    other = replace(one, out=str(tmp_path / "b"), resume=str(tmp_path / "a" / "checkpoints" / "step-00000004"))
-    report = tmp_path / "a" / "report.html"
-    assert jobs.run(1, one, other, replace(one, resume="auto")) == [ENDED] * 3
-    assert "No step was taken" not in report.read_text(), "a run that ended is started again: its report stays"
-    lines = read_metrics(tmp_path / "b" / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [5, 6, 7]
-    assert [line["loss"] for line in lines] == losses(tmp_path / "a")[4:]
 
 
 def _state(out: Path) -> dict[str, tuple[int, int]]:

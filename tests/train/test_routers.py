@@ -17,7 +17,7 @@ from tests.hf.test_router_loss import plain_losses
 from tests.support import jobs
 from tests.support.families import causal_lm
 from tests.support.sft_case import QWEN2, VOCABULARY, case, write_case
-from tests.train.test_features import data, plain_loss
+from tests.train.test_features import data
 
 WEIGHT, STEPS, LR = 0.5, 3, 1e-2
 
@@ -58,35 +58,28 @@ def _plain(folder: Path) -> tuple[nn.Module, list[tuple[float, float]]]:
 
 
 def test_as_plain_transformers(folder: Path) -> None:
-    """Also with packs from a queue, and with an evaluation, which leaves them out; by default nothing is added."""
+    """Here with packs from a queue; by default nothing is added."""
     from transformers import AutoModelForCausalLM
 
-    changes = {
-        "mini": {"eval_data": str(folder / "data.jsonl")},
-        "queue": {"balance": "queue"},
-        "off": {"router_aux_loss": None},
-    }
-    outs = {name: folder / name for name in changes}
+    outs = {weight: folder / str(weight) for weight in (WEIGHT, None)}
     runs = [
-        _options(folder, out=str(outs[name]), **{"router_aux_loss": WEIGHT} | each) for name, each in changes.items()
+        _options(folder, out=str(out), router_aux_loss=weight, balance="queue", steps=STEPS if weight else 1)
+        for weight, out in outs.items()
     ]
     assert jobs.run(2, *runs) == [jobs.ENDED] * len(runs)
     plain, seen = _plain(folder)
     start = AutoModelForCausalLM.from_pretrained(folder / "mixture")
-    for name in ("mini", "queue"):
-        for line, (loss, router) in zip(jobs.lines(outs[name]), seen, strict=True):
-            assert line["loss"] == pytest.approx(loss, rel=1e-5)
-            assert line["aux_loss"] == pytest.approx(router, rel=1e-5)
-        trained = AutoModelForCausalLM.from_pretrained(outs[name] / "model")
-        assert trained.config.router_aux_loss_coef == WEIGHT
-        pairs = zip(trained.parameters(), plain.parameters(), start.parameters(), strict=True)
-        for found, want, before in pairs:
-            assert (found - want).norm() <= 1e-3 * (want - before).norm() + 1e-7 * want.norm()
-    off = jobs.lines(outs["off"])
-    assert off[0]["loss"] == jobs.lines(outs["mini"])[0]["loss"]
-    assert off[0]["grad_norm"] != pytest.approx(jobs.lines(outs["mini"])[0]["grad_norm"], rel=1e-2)
-    assert "aux_loss" not in off[0]
-    assert jobs.lines(outs["mini"])[-1]["eval_loss"] == pytest.approx(plain_loss(plain, data(folder)), rel=1e-5)
+    lines, (off,) = map(jobs.lines, outs.values())
+    for line, (loss, router) in zip(lines, seen, strict=True):
+        assert line["loss"] == pytest.approx(loss, rel=1e-5)
+        assert line["aux_loss"] == pytest.approx(router, rel=1e-5)
+    trained = AutoModelForCausalLM.from_pretrained(outs[WEIGHT] / "model")
+    assert trained.config.router_aux_loss_coef == WEIGHT
+    for found, want, before in zip(trained.parameters(), plain.parameters(), start.parameters(), strict=True):
+        assert (found - want).norm() <= 1e-3 * (want - before).norm() + 1e-7 * want.norm()
+    assert off["loss"] == pytest.approx(lines[0]["loss"], rel=1e-5)
+    assert off["grad_norm"] != pytest.approx(lines[0]["grad_norm"], rel=1e-2)
+    assert "aux_loss" not in off
 
 
 @pytest.mark.parametrize(
