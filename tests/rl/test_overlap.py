@@ -7,8 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 
 from odc_triton.base.errors import GenerationAborted, RolloutFailed
 from odc_triton.jobs.rl.overlap import OverlappedRollout
@@ -61,6 +63,25 @@ def test_the_code_itself() -> None:
         for each in rollouts:
             each.settle(messages)
         assert rollouts[0].sampler.counter.values == {}
+
+
+@pytest.mark.parametrize(("own_prompt", "shared"), [(None, 39), ([1] * 50, 0)])
+def test_prompts_that_a_function_changed_are_not_shared(own_prompt: list[int] | None, shared: int) -> None:
+    """Else a pack would hold more tokens than its cap. Of 40 tokens the last is computed by each completion."""
+    plan = Plan(groups=((45, 56),), ranks=1)
+    sampler, limits = Sampling(0, plan, Store(lambda: None)), Limits(ranks=1, token_cap=100)
+    sampler.slots[0].prompt.ids = [0] * 40
+    sampler.group = lambda made: (
+        [SimpleNamespace(prompt=None), SimpleNamespace(prompt=own_prompt)],
+        None,
+        torch.zeros(2),
+    )
+    planner = SimpleNamespace(limits=limits, reads_others=False)
+    rollout = OverlappedRollout(sampler, planner, CostModel.paper_7b(), shares_prefixes=True, scale="none")
+    rollout.open(sampler.slots, None, Batch(plan.groups), decode=1, stop=lambda: None)
+    with mock.patch.object(rollout._arrivals, "came") as came:
+        rollout._came({"slot": 0})
+    came.assert_called_once_with({0: 45, 1: 56}, shared)
 
 
 @pytest.mark.parametrize("threads", [0, 2])
