@@ -70,7 +70,7 @@ ERRORS = {
     "odc_triton/jobs/reports/": 6,
     "odc_triton/jobs/rl/": 24,
     "odc_triton/jobs/train/": 67,
-    "odc_triton/jobs/trainers/": 134,
+    "odc_triton/jobs/trainers/": 133,
     "odc_triton/jobs/vllm/": 3,
     "odc_triton/tools/cli/": 3,
     "odc_triton/tools/doctor/": 4,
