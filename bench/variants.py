@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -24,8 +25,10 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from odc_triton.base.events import Event, EventLog
+from odc_triton.checkpoint.repeat import repeating
 from odc_triton.comm.layout import find_units
 from odc_triton.engine.api import engine_of
+from odc_triton.engine.minibatch import minibatch
 from odc_triton.fsdp2.bridge import use_odc
 from odc_triton.fsdp2.found import replace_comms
 from odc_triton.hf import enable_packing, summed_loss
@@ -35,7 +38,6 @@ from odc_triton.plan.fields import IGNORED
 from odc_triton.plan.planner import SPLIT
 from odc_triton.sequence.enable import enable_split
 from odc_triton.sharding.shard_module import fully_shard
-from odc_triton.step import Objective, Sums, Terms, run_step
 
 from .trees import REPEATED, SHARED, TREES
 
@@ -255,20 +257,6 @@ class Ddp(Unsharded):
         self.model.require_backward_grad_sync = last
 
 
-@dataclass(frozen=True)
-class Summed(Objective):
-    """`loss_of` packs, with this rank's part `tokens` of what it is divided by."""
-
-    loss_of: Callable[[Pack], torch.Tensor]
-    tokens: int
-
-    def terms(self, model: nn.Module, packs: Any) -> int:
-        return self.tokens
-
-    def loss(self, model: nn.Module, pack: Pack, terms: Terms) -> tuple[torch.Tensor, Sums]:
-        return self.loss_of(pack) / terms.number, {}
-
-
 class Odc(Variant):
     name = "ODC + LB-Mini"
     balance = "mini"
@@ -280,10 +268,18 @@ class Odc(Variant):
         return fully_shard(model, exact=self.exact, **how)
 
     def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
-        """As elsewhere; but of the loss of all ranks each returns an equal part."""
         tokens = total_tokens if dist.get_rank() == 0 else 0
-        report = run_step(self.model, packs, Summed(self.loss, tokens))
-        return report.loss * total_tokens / dist.get_world_size()
+        run = partial(self._minibatch, packs, tokens)
+        return repeating(run) if self.exact else run()
+
+    def _minibatch(self, packs: Sequence[Pack], tokens: int) -> float:
+        total = torch.zeros(())
+        with minibatch(self.model, tokens=tokens, split=getattr(packs, "split", None)) as mb:
+            for pack in packs:
+                loss = self.loss(pack)
+                (loss / mb.tokens).backward()
+                total = total + loss.detach()
+        return total.item()
 
     def events_log(self) -> EventLog:
         return engine_of(self.model).events
