@@ -1,4 +1,4 @@
-"""`odc-triton bench --lengths`: what it is told, what it trains on, what it makes of the numbers."""
+"""`odc-triton bench --lengths`: its options, its samples, its report."""
 
 from __future__ import annotations
 

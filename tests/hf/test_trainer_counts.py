@@ -1,4 +1,4 @@
-"""What ODCTrainer's numbers are of: all samples of an evaluation; what an override computes."""
+"""ODCTrainer's numbers are of what an override computes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.trainer_case import LENGTHS, arguments, logs, samples, sharded_model
+from tests.support.trainer_case import arguments, logs, samples, sharded_model
 
 
-def _entries(kind: type, folder: Path, **changes: Any) -> list[dict[str, float]]:
-    args = arguments(str(folder), max_steps=1, per_device_train_batch_size=4, **changes)
-    trainer = kind(sharded_model(), args, train_dataset=samples())
+def _trained(kind: type, folder: Path) -> Any:
+    """Its trainer after one step."""
+    trainer = kind(sharded_model(), arguments(str(folder), max_steps=1), train_dataset=samples())
     trainer.train()
-    return [{name: logs(trainer, name)[0] for name in ("loss", "target_tokens")}]
-
-
-def test_an_evaluation_has_all_samples(tmp_path: Path) -> None:
-    """Also where the last ones don't fill a minibatch, which training leaves out."""
-    from odc_triton.hf import ODCTrainer
-
-    args = arguments(str(tmp_path), dataloader_drop_last=True, per_device_eval_batch_size=5)
-    trainer = ODCTrainer(sharded_model(), args, train_dataset=samples(), eval_dataset=samples())
-    loader = trainer.get_eval_dataloader()
-    assert sum(pack["input_ids"].numel() for packs in loader for pack in packs) == sum(LENGTHS)
+    return trainer
 
 
 def test_a_step_on_fewer_packs(tmp_path: Path) -> None:
@@ -42,9 +32,7 @@ def test_a_step_on_fewer_packs(tmp_path: Path) -> None:
             self.losses = super().compute_loss(model, inputs, *given, num_items_in_batch=1)
             return self.losses / named["num_items_in_batch"]
 
-    args = arguments(str(tmp_path), max_steps=1)
-    trainer = First(sharded_model(), args, train_dataset=samples())
-    trainer.train()
+    trainer = _trained(First, tmp_path)
     count = len(trainer.pack["target_positions"])
     assert logs(trainer, "target_tokens") == [count]
     assert logs(trainer, "loss") == pytest.approx([trainer.losses.item() / count])
@@ -59,7 +47,9 @@ def test_inputs_may_be_taken_out(tmp_path: Path) -> None:
             inputs.pop("input_ids")
             return loss
 
-    assert _entries(Pops, tmp_path) == _entries(ODCTrainer, tmp_path)
+    popped, plain = (_trained(kind, tmp_path) for kind in (Pops, ODCTrainer))
+    for name in ("loss", "target_tokens"):
+        assert logs(popped, name) == logs(plain, name)
 
 
 def test_a_loss_of_two_calls(tmp_path: Path) -> None:
@@ -71,11 +61,9 @@ def test_a_loss_of_two_calls(tmp_path: Path) -> None:
             at = inputs["target_positions"]
             halves = ({**inputs, "target_positions": part} for part in at.tensor_split(2))
             loss = sum(super(Halves, self).compute_loss(model, half, *given, **named) for half in halves)
-            self.sums = self._pack_sums
+            self.seen = loss.item() * named["num_items_in_batch"], self._pack_sums["token_loss"].item()
             return loss
 
-    args = arguments(str(tmp_path), max_steps=1)
-    trainer = Halves(sharded_model(), args, train_dataset=samples())
-    trainer.train()
-    assert logs(trainer, "loss") == pytest.approx([each["loss"] for each in _entries(ODCTrainer, tmp_path)])
-    assert trainer.sums["token_loss"].item() > 0
+    trainer = _trained(Halves, tmp_path)
+    assert logs(trainer, "loss") == pytest.approx(logs(_trained(ODCTrainer, tmp_path), "loss"))
+    assert trainer.seen[1] == pytest.approx(trainer.seen[0]), "of the last pack"

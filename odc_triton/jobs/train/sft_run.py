@@ -144,8 +144,8 @@ class SftRun(Run):
 
     def train_step(self) -> Metrics:
         start_s, lr = time.monotonic(), self.lr
-        collate, has_pictures = self._collate_of(self.data), self.data.pictures is not None
-        report = self.step(self.next_packs, self.objective, collate=collate, ahead=has_pictures)
+        collate, has_images = self._collate_of(self.data), self.data.pictures is not None
+        report = self.step(self.next_packs, self.objective, collate=collate, ahead=has_images)
         tokens, more = report.terms, {}
         if router_weight(self.model):
             more["aux_loss"] = report.sums["router"] / self.sampler.samples_per_minibatch

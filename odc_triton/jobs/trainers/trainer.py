@@ -368,7 +368,7 @@ class ODCTrainer(ShardedTrainer):
         return evaluate(self.model, minibatches, PackLoss(self._count_targets, self._loss_of), parts=parts)
 
     def _followed(self, dataloader: DataLoader) -> Iterator[Any]:
-        """Its minibatches, after each of which callbacks are told."""
+        """Yields the minibatches, and calls the callbacks after each."""
         for packs in dataloader:
             yield packs
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
