@@ -35,7 +35,7 @@ from ..plan.entries import Piece
 from ..sequence.attention import AttentionOfJoined, AttentionOfTree, SeenRows, parts_of, takes
 from ..sequence.flash import FlashAttentionOfTree
 from ..sequence.layer import LayerSplit, RowsOfOthers
-from ..sequence.tree import rows_before
+from ..sequence.tree import bounds_on_host, rows_before
 from .document_attention import AttentionTerms, eager, of_document, one_length, varlen
 
 # Keyword arguments that change attention's result and that a pack does not support.
@@ -305,7 +305,7 @@ def _of_pieces(call: _Call) -> Tensor:
         raise ValueError(f"the pack has {len(bounds) - 1} documents and pieces for {len(pieces)}")
     plan = None if split is None else split.exchange.plan
     spans = split.exchange.spans(bounds, pieces) if split is not None and plan else []
-    runs = split.exchange.runs(spans, window) if split is not None and spans else []
+    runs = split.runs(spans, window) if split is not None and spans else []
     try:
         seen = rows_before(bounds, pieces, plan=plan, runs=runs, window=window)
     except ValueError as error:
@@ -314,7 +314,7 @@ def _of_pieces(call: _Call) -> Tensor:
         raise RuntimeError(f"{error}. If other packs have them, {how}") from None
     before = None
     if split is not None and spans:
-        key, value = split.publish(key, value, spans, window)
+        key, value = split.publish((key, value), spans, window)
         before = RowsOfOthers(split, spans, runs, window, (key.dtype, value.dtype)) if runs else None
     plain = window is None and not call.need_eager
     if plain and (call.fit_kernel(query, value) or takes(query, key, value)):
@@ -356,11 +356,3 @@ def _joined(
         else:
             parts.append(of_document(q, k, v, call))
     return torch.cat(parts, dim=1)
-
-
-def bounds_on_host(ends: Tensor, length: int) -> list[int]:
-    """The documents' bounds on the host, from 0 to `length`."""
-    bounds = list(getattr(ends, "_odc_bounds", None) or ends.tolist())
-    if bounds[0] != 0 or bounds[-1] != length or bounds != sorted(bounds):
-        raise ValueError(f"cu_seq_lens_q must rise from 0 to B * T = {length}, but is {bounds}.")
-    return bounds

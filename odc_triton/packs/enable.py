@@ -22,6 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from ..base.untyped import untyped
 from ..nn.modes import evaluating
 from ..plan.entries import Piece
+from ..recurrent.layers import join_documents, recurrent_layers, separate_documents
 from .attention import PREPARED_MASK, REMEDY, PackingUnsupported, packed_attention, packed_mask, tell_by_positions
 from .images import text_positions
 from .rope import follow_documents
@@ -35,14 +36,14 @@ class _Seen:
     """Observations of a probe forward of several documents."""
 
     document: Tensor  # [T]: the document that each token belongs to
-    layers: set[int] = field(default_factory=set)  # ids of the modules that called the attention
+    layers: dict[int, nn.Module] = field(default_factory=dict)  # by id, the modules that called the attention
     rotated: list[Tensor] = field(default_factory=list)  # [1, heads, T, D] of each call: queries and keys
     odd_masks: int = 0
     mask_windows: set[int] = field(default_factory=set)
     attention_windows: set[int] = field(default_factory=set)
 
     def attention(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        self.layers.add(id(module))
+        self.layers[id(module)] = module
         self.rotated.append(torch.cat(args[:2], dim=1).float())
         if kwargs.get("sliding_window") is not None:
             self.attention_windows.add(kwargs["sliding_window"])
@@ -63,11 +64,13 @@ class _Seen:
         self.odd_masks += not torch.equal(library[0, 0] & same, expected)
         return packed_mask(**kwargs)
 
-    def complaint(self, layers: int) -> str | None:
-        if not self.layers:
+    def complaint(self, model: nn.Module) -> str | None:
+        layers, own = untyped(model).config.get_text_config().num_hidden_layers, recurrent_layers(model)
+        if not self.layers and not own:
             return "it never called the configured attention function"
-        if len(self.layers) < layers:
-            return f"only {len(self.layers)} of its {layers} layers called the attention function"
+        met = len({getattr(each, "layer_idx", None) or id(each) for each in (*self.layers.values(), *own)})
+        if met + _alone(model) < layers:
+            return f"only {met} of its {layers} layers called the attention function"
         if self.odd_masks:
             return "its mask is not plain causal (or causal with a sliding window) within a document"
         if dropped := self.mask_windows - self.attention_windows:
@@ -85,7 +88,8 @@ def enable_packing(model: nn.Module) -> None:
     documents' boundaries, that a document's logits do not change with its neighbour's tokens, nor its queries and keys
     with its neighbour's positions, also beyond the original length, and (for fp32 weights) that the logits
     equal those of the former attention for the document alone. A vision tower keeps its
-    attention. State-space, linear-attention and convolution mixers carry state across documents and are refused.
+    attention. Recurrent layers of transformers' functions get them in their documents' bounds (recurrent/); others,
+    which would carry a state across documents, are refused.
     For a model on the meta device a small one of its class and config is probed, with random weights (`stand_in`).
 
     Raises PackingUnsupported if a check fails; the former attention is then restored. ValueError for PEFT's prompt
@@ -106,6 +110,7 @@ def enable_packing(model: nn.Module) -> None:
         enable_packing(probed)
         give_token_scores(innermost(model))
         follow_documents(innermost(model))
+        separate_documents(innermost(model))
         untyped(model).set_attn_implementation(_packed(model.config))
         for name in ("_odc_prepared_mask", "_odc_takes_branches"):
             setattr(innermost(model), name, getattr(innermost(probed), name))
@@ -114,6 +119,10 @@ def enable_packing(model: nn.Module) -> None:
         return
     give_token_scores(innermost(model))
     former = _implementations(model.config)
+    try:
+        separate_documents(innermost(model))
+    except ValueError as error:
+        raise PackingUnsupported(f"{name} can't be trained on packs: {error}. {REMEDY}") from error
     device = next(model.parameters()).device
     try:
         # Compiled blocks would keep graphs of the probe's attention.
@@ -122,6 +131,7 @@ def enable_packing(model: nn.Module) -> None:
                 _probe(model, device)
     except Exception as error:
         untyped(model).set_attn_implementation(former)
+        join_documents(innermost(model))
         known = isinstance(error, PackingUnsupported)
         reason = str(error) if known else f"the probe raised {error!r}. {REMEDY}"
         if not known and hasattr(innermost(model), "score") and not gives_token_scores(innermost(model)):
@@ -169,7 +179,7 @@ def _probe(model: Any, device: torch.device) -> None:
     _register(seen.attention, seen.mask)
     model.set_attn_implementation(_packed(model.config))
     packed, changed = logits(ids, positions), logits(other, positions)
-    complaint = seen.complaint(model.config.get_text_config().num_hidden_layers)
+    complaint = seen.complaint(model)
     scale = packed.abs().max()
     # Negated comparisons, so that NaN fails too.
     if complaint is None and not (packed - changed)[:, first:].abs().max() <= tolerance * scale:
@@ -214,6 +224,12 @@ def _keeps_positions_apart(model: Any, seen: _Seen, run: Callable[[Tensor], Any]
         found.append([each[:, :, :first] for each in seen.rotated])
     pairs = (pair for others in found[1:] for pair in zip(found[0], others, strict=True))
     return all(bool((one - two).abs().max() <= tolerance * one.abs().max()) for one, two in pairs)
+
+
+def _alone(model: Any) -> int:
+    """The layers that compute each token alone."""
+    kinds = getattr(model.config.get_text_config(), "layers_block_type", None) or []
+    return sum(kind in ("mlp", "moe") for kind in kinds)
 
 
 def _probe_branches(model: nn.Module, ids: Tensor, wanted: Tensor, tolerance: float) -> bool:

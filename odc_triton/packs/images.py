@@ -27,8 +27,9 @@ class _Inputs:
 TOWER = r"(.*\.)?(visual|vision_tower|vision_model)\.(?!.*merger).*"
 
 # By the config's model_type; docs/models.md is made by tests of these.
+_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _FAMILIES = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _Inputs(mrope=True)),
+    **dict.fromkeys(_QWEN, _Inputs(mrope=True)),
     "gemma3": _Inputs(blocks=True),
     **dict.fromkeys(("idefics3", "smolvlm"), _Inputs(batch=True)),
     "llava": _Inputs(),

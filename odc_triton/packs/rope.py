@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import bounds_on_host
+from ..sequence.tree import bounds_on_host
 
 
 def follow_documents(model: nn.Module) -> bool:

@@ -77,6 +77,12 @@ def reads_of(pieces: Iterable[Piece]) -> dict[Piece, tuple[Read, ...]]:
     return reads
 
 
+def within(window: int | None, piece: Piece, reads: Iterable[Read]) -> list[Read]:
+    """What a piece reads of `reads` where a query sees `window` tokens, itself included."""
+    first = 0 if window is None else max(0, piece.start - window + 1)
+    return [Read(each.holder, max(each.low, first), each.high) for each in reads if each.high > first]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPiece:
     """A piece, the rank and the wave that compute it, and the place of its keys and values.

@@ -5,6 +5,9 @@ A second heap of the model's ranks. For the `tokens` of each rank, in buffers th
 keys, values        [tokens, heads, D] in the compute dtype: rows that their rank writes and later pieces read
 their gradients     the same in `sum_dtype`: rows that later pieces add to and their rank takes
 
+A recurrent layer counts as two, of which the first has a convolution's input, [rows, 1, channels], and the second
+states, (A, B) [cuts, heads, elements]: `rows_per_cut` of them for each of a rank's `cuts` (plan/cuts.py).
+
 With activation checkpointing a few buffers serve all layers: a layer's rows are written in the forward and again in its
 recomputation (`exchange.py` says when). The last layer of a buffer *stays*: its backward finds what its forward wrote.
 
@@ -22,6 +25,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 from typing import Any
 
 import torch
@@ -30,8 +34,8 @@ from ..comm.layout import place_regions
 from ..comm.memory.heap import Status, SymmetricHeap
 from ..plan.pieces import PlannedPiece
 
-KEYS, VALUES = 0, 1
 RUN_TOKENS = 65_536  # of other ranks, that attention reads at once
+CUTS = 8  # of a rank, after which others go on, in a minibatch
 IN_FLIGHT = 2  # buffers per shape of layer, where all layers are checkpointed: one is read while the next is written
 
 
@@ -45,12 +49,20 @@ class Flag(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerShape:
-    """A layer's heads of keys and values, their widths, and the dtype in which they are computed."""
+    """A layer's heads, the widths of what it publishes of each (of keys, of values), and the dtype of its rows.
+
+    `rows_per_cut`: 0 for attention, whose rows are of tokens. `states`: see `CutPlan`.
+    """
 
     heads: int
-    key_width: int
-    value_width: int
+    widths: tuple[int, ...]
     dtype: str
+    rows_per_cut: int = 0
+    states: bool = False
+
+    def rows(self, tokens: int, cuts: int) -> int:
+        """Of a buffer on one rank."""
+        return self.rows_per_cut * cuts if self.rows_per_cut else tokens
 
     @property
     def sum_dtype(self) -> str:
@@ -70,18 +82,18 @@ def slots_of(layers: Sequence[LayerShape], in_flight: int) -> list[int]:
 
 
 def buffer_regions(
-    layers: Sequence[LayerShape], *, tokens: int, world: int, in_flight: int, gradients: bool, apart: bool
+    layers: Sequence[LayerShape], *, tokens: int, cuts: int, world: int, in_flight: int, gradients: bool, apart: bool
 ) -> tuple[list[Any], int]:
-    """The regions, one for each flag, then two or with `gradients` four of each buffer, and the bytes of the heap
-    (`apart`: of one rank).
+    """The regions, one for each flag, then of each buffer those of its rows, with `gradients` also of their gradients,
+    and the bytes of the heap (`apart`: of one rank).
     """
     shapes = dict(zip(slots_of(layers, in_flight), layers, strict=True)).values()  # by slot, in their order
     flags = [((world, world * len(layers)), "int64", 8)] * len(Flag)
     data = [
-        ((world, tokens, layer.heads, width), dtype, getattr(torch, dtype).itemsize)
+        ((world, layer.rows(tokens, cuts), layer.heads, width), dtype, getattr(torch, dtype).itemsize)
         for layer in shapes
         for dtype in (layer.dtype, layer.sum_dtype)[: 1 + gradients]
-        for width in (layer.key_width, layer.value_width)
+        for width in layer.widths
     ]
     return place_regions([*flags, *data], world=world, apart=apart)
 
@@ -100,12 +112,13 @@ class KVBuffers:
         tokens: int,
         token: str,
         timeout_s: float,
+        cuts: int = 0,
         in_flight: int | None = None,
         gradients: bool = True,
     ) -> None:
         self.rank, self.world, self.tokens, self.layers = beside.rank, beside.world, tokens, len(layers)
-        in_flight = in_flight or len(layers)
-        shape = {"tokens": tokens, "world": beside.world, "in_flight": in_flight, "gradients": gradients}
+        self.shapes, self.cuts, in_flight = tuple(layers), cuts, in_flight or len(layers)
+        shape = {"tokens": tokens, "cuts": cuts, "world": beside.world, "in_flight": in_flight, "gradients": gradients}
         regions, size_bytes = buffer_regions(layers, **shape, apart=beside.apart)
         self.heap = heap = beside.another(size_bytes=size_bytes, locks=len(layers), token=token, timeout_s=timeout_s)
         self.failed = Status(heap)  # the number of the plan that the rank can't complete
@@ -116,16 +129,19 @@ class KVBuffers:
         flags, data = regions[: len(Flag)], regions[len(Flag) :]
         self._flags = [[heap.shard(each, rank)[0].view(self.world, self.layers) for rank in ranks] for each in flags]
         # [slot][rows of keys, of values, of the keys' gradients, of the values'][rank]
-        buffers, kinds = [[heap.shard(each, rank)[0] for rank in ranks] for each in data], 2 + 2 * gradients
-        self._buffers = [buffers[at : at + kinds] for at in range(0, len(buffers), kinds)]
+        buffers = iter([[heap.shard(each, rank)[0] for rank in ranks] for each in data])
+        by_slot = dict(zip(self.slots, layers, strict=True)).values()
+        self._buffers = [[*islice(buffers, len(layer.widths) * (1 + gradients))] for layer in by_slot]
 
     def rows(self, layer: int, kind: int, piece: PlannedPiece, start: int, stop: int) -> torch.Tensor:
-        """Tokens `start` to `stop` of the sample, which are in `piece`: a view [stop - start, heads, D]."""
+        """Tokens `start` to `stop` of the sample, which are in `piece`, a view [stop - start, heads, D]; in a recurrent
+        layer rows of cuts: see `CutPlan`.
+        """
         first = piece.offset + start - piece.piece.start
         return self._buffers[self.slots[layer]][kind][piece.rank][first : first + stop - start]
 
     def gradient_rows(self, layer: int, kind: int, piece: PlannedPiece, start: int, stop: int) -> torch.Tensor:
-        return self.rows(layer, 2 + kind, piece, start, stop)
+        return self.rows(layer, len(self.shapes[layer].widths) + kind, piece, start, stop)
 
     def flags(self, flag: Flag, rank: int) -> torch.Tensor:
         """The flags that others have set for `rank`: int64 [writer, layer]."""
@@ -137,6 +153,6 @@ class KVBuffers:
 
     def clear_own_gradients(self) -> None:
         """Zeroes this rank's gradient buffers: what a minibatch that failed has left there."""
-        for buffers in self._buffers:
-            for each in buffers[2:]:
+        for slot, buffers in enumerate(self._buffers):
+            for each in buffers[len(self.shapes[self.slots.index(slot)].widths) :]:
                 each[self.rank].zero_()

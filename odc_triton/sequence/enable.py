@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,13 +18,14 @@ from ..engine.module import plain_class
 from ..nn.modes import evaluating
 from ..plan.entries import Piece
 from ..plan.pieces import SplitPlan
-from .buffers import IN_FLIGHT, KVBuffers, LayerShape
+from .attention import Pair
+from .buffers import CUTS, IN_FLIGHT, KVBuffers, LayerShape
 from .exchange import SequenceExchange
-from .layer import AttentionHook, LayerSplit
+from .layer import AttentionHook, LayerSplit, RecurrentHook, RecurrentSplit
 from .sync import HostSync, KernelSync
 
 
-def enable_split(model: nn.Module, tokens: int, *, layers_in_flight: int | None = None) -> None:
+def enable_split(model: nn.Module, tokens: int, *, cuts: int = CUTS, layers_in_flight: int | None = None) -> None:
     """Lets minibatches split sequences over ranks: `minibatch(model, plan=packs)`. Collective.
 
         enable_packing(model); fully_shard(model); enable_split(model, tokens=26_000)
@@ -33,6 +34,9 @@ def enable_split(model: nn.Module, tokens: int, *, layers_in_flight: int | None 
     allocated now. `MinibatchSampler(split=tokens)` keeps within it, and its `split_tokens` is what to give where it was
     made with `split=True`. With replicas a sample is split over the ranks of one: `MinibatchSampler(replicas=…)`. A
     forward of one token finds out which layers attend, and how wide.
+
+    `cuts`: of each rank, the most tokens of one minibatch after which others go on, for models with recurrent layers:
+    each takes a state of every such layer that has a buffer. `MinibatchSampler(split_cuts=cuts)` keeps within it.
 
     `layers_in_flight`: how many layers have buffers at the same time. By default 2, where each layer is checkpointed by
     itself or nothing is trained; else all layers. If one checkpoint of yours covers several layers, give at
@@ -44,6 +48,8 @@ def enable_split(model: nn.Module, tokens: int, *, layers_in_flight: int | None 
     engine = engine_of(model, "enable_split")
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
         raise ValueError(f"tokens is {tokens!r}; give the tokens per rank that others may read, 1 or more")
+    if not isinstance(cuts, int) or isinstance(cuts, bool) or cuts < 1:
+        raise ValueError(f"cuts is {cuts!r}; give the tokens per rank after which others go on, 1 or more")
     in_flight = layers_in_flight
     if in_flight is not None and (not isinstance(in_flight, int) or isinstance(in_flight, bool) or in_flight < 1):
         raise ValueError(f"layers_in_flight is {in_flight!r}; give the number of layers that have buffers, 1 or more")
@@ -53,9 +59,10 @@ def enable_split(model: nn.Module, tokens: int, *, layers_in_flight: int | None 
     shapes = [shape for _, shape in layers]
     trains = any(parameter.requires_grad for parameter in model.parameters())
     if in_flight is None:
-        few = not trains or _are_checkpointed(model, [module for module, _ in layers])
+        few = not trains or _are_checkpointed(model, layers)
         in_flight = IN_FLIGHT if few else len(layers)
-    message = {"tokens": tokens, "layers_in_flight": in_flight, "layers": [asdict(shape) for shape in shapes]}
+    message: dict[str, Any] = {"tokens": tokens, "cuts": cuts, "layers_in_flight": in_flight}
+    message["layers"] = [asdict(shape) | {"widths": [*shape.widths]} for shape in shapes]
     everyones = engine.exchange("enable_split", {**message, "token": uuid.uuid4().hex})
     for rank, theirs in enumerate(everyones):
         for name, value in message.items():
@@ -64,7 +71,7 @@ def enable_split(model: nn.Module, tokens: int, *, layers_in_flight: int | None 
                     f"enable_split: {name} is {value} on rank {engine.rank} and {theirs[name]} on rank {rank}"
                 )
     token = f"{everyones[0]['token']}-split-{engine.grid.replica}"
-    sizes = {"tokens": tokens, "in_flight": in_flight, "gradients": trains}
+    sizes = {"tokens": tokens, "cuts": cuts, "in_flight": in_flight, "gradients": trains}
     buffers = KVBuffers(engine.heap, shapes, **sizes, token=token, timeout_s=engine.barrier.timeout_s)
     by = KernelSync if engine.transport.adds_by_kernel else HostSync
     sync, streams = by(buffers, engine), engine.streams.first.another()
@@ -72,8 +79,11 @@ def enable_split(model: nn.Module, tokens: int, *, layers_in_flight: int | None 
     engine.register(exchange)
     engine.streams.also(streams)
     engine.streams.watch(sync)
-    for number, (module, _) in enumerate(layers):
-        untyped(module)._odc_split = LayerSplit(exchange, number)
+    for number, (module, shape) in enumerate(layers):
+        side, both = LayerSplit(exchange, number), vars(module).get("_odc_split")
+        if shape.rows_per_cut:
+            side = RecurrentSplit(both.rows, side) if isinstance(both, RecurrentSplit) else RecurrentSplit(side, None)
+        untyped(module)._odc_split = side
 
 
 @contextlib.contextmanager
@@ -126,24 +136,29 @@ def split_forward(model: nn.Module, split: SplitPlan | None) -> Iterator[None]:
         exchange.end(failed=failed)
 
 
-def _are_checkpointed(model: nn.Module, attending: Sequence[nn.Module]) -> bool:
-    """True if each of these modules is alone in a layer that activation checkpointing computes again."""
-    alone = set()
+def _are_checkpointed(model: nn.Module, layers: Sequence[tuple[nn.Module, LayerShape]]) -> bool:
+    """True if each of these modules is the only one of its shapes in a layer that activation checkpointing computes
+    again.
+    """
+    alone, shapes = set(), dict[nn.Module, list[LayerShape]]()
+    for module, shape in layers:
+        shapes.setdefault(module, []).append(shape)
     for layer in model.modules():
         by_transformers = hasattr(layer, "_gradient_checkpointing_func") and getattr(
             layer, "gradient_checkpointing", False
         )
         if by_transformers or hasattr(layer, "_checkpoint_wrapped_module"):  # torch's wrapper
-            inside = [module for module in layer.modules() if module in attending]
-            alone.update(inside if len(inside) == 1 else ())
-    return alone == set(attending)
+            inside = [module for module in layer.modules() if module in shapes]
+            met = [shape for module in inside for shape in shapes[module]]
+            alone.update(inside if len(set(met)) == len(met) else ())
+    return alone == set(shapes)
 
 
-class _AttentionRecorder(AttentionHook):
-    """Records the modules that attend in a forward, in their order."""
+class _Recorder(AttentionHook, RecurrentHook):
+    """Records the modules that attend, or recur, in a forward, in their order."""
 
     def __init__(self) -> None:
-        self.seen: dict[nn.Module, LayerShape] = {}
+        self.seen: list[tuple[nn.Module, LayerShape]] = []
 
     def on_attention(
         self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, pieces: Sequence[Piece | None] | None
@@ -153,20 +168,27 @@ class _AttentionRecorder(AttentionHook):
                 f"{type(module).__name__} is not told which documents are pieces of samples, as its model passes on "
                 f"neither pieces nor the position_ids that it was given: train it on whole samples"
             )
-        shape = LayerShape(
-            heads=keys.shape[1],
-            key_width=keys.shape[-1],
-            value_width=values.shape[-1],
-            dtype=str(keys.dtype).removeprefix("torch."),
-        )
-        if module in self.seen:
+        if any(each is module for each, _ in self.seen):
             raise NotImplementedError(f"{type(module).__name__} attends twice in one forward, which can't be split")
-        self.seen[module] = shape
+        self._add(module, keys.dtype, heads=keys.shape[1], widths=(keys.shape[-1], values.shape[-1]))
+
+    def on_rows(self, module: nn.Module, inputs: torch.Tensor, rows: int) -> None:
+        self._add(module, inputs.dtype, heads=1, widths=(inputs.shape[1],), rows_per_cut=rows)
+
+    def on_states(self, module: nn.Module, step: Callable[[], Pair]) -> None:
+        a, b = step()
+        widths = a.shape[2] * a.shape[3], b.shape[2] * b.shape[3]
+        self._add(module, b.dtype, heads=b.shape[1], widths=widths, rows_per_cut=1, states=True)
+
+    def _add(self, module: nn.Module, dtype: torch.dtype, **sizes: Any) -> None:
+        self.seen.append((module, LayerShape(dtype=str(dtype).removeprefix("torch."), **sizes)))
 
 
 def _layers(model: nn.Module) -> list[tuple[nn.Module, LayerShape]]:
-    """The modules that call `packed_attention`, in their order, and the shapes of their keys and values."""
-    recorder = _AttentionRecorder()
+    """The modules that call `packed_attention`, in their order, and the shapes of their keys and values; a recurrent
+    layer twice, of its convolution and of its states.
+    """
+    recorder = _Recorder()
     modules = [each for each in model.modules() if isinstance(getattr(each, "layer_idx", None), int)]
     device = next(model.parameters()).device
     inputs: dict[str, Any] = {
@@ -190,7 +212,7 @@ def _layers(model: nn.Module) -> list[tuple[nn.Module, LayerShape]]:
             f"no layer of {plain_class(model).__name__} attends by odc_triton's packed attention: call "
             f"odc_triton.hf.enable_packing(model) before fully_shard"
         )
-    layers = list(recorder.seen.items())
-    if len({module.layer_idx for module, _ in layers}) < len(layers):
+    attending = [module.layer_idx for module, shape in recorder.seen if not shape.rows_per_cut]
+    if len(set(attending)) < len(attending):
         raise NotImplementedError(f"two layers of {plain_class(model).__name__} have the same layer_idx")
-    return layers
+    return recorder.seen

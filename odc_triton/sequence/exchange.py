@@ -29,12 +29,13 @@ from ..comm.replicas import Grid
 from ..engine.minibatch import Participant
 from ..engine.transport import Streams
 from ..engine.unit import in_backward_pass
+from ..plan.cuts import CutPlan, cuts_of, most_cuts
 from ..plan.entries import Piece
-from ..plan.pieces import PlannedPiece, Read, SplitPlan
-from .buffers import KEYS, RUN_TOKENS, VALUES, Flag
+from ..plan.pieces import PlannedPiece, Read, SplitPlan, within
+from .buffers import RUN_TOKENS, Flag
 from .fetched import Fetched, Rows, SharedRows
 from .sync import HostSync, OwnFlag, Wait
-from .tree import runs_of, within
+from .tree import runs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,9 @@ class SequenceExchange(Participant):
         self._next: SplitPlan | None = None  # once all ranks have entered
         self._own: list[PlannedPiece] = []
         self._epochs = 0  # used up by former plans: two per wave
+        self.recurs = any(shape.rows_per_cut for shape in self.buffers.shapes)
+        self._plans: list[SplitPlan | CutPlan] = []  # by layer
+        self.cuts: dict[Piece, tuple[int, ...]] = {}  # of the plan
         self._states: dict[Piece, list[PieceState]] = {}  # of own pieces, by layer
         self._written: dict[int, _InBuffer] = {}  # by buffer, in this plan
         self._must_clear = False
@@ -123,6 +127,13 @@ class SequenceExchange(Participant):
                 f"the plan lets others read {most} tokens of rank {given.tokens.index(most)}, and there is room for "
                 f"{self.tokens}: give enable_split(model, tokens={most}), or the sampler split={self.tokens}"
             )
+        cuts, rank = most_cuts(given)
+        if self.recurs and cuts > self.buffers.cuts:
+            raise ValueError(
+                f"other ranks go on from rank {rank} at {cuts} places of the plan, and there is room for the states of "
+                f"{self.buffers.cuts}: give enable_split(model, tokens=…, cuts={cuts}), or the sampler "
+                f"split_cuts={self.buffers.cuts}"
+            )
         self._next = given.of_replica(self._grid.replica)
         return given.digest
 
@@ -140,6 +151,11 @@ class SequenceExchange(Participant):
     def begin(self, plan: SplitPlan | None, *, forward_only: bool = False) -> None:
         self.plan, self._forward_only = plan, forward_only
         self._own = [] if plan is None else plan.of_rank(self.rank)
+        if plan is not None:
+            self.cuts = cuts_of(plan)
+            kinds = [(shape.rows_per_cut, shape.states) for shape in self.buffers.shapes]
+            at_cuts = {kind: CutPlan(plan, kind[0], states=kind[1]) for kind in kinds if kind[0]}
+            self._plans = [at_cuts.get(kind, plan) for kind in kinds]
         self._states = {planned.piece: [PieceState.PENDING] * self.buffers.layers for planned in self._own}
         self._written.clear()
         if plan is not None:
@@ -215,13 +231,13 @@ class SequenceExchange(Participant):
                     f"{planned.piece} and {spans[0].piece} are not in the packs that the plan has them in"
                 )
 
-    @property
-    def _open(self) -> SplitPlan:
+    def of(self, layer: int) -> SplitPlan | CutPlan:
+        """The plan of a layer's rows."""
         assert self.plan is not None, "there are pieces, and no plan"
-        return self.plan
+        return self._plans[layer]
 
-    def _planned(self, piece: Piece) -> PlannedPiece:
-        planned = self._open.find(piece)
+    def _planned(self, piece: Piece, layer: int = 0) -> PlannedPiece:
+        planned = self.of(layer).find(piece)
         if planned is None or planned.rank != self.rank:
             raise RuntimeError(
                 f"{piece} are not this rank's in the minibatch's plan: give minibatch() the split of the packs that it "
@@ -229,20 +245,21 @@ class SequenceExchange(Participant):
             )
         return planned
 
-    def reads(self, piece: Piece, window: int | None) -> list[Read]:
+    def reads(self, layer: int, piece: Piece, window: int | None) -> list[Read]:
         """What a piece reads. `window`: the tokens that a query sees, itself included."""
-        return within(window, piece, self._open.reads(piece))
+        return within(window, piece, self.of(layer).reads(piece))
 
-    def readers(self, piece: Piece, window: int | None) -> list[PlannedPiece]:
+    def readers(self, layer: int, piece: Piece, window: int | None) -> list[PlannedPiece]:
         """The pieces of other ranks that read `piece`."""
-        others = [each for each in self._open.readers(piece) if each.rank != self.rank]
+        others = [each for each in self.of(layer).readers(piece) if each.rank != self.rank]
         if window is None:
             return others
-        return [each for each in others if any(read.holder.piece == piece for read in self.reads(each.piece, window))]
+        reads = {each: self.reads(layer, each.piece, window) for each in others}
+        return [each for each in others if any(read.holder.piece == piece for read in reads[each])]
 
-    def runs(self, spans: Iterable[Span], window: int | None) -> list[Read]:
+    def runs(self, layer: int, spans: Iterable[Span], window: int | None) -> list[Read]:
         """All that these pieces read of other ranks."""
-        reads = (read for span in spans for read in self.reads(span.piece, window))
+        reads = (read for span in spans for read in self.reads(layer, span.piece, window))
         return runs_of(reads, self.rank, self.run_tokens)
 
     def start(self, layer: int, spans: list[Span], *, trains: bool) -> None:
@@ -282,12 +299,12 @@ class SequenceExchange(Participant):
         if again and self.buffers.stays[layer]:
             return
         epoch = self._epoch(spans, backward=again)
-        readers = [each for span in spans for each in reversed(self.readers(span.piece, window))]
+        readers = [each for span in spans for each in reversed(self.readers(layer, span.piece, window))]
         whom = {each.rank: f"{each.piece} to read keys and values of layer {layer}" for each in readers}
         self._empty(layer, epoch)
         self._written[self.buffers.slots[layer]] = _InBuffer(layer, epoch, spans, whom)
         for span in spans:
-            planned = self._planned(span.piece)
+            planned = self._planned(span.piece, layer)
             for kind, each in enumerate(rows):
                 place = self.buffers.rows(layer, kind, planned, span.piece.start, span.piece.start + planned.read)
                 place.copy_(each[span.first : span.first + planned.read])
@@ -323,7 +340,7 @@ class SequenceExchange(Participant):
         self, layer: int, spans: list[Span], run: Read, dtypes: Sequence[torch.dtype], *, backward: bool = False
     ) -> Fetched:
         """Keys and values [tokens, heads, D] of `run`, which `spans` read. In a backward they are known to be there."""
-        held = self.buffers.rows(layer, KEYS, *run), self.buffers.rows(layer, VALUES, *run)
+        held = tuple(self.buffers.rows(layer, kind, *run) for kind in range(len(dtypes)))
         kind = Fetched if self.is_apart else SharedRows
         if backward:
             return kind(held, dtypes, self.streams)
@@ -359,9 +376,9 @@ class SequenceExchange(Participant):
         """The other ranks that add to what this one reads, and what they do."""
         found: dict[int, str] = {}
         for holder in dict.fromkeys(run.holder for run in runs):
-            for reader in self._open.readers(holder.piece):
+            for reader in self.of(layer).readers(holder.piece):
                 if reader.rank not in (self.rank, holder.rank) and any(
-                    read.holder is holder for read in self.reads(reader.piece, window)
+                    read.holder == holder for read in self.reads(layer, reader.piece, window)
                 ):
                     found[reader.rank] = f"gradients of {holder.piece} from {reader.piece} in layer {layer}"
         return found
@@ -372,7 +389,7 @@ class SequenceExchange(Participant):
         """The gradients of the pack's keys and values, [T, heads, D] or None, with what others have added."""
         self._require_first(layer, spans)
         self.require_written(layer, spans)
-        readers_of = [self.readers(span.piece, window) for span in spans]
+        readers_of = [self.readers(layer, span.piece, window) for span in spans]
         if any(readers_of):
             gradients = [None if each is None else each.clone() for each in gradients]
         self.streams.go_on()
@@ -384,7 +401,7 @@ class SequenceExchange(Participant):
                 each.rank: f"gradients of {span.piece} from {each.piece} in layer {layer}" for each in reversed(readers)
             }
             self._wait_for(Flag.ADDED, layer, self._epoch(spans, backward=True), whom)()
-            planned = self._planned(span.piece)
+            planned = self._planned(span.piece, layer)
             for kind, whole in enumerate(gradients):
                 stop = span.piece.start + planned.read
                 place = self.buffers.gradient_rows(layer, kind, planned, span.piece.start, stop)

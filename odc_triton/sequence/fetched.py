@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from ..comm.layout import aligned
 from ..engine.transport import Copies, Streams
 
-Rows = tuple[torch.Tensor, torch.Tensor]  # of keys and of values, [tokens, heads, D]
+Rows = tuple[torch.Tensor, ...]  # of keys and of values, [tokens, heads, D], or what else a layer publishes
 
 
 class Fetched:
@@ -33,7 +34,7 @@ class Fetched:
         sizes = [aligned(math.prod(x.shape) * t.itemsize) for x, t in zip(self._held, self._dtypes, strict=True)]
         self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
         self._streams.allocate(self._storage, sum(sizes))
-        for rows, dtype, offset in zip(self._held, self._dtypes, (0, sizes[0]), strict=True):
+        for rows, dtype, offset in zip(self._held, self._dtypes, accumulate([0, *sizes[:-1]]), strict=True):
             place: Any = torch.empty(0, dtype=dtype, device=device)  # torch's stub of `set_` wants strides
             self._rows.append(place.set_(self._storage, offset // dtype.itemsize, rows.shape))
 
@@ -47,8 +48,7 @@ class Fetched:
     def finish(self) -> Rows:
         """The rows, filled for the current stream from here on."""
         self._streams.wait(self._copies)
-        keys, values = self._rows
-        return keys, values
+        return tuple(self._rows)
 
     def free(self) -> None:
         self._streams.free(self._storage, self._copies)
@@ -62,8 +62,7 @@ class SharedRows(Fetched):
 
     def finish(self) -> Rows:
         self._wait()
-        (keys, values), (of_keys, of_values) = self._held, self._dtypes
-        return keys.to(of_keys), values.to(of_values)
+        return tuple(rows.to(dtype) for rows, dtype in zip(self._held, self._dtypes, strict=True))
 
     def free(self) -> None:
         pass

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,20 +25,45 @@ class AttentionHook:
         """`pieces`: None if the module does not pass them on."""
 
 
+class RecurrentHook:
+    """The object at a recurrent module's `_odc_split`."""
+
+    def on_rows(self, module: nn.Module, inputs: torch.Tensor, rows: int) -> None:
+        """`inputs`: [1, channels, T] of a convolution that needs `rows` rows before each."""
+
+    def on_states(self, module: nn.Module, step: Callable[[], Pair]) -> None:
+        """`step`: computes what becomes of a state, as (A, B)."""
+
+
 class LayerSplit(AttentionHook):
     """The calls of a layer's attention."""
 
     def __init__(self, exchange: SequenceExchange, layer: int) -> None:
         self.exchange, self.layer = exchange, layer
 
-    def publish(self, keys: torch.Tensor, values: torch.Tensor, spans: list[Span], window: int | None) -> Pair:
-        """Passes keys and values [1, heads, T, D] through."""
+    def publish(
+        self, rows: Sequence[torch.Tensor], spans: list[Span], window: int | None = None, *passed: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Passes `rows`, such as keys and values [1, heads, T, D], through, and `passed`, whose gradients come before
+        this rank waits for those of the rows.
+        """
         again = in_backward_pass()
         if not again:
-            self.exchange.start(self.layer, spans, trains=keys.requires_grad or values.requires_grad)
-        rows = by_token(keys.detach()), by_token(values.detach())
-        self.exchange.publish(self.layer, spans, window, rows, again=again)
-        return _Publish.apply(self, spans, window, keys, values)
+            self.exchange.start(self.layer, spans, trains=any(each.requires_grad for each in (*rows, *passed)))
+        self.exchange.publish(self.layer, spans, window, [by_token(each.detach()) for each in rows], again=again)
+        return _Publish.apply(self, spans, window, len(rows), *rows, *passed)
+
+    def runs(self, spans: list[Span], window: int | None = None) -> list[Read]:
+        """All that these pieces read of other ranks."""
+        return self.exchange.runs(self.layer, spans, window)
+
+
+@dataclass(frozen=True)
+class RecurrentSplit(RecurrentHook):
+    """Both sides of a recurrent layer. `states`: None for a convolution alone."""
+
+    rows: LayerSplit
+    states: LayerSplit | None
 
 
 class RowsOfOthers(RowsBefore):
@@ -49,7 +75,7 @@ class RowsOfOthers(RowsBefore):
         self._exchange, self._of = side.exchange, (side.layer, spans)
         self._runs, self._window, self._dtypes = runs, window, dtypes
 
-    def each(self, *, backward: bool = False) -> Iterator[tuple[int, Pair]]:
+    def each(self, *, backward: bool = False) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
         exchange = self._exchange
         if backward:
             exchange.require_written(*self._of)
@@ -59,8 +85,7 @@ class RowsOfOthers(RowsBefore):
         for number, read in enumerate(reads, 1):
             if number < len(reads):
                 reads[number].start()  # beside what is computed on this one
-            keys, values = read.finish()
-            yield number, (by_head(keys), by_head(values))
+            yield number, tuple(map(by_head, read.finish()))
             read.free()
         if not backward and not in_backward_pass():
             exchange.have_read(*self._of, self._runs)
@@ -81,14 +106,15 @@ class RowsOfOthers(RowsBefore):
 class _Publish(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, side: LayerSplit, spans: list[Span], window: int | None, keys: torch.Tensor, values: torch.Tensor
-    ) -> Pair:
-        ctx.side, ctx.spans, ctx.window = side, spans, window
-        ctx.set_materialize_grads(False)
-        return keys.view_as(keys), values.view_as(values)
+        ctx: Any, side: LayerSplit, spans: list[Span], window: int | None, kinds: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.side, ctx.spans, ctx.window, ctx.kinds = side, spans, window, kinds
+        ctx.set_materialize_grads(len(tensors) > kinds)  # rows of which only others make use have gradients there
+        return tuple(each.view_as(each) for each in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        rows = [None if each is None else by_token(each) for each in gradients]
+        rows = [None if each is None else by_token(each) for each in gradients[: ctx.kinds]]
         found = ctx.side.exchange.collect(ctx.side.layer, ctx.spans, ctx.window, rows)
-        return None, None, None, *(None if each is None else by_head(each) for each in found)
+        of_rows = (None if each is None else by_head(each) for each in found)
+        return None, None, None, None, *of_rows, *gradients[ctx.kinds :]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from torch import Tensor
+
 from ..plan.entries import Piece
-from ..plan.pieces import PlannedPiece, Read, SplitPlan, reads_of
+from ..plan.pieces import PlannedPiece, Read, SplitPlan, reads_of, within
 from .attention import SeenRows
 
 
@@ -19,12 +21,6 @@ def runs_of(reads: Iterable[Read], rank: int, most: int) -> list[Read]:
     holders = sorted(rows, key=lambda each: (each.piece.sample, each.piece.start))
     bounds = ((holder, *rows[holder]) for holder in holders)
     return [Read(of, at, min(at + most, high)) for of, low, high in bounds for at in range(low, high, most)]
-
-
-def within(window: int | None, piece: Piece, reads: Iterable[Read]) -> list[Read]:
-    """What a piece reads of `reads` where a query sees `window` tokens, itself included."""
-    first = 0 if window is None else max(0, piece.start - window + 1)
-    return [Read(each.holder, max(each.low, first), each.high) for each in reads if each.high > first]
 
 
 def rows_before(
@@ -63,3 +59,11 @@ def rows_before(
                 begin = of.start - first[of]
                 rows.append(SeenRows(0, low - begin, high - begin))
     return seen
+
+
+def bounds_on_host(ends: Tensor, length: int) -> list[int]:
+    """The documents' bounds on the host, from 0 to `length`."""
+    bounds = list(getattr(ends, "_odc_bounds", None) or ends.tolist())
+    if bounds[0] != 0 or bounds[-1] != length or bounds != sorted(bounds):
+        raise ValueError(f"cu_seq_lens_q must rise from 0 to B * T = {length}, but is {bounds}.")
+    return bounds

@@ -1,0 +1,203 @@
+"""Recurrent layers of transformers' models, which find in our functions what keeps a pack's documents apart.
+
+Their forwards call functions of their modeling module by name: a causal convolution, and a recurrence. Each such module
+gets a forward with the same code, that finds ours under these names while it computes a pack.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..base.untyped import untyped
+from ..plan.entries import Piece
+from ..sequence.exchange import Span
+from ..sequence.layer import RecurrentHook, RecurrentSplit
+from ..sequence.tree import bounds_on_host
+from .convolution import convolve_documents
+from .documents import Document, documents_of
+from .rules import DeltaRule, Rule, Scan
+from .run import run_documents
+
+_CONVOLUTION, _SCAN = "causal_conv1d_fn", "mamba2_chunk_scan"
+_DELTA = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+_FUSED = "mamba2_split_conv1d_scan_combined"  # of both, in one kernel that can't be told what comes before
+_OTHERS = ("mamba_selective_scan", "mamba_inner_fn")
+NEEDED = "5.23"  # of transformers, whose modules pass on what they are told of packs
+
+
+@dataclass(frozen=True)
+class _Pack:
+    """What our functions get besides transformers' arguments. `side`: of a plan over ranks, which has `spans`."""
+
+    module: nn.Module
+    documents: Sequence[Document]
+    split: RecurrentHook | None
+    spans: list[Span]
+
+    @classmethod
+    def of(cls, module: nn.Module, bounds: list[int], pieces: Sequence[Piece | None] | None) -> _Pack:
+        if pieces is not None and len(bounds) - 1 != len(pieces):
+            raise ValueError(f"the pack has {len(bounds) - 1} documents and pieces for {len(pieces)}")
+        split = getattr(module, "_odc_split", None)
+        exchange = split.rows.exchange if isinstance(split, RecurrentSplit) else None
+        if exchange is None or exchange.plan is None or pieces is None:
+            return cls(module, documents_of(bounds, pieces), split, [])
+        documents = documents_of(bounds, pieces, plan=exchange.plan, cuts=exchange.cuts, rank=exchange.rank)
+        return cls(module, documents, split, exchange.spans(bounds, pieces))
+
+
+def recurrent_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules whose forward calls one of the functions."""
+    return [each for each in model.modules() if _CONVOLUTION in _names(each)]
+
+
+def _code(module: nn.Module) -> Any:
+    return inspect.unwrap(type(module).forward)
+
+
+def _names(module: nn.Module) -> tuple[str, ...]:
+    return getattr(getattr(_code(module), "__code__", None), "co_names", ())
+
+
+def separate_documents(model: nn.Module) -> None:
+    """Gives the recurrent layers of `model` forwards that keep a pack's documents apart, and tells them where a pack
+    has documents if only its positions do. Raises ValueError, naming it, for one that can't be told.
+    """
+    layers = recurrent_layers(model)
+    for module in layers:
+        name = type(module).__name__
+        if others := [each for each in _OTHERS if each in _names(module)]:
+            raise ValueError(f"{name} computes {others[0]}, whose state can't be kept within documents")
+        if not any(each.kind is each.VAR_KEYWORD for each in inspect.signature(_code(module)).parameters.values()):
+            raise ValueError(f"{name} can't be told of documents: install transformers {NEEDED}")
+    for module in layers:
+        untyped(module).forward = MethodType(_within_documents(_code(module)), module)
+    if layers and find_documents not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(find_documents, with_kwargs=True)
+
+
+def join_documents(model: nn.Module) -> None:
+    """Undoes `separate_documents`."""
+    for module in recurrent_layers(model):
+        module.__dict__.pop("forward", None)
+    for number, hook in [*model._forward_pre_hooks.items()]:
+        if hook is find_documents:
+            del model._forward_pre_hooks[number], model._forward_pre_hooks_with_kwargs[number]
+
+
+def find_documents(model: nn.Module, args: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """A pre-hook of a model's forward: gives bounds of documents where only positions tell them."""
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    if positions is None or positions.shape[-1] == 1 or given.get("cu_seq_lens_q") is not None or mask is not None:
+        return None  # see [Note: what is not a pack] in packs/attention.py
+    positions = positions[0] if positions.ndim == 3 else positions  # of text, before those of pictures
+    ids = given.get("input_ids", args[0] if args else given.get("inputs_embeds"))
+    begins = F.pad(positions.diff(dim=-1) != 1, (1, 0), value=True)
+    starts = begins.expand(len(ids), -1).flatten().nonzero().flatten()
+    ends = F.pad(starts, (0, 1), value=len(ids) * positions.shape[1]).int()
+    longest = int(ends.diff().max())
+    bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    return args, given | bounds
+
+
+def _within_documents(code: Any) -> Callable[..., Any]:
+    """`code`, the forward of a module, with our functions under the names that it calls."""
+    ours = {_CONVOLUTION: _convolution, _FUSED: _fused, **dict.fromkeys(_DELTA, _delta), _SCAN: _scan}
+    names = {name: partial(ours[name], code.__globals__[name]) for name in code.__code__.co_names if name in ours}
+    # Without a module's name torch.compile looks up names here, not in that module.
+    known = {name: each for name, each in code.__globals__.items() if name != "__name__"} | names
+    inner = FunctionType(code.__code__, known, code.__name__, code.__defaults__, code.__closure__)
+    inner.__kwdefaults__ = code.__kwdefaults__
+
+    def forward(
+        self: nn.Module,
+        hidden_states: Tensor,
+        *args: Any,
+        cu_seq_lens_q: Tensor | None = None,
+        pieces: Sequence[Piece | None] | None = None,
+        **given: Any,
+    ) -> Tensor:
+        if pieces is None and (cu_seq_lens_q is None or len(cu_seq_lens_q) == len(hidden_states) + 1):
+            return type(self).forward(self, hidden_states, *args, **given)  # no row has several documents
+        return _of_pack(inner, self, hidden_states, cu_seq_lens_q, pieces, given)
+
+    return forward
+
+
+@torch._disable_dynamo  # the documents differ in every forward
+def _of_pack(
+    inner: Callable[..., Tensor],
+    module: nn.Module,
+    hidden_states: Tensor,
+    ends: Tensor | None,
+    pieces: Sequence[Piece | None] | None,
+    given: dict[str, Any],
+) -> Tensor:
+    rows, length = hidden_states.shape[:2]
+    bounds = [0, rows * length] if ends is None else bounds_on_host(ends, rows * length)
+    # Nothing goes on from a pack's documents later.
+    given = given | {name: None for name in ("cache_params", "past_key_values", "attention_mask") if name in given}
+    out = inner(module, hidden_states.reshape(1, rows * length, -1), **given, odc_pack=_Pack.of(module, bounds, pieces))
+    return out.reshape(rows, length, -1)
+
+
+def _convolution(
+    function: Callable[..., Tensor],
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    odc_pack: _Pack,
+    **_: Any,
+) -> Tensor:
+    split, rows = odc_pack.split, weight.shape[-1] - 1
+    if split is not None:
+        split.on_rows(odc_pack.module, inputs, rows)
+    side = split.rows if isinstance(split, RecurrentSplit) else None
+    convolve = partial(function, weight=weight, bias=bias, activation=activation)
+    return convolve_documents(convolve, inputs, rows, odc_pack.documents, side, odc_pack.spans)
+
+
+def _delta(
+    function: Callable[..., Any], *inputs: Tensor, g: Tensor, beta: Tensor, odc_pack: _Pack, **given: Any
+) -> tuple[Tensor, None]:
+    options = {name: given[name] for name in ("use_qk_l2norm_in_kernel",) if name in given}
+    return _recurrence(DeltaRule(function, (*inputs, g, beta), options), odc_pack), None
+
+
+def _scan(
+    function: Callable[..., Any],
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    chunk_size: int,
+    odc_pack: _Pack,
+    **given: Any,
+) -> Tensor:
+    options = {name: given[name] for name in ("D", "dt_bias", "dt_softplus", "dt_limit") if name in given}
+    return _recurrence(Scan(function, (x, dt, b, c), a, chunk_size, options), odc_pack)
+
+
+def _fused(*_: Any, **__: Any) -> None:
+    """None: the module then calls the other functions."""
+
+
+def _recurrence(rule: Rule, pack: _Pack) -> Tensor:
+    split = pack.split
+    if split is not None:
+        split.on_states(pack.module, lambda: rule.affine(0, 1, None)[2])
+    side = split.states if isinstance(split, RecurrentSplit) else None
+    return run_documents(rule, pack.documents, side, pack.spans)

@@ -1,0 +1,137 @@
+"""Recurrences of transformers' layers: a document's run from a state, and what a piece needs whose state is not known.
+
+All of them are affine in the state S that comes in: out = local + reads S, and S becomes A S + B. So a piece computes
+`local`, `reads` and (A, B) before it knows S, by one call of the layer's own function for the delta rules, whose state
+has a column for each column of the values:
+
+    rule([v | 0], from [0 | I]) = [local | reads],  and its last state is [B | A]
+
+Of Mamba-2 A is a number per head, and `reads` are C times the decay since the piece's first token.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Function = Callable[..., Any]  # of transformers' modeling module
+
+
+class Affine(NamedTuple):
+    """S becomes A S + B: [1, heads, k, k], or [1, heads, 1, 1] for a number, and [1, heads, k, v]."""
+
+    a: Tensor
+    b: Tensor
+
+
+class Rule(ABC):
+    """One call of a layer's recurrence on a pack's rows, [1, T, heads, width]. A state is [1, heads, k, v]."""
+
+    inputs: tuple[Tensor, ...]
+    keys: int  # k
+
+    @abstractmethod
+    def run(self, first: int, end: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of these rows: what comes out, and the state after them. `state`: before them, None for zeros."""
+
+    @abstractmethod
+    def affine(self, first: int, end: int, before: Affine | None) -> tuple[Tensor, Tensor, Affine]:
+        """`local` [1, end - first, heads, v], `reads` [1, end - first, heads, k], and what becomes of the state that
+        comes in. `before`: what became of it up to these rows.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def after(state: Tensor, step: Affine) -> Tensor:
+        """The state after a step."""
+
+    @abstractmethod
+    def known(self, state: Tensor) -> Affine:
+        """To this state, from any."""
+
+    def of_rows(self, rows: Sequence[Tensor]) -> Affine:
+        """A step of what was published, [1, heads, 1, elements] each."""
+        a, b = rows
+        width = math.isqrt(a.shape[-1])
+        return Affine(a.unflatten(-1, (width, width))[:, :, 0], b.unflatten(-1, (self.keys, -1))[:, :, 0])
+
+
+def add_reads(local: Tensor, reads: Tensor, state: Tensor) -> Tensor:
+    """What comes out of a piece that began with `state`."""
+    return local + torch.einsum("bthk,bhkv->bthv", reads.to(state.dtype), state).to(local.dtype)
+
+
+class DeltaRule(Rule):
+    """GatedDeltaNet and KDA: S becomes (I - beta k k^T) diag(exp g) S + beta k v^T."""
+
+    def __init__(self, function: Function, inputs: Sequence[Tensor], options: dict[str, Any]) -> None:
+        """`inputs`: query, key, value, g and beta."""
+        self._function, self.inputs, self._options = function, tuple(inputs), options
+        self.keys = inputs[1].shape[-1]
+
+    def run(self, first: int, end: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self._call(*(each[:, first:end] for each in self.inputs), state)
+
+    def _call(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> Any:
+        return self._function(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, **self._options)
+
+    def affine(self, first: int, end: int, before: Affine | None) -> tuple[Tensor, Tensor, Affine]:
+        q, k, v, g, beta = (each[:, first:end] for each in self.inputs)
+        heads, width, keys = v.shape[2], v.shape[3], k.shape[3]
+        if before is None:
+            eye = torch.eye(keys, dtype=torch.float32, device=v.device)
+            before = Affine(eye.expand(1, heads, keys, keys), eye.new_zeros(1, heads, keys, width))
+        more = torch.cat([v, v.new_zeros(*v.shape[:3], keys)], dim=-1)
+        out, last = self._call(q, k, more, g, beta, torch.cat([before.b, before.a], dim=-1))
+        return out[..., :width], out[..., width:], Affine(last[..., width:], last[..., :width])
+
+    @staticmethod
+    def after(state: Tensor, step: Affine) -> Tensor:
+        return step.a @ state + step.b
+
+    def known(self, state: Tensor) -> Affine:
+        return Affine(state.new_zeros(*state.shape[:2], self.keys, self.keys), state)
+
+
+class Scan(Rule):
+    """Mamba-2: S becomes exp(dt a) S + dt B x^T; here S is [1, heads, state size, head width]."""
+
+    def __init__(
+        self, function: Function, inputs: Sequence[Tensor], a: Tensor, chunk_size: int, options: dict[str, Any]
+    ) -> None:
+        """`inputs`: x, dt, B and C."""
+        self._function, self.inputs, self._options = function, tuple(inputs), options
+        self._a, self._chunk_size, self.keys = a, chunk_size, inputs[2].shape[-1]
+
+    def run(self, first: int, end: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        x, dt, b, c = (each[:, first:end] for each in self.inputs)
+        given = {"initial_states": None if state is None else state.transpose(2, 3), "return_final_states": True}
+        out, last = self._function(x, dt, self._a, b, c, chunk_size=self._chunk_size, **given, **self._options)
+        return out, last.transpose(2, 3)
+
+    def affine(self, first: int, end: int, before: Affine | None) -> tuple[Tensor, Tensor, Affine]:
+        local, b = self.run(first, end, None if before is None else before.b)
+        _, dt, _, c = (each[:, first:end] for each in self.inputs)
+        if (bias := self._options.get("dt_bias")) is not None:
+            dt = dt + bias.to(dt.dtype)
+        dt = F.softplus(dt) if self._options.get("dt_softplus") else dt
+        dt = dt.clamp(*self._options.get("dt_limit", (0.0, float("inf"))))
+        decay = (self._a.to(torch.float32) * dt.to(torch.float32)).cumsum(1).exp()[..., None]  # [1, T, heads, 1]
+        if before is not None:
+            decay = decay * before.a.transpose(1, 2)
+        heads = decay.shape[2]
+        reads = c.to(torch.float32).repeat_interleave(heads // c.shape[2], dim=2) * decay
+        return local, reads, Affine(decay[:, -1:].transpose(1, 2), b)
+
+    @staticmethod
+    def after(state: Tensor, step: Affine) -> Tensor:
+        return step.a * state + step.b
+
+    def known(self, state: Tensor) -> Affine:
+        return Affine(state.new_zeros(*state.shape[:2], 1, 1), state)
