@@ -19,7 +19,7 @@ PACKAGE = ROOT / "odc_triton"
 TOOLS = ("cli", "tune", "doctor", "profile", "simulate", "memory")
 JOBS = ("train", "rl", "trainers", "vllm", "data", "checkpoints", "reports", "launcher", "options")
 LIBRARY = (
-    *("objectives", "step", "fsdp2", "sharding", "policy", "packs", "checkpoint", "sequence", "optim"),
+    *("objectives", "step", "fsdp2", "sharding", "policy", "packs", "recurrent", "checkpoint", "sequence", "optim"),
     *("engine", "plan", "comm", "nn", "machine", "base"),
 )
 FLOORS = (*(f"tools.{room}" for room in TOOLS), *(f"jobs.{room}" for room in JOBS), *LIBRARY)
