@@ -310,7 +310,12 @@ def _refusals(rank: int, world: int, folder: str) -> None:
             ODCGRPOTrainer(model, args=args, **given, **own)
         assert (args.beta, args.use_vllm) == (changes.get("beta", 0.0), changes.get("use_vllm", False))
     args = case.arguments(folder)
+    lfm = transformers.Lfm2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=2, layer_types=["conv", "full_attention"], conv_bias=True,
+    )  # fmt: skip
     for wrong, options, words in (
+        (fully_shard(transformers.Lfm2ForCausalLM(lfm)), {"args": args}, "Lfm2ForCausalLM has a bias before a convol"),
         (model, {}, r"args is a NoneType; give a trl\.GRPOConfig"),
         (model, {"args": transformers.TrainingArguments(folder, use_cpu=True)}, "args is a TrainingArguments"),
         (fully_shard(nn.Linear(2, 2)), {"args": args}, "model is a ODCLinear; give the transformers model that"),
