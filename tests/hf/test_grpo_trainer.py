@@ -310,10 +310,8 @@ def _refusals(rank: int, world: int, folder: str) -> None:
             ODCGRPOTrainer(model, args=args, **given, **own)
         assert (args.beta, args.use_vllm) == (changes.get("beta", 0.0), changes.get("use_vllm", False))
     args = case.arguments(folder)
-    lfm = transformers.Lfm2Config(
-        vocab_size=97, hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2,
-        num_hidden_layers=2, layer_types=["conv", "full_attention"], conv_bias=True,
-    )  # fmt: skip
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "layer_types": ["conv", "full_attention"]}
+    lfm = transformers.Lfm2Config(**sizes, num_hidden_layers=2, conv_bias=True)
     for wrong, options, words in (
         (fully_shard(transformers.Lfm2ForCausalLM(lfm)), {"args": args}, "Lfm2ForCausalLM has a bias before a convol"),
         (model, {}, r"args is a NoneType; give a trl\.GRPOConfig"),
