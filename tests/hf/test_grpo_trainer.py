@@ -310,7 +310,10 @@ def _refusals(rank: int, world: int, folder: str) -> None:
             ODCGRPOTrainer(model, args=args, **given, **own)
         assert (args.beta, args.use_vllm) == (changes.get("beta", 0.0), changes.get("use_vllm", False))
     args = case.arguments(folder)
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "layer_types": ["conv", "full_attention"]}
+    lfm = transformers.Lfm2Config(**sizes, num_hidden_layers=2, conv_bias=True)
     for wrong, options, words in (
+        (fully_shard(transformers.Lfm2ForCausalLM(lfm)), {"args": args}, "Lfm2ForCausalLM has a bias before a convol"),
         (model, {}, r"args is a NoneType; give a trl\.GRPOConfig"),
         (model, {"args": transformers.TrainingArguments(folder, use_cpu=True)}, "args is a TrainingArguments"),
         (fully_shard(nn.Linear(2, 2)), {"args": args}, "model is a ODCLinear; give the transformers model that"),

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from ...engine.module import ODCModule
 from ...nn.modes import evaluating
+from ...packs.padding import padding_leaks
 from ...packs.router_loss import router_weight
 from .generation import CompletionEngine, Request, Sampled, SamplingOptions
 
@@ -39,7 +40,15 @@ class TransformersEngine(CompletionEngine):
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[list[Sampled]]:
-        """[request][seed]: all completions of `requests` are decoded together."""
+        """[request][seed]: decoded together; where padding leaks, those of prompts of one length."""
+        check, leaks = _StopCheck(self._should_stop), padding_leaks(self.model)
+        made: dict[int, list[Sampled]] = {}
+        for length in {len(request.ids) if leaks else 0 for request in requests}:
+            together = {place: each for place, each in enumerate(requests) if not leaks or len(each.ids) == length}
+            made |= zip(together, self._decoded([*together.values()], options, check), strict=True)
+        return [made[place] for place in range(len(requests))]
+
+    def _decoded(self, requests: list[Request], options: SamplingOptions, check: _StopCheck) -> list[list[Sampled]]:
         model = self.model
         rows = [request.ids for request in requests for _ in request.seeds]
         longest, pad = max(map(len, rows)), options.end_tokens[0] if options.end_tokens else 0
@@ -68,7 +77,7 @@ class TransformersEngine(CompletionEngine):
                 **given,
                 generation_config=config,
                 logits_processor=LogitsProcessorList([draw]),
-                stopping_criteria=StoppingCriteriaList([_StopCheck(self._should_stop)]),
+                stopping_criteria=StoppingCriteriaList([check]),
             )
         answers = iter(_cut(made[:, longest:].tolist(), draw.logps(), options.end_tokens))
         return [[next(answers) for _ in request.seeds] for request in requests]
@@ -124,12 +133,13 @@ class _Draw(LogitsProcessor):
 
 
 class _StopCheck(StoppingCriteria):
+    """Of all batches of one call."""
+
     def __init__(self, should_stop: Callable[[], bool]) -> None:
-        self._should_stop, self._polled_s = should_stop, time.monotonic()
+        self._should_stop, self._polled_s, self._stops = should_stop, time.monotonic(), False
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
-        stops = False
-        if time.monotonic() - self._polled_s >= _POLL_S:
+        if not self._stops and time.monotonic() - self._polled_s >= _POLL_S:
             self._polled_s = time.monotonic()
-            stops = self._should_stop()
-        return torch.full((len(input_ids),), stops, dtype=torch.bool, device=input_ids.device)
+            self._stops = self._should_stop()
+        return torch.full((len(input_ids),), self._stops, dtype=torch.bool, device=input_ids.device)

@@ -42,6 +42,7 @@ from ...packs.collate import PackedDataset, pack_collate, to_device
 from ...packs.enable import innermost, refuse_unpacked, takes_branches
 from ...packs.loss import router_predictions
 from ...packs.neftune import embedding_noise
+from ...packs.padding import padding_leaks
 from ...plan.entries import Entry, number_of
 from ...plan.fields import IGNORED
 from ...plan.packing import best_fit_decreasing
@@ -155,8 +156,14 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         """Checks that need TRL's view of model and tokenizer."""
         if self._is_vlm:
             raise TypeError(f"processing_class is a {type(self.processing_class).__name__}; give a tokenizer, for text")
-        refuse_unpacked(self.model)
+        model: Any = self.model
         args = self.args
+        if padding_leaks(model) and not args.use_vllm:  # TRL pads prompts before it samples
+            raise ValueError(
+                f"{type(innermost(model)).__name__} has a bias before a convolution, so padding would change its "
+                f"completions: set use_vllm=True, or use odc-triton train grpo"
+            )
+        refuse_unpacked(model)
         corrects = args.use_vllm and args.vllm_importance_sampling_correction
         if corrects and args.loss_type == "vespo" and "token" not in args.vllm_importance_sampling_mode:
             raise ValueError(  # as TRL, which saw no use_vllm
