@@ -24,6 +24,7 @@ from ..sequence.layer import RecurrentHook, RecurrentSplit
 from ..sequence.tree import bounds_on_host
 from .convolution import convolve_documents
 from .documents import Document, documents_of
+from .packages import Documents, Function, convolve, kernel_of
 from .rules import DeltaRule, Rule, Scan
 from .run import run_documents
 
@@ -79,8 +80,9 @@ def separate_documents(model: nn.Module) -> None:
             raise ValueError(f"{name} computes {others[0]}, whose state can't be kept within documents")
         if not any(each.kind is each.VAR_KEYWORD for each in inspect.signature(_code(module)).parameters.values()):
             raise ValueError(f"{name} can't be told of documents: install transformers {NEEDED}")
-    for module in layers:
-        untyped(module).forward = MethodType(_within_documents(_code(module)), module)
+    forwards = [_within_documents(_code(module)) for module in layers]
+    for module, forward in zip(layers, forwards, strict=True):
+        untyped(module).forward = MethodType(forward, module)
     if layers and find_documents not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(find_documents, with_kwargs=True)
 
@@ -112,7 +114,10 @@ def find_documents(model: nn.Module, args: tuple, given: dict[str, Any]) -> tupl
 def _within_documents(code: Any) -> Callable[..., Any]:
     """`code`, the forward of a module, with our functions under the names that it calls."""
     ours = {_CONVOLUTION: _convolution, _FUSED: _fused, **dict.fromkeys(_DELTA, _delta), _SCAN: _scan}
-    names = {name: partial(ours[name], code.__globals__[name]) for name in code.__code__.co_names if name in ours}
+    called = {name: code.__globals__[name] for name in code.__code__.co_names if name in ours}
+    functions = {name: Function(each, kernel_of(each)) for name, each in called.items()}
+    names = {name: partial(ours[name], each) for name, each in functions.items()}
+    own_choice = any(each.kernel is not None for each in functions.values())
     # Without a module's name torch.compile looks up names here, not in that module.
     known = {name: each for name, each in code.__globals__.items() if name != "__name__"} | names
     inner = FunctionType(code.__code__, known, code.__name__, code.__defaults__, code.__closure__)
@@ -127,6 +132,8 @@ def _within_documents(code: Any) -> Callable[..., Any]:
         **given: Any,
     ) -> Tensor:
         if pieces is None and (cu_seq_lens_q is None or len(cu_seq_lens_q) == len(hidden_states) + 1):
+            if own_choice and not hidden_states.is_cuda:
+                return inner(self, hidden_states, *args, **given)
             return type(self).forward(self, hidden_states, *args, **given)  # no row has several documents
         return _of_pack(inner, self, hidden_states, cu_seq_lens_q, pieces, given)
 
@@ -151,32 +158,41 @@ def _of_pack(
 
 
 def _convolution(
-    function: Callable[..., Tensor],
+    function: Function,
     inputs: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
     *,
-    odc_pack: _Pack,
+    odc_pack: _Pack | None = None,
     **_: Any,
 ) -> Tensor:
+    terms = {"weight": weight, "bias": bias, "activation": activation}
+    convolution = partial(function.on(inputs.device), **terms)
+    if odc_pack is None:
+        return convolution(inputs)
     split, rows = odc_pack.split, weight.shape[-1] - 1
     if split is not None:
         split.on_rows(odc_pack.module, inputs, rows)
     side = split.rows if isinstance(split, RecurrentSplit) else None
-    convolve = partial(function, weight=weight, bias=bias, activation=activation)
-    return convolve_documents(convolve, inputs, rows, odc_pack.documents, side, odc_pack.spans)
+    documents = odc_pack.documents
+    if function.kernel and inputs.is_cuda and inputs.shape[1] % 8 == 0 and not any(each.reads for each in documents):
+        lengths = [each.end - each.first for each in documents if each.end > each.first]
+        return convolve(function.kernel, inputs, Documents.of(lengths, inputs.device), **terms)
+    return convolve_documents(convolution, inputs, rows, documents, side, odc_pack.spans)
 
 
 def _delta(
-    function: Callable[..., Any], *inputs: Tensor, g: Tensor, beta: Tensor, odc_pack: _Pack, **given: Any
-) -> tuple[Tensor, None]:
+    function: Function, *inputs: Tensor, g: Tensor, beta: Tensor, odc_pack: _Pack | None = None, **given: Any
+) -> tuple[Tensor, Tensor | None]:
+    if odc_pack is None:
+        return function.on(inputs[0].device)(*inputs, g=g, beta=beta, **given)
     options = {name: given[name] for name in ("use_qk_l2norm_in_kernel",) if name in given}
     return _recurrence(DeltaRule(function, (*inputs, g, beta), options), odc_pack), None
 
 
 def _scan(
-    function: Callable[..., Any],
+    function: Function,
     x: Tensor,
     dt: Tensor,
     a: Tensor,
@@ -184,9 +200,11 @@ def _scan(
     c: Tensor,
     *,
     chunk_size: int,
-    odc_pack: _Pack,
+    odc_pack: _Pack | None = None,
     **given: Any,
-) -> Tensor:
+) -> Any:
+    if odc_pack is None:
+        return function.on(x.device)(x, dt, a, b, c, chunk_size=chunk_size, **given)
     options = {name: given[name] for name in ("D", "dt_bias", "dt_softplus", "dt_limit") if name in given}
     return _recurrence(Scan(function, (x, dt, b, c), a, chunk_size, options), odc_pack)
 

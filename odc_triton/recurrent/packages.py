@@ -2,7 +2,7 @@
 
     q, k [1, T, heads, K]    v, out [1, T, value heads, V]    states of a delta rule [documents, value heads, K, V]
     x, out [1, T, heads, P]  B, C [1, T, groups, N]           states of a scan [documents, heads, P, N]
-    x, out [1, channels, T]  weight [channels, width]         rows before each document [documents, channels, width - 1]
+    x, out [1, channels, T]
 
 States are fp32, no document is empty."""
 
@@ -33,6 +33,20 @@ class PackageUnsupported(ValueError):
 class Kernel(NamedTuple):
     function: Callable[..., Any]
     package: str  # with its version: "flash-linear-attention 0.5.2"
+    torch: Callable[..., Any]  # transformers' own
+
+
+class Function(NamedTuple):
+    """Of a modeling module. `kernel`: what it calls if that is a package's."""
+
+    plain: Callable[..., Any]
+    kernel: Kernel | None
+
+    def on(self, device: torch.device) -> Callable[..., Any]:
+        """What computes it there; transformers would call the package's wherever it is installed."""
+        if self.kernel is None:
+            return self.plain
+        return self.kernel.function if device.type == "cuda" else self.kernel.torch
 
 
 def kernel_of(function: Callable[..., Any]) -> Kernel | None:
@@ -58,7 +72,7 @@ def kernel_of(function: Callable[..., Any]) -> Kernel | None:
             reason = "lays states out as [V, K], not [K, V]"
     if reason:
         raise PackageUnsupported(f"{package} {reason}: install {name}>={since}, or uninstall it to use plain torch")
-    return Kernel(function, package)
+    return Kernel(function, package, wrapped["torch_function"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +85,17 @@ class Documents:
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str) -> Documents:
         on_host = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-        return cls(ends=on_host.to(device), on_host=on_host)
+        pinned = on_host.pin_memory() if torch.device(device).type == "cuda" else on_host
+        return cls(ends=pinned.to(device, non_blocking=True), on_host=on_host)
 
-    def lengths(self, more: int = 0) -> list[int]:
-        return (self.on_host.diff() + more).tolist()
+    def lengths(self) -> list[int]:
+        return self.on_host.diff().tolist()
 
-    def numbers(self, more: int = 0) -> Tensor | None:
-        """The number of each token's document, int32 [1, T]; None if there is one. Documents have `more` tokens."""
-        lengths, tokens = self.ends.diff() + more, sum(self.lengths(more))
+    def numbers(self) -> Tensor | None:
+        """The number of each token's document, int32 [1, T]; None if there is one."""
+        lengths = self.ends.diff()
         numbers = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
-        return numbers.repeat_interleave(lengths, output_size=tokens)[None] if len(lengths) > 1 else None
+        return numbers.repeat_interleave(lengths, output_size=int(self.on_host[-1]))[None] if len(lengths) > 1 else None
 
 
 def delta_rule(kernel: Kernel, *rows: Tensor, documents: Documents, states: Tensor | None, final: bool, **terms: Any):
@@ -105,15 +120,6 @@ def scan(kernel: Kernel, *rows: Tensor, documents: Documents, states: Tensor | N
     return torch.cat([out for out, _ in calls], 1), torch.cat([last for _, last in calls]) if final else None
 
 
-def convolve(kernel: Kernel, x: Tensor, *weights: Any, documents: Documents, rows: Tensor | None, **terms: Any):
-    """causal-conv1d's convolution of x by (weight, bias), in one call.
-
-    It takes numbers or states: so rows are put before their documents. Numbers need channels side by side in memory.
-    """
-    more, tokens = 0, x[0].T
-    if rows is not None:
-        more = rows.shape[2]
-        pairs = zip(rows.to(x.dtype).transpose(1, 2), tokens.split(documents.lengths()), strict=True)
-        tokens = torch.cat([part for pair in pairs for part in pair])
-    out = kernel.function(tokens.contiguous().T[None], *weights, seq_idx=documents.numbers(more), **terms)
-    return torch.cat([part[..., more:] for part in out.split(documents.lengths(more), 2)], 2) if more else out
+def convolve(kernel: Kernel, x: Tensor, documents: Documents, **terms: Any) -> Tensor:
+    """causal-conv1d's convolution of whole documents, whose numbers need channels side by side in memory."""
+    return kernel.function(x[0].T.contiguous().T[None], seq_idx=documents.numbers(), **terms)

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Function = Callable[..., Any]  # of transformers' modeling module
+from .packages import Documents, Function, Kernel, delta_rule, scan
 
 
 class Affine(NamedTuple):
@@ -36,9 +36,41 @@ class Rule(ABC):
     inputs: tuple[Tensor, ...]
     keys: int  # k
 
+    def __init__(self, function: Function, inputs: Sequence[Tensor], keys: int, options: dict[str, Any]) -> None:
+        self.inputs, self.keys = tuple(inputs), keys
+        self._function, self._options = function.on(inputs[0].device), options
+        self._kernel = function.kernel if inputs[0].is_cuda else None
+
+    def run_all(
+        self, bounds: Sequence[tuple[int, int]], states: Sequence[Tensor | None], *, final: bool
+    ) -> Iterable[tuple[Tensor, Tensor | None]]:
+        """Of these rows of documents: what comes out, and, where `final`, the states after them. `states`: before them,
+        None for zeros.
+        """
+        if self._kernel is None:
+            return [self.run(*rows, state) for rows, state in zip(bounds, states, strict=True)]
+        given, (first, *_), (*_, end) = None, *zip(*bounds, strict=True)
+        if (some := next((state for state in states if state is not None), None)) is not None:
+            given = torch.cat([some.new_zeros(some.shape) if state is None else state for state in states])
+        if [end for _, end in bounds[:-1]] == [first for first, _ in bounds[1:]]:
+            rows = [each[:, first:end] for each in self.inputs]
+        else:
+            rows = [torch.cat([each[:, low:high] for low, high in bounds], dim=1) for each in self.inputs]
+        documents = Documents.of([high - low for low, high in bounds], self.inputs[0].device)
+        out, last = self._by_kernel(self._kernel, rows, documents, given, final=final)
+        return zip(
+            out.split(documents.lengths(), 1), [None] * len(bounds) if last is None else last.split(1), strict=True
+        )
+
+    @abstractmethod
+    def _by_kernel(
+        self, kernel: Kernel, rows: Sequence[Tensor], documents: Documents, states: Tensor | None, *, final: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """One call of a package, on `rows` of `documents`."""
+
     @abstractmethod
     def run(self, first: int, end: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Of these rows: what comes out, and the state after them. `state`: before them, None for zeros."""
+        """Of these rows: what comes out, and the state after them."""
 
     @abstractmethod
     def affine(self, first: int, end: int, before: Affine | None) -> tuple[Tensor, Tensor, Affine]:
@@ -72,8 +104,12 @@ class DeltaRule(Rule):
 
     def __init__(self, function: Function, inputs: Sequence[Tensor], options: dict[str, Any]) -> None:
         """`inputs`: query, key, value, g and beta."""
-        self._function, self.inputs, self._options = function, tuple(inputs), options
-        self.keys = inputs[1].shape[-1]
+        super().__init__(function, inputs, inputs[1].shape[-1], options)
+
+    def _by_kernel(
+        self, kernel: Kernel, rows: Sequence[Tensor], documents: Documents, states: Tensor | None, *, final: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return delta_rule(kernel, *rows, documents=documents, states=states, final=final, **self._options)
 
     def run(self, first: int, end: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
         return self._call(*(each[:, first:end] for each in self.inputs), state)
@@ -106,13 +142,20 @@ class Scan(Rule):
         self, function: Function, inputs: Sequence[Tensor], a: Tensor, chunk_size: int, options: dict[str, Any]
     ) -> None:
         """`inputs`: x, dt, B and C."""
-        self._function, self.inputs, self._options = function, tuple(inputs), options
-        self._a, self._chunk_size, self.keys = a, chunk_size, inputs[2].shape[-1]
+        super().__init__(function, inputs, inputs[2].shape[-1], options | {"chunk_size": chunk_size})
+        self._a = a
+
+    def _by_kernel(
+        self, kernel: Kernel, rows: Sequence[Tensor], documents: Documents, states: Tensor | None, *, final: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        (x, dt, b, c), before = rows, None if states is None else states.transpose(2, 3)
+        out, last = scan(kernel, x, dt, self._a, b, c, documents=documents, states=before, final=final, **self._options)
+        return out, None if last is None else last.transpose(2, 3)
 
     def run(self, first: int, end: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
         x, dt, b, c = (each[:, first:end] for each in self.inputs)
         given = {"initial_states": None if state is None else state.transpose(2, 3), "return_final_states": True}
-        out, last = self._function(x, dt, self._a, b, c, chunk_size=self._chunk_size, **given, **self._options)
+        out, last = self._function(x, dt, self._a, b, c, **given, **self._options)
         return out, last.transpose(2, 3)
 
     def affine(self, first: int, end: int, before: Affine | None) -> tuple[Tensor, Tensor, Affine]:

@@ -1,8 +1,13 @@
-"""A recurrence over the documents of a pack, and over pieces of samples whose states other ranks have."""
+"""A recurrence over the documents of a pack, and over pieces of samples whose states other ranks have.
+
+Documents are cut where others go on from them; parts whose states are known run in one call, where a package has one
+for several documents. Over ranks a piece that is between those of other ranks runs as an affine function of its state.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,83 +19,108 @@ from .documents import Document
 from .exchange import Others
 from .rules import Affine, Rule, add_reads
 
+_Place = tuple[Piece, int]  # a piece, and a token up to which it was computed
+
+
+class _Part(NamedTuple):
+    """Rows of a document, from a state to the next that others go on from."""
+
+    document: Document
+    first: int
+    end: int
+    before: _Place | None
+    after: _Place | None
+
 
 def run_documents(rule: Rule, documents: Sequence[Document], side: LayerSplit | None, spans: Sequence[Span]) -> Tensor:
     """What comes out of all rows of a pack, [1, T, heads, width]. `spans`: the pieces of a plan over ranks."""
-    return _Run(rule, documents).over_ranks(side, spans) if side is not None and spans else _Run(rule, documents).here()
+    run = _Run(rule, documents)
+    if side is None or not spans:
+        run.advance(documents)
+    else:
+        run.over_ranks(side, spans)
+    return run.joined()
 
 
 class _Run:
     def __init__(self, rule: Rule, documents: Sequence[Document]) -> None:
         self._rule, self._documents = rule, documents
-        self._out: dict[int, Tensor] = {}  # by the document's first row
-        self._states: dict[tuple[Piece, int], Tensor] = {}  # after a token of a piece
-        # What goes on from another piece of the pack comes after it.
-        self._order = sorted(documents, key=lambda each: each.piece.start if each.piece else 0)
+        self._out: dict[int, Tensor] = {}  # by first row
+        self._states: dict[_Place, Tensor] = {}
+        # Of documents that are affine functions: what comes out of them, and what becomes of a state.
+        self._affine: dict[int, tuple[Tensor, Tensor]] = {}
+        self._steps: dict[_Place, Affine] = {}
+        self._others: Others | None = None
 
-    def here(self) -> Tensor:
-        for each in self._order:
-            self._run(each, self._base(each))
-        return self._joined()
-
-    def _base(self, document: Document) -> Tensor | None:
-        return None if document.base is None else self._states[document.base]
-
-    def _joined(self) -> Tensor:
-        parts = [self._out[each.first] for each in self._documents if each.end > each.first]
+    def joined(self) -> Tensor:
+        parts = [self._out[first] for first in sorted(self._out)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def _bounds(self, document: Document) -> list[tuple[int, int, int | None]]:
-        """Its rows, cut where others go on, and the tokens there."""
-        found, first = [], document.first
+    def advance(self, documents: Iterable[Document]) -> None:
+        """Runs them, in an order in which each finds its state."""
+        parts = [part for each in documents for part in self._parts(each)]
+        while parts:
+            ready = [part for part in parts if part.before is None or part.before in self._states]
+            states, bounds = [self._before(part) for part in ready], [(part.first, part.end) for part in ready]
+            parts = [part for part in parts if part not in ready]
+            found = self._rule.run_all(bounds, states, final=any(part.after for part in ready))
+            for part, (out, state) in zip(ready, found, strict=True):
+                self._out[part.first] = out
+                if part.after is not None and state is not None:
+                    self._states[part.after] = state
+
+    def _parts(self, document: Document) -> list[_Part]:
+        found, first, before = [], document.first, document.base
         for token in document.ends:
-            found.append((first, document.row(token), token))
-            first = document.row(token)
-        return found if first == document.end else [*found, (first, document.end, None)]
+            assert document.piece is not None, "others go on from it"
+            after = (document.piece, token)
+            found.append(_Part(document, first, document.row(token), before, after))
+            first, before = document.row(token), after
+        return (
+            found if first == document.end and found else [*found, _Part(document, first, document.end, before, None)]
+        )
 
-    def _run(self, document: Document, state: Tensor | None) -> None:
-        outs = []
-        for first, end, token in self._bounds(document):
-            out, state = self._rule.run(first, end, state)
-            outs.append(out)
-            if token is not None and document.piece is not None:
-                self._states[document.piece, token] = state
-        self._out[document.first] = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+    def _before(self, part: _Part) -> Tensor | None:
+        state = None if part.before is None else self._states[part.before]
+        return self._start(part.document, state) if part.first == part.document.first else state
 
-    def over_ranks(self, side: LayerSplit, spans: Sequence[Span]) -> Tensor:
-        self._steps: dict[tuple[Piece, int], Affine] = {}  # of pieces whose state others have, up to a token
-        local: dict[int, tuple[Tensor, Tensor]] = {}
-        waits: set[Piece] = set()
-        for each in self._order:
-            if each.follows_others or (each.base is not None and each.base[0] in waits):
-                assert each.piece is not None, "it reads"
-                waits.add(each.piece)
-                if each.shown:
-                    local[each.first] = self._affine(each)
-            else:
-                self._run(each, self._base(each))
-        others, rule = self._exchange(side, spans), self._rule
-        for each in self._order:
-            if each.piece not in waits:
+    def _start(self, document: Document, state: Tensor | None) -> Tensor | None:
+        """The state before a document. `state`: after the last piece of the pack before it."""
+        for rows in [] if self._others is None or document.piece is None else self._others.of(document.piece):
+            step = self._rule.of_rows(rows)
+            state = step.b if state is None else self._rule.after(state, step)
+        return state
+
+    def over_ranks(self, side: LayerSplit, spans: Sequence[Span]) -> None:
+        """Runs what needs no other rank; publishes states, or what becomes of them; then runs the others."""
+        # What goes on from another piece of the pack begins later.
+        ordered = sorted(self._documents, key=lambda each: 0 if each.piece is None else each.piece.start)
+        waiting: dict[Piece | None, Document] = {}
+        for each in ordered:
+            if each.follows_others or (each.base is not None and each.base[0] in waiting):
+                waiting[each.piece] = each
+        self.advance(each for each in ordered if each.piece is None or each.piece not in waiting)
+        for each in waiting.values():
+            if each.shown:
+                self._affine[each.first] = self._as_affine(each)
+        self._others = self._exchange(side, spans)
+        for each in waiting.values():
+            if each.first not in self._affine:
+                self.advance([each])
                 continue
-            state = self._base(each)
-            for step in map(rule.of_rows, others.of(each.piece)):
-                state = step.b if state is None else rule.after(state, step)
-            if each.first not in local:
-                self._run(each, state)
-                continue
-            self._out[each.first] = add_reads(*local[each.first], state)
-            for token in each.ends:
-                self._states[each.piece, token] = rule.after(state, self._steps[each.piece, token])
-        return self._joined()
+            state = self._start(each, None if each.base is None else self._states[each.base])
+            assert state is not None, "it follows others"
+            self._out[each.first] = add_reads(*self._affine[each.first], state)
+            for place in ((each.piece, token) for token in each.ends if each.piece is not None):
+                self._states[place] = self._rule.after(state, self._steps[place])
 
-    def _affine(self, document: Document) -> tuple[Tensor, Tensor]:
+    def _as_affine(self, document: Document) -> tuple[Tensor, Tensor]:
         found, step = [], None
-        for first, end, token in self._bounds(document):
-            *out, step = self._rule.affine(first, end, step)
+        for part in self._parts(document):
+            *out, step = self._rule.affine(part.first, part.end, step)
             found.append(out)
-            if token is not None and document.piece is not None:
-                self._steps[document.piece, token] = step
+            if part.after is not None:
+                self._steps[part.after] = step
         local, reads = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
         return local, reads
 
@@ -101,13 +131,13 @@ class _Run:
         rows = [[inputs[0].new_empty(1, shape.heads, 0, width, dtype=dtype) for width in shape.widths]]
         own, at = [], 0
         for span in spans:
-            piece, shown = span.piece, documents[span.piece].shown
-            own.append(Span(piece, at, at := at + len(shown)))
-            for token in shown:
-                step = self._steps.get((piece, token)) or self._rule.known(self._states[piece, token])
+            shown = documents[span.piece].shown
+            own.append(Span(span.piece, at, at := at + len(shown)))
+            for place in ((span.piece, token) for token in shown):
+                step = self._steps.get(place) or self._rule.known(self._states[place])
                 rows.append([each.flatten(2).unsqueeze(2) for each in step])
         both = [torch.cat(kind, dim=2) for kind in zip(*rows, strict=True)]
-        done = [each.first for each in self._documents if each.first in self._out]
+        done = [*self._out]
         given = next((each for each in inputs if each.requires_grad), inputs[0])[:, :1]
         _, _, anchor, *outs = side.publish(both, own, None, given, *(self._out[first] for first in done))
         self._out.update(zip(done, outs, strict=True))
