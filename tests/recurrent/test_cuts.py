@@ -75,7 +75,7 @@ CUTS: dict[str, Dealt] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """`name`: in HYBRIDS; `cut`: in CUTS; `change`: as in TRANSFORMS; `in_flight`: layers that have buffers at a time."""
+    """`cut`: in CUTS; `change`: as in TRANSFORMS; `in_flight`: layers that have buffers at a time."""
 
     name: str
     cut: str
