@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,13 +15,13 @@ from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.packs.loss import model_inputs
 from odc_triton.plan.entries import Entry, Piece
 from tests.support import slow
-from tests.support.gradients import gradients_of
+from tests.support.gradients import assert_same_gradients, gradients_of
 from tests.support.hybrids import FAST, HYBRIDS, hybrid, one_by_one, rules_in, tokens
 from tests.support.parity import TRANSFORMS
 from tests.support.vision import FAMILIES
 
-FP32, FP64, IGNORED = torch.float32, torch.float64, -100
-P = Piece
+Samples = list[dict[str, Any]]
+FP32, FP64, IGNORED, P = torch.float32, torch.float64, -100, Piece
 # Shorter than the convolution's kernel, longer than a chunk of the rule, of one token.
 LENGTHS = (2, 67, 1, 9)
 
@@ -32,12 +31,8 @@ def rows(fast: Iterable[str] = ()) -> list[Any]:
     return [name if name in fast else slow(name) for name in HYBRIDS]
 
 
-def documents() -> list[dict[str, Any]]:
+def documents() -> Samples:
     return [{"input_ids": ids, "labels": ids} for ids in map(tokens, LENGTHS, range(len(LENGTHS)))]
-
-
-def images() -> list[dict[str, Any]]:
-    return FAMILIES["qwen3_vl"].samples([(12, 1), (4, 0), (67, 2), (9, 1)])
 
 
 def by_positions(pack: dict[str, Any]) -> dict[str, Any]:
@@ -61,19 +56,14 @@ def check(
         model.zero_grad()
         loss = summed_loss(model.train(change != "eval"), given)
         loss.backward()
-        with torch.no_grad():
-            logits = model(**model_inputs(given, model)).logits[0].split(pack["cu_seq_lens_q"].diff().tolist())
+        logits = model(**model_inputs(given, model)).logits[0].split(pack["cu_seq_lens_q"].diff().tolist())
     assert loss.item() == pytest.approx(want.loss, rel=tolerance)
     for at, own in enumerate(logits):
         entry = entries[at] if entries else at
         number, start = (entry.sample, entry.start) if isinstance(entry, Piece) else (entry, 0)
         alone = want.logits[number][start : start + len(own)]
         assert (own - alone).abs().max() <= tolerance * alone.abs().max(), f"logits of {entry}"
-    found = gradients_of(model)
-    assert found.keys() == want.gradients.keys()
-    floor = 1e-3 * tolerance * max(float(gradient.abs().max()) for gradient in want.gradients.values())
-    for key, gradient in want.gradients.items():  # what is zero but for rounding has no digits
-        assert (found[key] - gradient).abs().max() <= tolerance * gradient.abs().max() + floor, key
+    assert_same_gradients(gradients_of(model), want.gradients, tolerance, floor=1e-3 * tolerance)
 
 
 @pytest.mark.parametrize("name", rows(FAST))
@@ -90,26 +80,19 @@ def test_as_documents_alone_otherwise(name: str, change: str) -> None:
 
 @pytest.mark.slow
 def test_with_images() -> None:
-    check("qwen3_5, images", images())
+    check("qwen3_5, images", FAMILIES["qwen3_vl"].samples([(12, 1), (4, 0), (67, 2), (9, 1)]))
 
 
 # ------------------------------------------------------------------ leaks
 
 
-def changed(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first document has other tokens."""
-    ids = [each - 1 for each in samples[0]["input_ids"]]
-    return [{"input_ids": ids, "labels": ids}, *samples[1:]]
-
-
 @torch.no_grad()
 def leak(model: nn.Module, *, bounds: bool = True) -> float:
     """How far the other documents' logits move with the first document's tokens, by the largest logit."""
-    both = []
-    for samples in (documents(), changed(documents())):
-        (pack,) = pack_collate([samples])
-        inputs = model_inputs(pack if bounds else by_positions(pack))
-        both.append(model(**inputs).logits[0])
+    both, (first, *others) = [], documents()
+    for ids in (first["input_ids"], [each - 1 for each in first["input_ids"]]):
+        (pack,) = pack_collate([[{"input_ids": ids}, *others]])
+        both.append(model(**model_inputs(pack if bounds else by_positions(pack))).logits[0])
     assert not torch.equal(both[0][: LENGTHS[0]], both[1][: LENGTHS[0]])
     one, other = (logits[LENGTHS[0] :].double() for logits in both)
     return float((one - other).abs().max() / one.abs().max())
@@ -147,7 +130,7 @@ class _Singles(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", rows())
 def test_these_tests_can_fail(name: str) -> None:
-    """Plain transformers' packs by positions leak; so do recurrent layers alone. What is compared with is in fp64."""
+    """Plain transformers' packs by positions leak. What packs are compared with is in fp64 throughout."""
     model = hybrid(name)
     with rules_in(FP64), _Singles() as singles:
         assert leak(model, bounds=False) > 1e-2
@@ -196,17 +179,10 @@ def test_branches_otherwise(name: str, change: str) -> None:
 @pytest.mark.parametrize("name", rows())
 def test_branches_beside_others(name: str) -> None:
     """Two trees and whole samples in a pack, in turns."""
-    one, two, alone = ENTRIES, numbered(ENTRIES[:4], len(ENTRIES)), range(len(ENTRIES) + 4, len(ENTRIES) + 8)
-    entries = [alone[0], two[0], alone[1], *one, *two[1:], *alone[2:]]
-    check(name, tree() + tree()[:4] + documents(), entries)
-
-
-def numbered(pieces: Sequence[Piece], first: int) -> list[Piece]:
-    """The same of samples from `first` on."""
-    return [
-        replace(each, sample=first + each.sample, parent=None if each.parent is None else first + each.parent)
-        for each in pieces
-    ]
+    at = len(ENTRIES)
+    other, branch, *alone = P(at, 0, ROOT), P(at + 1, 8, 15, at), *range(at + 2, at + 2 + len(LENGTHS))
+    entries = [alone[0], other, alone[1], *ENTRIES, branch, *alone[2:]]
+    check(name, tree() + tree()[:2] + documents(), entries)
 
 
 # ------------------------------------------------------------------ generation
