@@ -93,8 +93,8 @@ def samples(cut: str) -> list[dict[str, Any]]:
 def build(row: Row) -> nn.Module:
     model = hybrid(row.name, dtype=row.dtype)
     *adapted, change = row.change.split("+")
-    # Of attention, recurrent layers and MLPs.
-    targets = ("q_proj", "v_proj", "in_proj", "in_proj_qkv", "out_proj", "up_proj")
+    # Of attention, recurrent layers and MLPs. PEFT refuses Mamba's out_proj.
+    targets = ("q_proj", "v_proj", "in_proj", "in_proj_qkv", "up_proj")
     return TRANSFORMS[change](with_lora(model, targets).to(row.dtype) if adapted else model)
 
 

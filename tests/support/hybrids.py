@@ -119,7 +119,7 @@ def _randomise(name: str, parameter: Tensor) -> None:
     elif parameter.ndim == 1:
         parameter.add_(0.2 * torch.randn_like(parameter))
     else:
-        parameter.normal_(std=0.5 if "conv" in name or parameter.shape[-1] <= 4 else 0.2)
+        parameter.normal_(std=parameter.shape[-1] ** -0.5)
 
 
 @contextlib.contextmanager
