@@ -30,6 +30,7 @@ _SHARED_EXPERT = _EXPERTS | _HEAD | {"shared_expert_intermediate_size": 24}
 _LATENT = {"kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "num_key_value_heads": 4}
 _KDA = _LAYERS | _LATENT | {"mlp_layer_types": ["dense", "sparse", "sparse"], "num_local_experts": 4}
 _KDA |= {"num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 16}
+_BAILING = {"head_dim": 8, "n_group": 2, "topk_group": 1, "kda_lower_bound": -0.2}
 _MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_d_head": 8, "mamba_chunk_size": 16}
 _NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16} | _HEAD
 _NEMOTRON |= {"layers_block_type": ["mamba", "mlp", "attention", "mamba"]}
@@ -37,7 +38,7 @@ _NEMOTRON_MOE = {"layers_block_type": ["mamba", "moe", "attention", "mamba"], "n
 _NEMOTRON_MOE |= {"moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16}
 _GRANITE = {"layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3, "num_local_experts": 4}
 _GRANITE |= {"num_experts_per_tok": 2, "shared_intermediate_size": 24}
-_ZAMBA = {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4, "n_mamba_heads": 8}
+_ZAMBA = {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3, "n_mamba_heads": 8}
 _ZAMBA |= {"mamba_ngroups": 2, "mamba_d_state": 8, "chunk_size": 16, "adapter_rank": 4, "num_key_value_heads": 4}
 _CONV = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "conv_bias": True}
 _ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "mrope_interleaved": True, "rope_theta": 1e4}
@@ -67,7 +68,7 @@ HYBRIDS = {
     "qwen3_5_moe": Hybrid("Qwen3_5Moe", GDN, _DELTA | _SHARED_EXPERT, mixture=True),
     "olmo_hybrid": Hybrid("OlmoHybrid", GDN, _DELTA),
     "kimi_linear": Hybrid("KimiLinear", KDA, _KDA | {"linear_head_dim": 8, "linear_num_heads": 4}, mixture=True),
-    "bailing_hybrid": Hybrid("BailingHybrid", KDA, _KDA | {"head_dim": 8, "n_group": 2, "topk_group": 1}, mixture=True),
+    "bailing_hybrid": Hybrid("BailingHybrid", KDA, _KDA | _BAILING, mixture=True),
     "nemotron_h": Hybrid("NemotronH", MAMBA2, _NEMOTRON),
     "nemotron_h, experts": Hybrid("NemotronH", MAMBA2, _NEMOTRON | _NEMOTRON_MOE, mixture=True),
     "granitemoehybrid": Hybrid("GraniteMoeHybrid", MAMBA2, _MAMBA | _GRANITE, mixture=True),
@@ -118,22 +119,20 @@ def _randomise(name: str, parameter: Tensor) -> None:
     elif parameter.ndim == 1:
         parameter.add_(0.2 * torch.randn_like(parameter))
     else:
-        parameter.normal_(std=0.5 if "conv" in name or parameter.shape[-1] <= 4 else 0.25)
+        parameter.normal_(std=parameter.shape[-1] ** -0.5)
 
 
 @contextlib.contextmanager
 def rules_in(dtype: torch.dtype) -> Iterator[None]:
     """Rules, routers and norms, of transformers' models and ours, that compute in fp32 compute in `dtype`, forwards and
-    backwards: there torch.float32 and `.float()` mean `dtype`. Enter it before `enable_packing`, which may copy a
-    module's names.
+    backwards: there torch.float32 and `.float()` mean `dtype`. Enter it after `hybrid`, which imports the model's
+    module, and before `enable_packing`, which may copy that module's names.
     """
     own, stand_in = Tensor.float, ModuleType("torch")
     vars(stand_in).update(vars(torch), float32=dtype, float=dtype)
     places = ("transformers.models.", "odc_triton.recurrent", "odc_triton.packs", "odc_triton.sequence")
     changed = [
-        module
-        for name, module in [*sys.modules.items()]
-        if name.startswith(places) and vars(module).get("torch") is torch
+        each for name, each in [*sys.modules.items()] if name.startswith(places) and vars(each).get("torch") is torch
     ]
     for module in changed:
         module.torch = stand_in
