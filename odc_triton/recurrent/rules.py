@@ -58,9 +58,8 @@ class Rule(ABC):
             rows = [torch.cat([each[:, low:high] for low, high in bounds], dim=1) for each in self.inputs]
         documents = Documents.of([high - low for low, high in bounds], self.inputs[0].device)
         out, last = self._by_kernel(self._kernel, rows, documents, given, final=final)
-        return zip(
-            out.split(documents.lengths(), 1), [None] * len(bounds) if last is None else last.split(1), strict=True
-        )
+        states = [None] * len(bounds) if last is None else last.split(1)
+        return zip(out.split(documents.lengths(), 1), states, strict=True)
 
     @abstractmethod
     def _by_kernel(

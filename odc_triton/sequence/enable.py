@@ -212,7 +212,4 @@ def _layers(model: nn.Module) -> list[tuple[nn.Module, LayerShape]]:
             f"no layer of {plain_class(model).__name__} attends by odc_triton's packed attention: call "
             f"odc_triton.hf.enable_packing(model) before fully_shard"
         )
-    attending = [module.layer_idx for module, shape in recorder.seen if not shape.rows_per_cut]
-    if len(set(attending)) < len(attending):
-        raise NotImplementedError(f"two layers of {plain_class(model).__name__} have the same layer_idx")
     return recorder.seen
