@@ -164,8 +164,8 @@ class SleepingLayer(nn.Module):
         # One key of one number for each token: what ranks wait for is real, what they move is small.
         y = self._sleep(self.linear(x), OUTSIDE_ATTENTION / 2)
         keys = (y[:, :1] * torch.zeros(1, self.spans[-1].end)).view(1, 1, -1, 1)
-        keys, values = self.side.publish(keys, keys, self.spans, None)
-        runs = self.side.exchange.runs(self.spans, None)
+        keys, values = self.side.publish((keys, keys), self.spans)
+        runs = self.side.runs(self.spans)
         before = RowsOfOthers(self.side, self.spans, runs, None, (keys.dtype, values.dtype)) if runs else None
         y = self._sleep(y + _Sums.apply(keys, values, before), 1 - OUTSIDE_ATTENTION)
         return self._sleep(y, OUTSIDE_ATTENTION / 2)
@@ -196,7 +196,7 @@ class SleepingModel(nn.Module):
     def enable_split(self, tokens: int) -> SequenceExchange:
         """What `enable_split` does for a transformers model. Collective."""
         engine = engine_of(self)
-        shapes = [LayerShape(heads=1, key_width=1, value_width=1, dtype="float32")] * len(self.layers)
+        shapes = [LayerShape(heads=1, widths=(1, 1), dtype="float32")] * len(self.layers)
         token = engine.exchange("enable_split", {"token": uuid.uuid4().hex})[0]["token"]
         token = f"{token}-{engine.grid.replica}"
         buffers = KVBuffers(engine.heap, shapes, tokens=tokens, token=token, timeout_s=engine.barrier.timeout_s)

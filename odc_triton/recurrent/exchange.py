@@ -29,7 +29,7 @@ class Others:
         self._found: tuple[Tensor, ...] = ()
         if self._runs:
             before = RowsOfOthers(side, spans, self._runs, None, dtypes)
-            self._found = _Read.apply(before, self._kinds, anchor)
+            self._found = _ReadOthers.apply(before, self._kinds, anchor)
 
     def of(self, piece: Piece) -> list[tuple[Tensor, ...]]:
         """For each read of `piece` its rows, [1, heads, rows, width], of each kind."""
@@ -42,7 +42,7 @@ class Others:
         return tuple(each[:, :, read.low - run.low : read.high - run.low] for each in found)
 
 
-class _Read(torch.autograd.Function):
+class _ReadOthers(torch.autograd.Function):
     """Copies of what others have published; its backward adds the gradients to theirs."""
 
     @staticmethod

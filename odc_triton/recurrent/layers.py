@@ -36,7 +36,7 @@ NEEDED = "5.23"  # of transformers, whose modules pass on what they are told of 
 
 
 @dataclass(frozen=True)
-class _Pack:
+class _RecurrentPack:
     """What our functions get besides transformers' arguments. `side`: of a plan over ranks, which has `spans`."""
 
     module: nn.Module
@@ -45,7 +45,7 @@ class _Pack:
     spans: list[Span]
 
     @classmethod
-    def of(cls, module: nn.Module, bounds: list[int], pieces: Sequence[Piece | None] | None) -> _Pack:
+    def of(cls, module: nn.Module, bounds: list[int], pieces: Sequence[Piece | None] | None) -> _RecurrentPack:
         if pieces is not None and len(bounds) - 1 != len(pieces):
             raise ValueError(f"the pack has {len(bounds) - 1} documents and pieces for {len(pieces)}")
         split = getattr(module, "_odc_split", None)
@@ -153,7 +153,9 @@ def _of_pack(
     bounds = [0, rows * length] if ends is None else bounds_on_host(ends, rows * length)
     # Nothing goes on from a pack's documents later.
     given = given | {name: None for name in ("cache_params", "past_key_values", "attention_mask") if name in given}
-    out = inner(module, hidden_states.reshape(1, rows * length, -1), **given, odc_pack=_Pack.of(module, bounds, pieces))
+    out = inner(
+        module, hidden_states.reshape(1, rows * length, -1), **given, odc_pack=_RecurrentPack.of(module, bounds, pieces)
+    )
     return out.reshape(rows, length, -1)
 
 
@@ -164,7 +166,7 @@ def _convolution(
     bias: Tensor | None = None,
     activation: str | None = None,
     *,
-    odc_pack: _Pack | None = None,
+    odc_pack: _RecurrentPack | None = None,
     **_: Any,
 ) -> Tensor:
     terms = {"weight": weight, "bias": bias, "activation": activation}
@@ -183,7 +185,7 @@ def _convolution(
 
 
 def _delta(
-    function: Function, *inputs: Tensor, g: Tensor, beta: Tensor, odc_pack: _Pack | None = None, **given: Any
+    function: Function, *inputs: Tensor, g: Tensor, beta: Tensor, odc_pack: _RecurrentPack | None = None, **given: Any
 ) -> tuple[Tensor, Tensor | None]:
     if odc_pack is None:
         return function.on(inputs[0].device)(*inputs, g=g, beta=beta, **given)
@@ -200,7 +202,7 @@ def _scan(
     c: Tensor,
     *,
     chunk_size: int,
-    odc_pack: _Pack | None = None,
+    odc_pack: _RecurrentPack | None = None,
     **given: Any,
 ) -> Any:
     if odc_pack is None:
@@ -213,7 +215,7 @@ def _fused(*_: Any, **__: Any) -> None:
     """None: the module then calls the other functions."""
 
 
-def _recurrence(rule: Rule, pack: _Pack) -> Tensor:
+def _recurrence(rule: Rule, pack: _RecurrentPack) -> Tensor:
     split = pack.split
     if split is not None:
         split.on_states(pack.module, lambda: rule.affine(0, 1, None)[2])

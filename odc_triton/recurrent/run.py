@@ -22,7 +22,7 @@ from .rules import Affine, Rule, add_reads
 _Place = tuple[Piece, int]  # a piece, and a token up to which it was computed
 
 
-class _Part(NamedTuple):
+class _Stretch(NamedTuple):
     """Rows of a document, from a state to the next that others go on from."""
 
     document: Document
@@ -34,7 +34,7 @@ class _Part(NamedTuple):
 
 def run_documents(rule: Rule, documents: Sequence[Document], side: LayerSplit | None, spans: Sequence[Span]) -> Tensor:
     """What comes out of all rows of a pack, [1, T, heads, width]. `spans`: the pieces of a plan over ranks."""
-    run = _Run(rule, documents)
+    run = _PackRun(rule, documents)
     if side is None or not spans:
         run.advance(documents)
     else:
@@ -42,7 +42,7 @@ def run_documents(rule: Rule, documents: Sequence[Document], side: LayerSplit | 
     return run.joined()
 
 
-class _Run:
+class _PackRun:
     def __init__(self, rule: Rule, documents: Sequence[Document]) -> None:
         self._rule, self._documents = rule, documents
         self._out: dict[int, Tensor] = {}  # by first row
@@ -58,7 +58,7 @@ class _Run:
 
     def advance(self, documents: Iterable[Document]) -> None:
         """Runs them, in an order in which each finds its state."""
-        parts = [part for each in documents for part in self._parts(each)]
+        parts = [part for each in documents for part in self._stretches(each)]
         while parts:
             ready = [part for part in parts if part.before is None or part.before in self._states]
             states, bounds = [self._before(part) for part in ready], [(part.first, part.end) for part in ready]
@@ -69,18 +69,18 @@ class _Run:
                 if part.after is not None and state is not None:
                     self._states[part.after] = state
 
-    def _parts(self, document: Document) -> list[_Part]:
+    def _stretches(self, document: Document) -> list[_Stretch]:
         found, first, before = [], document.first, document.base
         for token in document.ends:
             assert document.piece is not None, "others go on from it"
             after = (document.piece, token)
-            found.append(_Part(document, first, document.row(token), before, after))
+            found.append(_Stretch(document, first, document.row(token), before, after))
             first, before = document.row(token), after
-        return (
-            found if first == document.end and found else [*found, _Part(document, first, document.end, before, None)]
-        )
+        if not found or first < document.end:
+            found.append(_Stretch(document, first, document.end, before, None))
+        return found
 
-    def _before(self, part: _Part) -> Tensor | None:
+    def _before(self, part: _Stretch) -> Tensor | None:
         state = None if part.before is None else self._states[part.before]
         return self._start(part.document, state) if part.first == part.document.first else state
 
@@ -116,7 +116,7 @@ class _Run:
 
     def _as_affine(self, document: Document) -> tuple[Tensor, Tensor]:
         found, step = [], None
-        for part in self._parts(document):
+        for part in self._stretches(document):
             *out, step = self._rule.affine(part.first, part.end, step)
             found.append(out)
             if part.after is not None:

@@ -82,7 +82,14 @@ def slots_of(layers: Sequence[LayerShape], in_flight: int) -> list[int]:
 
 
 def buffer_regions(
-    layers: Sequence[LayerShape], *, tokens: int, cuts: int, world: int, in_flight: int, gradients: bool, apart: bool
+    layers: Sequence[LayerShape],
+    *,
+    tokens: int,
+    world: int,
+    in_flight: int,
+    gradients: bool,
+    apart: bool,
+    cuts: int = 0,
 ) -> tuple[list[Any], int]:
     """The regions, one for each flag, then of each buffer those of its rows, with `gradients` also of their gradients,
     and the bytes of the heap (`apart`: of one rank).

@@ -16,7 +16,6 @@ REFUSED = {
     "Bloom": (lambda: causal_lm("Bloom"), "BloomForCausalLM can't be trained on packs"),
     "bert": (lambda: build_case("bert"), "BertForSequenceClassification can't be trained on packs"),
     "Mamba": (lambda: causal_lm("Mamba"), "MambaForCausalLM can't be trained on packs"),
-    "Lfm2": (lambda: causal_lm("Lfm2"), "only 1 of its 2 layers called"),  # convolutions beside attention
     # Its attention is not told of its chunked masks, nor of positions.
     "Llama4": (lambda: causal_lm("Llama4"), "neither position_ids nor cu_seq_lens_q"),
     "linear": (lambda: torch.nn.Linear(2, 2), "Linear is not a transformers model"),

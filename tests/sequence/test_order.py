@@ -12,7 +12,7 @@ from odc_triton.engine.transport import DeviceStreams, Streams
 from odc_triton.plan.entries import Piece
 from odc_triton.plan.pieces import SplitPlan
 from odc_triton.sequence.attention import AttentionOfJoined, AttentionOfTree, SeenRows, parts_of
-from odc_triton.sequence.buffers import Flag
+from odc_triton.sequence.buffers import Flag, LayerShape
 from odc_triton.sequence.exchange import SequenceExchange, Span
 from odc_triton.sequence.layer import LayerSplit, RowsOfOthers
 from odc_triton.sequence.sync import Wait
@@ -41,6 +41,7 @@ class Peers:
             slots=[0, 0],
             stays=[False, True],
             tokens=TOKENS,
+            shapes=[LayerShape(heads=1, widths=(1, 1), dtype="float32")] * 2,
             heap=SimpleNamespace(apart=apart),
             rows=lambda _layer, kind, piece, start, stop: self.rows["PUBLISHED"][kind, start:stop],
             gradient_rows=lambda _layer, kind, _piece, start, stop: self.rows["ADDED"][kind, start:stop],
@@ -107,7 +108,7 @@ def test_a_buffer_is_written_after_others_have_read_the_layer_before(apart: bool
     exchange.collect(1, [SPAN], None, _two(4.0))
     exchange.publish(0, [SPAN], None, _two(2.0), again=True)
     assert peers.done == ["wait ADDED", "signal PUBLISHED"]
-    exchange._planned = lambda _: replace(PLAN.pieces[2], wave=1)
+    exchange._planned = lambda *_: replace(PLAN.pieces[2], wave=1)
     exchange.publish(0, [SPAN], None, _two(2.0))
     assert peers.done[2:] == ["signal PUBLISHED"]
 
@@ -115,7 +116,7 @@ def test_a_buffer_is_written_after_others_have_read_the_layer_before(apart: bool
 @pytest.mark.parametrize("apart", [False, True])
 def test_keys_and_values_are_read_after_their_flags_have_come(apart: bool) -> None:
     exchange, peers = _exchange(apart=apart)
-    runs = exchange.runs([SPAN], None)
+    runs = exchange.runs(0, [SPAN], None)
     assert runs == [(PLAN.pieces[0], 0, 10), (PLAN.pieces[1], 10, 20)]
     for run in runs:
         found = exchange.read(0, [SPAN], run, [torch.float64] * 2)
@@ -150,8 +151,8 @@ def _attend(kind: type, exchange: SequenceExchange, layer: int) -> torch.Tensor:
     """To six runs of others, where all queries, keys and values are ones."""
     exchange.run_tokens = 4
     side, ones = LayerSplit(exchange, layer), torch.ones(1, 1, 10, 1, requires_grad=True)
-    keys, values = side.publish(ones, ones, [SPAN], None)
-    runs = exchange.runs([SPAN], None)
+    keys, values = side.publish((ones, ones), [SPAN])
+    runs = exchange.runs(0, [SPAN], None)
     before = RowsOfOthers(side, [SPAN], runs, None, (torch.float32,) * 2)
     if kind is AttentionOfTree:
         parts = parts_of([0, 10], [[SeenRows(at, 0, each.high - each.low) for at, each in enumerate(runs, 1)]])
@@ -176,7 +177,7 @@ def test_a_flag_follows_the_additions_and_these_follow_earlier_ranks_if_in_order
 
 
 def _add(exchange: SequenceExchange) -> None:
-    additions = exchange.begin_adding(1, [SPAN], runs := exchange.runs([SPAN], None), None)
+    additions = exchange.begin_adding(1, [SPAN], runs := exchange.runs(0, [SPAN], None), None)
     for run in runs:
         additions.add(run, _two(3.0))
     additions.end()
@@ -193,7 +194,9 @@ def test_additions_are_made_before_a_wait_for_others(wait: str) -> None:
     if wait == "READ":
         exchange.publish(1, [SPAN], None, _two(2.0))
     elif wait == "PUBLISHED":
-        before = RowsOfOthers(LayerSplit(exchange, 0), [SPAN], exchange.runs([SPAN], None), None, (torch.float32,) * 2)
+        before = RowsOfOthers(
+            LayerSplit(exchange, 0), [SPAN], exchange.runs(0, [SPAN], None), None, (torch.float32,) * 2
+        )
         next(before.each())
     else:
         exchange.collect(1, [SPAN], None, _two(4.0))

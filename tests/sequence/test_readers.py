@@ -17,11 +17,12 @@ def test_readers_and_sources_agree(tokens: list[int], window: int | None) -> Non
     pieces = [Piece(0, sum(tokens[:at]), sum(tokens[: at + 1])) for at in range(len(tokens))]
     exchange = object.__new__(SequenceExchange)  # of its parts they need the plan only
     exchange.plan, exchange.rank = SplitPlan.of([[[piece]] for piece in pieces]), None
+    exchange._plans = [exchange.plan]
     attends = {
         (reader, source)
         for reader in pieces
         for source in pieces
         if source.start < reader.start and (window is None or source.stop - 1 > reader.start - window)
     }
-    assert {(each, read.holder.piece) for each in pieces for read in exchange.reads(each, window)} == attends
-    assert {(reader.piece, each) for each in pieces for reader in exchange.readers(each, window)} == attends
+    assert {(each, read.holder.piece) for each in pieces for read in exchange.reads(0, each, window)} == attends
+    assert {(reader.piece, each) for each in pieces for reader in exchange.readers(0, each, window)} == attends

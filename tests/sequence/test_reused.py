@@ -101,7 +101,7 @@ def test_a_frozen_model_has_two_buffers_and_none_of_gradients() -> None:
 
 
 def test_layers_of_one_shape_take_turns() -> None:
-    wide, narrow = (LayerShape(heads=2, key_width=width, value_width=8, dtype="float32") for width in (8, 4))
+    wide, narrow = (LayerShape(heads=2, widths=(width, 8), dtype="float32") for width in (8, 4))
     layers = [wide, narrow, wide, wide, narrow, wide]
     assert slots_of(layers, 1) == [0, 1, 0, 0, 1, 0]
     assert slots_of(layers, 2) == [0, 1, 2, 0, 3, 2]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from odc_triton.engine.transport import Streams
 from odc_triton.plan.entries import Entry, Piece
 from odc_triton.plan.pieces import PlannedPiece, SplitPlan
-from odc_triton.sequence.buffers import Flag
+from odc_triton.sequence.buffers import Flag, LayerShape
 from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.sequence.layer import LayerSplit, RowsOfOthers
 from odc_triton.sequence.sync import OwnFlag, Wait
@@ -134,6 +134,7 @@ class Recorded:
         self.buffers, self.rank, self.world = self, rank, world
         self.layers, self.tokens, self.heap = layers, 99, SimpleNamespace(apart=False)
         self.slots = [layer % in_flight for layer in range(layers)]
+        self.shapes = [LayerShape(heads=1, widths=(1, 1), dtype="float32")] * layers
         self.stays = [layer + in_flight >= layers for layer in range(layers)]
         self.done: list[Wait | tuple[OwnFlag, list[int]]] = []
 
@@ -186,8 +187,8 @@ def recorded(
             rows = torch.zeros(1, 1, bounds[-1], 1, requires_grad=True)
 
             def attend(rows: torch.Tensor, layer: int, exchange=exchange, spans=spans) -> torch.Tensor:
-                side, runs = LayerSplit(exchange, layer), exchange.runs(spans, None)
-                keys, values = side.publish(rows, 2 * rows, spans, None)
+                side, runs = LayerSplit(exchange, layer), exchange.runs(layer, spans, None)
+                keys, values = side.publish((rows, 2 * rows), spans)
                 before = RowsOfOthers(side, spans, runs, None, (rows.dtype, rows.dtype)) if runs else None
                 out = _Attends.apply(keys, values, before)
                 return out * out  # what a recomputation is for

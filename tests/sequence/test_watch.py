@@ -14,7 +14,7 @@ from odc_triton.engine.transport import DeviceStreams, Streams
 from odc_triton.plan.entries import Piece
 from odc_triton.plan.pieces import SplitPlan
 from odc_triton.sequence import sync
-from odc_triton.sequence.buffers import Flag
+from odc_triton.sequence.buffers import Flag, LayerShape
 from odc_triton.sequence.exchange import SequenceExchange, Span
 from odc_triton.sequence.sync import KernelSync, Wait, _Look, _Running
 from tests.support.deadlines import LONG_S
@@ -120,6 +120,7 @@ def exchange_of_rank_1(*, layers: int = 1) -> tuple[SequenceExchange, SplitPlan]
     place = buffers()
     place.rank, place.world, place.tokens, place.layers, place.heap.apart = 1, 3, 30, layers, False
     place.slots, place.stays = [0] * layers, [layer == layers - 1 for layer in range(layers)]
+    place.shapes = [LayerShape(heads=1, widths=(1, 1), dtype="float32")] * layers
     place.rows = place.gradient_rows = lambda _layer, _kind, _piece, start, stop: torch.zeros(stop - start, 1, 1)
     sent = {"begin": lambda: None, "signal": lambda *_: None, "wait": lambda _: None, "add": lambda *_: None}
     exchange = SequenceExchange(SimpleNamespace(buffers=place, **sent), Streams(), grid=None, in_order=False)

@@ -376,9 +376,7 @@ def _split_bytes(
     decoder: Decoder, dtype: str, *, tokens: int, world: int, in_flight: int | None, gradients: bool
 ) -> int:
     """Of one rank."""
-    layer = kv_buffers.LayerShape(
-        heads=decoder.kv_heads, key_width=decoder.key_width, value_width=decoder.value_width, dtype=dtype
-    )
+    layer = kv_buffers.LayerShape(heads=decoder.kv_heads, widths=(decoder.key_width, decoder.value_width), dtype=dtype)
     sizes = {"tokens": tokens, "world": world, "in_flight": in_flight or decoder.layers, "gradients": gradients}
     return kv_buffers.buffer_regions([layer] * decoder.layers, **sizes, apart=True)[1]
 
