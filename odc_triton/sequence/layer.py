@@ -50,7 +50,7 @@ class LayerSplit(AttentionHook):
         again = in_backward_pass()
         if not again:
             self.exchange.start(self.layer, spans, trains=any(each.requires_grad for each in (*rows, *passed)))
-        self.exchange.publish(self.layer, spans, window, [by_token(each.detach()) for each in rows], again=again)
+        self.exchange.publish(self.layer, spans, window, tuple(by_token(each.detach()) for each in rows), again=again)
         return _Publish.apply(self, spans, window, len(rows), *rows, *passed)
 
     def runs(self, spans: list[Span], window: int | None = None) -> list[Read]:

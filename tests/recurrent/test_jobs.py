@@ -1,0 +1,73 @@
+"""`train sft` and `train grpo` of hybrids: split samples, shared prefixes, completions of their own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from odc_triton.jobs.train.metrics import read_metrics
+from tests.support import jobs, slow
+from tests.support.grpo_case import write_prompts
+from tests.support.jobs import ENDED
+from tests.support.sft_case import write_questions
+from tests.train import test_grpo, test_grpo_job, test_jobs
+
+_HEADS = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        **_HEADS,
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        **_HEADS | {"num_hidden_layers": 4},
+    },
+}
+# AdamW makes whole updates of the small gradients of decays, whose rounding differs.
+SFT = test_jobs.Job(learned=test_jobs.SHARED | test_jobs.EVALUATED, how=test_jobs.SPLIT, rtol=5e-4)
+MORE = {
+    "four ranks": replace(SFT, shape=(1, 4), stopped=(1, 2)),
+    "checkpointing": replace(SFT, how=SFT.how | {"gradient_checkpointing": True}, shape=(1, 4)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "table"), [("qwen3_5", {"two ranks": SFT}), *(slow(name, MORE) for name in CONFIGS)]
+)
+def test_sft_as_on_one_rank(name: str, table: dict[str, test_jobs.Job], tmp_path: Path) -> None:
+    folder = write_questions(tmp_path / "case")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | CONFIGS[name]))
+    test_jobs.test_as_on_one_rank(folder, tmp_path, table)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_grpo_as_on_one_rank_and_by_trl(name: str, tmp_path: Path) -> None:
+    """With the model's own completions; with recorded ones by TRL's loss on the plain model."""
+    folder = write_prompts(tmp_path / "case", prompts=7, config=CONFIGS[name])
+    two = test_grpo_job.options(folder, tmp_path / "two", split_sequences=True, split_tokens=60)
+    one = replace(two, out=str(tmp_path / "one"), prompts_per_rank=4)
+    assert jobs.run(2, two, replace(two, out=str(tmp_path / "overlapped"), overlap_rollout="on")) == [ENDED] * 2
+    assert jobs.run(1, one) == [ENDED]
+    want = read_metrics(tmp_path / "one" / "metrics.jsonl")
+    assert all(abs(line["ratio"] - 1) < 1e-4 for line in want), "completions are of the policy itself"
+    for out in ("two", "overlapped"):
+        test_grpo_job.same(read_metrics(tmp_path / out / "metrics.jsonl"), want)
+    cases = {key: test_grpo.CASES[key] for key in ("dapo, split", "dapo, over the cap, overlapped")}
+    test_grpo.test_steps_are_trls(folder, tmp_path, cases, 2)
