@@ -145,7 +145,7 @@ def readable_tokens(
     equal tokens need; without it minibatches nearly all over the cap were up to 28% slower.
     """
     longest, ranks, samples = max(lengths), ranks // replicas, -(-samples // replicas)
-    first_part = cost.reach(0, cost.sequence(longest) / ranks) + LEAST_TOKENS
+    first_part = cost.reach(0, cost.between.sequence(longest) / ranks) + LEAST_TOKENS
     # A read piece of equal tokens is at most half of the least piece longer than planned: see _nearest_cut.
     least = math.ceil(1.5 * _least_tokens(token_cap))
     rows = zip(lengths, [0] * len(lengths) if floors is None else floors, strict=True)
