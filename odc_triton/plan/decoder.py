@@ -127,6 +127,11 @@ def has_attention(kind: str) -> bool:
     return kind == "hybrid" or (kind.endswith("attention") and kind != "linear_attention")
 
 
+def is_hybrid(config: object) -> bool:
+    """True if some of its blocks recur. False for None and what is no transformer's config."""
+    return bool(getattr(config, "num_hidden_layers", None)) and any(map(_recurs, layer_kinds(config)))
+
+
 def _recurs(kind: str) -> bool:
     return kind in ("linear_attention", "mamba", "conv", "hybrid")
 

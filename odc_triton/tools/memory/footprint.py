@@ -180,6 +180,7 @@ def memory_plan(
     tokens_per_microbatch: int = 0,
     gradient_checkpointing: bool = False,
     split_tokens: int = 0,
+    split_states: int = 0,
     offload_checkpoints: bool = False,
     exact: bool = False,
     checkpoint_background: bool = False,
@@ -198,6 +199,7 @@ def memory_plan(
         to ODC only.
     split_tokens: what `enable_split` is given; with `gradient_checkpointing` activations are those of
         `long_bytes_per_token`, else those of `activation_bytes_per_token`, an estimate.
+    split_states: of a hybrid's recurrent layers, the states of a rank that others read in a minibatch.
     offload_checkpoints: what checkpointing keeps goes to the host.
     exact: what `fully_shard` is given.
     checkpoint_background: each rank holds masters and states once more on the host while `train sft` writes them.
@@ -213,6 +215,7 @@ def memory_plan(
         ("replicas", replicas, 1),
         ("tokens_per_microbatch", tokens_per_microbatch, 0),
         ("split_tokens", split_tokens, 0),
+        ("split_states", split_states, 0),
     ):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name} is {value!r}; give a whole number of at least {least}")
@@ -269,6 +272,9 @@ def memory_plan(
         in_flight = kv_buffers.IN_FLIGHT if gradient_checkpointing or not trained else None
         how = {"tokens": split_tokens, "world": world, "in_flight": in_flight, "gradients": bool(trained)}
         split_bytes = _split_bytes(decoder, largest.compute_dtype, **how)
+        if decoder.recurrent is not None:
+            slot = decoder.recurrent.slot_bytes(itemsize, max(itemsize, 4), gradients=bool(trained))
+            split_bytes += split_states * slot * min(in_flight or decoder.recurring, decoder.recurring)
         if gradient_checkpointing:
             widths = {"itemsize": itemsize, "sum_itemsize": max(itemsize, 4) if backend == "cuda" else itemsize}
             per_token = long_bytes_per_token(model, decoder, **widths, offloaded=offload_checkpoints)
@@ -379,8 +385,8 @@ def _split_bytes(
     layer = kv_buffers.LayerShape(
         heads=decoder.kv_heads, key_width=decoder.key_width, value_width=decoder.value_width, dtype=dtype
     )
-    sizes = {"tokens": tokens, "world": world, "in_flight": in_flight or decoder.layers, "gradients": gradients}
-    return kv_buffers.buffer_regions([layer] * decoder.layers, **sizes, apart=True)[1]
+    sizes = {"tokens": tokens, "world": world, "in_flight": in_flight or decoder.attending, "gradients": gradients}
+    return kv_buffers.buffer_regions([layer] * decoder.attending, **sizes, apart=True)[1]
 
 
 class _Sizes:
