@@ -33,13 +33,6 @@ class RecurrentSizes:
         """True if what a segment does to the state before it is a matrix, not a number per head."""
         return self.rule in ("delta", "kda")
 
-    def slot_bytes(self, itemsize: int, sum_itemsize: int, *, gradients: bool) -> int:
-        """Of what one segment hands on: the rows before the next one, and the pair, in fp32; and of their gradients."""
-        rows = (self.kernel - 1) * self.channels
-        pair = self.heads * self.key_width * (self.value_width + self.key_width * self.is_paired)
-        pair += self.heads * (self.rule == "mamba2")
-        return rows * (itemsize + sum_itemsize * gradients) + sum_itemsize * pair * (1 + gradients)
-
     @property
     def words(self) -> str:
         return f"{self.rule}, {self.key_heads}, {self.heads} heads of {self.key_width}, {self.value_width}"

@@ -231,10 +231,10 @@ def test_of_hybrids_rows_are_read_where_there_is_attention_and_states_elsewhere(
     """fp32. Channels of the convolutions: 2 * 2 * 8 + 4 * 16 and 8 * 16 + 2 * 2 * 8, of kernels of 4."""
     channels = {"Qwen3_5": 96, "NemotronH": 160}[family]
     none, tokens, states = (
-        memory_plan(hybrid(family), 2, split_tokens=n, split_states=k).split_bytes for n, k in ((1, 0), (65, 0), (1, 3))
+        memory_plan(hybrid(family), 2, split_tokens=n, split_cuts=k).split_bytes for n, k in ((1, 0), (65, 0), (1, 32))
     )
     assert tokens - none == attending * 64 * 2 * (2 * 16) * (4 + 4)  # keys and values of 2 heads, and gradients
-    assert states - none == 3 * (4 + 4) * (3 * channels + pair)
+    assert states - none == 32 * (4 + 4) * (3 * channels + pair)
 
 
 def test_checkpointing_keeps_inputs_and_one_layer():

@@ -9,8 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from odc_triton.balance import CostModel
+from odc_triton.plan.entries import Piece
 from odc_triton.tools.simulate.hardware import DEVICES
-from odc_triton.tools.simulate.job import Job
+from odc_triton.tools.simulate.job import Job, sizes_of
 from odc_triton.tools.simulate.models import MODELS, Model
 from odc_triton.tools.simulate.run import simulate
 from odc_triton.tools.simulate.study import make_job, rank_settings, usual_links
