@@ -38,6 +38,11 @@ class Decoder:
         """What the times of its attention and of its linear layers depend on."""
         return f"{self.heads}, {self.kv_heads} heads of {self.key_width}, {self.value_width} in {self.active} weights"
 
+    @property
+    def rule_words(self) -> str:
+        """The same of its recurrent layers' rule; empty without one."""
+        return "" if self.recurrent is None else f"{self.recurrent.words} in {self.active} weights"
+
     @classmethod
     def of(cls, config: object) -> Decoder:
         """Of the attributes of a text decoder's config, as transformers reads them. With hidden width h:
