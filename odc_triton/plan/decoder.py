@@ -7,6 +7,7 @@ parameters.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from .recurrence import RecurrentSizes
 from .sizes import size_of
@@ -44,7 +45,7 @@ class Decoder:
         return "" if self.recurrent is None else f"{self.recurrent.words} in {self.active} weights"
 
     @classmethod
-    def of(cls, config: object) -> Decoder:
+    def of(cls, config: Any) -> Decoder:
         """Of the attributes of a text decoder's config, as transformers reads them. With hidden width h:
 
             attention           2 h q d + 2 h kv d,                          q query and kv key/value heads of d

@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, MinibatchSampler, assign
+from odc_triton.plan.cuts import most_cuts
 from odc_triton.plan.entries import Entry, Piece, number_of
 from odc_triton.plan.line import Strip, cut_line
 from odc_triton.plan.line import price as line_price
@@ -343,6 +344,26 @@ def test_a_plan_that_knows_of_pairs_is_not_worse_than_one_that_does_not(lengths:
     worse = math.fsum(max(line_price(part, strips, cost) for part in wave) for wave in waves)
     worse += max(cost.sequence(0) + math.fsum(cost.sequence(lengths[i]) for i in own) for own in plain.unpacked)
     assert aware.estimate <= worse / 0.95  # a split plan must be 5% better
+
+
+@settings(max_examples=40)
+@given(minibatches(pictures=False), st.integers(0, 3))
+@example({"lengths": [1000] * 3, "ranks": 3, "replicas": 1, "token_cap": 400, "cost": COST}, 1)
+def test_others_go_on_at_no_more_places_than_have_room(given: dict, cuts: int) -> None:
+    """Or it is said that samples over the cap need more."""
+    given |= {"tokens": 10 * max(given["lengths"])}
+    free = split(**given)
+    most = 0 if free.segments is None else most_cuts(free.segments)[0]
+    try:
+        found = split(**given, split_cuts=cuts)
+    except ValueError as error:
+        assert f"split_cuts is {cuts}: raise one of them" in str(error)  # noqa: PT017
+        assert most > cuts
+        return
+    check(given, packs_of(found), found.segments)
+    assert found.segments is None or most_cuts(found.segments)[0] <= cuts
+    if most <= cuts:
+        assert found.estimate <= free.estimate
 
 
 # ------------------------------------------------------------------ how even

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from odc_triton import replace_layers
 from odc_triton.tools.memory.footprint import OPTIMIZER_STATES, SCHEMES, memory_plan, side_by_side
 from odc_triton.tools.memory.traced import LiveBytes
+from tests.support import slow
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -211,7 +212,9 @@ def hybrid(family: str) -> nn.Module:
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-@pytest.mark.parametrize(("family", "checkpointing"), [("Qwen3_5", False), ("NemotronH", False), ("Qwen3_5", True)])
+@pytest.mark.parametrize(
+    ("family", "checkpointing"), [("Qwen3_5", False), slow("NemotronH", False), slow("Qwen3_5", True)]
+)
 def test_hybrids_hold_what_is_planned_at_several_lengths(family: str, checkpointing: bool) -> None:
     model = hybrid(family)
     plan = memory_plan(model, 1, gradient_checkpointing=checkpointing)

@@ -57,7 +57,8 @@ def traced_bytes_per_token(config: Any, *, itemsize: int, checkpointing: bool, h
     config._attn_implementation = _NAME
     tokens = _CHUNKS * next((n for at in ("chunk_size", "mamba_chunk_size") if (n := getattr(config, at, 0))), 64)
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[itemsize]
-    with FakeTensorMode(), warnings.catch_warnings(action="ignore"):
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
