@@ -13,10 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from odc_triton import replace_layers
+from odc_triton import enable_split, fully_shard, replace_layers
+from odc_triton.engine.api import engine_of
+from odc_triton.hf import enable_packing
+from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.tools.memory.footprint import OPTIMIZER_STATES, SCHEMES, memory_plan, side_by_side
 from odc_triton.tools.memory.traced import LiveBytes
-from tests.support import slow
+from tests.support import ranks, slow
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -238,6 +241,22 @@ def test_of_hybrids_rows_are_read_where_there_is_attention_and_states_elsewhere(
     )
     assert tokens - none == attending * 64 * 2 * (2 * 16) * (4 + 4)  # keys and values of 2 heads, and gradients
     assert states - none == 32 * (4 + 4) * (3 * channels + pair)
+
+
+def _heap_bytes(rank: int, world: int, family: str) -> int:
+    model = hybrid(family)
+    enable_packing(model)
+    fully_shard(model)
+    enable_split(model, tokens=64, cuts=4)
+    heap = engine_of(model).participant(SequenceExchange).buffers.heap
+    return heap.size_bytes - heap._data_offset
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrids_split_bytes_are_those_that_are_allocated(family: str) -> None:
+    plan = memory_plan(hybrid(family), 2, split_tokens=64, split_cuts=4)
+    assert ranks.run(_heap_bytes, 2, family)[0] == pytest.approx(2 * plan.split_bytes, rel=0.01)
 
 
 def test_checkpointing_keeps_inputs_and_one_layer():
