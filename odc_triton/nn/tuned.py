@@ -47,7 +47,7 @@ class Tuned:
     """The tables in force. `digest`: the same on all ranks that read the same file, empty if there is none.
 
     unused: why an existing file is not used. attention: by dtype and `Decoder.words`, the time of a FLOP of attention
-    in those of linear layers.
+    in those of linear layers; by `Decoder.rule_words` that of a recurrent layer's rule.
     """
 
     lines: tuple[Line, ...] = ()

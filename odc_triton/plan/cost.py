@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .decoder import Decoder
 
+_PAIR = 0.48  # of a delta rule's time: what its call on augmented values takes more
 Timings = Sequence[tuple[float, float]]  # of several lengths: FLOPs, seconds
 
 
@@ -28,7 +29,9 @@ class CostModel:
     """Cost of a sequence of s tokens = quadratic s² + linear s, in arbitrary units.
 
     Attention is the quadratic part, all work per token the linear part. `head` is the part of that which tokens
-    without a target don't cost, where it is known which these are (shared prefixes). `microbatch` is the cost of a
+    without a target don't cost, where it is known which these are (shared prefixes). `pair` is what a token costs more
+    in a segment between two others of its sample, which makes the pair that hands on a recurrent layer's state, where
+    the first and the last segment need none. `microbatch` is the cost of a
     microbatch besides its documents (launches, small layers). It does not depend on the documents, so it counts in
     `pack` and never decides between two assignments with equally many packs.
 
@@ -40,9 +43,10 @@ class CostModel:
     linear: float
     microbatch: float = 0.0
     head: float = 0.0
+    pair: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("quadratic", "linear", "microbatch", "head"):
+        for name in ("quadratic", "linear", "microbatch", "head", "pair"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"CostModel.{name} is {value}: give a finite coefficient of 0 or more")
@@ -69,6 +73,11 @@ class CostModel:
             if not (math.isfinite(each) and each >= 0):
                 raise ValueError(f"extra[{index}] is {each}: give a finite cost of 0 or more")
         return [self.sequence(length) + each for length, each in zip(lengths, extra, strict=True)]
+
+    @property
+    def between(self) -> CostModel:
+        """Of a segment between two others of its sample."""
+        return replace(self, linear=self.linear + self.pair, pair=0.0) if self.pair else self
 
     def piece(self, start: int, stop: int, learned: int = 0) -> float:
         """Cost of a document's tokens `start` to `stop`, which attend to all of its tokens before them.
@@ -101,17 +110,19 @@ class CostModel:
         return cls(quadratic=4.348 / 32000**2, linear=8.768 / 32000)
 
     @classmethod
-    def from_config(cls, config: object, *, attention: float = 1.0) -> CostModel:
+    def from_config(cls, config: object, *, attention: float = 1.0, rule: float = 1.0) -> CostModel:
         """FLOPs of forward and backward of a decoder, from the attributes of its transformers config.
 
-        With L layers, W weights that a token is multiplied with in all of them (see `Decoder.of`; of experts only those
-        that a token is routed to), hidden width h, vocabulary V, q query heads whose keys and values are k and v wide:
+        With L layers that have attention, R that are recurrent, W weights that a token is multiplied with in all layers
+        (see `Decoder.of`; of experts only those that a token is routed to), hidden width h, vocabulary V, q query heads
+        whose keys and values are k and v wide, and r FLOPs of a recurrent layer's rule (`RecurrentSizes.flops`):
 
-            forward, per token    2 [ W + h V ]
+            forward, per token    2 [ W + h V ] + R r
             forward, attention    L * 2 q (k + v) s² / 2   (scores, weighted sum; half, as causal)
             backward              twice the forward
+            pair, per token       0.48 of the rule's, forward and backward, where it is a matrix
 
-        `attention`: the time of a FLOP of attention in those of linear
+        `attention`, `rule`: the time of a FLOP of attention, and of a recurrent layer's rule, in those of linear
         layers, which `odc-triton tune` measures and prints. Left out: norms, the optimizer, recomputation by activation
         checkpointing and flash attention, sliding windows (their layers cost less), a router's imbalance.
 
@@ -119,8 +130,10 @@ class CostModel:
         """
         decoder = Decoder.of(config)
         widths = decoder.key_width + decoder.value_width
+        rules = rule * 3 * decoder.recurring * decoder.recurrent.flops if decoder.recurrent else 0
         return cls(
-            quadratic=attention * 3 * decoder.layers * decoder.heads * widths,
-            linear=3 * 2 * (decoder.active + decoder.table),
+            quadratic=attention * 3 * decoder.attending * decoder.heads * widths,
+            linear=3 * 2 * (decoder.active + decoder.table) + rules,
             head=3 * 2 * decoder.table,
+            pair=_PAIR * rules if decoder.recurrent and decoder.recurrent.is_paired else 0.0,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from .cost import CostModel
 from .entries import Entry, Piece, number_of
 
 LEAST_TOKENS = 64  # of a piece: fewer cost more to wait for than to compute
+_ROUNDS = 4  # of cuts, each by what the pairs of the one before cost
 _BY_TOKENS = CostModel(quadratic=0.0, linear=1.0)
 
 
@@ -55,10 +57,31 @@ def cut_line(
 ) -> list[list[Entry]]:
     """By rank, its part of the line, cut in proportion to `shares`, in pieces of `least` tokens or more.
 
-    `cost`: None for a line of tokens. `whole`: what is learned of a sample stays in one.
+    `cost`: None for a line of tokens. `whole`: what is learned of a sample stays in one. Parts that make pairs (see
+    `CostModel`) get less of the line: how much less depends on the cut, so it is found in a few rounds.
     """
     if cost is None:
         cost, strips = _BY_TOKENS, [each._replace(extra=0.0) for each in strips]
+    parts = _cut(strips, shares, cost, least, whole)
+    if not cost.pair:
+        return parts
+    by_sample, without = {each.sample: each for each in strips}, replace(cost, pair=0.0)
+    line, found = math.fsum(each.price(cost, each.start) for each in strips), []
+    left, step = [each * line / math.fsum(shares) for each in shares], cost.linear / cost.between.linear
+    for _ in range(_ROUNDS):
+        prices = [price(part, by_sample, cost) for part in parts]
+        pairs = [each - price(part, by_sample, without) for each, part in zip(prices, parts, strict=True)]
+        found.append((max(each - much for each, much in zip(prices, shares, strict=True)), parts))
+        whole_line = (line + math.fsum(pairs)) / math.fsum(shares)
+        wanted = [max(much * whole_line - more, 0.0) for much, more in zip(shares, pairs, strict=True)]
+        left = [have + step * (want - have) for have, want in zip(left, wanted, strict=True)]
+        parts = _cut(strips, left, cost, least, whole)
+    return min(found, key=lambda each: each[0])[1]
+
+
+def _cut(
+    strips: Sequence[Strip], shares: Sequence[float], cost: CostModel, least: int, whole: bool
+) -> list[list[Entry]]:
     ranks, line = len(shares), math.fsum(each.price(cost, each.start) for each in strips)
     parents = {each.parent for each in strips}
     ends = np.cumsum(shares)
@@ -143,6 +166,8 @@ def _cuts(
     strips: Sequence[Strip], ranks: int, cost: CostModel, least: int, whole: bool, *, by_tokens: bool
 ) -> Iterator[list[list[Entry]]]:
     yield cut_line(strips, [1.0] * ranks, cost, least, whole=whole)
+    if cost.pair:  # of more even tokens
+        yield cut_line(strips, [1.0] * ranks, replace(cost, pair=0.0), least, whole=whole)
     if by_tokens:
         if len(strips) == 1 and (parts := zigzag(strips[0], ranks, least)):
             yield parts
@@ -156,8 +181,13 @@ def count_tokens(entries: Sequence[Entry], lengths: Sequence[int]) -> int:
 def price(entries: Sequence[Entry], strips: Sequence[Strip] | Mapping[int, Strip], cost: CostModel) -> float:
     """The cost of entries in one microbatch, besides that of a microbatch. `strips`: by sample."""
 
+    own = {number_of(each) for each in entries} if cost.pair else ()
+
     def of(each: Entry) -> float:
         strip = strips[number_of(each)]
-        return strip.price(cost, each.start, each.stop) if isinstance(each, Piece) else strip.price(cost)
+        if not isinstance(each, Piece):
+            return strip.price(cost)
+        pairs = cost.pair and each.start and each.stop < strip.stop and each.parent not in own
+        return strip.price(cost.between if pairs else cost, each.start, each.stop)
 
     return math.fsum(map(of, entries))

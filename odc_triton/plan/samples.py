@@ -22,7 +22,8 @@ class Limits:
 
     `replicas`: consecutive ranks of equal number, which split samples among themselves. `split_tokens`: of each rank,
     the most tokens whose keys and values others may read; 0: no sample is split. `shared_tokens`: the same for samples
-    that share a prefix, by default `split_tokens`.
+    that share a prefix, by default `split_tokens`. `split_cuts`: of each rank, the most places in a minibatch at which
+    others go on, whose states a hybrid keeps; None: no limit.
 
     Raises ValueError for a value out of range.
     """
@@ -32,6 +33,7 @@ class Limits:
     replicas: int = 1
     split_tokens: int = 0
     shared_tokens: int | None = None
+    split_cuts: int | None = None
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
@@ -41,6 +43,8 @@ class Limits:
         if min(self.split_tokens, self.readable) < 0:
             tokens = min(self.split_tokens, self.readable)
             raise ValueError(f"tokens is {tokens}: give the tokens per rank that others may read, 0 or more")
+        if self.split_cuts is not None and self.split_cuts < 0:
+            raise ValueError(f"split_cuts is {self.split_cuts}: give the cuts per rank, 0 or more, or None")
         if self.token_cap < 1:
             raise ValueError(
                 f"token_cap is {self.token_cap}: give the most tokens that one microbatch may hold, 1 or more"

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from .cost import CostModel
+from .cuts import most_cuts
 from .entries import Entry, Piece, named
 from .line import LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price
 from .packing import best_fit, packed
@@ -68,6 +69,7 @@ def shared_plan(samples: Samples, limits: Limits) -> Plan:
         token_cap=limits.token_cap,
         cost=samples.cost,
         tokens=limits.readable,
+        cuts=math.inf if limits.split_cuts is None else limits.split_cuts,
         groups=groups,
     )
     found = problem.best() if limits.replicas == 1 else _over_replicas(problem, limits.replicas, limits.shards)
@@ -114,6 +116,7 @@ class _SharedProblem:
     token_cap: int
     cost: CostModel
     tokens: int
+    cuts: float
     groups: dict[int, int]
 
     def __post_init__(self) -> None:
@@ -212,7 +215,7 @@ class _SharedProblem:
         if max(count_tokens(part, self.lengths) for wave in waves for part in wave) > self.token_cap:
             return False
         plan = SplitPlan.of([*zip(*waves, strict=True)])
-        return plan is None or max(plan.tokens) <= self.tokens
+        return plan is None or (max(plan.tokens) <= self.tokens and most_cuts(plan)[0] <= self.cuts)
 
     def together(self) -> Members:
         """Relatives on one rank, and in one pack as far as the cap allows."""

@@ -14,7 +14,7 @@ if it is 5% better than LB-Mini: smaller gains are noise, in measured runs such 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, zip_longest
 
@@ -66,6 +66,7 @@ def split_plan(samples: Samples, limits: Limits, *, ride: bool = True) -> Plan:
         ranks=limits.ranks,
         token_cap=limits.token_cap,
         tokens=limits.split_tokens,
+        cuts=math.inf if limits.split_cuts is None else limits.split_cuts,
         cost=samples.cost,
         ride=ride,
     )
@@ -145,7 +146,7 @@ def readable_tokens(
     equal tokens need; without it minibatches nearly all over the cap were up to 28% slower.
     """
     longest, ranks, samples = max(lengths), ranks // replicas, -(-samples // replicas)
-    first_part = cost.reach(0, cost.sequence(longest) / ranks) + LEAST_TOKENS
+    first_part = cost.reach(0, cost.between.sequence(longest) / ranks) + LEAST_TOKENS
     # A read piece of equal tokens is at most half of the least piece longer than planned: see _nearest_cut.
     least = math.ceil(1.5 * _least_tokens(token_cap))
     rows = zip(lengths, [0] * len(lengths) if floors is None else floors, strict=True)
@@ -170,6 +171,7 @@ class _Problem:
     ranks: int
     token_cap: int
     tokens: int
+    cuts: float
     cost: CostModel
     ride: bool
 
@@ -206,6 +208,11 @@ class _Problem:
         strips = [self.strips[sample] for sample in self.order[:over]]  # each a wave, in equal parts, if floors allow
         waves = [cut_line([each], self.even, None, self.least_tokens) for each in strips]
         most = [max(count_tokens(part, self.lengths) for part in wave) for wave in waves]
+        if (cuts := self._most(waves, bool)) > self.cuts:
+            raise ValueError(
+                f"{over} samples over the token_cap of {self.token_cap} are cut at {cuts} places of a rank, and "
+                f"split_cuts is {self.cuts}: raise one of them, and the cuts of enable_split"
+            )
         if (needed := self.most_read(waves)) > self.tokens or max(most) > self.token_cap:
             sample = strips[most.index(max(most)) if max(most) > self.token_cap else 0]
             raise ValueError(
@@ -253,7 +260,7 @@ class _Problem:
         orders = ([[self.strips[sample]] for sample in order] for order in (samples, samples[::-1])[: len(samples)])
         found = (lay_waves(trees, self.lengths, **limits) for trees in orders)
         waves = min(filter(None, found), key=self.most_read, default=None)
-        if waves and self.most_read(waves) <= self.tokens:
+        if waves and self._readable(waves):
             return waves
         return [fan] if len(samples) <= _FANNED and self._fit(fan := self._fan(samples, self.even)) else None
 
@@ -274,13 +281,20 @@ class _Problem:
 
     def _fit(self, wave: list[list[Entry]]) -> bool:
         most = max(count_tokens(part, self.lengths) for part in wave)
-        return most <= self.token_cap and self.most_read([wave]) <= self.tokens
+        return most <= self.token_cap and self._readable([wave])
+
+    def _readable(self, waves: Waves) -> bool:
+        return self.most_read(waves) <= self.tokens and self._most(waves, bool) <= self.cuts
 
     def most_read(self, waves: Waves) -> int:
         """The most tokens that others read of one rank."""
+        return self._most(waves, len)
+
+    def _most(self, waves: Waves, of: Callable[[Piece], int]) -> int:
+        """The most of one rank's pieces that others read."""
 
         def read(each: Entry) -> int:
-            return len(each) if isinstance(each, Piece) and each.stop < self.lengths[each.sample] else 0
+            return of(each) if isinstance(each, Piece) and each.stop < self.lengths[each.sample] else 0
 
         return max(sum(map(read, chain.from_iterable(parts))) for parts in zip(*waves, strict=True))
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .decoder import size_of
+from .sizes import size_of
 
 
 @dataclass(frozen=True, kw_only=True)

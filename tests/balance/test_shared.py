@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, PackedDataset, pack_collate
+from odc_triton.plan.cuts import most_cuts
 from odc_triton.plan.entries import Piece
 from odc_triton.plan.pieces import reads_of
 from odc_triton.plan.planner import assign, make_plan
@@ -222,6 +223,9 @@ def test_a_group_is_cut_over_ranks() -> None:
     assert learned[0] + 999 / 2 == pytest.approx(learned[1], rel=0.01), "a prompt has no head"
     for tokens in (0, 998):  # too few
         assert shared(lengths, relatives, **how, tokens=tokens).segments is None
+    assert shared(lengths, relatives, **how, tokens=1000, split_cuts=0).segments is None
+    most = most_cuts(made.segments)[0]
+    assert shared(lengths, relatives, **how, tokens=1000, split_cuts=most).packs(0) == made.packs(0)
     for replicas, count in ((2, 2), (4, 0)):  # of four ranks
         made = shared(
             lengths * 2,

@@ -8,14 +8,17 @@ import math
 import random
 import re
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, MinibatchSampler, assign
+from odc_triton.plan.cuts import most_cuts
 from odc_triton.plan.entries import Entry, Piece, number_of
 from odc_triton.plan.line import Strip, cut_line
+from odc_triton.plan.line import price as line_price
 from odc_triton.plan.pieces import SplitPlan
 from odc_triton.plan.plan import Plan
 from odc_triton.plan.queue import OwnCounter
@@ -299,6 +302,68 @@ def test_parts_of_a_line_are_even(lengths: list[int], ranks: int) -> None:
     assert level == pytest.approx(math.fsum(map(COST.sequence, lengths)) / ranks)
     if level >= COST.sequence(6400):
         assert max(parts) <= 1.01 * level
+
+
+@settings(max_examples=20)
+@given(st.integers(2000, 65536), st.integers(2, 9), st.sampled_from([0.05, 0.2, 0.5]), st.sampled_from(COSTS[::2]))
+def test_parts_that_make_pairs_get_fewer_tokens(length: int, ranks: int, much: float, base: CostModel) -> None:
+    """One sample, whose parts but the first and the last make one: as even as by bisection of the costliest part."""
+    cost = replace(base, pair=much * base.linear)
+    between = replace(base, linear=base.linear + cost.pair)
+
+    def end_of(level: float) -> float:
+        """Where parts of `level` end."""
+        end = base.reach(0, level)
+        for _ in range(ranks - 2):
+            end = between.reach(end, level)
+        return base.reach(end, level)
+
+    low, high = 0.0, between.sequence(length)
+    for _ in range(60):
+        low, high = (low, middle) if end_of(middle := (low + high) / 2) >= length else (middle, high)
+    parts = cut_line([Strip(0, 0, length)], [1.0] * ranks, cost, 1)
+    prices = [line_price(part, [Strip(0, 0, length)], cost) for part in parts]
+    assert max(prices) <= 1.02 * high + between.piece(length - 1, length)
+    equal = cut_line([Strip(0, 0, length)], [1.0] * ranks, base, 1)
+    if ranks == 2:  # none makes a pair
+        assert parts == equal
+        assert prices == [line_price(part, [Strip(0, 0, length)], base) for part in parts]
+    else:
+        assert tokens_of(parts[0], [length]) > tokens_of(equal[0], [length])
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(64, 65536), min_size=1, max_size=9), st.integers(2, 8), st.sampled_from([0.1, 1.0]))
+def test_a_plan_that_knows_of_pairs_is_not_worse_than_one_that_does_not(lengths: list, ranks: int, much: float) -> None:
+    cost = replace(COST, pair=much * COST.linear)
+    given = {"lengths": lengths, "ranks": ranks, "token_cap": 10**6, "tokens": 10**6}
+    strips = [Strip(at, 0, length) for at, length in enumerate(lengths)]
+    plain, aware = split(**given, cost=COST), split(**given, cost=cost)
+    check(given | {"cost": COST}, packs_of(aware), aware.segments)
+    waves = zip(*plain.ready, strict=True)
+    worse = math.fsum(max(line_price(part, strips, cost) for part in wave) for wave in waves)
+    worse += max(cost.sequence(0) + math.fsum(cost.sequence(lengths[i]) for i in own) for own in plain.unpacked)
+    assert aware.estimate <= worse / 0.95  # a split plan must be 5% better
+
+
+@settings(max_examples=40)
+@given(minibatches(pictures=False), st.integers(0, 3))
+@example({"lengths": [1000] * 3, "ranks": 3, "replicas": 1, "token_cap": 400, "cost": COST}, 1)
+def test_others_go_on_at_no_more_places_than_have_room(given: dict, cuts: int) -> None:
+    """Or it is said that samples over the cap need more."""
+    given |= {"tokens": 10 * max(given["lengths"])}
+    free = split(**given)
+    most = 0 if free.segments is None else most_cuts(free.segments)[0]
+    try:
+        found = split(**given, split_cuts=cuts)
+    except ValueError as error:
+        assert f"split_cuts is {cuts}: raise one of them" in str(error)  # noqa: PT017
+        assert most > cuts
+        return
+    check(given, packs_of(found), found.segments)
+    assert found.segments is None or most_cuts(found.segments)[0] <= cuts
+    if most <= cuts:
+        assert found.estimate <= free.estimate
 
 
 # ------------------------------------------------------------------ how even

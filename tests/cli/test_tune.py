@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from odc_kernels.tiles import LinearTile, WgradTile
 from odc_triton import fully_shard, minibatch
@@ -19,12 +22,16 @@ from odc_triton.machine.topology import Place
 from odc_triton.nn.choice import TABLE, as_choice, choose
 from odc_triton.nn.replace import replace_layers
 from odc_triton.nn.tuned import Line, load
+from odc_triton.plan.decoder import Decoder
+from odc_triton.recurrent.layers import recurrent_layers
 from odc_triton.tools.cli.command import main
 from odc_triton.tools.tune import TuneOptions, save
+from odc_triton.tools.tune.attention import RULES, measure_rule
 from odc_triton.tools.tune.candidates import decide, ways
 from odc_triton.tools.tune.workload import Workload, workloads_of
+from tests.balance.test_decoder import config_of
 from tests.cli.test_profile import CONFIG, launch_among_tests
-from tests.support import ranks
+from tests.support import ranks, slow
 
 HERE = Place(backend="cpu", processor="A processor", topology="cpu", ranks=2)
 PLAIN, FUSED, DIRECT = "eager/gathered/whole", "eager/gathered/fused", "triton/direct/fused"
@@ -174,6 +181,29 @@ def test_the_shipped_way_is_measured_first_and_each_once() -> None:
     assert {choice.words for choice in on_gpu.values()} == set(on_gpu)
     table = Workload(operator="embedding", shape=(64, 64))
     assert next(iter(ways(table, 8, device="cuda", apart=True, kernels=True))) == DIRECT
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5Text", slow("KimiLinear"), slow("Bamba")])
+def test_the_time_of_a_recurrent_layers_rule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which its FLOPs take 3 times as long as those of linear layers; of the real module's function."""
+    config = config_of(name)
+    with torch.device("meta"):
+        module = recurrent_layers(AutoModelForCausalLM.from_config(config))[0]
+    sizes, modeling = Decoder.of(config).recurrent, sys.modules[type(module).__module__]
+    rule, called = RULES[sizes.rule], []
+    function = getattr(modeling, rule)
+    monkeypatch.setattr(modeling, rule, lambda *a, **k: called.append(rule) or function(*a, **k))
+
+    def seconds(work: Callable[[], torch.Tensor]) -> float:
+        called.clear()
+        out = work()
+        out.sum().backward()
+        return 3 * 3.0 * sizes.flops * out.shape[1] if called else 6.0 * out.numel() * 64
+
+    monkeypatch.setattr("odc_triton.tools.tune.attention._seconds", seconds)
+    where = {"dtype": torch.float32, "device": torch.device("cpu")}
+    layers = {Workload(operator="linear", shape=(32, 64)): 2}
+    assert measure_rule(sizes, module, layers, counts=[70, 130], rounds=1, **where) == pytest.approx(3)
 
 
 # ------------------------------------------------------------------ the command

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import gc
-import weakref
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from odc_triton import enable_split, fully_shard, minibatch, replace_layers
@@ -20,6 +16,7 @@ from odc_triton.plan.line import Strip, zigzag
 from odc_triton.plan.pieces import SplitPlan
 from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.tools.memory.footprint import memory_plan
+from odc_triton.tools.memory.traced import LiveBytes
 from tests.support import ranks
 from tests.support.parity import TRANSFORMS
 
@@ -27,36 +24,17 @@ LENGTH, WORLD = 1024, 2
 OWN = LENGTH // WORLD
 
 
-class LiveBytes(TorchDispatchMode):
-    """The most bytes of tensors that operators have made here, and that are alive."""
+class CollectedBytes(LiveBytes):
+    """Without what only a cycle keeps: when Python itself collects these depends on how many objects exist."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.most = 0
         gc.freeze()  # what is there already: collecting is then quick
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for each in tree_leaves(out):
-            if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in given | self._known:
-                self._count(each.untyped_storage())
-        return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if self.now + size > self.most:
-            gc.collect()  # when Python itself collects cycles depends on how many objects exist
-        self._known.add(key)
-        self.now += size
-        self.most = max(self.most, self.now)
-
-        def freed() -> None:
-            self._known.discard(key)
-            self.now -= size
-
-        weakref.finalize(storage, freed)
+        if self.now + storage.nbytes() > self.most:
+            gc.collect()
+        super()._count(storage)
 
 
 def _model(layers: int, device: str = "cpu") -> Qwen3ForCausalLM:
@@ -86,7 +64,7 @@ def _most(rank: int, world: int, cells: list[tuple[int, bool]]) -> list[tuple[in
         if offload:
             offload_checkpoints(model)
         for _ in range(2):
-            with minibatch(model, tokens=1, split=plan), LiveBytes() as live:
+            with minibatch(model, tokens=1, split=plan), CollectedBytes() as live:
                 summed_loss(model, pack).backward()
         own, split = engine_of(model).heap, engine_of(model).participant(SequenceExchange).buffers.heap
         found.append((live.most, split.size_bytes, own.size_bytes - own._data_offset))

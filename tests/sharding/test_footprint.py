@@ -13,8 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from odc_triton import replace_layers
+from odc_triton import enable_split, fully_shard, replace_layers
+from odc_triton.engine.api import engine_of
+from odc_triton.hf import enable_packing
+from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.tools.memory.footprint import OPTIMIZER_STATES, SCHEMES, memory_plan, side_by_side
+from odc_triton.tools.memory.traced import LiveBytes
+from tests.support import ranks, slow
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -190,6 +195,68 @@ def test_activations_are_those_that_autograd_saves(family, dtype):
     estimate = memory_plan(model, 1).activation_bytes_per_token - 256 * dtype.itemsize
     # What is left out: ids, labels and rotary tables of a token, a few hundred bytes at any width.
     assert measured == pytest.approx(estimate, rel=0.02)
+
+
+HYBRIDS = {
+    "Qwen3_5": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16},
+    "NemotronH": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "chunk_size": 32}
+    | {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2},
+}
+
+
+def hybrid(family: str) -> nn.Module:
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 50, "pad_token_id": 0, "head_dim": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, **HYBRIDS[family]}
+    config = getattr(transformers, f"{family}{'Text' * (family == 'Qwen3_5')}Config")(**sizes)
+    return getattr(transformers, f"{family}ForCausalLM")(config).train()
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("family", "checkpointing"), [("Qwen3_5", False), slow("NemotronH", False), slow("Qwen3_5", True)]
+)
+def test_hybrids_hold_what_is_planned_at_several_lengths(family: str, checkpointing: bool) -> None:
+    model = hybrid(family)
+    plan = memory_plan(model, 1, gradient_checkpointing=checkpointing)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
+    for tokens in (512, 1024, 2048):
+        ids = torch.arange(tokens)[None] % 7
+        with LiveBytes() as live:
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        assert live.most == pytest.approx(tokens * plan.activation_bytes_per_token, rel=0.03)
+
+
+@pytest.mark.parametrize(("family", "attending", "pair"), [("Qwen3_5", 1, 4 * 8 * (8 + 16)), ("NemotronH", 1, 8 * 129)])
+def test_of_hybrids_rows_are_read_where_there_is_attention_and_states_elsewhere(family, attending, pair):
+    """fp32. Channels of the convolutions: 2 * 2 * 8 + 4 * 16 and 8 * 16 + 2 * 2 * 8, of kernels of 4."""
+    channels = {"Qwen3_5": 96, "NemotronH": 160}[family]
+    none, tokens, states = (
+        memory_plan(hybrid(family), 2, split_tokens=n, split_cuts=k).split_bytes for n, k in ((1, 0), (65, 0), (1, 32))
+    )
+    assert tokens - none == attending * 64 * 2 * (2 * 16) * (4 + 4)  # keys and values of 2 heads, and gradients
+    assert states - none == 32 * (4 + 4) * (3 * channels + pair)
+
+
+def _heap_bytes(rank: int, world: int, family: str) -> int:
+    model = hybrid(family)
+    enable_packing(model)
+    fully_shard(model)
+    enable_split(model, tokens=64, cuts=4)
+    heap = engine_of(model).participant(SequenceExchange).buffers.heap
+    return heap.size_bytes - heap._data_offset
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrids_split_bytes_are_those_that_are_allocated(family: str) -> None:
+    plan = memory_plan(hybrid(family), 2, split_tokens=64, split_cuts=4)
+    assert ranks.run(_heap_bytes, 2, family)[0] == pytest.approx(2 * plan.split_bytes, rel=0.01)
 
 
 def test_checkpointing_keeps_inputs_and_one_layer():

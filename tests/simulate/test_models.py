@@ -9,8 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from odc_triton.balance import CostModel
+from odc_triton.plan.entries import Piece
 from odc_triton.tools.simulate.hardware import DEVICES
-from odc_triton.tools.simulate.job import Job
+from odc_triton.tools.simulate.job import Job, sizes_of
 from odc_triton.tools.simulate.models import MODELS, Model
 from odc_triton.tools.simulate.run import simulate
 from odc_triton.tools.simulate.study import make_job, rank_settings, usual_links
@@ -119,6 +120,28 @@ def test_only_layers_with_attention_cost_it() -> None:
             for kinds in (["conv", "full_attention"], ["full_attention"] * 2)
         )
     assert 0 < 2 * half.cost.quadratic == whole.cost.quadratic
+
+
+def test_a_hybrid_is_simulated_by_its_layers(tmp_path: Path) -> None:
+    """Of its 3 linear layers to one of attention the pair takes time, but not in the first and the last segment."""
+    from transformers import Qwen3_5TextConfig
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "head_dim": 16}
+    config = Qwen3_5TextConfig(**sizes, **heads, linear_value_head_dim=16, vocab_size=64, intermediate_size=96)
+    config.architectures = ["Qwen3_5ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    model = Model.find(str(tmp_path))
+    rule = 3 * 3 * 6 * 4 * 8 * 16  # of 3 layers: forward and backward
+    assert (model.layers, model.kv_width) == (4, 2 * (16 + 16))
+    assert model.cost == CostModel.from_config(config)
+    assert (model.cost.quadratic, model.cost.pair) == (3 * 4 * (16 + 16), pytest.approx(0.48 * rule))
+    job = make_job(model, DEVICES["a100"], usual_links(DEVICES["a100"], 1))
+    pieces = (Piece(0, 0, 30), Piece(0, 30, 60), Piece(0, 60, 90))
+    lasted = [job.pack_seconds(sizes_of([piece], [90])) / (job.seconds([1]) - job.seconds([])) for piece in pieces]
+    plain = [model.cost.piece(piece.start, piece.stop) / model.cost.sequence(1) for piece in pieces]
+    assert lasted == pytest.approx([plain[0], plain[1] + 30 * model.cost.pair / model.cost.sequence(1), plain[2]])
+    assert simulate([[90] * 4], job=job, schedule="odc", balance="mini", token_cap=90).step_s > 0
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llava"])

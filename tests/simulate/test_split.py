@@ -69,7 +69,7 @@ def test_what_crosses_links_takes_its_time() -> None:
 
 def test_waits_in_a_wave_and_transfers_are_not_work() -> None:
     """6 s and 2 s of work, 1 s in which the later piece's rank fetches keys and values; then 1 s more on that rank."""
-    model = replace(toy([(2, 1)] * 2, root=(0, 1), cost=COST), kv_width=1000)
+    model = replace(toy([(2, 1)] * 2, root=(0, 1), cost=COST), kv_width=2 * 1000)
     links = Links(gpus=2, gbs=0.096, latency_s=0.0)  # of 6,000 tokens: 2 layers x 1,000 elements x 8 bytes
     job = replace(JOB, links=links, model=model, layers=2, seconds=lambda tokens: sum(tokens) / 1000)
     assigned = [[[[Piece(0, 0, 6000)]], [[Piece(0, 6000, 8000)], [1000]]]]

@@ -132,20 +132,23 @@ def run_job(job: Callable[[Options], Metrics], options: Options) -> Metrics:
 
 
 def _measured(model: nn.Module, options: RunOptions, cost: CostModel, rank: int) -> CostModel:
-    """With the cost of attention that `odc-triton tune` measured here, by rank 0's table. Collective."""
-    engine, factor = engine_of(model), 1.0
+    """With the costs of attention and of recurrent layers' rules that `odc-triton tune` measured here, by rank 0's
+    table. Collective.
+    """
+    engine, factors, config = engine_of(model), [1.0, 1.0], innermost(model).config.get_text_config()
     if rank == 0:
         tuned = load(engine.place(), default_folder())
         if tuned.unused is not None and not options.replace_layers:  # else those layers warn of it
             warnings.warn(tuned.unused, stacklevel=2)
-        decoder = Decoder.of(innermost(model).config.get_text_config())
-        factor = tuned.attention.get(f"{'bfloat16' if options.dtype == 'bf16' else 'float32'}: {decoder.words}", 1.0)
-    factor = engine.exchange("attention's measured cost", {"factor": factor})[0]["factor"]
-    if factor == 1.0:
-        return cost
-    if rank == 0:
-        print(f"attention is planned by its measured cost, {factor:.2f} of its FLOPs'", flush=True)
-    return replace(cost, quadratic=factor * cost.quadratic)
+        decoder, dtype = Decoder.of(config), "bfloat16" if options.dtype == "bf16" else "float32"
+        factors = [tuned.attention.get(f"{dtype}: {words}", 1.0) for words in (decoder.words, decoder.rule_words)]
+    factors = engine.exchange("measured costs", {"factors": factors})[0]["factors"]
+    for name, factor in zip(("attention", "the recurrent layers' rule"), factors, strict=True):
+        if rank == 0 and factor != 1.0:
+            print(f"{name} is planned by its measured cost, {factor:.2f} of its FLOPs'", flush=True)
+    if factors[1] != 1.0:
+        cost = CostModel.from_config(config, rule=factors[1])
+    return replace(cost, quadratic=factors[0] * cost.quadratic)
 
 
 def main_of(kind: type[Options], run: Callable[[Options], Metrics], name: str) -> None:

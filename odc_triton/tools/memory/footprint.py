@@ -180,6 +180,7 @@ def memory_plan(
     tokens_per_microbatch: int = 0,
     gradient_checkpointing: bool = False,
     split_tokens: int = 0,
+    split_cuts: int = kv_buffers.CUTS,
     offload_checkpoints: bool = False,
     exact: bool = False,
     checkpoint_background: bool = False,
@@ -198,6 +199,7 @@ def memory_plan(
         to ODC only.
     split_tokens: what `enable_split` is given; with `gradient_checkpointing` activations are those of
         `long_bytes_per_token`, else those of `activation_bytes_per_token`, an estimate.
+    split_cuts: what `enable_split` is given, for the states of hybrids.
     offload_checkpoints: what checkpointing keeps goes to the host.
     exact: what `fully_shard` is given.
     checkpoint_background: each rank holds masters and states once more on the host while `train sft` writes them.
@@ -213,6 +215,7 @@ def memory_plan(
         ("replicas", replicas, 1),
         ("tokens_per_microbatch", tokens_per_microbatch, 0),
         ("split_tokens", split_tokens, 0),
+        ("split_cuts", split_cuts, 0),
     ):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name} is {value!r}; give a whole number of at least {least}")
@@ -267,7 +270,13 @@ def memory_plan(
     if split_tokens:
         decoder = _decoder(model, split_tokens)
         in_flight = kv_buffers.IN_FLIGHT if gradient_checkpointing or not trained else None
-        how = {"tokens": split_tokens, "world": world, "in_flight": in_flight, "gradients": bool(trained)}
+        how = {
+            "tokens": split_tokens,
+            "cuts": split_cuts,
+            "world": world,
+            "in_flight": in_flight,
+            "gradients": bool(trained),
+        }
         split_bytes = _split_bytes(decoder, largest.compute_dtype, **how)
         if gradient_checkpointing:
             widths = {"itemsize": itemsize, "sum_itemsize": max(itemsize, 4) if backend == "cuda" else itemsize}
@@ -373,12 +382,20 @@ def _decoder(model: nn.Module, split_tokens: int) -> Decoder:
 
 
 def _split_bytes(
-    decoder: Decoder, dtype: str, *, tokens: int, world: int, in_flight: int | None, gradients: bool
+    decoder: Decoder, dtype: str, *, tokens: int, cuts: int, world: int, in_flight: int | None, gradients: bool
 ) -> int:
     """Of one rank."""
-    layer = kv_buffers.LayerShape(heads=decoder.kv_heads, widths=(decoder.key_width, decoder.value_width), dtype=dtype)
-    sizes = {"tokens": tokens, "world": world, "in_flight": in_flight or decoder.layers, "gradients": gradients}
-    return kv_buffers.buffer_regions([layer] * decoder.layers, **sizes, apart=True)[1]
+    widths, found = (decoder.key_width, decoder.value_width), decoder.recurrent
+    layers = [kv_buffers.LayerShape(heads=decoder.kv_heads, widths=widths, dtype=dtype)] * decoder.attending
+    if found is not None:
+        kernel = {"rows_per_cut": found.kernel - 1, "dtype": dtype}
+        layers += [kv_buffers.LayerShape(heads=1, widths=(found.channels,), **kernel)] * decoder.recurring
+    if found is not None and found.heads:
+        how = {"rows_per_cut": 1, "states": True, "dtype": "float64" if dtype == "float64" else "float32"}
+        pair = (found.key_width**2 if found.is_paired else 1, found.key_width * found.value_width)
+        layers += [kv_buffers.LayerShape(heads=found.heads, widths=pair, **how)] * decoder.recurring
+    sizes = {"tokens": tokens, "cuts": cuts, "world": world, "gradients": gradients}
+    return kv_buffers.buffer_regions(layers, **sizes, in_flight=in_flight or len(layers), apart=True)[1]
 
 
 class _Sizes:

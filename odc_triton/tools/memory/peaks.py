@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ...plan.decoder import is_hybrid
+from .traced import traced_bytes_per_token
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -76,10 +79,15 @@ def activation_bytes_per_token(model: nn.Module, *, itemsize: int, gradient_chec
 
     With gradient checkpointing each layer keeps its input (e h) and one layer is recomputed at a time. Once
     per token: the last norm, the logits and their fp32 log-probabilities (vocabulary times e + 4). Layers with
-    frozen weights keep less. None for other models: other MLPs, mixtures of experts, not a transformer.
+    frozen weights keep less. Of hybrids the peak is traced (traced.py). None for other models: other MLPs, mixtures of
+    experts, not a transformer.
     """
     config = text_config(model)
     modules = [name for name, _ in model.named_modules()]
+    if is_hybrid(config):
+        if any(name.endswith(".experts") for name in modules):
+            return None
+        return traced_bytes_per_token(config, itemsize=itemsize, checkpointing=gradient_checkpointing)
     layers = getattr(config, "num_hidden_layers", 0)
     gated = sum(name.endswith((".mlp.gate_proj", ".mlp.gate_up_proj")) for name in modules)
     if not layers or gated != layers or getattr(config, "hidden_act", None) != "silu":
@@ -109,6 +117,8 @@ def long_bytes_per_token(
       + e A + s (A + 2 G)           gradients of the output, and sums of those of q, k and v
       + e (A / 2 + 2 G)             gradients by one call, for one of two pieces
       + 2 e d + 4 heads             cosines and sines; log-sum-exp
+
+    Of a hybrid, the traced peak of its blocks if that is more.
     """
     config = text_config(model)
     h, queries, keys = config.hidden_size, decoder.heads * decoder.key_width, decoder.kv_heads * decoder.key_width
@@ -116,7 +126,11 @@ def long_bytes_per_token(
     if any(name.endswith(".q_norm") for name, _ in model.named_modules()):
         kept += queries + keys
     kept += queries // 2 + 2 * keys
-    return itemsize * kept + sum_itemsize * (queries + 2 * keys) + 4 * decoder.heads
+    found = itemsize * kept + sum_itemsize * (queries + 2 * keys) + 4 * decoder.heads
+    if decoder.recurring:
+        traced = traced_bytes_per_token(config, itemsize=itemsize, checkpointing=True, head=False)
+        found = max(found, traced - itemsize * h * (decoder.layers - 2) * offloaded)
+    return found
 
 
 def read_bytes(decoder: Decoder, *, tokens: int, itemsize: int, sum_itemsize: int, apart: bool) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -88,7 +88,7 @@ def assign_packs(
 
 def sizes_of(pack: Sequence[Entry], lengths: Sequence[int]) -> list[int | Piece]:
     """The tokens of its samples, or pieces."""
-    return [each if isinstance(each, Piece) else lengths[each] for each in pack]
+    return [replace(each, length=lengths[each.sample]) if isinstance(each, Piece) else lengths[each] for each in pack]
 
 
 def queue_packs(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel) -> Packs:
@@ -154,14 +154,16 @@ class Job:
 
     def pack_seconds(self, pack: Sequence[int | Piece]) -> float:
         """Seconds of one microbatch. A piece takes the time of its sequence up to its end, minus that up to its
-        start, plus the transfers of keys, values and gradients of the tokens before it.
+        start, plus the transfers of keys, values and gradients of the tokens before it, and its pair between others.
         """
         pieces = [each for each in pack if isinstance(each, Piece)]
         if not pieces:
             return self.seconds(pack)
         ends = [each.stop if isinstance(each, Piece) else each for each in pack]
         starts = [each.start for each in pieces if each.start]
-        return self.seconds(ends) - (self.seconds(starts) - self.seconds([])) + self.kv_seconds(pack)
+        pairs = sum(len(each) for each in pieces if each.start and each.stop < (each.length or 0))
+        pairs_s = pairs * self.cost.pair / self.cost.sequence(1) * (self.seconds([1]) - self.seconds([]))
+        return self.seconds(ends) - (self.seconds(starts) - self.seconds([])) + pairs_s + self.kv_seconds(pack)
 
     def kv_seconds(self, pack: Sequence[int | Piece]) -> float:
         """Seconds of these transfers."""
@@ -171,7 +173,7 @@ class Job:
         gpus = self.links.gpus
         if not fetched or self.model is None or gpus == 1:
             return 0.0
-        token_bytes = self.layers * self.model.kv_width * _KV_BYTES
+        token_bytes = self.model.kv_width * _KV_BYTES
         # As a tensor over the node's GPUs, whose own part costs nothing; the rank holds none of these tokens.
         return gpus / (gpus - 1) * self.links.read_s(fetched * token_bytes)
 
@@ -189,7 +191,7 @@ class Job:
         if plan is None or plan.activation_bytes_per_token is None:
             return None
         each = plan.activation_bytes_per_token - (self.model.logits_bytes if self.fused_head else 0)
-        kv_bytes = self.layers * self.model.kv_width * (COMPUTE_BYTES + REDUCE_BYTES)
+        kv_bytes = self.model.kv_width * (COMPUTE_BYTES + REDUCE_BYTES)
         return plan.total_bytes + each * tokens + kv_bytes * split_tokens
 
     def tail_s(self, schedule: str) -> float:

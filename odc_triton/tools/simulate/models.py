@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ...base.errors import in_a_line
 from ...comm.layout import ParameterSpec, find_units, rows_per_rank
 from ...plan.cost import CostModel
-from ...plan.decoder import Decoder, expert_count
+from ...plan.decoder import Decoder, expert_count, is_hybrid
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,17 +61,14 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"moe_intermediate_size": 2048, "n_shared_experts": 1, "n_routed_experts": 256, "num_experts_per_tok": 8}
     | {"first_k_dense_replace": 3},
 }
-_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
-
-
 _SCHEMES = {"odc": "odc", "fsdp": "fsdp2", "fsdp-no-reshard": "fsdp2_no_reshard"}  # of `memory_plan`, by schedule
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """`module`: on meta, or real. `cost` is in FLOPs of forward and backward without recomputation. `idle_parameters`:
-    those of experts that a token is not routed to. `kv_width`: elements of a token's keys and values in one block, all
-    heads. `logits_bytes`: per token, in bf16, and their log-probabilities in fp32.
+    those of experts that a token is not routed to. `kv_width`: elements of a token's keys and values in all
+    blocks. `logits_bytes`: per token, in bf16, and their log-probabilities in fp32.
     """
 
     name: str
@@ -132,7 +129,7 @@ class Model:
     @classmethod
     def of(cls, model: nn.Module, *, name: str) -> Model:
         """Of a causal LM of transformers, which may be on the meta device. FLOPs are those of `CostModel.from_config`,
-        by the model's own weights; attention only in layers that have it.
+        by the model's own weights; a hybrid's by its config.
         """
         config, (_, *blocks) = model.config.get_text_config(), _specs_by_unit(model).values()
         experts, chosen = expert_count(config), getattr(config, "num_experts_per_tok", None) or 1
@@ -143,17 +140,17 @@ class Model:
             if experts and spec.shape[0] == experts and (len(spec.shape) > 2 or ".experts." in spec.name)
         ]
         idle = _elements(mixed) // experts * (experts - chosen) if mixed else 0
-        kinds = getattr(config, "layer_types", None) or [_ATTENTION[0]] * len(blocks)
         decoder = Decoder.of(config) if getattr(config, "num_attention_heads", None) else None
         widths = 0 if decoder is None else decoder.key_width + decoder.value_width
-        attention = 0 if decoder is None else decoder.heads * widths * sum(kind in _ATTENTION for kind in kinds)
+        attention = 0 if decoder is None else decoder.heads * widths * decoder.attending
         working = sum(map(_elements, blocks)) - idle + config.hidden_size * config.vocab_size
+        cost = CostModel(quadratic=3 * attention, linear=6 * working)
         return cls(
             name=name,
             module=model,
-            cost=CostModel(quadratic=3 * attention, linear=6 * working),
+            cost=CostModel.from_config(config) if is_hybrid(config) else cost,
             idle_parameters=idle,
-            kv_width=0 if decoder is None else decoder.kv_heads * widths,
+            kv_width=0 if decoder is None else decoder.kv_heads * widths * decoder.attending,
             logits_bytes=config.vocab_size * (2 + 4),
         )
 

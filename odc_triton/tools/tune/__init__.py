@@ -92,9 +92,10 @@ def run_tune(options: TuneOptions) -> str | None:
     from ...comm.replicas import grid_of
     from ...nn.tuned import OFF, VARIABLE
     from ...plan.decoder import Decoder
+    from ...recurrent.layers import recurrent_layers
     from ...sharding.agree import default_mesh, watched_barrier
     from ...sharding.backend import backend_of
-    from .attention import measure_attention
+    from .attention import measure_attention, measure_rule
     from .trial import Trial
     from .workload import workloads_of
 
@@ -124,15 +125,19 @@ def run_tune(options: TuneOptions) -> str | None:
     if "attention" in options.wanted and any(each.operator in ("linear", "qkv") for each in every):
         decoder = Decoder.of(model.config.get_text_config())
         about = {"rounds": options.rounds, "dtype": dtype, "device": torch.device(backend.mesh_device)}
-        factor = measure_attention(decoder, every, counts=options.counts, **about)
-        attention[f"{str(dtype).removeprefix('torch.')}: {decoder.words}"] = factor
+        name = str(dtype).removeprefix("torch.")
+        attention[f"{name}: {decoder.words}"] = measure_attention(decoder, every, counts=options.counts, **about)
+        if decoder.recurrent is not None and decoder.recurrent.heads:
+            module = recurrent_layers(model)[0]
+            found = measure_rule(decoder.recurrent, module, every, counts=options.counts, **about)
+            attention[f"{name}: {decoder.rule_words}"] = found
     if mesh.get_rank() != 0:
         return None
     report = _report(rows, save(place, lines, options.where, attention), place, options)
     costs = [
-        f"attention takes {each:.2f} times as long per FLOP as linear layers ({key}). train sft and train grpo plan by "
-        f"it; in your own loop: CostModel.from_config(config, attention={each:.2f})"
-        for key, each in attention.items()
+        f"{name} takes {each:.2f} times as long per FLOP as linear layers ({key}). train sft and train grpo plan by "
+        f"it; in your own loop: CostModel.from_config(config, {name}={each:.2f})"
+        for name, (key, each) in zip(("attention", "rule"), attention.items(), strict=False)
     ]
     return "\n".join([report, *costs])
 
