@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..plan.entries import Piece
+from ..plan.entries import Piece, bounds_on_host
 from ..sequence.attention import AttentionOfJoined, AttentionOfTree, SeenRows, parts_of, takes
 from ..sequence.flash import FlashAttentionOfTree
 from ..sequence.layer import LayerSplit, RowsOfOthers
-from ..sequence.tree import bounds_on_host, rows_before
+from ..sequence.tree import rows_before
 from .document_attention import AttentionTerms, eager, of_document, one_length, varlen
 
 # Keyword arguments that change attention's result and that a pack does not support.

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..sequence.tree import bounds_on_host
+from ..plan.entries import bounds_on_host
 
 
 def follow_documents(model: nn.Module) -> bool:

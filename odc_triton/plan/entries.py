@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +54,11 @@ def named(entry: Entry, names: Sequence[int]) -> Entry:
         return names[entry]
     parent = None if entry.parent is None else names[entry.parent]
     return replace(entry, sample=names[entry.sample], parent=parent)
+
+
+def bounds_on_host(ends: Any, length: int) -> list[int]:
+    """The documents' bounds on the host, from 0 to `length`."""
+    bounds = list(getattr(ends, "_odc_bounds", None) or ends.tolist())
+    if bounds[0] != 0 or bounds[-1] != length or bounds != sorted(bounds):
+        raise ValueError(f"cu_seq_lens_q must rise from 0 to B * T = {length}, but is {bounds}.")
+    return bounds

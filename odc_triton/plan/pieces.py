@@ -16,6 +16,7 @@ each rank reaches it. Within it, waits follow the order publish(l) < attend(l) <
 checkpointing again, publish(l) < attend(l) < add(l) < collect(l) < publish(l - 1), where attend(l) needs only others'
 publish(l), collect(l) only others' add(l), and, where n layers have buffers, publish(l) in a forward only others'
 attend(l - n).
+A recurrent layer counts as two: [Note: rows, states] in recurrent/exchange.py.
 How deep the tree is does not matter: a branch of a branch reads rows of layer l, which wait for nobody's layer l.
 """
 

@@ -56,6 +56,8 @@ class MinibatchSampler:
         `minibatch(split=…)`. An int: of each rank, the most tokens whose keys and values others may read, that
         is `enable_split`'s `tokens`; a minibatch whose samples over the cap need more raises ValueError. True:
         `readable_tokens`, about 0.4 of the longest sample, and enough for any minibatch of these lengths.
+        split_cuts: of each rank, the most tokens of a minibatch after which others go on, that is `enable_split`'s
+        `cuts`; by default any number, for models without recurrent layers.
         replicas: with `split` the model's number of replicas: consecutive ranks, which split samples among themselves.
         mix: of several data sets, how often an epoch takes each sample; `lengths` has all their numbers. By default an
         epoch takes each sample once.
@@ -82,6 +84,7 @@ class MinibatchSampler:
         drop_last: bool = False,
         counter: Counter | None = None,
         split: bool | int = False,
+        split_cuts: int | None = None,
         replicas: int = 1,
         mix: Mix | None = None,
         relatives: Relatives | None = None,
@@ -96,7 +99,8 @@ class MinibatchSampler:
         if not isinstance(replicas, int) or replicas < 1 or self.world % replicas:
             raise ValueError(f"replicas is {replicas!r}: give a divisor of the world of {self.world} ranks")
         self.replicas = replicas
-        limits = Limits(ranks=self.world, token_cap=token_cap, replicas=replicas, split_tokens=bool(split))
+        reading = {"split_tokens": bool(split), "split_cuts": split_cuts}
+        limits = Limits(ranks=self.world, token_cap=token_cap, replicas=replicas, **reading)
         self.lengths = limits.checked(lengths)
         self.mix = Mix((len(self.lengths),)) if mix is None else mix
         if self.mix.numbers != len(self.lengths):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 
 from ..plan.entries import Piece
 from ..plan.pieces import Read, SplitPlan, reads_of, within
@@ -49,17 +50,17 @@ def documents_of(
     pieces: Sequence[Piece | None] | None,
     *,
     plan: SplitPlan | None = None,
-    cuts: Mapping[Piece, tuple[int, ...]] | None = None,
+    cuts: Mapping[Piece, tuple[int, ...]] = MappingProxyType({}),
     rank: int = 0,
 ) -> list[Document]:
     """The documents of a pack, in their order. `plan`: of all ranks, whose pieces other ranks read up to `cuts`."""
     if not pieces or not any(pieces):
         return [Document(first, end, None, (), (), ()) for first, end in pairwise(bounds)]
-    planned = {piece for piece in pieces if piece is not None and plan is not None and plan.find(piece)}
-    reads: dict[Piece, tuple[Read, ...]] = reads_of(piece for piece in pieces if piece and piece not in planned)
-    for piece in planned:
-        reads[piece] = tuple(_of_pack(read, rank) for read in plan.reads(piece))
-    shown = {piece: cuts[piece] for piece in planned}
+    own, shown = [piece for piece in pieces if piece is not None], dict[Piece, tuple[int, ...]]()
+    reads = reads_of(piece for piece in own if plan is None or plan.find(piece) is None)
+    for piece in own:
+        if plan is not None and plan.find(piece) is not None:
+            reads[piece], shown[piece] = tuple(_of_pack(read, rank) for read in plan.reads(piece)), cuts[piece]
     ends = {piece: {*shown.get(piece, ())} for piece in reads}
     for base, token in filter(None, map(_last_here, reads.values())):
         ends[base].add(token)

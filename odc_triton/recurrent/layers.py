@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base.untyped import untyped
-from ..plan.entries import Piece
+from ..plan.entries import Piece, bounds_on_host
+from ..sequence.buffers import CUTS
 from ..sequence.exchange import Span
 from ..sequence.layer import RecurrentHook, RecurrentSplit
-from ..sequence.tree import bounds_on_host
 from .convolution import convolve_documents
 from .documents import Document, documents_of
 from .packages import Documents, Function, convolve, kernel_of
@@ -59,6 +59,11 @@ class _RecurrentPack:
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     """The modules whose forward calls one of the functions."""
     return [each for each in model.modules() if _CONVOLUTION in _names(each)]
+
+
+def most_cuts_of(model: nn.Module, samples: int) -> int | None:
+    """A good `cuts` for `enable_split` if each of so many samples must be split; None if no layer recurs."""
+    return max(CUTS, samples) if recurrent_layers(model) else None
 
 
 def _code(module: nn.Module) -> Any:
@@ -101,11 +106,13 @@ def find_documents(model: nn.Module, args: tuple, given: dict[str, Any]) -> tupl
     positions, mask = given.get("position_ids"), given.get("attention_mask")
     if positions is None or positions.shape[-1] == 1 or given.get("cu_seq_lens_q") is not None or mask is not None:
         return None  # see [Note: what is not a pack] in packs/attention.py
-    positions = positions[0] if positions.ndim == 3 else positions  # of text, before those of pictures
-    ids = given.get("input_ids", args[0] if args else given.get("inputs_embeds"))
+    if positions.ndim == 3 and len(positions) != 4:
+        return None  # of time, height and width alone, which don't go on by 1 within a document
+    positions = positions[0] if positions.ndim == 3 else positions
+    rows = len(next(each for each in (*args, given.get("input_ids"), given.get("inputs_embeds")) if each is not None))
     begins = F.pad(positions.diff(dim=-1) != 1, (1, 0), value=True)
-    starts = begins.expand(len(ids), -1).flatten().nonzero().flatten()
-    ends = F.pad(starts, (0, 1), value=len(ids) * positions.shape[1]).int()
+    starts = begins.expand(rows, -1).flatten().nonzero().flatten()
+    ends = F.pad(starts, (0, 1), value=rows * positions.shape[1]).int()
     longest = int(ends.diff().max())
     bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     return args, given | bounds

@@ -111,9 +111,10 @@ class DeltaRule(Rule):
         return delta_rule(kernel, *rows, documents=documents, states=states, final=final, **self._options)
 
     def run(self, first: int, end: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self._call(*(each[:, first:end] for each in self.inputs), state)
+        return self._call([each[:, first:end] for each in self.inputs], state)
 
-    def _call(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> Any:
+    def _call(self, rows: Sequence[Tensor], state: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, k, v, g, beta = rows
         return self._function(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, **self._options)
 
     def affine(self, first: int, end: int, before: Affine | None) -> tuple[Tensor, Tensor, Affine]:
@@ -123,7 +124,7 @@ class DeltaRule(Rule):
             eye = torch.eye(keys, dtype=torch.float32, device=v.device)
             before = Affine(eye.expand(1, heads, keys, keys), eye.new_zeros(1, heads, keys, width))
         more = torch.cat([v, v.new_zeros(*v.shape[:3], keys)], dim=-1)
-        out, last = self._call(q, k, more, g, beta, torch.cat([before.b, before.a], dim=-1))
+        out, last = self._call([q, k, more, g, beta], torch.cat([before.b, before.a], dim=-1))
         return out[..., :width], out[..., width:], Affine(last[..., width:], last[..., :width])
 
     @staticmethod

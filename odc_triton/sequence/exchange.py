@@ -90,7 +90,8 @@ class SequenceExchange(Participant):
         self._next: SplitPlan | None = None  # once all ranks have entered
         self._own: list[PlannedPiece] = []
         self._epochs = 0  # used up by former plans: two per wave
-        self.recurs = any(shape.rows_per_cut for shape in self.buffers.shapes)
+        # The most cuts of a rank; None: any, as no layer recurs.
+        self.split_cuts = self.buffers.cuts if any(shape.rows_per_cut for shape in self.buffers.shapes) else None
         self._plans: list[SplitPlan | CutPlan] = []  # by layer
         self.cuts: dict[Piece, tuple[int, ...]] = {}  # of the plan
         self._states: dict[Piece, list[PieceState]] = {}  # of own pieces, by layer
@@ -128,11 +129,11 @@ class SequenceExchange(Participant):
                 f"{self.tokens}: give enable_split(model, tokens={most}), or the sampler split={self.tokens}"
             )
         cuts, rank = most_cuts(given)
-        if self.recurs and cuts > self.buffers.cuts:
+        if self.split_cuts is not None and cuts > self.split_cuts:
             raise ValueError(
                 f"other ranks go on from rank {rank} at {cuts} places of the plan, and there is room for the states of "
-                f"{self.buffers.cuts}: give enable_split(model, tokens=…, cuts={cuts}), or the sampler "
-                f"split_cuts={self.buffers.cuts}"
+                f"{self.split_cuts}: give enable_split(model, tokens=…, cuts={cuts}), or the sampler "
+                f"split_cuts={self.split_cuts}"
             )
         self._next = given.of_replica(self._grid.replica)
         return given.digest
@@ -180,7 +181,7 @@ class SequenceExchange(Participant):
                     f"{planned.piece} were not computed, and other ranks need them: run every pack of the minibatch, "
                     f"in their order"
                 )
-            layers = [layer for layer, state in enumerate(states) if state is PieceState.BACKWARD]
+            layers = [self.number(layer) for layer, state in enumerate(states) if state is PieceState.BACKWARD]
             if layers or (PieceState.NO_GRAD in states and PieceState.DONE not in states):
                 where = f" in layers {layers}" if 0 < len(layers) < self.buffers.layers else ""
                 return (
@@ -230,6 +231,16 @@ class SequenceExchange(Participant):
                 raise RuntimeError(
                     f"{planned.piece} and {spans[0].piece} are not in the packs that the plan has them in"
                 )
+
+    def number(self, layer: int) -> int:
+        """As messages have it: the states of a recurrent layer are no layer of their own."""
+        return layer - sum(shape.states for shape in self.buffers.shapes[: layer + 1])
+
+    def _what(self, layer: int, piece: Piece | None = None) -> str:
+        shape = self.buffers.shapes[layer]
+        rows = "states" if shape.states else "rows" if shape.rows_per_cut else "keys and values"
+        where = f"layer {self.number(layer)}"
+        return f"{rows} of {where}" if piece is None else f"{rows} of {piece} in {where}"
 
     def of(self, layer: int) -> SplitPlan | CutPlan:
         """The plan of a layer's rows."""
@@ -300,7 +311,7 @@ class SequenceExchange(Participant):
             return
         epoch = self._epoch(spans, backward=again)
         readers = [each for span in spans for each in reversed(self.readers(layer, span.piece, window))]
-        whom = {each.rank: f"{each.piece} to read keys and values of layer {layer}" for each in readers}
+        whom = {each.rank: f"{each.piece} to read {self._what(layer)}" for each in readers}
         self._empty(layer, epoch)
         self._written[self.buffers.slots[layer]] = _InBuffer(layer, epoch, spans, whom)
         for span in spans:
@@ -321,7 +332,8 @@ class SequenceExchange(Participant):
             self._wait_for(Flag.READ, former.layer, former.epoch, former.whom, sets_next=doing)()
         elif any(self._states[span.piece][former.layer] is not PieceState.DONE for span in former.spans):
             raise RuntimeError(
-                f"layer {layer} is computed again before the backward of layer {former.layer}, whose keys and values "
+                f"layer {self.number(layer)} is computed again before the backward of layer "
+                f"{self.number(former.layer)}, whose keys and values "
                 f"are in the same buffer: call enable_split(model, tokens=…, layers_in_flight=…) with the number of "
                 f"layers that one checkpoint computes again, or more"
             )
@@ -331,8 +343,8 @@ class SequenceExchange(Participant):
         written, epoch = self._written[self.buffers.slots[layer]], self._epoch(spans, backward=True)
         if not self.buffers.stays[layer] and (written.layer, written.epoch) != (layer, epoch):
             raise RuntimeError(
-                f"layer {layer} was not computed again in the backward of {spans[0].piece}, and its keys and values "
-                f"are gone: checkpoint every layer that attends, or call enable_split(model, tokens=…, "
+                f"layer {self.number(layer)} was not computed again in the backward of {spans[0].piece}, and its keys "
+                f"and values are gone: checkpoint every layer that attends, or call enable_split(model, tokens=…, "
                 f"layers_in_flight={self.buffers.layers})"
             )
 
@@ -345,7 +357,7 @@ class SequenceExchange(Participant):
         if backward:
             return kind(held, dtypes, self.streams)
         epoch = self._epoch(spans, backward=in_backward_pass() and not self.buffers.stays[layer])
-        whom = {run.holder.rank: f"keys and values of {run.holder.piece} in layer {layer}"}
+        whom = {run.holder.rank: self._what(layer, run.holder.piece)}
         return kind(held, dtypes, self.streams, self._wait_for(Flag.PUBLISHED, layer, epoch, whom))
 
     def have_read(self, layer: int, spans: list[Span], runs: Sequence[Read]) -> None:
@@ -380,7 +392,9 @@ class SequenceExchange(Participant):
                 if reader.rank not in (self.rank, holder.rank) and any(
                     read.holder == holder for read in self.reads(layer, reader.piece, window)
                 ):
-                    found[reader.rank] = f"gradients of {holder.piece} from {reader.piece} in layer {layer}"
+                    found[reader.rank] = (
+                        f"gradients of {holder.piece} from {reader.piece} in layer {self.number(layer)}"
+                    )
         return found
 
     def collect(
@@ -398,7 +412,8 @@ class SequenceExchange(Participant):
             if not readers:
                 continue
             whom = {
-                each.rank: f"gradients of {span.piece} from {each.piece} in layer {layer}" for each in reversed(readers)
+                each.rank: f"gradients of {span.piece} from {each.piece} in layer {self.number(layer)}"
+                for each in reversed(readers)
             }
             self._wait_for(Flag.ADDED, layer, self._epoch(spans, backward=True), whom)()
             planned = self._planned(span.piece, layer)
@@ -428,7 +443,7 @@ class Additions:
 
     def _add(self, run: Read, kind: int, rows: torch.Tensor) -> None:
         place = self._exchange.buffers.gradient_rows(self._shown.layer, kind, *run)
-        purpose = f"gradients of {run.holder.piece} in layer {self._shown.layer}"
+        purpose = f"gradients of {run.holder.piece} in layer {self._exchange.number(self._shown.layer)}"
         self._exchange.sync.add(self._shown, run.holder.rank, place, rows, purpose)
 
     def end(self) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from torch import Tensor
-
 from ..plan.entries import Piece
 from ..plan.pieces import PlannedPiece, Read, SplitPlan, reads_of, within
 from .attention import SeenRows
@@ -59,11 +57,3 @@ def rows_before(
                 begin = of.start - first[of]
                 rows.append(SeenRows(0, low - begin, high - begin))
     return seen
-
-
-def bounds_on_host(ends: Tensor, length: int) -> list[int]:
-    """The documents' bounds on the host, from 0 to `length`."""
-    bounds = list(getattr(ends, "_odc_bounds", None) or ends.tolist())
-    if bounds[0] != 0 or bounds[-1] != length or bounds != sorted(bounds):
-        raise ValueError(f"cu_seq_lens_q must rise from 0 to B * T = {length}, but is {bounds}.")
-    return bounds

@@ -46,9 +46,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "table"), [("qwen3_5", {"two ranks": SFT}), *(slow(name, MORE) for name in CONFIGS)]
-)
+@pytest.mark.parametrize(("name", "table"), [("qwen3_5", {"two ranks": SFT}), *(slow(name, MORE) for name in CONFIGS)])
 def test_sft_as_on_one_rank(name: str, table: dict[str, test_jobs.Job], tmp_path: Path) -> None:
     folder = write_questions(tmp_path / "case")
     config = json.loads((folder / "config.json").read_text())

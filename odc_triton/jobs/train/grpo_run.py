@@ -21,6 +21,8 @@ from ...plan.planner import Planner, make_plan
 from ...plan.relatives import find_relatives
 from ...plan.samples import Limits, Samples
 from ...plan.split import readable_tokens
+from ...recurrent.layers import most_cuts_of
+from ...sequence.buffers import CUTS
 from ...sequence.enable import enable_split
 from ...sequence.sums import SampleSums
 from ...step import StepReport
@@ -96,10 +98,12 @@ class GrpoRun(Run):
             split_tokens = self._split_tokens(cost)
         if self.shares_prefixes and grid.shards > 1:
             shared_tokens = max(split_tokens, _tokens_of_trees(options, self.prompts.longest))
+        over = split_tokens and self.prompts.longest + options.max_new_tokens > options.token_cap
+        cuts = most_cuts_of(model, self.per_step * options.generations if over else 0)
         if split_tokens or shared_tokens:
             try:
                 for each in models:
-                    enable_split(each, max(split_tokens, shared_tokens))
+                    enable_split(each, max(split_tokens, shared_tokens), cuts=cuts or CUTS)
             except NotImplementedError:  # of a compiled model, or of one with other attention
                 if split_tokens:
                     raise
@@ -117,6 +121,7 @@ class GrpoRun(Run):
             replicas=grid.replicas,
             split_tokens=split_tokens,
             shared_tokens=shared_tokens,
+            split_cuts=cuts,
         )
         self.planner = Planner(limits=limits)
         self.end_tokens = end_tokens_of(model, prepared.tokenizer)

@@ -27,6 +27,8 @@ from ...plan.relatives import Relatives, find_relatives
 from ...plan.sampler import MinibatchSampler
 from ...plan.samples import Limits, Samples
 from ...plan.split import readable_tokens
+from ...recurrent.layers import most_cuts_of
+from ...sequence.buffers import CUTS
 from ...sequence.enable import enable_split
 from ...sequence.exchange import SequenceExchange
 from ...step import evaluate
@@ -65,6 +67,8 @@ class SftRun(Run):
         engine = engine_of(model)
         lengths = data.lengths.tolist()
         splits = options.split_sequences and engine.grid.shards > 1
+        over = sum(length > options.token_cap for length in lengths)
+        cuts = most_cuts_of(model, min(over, options.samples_per_rank * engine.world))
         self.sampler = MinibatchSampler(
             lengths,
             options.samples_per_rank,
@@ -77,6 +81,7 @@ class SftRun(Run):
             drop_last=True,
             counter=shared_counter(options, engine.world) if options.balance == QUEUE else None,
             split=splits and (options.split_tokens or True),
+            split_cuts=cuts,
             replicas=engine.grid.replicas,
             mix=mix,
             relatives=self._relatives(options, cost, engine.rank) if options.share_prefixes else None,
@@ -86,7 +91,7 @@ class SftRun(Run):
         )
         super().__init__(options=options, model=model, identity=identity, epoch_steps=len(self.sampler))
         if splits:
-            self._enable_split(teacher)
+            self._enable_split(teacher, cuts)
         self.teacher = self.teacher_of(teacher)
         self.objective = CrossEntropy() if self.teacher is None else Distillation(teacher=self.teacher)
         self._epoch = iter(self.sampler)
@@ -100,7 +105,7 @@ class SftRun(Run):
             print(f"--share-prefixes saves {tokens} of {total} tokens, {part:.0%} of the time, at most", flush=True)
         return relatives
 
-    def _enable_split(self, teacher: nn.Module | None) -> None:
+    def _enable_split(self, teacher: nn.Module | None, cuts: int | None) -> None:
         """Of the model and its teacher. Raises ValueError if the longest sample, also of those to evaluate on, can't be
         split, or the one with the most tokens before the end of its pictures.
         """
@@ -121,7 +126,7 @@ class SftRun(Run):
             make_plan(sample, limits)  # raises if it can't be split
         for model in (self.model, teacher):
             if model is not None:
-                enable_split(model, tokens)
+                enable_split(model, tokens, cuts=cuts or CUTS)
 
     @property
     def _limits(self) -> dict[str, Any]:
@@ -187,7 +192,7 @@ class SftRun(Run):
         grid = self.engine.grid
         limits = Limits(ranks=grid.world, token_cap=self.options.token_cap, replicas=grid.replicas)
         if (exchange := self.engine.participant(SequenceExchange)) is not None:
-            limits = replace(limits, split_tokens=exchange.tokens)
+            limits = replace(limits, split_tokens=exchange.tokens, split_cuts=exchange.split_cuts)
         samples = Samples.of(
             limits.checked(data.lengths.tolist()),
             self.sampler.cost,

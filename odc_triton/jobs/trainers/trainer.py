@@ -107,8 +107,9 @@ class ODCTrainer(ShardedTrainer):
         self._objective = CrossEntropy(label_smoothing=smoothing, dft=dft, measures=self._is_sft)
         self._terms, self._pack_sums = Terms(number=1), {}  # of the pack that is computed
         pieces = self._engine.participant(SequenceExchange)
-        self._split_tokens = 0
+        self._split_tokens, self._split_cuts = 0, None
         if pieces is not None:
+            self._split_cuts = pieces.split_cuts
             self._split_tokens = pieces.tokens if split else getattr(sampler, "split_tokens", 0)
         if split and not self._split_tokens:
             raise ValueError("split=True: call odc_triton.enable_split(model, tokens=…) after fully_shard")
@@ -226,6 +227,7 @@ class ODCTrainer(ShardedTrainer):
             world=self._engine.world,
             drop_last=args.dataloader_drop_last and not whole,
             split=0 if whole and is_drawn(dataset) else self._split_tokens,
+            split_cuts=self._split_cuts,
             replicas=self._engine.grid.replicas,
             **sizes,
         )
