@@ -55,7 +55,7 @@ def documents_of(
 ) -> list[Document]:
     """The documents of a pack, in their order. `plan`: of all ranks, whose pieces other ranks read up to `cuts`."""
     if not pieces or not any(pieces):
-        return [Document(first, end, None, (), (), ()) for first, end in pairwise(bounds)]
+        return [Document(first, end, None, (), (), ()) for first, end in pairwise(bounds) if first < end]
     own, shown = [piece for piece in pieces if piece is not None], dict[Piece, tuple[int, ...]]()
     reads = reads_of(piece for piece in own if plan is None or plan.find(piece) is None)
     for piece in own:

@@ -6,11 +6,12 @@ gets a forward with the same code, that finds ours under these names while it co
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,16 +29,14 @@ from .packages import Documents, Function, convolve, kernel_of
 from .rules import DeltaRule, Rule, Scan
 from .run import run_documents
 
-_CONVOLUTION, _SCAN = "causal_conv1d_fn", "mamba2_chunk_scan"
-_DELTA = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
-_FUSED = "mamba2_split_conv1d_scan_combined"  # of both, in one kernel that can't be told what comes before
+_CONVOLUTION = "causal_conv1d_fn"
 _OTHERS = ("mamba_selective_scan", "mamba_inner_fn")
 NEEDED = "5.23"  # of transformers, whose modules pass on what they are told of packs
 
 
 @dataclass(frozen=True)
 class _RecurrentPack:
-    """What our functions get besides transformers' arguments. `side`: of a plan over ranks, which has `spans`."""
+    """What our functions get besides transformers' arguments. `spans`: the pieces of a plan over ranks."""
 
     module: nn.Module
     documents: Sequence[Document]
@@ -67,6 +66,7 @@ def most_cuts_of(model: nn.Module, samples: int) -> int | None:
 
 
 def _code(module: nn.Module) -> Any:
+    """The function of its class that is `forward`, without decorators."""
     return inspect.unwrap(type(module).forward)
 
 
@@ -85,9 +85,10 @@ def separate_documents(model: nn.Module) -> None:
             raise ValueError(f"{name} computes {others[0]}, whose state can't be kept within documents")
         if not any(each.kind is each.VAR_KEYWORD for each in inspect.signature(_code(module)).parameters.values()):
             raise ValueError(f"{name} can't be told of documents: install transformers {NEEDED}")
-    forwards = [_within_documents(_code(module)) for module in layers]
-    for module, forward in zip(layers, forwards, strict=True):
-        untyped(module).forward = MethodType(forward, module)
+    functions = [_functions(_code(module)).values() for module in layers]
+    for module, called in zip(layers, functions, strict=True):
+        by_package = any(each.kernel is not None for each in called)
+        untyped(module).forward = partial(_forward, module, by_package=by_package)
     if layers and find_documents not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(find_documents, with_kwargs=True)
 
@@ -118,38 +119,41 @@ def find_documents(model: nn.Module, args: tuple, given: dict[str, Any]) -> tupl
     return args, given | bounds
 
 
-def _within_documents(code: Any) -> Callable[..., Any]:
+def _forward(
+    module: nn.Module,
+    hidden_states: Tensor,
+    *args: Any,
+    cu_seq_lens_q: Tensor | None = None,
+    pieces: Sequence[Piece | None] | None = None,
+    by_package: bool,
+    **given: Any,
+) -> Tensor:
+    """In place of the module's own, which gets rows of one document each. `by_package`: it calls a package's functions,
+    also where they don't run.
+    """
+    if pieces is not None or (cu_seq_lens_q is not None and len(cu_seq_lens_q) != len(hidden_states) + 1):
+        return _of_pack(module, hidden_states, cu_seq_lens_q, pieces, given)
+    if by_package and not hidden_states.is_cuda:
+        return _within_documents(_code(module))(module, hidden_states, *args, **given)
+    return type(module).forward(module, hidden_states, *args, **given)
+
+
+def _functions(code: FunctionType) -> dict[str, Function]:
+    called = {name: code.__globals__[name] for name in code.__code__.co_names if name in _OURS}
+    return {name: Function(each, kernel_of(each)) for name, each in called.items()}
+
+
+@functools.cache
+def _within_documents(code: FunctionType) -> FunctionType:
     """`code`, the forward of a module, with our functions under the names that it calls."""
-    ours = {_CONVOLUTION: _convolution, _FUSED: _fused, **dict.fromkeys(_DELTA, _delta), _SCAN: _scan}
-    called = {name: code.__globals__[name] for name in code.__code__.co_names if name in ours}
-    functions = {name: Function(each, kernel_of(each)) for name, each in called.items()}
-    names = {name: partial(ours[name], each) for name, each in functions.items()}
-    own_choice = any(each.kernel is not None for each in functions.values())
-    # Without a module's name torch.compile looks up names here, not in that module.
-    known = {name: each for name, each in code.__globals__.items() if name != "__name__"} | names
-    inner = FunctionType(code.__code__, known, code.__name__, code.__defaults__, code.__closure__)
-    inner.__kwdefaults__ = code.__kwdefaults__
-
-    def forward(
-        self: nn.Module,
-        hidden_states: Tensor,
-        *args: Any,
-        cu_seq_lens_q: Tensor | None = None,
-        pieces: Sequence[Piece | None] | None = None,
-        **given: Any,
-    ) -> Tensor:
-        if pieces is None and (cu_seq_lens_q is None or len(cu_seq_lens_q) == len(hidden_states) + 1):
-            if own_choice and not hidden_states.is_cuda:
-                return inner(self, hidden_states, *args, **given)
-            return type(self).forward(self, hidden_states, *args, **given)  # no row has several documents
-        return _of_pack(inner, self, hidden_states, cu_seq_lens_q, pieces, given)
-
-    return forward
+    names = {name: partial(_OURS[name], each) for name, each in _functions(code).items()}
+    made = FunctionType(code.__code__, code.__globals__ | names, code.__name__, code.__defaults__, code.__closure__)
+    made.__kwdefaults__ = code.__kwdefaults__
+    return made
 
 
 @torch._disable_dynamo  # the documents differ in every forward
 def _of_pack(
-    inner: Callable[..., Tensor],
     module: nn.Module,
     hidden_states: Tensor,
     ends: Tensor | None,
@@ -160,10 +164,8 @@ def _of_pack(
     bounds = [0, rows * length] if ends is None else bounds_on_host(ends, rows * length)
     # Nothing goes on from a pack's documents later.
     given = given | {name: None for name in ("cache_params", "past_key_values", "attention_mask") if name in given}
-    out = inner(
-        module, hidden_states.reshape(1, rows * length, -1), **given, odc_pack=_RecurrentPack.of(module, bounds, pieces)
-    )
-    return out.reshape(rows, length, -1)
+    forward, row = _within_documents(_code(module)), hidden_states.reshape(1, rows * length, -1)
+    return forward(module, row, **given, odc_pack=_RecurrentPack.of(module, bounds, pieces)).reshape(rows, length, -1)
 
 
 def _convolution(
@@ -186,7 +188,7 @@ def _convolution(
     side = split.rows if isinstance(split, RecurrentSplit) else None
     documents = odc_pack.documents
     if function.kernel and inputs.is_cuda and inputs.shape[1] % 8 == 0 and not any(each.reads for each in documents):
-        lengths = [each.end - each.first for each in documents if each.end > each.first]
+        lengths = [each.end - each.first for each in documents]
         return convolve(function.kernel, inputs, Documents.of(lengths, inputs.device), **terms)
     return convolve_documents(convolution, inputs, rows, documents, side, odc_pack.spans)
 
@@ -228,3 +230,13 @@ def _recurrence(rule: Rule, pack: _RecurrentPack) -> Tensor:
         split.on_states(pack.module, lambda: rule.affine(0, 1, None)[2])
     side = split.states if isinstance(split, RecurrentSplit) else None
     return run_documents(rule, pack.documents, side, pack.spans)
+
+
+# By name in the modeling modules. One fused kernel of Mamba-2's convolution and scan can't be told what comes before.
+_OURS = {
+    _CONVOLUTION: _convolution,
+    "torch_chunk_gated_delta_rule": _delta,
+    "chunk_kimi_delta_attention": _delta,
+    "mamba2_chunk_scan": _scan,
+    "mamba2_split_conv1d_scan_combined": _fused,
+}
