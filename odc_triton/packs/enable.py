@@ -68,7 +68,7 @@ class _Seen:
         layers, own = untyped(model).config.get_text_config().num_hidden_layers, recurrent_layers(model)
         if not self.layers and not own:
             return "it never called the configured attention function"
-        met = len({getattr(each, "layer_idx", None) or id(each) for each in (*self.layers.values(), *own)})
+        met = len({getattr(each, "layer_idx", id(each)) for each in (*self.layers.values(), *own)})
         if met + _alone(model) < layers:
             return f"only {met} of its {layers} layers called the attention function"
         if self.odd_masks:

@@ -31,9 +31,9 @@ class CostModel:
     Attention is the quadratic part, all work per token the linear part. `head` is the part of that which tokens
     without a target don't cost, where it is known which these are (shared prefixes). `pair` is what a token costs more
     in a segment between two others of its sample, which makes the pair that hands on a recurrent layer's state, where
-    the first and the last segment need none. `microbatch` is the cost of a
-    microbatch besides its documents (launches, small layers). It does not depend on the documents, so it counts in
-    `pack` and never decides between two assignments with equally many packs.
+    the first and the last segment need none. `microbatch` is the cost of a microbatch besides its documents (launches,
+    small layers). It does not depend on the documents, so it counts in `pack` and never decides between two assignments
+    with equally many packs.
 
     Raises ValueError for a coefficient that is negative or not finite, if the cost does not grow with s, and for a head
     of the linear part or more.

@@ -7,7 +7,7 @@ of its own rank; what goes on from it needs nothing of those before it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from .entries import Piece
@@ -44,6 +44,9 @@ class CutPlan:
         self.cuts = cuts_of(plan)
         self._by_piece: dict[Piece, PlannedPiece] = {}
         offsets = [0] * plan.ranks
+        known = {
+            each.piece for each in plan.pieces if all(read.holder.rank == each.rank for read in plan.reads(each.piece))
+        }
         for each in plan.pieces:
             count = rows * len(self.cuts[each.piece])
             self._by_piece[each.piece] = replace(each, read=count, offset=offsets[each.rank])
@@ -51,7 +54,7 @@ class CutPlan:
         self._reads: dict[Piece, tuple[Read, ...]] = {}
         self._readers: dict[Piece, list[PlannedPiece]] = {piece: [] for piece in self._by_piece}
         for each in plan.pieces:
-            needed = _chain(plan, each) if states else _rows_of_others(plan, each, rows)
+            needed = _chain(plan, each, known) if states else _rows_of_others(plan, each, rows)
             self._reads[each.piece] = tuple(self._at_cut(read, rows) for read in needed)
             for read in needed:
                 self._readers[read.holder.piece].append(self._by_piece[each.piece])
@@ -72,13 +75,13 @@ class CutPlan:
         return self._readers[piece]
 
 
-def _chain(plan: SplitPlan, reader: PlannedPiece) -> list[Read]:
+def _chain(plan: SplitPlan, reader: PlannedPiece, known: Set[Piece]) -> list[Read]:
     found: list[Read] = []
     for read in reversed(plan.reads(reader.piece)):
         if read.holder.rank == reader.rank:
             break
         found.append(read)
-        if all(each.holder.rank == read.holder.rank for each in plan.reads(read.holder.piece)):
+        if read.holder.piece in known:
             break
     return found[::-1]
 

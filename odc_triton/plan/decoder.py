@@ -84,7 +84,7 @@ class Decoder:
         elif family == "bailing_hybrid" or getattr(config, "use_attention_gate", False):
             attention += hidden * heads
         if rank := getattr(config, "adapter_rank", None):  # Zamba2's, and a projection
-            adapted = 3 * (wide + heads * key_width) if config.use_shared_attention_adapter else 0
+            adapted = 3 * (wide + heads * key_width) if getattr(config, "use_shared_attention_adapter", False) else 0
             attention += rank * (adapted + hidden + 2 * size_of(config, "intermediate_size")) + hidden**2
         recurrent = RecurrentSizes.of(config) if any(recurs) else None
 
@@ -107,7 +107,8 @@ class Decoder:
         mlps = _mlps(config, kinds, bool(experts))
         active = sum(attends) * attention + mlps.count("sparse") * mixture
         active += mlps.count("dense") * products * hidden * inner
-        active += sum(recurs) * (recurrent.weights if recurrent else attention)
+        for attending, recurring in zip(attends, recurs, strict=True):
+            active += recurring * (recurrent.weights if recurrent else attention * (not attending))
         return cls(
             layers=layers,
             attending=sum(attends),
@@ -126,11 +127,11 @@ def layer_kinds(config: object) -> list[str]:
     """Of each block, as transformers names them; all are of attention if the config doesn't say."""
     layers = size_of(config, "num_hidden_layers")
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    return [*(kinds or ["full_attention"] * layers)][:layers]
+    return [kind or "full_attention" for kind in (kinds or [None] * layers)][:layers]
 
 
 def has_attention(kind: str) -> bool:
-    return kind == "hybrid" or (kind.endswith("attention") and kind != "linear_attention")
+    return kind not in ("linear_attention", "mamba", "conv", "mlp", "moe")
 
 
 def is_hybrid(config: object) -> bool:
@@ -149,7 +150,7 @@ def _mlps(config: object, kinds: list[str], mixed: bool) -> list[str]:
     if hasattr(config, "adapter_rank"):  # Zamba2's, in the shared blocks
         return ["dense" * (kind == "hybrid") for kind in kinds]
     if found := getattr(config, "mlp_layer_types", None):
-        return [*found]
+        return ["dense" if kind == "dense" else "sparse" for kind in found]
     mixed = mixed or (all(not hasattr(config, n) for n in EXPERT_COUNTS) and hasattr(config, "num_experts_per_tok"))
     first = getattr(config, "first_k_dense_replace", 0) or getattr(config, "num_dense_layers", 0) or 0
     step, only = size_of(config, "decoder_sparse_step", default=1), getattr(config, "mlp_only_layers", None) or ()

@@ -63,8 +63,9 @@ class RecurrentSizes:
             wide, channels = heads * value_width, 3 * heads * value_width
             gate = hidden * wide if hasattr(config, "kda_safe_gate") else (hidden + wide) * value_width
             matrices = hidden * (4 * wide + heads) + 2 * gate
-        elif heads := has("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"):
-            key_heads = size_of(config, "mamba_n_groups", "mamba_ngroups", "n_groups")
+        elif (heads := has("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")) and (
+            key_heads := has("mamba_n_groups", "mamba_ngroups", "n_groups")  # which Mamba-1 lacks
+        ):
             value_width = size_of(config, "mamba_d_head", "mamba_headdim", "mamba_head_dim")
             key_width, kernel = size_of(config, "mamba_d_state", "ssm_state_size"), has("mamba_d_conv", "conv_kernel")
             rule, channels = "mamba2", heads * value_width + 2 * key_heads * key_width

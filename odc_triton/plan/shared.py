@@ -80,11 +80,12 @@ def shared_plan(samples: Samples, limits: Limits) -> Plan:
         names = [str(samples.names[each.sample]) for each in family]
         of_samples = f", of samples {', '.join(names[:5])}{', …' * (len(names) > 5)},"
         group = groups.get(family[0].sample)
+        places = "" if limits.split_cuts is None else f" and go on at {limits.split_cuts} places"
         raise ValueError(
             f"{f'sample {names[0]}' if group is None else f'group {group}{of_samples}'} has {problem.needed[at]} "
             f"tokens, over the token_cap of {limits.token_cap}, and can't be cut over {limits.shards} ranks, of each "
-            f"of which others may read {limits.readable} tokens, in pieces of {LEAST_TOKENS} or more: raise the cap or "
-            f"the tokens to read, or truncate or drop samples"
+            f"of which others may read {limits.readable} tokens{places}, in pieces of {LEAST_TOKENS} or more: raise "
+            f"the cap or the tokens to read, or truncate or drop samples"
         )
     packs = [[[named(each, samples.names) for each in entries] for entries in of_rank] for of_rank in found.packs]
     by_name = {samples.names[at]: group for at, group in groups.items()}

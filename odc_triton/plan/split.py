@@ -211,7 +211,7 @@ class _Problem:
         if (cuts := self._most(waves, bool)) > self.cuts:
             raise ValueError(
                 f"{over} samples over the token_cap of {self.token_cap} are cut at {cuts} places of a rank, and "
-                f"split_cuts is {self.cuts}: raise one of them, and the cuts of enable_split"
+                f"split_cuts is {self.cuts}: raise one of them, and enable_split's cuts to at least {cuts}"
             )
         if (needed := self.most_read(waves)) > self.tokens or max(most) > self.token_cap:
             sample = strips[most.index(max(most)) if max(most) > self.token_cap else 0]

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ..base.untyped import untyped
 from ..plan.entries import Piece, bounds_on_host
-from ..sequence.buffers import CUTS
+from ..sequence.buffers import CUTS, MOST_CUTS
 from ..sequence.exchange import Span
 from ..sequence.layer import RecurrentHook, RecurrentSplit
 from .convolution import convolve_documents
@@ -57,21 +58,21 @@ class _RecurrentPack:
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     """The modules whose forward calls one of the functions."""
-    return [each for each in model.modules() if _CONVOLUTION in _names(each)]
+    return [each for each in model.modules() if any(_CONVOLUTION in _names(kind) for kind in type(each).__mro__)]
 
 
 def most_cuts_of(model: nn.Module, samples: int) -> int | None:
     """A good `cuts` for `enable_split` if each of so many samples must be split; None if no layer recurs."""
-    return max(CUTS, samples) if recurrent_layers(model) else None
+    return max(CUTS, min(samples, MOST_CUTS)) if recurrent_layers(model) else None
 
 
-def _code(module: nn.Module) -> Any:
-    """The function of its class that is `forward`, without decorators."""
-    return inspect.unwrap(type(module).forward)
+def _code(kind: type) -> Any:
+    """Its `forward`, without decorators."""
+    return inspect.unwrap(getattr(kind, "forward", object))
 
 
-def _names(module: nn.Module) -> tuple[str, ...]:
-    return getattr(getattr(_code(module), "__code__", None), "co_names", ())
+def _names(kind: type) -> tuple[str, ...]:
+    return getattr(getattr(_code(kind), "__code__", None), "co_names", ())
 
 
 def separate_documents(model: nn.Module) -> None:
@@ -79,41 +80,60 @@ def separate_documents(model: nn.Module) -> None:
     has documents if only its positions do. Raises ValueError, naming it, for one that can't be told.
     """
     layers = recurrent_layers(model)
+    made = []
     for module in layers:
-        name = type(module).__name__
-        if others := [each for each in _OTHERS if each in _names(module)]:
+        name, code = type(module).__name__, _code(type(module))
+        if others := [each for each in _OTHERS if each in _names(type(module))]:
             raise ValueError(f"{name} computes {others[0]}, whose state can't be kept within documents")
-        if not any(each.kind is each.VAR_KEYWORD for each in inspect.signature(_code(module)).parameters.values()):
+        own = vars(module).get("forward")
+        if _CONVOLUTION not in _names(type(module)) or (own is not None and not _is_ours(own)):
+            raise ValueError(f"{name} has a forward of its own, which can't be told of documents")
+        if not any(each.kind is each.VAR_KEYWORD for each in inspect.signature(code).parameters.values()):
             raise ValueError(f"{name} can't be told of documents: install transformers {NEEDED}")
-    functions = [_functions(_code(module)).values() for module in layers]
-    for module, called in zip(layers, functions, strict=True):
-        by_package = any(each.kernel is not None for each in called)
-        untyped(module).forward = partial(_forward, module, by_package=by_package)
-    if layers and find_documents not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(find_documents, with_kwargs=True)
+        by_package = any(each.kernel is not None for each in _functions(code).values())
+        made.append(partial(_forward, module, by_package=by_package))
+    for module, forward in zip(layers, made, strict=True):
+        untyped(module).forward = forward
+    for part in _told(model) if layers else ():
+        if find_documents not in part._forward_pre_hooks.values():
+            part.register_forward_pre_hook(find_documents, with_kwargs=True)
 
 
 def join_documents(model: nn.Module) -> None:
     """Undoes `separate_documents`."""
     for module in recurrent_layers(model):
-        module.__dict__.pop("forward", None)
-    for number, hook in [*model._forward_pre_hooks.items()]:
-        if hook is find_documents:
-            del model._forward_pre_hooks[number], model._forward_pre_hooks_with_kwargs[number]
+        if _is_ours(vars(module).get("forward")):
+            del module.forward
+    for part in _told(model):
+        for number, hook in [*part._forward_pre_hooks.items()]:
+            if hook is find_documents:
+                del part._forward_pre_hooks[number], part._forward_pre_hooks_with_kwargs[number]
+
+
+def _told(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model that are called with positions: it may be called without its head, or its tower."""
+    return [each for each in model.modules() if isinstance(each, PreTrainedModel) and recurrent_layers(each)]
+
+
+def _is_ours(forward: Any) -> bool:
+    return isinstance(forward, partial) and forward.func is _forward
 
 
 def find_documents(model: nn.Module, args: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """A pre-hook of a model's forward: gives bounds of documents where only positions tell them."""
-    positions, mask = given.get("position_ids"), given.get("attention_mask")
-    if positions is None or positions.shape[-1] == 1 or given.get("cu_seq_lens_q") is not None or mask is not None:
-        return None  # see [Note: what is not a pack] in packs/attention.py
+    every = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | given
+    positions, mask = every.get("position_ids"), every.get("attention_mask")
+    ids = every.get("input_ids") if every.get("inputs_embeds") is None else every["inputs_embeds"]
+    if positions is None or ids is None or positions.shape[-1] == 1 or every.get("cu_seq_lens_q") is not None:
+        return None
     if positions.ndim == 3 and len(positions) != 4:
         return None  # of time, height and width alone, which don't go on by 1 within a document
+    if mask is not None and not (mask.ndim == 2 and bool(mask.all())):
+        return None  # see [Note: what is not a pack] in packs/attention.py
     positions = positions[0] if positions.ndim == 3 else positions
-    rows = len(next(each for each in (*args, given.get("input_ids"), given.get("inputs_embeds")) if each is not None))
     begins = F.pad(positions.diff(dim=-1) != 1, (1, 0), value=True)
-    starts = begins.expand(rows, -1).flatten().nonzero().flatten()
-    ends = F.pad(starts, (0, 1), value=rows * positions.shape[1]).int()
+    starts = begins.expand(len(ids), -1).flatten().nonzero().flatten()
+    ends = F.pad(starts, (0, 1), value=begins.shape[1] * len(ids)).int()
     longest = int(ends.diff().max())
     bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     return args, given | bounds
@@ -131,16 +151,26 @@ def _forward(
     """In place of the module's own, which gets rows of one document each. `by_package`: it calls a package's functions,
     also where they don't run.
     """
-    if pieces is not None or (cu_seq_lens_q is not None and len(cu_seq_lens_q) != len(hidden_states) + 1):
+    split = getattr(module, "_odc_split", None)
+    has_pieces = pieces is not None and (any(pieces) or not isinstance(split, RecurrentSplit | None))
+    if has_pieces or (cu_seq_lens_q is not None and not _are_rows(cu_seq_lens_q, *hidden_states.shape[:2])):
         return _of_pack(module, hidden_states, cu_seq_lens_q, pieces, given)
     if by_package and not hidden_states.is_cuda:
-        return _within_documents(_code(module))(module, hidden_states, *args, **given)
+        return _within_documents(_code(type(module)))(module, hidden_states, *args, **given)
     return type(module).forward(module, hidden_states, *args, **given)
 
 
 def _functions(code: FunctionType) -> dict[str, Function]:
     called = {name: code.__globals__[name] for name in code.__code__.co_names if name in _OURS}
     return {name: Function(each, kernel_of(each)) for name, each in called.items()}
+
+
+@torch._disable_dynamo
+def _are_rows(ends: Tensor, rows: int, length: int) -> bool:
+    """True if each row is one document."""
+    if len(ends) != rows + 1:
+        return False
+    return rows == 1 or bounds_on_host(ends, rows * length) == [*range(0, rows * length + 1, length)]
 
 
 @functools.cache
@@ -164,7 +194,7 @@ def _of_pack(
     bounds = [0, rows * length] if ends is None else bounds_on_host(ends, rows * length)
     # Nothing goes on from a pack's documents later.
     given = given | {name: None for name in ("cache_params", "past_key_values", "attention_mask") if name in given}
-    forward, row = _within_documents(_code(module)), hidden_states.reshape(1, rows * length, -1)
+    forward, row = _within_documents(_code(type(module))), hidden_states.reshape(1, rows * length, -1)
     return forward(module, row, **given, odc_pack=_RecurrentPack.of(module, bounds, pieces)).reshape(rows, length, -1)
 
 

@@ -35,9 +35,11 @@ class Rule(ABC):
 
     inputs: tuple[Tensor, ...]
     keys: int  # k
+    terms: tuple[Tensor, ...]  # all that may need gradients
 
     def __init__(self, function: Function, inputs: Sequence[Tensor], keys: int, options: dict[str, Any]) -> None:
         self.inputs, self.keys = tuple(inputs), keys
+        self.terms = (*inputs, *(each for each in options.values() if isinstance(each, Tensor)))
         self._function, self._options = function.on(inputs[0].device), options
         self._kernel = function.kernel if inputs[0].is_cuda else None
 
@@ -143,7 +145,7 @@ class Scan(Rule):
     ) -> None:
         """`inputs`: x, dt, B and C."""
         super().__init__(function, inputs, inputs[2].shape[-1], options | {"chunk_size": chunk_size})
-        self._a = a
+        self._a, self.terms = a, (*self.terms, a)
 
     def _by_kernel(
         self, kernel: Kernel, rows: Sequence[Tensor], documents: Documents, states: Tensor | None, *, final: bool

@@ -138,7 +138,7 @@ class _PackRun:
                 rows.append([each.flatten(2).unsqueeze(2) for each in step])
         both = [torch.cat(kind, dim=2) for kind in zip(*rows, strict=True)]
         done = [*self._out]
-        given = next((each for each in inputs if each.requires_grad), inputs[0])[:, :1]
+        given = next((each for each in self._rule.terms if each.requires_grad), inputs[0]).flatten()[:1]
         _, _, anchor, *outs = side.publish(both, own, None, given, *(self._out[first] for first in done))
         self._out.update(zip(done, outs, strict=True))
         return Others(side, own, [dtype, dtype], anchor)

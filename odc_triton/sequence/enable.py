@@ -75,7 +75,9 @@ def enable_split(model: nn.Module, tokens: int, *, cuts: int = CUTS, layers_in_f
     buffers = KVBuffers(engine.heap, shapes, **sizes, token=token, timeout_s=engine.barrier.timeout_s)
     by = KernelSync if engine.transport.adds_by_kernel else HostSync
     sync, streams = by(buffers, engine), engine.streams.first.another()
-    exchange = SequenceExchange(sync, streams, grid=engine.grid, in_order=engine.deterministic)
+    numbers = [untyped(module).layer_idx for module, _ in layers]
+    how = {"grid": engine.grid, "in_order": engine.deterministic, "numbers": numbers}
+    exchange = SequenceExchange(sync, streams, **how)
     engine.register(exchange)
     engine.streams.also(streams)
     engine.streams.watch(sync)
@@ -173,6 +175,10 @@ class _Recorder(AttentionHook, RecurrentHook):
         self._add(module, keys.dtype, heads=keys.shape[1], widths=(keys.shape[-1], values.shape[-1]))
 
     def on_rows(self, module: nn.Module, inputs: torch.Tensor, rows: int) -> None:
+        if rows < 1:
+            raise NotImplementedError(
+                f"{type(module).__name__} has a convolution of kernel size 1, which can't be split"
+            )
         self._add(module, inputs.dtype, heads=1, widths=(inputs.shape[1],), rows_per_cut=rows)
 
     def on_states(self, module: nn.Module, step: Callable[[], Pair]) -> None:

@@ -78,14 +78,24 @@ class SequenceExchange(Participant):
 
     run_tokens = RUN_TOKENS
 
-    def __init__(self, sync: HostSync, streams: Streams, *, grid: Grid, in_order: bool) -> None:
+    def __init__(
+        self,
+        sync: HostSync,
+        streams: Streams,
+        *,
+        grid: Grid,
+        in_order: bool,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
         """`streams`: its own, to copy and to add beside what the engine copies and adds. `in_order`: ranks add to a
-        piece in their order, so that its gradients have the same bits in every run.
+        piece in their order, so that its gradients have the same bits in every run. `numbers`: of the layers, in the
+        model.
         """
         self._grid = grid
         self.sync, self.streams, self.buffers = sync, streams, sync.buffers
         self.rank, self.tokens = self.buffers.rank, self.buffers.tokens
         self.is_apart, self.in_order = self.buffers.heap.apart, in_order
+        self.numbers = range(self.buffers.layers) if numbers is None else numbers
         self.plan: SplitPlan | None = None
         self._next: SplitPlan | None = None  # once all ranks have entered
         self._own: list[PlannedPiece] = []
@@ -128,7 +138,7 @@ class SequenceExchange(Participant):
                 f"the plan lets others read {most} tokens of rank {given.tokens.index(most)}, and there is room for "
                 f"{self.tokens}: give enable_split(model, tokens={most}), or the sampler split={self.tokens}"
             )
-        cuts, rank = most_cuts(given)
+        cuts, rank = (0, 0) if self.split_cuts is None else most_cuts(given)
         if self.split_cuts is not None and cuts > self.split_cuts:
             raise ValueError(
                 f"other ranks go on from rank {rank} at {cuts} places of the plan, and there is room for the states of "
@@ -153,7 +163,7 @@ class SequenceExchange(Participant):
         self.plan, self._forward_only = plan, forward_only
         self._own = [] if plan is None else plan.of_rank(self.rank)
         if plan is not None:
-            self.cuts = cuts_of(plan)
+            self.cuts = {} if self.split_cuts is None else cuts_of(plan)
             kinds = [(shape.rows_per_cut, shape.states) for shape in self.buffers.shapes]
             at_cuts = {kind: CutPlan(plan, kind[0], states=kind[1]) for kind in kinds if kind[0]}
             self._plans = [at_cuts.get(kind, plan) for kind in kinds]
@@ -181,9 +191,10 @@ class SequenceExchange(Participant):
                     f"{planned.piece} were not computed, and other ranks need them: run every pack of the minibatch, "
                     f"in their order"
                 )
-            layers = [self.number(layer) for layer, state in enumerate(states) if state is PieceState.BACKWARD]
+            of_layers = zip(self.numbers, states, strict=True)
+            layers = [*dict.fromkeys(number for number, state in of_layers if state is PieceState.BACKWARD)]
             if layers or (PieceState.NO_GRAD in states and PieceState.DONE not in states):
-                where = f" in layers {layers}" if 0 < len(layers) < self.buffers.layers else ""
+                where = f" in layers {layers}" if 0 < len(layers) < len({*self.numbers}) else ""
                 return (
                     f"{planned.piece} had no backward{where}, and other ranks wait for it: call backward for each pack "
                     f"before the next one's forward, on a loss that depends on all layers, also for a pack without "
@@ -232,15 +243,14 @@ class SequenceExchange(Participant):
                     f"{planned.piece} and {spans[0].piece} are not in the packs that the plan has them in"
                 )
 
-    def number(self, layer: int) -> int:
-        """As messages have it: the states of a recurrent layer are no layer of their own."""
-        return layer - sum(shape.states for shape in self.buffers.shapes[: layer + 1])
-
-    def _what(self, layer: int, piece: Piece | None = None) -> str:
+    def _rows(self, layer: int) -> str:
         shape = self.buffers.shapes[layer]
-        rows = "states" if shape.states else "rows" if shape.rows_per_cut else "keys and values"
-        where = f"layer {self.number(layer)}"
-        return f"{rows} of {where}" if piece is None else f"{rows} of {piece} in {where}"
+        return "states" if shape.states else "rows" if shape.rows_per_cut else "keys and values"
+
+    def gradients(self, layer: int, piece: Piece, reader: Piece | None = None) -> str:
+        """Their name in messages."""
+        of = f"{self._rows(layer)} of " if self.buffers.shapes[layer].rows_per_cut else ""
+        return f"gradients of {of}{piece}{f' from {reader}' if reader else ''} in layer {self.numbers[layer]}"
 
     def of(self, layer: int) -> SplitPlan | CutPlan:
         """The plan of a layer's rows."""
@@ -271,7 +281,8 @@ class SequenceExchange(Participant):
     def runs(self, layer: int, spans: Iterable[Span], window: int | None) -> list[Read]:
         """All that these pieces read of other ranks."""
         reads = (read for span in spans for read in self.reads(layer, span.piece, window))
-        return runs_of(reads, self.rank, self.run_tokens)
+        # A cut has few rows.
+        return runs_of(reads, self.rank, RUN_TOKENS if self.buffers.shapes[layer].rows_per_cut else self.run_tokens)
 
     def start(self, layer: int, spans: list[Span], *, trains: bool) -> None:
         """The forward of these pieces in that layer; `trains`: their keys or values need gradients.
@@ -311,7 +322,9 @@ class SequenceExchange(Participant):
             return
         epoch = self._epoch(spans, backward=again)
         readers = [each for span in spans for each in reversed(self.readers(layer, span.piece, window))]
-        whom = {each.rank: f"{each.piece} to read {self._what(layer)}" for each in readers}
+        whom = {
+            each.rank: f"{each.piece} to read {self._rows(layer)} of layer {self.numbers[layer]}" for each in readers
+        }
         self._empty(layer, epoch)
         self._written[self.buffers.slots[layer]] = _InBuffer(layer, epoch, spans, whom)
         for span in spans:
@@ -332,8 +345,8 @@ class SequenceExchange(Participant):
             self._wait_for(Flag.READ, former.layer, former.epoch, former.whom, sets_next=doing)()
         elif any(self._states[span.piece][former.layer] is not PieceState.DONE for span in former.spans):
             raise RuntimeError(
-                f"layer {self.number(layer)} is computed again before the backward of layer "
-                f"{self.number(former.layer)}, whose keys and values "
+                f"layer {self.numbers[layer]} is computed again before the backward of layer "
+                f"{self.numbers[former.layer]}, whose keys and values "
                 f"are in the same buffer: call enable_split(model, tokens=…, layers_in_flight=…) with the number of "
                 f"layers that one checkpoint computes again, or more"
             )
@@ -343,9 +356,9 @@ class SequenceExchange(Participant):
         written, epoch = self._written[self.buffers.slots[layer]], self._epoch(spans, backward=True)
         if not self.buffers.stays[layer] and (written.layer, written.epoch) != (layer, epoch):
             raise RuntimeError(
-                f"layer {self.number(layer)} was not computed again in the backward of {spans[0].piece}, and its keys "
+                f"layer {self.numbers[layer]} was not computed again in the backward of {spans[0].piece}, and its keys "
                 f"and values are gone: checkpoint every layer that attends, or call enable_split(model, tokens=…, "
-                f"layers_in_flight={self.buffers.layers})"
+                f"layers_in_flight={len({*self.numbers})})"
             )
 
     def read(
@@ -357,7 +370,7 @@ class SequenceExchange(Participant):
         if backward:
             return kind(held, dtypes, self.streams)
         epoch = self._epoch(spans, backward=in_backward_pass() and not self.buffers.stays[layer])
-        whom = {run.holder.rank: self._what(layer, run.holder.piece)}
+        whom = {run.holder.rank: f"{self._rows(layer)} of {run.holder.piece} in layer {self.numbers[layer]}"}
         return kind(held, dtypes, self.streams, self._wait_for(Flag.PUBLISHED, layer, epoch, whom))
 
     def have_read(self, layer: int, spans: list[Span], runs: Sequence[Read]) -> None:
@@ -392,9 +405,7 @@ class SequenceExchange(Participant):
                 if reader.rank not in (self.rank, holder.rank) and any(
                     read.holder == holder for read in self.reads(layer, reader.piece, window)
                 ):
-                    found[reader.rank] = (
-                        f"gradients of {holder.piece} from {reader.piece} in layer {self.number(layer)}"
-                    )
+                    found[reader.rank] = self.gradients(layer, holder.piece, reader.piece)
         return found
 
     def collect(
@@ -411,10 +422,7 @@ class SequenceExchange(Participant):
             self._states[span.piece][layer] = PieceState.DONE
             if not readers:
                 continue
-            whom = {
-                each.rank: f"gradients of {span.piece} from {each.piece} in layer {self.number(layer)}"
-                for each in reversed(readers)
-            }
+            whom = {each.rank: self.gradients(layer, span.piece, each.piece) for each in reversed(readers)}
             self._wait_for(Flag.ADDED, layer, self._epoch(spans, backward=True), whom)()
             planned = self._planned(span.piece, layer)
             for kind, whole in enumerate(gradients):
@@ -443,7 +451,7 @@ class Additions:
 
     def _add(self, run: Read, kind: int, rows: torch.Tensor) -> None:
         place = self._exchange.buffers.gradient_rows(self._shown.layer, kind, *run)
-        purpose = f"gradients of {run.holder.piece} in layer {self._exchange.number(self._shown.layer)}"
+        purpose = self._exchange.gradients(self._shown.layer, run.holder.piece)
         self._exchange.sync.add(self._shown, run.holder.rank, place, rows, purpose)
 
     def end(self) -> None:

@@ -99,7 +99,8 @@ class GrpoRun(Run):
         if self.shares_prefixes and grid.shards > 1:
             shared_tokens = max(split_tokens, _tokens_of_trees(options, self.prompts.longest))
         over = split_tokens and self.prompts.longest + options.max_new_tokens > options.token_cap
-        cuts = most_cuts_of(model, self.per_step * options.generations if over else 0)
+        cuts = -(-self.per_step * options.generations // grid.replicas) if over else 0
+        cuts = options.split_cuts or most_cuts_of(model, cuts)
         if split_tokens or shared_tokens:
             try:
                 for each in models:

@@ -33,6 +33,9 @@ class RunOptions:
     token_cap: int = option(4096, "most tokens in one pack, which is one microbatch; sets the memory needed")
     split_sequences: bool = option(False, "split long samples over a replica's ranks: for few long samples per rank")
     split_tokens: int = option(0, "tokens per rank that others may read; 0: about 0.4 of the longest sample")
+    split_cuts: int = option(
+        0, "of recurrent layers, the states per rank that others go on from; 0: 8 to 64, as needed"
+    )
     replicas: int | None = option(None, "copies of the model, each on ranks of one host; by default one per host")
     seed: int = option(0, "seed for the order of the data, dropout and random weights")
     timeout_minutes: float = option(30.0, "minutes to wait for a rank that is alive; a dead one is named in seconds")
@@ -114,7 +117,7 @@ class RunOptions:
             *("out", "resume", "checkpoint_minutes", "checkpoint_every", "checkpoint_background", "keep"),
             *("timeout_minutes", "max_skipped", "eval_every", "replicas"),
             *("gradient_checkpointing", "offload_checkpoints", "fused_head"),
-            *("split_sequences", "split_tokens", "report_to", "run_name", "project"),
+            *("split_sequences", "split_tokens", "split_cuts", "report_to", "run_name", "project"),
         )
     )
     # These affect only the steps to come: a resumed run may change them, and says so.
@@ -140,7 +143,7 @@ class RunOptions:
         self._require_not_negative("warmup_steps", "weight_decay", "checkpoint_every")
         if self.checkpoint_minutes is not None:
             self._require_not_negative("checkpoint_minutes")
-        self._require_not_negative("eval_every", "max_skipped", "lora_rank", "split_tokens")
+        self._require_not_negative("eval_every", "max_skipped", "lora_rank", "split_tokens", "split_cuts")
         self._require_positive(self.per_rank)
         require_token_cap(self)
         require_seed(self)

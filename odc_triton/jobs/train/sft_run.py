@@ -68,7 +68,7 @@ class SftRun(Run):
         lengths = data.lengths.tolist()
         splits = options.split_sequences and engine.grid.shards > 1
         over = sum(length > options.token_cap for length in lengths)
-        cuts = most_cuts_of(model, min(over, options.samples_per_rank * engine.world))
+        cuts = options.split_cuts or most_cuts_of(model, min(over, options.samples_per_rank * engine.grid.shards))
         self.sampler = MinibatchSampler(
             lengths,
             options.samples_per_rank,

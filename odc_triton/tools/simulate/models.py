@@ -148,7 +148,7 @@ class Model:
         return cls(
             name=name,
             module=model,
-            cost=CostModel.from_config(config) if is_hybrid(config) else cost,
+            cost=CostModel.from_config(config) if decoder and is_hybrid(config) else cost,
             idle_parameters=idle,
             kv_width=0 if decoder is None else decoder.kv_heads * widths * decoder.attending,
             logits_bytes=config.vocab_size * (2 + 4),
