@@ -73,7 +73,8 @@ class Sum(Rule):
     """S becomes S + the rows' sum."""
 
     def __init__(self, rows: torch.Tensor) -> None:
-        self.inputs, self.keys, self._kernel = (rows,), 1, None
+        self.inputs = self.terms = (rows,)
+        self.keys, self._kernel = 1, None
 
     def run(self, first, end, state):
         rows = self.inputs[0][:, first:end].cumsum(1) + (0 if state is None else state)
