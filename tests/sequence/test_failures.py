@@ -39,7 +39,7 @@ def right_after(model: torch.nn.Module, setup: Setup, rank: int) -> None:
     """One more minibatch is as if nothing had been."""
     model.zero_grad()
     _, found = step_on(model, setup, rank)
-    require_plain(found, Setup(prefix=setup.prefix))
+    require_plain(found, Setup(prefix=setup.prefix, family=setup.family))
 
 
 # ------------------------------------------------------------------ a microbatch goes wrong on one rank

@@ -57,6 +57,7 @@ class Stop:
     exact: bool = False
     in_flight: int | None = None
     again: bool = False
+    family: str = "Qwen2"
 
 
 _BESIDE: Dealt = [[[P(0, 0, 24), 3]], [[P(0, 24, 41)]], [[1]]]  # rank 2 is at the exit soon
@@ -139,7 +140,8 @@ def _end_the_deadline(model: torch.nn.Module, stop: Stop, rank: int, victim: psu
 
 
 def _beside_one_that_stops(rank: int, world: int, stop: Stop, backend: str) -> tuple[str, list[int]]:
-    setup = Setup(replicas=stop.replicas, change="none" if stop.in_flight is None else "checkpointing")
+    change = "none" if stop.in_flight is None else "checkpointing"
+    setup = Setup(replicas=stop.replicas, change=change, family=stop.family)
     mesh = mesh_of((stop.replicas, world // stop.replicas)) if stop.replicas > 1 else None
     model = fully_shard(build(setup, replaced=True), mesh=mesh, backend=backend, exact=stop.exact, timeout=LONG_S)
     enable_split(model, tokens=48, layers_in_flight=stop.in_flight)

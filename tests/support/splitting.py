@@ -22,6 +22,7 @@ from odc_triton.plan.entries import Entry, Piece
 from odc_triton.plan.plan import MinibatchPacks, Plan
 from odc_triton.sequence.exchange import SequenceExchange
 from tests.support.families import causal_lm
+from tests.support.hybrids import HYBRIDS, hybrid
 from tests.support.parity import REPLACING, TRANSFORMS
 from tests.support.replicas import mesh_of
 
@@ -111,7 +112,10 @@ class Setup:
 def build(setup: Setup, *, replaced: bool) -> nn.Module:
     """On packed attention; `replaced`: with our layers too, where the setup has them."""
     torch.manual_seed(0)
-    model = causal_lm(setup.family, **dict(setup.sizes), **ROPES.get(setup.rope, {})).to(setup.dtype)
+    if setup.family in HYBRIDS:
+        model = hybrid(setup.family, dtype=setup.dtype)
+    else:
+        model = causal_lm(setup.family, **dict(setup.sizes), **ROPES.get(setup.rope, {})).to(setup.dtype)
     for change in setup.change.split("+"):
         if replaced or change not in REPLACING:
             model = TRANSFORMS[change](model)
