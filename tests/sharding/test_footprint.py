@@ -221,14 +221,17 @@ def hybrid(family: str) -> nn.Module:
 def test_hybrids_hold_what_is_planned_at_several_lengths(family: str, checkpointing: bool) -> None:
     model = hybrid(family)
     plan = memory_plan(model, 1, gradient_checkpointing=checkpointing)
+    enable_packing(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
     for tokens in (512, 1024, 2048):
         ids = torch.arange(tokens)[None] % 7
+        ends = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32)
         with LiveBytes() as live:
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            given = {"position_ids": ids, "cu_seq_lens_q": ends, "max_length_q": tokens // 2}
+            model(input_ids=ids, labels=ids, use_cache=False, **given).loss.backward()
         assert live.most == pytest.approx(tokens * plan.activation_bytes_per_token, rel=0.03)
 
 
