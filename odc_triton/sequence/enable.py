@@ -87,8 +87,7 @@ def set_sides(layers: Sequence[tuple[nn.Module, LayerShape]], exchange: Sequence
     for number, (module, shape) in enumerate(layers):
         side, both = LayerSplit(exchange, number), vars(module).get("_odc_split")
         if shape.rows_per_cut:
-            pair = isinstance(both, RecurrentSplit) and shape.states
-            side = RecurrentSplit(both.rows, side) if pair else RecurrentSplit(side, None)
+            side = RecurrentSplit(both.rows, side) if isinstance(both, RecurrentSplit) else RecurrentSplit(side, None)
         untyped(module)._odc_split = side
 
 

@@ -246,6 +246,16 @@ def test_of_hybrids_rows_are_read_where_there_is_attention_and_states_elsewhere(
     assert states - none == 32 * (4 + 4) * (3 * channels + pair)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_of_hybrid_mixtures_are_unknown(checkpointing: bool) -> None:
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    with torch.device("meta"):
+        model = NemotronHForCausalLM(NemotronHConfig(layers_block_type=["linear_attention", "moe"]))
+    plan = memory_plan(model, 2, split_tokens=64, gradient_checkpointing=checkpointing)
+    assert plan.activation_bytes_per_token is None
+
+
 def _heap_bytes(rank: int, world: int, family: str) -> int:
     model = hybrid(family)
     enable_packing(model)

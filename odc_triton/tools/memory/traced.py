@@ -59,13 +59,18 @@ class LiveBytes(TorchDispatchMode):
         weakref.finalize(storage, freed)
 
 
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
 class _MiddleExchange(SequenceExchange):
     """Of the middle one of three ranks, as if the others' rows were there, and nobody waited."""
 
     def __init__(self, shapes: list[Any], tokens: int) -> None:
         self.rank, self.in_order = 1, False
         self.buffers: Any = SimpleNamespace(shapes=shapes, layers=len(shapes))
-        self.sync, self.streams = (SimpleNamespace(begin=_nothing), SimpleNamespace(go_on=_nothing))
+        none: Any = SimpleNamespace(begin=_nothing, go_on=_nothing)
+        self.sync = self.streams = none
         self._written = {}
         self.begin(SplitPlan.of([[[Piece(0, rank * tokens, (rank + 1) * tokens)]] for rank in range(3)]))
 
@@ -80,11 +85,7 @@ class _MiddleExchange(SequenceExchange):
     def collect(self, layer: int, spans: Any, window: Any, gradients: Any) -> list[Any]:
         return [*gradients]
 
-    start = publish = require_written = have_read = lambda *_, **__: None
-
-
-def _nothing(*_: Any) -> None:
-    pass
+    start = publish = require_written = have_read = _nothing
 
 
 def traced_bytes_per_token(config: Any, *, itemsize: int, checkpointing: bool, split: bool) -> int:
@@ -103,7 +104,7 @@ def traced_bytes_per_token(config: Any, *, itemsize: int, checkpointing: bool, s
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.device("meta"), no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
         counts = _keep_one_of_a_kind(model.base_model)
         separate_documents(model)
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -118,7 +119,7 @@ def traced_bytes_per_token(config: Any, *, itemsize: int, checkpointing: bool, s
             return _peak(model, counts, shapes, tokens, head) // tokens
 
 
-def _keep_one_of_a_kind(decoder: nn.Module) -> list[int]:
+def _keep_one_of_a_kind(decoder: Any) -> list[int]:
     """Removes all but the last layer of each kind, where the peak is; returns how many it had of each."""
     kinds: dict[str, list[nn.Module]] = {}
     for layer in decoder.layers:
@@ -128,7 +129,7 @@ def _keep_one_of_a_kind(decoder: nn.Module) -> list[int]:
     return [len(layers) for layers in last]
 
 
-def _peak(model: nn.Module, counts: list[int], shapes: list[Any], tokens: int, head: bool) -> int:
+def _peak(model: Any, counts: list[int], shapes: list[Any], tokens: int, head: bool) -> int:
     """Bytes of a microbatch, with what the removed layers keep, without the gradients of parameters."""
     decoder, starts, ids = model.base_model, dict[nn.Module, int](), torch.zeros(1, tokens, dtype=torch.long)
     set_sides(shapes, _MiddleExchange([shape for _, shape in shapes], tokens))
