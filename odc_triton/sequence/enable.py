@@ -55,7 +55,7 @@ def enable_split(model: nn.Module, tokens: int, *, cuts: int = CUTS, layers_in_f
         raise ValueError(f"layers_in_flight is {in_flight!r}; give the number of layers that have buffers, 1 or more")
     if engine.participant(SequenceExchange) is not None:
         raise ValueError("enable_split was called on this model before")
-    layers = _layers(model)
+    layers = sides_of(model)
     shapes = [shape for _, shape in layers]
     trains = any(parameter.requires_grad for parameter in model.parameters())
     if in_flight is None:
@@ -81,6 +81,11 @@ def enable_split(model: nn.Module, tokens: int, *, cuts: int = CUTS, layers_in_f
     engine.register(exchange)
     engine.streams.also(streams)
     engine.streams.watch(sync)
+    set_sides(layers, exchange)
+
+
+def set_sides(layers: Sequence[tuple[nn.Module, LayerShape]], exchange: SequenceExchange) -> None:
+    """Lets the modules find the exchange."""
     for number, (module, shape) in enumerate(layers):
         side, both = LayerSplit(exchange, number), vars(module).get("_odc_split")
         if shape.rows_per_cut:
@@ -190,7 +195,7 @@ class _Recorder(AttentionHook, RecurrentHook):
         self.seen.append((module, LayerShape(dtype=str(dtype).removeprefix("torch."), **sizes)))
 
 
-def _layers(model: nn.Module) -> list[tuple[nn.Module, LayerShape]]:
+def sides_of(model: nn.Module) -> list[tuple[nn.Module, LayerShape]]:
     """The modules that call `packed_attention`, in their order, and the shapes of their keys and values; a recurrent
     layer twice, of its convolution and of its states.
     """

@@ -17,7 +17,8 @@ from odc_triton.plan.pieces import SplitPlan
 from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.tools.memory.footprint import memory_plan
 from odc_triton.tools.memory.traced import LiveBytes
-from tests.support import ranks
+from tests.sharding.test_footprint import hybrid
+from tests.support import ranks, slow
 from tests.support.parity import TRANSFORMS
 
 LENGTH, WORLD = 1024, 2
@@ -94,3 +95,38 @@ def test_memory_is_as_planned_and_does_not_grow_with_layers() -> None:
     (few, heap_of_few), (many, heap_of_many), (offloaded, _) = sizes
     assert few == pytest.approx(many, rel=0.001) == offloaded
     assert heap_of_many - heap_of_few < 2048  # flags
+
+
+def _most_of_hybrid(rank: int, world: int, family: str, checkpointing: bool, lengths: list[int]) -> list[int]:
+    """Most bytes in a microbatch for each length of a rank's part of a sample."""
+    found = []
+    for own in lengths:
+        deal = [[each] for each in zigzag(Strip(0, 0, own * world), world, 1)]
+        ids = torch.arange(own * world) % 40 + 3
+        (pack,) = pack_collate(PackedDataset([{"input_ids": ids, "labels": ids.clone()}]).__getitems__(deal[rank]))
+        model = TRANSFORMS["checkpointing"](hybrid(family)) if checkpointing else hybrid(family)
+        enable_packing(model)
+        if checkpointing:
+            replace_layers(model, roles=["head"], verbose=False)
+            compute_in_chunks(model, 64)
+        model = fully_shard(model)
+        enable_split(model, tokens=own)
+        for _ in range(2):
+            with minibatch(model, tokens=1, split=SplitPlan.of(deal)), CollectedBytes() as live:
+                summed_loss(model, pack).backward()
+        found.append(live.most)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("family", "checkpointing"),
+    [slow("Qwen3_5", True), slow("Qwen3_5", False), slow("NemotronH", True), slow("NemotronH", False)],
+)
+def test_split_hybrids_hold_what_is_planned_at_several_lengths(world: int, family: str, checkpointing: bool) -> None:
+    """On the rank that holds most: a segment between two others keeps more than the first and the last."""
+    lengths = [512, 1024, 2048]
+    by_length = zip(*ranks.run(_most_of_hybrid, world, family, checkpointing, lengths), strict=True)
+    for own, most in zip(lengths, by_length, strict=True):
+        activations = {"gradient_checkpointing": checkpointing, "tokens_per_microbatch": own, "split_tokens": own}
+        assert max(most) == pytest.approx(memory_plan(hybrid(family), world, **activations).activation_bytes, rel=0.03)

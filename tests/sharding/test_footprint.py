@@ -221,14 +221,17 @@ def hybrid(family: str) -> nn.Module:
 def test_hybrids_hold_what_is_planned_at_several_lengths(family: str, checkpointing: bool) -> None:
     model = hybrid(family)
     plan = memory_plan(model, 1, gradient_checkpointing=checkpointing)
+    enable_packing(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
     for tokens in (512, 1024, 2048):
         ids = torch.arange(tokens)[None] % 7
+        ends = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32)
         with LiveBytes() as live:
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            given = {"position_ids": ids, "cu_seq_lens_q": ends, "max_length_q": tokens // 2}
+            model(input_ids=ids, labels=ids, use_cache=False, **given).loss.backward()
         assert live.most == pytest.approx(tokens * plan.activation_bytes_per_token, rel=0.03)
 
 
@@ -241,6 +244,16 @@ def test_of_hybrids_rows_are_read_where_there_is_attention_and_states_elsewhere(
     )
     assert tokens - none == attending * 64 * 2 * (2 * 16) * (4 + 4)  # keys and values of 2 heads, and gradients
     assert states - none == 32 * (4 + 4) * (3 * channels + pair)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_of_hybrid_mixtures_are_unknown(checkpointing: bool) -> None:
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    with torch.device("meta"):
+        model = NemotronHForCausalLM(NemotronHConfig(layers_block_type=["linear_attention", "moe"]))
+    plan = memory_plan(model, 2, split_tokens=64, gradient_checkpointing=checkpointing)
+    assert plan.activation_bytes_per_token is None
 
 
 def _heap_bytes(rank: int, world: int, family: str) -> int:

@@ -198,7 +198,8 @@ def memory_plan(
         `replace_layers` read from the owners, an embedding or a head, is never whole, nor is its gradient. It matters
         to ODC only.
     split_tokens: what `enable_split` is given; with `gradient_checkpointing` activations are those of
-        `long_bytes_per_token`, else those of `activation_bytes_per_token`, an estimate.
+        `long_bytes_per_token`, else those of `activation_bytes_per_token`, an estimate; of hybrids, those of a segment
+        between two others, the largest.
     split_cuts: what `enable_split` is given, for the states of hybrids.
     offload_checkpoints: what checkpointing keeps goes to the host.
     exact: what `fully_shard` is given.
@@ -259,7 +260,8 @@ def memory_plan(
         memory = _of_fsdp2(specs, world, resharded=scheme == "fsdp2")
     largest = max(specs, key=lambda spec: math.prod(spec.shape))
     itemsize, split_bytes, read, offloaded = split.itemsizes[largest.compute_dtype], 0, 0, 0
-    per_token = activation_bytes_per_token(model, itemsize=itemsize, gradient_checkpointing=gradient_checkpointing)
+    how = {"itemsize": itemsize, "gradient_checkpointing": gradient_checkpointing, "split": bool(split_tokens)}
+    per_token = activation_bytes_per_token(model, **how)
     if offload_checkpoints:
         config = text_config(model)
         layers, hidden = (getattr(config, name, None) for name in ("num_hidden_layers", "hidden_size"))
@@ -270,19 +272,17 @@ def memory_plan(
     if split_tokens:
         decoder = _decoder(model, split_tokens)
         in_flight = kv_buffers.IN_FLIGHT if gradient_checkpointing or not trained else None
-        how = {
-            "tokens": split_tokens,
-            "cuts": split_cuts,
-            "world": world,
-            "in_flight": in_flight,
-            "gradients": bool(trained),
-        }
-        split_bytes = _split_bytes(decoder, largest.compute_dtype, **how)
+        sizes = {"tokens": split_tokens, "cuts": split_cuts, "world": world, "gradients": bool(trained)}
+        split_bytes = _split_bytes(decoder, largest.compute_dtype, in_flight=in_flight, **sizes)
         if gradient_checkpointing:
             widths = {"itemsize": itemsize, "sum_itemsize": max(itemsize, 4) if backend == "cuda" else itemsize}
-            per_token = long_bytes_per_token(model, decoder, **widths, offloaded=offload_checkpoints)
+            long = long_bytes_per_token(model, decoder, **widths, offloaded=offload_checkpoints)
             run = min(kv_buffers.RUN_TOKENS, split_tokens)
             read = read_bytes(decoder, tokens=run, **widths, apart=backend == "cuda")
+            if decoder.recurring and (per_token is None or per_token > long + read // run):
+                read = 0  # the peak is in a recurrent layer
+            else:
+                per_token = long
     job_shared = memory.pop("job_shared_bytes", 0) + world * replicas * split_bytes
     return MemoryPlan(
         scheme=scheme,

@@ -63,7 +63,9 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def activation_bytes_per_token(model: nn.Module, *, itemsize: int, gradient_checkpointing: bool = False) -> int | None:
+def activation_bytes_per_token(
+    model: nn.Module, *, itemsize: int, gradient_checkpointing: bool = False, split: bool = False
+) -> int | None:
     """Estimate of the bytes kept for backward per token, in a transformers decoder run eagerly.
 
     Counts as Korthikanti et al. 2022 do ("Reducing Activation Recomputation in Large Transformer Models",
@@ -87,7 +89,7 @@ def activation_bytes_per_token(model: nn.Module, *, itemsize: int, gradient_chec
     if is_hybrid(config):
         if any(name.endswith(".experts") for name in modules):
             return None
-        return traced_bytes_per_token(config, itemsize=itemsize, checkpointing=gradient_checkpointing)
+        return traced_bytes_per_token(config, itemsize=itemsize, checkpointing=gradient_checkpointing, split=split)
     layers = getattr(config, "num_hidden_layers", 0)
     gated = sum(name.endswith((".mlp.gate_proj", ".mlp.gate_up_proj")) for name in modules)
     if not layers or gated != layers or getattr(config, "hidden_act", None) != "silu":
@@ -117,8 +119,6 @@ def long_bytes_per_token(
       + e A + s (A + 2 G)           gradients of the output, and sums of those of q, k and v
       + e (A / 2 + 2 G)             gradients by one call, for one of two pieces
       + 2 e d + 4 heads             cosines and sines; log-sum-exp
-
-    Of a hybrid, the traced peak of its blocks if that is more.
     """
     config = text_config(model)
     h, queries, keys = config.hidden_size, decoder.heads * decoder.key_width, decoder.kv_heads * decoder.key_width
@@ -126,11 +126,7 @@ def long_bytes_per_token(
     if any(name.endswith(".q_norm") for name, _ in model.named_modules()):
         kept += queries + keys
     kept += queries // 2 + 2 * keys
-    found = itemsize * kept + sum_itemsize * (queries + 2 * keys) + 4 * decoder.heads
-    if decoder.recurring:
-        traced = traced_bytes_per_token(config, itemsize=itemsize, checkpointing=True, head=False)
-        found = max(found, traced - itemsize * h * (decoder.layers - 2) * offloaded)
-    return found
+    return itemsize * kept + sum_itemsize * (queries + 2 * keys) + 4 * decoder.heads
 
 
 def read_bytes(decoder: Decoder, *, tokens: int, itemsize: int, sum_itemsize: int, apart: bool) -> int:
