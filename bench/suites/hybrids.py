@@ -53,23 +53,9 @@ from odc_triton.tools.memory.traced import LiveBytes
 from odc_triton.tools.tune.attention import RULES, measure_attention, measure_rule
 from odc_triton.tools.tune.workload import workloads_of
 
-from .. import quiet
+from .. import harness, quiet
 from ..cut import scaled_minibatches
 from ..demo import LENGTHS, RANKS, WARM_UP
-from ..harness import (
-    Work,
-    bootstrap_ratio,
-    build,
-    deal,
-    disturbed,
-    gather,
-    gradients_apart,
-    in_turn,
-    median_ratio,
-    open_job,
-    single_thread_environment,
-    timed,
-)
 from ..provenance import about, save_parts
 from ..reports.versus import random_text
 from ..variants import Ddp, Fsdp2NoReshard, Odc, OdcShared, OdcSplit, OdcTrees, Setting
@@ -102,18 +88,12 @@ class Size:
         return _CONFIG | sizes | {"linear_key_head_dim": width, "linear_value_head_dim": width}
 
 
-QUICK = Size(
-    hidden=64,
-    longest=256,
-    rounds=2,
-    group=Trees(prompt=64, completion=16, trees=1, rounds=1),
-    lengths=(128, 256),
-    segment=128,
-)
+_FEW = Trees(prompt=64, completion=16, trees=1, rounds=1)
+QUICK = Size(hidden=64, longest=256, rounds=2, group=_FEW, lengths=(128, 256), segment=128)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridWork(Work):
+class HybridWork(harness.Work):
     """`factors`: the measured ones of attention and of the rule."""
 
     factors: tuple[float, float]
@@ -133,9 +113,10 @@ class HybridWork(Work):
 
 
 def long_samples(size: Size, folder: Path, factors: tuple[float, float], ranks: int) -> HybridWork:
-    """One sample a rank."""
+    """One sample a rank; the last minibatch, by which gradients are compared, is the most uneven."""
     how = {"longest": size.longest, "samples": ranks, "minibatches": WARM_UP + size.rounds, "seed": ranks}
     lengths, drawn = scaled_minibatches(LENGTHS, **how)
+    drawn.sort(key=lambda samples: max(lengths[each] for each in samples) / sum(lengths[each] for each in samples))
     of = {"config": size.config, "minibatches": drawn, "token_cap": size.longest}
     return HybridWork(**vars(random_text(lengths, folder / f"{ranks}.npz", ranks, **of)), factors=factors)
 
@@ -149,74 +130,76 @@ def measured_costs(size: Size) -> tuple[float, float]:
     return measure_attention(decoder, layers, **how), measure_rule(decoder.recurrent, module, layers, **how)
 
 
-def bounds(work: HybridWork, ranks: int) -> dict[str, float]:
-    """One sample a rank is unsplit."""
+def over_bounds(work: HybridWork, ranks: int, unsplit: Sequence[float], split: Sequence[float]) -> dict[str, Any]:
+    """Of the times of one sample a rank."""
     cost, data, largest, even, pairs = work.cost(), work.data(), 0.0, 0.0, 0.0
     for samples in work.minibatches[WARM_UP:]:
         costs = [cost.sequence(int(data.lengths[index])) for index in samples]
         largest, even = largest + max(costs), even + sum(costs) / ranks
-        plan = deal(work, data, samples, SPLIT, cost, ranks=ranks)[0].split
+        plan = harness.deal(work, data, samples, SPLIT, cost, ranks=ranks)[0].split
         for each in [] if plan is None else [planned.piece for planned in plan.pieces]:
             if each.start and each.stop < data.lengths[each.sample]:
                 pairs += cost.pair * len(each) / ranks
-    return {"bound": largest / even, "bound_with_pairs": largest / (even + pairs), "pairs_share": pairs / even}
-
-
-def shares(found: dict[str, Any]) -> dict[str, Any]:
+    bounds = {"bound": largest / even, "bound_with_pairs": largest / (even + pairs), "pairs_share": pairs / even}
+    found = bounds | harness.bootstrap_ratio(unsplit, split)
     return found | {f"share_of_{key}": found["ratio"] / found[key] for key in ("bound", "bound_with_pairs")}
+
+
+def close_enough(apart: float) -> float:
+    if not apart <= MOST_APART:
+        raise ValueError(f"gradients are {apart} apart: at most {MOST_APART}")
+    return apart
 
 
 def split(work: HybridWork) -> dict[str, Any]:
     results = run([(kind, work.token_cap) for kind in (*WHOLE, OdcSplit)], work, MOST_APART)
     seconds = {each.name: each.seconds[WARM_UP:] for each in results}
     best = min((kind.name for kind in WHOLE), key=lambda name: statistics.median(seconds[name]))
-    found = bounds(work, RANKS) | bootstrap_ratio(seconds[best], seconds[OdcSplit.name]) | {"over": best}
-    found |= {"seconds": seconds, "gradients_apart": max(each.apart for each in results)}
-    return shares(found | {"disturbed": disturbed(results, WARM_UP)})
+    found = over_bounds(work, RANKS, seconds[best], seconds[OdcSplit.name]) | {"over": best, "seconds": seconds}
+    found |= {"gradients_apart": max(each.apart for each in results)}
+    return found | {"disturbed": harness.disturbed(results, WARM_UP)}
 
 
 def three_ranks(work: HybridWork) -> dict[str, Any]:
     """Collective."""
-    rank, world = open_job()
-    data, cost, ways = work.data(), work.cost(), [build(kind, work) for kind in (Odc, OdcSplit)]
-    apart = max(gradients_apart(ways, [work] * 2, data, cost))
-    if apart > MOST_APART:
-        raise ValueError(f"gradients are {apart} apart: at most {MOST_APART}")
+    rank, world = harness.open_job()
+    data, cost, ways = work.data(), work.cost(), [harness.build(kind, work) for kind in (Odc, OdcSplit)]
+    apart = close_enough(max(harness.gradients_apart(ways, [work] * 2, data, cost)))
     took: list[list[float]] = [[], []]
     for index, samples in enumerate(work.minibatches):
-        for number in in_turn((0, 1), index):
-            dealt = deal(work, data, samples, ways[number].balance, cost)
+        for number in harness.in_turn((0, 1), index):
+            dealt = harness.deal(work, data, samples, ways[number].balance, cost)
             start_s = time.thread_time()
-            timed(ways[number], dealt[rank], sum(map(count_target_tokens, dealt)), index)
-            took[number].append(max(gather(time.thread_time() - start_s)))
-    unsplit, by_split = (each[WARM_UP:] for each in took)
-    found = bounds(work, world) | bootstrap_ratio(unsplit, by_split) | {"cpu_seconds": [unsplit, by_split]}
-    return shares(found | {"gradients_apart": apart, "bf16": in_bf16(work)})
+            harness.timed(ways[number], dealt[rank], sum(map(count_target_tokens, dealt)), index)
+            took[number].append(max(harness.gather(time.thread_time() - start_s)))
+    took = [each[WARM_UP:] for each in took]
+    found = over_bounds(work, world, *took) | {"cpu_seconds": took, "gradients_apart": apart}
+    return found | {"bf16": in_bf16(work)}
 
 
 def in_bf16(work: HybridWork) -> dict[str, dict[str, float]]:
     """Mean over three minibatches. `gradients`: the norm of the difference; `worst`: of a parameter. Collective."""
     data, cost, found = work.data(), work.cost(), []
     for kind, dtype in ((Odc, "fp32"), (Odc, "bf16"), (OdcSplit, "bf16")):
-        variant = build(kind, work, Setting(dtype=dtype))
+        variant = harness.build(kind, work, Setting(dtype=dtype))
         for samples in work.minibatches[-3:]:
-            dealt = deal(work, data, samples, kind.balance, cost)
+            dealt = harness.deal(work, data, samples, kind.balance, cost)
             targets = sum(map(count_target_tokens, dealt))
-            loss = sum(gather(variant.gradients(dealt[open_job()[0]], targets))) / targets
+            loss = sum(harness.gather(variant.gradients(dealt[harness.open_job()[0]], targets))) / targets
             found.append((loss, [whole(each.grad).float() for each in variant.model.parameters()]))
             variant.optimizer.zero_grad()
-    rows: dict[str, dict[str, float]] = {}
-    wanted, *others = (found[at : at + 3] for at in range(0, 9, 3))
-    for name, outcomes in zip(("unsplit", "split"), others, strict=True):
-        errors = [_errors(*both) for both in zip(wanted, outcomes, strict=True)]
-        rows[name] = {key: statistics.mean(each[key] for each in errors) for key in errors[0]}
+    rows = {}
+    for name, first in (("unsplit", 3), ("split", 6)):
+        errors = [_errors(*both) for both in zip(found[:3], found[first : first + 3], strict=True)]
+        means = map(statistics.mean, zip(*errors, strict=True))
+        rows[name] = dict(zip(("loss", "gradients", "worst"), means, strict=True))
     return rows
 
 
-def _errors(wanted: tuple[float, list[Tensor]], found: tuple[float, list[Tensor]]) -> dict[str, float]:
-    norms = [(float((b - a).norm()), float(a.norm())) for a, b in zip(wanted[1], found[1], strict=True)]
-    off, of = (sum(each**2 for each in kind) ** 0.5 for kind in zip(*norms, strict=True))
-    return {"loss": abs(found[0] / wanted[0] - 1), "gradients": off / of, "worst": max(a / b for a, b in norms)}
+def _errors(wanted: tuple[float, list[Tensor]], found: tuple[float, list[Tensor]]) -> tuple[float, ...]:
+    norms = torch.tensor([[(b - a).norm(), a.norm()] for a, b in zip(wanted[1], found[1], strict=True)])
+    off, of = norms.norm(dim=0).tolist()
+    return abs(found[0] / wanted[0] - 1), off / of, float((norms[:, 0] / norms[:, 1]).max())
 
 
 def group(size: Size, folder: Path, factors: tuple[float, float]) -> dict[str, Any]:
@@ -226,16 +209,16 @@ def group(size: Size, folder: Path, factors: tuple[float, float]) -> dict[str, A
     arms = [best, *((kind, size.group.tokens()) for kind in (OdcTrees, ours))]
     results = run(arms, work, MOST_APART)
     seconds = [each.seconds[WARM_UP:] for each in results]
-    found = median_ratio(seconds[0], seconds[-1]) | {"bound": flops(best, work) / flops(arms[-1], work)}
+    found = harness.median_ratio(seconds[0], seconds[-1]) | {"bound": flops(best, work) / flops(arms[-1], work)}
     found |= {"arms": [f"{kind.name}, packs of {cap} tokens" for kind, cap in arms], "seconds": seconds}
-    found |= {"over_tree_per_rank": median_ratio(seconds[1], seconds[-1])["ratio"]}
-    found |= {"gradients_apart": max(each.apart for each in results), "disturbed": disturbed(results, WARM_UP)}
+    found |= {"over_tree_per_rank": harness.median_ratio(seconds[1], seconds[-1])["ratio"]}
+    found |= {"gradients_apart": max(each.apart for each in results), "disturbed": harness.disturbed(results, WARM_UP)}
     return found | {"share_of_bound": found["ratio"] / found["bound"]}
 
 
 def memory(size: Size) -> list[dict[str, Any]]:
     """Of the fuller rank, each with `tokens` of its own sample, or of one that both share. Collective."""
-    (rank, world), rows, config = open_job(), [], Qwen3_5TextConfig(**size.config)
+    (rank, world), rows, config = harness.open_job(), [], Qwen3_5TextConfig(**size.config)
     for tokens, is_split in product(size.lengths, (False, True)):
         dealt = [[[Piece(0, at * tokens, (at + 1) * tokens) if is_split else 0]] for at in range(world)]
         ids = torch.randint(3, 4096, (tokens * (world if is_split else 1),), generator=torch.Generator().manual_seed(0))
@@ -250,7 +233,7 @@ def memory(size: Size) -> list[dict[str, Any]]:
             heaps.append(engine_of(model).participant(SequenceExchange).buffers.heap)
         with minibatch(model, tokens=1, split=SplitPlan.of(dealt) if is_split else None), LiveBytes() as live:
             summed_loss(model, pack).backward()
-        live_bytes, shared = max(gather(live.most)), sum(heap.size_bytes for heap in heaps) // world
+        live_bytes, shared = max(harness.gather(live.most)), sum(heap.size_bytes for heap in heaps) // world
         rows.append({"split": is_split, "tokens": tokens, "peak_bytes": live_bytes + shared})
         rows[-1] |= {"live_bytes": live_bytes, "plan_bytes": plan.total_bytes}
         rows[-1] |= {"live_over_plan": live_bytes / plan.activation_bytes}
@@ -258,68 +241,54 @@ def memory(size: Size) -> list[dict[str, Any]]:
     return rows
 
 
+class _Kept(dict):
+    """Bytes that autograd keeps, by storage."""
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        self[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+
 def pair(size: Size) -> dict[str, Any]:
-    config, tokens = Qwen3_5TextConfig(**size.config), size.segment
-    model = Qwen3_5ForCausalLM(config).train()
-    ids, heads, width = torch.randint(3, 4096, (1, tokens)), config.linear_num_value_heads, config.linear_key_head_dim
-    plain = getattr(sys.modules[Qwen3_5ForCausalLM.__module__], RULES["delta"])
-    random = partial(torch.randn, requires_grad=True)
+    config, tokens, random = Qwen3_5TextConfig(**size.config), size.segment, partial(torch.randn, requires_grad=True)
+    heads, width = config.linear_num_value_heads, config.linear_key_head_dim
     rows, gates = [random(1, tokens, heads, width) for _ in range(3)], [random(1, tokens, heads) for _ in range(2)]
-    state = random(1, heads, width, width)
+    model, ids, state = Qwen3_5ForCausalLM(config), torch.randint(3, 4096, (1, tokens)), random(1, heads, width, width)
+    function = Function(getattr(sys.modules[Qwen3_5ForCausalLM.__module__], RULES["delta"]), None)
 
-    def rule() -> DeltaRule:
+    def segment(way: str) -> Sequence[Tensor]:
+        """What comes out, and the state after it."""
         inputs = [*rows, -gates[0].exp(), gates[1].sigmoid()]
-        return DeltaRule(Function(plain, None), inputs, {"use_qk_l2norm_in_kernel": True})
+        rule = DeltaRule(function, inputs, {"use_qk_l2norm_in_kernel": True})
+        if way == "rule":
+            return rule.run(0, tokens, state)
+        *out, step = rule.affine(0, tokens, None)
+        after = rule.after(state, step)
+        return (add_reads(*out, state) if way == "one_call" else rule.run(0, tokens, state)[0]), after
 
-    def alone() -> Sequence[Tensor]:
-        return rule().run(0, tokens, state)
+    def seconds(way: str) -> float:
+        start_s = time.perf_counter()
+        outputs = segment(way) if way != "step" else [model(input_ids=ids, labels=ids, use_cache=False).loss]
+        sum(each.sum() for each in outputs).backward()
+        return time.perf_counter() - start_s
 
-    def one_call() -> Sequence[Tensor]:
-        *out, step = rule().affine(0, tokens, None)
-        return add_reads(*out, state), DeltaRule.after(state, step)
-
-    def two_calls() -> Sequence[Tensor]:
-        _, _, step = rule().affine(0, tokens, None)
-        return rule().run(0, tokens, state)[0], DeltaRule.after(state, step)
-
-    ways, kept, gradients = {"rule": alone, "one_call": one_call, "two_calls": two_calls}, {}, {}
-    for name, way in ways.items():
-        saved: dict[int, int] = {}
-
-        def keep(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            outputs = way()
-        kept[name] = sum(saved.values())
-        gradients[name] = torch.autograd.grad([each.square().sum() for each in outputs], [*rows, *gates, state])
-    apart = max(
-        float((a - b).abs().max() / a.abs().max())
-        for name in ways
-        for a, b in zip(gradients["rule"], gradients[name], strict=True)
-    )
-    if apart > MOST_APART:
-        raise ValueError(f"gradients of a segment are {apart} apart: at most {MOST_APART}")
-    took: dict[str, list[float]] = {name: [] for name in ("step", *ways)}
+    ways, kept, gradients = ("rule", "one_call", "two_calls"), {}, {}
+    for way in ways:
+        with torch.autograd.graph.saved_tensors_hooks(saved := _Kept(), lambda tensor: tensor):
+            outputs = segment(way)
+        kept[way] = sum(saved.values())
+        gradients[way] = torch.autograd.grad(sum(each.square().sum() for each in outputs), [*rows, *gates, state])
+    pairs = [both for way in ways[1:] for both in zip(gradients["rule"], gradients[way], strict=True)]
+    apart = close_enough(max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs))
+    took: dict[str, list[float]] = {way: [] for way in ("step", *ways)}
     for number in range(size.rounds + 1):
-        for name in in_turn([*took], number):
-            took[name].append(
-                _seconds(
-                    (lambda: [model(input_ids=ids, labels=ids, use_cache=False).loss]) if name == "step" else ways[name]
-                )
-            )
-    medians = {name: statistics.median(each[1:]) for name, each in took.items()}
-    more = config.layer_types.count("linear_attention") * (medians["one_call"] - medians["rule"])
-    over = {name: {"time": medians[name] / medians["rule"], "kept": kept[name] / kept["rule"]} for name in ways}
+        for way in harness.in_turn([*took], number):
+            took[way].append(seconds(way))
+    median = {way: statistics.median(each[1:]) for way, each in took.items()}
+    more = config.layer_types.count("linear_attention") * (median["one_call"] - median["rule"])
+    over = {way: {"time": median[way] / median["rule"], "kept": kept[way] / kept["rule"]} for way in ways}
     found = {"tokens": tokens, "seconds": took, "kept_bytes": kept, "over_rule": over, "gradients_apart": apart}
-    return found | {"step_share": more / (medians["step"] + more)}
-
-
-def _seconds(way: Callable[[], Sequence[Tensor]]) -> float:
-    start_s = time.perf_counter()
-    sum(each.sum() for each in way()).backward()
-    return time.perf_counter() - start_s
+    return found | {"step_share": more / (median["step"] + more)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -330,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="sizes that measure nothing, to try it")
     options = parser.parse_args(arguments)
     size = QUICK if options.quick else Size()
-    single_thread_environment()
+    harness.single_thread_environment()
     torch.set_num_threads(1)
     factors = measured_costs(size)
     save_parts(options.out, costs=dict(zip(("attention", "rule"), factors, strict=True)))
