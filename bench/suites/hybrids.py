@@ -89,7 +89,7 @@ class Size:
 
 
 _FEW = Trees(prompt=64, completion=16, trees=1, rounds=1)
-QUICK = Size(hidden=64, longest=256, rounds=2, group=_FEW, lengths=(128, 256), segment=128)
+QUICK = Size(hidden=64, longest=1024, rounds=2, group=_FEW, lengths=(128, 256), segment=128)
 
 
 @dataclass(frozen=True, kw_only=True)
