@@ -119,7 +119,7 @@ def watch_end_of_backward(ended: Callable[[], None], arguments: Any) -> Any:
 def _taken_apart(value: Any) -> tuple[Iterable[Any], Callable[[list[Any]], Any]] | None:
     """The parts of a container, as pytree sees them, and what makes one of other parts; None if it is none.
 
-    For Python's own containers pytree takes many times as long.
+    For Python's own containers pytree takes many times as long. A cycle keeps its `is_leaf`, so that has no `value`.
     """
     if isinstance(value, _NO_CONTAINERS):
         return None
@@ -127,7 +127,8 @@ def _taken_apart(value: Any) -> tuple[Iterable[Any], Callable[[list[Any]], Any]]
         return value, type(value)
     if type(value) is dict:
         return value.values(), lambda parts: dict(zip(value, parts, strict=True))
-    parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+    own = id(value)
+    parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: id(part) != own)
     return None if spec.is_leaf() else (parts, lambda parts: pytree.tree_unflatten(parts, spec))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -51,3 +53,17 @@ def test_dataclasses_and_kept_containers() -> None:
     assert [*map(id, tensors_in(value, (list, dict)))] == [id(B)]
     first, second, third = _replace(value, {id(A): 0, id(B): 1}, (list, dict))
     assert (first is value[0], second, third is value[2]) == (True, Record(1), True)
+
+
+def test_a_container_is_freed_with_its_last_reference() -> None:
+    """Not when Python collects cycles: a model's output has its logits."""
+    value = OrderedDict(logits=torch.ones(1))
+    logits = weakref.ref(value["logits"])
+    gc.disable()
+    try:
+        assert len([*tensors_in(value)]) == 1
+        assert _map(id, value).keys() == {"logits"}
+        del value
+        assert logits() is None
+    finally:
+        gc.enable()
