@@ -40,8 +40,12 @@ FEATURES = {
         r"(?i:exact|\w*_exact|exact_?\w+)|MinibatchToRepeat|repeat(ed|ing)",
     ),
     "split sequences": Feature(
-        ("sequence/*", "plan/pieces.py", "plan/split.py"),
+        ("sequence/*", "recurrent/*", "plan/pieces.py", "plan/cuts.py", "plan/split.py"),
         r"enable_split|split_(tokens|sequences|across_hosts|forward|bytes)|SplitPlan|(No)?Pieces?|blocked_on",
+    ),
+    "hybrids": Feature(
+        ("recurrent/*", "plan/recurrence.py", "plan/cuts.py"),
+        r"[Rr]ecurren\w*|recurs|recurring|is_hybrid|split_cuts|rows_per_cut|padding_leaks|separate_documents",
     ),
     "shared prefixes": Feature(
         ("plan/relatives.py", "plan/shared.py", "plan/line.py", "sequence/tree.py", "sequence/flash.py"),
