@@ -62,7 +62,6 @@ def _unpacked(words: str, short: str, **others: tuple[str, str]) -> Refused:
 _CAPPED = {"fused head": ("caps its logits by a tanh", "no: it caps its logits, which needs them")}
 _BIAS = {"fused head": ("it has a bias", "no: its head has a bias")}
 _NEVER = _unpacked("it never called the configured attention function", "it never calls the attention that it is given")
-_MIXER = _unpacked("only 1 of its 2 layers called", "not all of its layers are attention")
 _CHUNKS = _unpacked("passes neither position_ids nor cu_seq_lens_q", "its attention is not told where documents begin")
 _STATE = {
     FUSED: ("RuntimeError: ", "no: it has no attention"),
@@ -93,13 +92,6 @@ _ROUTED = {
     "first_k_dense_replace": 1,
 }
 _GROUPS = {"n_group": 2, "topk_group": 1}
-_LINEAR_ATTENTION = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
 
 
 def _without_dropout(*names: str) -> dict[str, float]:
@@ -198,18 +190,6 @@ FAMILIES = {
         config="TextConfig",
         sizes=_HEAD | {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 32},
         refused=_CHUNKS | _ROUTER,
-    ),
-    "Qwen3Next": Family(
-        kind="mixture, linear attention",
-        title="Qwen3-Next",
-        sizes=_SHARED_EXPERT | _HEAD | _LINEAR_ATTENTION,
-        refused=_MIXER,
-    ),
-    "Lfm2": Family(
-        kind="dense, convolutions",
-        title="LFM2",
-        sizes={"layer_types": ["conv", "full_attention"]},
-        refused=_MIXER,
     ),
     "Mamba": Family(
         kind="state space",
