@@ -56,14 +56,17 @@ UNKNOWN = ("of an unknown family", "no: its attention is of a family that has no
 
 
 def _unpacked(words: str, short: str, **others: tuple[str, str]) -> Refused:
-    return {"packs": (words, f"no: {short}"), "splits": (words, "no: it does not pack"), **others}
+    late = dict.fromkeys(("splits", "simulate"), (words, "no: it does not pack"))
+    return {"packs": (words, f"no: {short}"), **late, **others}
 
 
 _CAPPED = {"fused head": ("caps its logits by a tanh", "no: it caps its logits, which needs them")}
 _BIAS = {"fused head": ("it has a bias", "no: its head has a bias")}
 _NEVER = _unpacked("it never called the configured attention function", "it never calls the attention that it is given")
 _CHUNKS = _unpacked("passes neither position_ids nor cu_seq_lens_q", "its attention is not told where documents begin")
-_STATE = {
+_STATE = _unpacked(
+    "computes mamba_selective_scan, whose state", "a pack's documents can't be told apart in its state"
+) | {
     FUSED: ("RuntimeError: ", "no: it has no attention"),
     "LoRA": ("is incompatible with Mamba-based", "no: PEFT refuses it"),
 }
@@ -194,7 +197,7 @@ FAMILIES = {
     "Mamba": Family(
         kind="state space",
         sizes=_ALL_HEADS | {"num_attention_heads": None, "intermediate_size": None, "state_size": 4},
-        refused=_NEVER | _STATE,
+        refused=_STATE,
     ),
 }
 

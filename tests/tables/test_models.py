@@ -157,4 +157,8 @@ def test_simulated(title: str, tmp_path: Path) -> None:
     with torch.device("cpu" if name in HYBRIDS else "meta"):
         model = hybrid(name) if name in HYBRIDS else class_of(name)(config_of(name, **WIDE))
     model.config.save_pretrained(tmp_path)
+    if refused := refusal(name, "simulate"):
+        with pytest.raises(ValueError, match=refused[0]):
+            Model.find(str(tmp_path))
+        return
     assert Model.find(str(tmp_path)).parameters == sum(parameter.numel() for parameter in model.parameters())
