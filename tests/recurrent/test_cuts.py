@@ -56,6 +56,7 @@ CUTS: dict[str, Dealt] = {
     "tree": DEALS["tree"],
     "cut tree": DEALS["cut tree"],
     "tree in rounds": DEALS["tree waves"],
+    "tree within a pack, beside pieces": [[[P(1, 0, 17), P(0, 0, 24), P(3, 7, 9, 1)]], [[2, P(0, 24, 41)]]],
     "branches of branches": [
         [[_ROOT_CUT[0], _BRANCH[2], _BRANCH[4]]],
         [[_ROOT_CUT[1], _BRANCH[6], _BRANCH[8]]],
