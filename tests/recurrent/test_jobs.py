@@ -45,5 +45,6 @@ def test_grpo_as_on_one_rank_and_by_trl(name: str, tmp_path: Path) -> None:
     assert all(abs(line["ratio"] - 1) < 1e-4 for line in want), "completions are of the policy itself"
     for out in ("two", "overlapped"):
         test_grpo_job.same(read_metrics(tmp_path / out / "metrics.jsonl"), want)
-    cases = {key: test_grpo.CASES[key] for key in ("dapo, split", "dapo, over the cap, overlapped")}
+    named = ("dapo, split", "dapo, over the cap, overlapped", "gspo twice, temperature", "dr_grpo, no scale, kl")
+    cases = {key: test_grpo.CASES[key] for key in named}
     test_grpo.test_steps_are_trls(folder, tmp_path, cases, 2)
