@@ -32,8 +32,8 @@ class Others:
             self._found = _ReadOthers.apply(before, self._kinds, anchor)
 
     def of(self, piece: Piece) -> list[tuple[Tensor, ...]]:
-        """For each read of `piece` its rows, [1, heads, rows, width], of each kind."""
-        return [self._rows(read) for read in self._plan.reads(piece)]
+        """For each read of `piece` its rows, [1, heads, rows, width], of each kind; none if it is not in the plan."""
+        return [self._rows(read) for read in self._plan.reads(piece)] if self._plan.find(piece) is not None else []
 
     def _rows(self, read: Read) -> tuple[Tensor, ...]:
         of_holder = ((at, run) for at, run in enumerate(self._runs) if run.holder == read.holder)

@@ -16,6 +16,8 @@ from bench.device import Rehearsal
 from bench.provenance import ROOT, read_lines
 from bench.suites.gpu import __main__ as suite
 from bench.suites.gpu.plan import ALL_TESTS, LINES, LISTS, LOG, LONGER, OPERATORS, QUARTER, TESTS, Section
+from bench.suites.gpu.recurrent import FUNCTIONS
+from tests.support import slow
 from tests.support.deadlines import LONG_S
 
 
@@ -131,6 +133,8 @@ def test_a_gpu_that_goes(tmp_path: Path, names: list[str], code: int, errors: di
     [
         ("attention", {"most": 1e-5}, 0),
         ("attention", {"most": 0.0}, 1),  # its rule can fail
+        slow("recurrent", {"most": 1e-5}, 0),
+        slow("recurrent", {"most": 0.0}, 3),  # whole documents are convolved alike
     ],
 )
 def test_rehearsed(tmp_path: Path, name: str, given: dict, wrong: int, no_deadline: None) -> None:
@@ -141,6 +145,17 @@ def test_rehearsed(tmp_path: Path, name: str, given: dict, wrong: int, no_deadli
     assert "ended" in lines[-1]
     assert any("what" in line for line in lines)
     assert sum(map(suite.failed, lines)) == wrong, lines
+
+
+class Bare(Rehearsal):
+    """A GPU without packages."""
+
+    rehearsal = False
+
+
+def test_packages_that_are_not_installed_are_named(tmp_path: Path) -> None:
+    lines = list(QUARTER["recurrent"].lines(Bare(), tmp_path, LONG_S))
+    assert [line["skipped"].split()[0] for line in lines] == [package for *_, package in FUNCTIONS.values()]
 
 
 def test_the_plan() -> None:

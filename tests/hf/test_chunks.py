@@ -17,6 +17,7 @@ from odc_triton.hf import compute_in_chunks, summed_loss
 from odc_triton.nn.modules import Linear
 from odc_triton.nn.replace import replace_layers
 from tests.support.families import FAMILIES, causal_lm
+from tests.support.hybrids import HYBRIDS, hybrid
 from tests.support.models import build
 from tests.support.parity import TRANSFORMS, one_step
 
@@ -49,10 +50,11 @@ def same(got: dict, want: dict, tolerance: float) -> None:
 
 def compare(family: str) -> None:
     torch.manual_seed(0)
-    plain = causal_lm(family, spread=0.05)
-    # Grouped products of experts have no fp64; some norms sum their weight's gradient in fp32.
-    dtype = torch.float32 if FAMILIES[family].kind.startswith("mixture") else torch.float64
-    coarse = dtype is torch.float32 or family.startswith(("Gemma", "Cohere"))
+    plain = hybrid(family) if family in HYBRIDS else causal_lm(family, spread=0.05)
+    kind = "recurrent" if family in HYBRIDS else FAMILIES[family].kind
+    # Grouped products of experts have no fp64; some norms sum their weight's gradient in fp32, as rules compute in it.
+    dtype = torch.float32 if kind.startswith("mixture") else torch.float64
+    coarse = dtype is torch.float32 or family.startswith(("Gemma", "Cohere")) or family in HYBRIDS
     model = TRANSFORMS["checkpointing"](copy.deepcopy(plain.to(dtype)))
     changed = compute_in_chunks(model, tokens=8)
     want, got = step(plain), step(model)
@@ -60,7 +62,7 @@ def compare(family: str) -> None:
     same(got[1], want[1], 5e-6 if coarse else 1e-12)
     assert set(got[2].values()) == {1}, "a hook is called once, not for each chunk"
     mlps = sum(name.endswith((".mlp", ".feed_forward")) for name in changed)
-    assert mlps == 2 or FAMILIES[family].kind.startswith(("mixture", "state")) or family == "OPT"
+    assert mlps == 2 or kind.startswith(("mixture", "state", "recurrent")) or family == "OPT"
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "Phi3", "GPTNeoX", "StableLm", "Gemma2"])
@@ -69,7 +71,7 @@ def test_gradients(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *(name for name in HYBRIDS if "images" not in name)])
 def test_gradients_of_every_family(family: str) -> None:
     compare(family)
 

@@ -14,6 +14,7 @@ from odc_triton.balance import count_target_tokens, pack_collate
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.packs.loss import model_inputs
 from tests.support import ranks
+from tests.support.hybrids import rules_in
 from tests.support.models import build
 from tests.support.parity import TRANSFORMS
 from tests.support.splitting import gradients
@@ -29,10 +30,11 @@ DEALS = {1: [[[0, 1], [2, 3], [4, 5]]], 2: [[[1, 2], [4]], [[0, 3, 5]]], 3: [[[0
 def test_a_document_in_a_pack_has_the_logits_that_it_has_alone(family: str) -> None:
     model = FAMILIES[family].model(dtype=torch.float64).eval()
     samples = FAMILIES[family].samples(SIZES[:4])
-    wanted = torch.cat([alone(model, each) for each in samples])
-    enable_packing(model)
-    (pack,) = pack_collate([samples])
-    assert torch.allclose(model(**model_inputs(pack, model)).logits[0], wanted, rtol=0, atol=1e-12)
+    with rules_in(torch.float64):
+        wanted = torch.cat([alone(model, each) for each in samples])
+        enable_packing(model)
+        (pack,) = pack_collate([samples])
+        assert torch.allclose(model(**model_inputs(pack, model)).logits[0], wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
@@ -81,9 +83,10 @@ def one_process(family: str, change: str, dtype: torch.dtype) -> dict[str, torch
         model = CHANGES[change](model)
     samples = FAMILIES[family].samples(SIZES)
     targets = count_target_tokens(pack_collate([[each] for each in samples]))
-    for sample in samples:
-        loss = F.cross_entropy(alone(model, sample)[:-1], torch.tensor(sample["labels"])[1:], reduction="sum")
-        (loss / targets).backward()  # transformers' norms are in fp32: dividing later rounds otherwise
+    with rules_in(dtype):
+        for sample in samples:
+            loss = F.cross_entropy(alone(model, sample)[:-1], torch.tensor(sample["labels"])[1:], reduction="sum")
+            (loss / targets).backward()  # transformers' norms are in fp32: dividing later rounds otherwise
     return gradients(model)
 
 
@@ -91,8 +94,9 @@ def _train(
     rank: int, world: int, family: str, change: str, dtype: torch.dtype, backend: str
 ) -> dict[str, torch.Tensor]:
     model = FAMILIES[family].model(dtype=dtype)
-    enable_packing(model)
-    return trained(fully_shard(CHANGES[change](model).train(), backend=backend), rank, world, family)
+    with rules_in(dtype):
+        enable_packing(model)
+        return trained(fully_shard(CHANGES[change](model).train(), backend=backend), rank, world, family)
 
 
 def trained(model: nn.Module, rank: int, world: int, family: str) -> dict[str, torch.Tensor]:

@@ -5,39 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from odc_triton.jobs.train.metrics import read_metrics
 from tests.support import jobs, slow
 from tests.support.grpo_case import write_prompts
+from tests.support.hybrids import CONFIGS
 from tests.support.jobs import ENDED
 from tests.support.sft_case import write_questions
 from tests.train import test_grpo, test_grpo_job, test_jobs
 
-_HEADS = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen3_5": {
-        "model_type": "qwen3_5_text",
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
-        **_HEADS,
-    },
-    "nemotron_h": {
-        "model_type": "nemotron_h",
-        "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "ssm_state_size": 8,
-        "n_groups": 2,
-        "chunk_size": 16,
-        **_HEADS | {"num_hidden_layers": 4},
-    },
-}
 # AdamW makes whole updates of the small gradients of decays, whose rounding differs.
 SFT = test_jobs.Job(learned=test_jobs.SHARED | test_jobs.EVALUATED, how=test_jobs.SPLIT, rtol=5e-4)
 MORE = {
@@ -67,5 +45,6 @@ def test_grpo_as_on_one_rank_and_by_trl(name: str, tmp_path: Path) -> None:
     assert all(abs(line["ratio"] - 1) < 1e-4 for line in want), "completions are of the policy itself"
     for out in ("two", "overlapped"):
         test_grpo_job.same(read_metrics(tmp_path / out / "metrics.jsonl"), want)
-    cases = {key: test_grpo.CASES[key] for key in ("dapo, split", "dapo, over the cap, overlapped")}
+    named = ("dapo, split", "dapo, over the cap, overlapped", "gspo twice, temperature", "dr_grpo, no scale, kl")
+    cases = {key: test_grpo.CASES[key] for key in named}
     test_grpo.test_steps_are_trls(folder, tmp_path, cases, 2)

@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from odc_triton.balance import PackedDataset, pack_collate
 from odc_triton.hf import enable_packing, summed_loss
+from odc_triton.packs.attention import PackingUnsupported
 from odc_triton.packs.loss import model_inputs
 from odc_triton.plan.entries import Entry, Piece
+from odc_triton.recurrent.layers import recurrent_layers
 from tests.support import slow
 from tests.support.gradients import assert_same_gradients, gradients_of
 from tests.support.hybrids import FAST, HYBRIDS, hybrid, one_by_one, rules_in, tokens
@@ -81,6 +83,19 @@ def test_as_documents_alone_otherwise(name: str, change: str) -> None:
 @pytest.mark.slow
 def test_with_images() -> None:
     check("qwen3_5, images", FAMILIES["qwen3_vl"].samples([(12, 1), (4, 0), (67, 2), (9, 1)]))
+
+
+def test_a_layer_that_is_not_told_of_documents_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LFM2's of transformers 5.17."""
+    model = hybrid("nemotron_h")
+
+    def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+        return causal_conv1d_fn(hidden_states)  # noqa: F821
+
+    (mixer, *_) = recurrent_layers(model)
+    monkeypatch.setattr(type(mixer), "forward", forward)
+    with pytest.raises(PackingUnsupported, match=f"{type(mixer).__name__} can't be told of documents: install transf"):
+        enable_packing(model)
 
 
 # ------------------------------------------------------------------ leaks

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from odc_triton import enable_split, fully_shard, minibatch
 from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
@@ -16,6 +16,7 @@ from odc_triton.packs.loss import model_inputs
 from odc_triton.plan.entries import Entry, Piece
 from odc_triton.plan.plan import Plan
 from tests.support import ranks
+from tests.support.hybrids import rules_in
 from tests.support.splitting import gradients
 from tests.support.table_models import with_pictures
 from tests.support.vision import FAMILIES, alone
@@ -59,6 +60,11 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _train(rank: int, world: int, family: str, deal: str, backend: str) -> dict[str, Tensor]:
     model = FAMILIES[family].model(dtype=torch.float64)
+    with rules_in(torch.float64):
+        return _trained(model, rank, family, deal, backend)
+
+
+def _trained(model: nn.Module, rank: int, family: str, deal: str, backend: str) -> dict[str, Tensor]:
     enable_packing(model)
     model = fully_shard(model.train(), backend=backend)
     enable_split(model, tokens=64)
@@ -81,8 +87,9 @@ def check(*cells: tuple[str, str, str]) -> None:
         model = FAMILIES[family].model(dtype=torch.float64).train()
         made = samples(family)
         targets = count_target_tokens(pack_collate([[each] for each in made]))
-        for sample in made:
-            (_loss(alone(model, sample)[:-1], torch.tensor(sample["labels"])[1:]) / targets).backward()
+        with rules_in(torch.float64):
+            for sample in made:
+                (_loss(alone(model, sample)[:-1], torch.tensor(sample["labels"])[1:]) / targets).backward()
         wanted = gradients(model)
         scale = max(float(each.abs().max()) for each in wanted.values())
         for found in of_ranks:

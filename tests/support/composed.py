@@ -28,7 +28,9 @@ from odc_triton.jobs.train.model import precision
 from odc_triton.jobs.train.sft_options import SftOptions
 from odc_triton.nn import Linear, LMHead
 from odc_triton.optim import Muon
+from odc_triton.recurrent.layers import recurrent_layers
 from tests.support.deadlines import LONG_S
+from tests.support.hybrids import CONFIGS
 from tests.support.sft_case import case, write_case
 from tests.support.table_composes import CAP, FEATURES, Pair
 from tests.support.tokenized import tokenize_file
@@ -57,21 +59,33 @@ class Trained:
 
 
 def write(folder: Path) -> Path:
-    """Data, a tokenizer, and a small Qwen2, whose heads have 16 elements."""
+    """Data, a tokenizer, and a small Qwen2, whose heads have 16 elements; "hybrid" is a Qwen3.5."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    write_case(folder, config={"hidden_size": 64})
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "config.json"), dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():  # large enough for attention and biases to matter
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(folder / "base")
+    for name, config in {"base": {}, "hybrid": CONFIGS["qwen3_5"]}.items():
+        write_case(folder, config={"hidden_size": 64} | config)
+        torch.manual_seed(0)
+        config = AutoConfig.from_pretrained(folder / "config.json")
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():  # large enough for attention and biases to matter
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        model.save_pretrained(folder / name)
     return folder
 
 
+def model_of(folder: Path, features: tuple[str, ...]) -> Path:
+    return folder / ("hybrid" if "hybrid" in features else "base")
+
+
 def options_of(folder: Path, features: tuple[str, ...], *, world: int, out: Path) -> SftOptions:
-    wanted = {"init": None, "model": str(folder / "base"), "out": str(out), "truncate": False, "token_cap": CAP}
+    wanted = {
+        "init": None,
+        "model": str(model_of(folder, features)),
+        "out": str(out),
+        "truncate": False,
+        "token_cap": CAP,
+    }
     wanted |= {"steps": STEPS, "samples_per_rank": PER_STEP // world, "warmup_steps": 0, "schedule": "constant"}
     for feature in features:
         wanted |= FEATURES[feature].options
@@ -112,6 +126,8 @@ def _watch_model(model: nn.Module, found: Trained, features: tuple[str, ...]) ->
     found.start = whole(model)
     if {Linear, LMHead} <= {type(module) for module in model.modules()}:
         found.seen.add("replaced layers")
+    if recurrent_layers(model):
+        found.seen.add("hybrid")
     if all("lora_" in name for name, parameter in model.named_parameters() if parameter.requires_grad):
         found.seen.add("LoRA")
     for module in model.modules():
@@ -156,7 +172,7 @@ def _watch_run(run: Any, found: Trained, went_on: threading.Event) -> None:
 
     def noted_packs() -> Any:
         given = packs()
-        if given[2] is not None:
+        if given.split is not None:
             found.seen.add("split")
         return given
 

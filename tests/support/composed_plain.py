@@ -13,17 +13,19 @@ from torch.nn import functional as F
 from odc_triton.balance import MinibatchSampler
 from odc_triton.jobs.train.model import add_adapters
 from odc_triton.jobs.train.sft_options import SftOptions
-from tests.support.composed import PER_STEP, STEPS, Trained, Weights, options_of, samples_of, whole
+from tests.support.composed import PER_STEP, STEPS, Trained, Weights, model_of, options_of, samples_of, whole
 from tests.support.table_composes import CAP
 
-ARITHMETIC = ("LoRA", "Muon", "bf16")  # the features that change what is computed
+ARITHMETIC = ("LoRA", "Muon", "bf16", "hybrid")  # the features that change what is computed
 
 
 def plain_model(folder: Path, features: tuple[str, ...]) -> nn.Module:
     """In training mode; with PEFT's adapters for "LoRA"."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(
+        model_of(folder, features), dtype=torch.float32, attn_implementation="sdpa"
+    )
     if "LoRA" in features:
         torch.manual_seed(0)
         with warnings.catch_warnings():

@@ -56,15 +56,17 @@ UNKNOWN = ("of an unknown family", "no: its attention is of a family that has no
 
 
 def _unpacked(words: str, short: str, **others: tuple[str, str]) -> Refused:
-    return {"packs": (words, f"no: {short}"), "splits": (words, "no: it does not pack"), **others}
+    late = dict.fromkeys(("splits", "simulate"), (words, "no: it does not pack"))
+    return {"packs": (words, f"no: {short}"), **late, **others}
 
 
 _CAPPED = {"fused head": ("caps its logits by a tanh", "no: it caps its logits, which needs them")}
 _BIAS = {"fused head": ("it has a bias", "no: its head has a bias")}
 _NEVER = _unpacked("it never called the configured attention function", "it never calls the attention that it is given")
-_MIXER = _unpacked("only 1 of its 2 layers called", "not all of its layers are attention")
 _CHUNKS = _unpacked("passes neither position_ids nor cu_seq_lens_q", "its attention is not told where documents begin")
-_STATE = {
+_STATE = _unpacked(
+    "computes mamba_selective_scan, whose state", "a pack's documents can't be told apart in its state"
+) | {
     FUSED: ("RuntimeError: ", "no: it has no attention"),
     "LoRA": ("is incompatible with Mamba-based", "no: PEFT refuses it"),
 }
@@ -93,13 +95,6 @@ _ROUTED = {
     "first_k_dense_replace": 1,
 }
 _GROUPS = {"n_group": 2, "topk_group": 1}
-_LINEAR_ATTENTION = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
 
 
 def _without_dropout(*names: str) -> dict[str, float]:
@@ -199,22 +194,10 @@ FAMILIES = {
         sizes=_HEAD | {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 32},
         refused=_CHUNKS | _ROUTER,
     ),
-    "Qwen3Next": Family(
-        kind="mixture, linear attention",
-        title="Qwen3-Next",
-        sizes=_SHARED_EXPERT | _HEAD | _LINEAR_ATTENTION,
-        refused=_MIXER,
-    ),
-    "Lfm2": Family(
-        kind="dense, convolutions",
-        title="LFM2",
-        sizes={"layer_types": ["conv", "full_attention"]},
-        refused=_MIXER,
-    ),
     "Mamba": Family(
         kind="state space",
         sizes=_ALL_HEADS | {"num_attention_heads": None, "intermediate_size": None, "state_size": 4},
-        refused=_NEVER | _STATE,
+        refused=_STATE,
     ),
 }
 

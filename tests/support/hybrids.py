@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor, nn
 
 import odc_triton.sequence.enable  # noqa: F401 before `rules_in` looks for our modules
@@ -51,7 +52,7 @@ GDN, KDA, MAMBA2, CONV = "gated delta rule", "Kimi delta attention", "Mamba-2", 
 @dataclass(frozen=True)
 class Hybrid:
     """`of`: as in its transformers classes; `sizes` changes SIZES; `tower`: it sees images; `mixture`: of experts, so
-    the shapes of its products follow the routing.
+    the shapes of its products follow the routing; `since`: of transformers, whose layers are told of documents.
     """
 
     of: str
@@ -59,6 +60,7 @@ class Hybrid:
     sizes: dict[str, Any]
     tower: bool = False
     mixture: bool = False
+    since: str = "0"
 
 
 HYBRIDS = {
@@ -76,20 +78,53 @@ HYBRIDS = {
     "falcon_h1": Hybrid("FalconH1", MAMBA2, _MAMBA | _HEAD | {"num_hidden_layers": 2, "mamba_d_ssm": 64}),
     "bamba": Hybrid("Bamba", MAMBA2, _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]}),
     "zamba2": Hybrid("Zamba2", MAMBA2, _ZAMBA),  # one block attends in two layers
-    "lfm2": Hybrid("Lfm2", CONV, _CONV),
-    "lfm2_moe": Hybrid("Lfm2Moe", CONV, _CONV | _EXPERTS | {"num_dense_layers": 1}, mixture=True),
+    "lfm2": Hybrid("Lfm2", CONV, _CONV, since="5.23"),
+    "lfm2_moe": Hybrid("Lfm2Moe", CONV, _CONV | _EXPERTS | {"num_dense_layers": 1}, mixture=True, since="5.23"),
     "lfm3": Hybrid("Lfm3", CONV, _CONV | _HEAD | {"sliding_window": 8}),
 }
+_HEADS = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+# Of config.json, changes to that of tests/support/sft_case.py.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        **_HEADS,
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 16,
+        **_HEADS | {"num_hidden_layers": 4},
+    },
+}
 FAST = ("qwen3_5", "kimi_linear", "nemotron_h", "lfm2")  # one of each rule
+
+
+def lacking(name: str) -> str:
+    """What keeps the family from being tested on this transformers, or nothing."""
+    import transformers
+
+    family, version = HYBRIDS[name], transformers.__version__
+    if not hasattr(transformers, f"{family.of}Config"):
+        return f"transformers {version} has no {family.of}"
+    return f"{family.of} needs transformers {family.since}" if Version(version) < Version(family.since) else ""
 
 
 def hybrid(name: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
     """The model, in training mode, always the same. The test is skipped if this transformers lacks the family."""
     import transformers
 
+    if reason := lacking(name):
+        pytest.skip(reason)
     family = HYBRIDS[name]
-    if not hasattr(transformers, f"{family.of}Config"):
-        pytest.skip(f"transformers {transformers.__version__} has no {family.of}")
     torch.manual_seed(seed)
     sizes = SIZES | family.sizes
     if family.tower:

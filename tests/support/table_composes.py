@@ -38,6 +38,7 @@ FEATURES = {
     "replicas": Feature(how="`--replicas`", options={"replicas": 2}),
     "queue": Feature(how="`--balance queue`", options={"balance": "queue"}),
     "bridge": Feature(how="`use_odc`"),
+    "hybrid": Feature(how="`qwen3_5_text`"),  # a model whose layers are partly recurrent
 }
 Pair = tuple[str, str]
 PAIRS: list[Pair] = list(combinations(FEATURES, 2))

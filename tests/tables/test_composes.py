@@ -60,12 +60,13 @@ def test_pair(outcomes: dict[Pair, list[Trained | str]], folder: Path, pair: Pai
     got = found[0]
     features = tuple(feature for feature in pair if feature in ARITHMETIC)
     want = by_plain_torch(folder, features, got.start)
-    # Sums in another order: of fp32; of bf16; and Newton-Schulz in bf16 makes of the last bits 1e-3 of an update.
-    bf16, muon = "bf16" in pair, "Muon" in pair
+    # Sums in another order: of fp32; of bf16; and Newton-Schulz in bf16 makes of the last bits 1e-3 of an update, AdamW
+    # whole updates of the small gradients of decays.
+    bf16, most = "bf16" in pair, 1e-2 if "Muon" in pair else 5e-4 if "hybrid" in pair else 2e-5
     assert got.losses == pytest.approx(want.losses, rel=1e-3 if bf16 else 1e-5)
     assert got.norms == pytest.approx(want.norms, rel=1e-2 if bf16 else 1e-4)
     if not bf16:
-        assert distance(got, want) <= (1e-2 if muon else 2e-5)
+        assert distance(got, want) <= most
         return
     fp32 = by_plain_torch(folder, tuple(feature for feature in features if feature != "bf16"), got.start)
     assert 0.7 * distance(want, fp32) <= distance(got, fp32) <= 1.3 * distance(want, fp32)

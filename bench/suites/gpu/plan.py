@@ -120,6 +120,14 @@ QUARTER = {
         "milliseconds of split attention beside one call",
         {"most": 2e-2},
     ),
+    "recurrent": Section(
+        "recurrent.recurrent",
+        30,
+        "four functions less than 2e-2 from torch on each sample alone, gradients too",
+        "hybrids' packs and shared prefixes are right by these packages' kernels",
+        {"most": 2e-2},
+        least=4,
+    ),
     "kernels": Section(
         "parts.kernels",
         60,
