@@ -67,7 +67,7 @@ class _MiddleExchange(SequenceExchange):
     """Of the middle one of three ranks, as if the others' rows were there, and nobody waited."""
 
     def __init__(self, shapes: list[Any], tokens: int) -> None:
-        self.rank, self.in_order = 1, False
+        self.rank, self.in_order, self.split_cuts = 1, False, 1
         self.buffers: Any = SimpleNamespace(shapes=shapes, layers=len(shapes))
         none: Any = SimpleNamespace(begin=_nothing, go_on=_nothing)
         self.sync = self.streams = none
@@ -133,7 +133,10 @@ def _peak(model: Any, counts: list[int], shapes: list[Any], tokens: int, head: b
     """Bytes of a microbatch, with what the removed layers keep, without the gradients of parameters."""
     decoder, starts, ids = model.base_model, dict[nn.Module, int](), torch.zeros(1, tokens, dtype=torch.long)
     set_sides(shapes, _MiddleExchange([shape for _, shape in shapes], tokens))
-    given = {"input_ids": ids, "use_cache": False, "pieces": [Piece(0, tokens, 2 * tokens) if shapes else None]}
+    ends: Any = torch.zeros(3)  # of two documents, or of a piece
+    ends._odc_bounds = (0, tokens // 2, tokens)
+    documents = {"pieces": [Piece(0, tokens, 2 * tokens)]} if shapes else {"cu_seq_lens_q": ends}
+    given = {"input_ids": ids, "use_cache": False, **documents}
     live = LiveBytes(parameter.shape for parameter in model.parameters())
 
     def starts_first(module: nn.Module, _: Any) -> None:
