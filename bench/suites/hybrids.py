@@ -64,8 +64,8 @@ from .prefixes import Trees, fastest, flops, run
 
 WHOLE = (Odc, Fsdp2NoReshard, Ddp)
 MOST_APART = 2e-5  # of gradients, in fp32
-_CONFIG = {"vocab_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-_CONFIG |= {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_num_key_heads": 2}
+_CONFIG = {"vocab_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+_CONFIG |= {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2, "linear_num_key_heads": 2}
 _CONFIG |= {"linear_num_value_heads": 4, "max_position_embeddings": 8192, "tie_word_embeddings": False}
 _GROUP = Trees(prompt=1024, completion=256, trees=1, rounds=5)
 
