@@ -41,7 +41,7 @@ from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.jobs.launcher.launch import launch
 from odc_triton.packs.collate import count_target_tokens
 from odc_triton.plan.decoder import Decoder
-from odc_triton.plan.entries import Piece
+from odc_triton.plan.line import Strip, zigzag
 from odc_triton.plan.pieces import SplitPlan
 from odc_triton.plan.planner import SPLIT
 from odc_triton.recurrent.layers import recurrent_layers
@@ -220,16 +220,18 @@ def memory(size: Size) -> list[dict[str, Any]]:
     """Of the fuller rank, each with `tokens` of its own sample, or of one that both share. Collective."""
     (rank, world), rows, config = harness.open_job(), [], Qwen3_5TextConfig(**size.config)
     for tokens, is_split in product(size.lengths, (False, True)):
-        dealt = [[[Piece(0, at * tokens, (at + 1) * tokens) if is_split else 0]] for at in range(world)]
+        # The segments that a rank has between another's make a pair, which is what is planned.
+        cut = zigzag(Strip(0, 0, tokens * world), world, 1)
+        dealt = [[cut[at]] if is_split else [[0]] for at in range(world)]
         ids = torch.randint(3, 4096, (tokens * (world if is_split else 1),), generator=torch.Generator().manual_seed(0))
         (pack,) = pack_collate(PackedDataset([{"input_ids": ids, "labels": ids.clone()}]).__getitems__(dealt[rank]))
-        model, how = Qwen3_5ForCausalLM(config).train(), {"split_tokens": tokens, "split_cuts": 1} if is_split else {}
+        model, how = Qwen3_5ForCausalLM(config).train(), {"split_tokens": tokens, "split_cuts": 2} if is_split else {}
         plan = memory_plan(model, world, tokens_per_microbatch=tokens, backend="cpu", optimizer="none", **how)
         enable_packing(model)
         fully_shard(model, backend="cpu")
         heaps = [engine_of(model).heap]
         if is_split:
-            enable_split(model, tokens=tokens, cuts=1)
+            enable_split(model, tokens=tokens, cuts=2)
             heaps.append(engine_of(model).participant(SequenceExchange).buffers.heap)
         with minibatch(model, tokens=1, split=SplitPlan.of(dealt) if is_split else None), LiveBytes() as live:
             summed_loss(model, pack).backward()
