@@ -97,7 +97,7 @@ BUDGETS: dict[str, tuple[int, int | None]] = {
     "gradient, from leaf to owner": (6, None),
     "exit": (8, None),
     "step": (7, None),
-    "a step of ODCTrainer": (27, 18),
+    "a step of ODCTrainer": (28, 18),
     "a step of train sft": (39, 23),
     "a step of train grpo": (54, 34),
     "a step of train grpo, overlapped": (54, 34),

@@ -119,7 +119,8 @@ def watch_end_of_backward(ended: Callable[[], None], arguments: Any) -> Any:
 def _taken_apart(value: Any) -> tuple[Iterable[Any], Callable[[list[Any]], Any]] | None:
     """The parts of a container, as pytree sees them, and what makes one of other parts; None if it is none.
 
-    For Python's own containers pytree takes many times as long. A cycle keeps its `is_leaf`, so that has no `value`.
+    For Python's own containers pytree takes many times as long. Its closures form a cycle with `is_leaf`, which
+    would keep a `value` that it holds.
     """
     if isinstance(value, _NO_CONTAINERS):
         return None

@@ -108,9 +108,9 @@ def enable_packing(model: nn.Module) -> None:
                 f"size; or load its weights first, as it is on the meta device."
             ) from error
         enable_packing(probed)
+        _separate(model)
         give_token_scores(innermost(model))
         follow_documents(innermost(model))
-        separate_documents(innermost(model))
         untyped(model).set_attn_implementation(_packed(model.config))
         for name in ("_odc_prepared_mask", "_odc_takes_branches"):
             setattr(innermost(model), name, getattr(innermost(probed), name))
@@ -119,10 +119,7 @@ def enable_packing(model: nn.Module) -> None:
         return
     give_token_scores(innermost(model))
     former = _implementations(model.config)
-    try:
-        separate_documents(innermost(model))
-    except ValueError as error:
-        raise PackingUnsupported(f"{name} can't be trained on packs: {error}. {REMEDY}") from error
+    _separate(model)
     device = next(model.parameters()).device
     try:
         # Compiled blocks would keep graphs of the probe's attention.
@@ -139,6 +136,14 @@ def enable_packing(model: nn.Module) -> None:
         raise PackingUnsupported(f"{name} can't be trained on packs: {reason}") from error
     finally:
         _register(packed_attention, packed_mask)
+
+
+def _separate(model: nn.Module) -> None:
+    try:
+        separate_documents(innermost(model))
+    except ValueError as error:
+        name = type(model).__name__
+        raise PackingUnsupported(f"{name} can't be trained on packs: {error}. {REMEDY}") from error
 
 
 def refuse_prompt_learning(model: nn.Module) -> None:

@@ -211,7 +211,8 @@ class _Problem:
         if (cuts := self._most(waves, bool)) > self.cuts:
             raise ValueError(
                 f"{over} samples over the token_cap of {self.token_cap} are cut at {cuts} places of a rank, and "
-                f"split_cuts is {self.cuts}: raise one of them, and enable_split's cuts to at least {cuts}"
+                f"split_cuts is {self.cuts}: give --split-cuts, or split_cuts and enable_split(cuts=…), {cuts} or "
+                f"more, or a larger token_cap"
             )
         if (needed := self.most_read(waves)) > self.tokens or max(most) > self.token_cap:
             sample = strips[most.index(max(most)) if max(most) > self.token_cap else 0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ..base.untyped import untyped
 from ..plan.entries import Piece, bounds_on_host
-from ..sequence.buffers import CUTS, MOST_CUTS
+from ..sequence.buffers import CUTS
 from ..sequence.exchange import Span
 from ..sequence.layer import RecurrentHook, RecurrentSplit
 from .convolution import convolve_documents
@@ -61,9 +61,12 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     return [each for each in model.modules() if any(_CONVOLUTION in _names(kind) for kind in type(each).__mro__)]
 
 
-def most_cuts_of(model: nn.Module, samples: int) -> int | None:
-    """A good `cuts` for `enable_split` if each of so many samples must be split; None if no layer recurs."""
-    return max(CUTS, min(samples, MOST_CUTS)) if recurrent_layers(model) else None
+def most_cuts_of(models: Iterable[nn.Module | None], samples: int, wanted: int) -> int | None:
+    """The `cuts` that a job gives `enable_split` if so many samples of a minibatch may have to be split. `wanted`: if
+    it is not 0. None if no layer recurs.
+    """
+    recurs = any(recurrent_layers(model) for model in models if model is not None)
+    return (wanted or max(CUTS, samples)) if recurs else None
 
 
 def _code(kind: type) -> Any:
@@ -133,7 +136,7 @@ def find_documents(model: nn.Module, args: tuple, given: dict[str, Any]) -> tupl
     positions = positions[0] if positions.ndim == 3 else positions
     begins = F.pad(positions.diff(dim=-1) != 1, (1, 0), value=True)
     starts = begins.expand(len(ids), -1).flatten().nonzero().flatten()
-    ends = F.pad(starts, (0, 1), value=begins.shape[1] * len(ids)).int()
+    ends = F.pad(starts, (0, 1), value=begins.shape[-1] * len(ids)).int()
     longest = int(ends.diff().max())
     bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     return args, given | bounds

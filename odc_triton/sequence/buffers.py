@@ -35,7 +35,7 @@ from ..comm.memory.heap import Status, SymmetricHeap
 from ..plan.pieces import PlannedPiece
 
 RUN_TOKENS = 65_536  # of other ranks, that attention reads at once
-CUTS, MOST_CUTS = 8, 64  # of a rank, after which others go on, in a minibatch: by default, and that jobs have room for
+CUTS = 8  # of a rank, after which others go on, in a minibatch
 IN_FLIGHT = 2  # buffers per shape of layer, where all layers are checkpointed: one is read while the next is written
 
 

@@ -132,21 +132,24 @@ class SequenceExchange(Participant):
                 f"the plan is for replicas={given.replicas}; the model has {self._grid.replicas}: give that number to "
                 f"MinibatchSampler(replicas=…), or to SplitPlan.of"
             )
-        most = max(given.tokens)
+        self._require_room(given)
+        self._next = given.of_replica(self._grid.replica)
+        return given.digest
+
+    def _require_room(self, plan: SplitPlan) -> None:
+        most = max(plan.tokens)
         if most > self.tokens:
             raise ValueError(
-                f"the plan lets others read {most} tokens of rank {given.tokens.index(most)}, and there is room for "
+                f"the plan lets others read {most} tokens of rank {plan.tokens.index(most)}, and there is room for "
                 f"{self.tokens}: give enable_split(model, tokens={most}), or the sampler split={self.tokens}"
             )
-        cuts, rank = (0, 0) if self.split_cuts is None else most_cuts(given)
+        cuts, rank = (0, 0) if self.split_cuts is None else most_cuts(plan)
         if self.split_cuts is not None and cuts > self.split_cuts:
             raise ValueError(
                 f"other ranks go on from rank {rank} at {cuts} places of the plan, and there is room for the states of "
                 f"{self.split_cuts}: give enable_split(model, tokens=…, cuts={cuts}), or the sampler "
                 f"split_cuts={self.split_cuts}"
             )
-        self._next = given.of_replica(self._grid.replica)
-        return given.digest
 
     def entered(self, messages: list[str | None]) -> None:
         if len(set(messages)) > 1:
@@ -160,6 +163,8 @@ class SequenceExchange(Participant):
         self.begin(self._next, forward_only=forward_only)
 
     def begin(self, plan: SplitPlan | None, *, forward_only: bool = False) -> None:
+        if plan is not None:
+            self._require_room(plan)  # a reference model has its own buffers
         self.plan, self._forward_only = plan, forward_only
         self._own = [] if plan is None else plan.of_rank(self.rank)
         if plan is not None:

@@ -357,7 +357,7 @@ def test_others_go_on_at_no_more_places_than_have_room(given: dict, cuts: int) -
     try:
         found = split(**given, split_cuts=cuts)
     except ValueError as error:
-        assert f"split_cuts is {cuts}: raise one of them" in str(error)  # noqa: PT017
+        assert f"split_cuts is {cuts}: give --split-cuts, or" in str(error)  # noqa: PT017
         assert most > cuts
         return
     check(given, packs_of(found), found.segments)

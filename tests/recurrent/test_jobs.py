@@ -7,11 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from odc_triton.jobs.train.metrics import read_metrics
+from odc_triton.recurrent.layers import most_cuts_of
+from odc_triton.sequence.buffers import CUTS
 from tests.support import jobs, slow
+from tests.support.families import causal_lm
 from tests.support.grpo_case import write_prompts
-from tests.support.hybrids import CONFIGS
+from tests.support.hybrids import CONFIGS, hybrid
 from tests.support.jobs import ENDED
 from tests.support.sft_case import write_questions
 from tests.train import test_grpo, test_grpo_job, test_jobs
@@ -48,3 +52,11 @@ def test_grpo_as_on_one_rank_and_by_trl(name: str, tmp_path: Path) -> None:
     named = ("dapo, split", "dapo, over the cap, overlapped", "gspo twice, temperature", "dr_grpo, no scale, kl")
     cases = {key: test_grpo.CASES[key] for key in named}
     test_grpo.test_steps_are_trls(folder, tmp_path, cases, 2)
+
+
+def test_places_to_go_on_at() -> None:
+    """As many as may be needed, also of a teacher alone; a wish counts for hybrids only."""
+    plain, recurs = causal_lm("Qwen2"), hybrid("qwen3_5", dtype=torch.float32)
+    found = [most_cuts_of(models, 81, wanted) for models in ([plain], [plain, recurs]) for wanted in (0, 3)]
+    assert found == [None, None, 81, 3]
+    assert most_cuts_of([recurs, None], 1, 0) == CUTS

@@ -99,8 +99,9 @@ class GrpoRun(Run):
         if self.shares_prefixes and grid.shards > 1:
             shared_tokens = max(split_tokens, _tokens_of_trees(options, self.prompts.longest))
         over = split_tokens and self.prompts.longest + options.max_new_tokens > options.token_cap
-        cuts = -(-self.per_step * options.generations // grid.replicas) if over else 0
-        cuts = options.split_cuts or most_cuts_of(model, cuts)
+        # All of them may be that long, but then there is no memory for so many states.
+        cuts = min(-(-self.per_step * options.generations // grid.replicas), 64) if over else 0
+        cuts = most_cuts_of(models, cuts, options.split_cuts)
         if split_tokens or shared_tokens:
             try:
                 for each in models:

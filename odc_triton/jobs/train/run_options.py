@@ -34,7 +34,7 @@ class RunOptions:
     split_sequences: bool = option(False, "split long samples over a replica's ranks: for few long samples per rank")
     split_tokens: int = option(0, "tokens per rank that others may read; 0: about 0.4 of the longest sample")
     split_cuts: int = option(
-        0, "of recurrent layers, the states per rank that others go on from; 0: 8 to 64, as needed"
+        0, "hybrids: places per rank after which other ranks go on, each keeps a state; 0: 8, or as many as needed"
     )
     replicas: int | None = option(None, "copies of the model, each on ranks of one host; by default one per host")
     seed: int = option(0, "seed for the order of the data, dropout and random weights")

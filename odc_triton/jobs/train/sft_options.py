@@ -69,6 +69,8 @@ class SftOptions(RunOptions):
                 f"--split-sequences goes with --balance {' or '.join(SPLITTING)}; it is {self.balance}: leave one of "
                 "them out"
             )
+        if self.split_cuts and not self.split_sequences:
+            raise ValueError(f"--split-cuts is {self.split_cuts}: give --split-sequences too, or leave it out")
         super()._check_contradictions()
 
     def require_replicas(self, replicas: int, ranks: int | None = None) -> None:

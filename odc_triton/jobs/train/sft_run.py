@@ -68,7 +68,8 @@ class SftRun(Run):
         lengths = data.lengths.tolist()
         splits = options.split_sequences and engine.grid.shards > 1
         over = sum(length > options.token_cap for length in lengths)
-        cuts = options.split_cuts or most_cuts_of(model, min(over, options.samples_per_rank * engine.grid.shards))
+        over = min(over, options.samples_per_rank * engine.grid.shards)
+        cuts = most_cuts_of([model, teacher], over, options.split_cuts)
         self.sampler = MinibatchSampler(
             lengths,
             options.samples_per_rank,
