@@ -67,7 +67,7 @@ class _MiddleExchange(SequenceExchange):
     """Of the middle one of three ranks, as if the others' rows were there, and nobody waited."""
 
     def __init__(self, shapes: list[Any], tokens: int) -> None:
-        self.rank, self.in_order, self.split_cuts = 1, False, 1
+        self.rank, self.in_order, self.tokens, self.split_cuts = 1, False, tokens, 1
         self.buffers: Any = SimpleNamespace(shapes=shapes, layers=len(shapes))
         none: Any = SimpleNamespace(begin=_nothing, go_on=_nothing)
         self.sync = self.streams = none
