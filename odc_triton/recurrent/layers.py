@@ -32,7 +32,7 @@ from .run import run_documents
 
 _CONVOLUTION = "causal_conv1d_fn"
 _OTHERS = ("mamba_selective_scan", "mamba_inner_fn")
-NEEDED = "5.23"  # of transformers, whose modules pass on what they are told of packs
+_TRANSFORMERS = "5.23"  # from this version on every recurrent layer gets its model's keyword arguments
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def separate_documents(model: nn.Module) -> None:
         if _CONVOLUTION not in _names(type(module)) or (own is not None and not _is_ours(own)):
             raise ValueError(f"{name} has a forward of its own, which can't be told of documents")
         if not any(each.kind is each.VAR_KEYWORD for each in inspect.signature(code).parameters.values()):
-            raise ValueError(f"{name} can't be told of documents: install transformers {NEEDED}")
+            raise ValueError(f"{name} can't be told of documents: install transformers {_TRANSFORMERS}")
         by_package = any(each.kernel is not None for each in _functions(code).values())
         made.append(partial(_forward, module, by_package=by_package))
     for module, forward in zip(layers, made, strict=True):

@@ -129,3 +129,13 @@ def test_waits_of_the_code_are_those_of_the_walk(monkeypatch: pytest.MonkeyPatch
             assert [{rank for rank, _ in step} for step in mine if step] == [
                 {rank for rank, _ in step} for step in theirs if step
             ], deal
+
+
+def test_a_plan_needs_room_also_of_a_reference_model() -> None:
+    """Which opens the policy's plan on buffers of its own."""
+    (deal, *_) = DEALS
+    sync = test_walk.Recorded(0, len(deal), 1, 1)
+    sync.cuts, sync.shapes = 0, [LayerShape(heads=1, widths=(1,), dtype="float32", rows_per_cut=KERNEL)]
+    exchange = SequenceExchange(sync, Streams(), grid=SimpleNamespace(), in_order=False)
+    with pytest.raises(ValueError, match=r"at \d+ places of the plan, and there is room for the states of 0: give"):
+        exchange.begin(SplitPlan.of(deal), forward_only=True)

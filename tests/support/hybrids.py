@@ -52,7 +52,7 @@ GDN, KDA, MAMBA2, CONV = "gated delta rule", "Kimi delta attention", "Mamba-2", 
 @dataclass(frozen=True)
 class Hybrid:
     """`of`: as in its transformers classes; `sizes` changes SIZES; `tower`: it sees images; `mixture`: of experts, so
-    the shapes of its products follow the routing; `since`: of transformers, whose layers are told of documents.
+    the shapes of its products follow the routing; `since`: the first transformers that tells its layers of packs.
     """
 
     of: str
