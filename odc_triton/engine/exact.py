@@ -150,8 +150,11 @@ class ExactTarget(Target):
         self.sum = ExactSum(shards[0].device)
         self._value: torch.Tensor | None = None
 
-    def add_rows(self, owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
-        self.sum.add(self.shards[owner], at, rows)
+    def add_into(self, shard: torch.Tensor, at: int | torch.Tensor, rows: torch.Tensor) -> None:
+        if rows.dtype == shard.dtype:  # a sum, whose summands were counted
+            super().add_into(shard, at, rows)
+        else:
+            self.sum.add(shard, at, rows)
 
     def begin_addition(self) -> None:
         self.sum.additions += 1
@@ -162,9 +165,8 @@ class ExactTarget(Target):
             self._value = part.view(-1).view(torch.float32)[: part.numel()].view(part.shape)
         return self.sum.value(part, self._value)
 
-    @property
-    def peers(self) -> PeerShards:
-        return replace(self._peers, exact=self.sum.adds())
+    def adding(self, peers: PeerShards) -> PeerShards:
+        return replace(peers, exact=self.sum.adds())
 
 
 class ExactSums(Participant):

@@ -61,6 +61,11 @@ class Engine(Protocol):
             self.streams.watch(parameter.staging)
             if parameter.trains:
                 parameter.listen(self.passes)
+        if any(each.rows is not None and each.rows.keeps for each in parameters):
+            from .kept import KeptRows
+
+            if self.participant(KeptRows) is None:
+                self.register(KeptRows(self.parameters))
 
     def absorb(self, inner: Engine) -> None:
         """Takes over a submodule that was sharded before its root; its parameters stay where they are."""

@@ -7,10 +7,10 @@ whole, leaf     [N, ...] in the compute dtype: what modules compute with, a scal
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from .gathered import GatheredParameters
 from .protocol import Protocol as MinibatchProtocol
 from .shard import HeapShard
 from .transport import Transport, Waits
+
+if TYPE_CHECKING:
+    from .kept import RowsOfOwners
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
@@ -64,7 +67,7 @@ class ShardedParameter:
     """A `nn.operand.ShardedOperand`. `shard`: its memory; `number`: its number in the plan.
 
     `whole`: the tensor under `leaf`; `gathered`: its unit's storage, None where it is a view or never whole.
-    `table`: how operators on it run.
+    `table`: how operators on it run. `rows`: those of others here, where shards are apart.
     """
 
     def __init__(
@@ -77,7 +80,9 @@ class ShardedParameter:
         transport: Transport,
         staging: Staging,
         table: Table = (),
+        rows: RowsOfOwners | None = None,
     ) -> None:
+        self.rows = rows
         self.shard, self.spec, self.number, self.sharded = shard, shard.spec, number, shard.sharded
         self.world, self.shape = shard.world, shard.spec.shape
         vars(self.sharded)["_odc_shard_of"] = handle_of(self)
@@ -161,6 +166,16 @@ class ShardedParameter:
     def pull(self) -> StagedWeight:
         return self.staging.pull(self.shard.compute_peers)
 
+    def row_peers(self) -> PeerShards:
+        return self.compute_peers if self.rows is None else self.rows.row_peers()
+
+    def copied(self, rows: Sequence[int] | None) -> Iterator[tuple[int, torch.Tensor]]:
+        if self.rows is not None:
+            yield from self.rows.copied(rows)
+            return
+        whole = self.leaf.detach()  # a view
+        yield from ((0, whole),) if rows is None else ((row, whole[row : row + 1]) for row in rows)
+
     def owners_from_own(self) -> Iterator[int]:
         for step in range(self.shard.world):
             owner = (self._rank + step) % self.shard.world
@@ -217,7 +232,12 @@ class ShardedParameter:
 
     def open_sink(self) -> PeerShards | AddRows:
         self._touch()
-        return self._transport.sink(self.shard.target, name=self.name, waited=self._waited)
+        sink = self._transport.sink(self.shard.target, name=self.name, waited=self._waited)
+        return sink if self.rows is None else self.rows.sink(sink, self.shard.target)
+
+    def add_sums(self, owner: int, at: int, sums: torch.Tensor) -> None:
+        """Adds sums of gradients of kept rows to an owner's, from `at` on."""
+        self._transport.add_sums(self.shard.target, owner, at, sums, name=self.name, waited=self._waited)
 
     def _touch(self) -> None:
         self.gradient_comes()

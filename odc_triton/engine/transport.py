@@ -267,7 +267,11 @@ class Target:
 
     def add_rows(self, owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
         """Adds to an owner's shard, on the host. Nobody else may add to it meanwhile."""
-        add_rows(self.shards[owner], at, rows)
+        self.add_into(self.shards[owner], at, rows)
+
+    def add_into(self, shard: torch.Tensor, at: int | torch.Tensor, rows: torch.Tensor) -> None:
+        """Adds to rows that are summed as shards are."""
+        add_rows(shard, at, rows)
 
     def begin_addition(self) -> None:
         """To each element at most once, except by index on the host. Each kernel adds to an element once."""
@@ -281,7 +285,11 @@ class Target:
         """As kernels see it in this minibatch. Raises ValueError if the shards are not aligned, as in the CPU's joined
         heap.
         """
-        return self._peers
+        return self.adding(self._peers)
+
+    def adding(self, peers: PeerShards) -> PeerShards:
+        """Shards of such sums, as kernels that add in this minibatch see them."""
+        return peers
 
     @cached_property
     def _peers(self) -> PeerShards:
@@ -311,6 +319,12 @@ class Transport(ABC):
     @abstractmethod
     def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> PeerShards | AddRows:
         """For an operator that makes a gradient tile by tile: shards to which its kernel adds, or a function."""
+
+    @abstractmethod
+    def add_sums(
+        self, target: Target, owner: int, at: int, sums: torch.Tensor, *, name: str, waited: Callable[[Waits], None]
+    ) -> None:
+        """Adds sums, of the dtype of the shards, to an owner's rows from `at` on."""
 
 
 class LockedTransport(Transport):
@@ -345,6 +359,11 @@ class LockedTransport(Transport):
             waited(self._add({owner: rows.detach()}, target, name, at))
 
         return add
+
+    def add_sums(
+        self, target: Target, owner: int, at: int, sums: torch.Tensor, *, name: str, waited: Callable[[Waits], None]
+    ) -> None:
+        waited(self._add({owner: sums}, target, name, at))
 
     def _add(self, pending: dict[int, torch.Tensor], target: Target, name: str, at: int | torch.Tensor = 0) -> Waits:
         """Adds the `pending` rows of each owner to its shard, from row `at` on; returns the long waits for locks."""
@@ -401,3 +420,11 @@ class KernelTransport(Transport):
         self.streams.computes_here()  # the kernel that adds is launched on this stream
         target.begin_addition()
         return target.peers
+
+    def add_sums(
+        self, target: Target, owner: int, at: int, sums: torch.Tensor, *, name: str, waited: Callable[[Waits], None]
+    ) -> None:
+        from odc_kernels.scatter import add_block
+
+        self.streams.computes_here()
+        add_block(target=target.shards[owner][at : at + len(sums)], source=sums)

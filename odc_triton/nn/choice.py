@@ -28,6 +28,7 @@ WORDS = {
     "qkv": {*BACKENDS, "gathered", "direct", *WGRADS},
     "embedding": {*BACKENDS, "gathered", "direct", *WGRADS},
     "log_probs": {*BACKENDS, "direct", "fused"},
+    "experts": {*BACKENDS, *SOURCES, *WGRADS},
 }
 
 
@@ -83,7 +84,8 @@ def _entry(operator: str, device_type: str | None, words: str) -> Entry:
 
 
 # The first matching line counts. On CUDA no fused product has been compared with the library's: gathered and whole
-# are plain ODC as in the paper. An embedding reads few of many rows and the head is never whole: always direct.
+# are plain ODC as in the paper. An embedding reads few of many rows and the head is never whole: always direct. So are
+# experts on a CPU, where a rank reads views.
 TABLE = (
     _entry("linear", None, "eager/gathered/whole"),
     _entry("qkv", None, "eager/gathered/whole"),
@@ -91,6 +93,8 @@ TABLE = (
     _entry("embedding", None, "eager/direct/fused"),
     _entry("log_probs", "cuda", "triton/direct/fused"),
     _entry("log_probs", None, "eager/direct/fused"),
+    _entry("experts", "cuda", "eager/gathered/whole"),
+    _entry("experts", None, "eager/direct/fused"),
 )
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import itertools
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -83,6 +84,16 @@ class ShardedOperand(Protocol):
         """Starts copying it from its owners; a kernel waits for the copies by the result."""
 
     @abstractmethod
+    def row_peers(self) -> PeerShards:
+        """As `compute_peers`; rows that this rank keeps are read here."""
+
+    @abstractmethod
+    def copied(self, rows: Sequence[int] | None) -> Iterator[tuple[int, torch.Tensor]]:
+        """(row, rows from it on) of these rows one by one, or of all several at a time, own ones first. Others' are
+        copied here meanwhile; they are valid until the next are asked for.
+        """
+
+    @abstractmethod
     def first_row(self, owner: int) -> int:
         """The index of `owner`'s first row; for `world`, the number of all rows."""
 
@@ -103,6 +114,23 @@ class ShardedOperand(Protocol):
         """Adds a whole gradient."""
 
 
+def in_turn(operand: ShardedOperand, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(owner, row) of ascending rows: this rank's own first, then the next rank's."""
+    for owner in operand.owners_from_own():
+        first, end = (bisect_left(rows, operand.first_row(place)) for place in (owner, owner + 1))
+        yield from ((owner, row) for row in rows[first:end])
+
+
+def rows_in_turn(operand: ShardedOperand, rows: Sequence[int], source: str) -> Iterator[tuple[int, torch.Tensor]]:
+    """(row, its values) of ascending rows, in the order of `in_turn`. `source`: of `parts`; "staged": by `copied`."""
+    if source == "staged":
+        yield from ((row, values[0]) for row, values in operand.copied(rows))
+        return
+    parts = operand.parts(source)
+    for owner, row in in_turn(operand, rows):
+        yield row, parts[0][row] if len(parts) == 1 else parts[owner][row - operand.first_row(owner)]
+
+
 @runtime_checkable
 class ReadsOnDemand(Protocol):
     """A module that computes with some of its parameters without gathering them."""
@@ -110,6 +138,13 @@ class ReadsOnDemand(Protocol):
     @abstractmethod
     def reads_on_demand(self, device_type: str, table: Table = ()) -> tuple[str, ...]:
         """The attributes that hold them, on a "cpu" or "cuda" device, if operators run as in `table`."""
+
+
+@runtime_checkable
+class KeepsRows(Protocol):
+    """A module of whose parameters a rank may keep others' rows for a minibatch."""
+
+    keeps_rows: bool
 
 
 @runtime_checkable

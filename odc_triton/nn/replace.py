@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..base.untyped import untyped
+from . import experts
 from . import families as attention
 from .choice import AUTO, parse
 from .modules import Embedding, Linear, LMHead, has_hooks
@@ -18,7 +19,7 @@ from .operand import is_sharded
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-DEFAULT_ROLES = ("attention", "embedding", "linear")
+DEFAULT_ROLES = ("attention", "embedding", "experts", "linear")
 HEAD = "head"  # not one of them: it changes what a model returns in training
 
 
@@ -62,6 +63,7 @@ def replace_layers(
 
     roles:
         "attention": of Llama, Mistral, Qwen2 and Qwen3 in transformers. The chosen attention function stays.
+        "experts": of all mixtures that transformers runs by its ExpertsInterface, with PEFT's adapters of them.
         "embedding", "linear": every `torch.nn.Embedding` and `torch.nn.Linear`.
         "head": the vocabulary projection of a causal LM of transformers. Training then never computes its logits:
             `model(input_ids=…, labels=…).loss`, or any `cross_entropy` of `outputs.logits`, takes a chunk of the
@@ -79,6 +81,8 @@ def replace_layers(
     if roles is None:
         raise ValueError(f"roles is None; give some of {', '.join(_ROLES)}, or leave it out")
     roles = [roles] if isinstance(roles, str) else list(roles)
+    if roles == list(DEFAULT_ROLES) and not any(map(experts.is_of_the_interface, model.modules())):
+        roles.remove("experts")
     unknown = [role for role in roles if role not in _ROLES]
     if unknown:
         raise ValueError(f"roles {unknown} are not known; known are {', '.join(_ROLES)}; give a list of them")
@@ -100,6 +104,8 @@ def restore_layers(model: nn.Module) -> int:
             plain = nn.Embedding
         elif isinstance(module, attention.FusedProjections):
             plain = module._odc_family.attention
+        elif isinstance(module, (experts.Experts, experts.AdaptedExperts)):
+            plain = untyped(module)._odc_plain
         elif isinstance(module, (Linear, LMHead)):
             plain = nn.Linear
         else:
@@ -233,10 +239,27 @@ def _unlike_a_head(head: nn.Module) -> str | None:
     return "it has hooks" if has_hooks(head) else None
 
 
+def _replace_experts(model: nn.Module, choice: str, replaced: Replaced) -> None:
+    for name, module in model.named_modules():
+        if not experts.is_of_the_interface(module) or isinstance(module, experts.Experts):
+            continue
+        if why := experts.why_not(module):
+            replaced.left[name] = why
+            continue
+        layer = untyped(module)
+        layer.gate, layer.factors, layer.choice = experts.gate_of(module), {}, choice
+        layer.__class__ = experts.with_ours(type(module), experts.Experts)
+        replaced.swapped["experts"].append(name)
+    for module in model.modules():  # around them: PEFT's
+        if hasattr(module, "get_delta_factors") and isinstance(untyped(module).get_base_layer(), experts.Experts):
+            untyped(module).__class__ = experts.with_ours(type(module), experts.AdaptedExperts)
+
+
 # In this order: a later role skips layers of an earlier one.
 _ROLES: dict[str, Callable[[nn.Module, str, Replaced], None]] = {
     "attention": _replace_attention,
     HEAD: _replace_head,
     "embedding": _replace_embedding,
+    "experts": _replace_experts,
     "linear": _replace_linear,
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..base.errors import OdcError
 from ..base.untyped import untyped
 from .choice import TABLE
 from .modules import LMHead
-from .operand import AddRows, ReadsOnDemand, add_rows, handle_of, is_sharded
+from .operand import AddRows, ReadsOnDemand, add_rows, handle_of, in_turn, is_sharded
 from .replace import restore_layers
 
 _OWNERS = 2
@@ -186,6 +186,15 @@ class LocalShards:
 
     def pull(self) -> StagedWeight:
         return self._staging.pull(self.compute_peers)
+
+    def row_peers(self) -> PeerShards:
+        return self.compute_peers
+
+    def copied(self, rows: Sequence[int] | None) -> Iterator[tuple[int, torch.Tensor]]:
+        if rows is None:
+            yield from ((self.first_row(owner), shard) for owner, shard in enumerate(self._shards) if len(shard))
+        for owner, row in in_turn(self, rows or ()):
+            yield row, self._shards[owner][row - self.first_row(owner) :][:1]
 
     def first_row(self, owner: int) -> int:
         return min(owner * self._each, self.shape[0])

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..comm.layout import EXACT, ParameterSpec, find_units
 from ..engine.module import Engine, ODCModule
 from ..engine.parameter import ShardedParameter, has_gradient_hooks
-from ..nn.operand import ReadsOnDemand, Table
+from ..nn.operand import KeepsRows, ReadsOnDemand, Table
 
 SHARDABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,6 +37,10 @@ class FoundParameter:
     def parameter(self) -> nn.Parameter:
         assert self.value is not None, f"{self.name} is in the heap"
         return self.value
+
+    @property
+    def has_rows_to_keep(self) -> bool:
+        return any(isinstance(module, KeepsRows) for module, _, _ in self.places)
 
     def is_read_on_demand(self, device_type: str, table: Table) -> bool:
         """True if all modules that have it read its owners on demand, so that it need not be whole."""

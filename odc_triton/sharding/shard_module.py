@@ -56,6 +56,7 @@ def fully_shard(
     timeout: Timeout = timedelta(minutes=30),
     debug: bool = False,
     exact: bool | None = None,
+    expert_cache_bytes: int = 0,
     shard_placement_fn: Any = None,
     offload_policy: Any = None,
     dp_mesh_dims: Any = None,
@@ -84,6 +85,8 @@ def fully_shard(
     exact: sum gradients as 64-bit integers, so that sums have the same bits in whatever order ranks add to them; twice
         the memory for gradient shards. By default what `torch.use_deterministic_algorithms` says now. A minibatch may
         then raise MinibatchToRepeat: docs/exact.md.
+    expert_cache_bytes: memory of each rank for other ranks' experts, and sums of their gradients, of the layers of
+        `replace_layers` where shards are apart: what is kept crosses the link once in a minibatch. 0: none.
     shard_placement_fn, offload_policy, dp_mesh_dims: FSDP2's; only what means Shard(0), no offloading, no dims.
 
     Raises ValueError, TypeError, NotImplementedError or RuntimeError for models and options that can't be sharded,
@@ -98,6 +101,8 @@ def fully_shard(
     _refuse_given(dp_mesh_dims=dp_mesh_dims, offload_policy=offload_policy if offloads else None)
     if not isinstance(exact, bool | None):
         raise TypeError(f"exact is {exact!r}; give True, False or None")
+    if isinstance(expert_cache_bytes, bool) or not isinstance(expert_cache_bytes, int) or expert_cache_bytes < 0:
+        raise ValueError(f"expert_cache_bytes is {expert_cache_bytes!r}; give a number of bytes, 0 for none")
     exact = torch.are_deterministic_algorithms_enabled() if exact is None else exact
     policy = mp_policy or MixedPrecisionPolicy()
     if exact and policy.reduce_dtype is not None:
@@ -120,6 +125,7 @@ def fully_shard(
             device.check(described.specs)
         plan = _plan(described, grid, device)
         options = {"policy": policy, "debug": debug, "exact": exact, "timeout": timeout, "backend": device.name}
+        options["expert_cache_bytes"] = expert_cache_bytes
         options |= {"world": grid.world, "replicas": grid.replicas}
         reader = next((each for each in root.modules() if isinstance(each, ReadsTables)), None)
         options["layers that read tables"] = reader is not None
@@ -127,7 +133,7 @@ def fully_shard(
         heap = open_heap(barrier, grid, device, plan, agreed)
         transport = device.transport(heap, device.streams(), barrier.timeout_s)
         replicas = Replicas(grid, barrier, heap.device)
-        parameters = _allocate(described, plan, grid, device, transport, agreed.tuned, exact=exact)
+        parameters = _allocate(described, plan, grid, device, transport, agreed.tuned, exact, expert_cache_bytes)
         token = f"{agreed.token}-{grid.replica}-initial"
         write_initial_values(root, described.found, parameters, barrier, replicas, token=token, heap=heap)
         if grid.rank == 0:
@@ -181,8 +187,8 @@ def _allocate(
     device: Backend,
     transport: Transport,
     tuned: Tuned | None,
-    *,
     exact: bool,
+    expert_cache_bytes: int,
 ) -> list[ShardedParameter]:
     """The parameters in the heap, not filled yet."""
     heap, tables = transport.heap, [tuned.table(spec.compute_dtype) if tuned else () for spec in described.specs]
@@ -190,20 +196,29 @@ def _allocate(
     staging = Staging(transport.streams.device)
     wholes = _whole_tensors(plan, heap, transport.streams, on_demand, device)
     target = ExactTarget if exact else Target
-    places = zip(plan.parameters, plan.compute, plan.gradient, wholes, tables, strict=True)
+    regions = zip(plan.parameters, plan.compute, plan.gradient, strict=True)
+    shards = [
+        HeapShard(spec=spec, number=number, compute=compute, gradient=gradient, heap=heap, grid=grid, target=target)
+        for number, (spec, compute, gradient) in enumerate(regions)
+    ]
+    rows: list[Any] = [None] * len(shards)
+    if heap.apart:
+        from ..engine.kept import rows_of_owners
+
+        keeping = {shards[number] for number in on_demand if described.found[number].has_rows_to_keep}
+        rows = rows_of_owners(shards, keeping, transport.streams, expert_cache_bytes)
     return [
         ShardedParameter(
-            shard=HeapShard(
-                spec=spec, number=number, compute=compute, gradient=gradient, heap=heap, grid=grid, target=target
-            ),
+            shard=shard,
             number=number,
             whole=whole,
             gathered=gathered,
             transport=transport,
             staging=staging,
             table=table,
+            rows=each,
         )
-        for number, (spec, compute, gradient, (whole, gathered), table) in enumerate(places)
+        for number, (shard, (whole, gathered), table, each) in enumerate(zip(shards, wholes, tables, rows, strict=True))
     ]
 
 

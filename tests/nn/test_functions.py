@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
 from odc_triton.nn import Embedding, Linear, LMHead
 from odc_triton.nn.functional import embedding, linear, qkv
+from odc_triton.nn.functional.experts import grouped_linear
 from odc_triton.nn.functional.qkv import HeadNorm
 from tests.support import ranks, slow
 
@@ -219,7 +220,46 @@ def _qkvs(backends: str) -> dict[str, Case]:
     return cases
 
 
+def _plain_experts(p: dict[str, torch.Tensor], x: torch.Tensor, ends: list[int], **how: object) -> torch.Tensor:
+    parts, gate = [], how.get("gate")
+    for e, (begin, end) in enumerate(itertools.pairwise([0, *ends])):
+        w = p["weight"][e] if how.get("transposed") else p["weight"][e].T
+        parts.append(x[begin:end] @ w + (p["bias"][e] if "bias" in p else 0))
+    y = torch.cat(parts)
+    if gate is None:
+        return y
+    if gate[0] == 0:
+        return F.silu(y[:, :3]) * y[:, 3:]
+    g, u = y[:, ::2].clamp(max=gate[0]), y[:, 1::2].clamp(-gate[0], gate[0])
+    return g * torch.sigmoid(gate[1] * g) * (u + 1)
+
+
+def _experts(backends: str) -> dict[str, Case]:
+    """Five experts, of whom some have no rows, or one all, or there are no rows."""
+    cases = {}
+    hows = ({}, {"transposed": True, "gate": (2.1, 1.7, 1.0)}, {"gate": (0.0, 1.0, 0.0)}, {"transposed": True})
+    routes = ([2, 2, 3, 7, 9], [0, 4, 4, 4, 4], [0, 0, 0, 0, 0], [1, 2, 3, 4, 5])
+    for number, choice in enumerate(_choices(backends, "gathered direct staged", "whole fused")):
+        for kind, how in enumerate(hows):
+            biased = (number + kind) % 2 > 0
+            shapes = {"weight": (5, 8, 6) if "transposed" in how else (5, 6, 8)} | ({"bias": (5, 6)} if biased else {})
+
+            def ours(p: dict, x: torch.Tensor, ends: torch.Tensor, c: str = choice, how: dict = how) -> torch.Tensor:
+                return grouped_linear(x, F.pad(ends, (1, 0)), p["weight"], p.get("bias"), choice=c, **how)
+
+            cases[f"{choice}, {kind}"] = Case(
+                shapes=shapes,
+                ours=ours,
+                plain=lambda p, x, ends, how=how: _plain_experts(p, x, ends.tolist(), **how),
+                batches=[(_x(ends[-1], 8), torch.tensor(ends, dtype=torch.int32)) for ends in routes],
+                gathered="gathered" in choice,
+                frozen=(("weight",), ("bias",), (), ())[(number + kind) % 4],
+            )
+    return cases
+
+
 TABLES = {
+    "experts": _experts,
     "linear": _linears,
     "embedding": _embeddings,
     "qkv": _qkvs,

@@ -54,7 +54,7 @@ def attention(kind: str, dtype: torch.dtype) -> tuple[dict[str, nn.Parameter], d
 
 def test_all_operators_are_in_this_file() -> None:
     ours = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("odc::")}
-    both = ("linear", "embedding", "qkv", "token_log_probs", "token_divergence")
+    both = ("linear", "embedding", "qkv", "grouped_linear", "token_log_probs", "token_divergence")
     assert ours == {"odc::whole_weight", *(f"odc::{name}{kind}" for name in both for kind in ("", "_grad"))}
 
 
@@ -117,6 +117,23 @@ def test_qkv(kind: str, choice: str, dtype: torch.dtype) -> None:
             *heads, q_pre, k_pre = OPS.qkv(*args)
             norm = [each.detach() for each in norm]
         check(OPS.qkv_grad.default, *heads, x.detach(), named, norm, 1e-6, rope, q_pre, k_pre, choice)
+
+
+@pytest.mark.parametrize("choice", ["eager", "triton/direct/fused, bf16"])
+def test_grouped_linear(choice: str) -> None:
+    choice, _, dtype = choice.partition(", ")
+    dtype = BF16 if dtype else torch.float32
+    weight, bias = parameter(3, N + 1, K, dtype=dtype), parameter(3, N + 1, dtype=dtype)
+    with handles(weight, bias, by_kernels="triton" in choice) as (w, b):
+        for offsets, gate in (([0, 2, 2, 5], [7.0, 1.7, 1.0]), ([0, 0, 0, 0], [])):
+            offsets = torch.tensor(offsets, dtype=torch.int32)
+            x = torch.randn(int(offsets[-1]), K, dtype=dtype)
+            args = (offsets, weight, bias, w, b, False, gate, choice)
+            check(OPS.grouped_linear.default, x.requires_grad_(), *args)
+            with torch.no_grad():
+                y, pre = OPS.grouped_linear(x, *args)
+            rest = (x.detach(), offsets, pre, w, b, K, True, True, True, False, gate, choice)
+            check(OPS.grouped_linear_grad.default, torch.randn_like(y), *rest)
 
 
 @pytest.mark.parametrize("choice", ["eager", "triton, bf16"])

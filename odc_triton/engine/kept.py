@@ -1,0 +1,248 @@
+"""Other owners' rows of one parameter on this rank, where shards are apart: of experts, whose rows are a matrix each.
+
+slot    one of two places that rows pass through: the next ones are copied into one while the other is read
+kept    rows that stay for a minibatch, in which they don't change, and sums of their gradients, which are added to
+        their owners at its end: the `expert_cache_bytes` of fully_shard
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from odc_kernels.peers import ALIGNMENT_BYTES, PeerShards
+
+from ..nn.operand import AddRows
+from .minibatch import Participant
+from .shard import HeapShard
+from .transport import Copies, Streams, Target
+
+# At 380 GB/s a copy takes 22 µs, about as long as the host needs to enqueue it and the product that reads it.
+_SLOT_BYTES = 8 * 2**20
+
+Group = tuple[int, int, int]  # owner, first row, number of rows
+
+
+class Slots:
+    """Two places for rows of each shape, dtype and thread: autograd runs a backward in another than its forward."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self._places: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, like: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
+        """Those for up to `count` rows like these, by turns."""
+        shape = count, *like.shape[1:]
+        key = shape, like.dtype, threading.get_ident()
+        if key not in self._places:
+            self._places[key] = like.new_empty(shape), like.new_empty(shape)
+        return itertools.cycle(self._places[key])
+
+
+class RowsOfOwners:
+    """A parameter's rows as this rank reads them, some of which it may keep. `kept`: how many."""
+
+    def __init__(self, shard: HeapShard, slots: Slots, kept: int = 0) -> None:
+        self._shard, self._slots, self._streams = shard, slots, slots.streams
+        heap = shard.heap
+        turn = [(heap.rank + step) % heap.world for step in range(heap.world)]
+        self._turn = [owner for owner in turn if shard.rows[owner][0] < shard.rows[owner][1]]
+        others = (row for owner in self._turn if owner != heap.rank for row in range(*shard.rows[owner]))
+        self._places = {row: place for place, row in enumerate(itertools.islice(others, kept))}
+        like = shard.compute_shards[heap.rank]
+        self._copies = like.new_empty(kept, *like.shape[1:])
+        self._sums = None if shard.gradient_shard is None else shard.gradient_shard.new_empty(self._copies.shape)
+        self._come: dict[Group, Copies] = {}
+        self._summed: set[int] = set()  # places
+        self._lock = threading.Lock()
+
+    @property
+    def keeps(self) -> bool:
+        return bool(self._places)
+
+    def forget(self) -> None:
+        """What it kept, and sums that are not added yet."""
+        self._come.clear()
+        self._summed.clear()
+
+    def copied(self, rows: Sequence[int] | None) -> Iterator[tuple[int, torch.Tensor]]:
+        """As in `ShardedOperand`."""
+        rank, row_bytes = self._shard.heap.rank, math.prod(self._copies.shape[1:]) * self._copies.itemsize
+        most = 1 if rows is not None else max(1, _SLOT_BYTES // max(row_bytes, 1))
+        groups, places = self._groups(rows, most), self._slots.of(self._copies, most)
+        others = (group for group in groups if group[0] != rank)
+        ahead: deque[tuple[int, torch.Tensor, Copies]] = deque()
+
+        def begin() -> None:
+            if (group := next(others, None)) is not None:
+                ahead.append((group[1], *self._begin(group, places)))
+
+        begin()
+        begin()
+        for owner, first, count in groups:
+            if owner == rank:
+                yield first, self._rows(owner, first, count)
+        while ahead:
+            first, values, copies = ahead.popleft()
+            self._streams.wait(copies)
+            yield first, values
+            begin()
+
+    def _rows(self, owner: int, first: int, count: int) -> torch.Tensor:
+        at = first - self._shard.rows[owner][0]
+        return self._shard.compute_shards[owner][at : at + count]
+
+    def _groups(self, rows: Sequence[int] | None, most: int) -> list[Group]:
+        """Of at most that many rows of one owner, all kept or none."""
+        wanted = None if rows is None else set(rows)
+        found: list[Group] = []
+        for owner in self._turn:
+            for row in range(*self._shard.rows[owner]):
+                if wanted is not None and row not in wanted:
+                    continue
+                owner_before, first, count = found[-1] if found else (-1, -1, 0)
+                alike = owner_before == owner and (first in self._places) == (row in self._places)
+                if alike and first + count == row and count < most:
+                    found[-1] = owner, first, count + 1
+                else:
+                    found.append((owner, row, 1))
+        return found
+
+    def _begin(self, group: Group, places: Iterator[torch.Tensor]) -> tuple[torch.Tensor, Copies]:
+        """Begins to copy these rows, unless they are kept here already."""
+        _, first, count = group
+        if (place := self._places.get(first)) is None:
+            values = next(places)[:count]
+            return values, self._copy(values, self._rows(*group))
+        values = self._copies[place : place + count]
+        if group not in self._come:
+            self._come[group] = self._copy(values, self._rows(*group))
+        return values, self._come[group]
+
+    def _copy(self, values: torch.Tensor, rows: torch.Tensor) -> Copies:
+        def work() -> None:
+            values.copy_(rows, non_blocking=True)
+
+        return self._streams.copy(values.untyped_storage(), work)
+
+    # ---- for kernels, which see a table with an address for each row
+
+    def row_peers(self) -> PeerShards:
+        """As in `ShardedOperand`."""
+        if not self.keeps:
+            return self._shard.compute_peers
+        for group in self._groups(sorted(self._places), len(self._places)):
+            _, copies = self._begin(group, iter(()))
+            self._streams.wait(copies)
+        return self._read_peers
+
+    @cached_property
+    def _read_peers(self) -> PeerShards:
+        return self._table(self._shard.compute_shards, self._copies)
+
+    @cached_property
+    def _sum_peers(self) -> PeerShards:
+        assert self._sums is not None, "gradients are added to what trains"
+        return self._table(list(self._shard.target.shards), self._sums)
+
+    def _table(self, shards: Sequence[torch.Tensor], kept: torch.Tensor) -> PeerShards:
+        heap, rows = self._shard.heap, [row for shard in shards for row in shard.split(1)]
+        for row, place in self._places.items():
+            rows[row] = kept[place : place + 1]
+        here = {heap.rank} | (heap.near or frozenset())
+        near = {row for owner in here for row in range(*self._shard.rows[owner])} | self._places.keys()
+        first = min(self._shard.rows[heap.rank][0], len(rows) - 1)
+        return PeerShards.of(rows, shape=self._shard.spec.shape, rank=first, aligned=heap.apart, near=near)
+
+    # ---- gradients
+
+    def sink(self, sink: PeerShards | AddRows, target: Target) -> PeerShards | AddRows:
+        """Where an operator adds what would go into `sink`: of kept rows, to the sums on this rank."""
+        if self._sums is None or not self.keeps:
+            return sink
+        sums = self._sums
+        if isinstance(sink, PeerShards):
+            if not self._summed:
+                sums.zero_()
+                self._summed.update(self._places.values())
+            return target.adding(self._sum_peers)
+
+        def add(owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
+            row = None if isinstance(at, torch.Tensor) or len(rows) != 1 else self._shard.rows[owner][0] + at
+            if row is None or (place := self._places.get(row)) is None:
+                sink(owner, at, rows)
+                return
+            with self._lock:
+                if place not in self._summed:
+                    self._summed.add(place)
+                    sums[place].zero_()
+                target.add_into(sums, place, rows.detach())
+
+        return add
+
+    def flush(self, add: Callable[[int, int, torch.Tensor], None]) -> None:
+        """Adds the sums to their owners by `add(owner, at, sums)`."""
+        if self._sums is not None:
+            rows = [row for row, place in self._places.items() if place in self._summed]
+            for owner, first, count in self._groups(rows, len(rows)):
+                place = self._places[first]
+                add(owner, first - self._shard.rows[owner][0], self._sums[place : place + count])
+
+
+class HoldsRows(Protocol):
+    """A parameter, which may have rows of its owners here."""
+
+    rows: RowsOfOwners | None
+
+    @property
+    def trains(self) -> bool: ...
+
+    def add_sums(self, owner: int, at: int, sums: torch.Tensor) -> None: ...
+
+
+class KeptRows(Participant):
+    """Of all parameters: at the end of a minibatch their sums go to their owners."""
+
+    name = "kept rows"
+
+    def __init__(self, parameters: Sequence[HoldsRows]) -> None:
+        """`parameters`: of the engine; some may be added later."""
+        self._parameters = parameters
+
+    def _keeping(self) -> Iterator[tuple[HoldsRows, RowsOfOwners]]:
+        return ((each, each.rows) for each in self._parameters if each.rows is not None and each.rows.keeps)
+
+    def opened(self) -> None:
+        for _, rows in self._keeping():
+            rows.forget()
+
+    def leave(self) -> None:
+        for parameter, rows in self._keeping():
+            if parameter.trains:
+                rows.flush(parameter.add_sums)
+            rows.forget()
+
+
+def rows_of_owners(
+    shards: Sequence[HeapShard], keeping: Collection[HeapShard], streams: Streams, budget_bytes: int
+) -> list[RowsOfOwners]:
+    """Of these shards; those of `keeping` keep rows, the same share of each, within that many bytes. None do if
+    kernels, which see kept rows by their addresses, could not read some.
+    """
+
+    def sizes(shard: HeapShard) -> list[int]:
+        kinds = shard.compute_shards[0], shard.gradient_shard
+        return [0 if of is None else math.prod(of.shape[1:]) * of.itemsize for of in kinds]
+
+    others = {shard: shard.spec.shape[0] - len(shard.compute_shards[shard.heap.rank]) for shard in keeping}
+    share = min(1.0, budget_bytes / max(sum(count * sum(sizes(shard)) for shard, count in others.items()), 1))
+    share *= not any(sizes(shard)[0] % ALIGNMENT_BYTES for shard in keeping)
+    slots = Slots(streams)
+    return [RowsOfOwners(shard, slots, int(share * others.get(shard, 0))) for shard in shards]

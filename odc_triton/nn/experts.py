@@ -1,0 +1,127 @@
+"""transformers' experts on sharded parameters: each expert is read from its owner, its gradient is added there.
+
+All families have one interface: parameters [E, …], one matrix an expert, and a forward of tokens, experts and weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .choice import TABLE, Entry, is_by_kernel, is_gathered
+from .functional.experts import gated, grouped_linear, grouped_product
+from .functional.whole import table_of
+from .modules import ReadsShards, leaf
+
+Factors = tuple[torch.Tensor, torch.Tensor, float]
+
+
+class Experts(ReadsShards):
+    """A mixin of a family's experts. Without `fully_shard`, or if its weights are gathered, the family's forward runs.
+
+    `gate`: of kernels, which computes the same as the family's, see `gated`; () for none.
+    """
+
+    keeps_rows = True
+    gate: Sequence[float] = ()
+    factors: dict[str, list[Factors]]  # of adapters that are active, by parameter
+
+    @property
+    def names(self) -> list[str]:
+        up = "gate_up_proj" if self.has_gate else "up_proj"
+        return [up, "down_proj", *((f"{up}_bias", "down_proj_bias") if self.has_bias else ())]
+
+    def reads_on_demand(self, device_type: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
+        return () if self._ask(is_gathered, device_type, table) else tuple(self.names)
+
+    def _ask(self, what: Callable[..., bool], device_type: str, table: tuple[Entry, ...]) -> bool:
+        shape = tuple(leaf(self, "down_proj").shape)
+        return what("experts", shape=shape, device_type=device_type, given=self.choice, table=table)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden_states: [T, H]; top_k_index, top_k_weights: [T, k] -> [T, H]."""
+        down, device_type = leaf(self, "down_proj"), hidden_states.device.type
+        is_sharded, table = getattr(down, "_odc_handle", None) is not None, table_of(down)
+        if not self.factors and not (is_sharded and not self._ask(is_gathered, device_type, table)):
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        tokens, top_k = top_k_index.shape
+        experts, order = top_k_index.reshape(-1).sort(stable=True)
+        offsets = torch.searchsorted(experts, torch.arange(len(down) + 1, device=experts.device)).to(torch.int32)
+        x = hidden_states[order // top_k]
+        up = self.names[0]
+        if self.gate and is_sharded and up not in self.factors and self._ask(is_by_kernel, device_type, table):
+            x = self._project(up, x, offsets, gate=self.gate)
+        else:
+            x = self._project(up, x, offsets)
+            x = self._apply_gate(x) if self.has_gate else self.act_fn(x)
+        x = self._project("down_proj", x, offsets)
+        if getattr(self, "has_post_expert_norm", False):
+            x = self.post_expert_norm(x)
+        x = x * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return x[back].view(tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+
+    def _project(self, name: str, x: torch.Tensor, offsets: torch.Tensor, gate: Sequence[float] = ()) -> torch.Tensor:
+        bias = leaf(self, f"{name}_bias") if self.has_bias else None
+        how: Any = {"transposed": self.is_transposed, "gate": gate, "choice": self.choice}
+        y = grouped_linear(x, offsets, leaf(self, name), bias, **how)
+        for left, right, scaling in self.factors.get(name, ()):  # of W + scaling * left @ right
+            first, second = (left, right) if self.is_transposed else (right.mT, left.mT)
+            inner = grouped_product(x.to(first.dtype), offsets, first)
+            y = y + scaling * grouped_product(inner, offsets, second)
+        return y
+
+
+class AdaptedExperts(nn.Module):
+    """A mixin of PEFT's wrapper of a parameter: experts get the factors of its change, not the changed parameter."""
+
+    @contextlib.contextmanager
+    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+        wrapper: Any = self
+        experts, name = wrapper.get_base_layer(), wrapper.parameter_name
+        experts.factors[name] = [wrapper.get_delta_factors(each) for each in active_adapters if each in wrapper.lora_A]
+        try:
+            yield
+        finally:
+            del experts.factors[name]
+
+
+def why_not(module: Any) -> str | None:
+    """The reason why ours would not compute the same as these experts; None if it does."""
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    if getattr(module, "_is_expert_parallel", False) or len(module.down_proj) != module.num_experts:
+        return "its experts are distributed over ranks already"
+    return None
+
+
+def is_of_the_interface(module: nn.Module) -> bool:
+    """True for experts that transformers runs by its ExpertsInterface."""
+    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
+
+
+@functools.cache
+def with_ours(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
+    """That class with ours in front: still a subclass, for code that looks for the class."""
+    return type(kind.__name__, (mixin, kind), {"__module__": __name__, "_odc_plain": kind})
+
+
+@torch.no_grad()
+def gate_of(module: Any) -> Sequence[float]:
+    """The kernels' gate that equals the module's own on some numbers; () if none does."""
+    if not module.has_gate:
+        return ()
+    probe = torch.linspace(-9.0, 9.0, 64, dtype=torch.float64).view(4, 16)[:, torch.arange(16) * 7 % 16]
+    limit, alpha = (float(getattr(module, name, 0.0) or 0.0) for name in ("limit", "alpha"))
+    for gate in ((0.0, 1.0, 0.0), (0.0, 1.0, 1.0), (limit, alpha, 0.0), (limit, alpha, 1.0)):
+        own = module._apply_gate(probe)
+        if own.shape == (4, 8) and torch.allclose(own, gated(probe, gate), rtol=1e-9, atol=1e-9):
+            return gate
+    return ()

@@ -1,0 +1,158 @@
+"""Mixtures whose experts are read from their owners, in fp64, against plain transformers, gradient by gradient."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from bench.whole import whole
+from odc_triton import fully_shard, minibatch
+from odc_triton.nn.replace import replace_layers
+from tests.support import ranks, slow
+from tests.support.families import SIZES, causal_lm
+from tests.support.hybrids import hybrid, rules_in
+from tests.support.parity import TRANSFORMS
+
+LOTS = 2**30
+FEW = 3 * 16 * 32 * 2 * 16  # of the bytes that a few experts take
+
+_ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def _made(of: str, **sizes: Any) -> nn.Module:
+    config = getattr(transformers, f"{of}Config")(**SIZES | sizes, attn_implementation="eager")
+    return getattr(transformers, f"{of}ForCausalLM")(config).train()
+
+
+_ODD = {"num_experts_per_tok": 2, "head_dim": 8}
+BUILD: dict[str, Callable[[], nn.Module]] = {
+    **{name: functools.partial(causal_lm, name) for name in ("Mixtral", "Qwen2Moe", "Qwen3Moe", "GptOss")},
+    **{name: functools.partial(causal_lm, name) for name in ("DeepseekV3", "Glm4Moe", "GraniteMoe")},
+    "Olmoe": lambda: _made("Olmoe", num_experts=5, num_experts_per_tok=2),
+    "MiniMaxM2": lambda: _made("MiniMaxM2", num_local_experts=5, rotary_dim=8, **_ODD),
+    "Ernie4_5_Moe": lambda: _made("Ernie4_5_Moe", moe_num_experts=5, moe_k=2, moe_intermediate_size=16),
+    "qwen3_next": functools.partial(hybrid, "qwen3_next"),
+    "qwen3_5_moe": functools.partial(hybrid, "qwen3_5_moe"),
+    "nemotron_h, experts": functools.partial(hybrid, "nemotron_h, experts"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """`skewed`: all tokens go to the same experts."""
+
+    family: str
+    backend: str = "cpu"
+    how: dict[str, Any] = field(default_factory=dict)
+    choice: str = "auto"
+    skewed: bool = False
+    checkpointing: bool = False
+
+
+def model_of(run: Run) -> nn.Module:
+    torch.manual_seed(0)
+    model = BUILD[run.family]()
+    model.set_experts_implementation("eager")  # others take no fp64
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    if run.checkpointing:
+        TRANSFORMS["checkpointing"](model)
+    for module in model.modules():
+        if run.skewed and hasattr(module, "top_k") and "weight" in module._parameters:
+            module.register_forward_hook(_skewed)
+    return model.double()
+
+
+def _skewed(router: Any, inputs: tuple, output: tuple) -> tuple:
+    """All tokens on the last experts: nobody chooses the others."""
+    logits, weights, experts = output
+    return logits, weights, torch.arange(router.num_experts - experts.shape[-1], router.num_experts).expand_as(experts)
+
+
+BATCHES = [torch.randint(3, 97, (1, size), generator=torch.Generator().manual_seed(size)) for size in (9, 4, 1, 13)]
+DEALS = {1: [[0, 1, 2, 3]], 2: [[0, 1, 3], [2]], 3: [[1], [], [0, 2, 3]], 7: [[0], [], [1], [], [2], [], [3]]}
+
+
+def _loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=ids, use_cache=False).logits
+    return nn.functional.cross_entropy(logits[0], ids[0].roll(1), reduction="sum") / 27
+
+
+def trained(rank: int, world: int, runs: list[Run]) -> list[dict[str, torch.Tensor]]:
+    """Gradients of the second minibatch, after a step of SGD."""
+    found = []
+    for run in runs:
+        model = model_of(run)
+        replace_layers(model, roles=["experts"], choice=run.choice, verbose=False)
+        model = fully_shard(model, backend=run.backend, **run.how)
+        with rules_in(torch.float64):
+            found.append(_steps(model, DEALS[world][rank], minibatch))
+    return found
+
+
+def _steps(model: nn.Module, mine: list[int], scope: Any) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with scope(model, tokens=27):
+            for each in mine:
+                _loss(model, BATCHES[each]).backward()
+        if not _:
+            optimizer.step()
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def plainly(run: Run) -> dict[str, torch.Tensor]:
+    model = model_of(run)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with rules_in(torch.float64):
+        for step in range(2):
+            optimizer.zero_grad()
+            for each in BATCHES:
+                _loss(model, each).backward()
+            if step == 0:
+                optimizer.step()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(world: int, runs: list[Run]) -> None:
+    for of_rank in ranks.run(trained, world, runs):
+        for run, got in zip(runs, of_rank, strict=True):
+            want = plainly(run)
+            assert got.keys() == want.keys()
+            for name, gradient in want.items():
+                error = (got[name] - gradient).norm() / gradient.norm().clamp_min(1e-12)
+                assert error <= 1e-10, f"{run}, {name}: {error}"  # fp64
+
+
+@pytest.mark.parametrize("world", [1, slow(2), slow(3), slow(7)])
+def test_families(world: int) -> None:
+    """Five experts: of seven ranks some own none."""
+    compare(world, [Run(family=name) for name in BUILD])
+
+
+STAGED = "experts=staged"
+APART = [
+    Run(family="Mixtral", backend="cpu-sharded"),
+    Run(family="GptOss", backend="cpu-sharded", choice=STAGED),
+    Run(family="Qwen3Moe", backend="cpu-sharded", choice=STAGED, how={"expert_cache_bytes": LOTS}),
+    Run(family="GptOss", backend="cpu-sharded", choice=STAGED, how={"expert_cache_bytes": FEW}),
+    Run(family="Mixtral", backend="cpu-sharded", choice=STAGED, how={"expert_cache_bytes": FEW}, checkpointing=True),
+    Run(family="Mixtral", backend="cpu-sharded", choice="experts=staged/whole", how={"expert_cache_bytes": LOTS}),
+    Run(family="GptOss", backend="cpu-sharded", choice="experts=gathered/fused"),
+    Run(family="Mixtral", skewed=True),
+    Run(family="Mixtral", backend="cpu-sharded", choice=STAGED, how={"expert_cache_bytes": LOTS}, skewed=True),
+]
+
+
+@pytest.mark.parametrize("world", [2, slow(3), slow(7)])
+def test_where_shards_are_apart(world: int) -> None:
+    compare(world, APART)
