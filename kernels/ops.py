@@ -1,6 +1,7 @@
 """The operators, for use without the engine: docs/kernels_alone.md."""
 
 from .embedding import embedding, embedding_grad
+from .experts import Gate, grouped_linear, grouped_linear_dx, grouped_wgrad
 from .gather import gather
 from .linear import linear, linear_dx
 from .linear_cross_entropy import HeadOutput, linear_cross_entropy, linear_cross_entropy_grad
@@ -17,6 +18,7 @@ from .wgrad import wgrad
 __all__ = [
     "ALL",
     "DivergenceOutput",
+    "Gate",
     "HeadInput",
     "HeadOutput",
     "PeerShards",
@@ -29,6 +31,9 @@ __all__ = [
     "embedding",
     "embedding_grad",
     "gather",
+    "grouped_linear",
+    "grouped_linear_dx",
+    "grouped_wgrad",
     "linear",
     "linear_cross_entropy",
     "linear_cross_entropy_grad",

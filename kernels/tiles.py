@@ -145,6 +145,10 @@ DEFAULTS: tuple[TileEntry, ...] = (
     TileEntry(operators=("qkv_dx",), element_bytes=(4,), tile=LinearTile(n=32, num_stages=2)),
     TileEntry(operators=("qkv_dx",), tokens=64, tile=LinearTile(num_stages=2)),
     TileEntry(operators=("qkv_dx",), tile=LinearTile(t=128, n=64, k=128, num_warps=8)),
+    # Both orientations of a weight, with or without a gate; `tokens` are an expert's on average.
+    TileEntry(operators=("grouped_linear",), element_bytes=(4,), tile=LinearTile(n=32, k=32, num_warps=8)),
+    TileEntry(operators=("grouped_linear",), tokens=64, tile=LINEAR),
+    TileEntry(operators=("grouped_linear",), tile=LinearTile(t=128, n=128, num_warps=8)),
     TileEntry(operators=("wgrad",), element_bytes=(4,), tile=WGRAD_FP32),
     TileEntry(operators=("wgrad",), tile=WGRAD),
 )

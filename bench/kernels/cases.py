@@ -11,6 +11,7 @@ import triton.language as tl
 
 from odc_kernels import (
     embedding,
+    experts,
     flags,
     gather,
     linear,
@@ -42,6 +43,7 @@ def cases() -> Iterator[Case]:
         yield from _of_linear(dtype)
         yield from _of_staged(dtype)
         yield from _of_wgrad(dtype)
+        yield from _of_experts(dtype)
         yield from _of_qkv(dtype)
 
 
@@ -267,8 +269,12 @@ def _of_staged(dtype: str) -> Iterator[Case]:
 
 
 def _of_wgrad(dtype: str) -> Iterator[Case]:
+    given = {"dy": f"*{dtype}", "x": f"*{dtype}", "w_table": "*i64", "scale": "fp32", **_MATRIX}
+    yield from _wgrads("wgrad", dtype, wgrad.wgrad_kernel, given, _ALIGNED_SIZES)
+
+
+def _wgrads(name: str, dtype: str, kernel: Any, signature: dict[str, str], aligned: tuple[str, ...]) -> Iterator[Case]:
     tile = tiles.WGRAD_FP32 if dtype == "fp32" else tiles.WGRAD
-    data = {"dy": f"*{dtype}", "x": f"*{dtype}", "w_table": "*i64"}
     blocks = {"BLOCK_N": tile.n, "BLOCK_T": tile.t, "GROUP": tile.group}
     for far, exact in product((False, True), repeat=2):
 
@@ -280,19 +286,53 @@ def _of_wgrad(dtype: str) -> Iterator[Case]:
 
         yield Case(
             **_adding(
-                f"wgrad {dtype}{' far' if far else ''}",
+                f"{name} {dtype}{' far' if far else ''}",
                 exact=exact,
-                signature={**data, "scale": "fp32", **_MATRIX},
+                signature=signature,
                 constants={"UPCAST": False, **blocks},
             ),
-            kernel=wgrad.wgrad_kernel,
+            kernel=kernel,
             by_arch={"BULK": bulk, "BLOCK_K": columns},
-            aligned=(*data, *_ALIGNED_SIZES),
+            aligned=("dy", "x", "w_table", *aligned),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             matrix=dtype != "fp32",
             far=far,
         )
+
+
+_EXPERTS = {"experts": "i32", "experts_per_owner": "i32"}
+
+
+def _of_experts(dtype: str) -> Iterator[Case]:
+    pointer, sizes = f"*{dtype}", {**_EXPERTS, "outputs": "i32", "inputs": "i32", "first": "i32"}
+    data = {"x": pointer, "w_table": "*i64", "b_table": "*i64", "y": pointer}
+    gated = {**data, "pre": pointer}
+    for tokens, transposed, gate in product((64, 256), (False, True), ("", " gate", " interleaved")):
+        if tokens > 64 and dtype == "fp32":
+            continue
+        options, given = _tiled("grouped_linear", dtype, tokens), gated if gate else data
+        options["constants"] |= {"HAS_GATE": bool(gate), "INTERLEAVED": gate == " interleaved"}
+        options["constants"] |= {"TRANSPOSED": transposed, "BLOCK_E": 128, "GROUP": 8}
+        absent = {} if gate else {"pre": None, "limit": None}
+        yield Case(
+            name=f"grouped_linear {dtype}{' transposed' * transposed}{gate}{' T<=64' * (tokens <= 64)}",
+            kernel=experts.grouped_linear_kernel,
+            signature={**given, "offsets": "*i32", "alpha": "fp32", **sizes, **({"limit": "fp32"} if gate else {})},
+            aligned=(*given, "outputs", "inputs"),
+            **options | {"constants": options["constants"] | absent},
+        )
+    dense = {"offsets": "*i32", "scale": "fp32", **_EXPERTS, "columns": "i32", "first": "i32"}
+    for exact in (False, True):
+        given = {"dy": pointer, "b_table": "*i64", **dense}
+        blocks = {"BLOCK_S": experts.BIAS_BLOCK_S, "BLOCK_N": experts.BIAS_BLOCK_N}
+        yield Case(
+            **_adding(f"grouped_bias_grad {dtype}", exact=exact, signature=given, constants=blocks),
+            kernel=experts.grouped_bias_grad_kernel,
+            aligned=("dy", "b_table", "columns"),
+        )
+    given = {"dy": pointer, "x": pointer, "w_table": "*i64", "rows": "i32", **dense}
+    yield from _wgrads("grouped_wgrad", dtype, experts.grouped_wgrad_kernel, given, ("rows", "columns"))
 
 
 _TABLES = {"wq_table": "*i64", "wk_table": "*i64", "wv_table": "*i64"}
