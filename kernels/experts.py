@@ -120,9 +120,9 @@ def grouped_linear_kernel(
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         n_in = n < outputs
         if HAS_GATE and not INTERLEAVED:  # a tile has as many columns of g as of u
-            i = tl.arange(0, BLOCK_N)
+            i = tl.arange(0, BLOCK_N)  # of a `tl.where` in n, triton 3.9 would not see its runs
             n_in = tile_n * HALF + i % HALF < outputs // 2
-            n = tile_n * HALF + i % HALF + tl.where(i < HALF, 0, outputs // 2)
+            n = tile_n * HALF + i % HALF + (i // HALF).to(tl.int64) * (outputs // 2)
         owner, local = expert // experts_per_owner, (expert % experts_per_owner).to(tl.int64)
         weight = peer_address(w_table, owner, DTYPE) + local * outputs * inputs
         k = tl.arange(0, BLOCK_K)
@@ -364,7 +364,7 @@ def grouped_wgrad(
     [0, 2, 2], adds [[13, 16]] to expert 0, its own, and nothing to rank 1's. Rank 1, with dy = [[1], [1]], the same x
     and offsets = [0, 1, 2], adds [[3, 4]] to rank 0's expert and [[5, 6]] to its own.
 
-    dy: [S, N], x: [S, K], of one dtype; offsets, `rank` and errors as in `grouped_linear`. Shards of experts without
+    dy: [S, N], x: [S, K], of one dtype; offsets and errors as in `grouped_linear`. Shards of experts without
     rows are not touched; each element of the others is added to once. `tile`: see `wgrad`, for the rows and columns of
     W_e as it is stored.
     """
