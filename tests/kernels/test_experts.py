@@ -44,7 +44,8 @@ REST = [
     (True, True, Gate(limit=1)),
 ]
 CASES: list[Any] = [
-    *((MIXED, FP32, kind) for kind in (QWEN, OSS, DOWN, OSS_DOWN)),
+    *((MIXED, FP32, kind) for kind in (QWEN, OSS)),
+    *(slow(MIXED, FP32, kind) for kind in (DOWN, OSS_DOWN)),
     *((sizes, FP32, QWEN) for sizes in SIZES),
     (MIXED, BF16, OSS),
     *(slow(sizes, dtype, kind) for sizes, dtype, kind in product(SIZES, (FP32, FP16, BF16), (OSS, OSS_DOWN))),
@@ -92,13 +93,15 @@ def test_products(sizes: tuple, dtype: torch.dtype, kind: tuple[bool, bool, Gate
     grouped_linear_dx(dy=dy, weight=peers(weight), out=(dx := poisoned((rows, inputs))), **both, tile=TILE)
     close(dx, want, dtype)
 
-    shards = [split(torch.randn(join(each).shape), world) for each in (weight, bias)]
-    held, without = [join(each).clone() for each in shards], torch.tensor(counts) == 0
+    held, without = [torch.randn(join(each).shape) for each in (weight, bias)], torch.tensor(counts) == 0
+    for each in held:
+        each[without] = -0.0  # any addition changes it, of a zero too
+    shards = [split(each, world) for each in held]
     given = {"weight": peers(shards[0]), "bias": peers(shards[1]) if has_bias else None, **both, "tile": WGRAD_TILE}
     grouped_wgrad(dy=dy, x=x, **given, scale=0.5)
     for now, then, more in zip(map(join, shards), held, (sums[0], sums[1] * has_bias), strict=True):
         close(now, then.double() + 0.5 * more, FP32)  # accumulated in fp32 whatever the inputs are
-        assert torch.equal(now[without], then[without])
+        assert now[without].signbit().all()
 
 
 @pytest.mark.slow

@@ -346,6 +346,7 @@ ALIASED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (linear_dx_staged, {"dy": X, "weight": pull(peers=SQUARE, staged=StagedWeight.of(SQUARE)), "out": X}, "out"),
     (grouped_linear, GROUPED | {"weight": (CUBE := peers(3, 4, 4)), "out": GROUPED["x"]}, "out"),
     (grouped_linear, GROUPED | {"gate": Gate(), "out": BOTH[:20].view(5, 4), "pre": BOTH.view(5, 8)}, "out"),
+    (grouped_linear, GROUPED | {"gate": Gate(), "x": BOTH[:20].view(5, 4), "pre": BOTH.view(5, 8)}, "pre"),
     (grouped_linear_dx, {"dy": X.view(8, 4), "offsets": OFFSETS, "weight": CUBE, "out": X.view(8, 4)}, "out"),
     (gather, {"peers": (ONE := PeerShards.local(zeros(8, 3))), "out": ONE.shards[0]}, "out"),
     (
