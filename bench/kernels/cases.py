@@ -275,7 +275,7 @@ def _of_wgrad(dtype: str) -> Iterator[Case]:
 
 def _wgrads(name: str, dtype: str, kernel: Any, signature: dict[str, str], aligned: tuple[str, ...]) -> Iterator[Case]:
     tile = tiles.WGRAD_FP32 if dtype == "fp32" else tiles.WGRAD
-    blocks = {"BLOCK_N": tile.n, "BLOCK_T": tile.t, "GROUP": tile.group}
+    blocks = {"UPCAST": False, "BLOCK_N": tile.n, "BLOCK_T": tile.t, "GROUP": tile.group}
     for far, exact in product((False, True), repeat=2):
 
         def bulk(arch: int, far: bool = far) -> bool:
@@ -285,12 +285,7 @@ def _wgrads(name: str, dtype: str, kernel: Any, signature: dict[str, str], align
             return (tiles.of_integers(tile, arch=arch, bulk=bulk(arch)) if exact else tile).k
 
         yield Case(
-            **_adding(
-                f"{name} {dtype}{' far' if far else ''}",
-                exact=exact,
-                signature=signature,
-                constants={"UPCAST": False, **blocks},
-            ),
+            **_adding(f"{name} {dtype}{' far' * far}", exact=exact, signature=signature, constants=blocks),
             kernel=kernel,
             by_arch={"BULK": bulk, "BLOCK_K": columns},
             aligned=("dy", "x", "w_table", *aligned),

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from odc_kernels import experts
-from odc_kernels.experts import Gate, gate_ref, grouped_linear, grouped_linear_dx, grouped_wgrad
+from odc_kernels.experts import Gate, block_of_rows, gate_ref, grouped_linear, grouped_linear_dx, grouped_wgrad
 from odc_kernels.peers import ALL, PeerShards, join
 from odc_kernels.tiles import LinearTile, WgradTile
 from tests.kernels.test_matrix import TOLERANCE
@@ -117,9 +117,6 @@ def test_the_gate_of_transformers_keeps_nan() -> None:
     x[0, 0] = x[1, 1] = torch.nan
     grouped_linear(x=x, out=out, **given)
     assert out.isnan().any(1).tolist() == [True, True, False, False]
-
-
-block_of_rows = experts.block_of_rows
 
 
 @triton.jit
