@@ -325,7 +325,7 @@ def _launch(
     check_tensor(name, x, shape=(*x.shape[:1], inputs), **alike)
     check_tensor("out", out, shape=(len(x), outputs if gate is None else outputs // 2), **alike)
     check_apart("out", out, x, offsets, weight, bias, pre)
-    if len(x) == 0 or weight.shape[0] == 0 or outputs == 0:
+    if len(x) == 0 or weight.shape[0] == 0:
         return
     traits = _traits(x, weight)
     tile = tile or tile_of("grouped_linear", **traits)
@@ -375,7 +375,7 @@ def grouped_wgrad(
         _check_bias(bias, weight, outputs)
         check_sums(bias)
     experts, (down, across) = weight.shape[0], weight.shape[1:]
-    if len(x) == 0 or 0 in weight.shape:
+    if len(x) == 0 or experts == 0:
         return
     traits = _traits(x, weight)
     tile = tile or tile_of("wgrad", **traits)
@@ -413,8 +413,10 @@ def _blocks(tile: LinearTile | WgradTile) -> dict[str, int]:
 def _check(weight: PeerShards, offsets: torch.Tensor, transposed: bool, *, sums: bool = False) -> tuple[int, int]:
     """N and K. Raises ValueError unless `weight` has three dimensions, and `offsets` suit it."""
     require_shards("what gradients are added to" if sums else "the weight", weight)
-    if len(weight.shape) != 3:
-        raise ValueError(f"the weight is {weight.shape}; give three dimensions [E, N, K], or transposed [E, K, N]")
+    if len(weight.shape) != 3 or 0 in weight.shape[1:]:
+        raise ValueError(
+            f"the weight is {weight.shape}; give [E, N, K], or transposed [E, K, N], with N and K at least 1"
+        )
     if sums:
         check_sums(weight)
     elif weight.dtype not in COMPUTE_DTYPES:

@@ -60,8 +60,8 @@ def offsets_of(counts: list[int], before: int = 0) -> torch.Tensor:
 def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
     """Rows of no expert are NaN in both: they are not written."""
     scale = max([1.0, *want[~want.isnan()].abs().tolist()])  # terms of about 1 may cancel
-    rtol = TOLERANCE[dtype]
-    torch.testing.assert_close(got.double(), want, equal_nan=True, rtol=rtol, atol=rtol * scale)
+    near = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype] * scale}
+    torch.testing.assert_close(got.double(), want, equal_nan=True, **near)
 
 
 @pytest.mark.parametrize(("sizes", "dtype", "kind"), CASES, ids=str)
@@ -139,8 +139,8 @@ def test_each_block_is_found_once_the_first_experts_before(counts: list[int], fi
 
 def test_a_part_of_the_experts_by_default_tiles() -> None:
     """As with groups in a slot: parts of offsets and of the weight make all rows of the whole."""
-    x, weight, out = torch.randn(75, 72), torch.randn(5, 40, 72), torch.full((75, 20), torch.nan)
-    offsets = offsets_of([3, 0, 66, 4, 1], 1)
+    x, weight, offsets = torch.randn(75, 72), torch.randn(5, 40, 72), offsets_of([3, 0, 66, 4, 1], 1)
+    out = torch.full((75, 20), torch.nan)
     for part in (slice(0, 2), slice(2, 5)):
         peers = PeerShards.local(weight[part].clone())
         grouped_linear(x=x, offsets=offsets[part.start : part.stop + 1], weight=peers, out=out, gate=Gate())

@@ -161,11 +161,11 @@ TABLES: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any]
         grouped_linear,
         GROUPED,
         [
-            ({"weight": W}, r"give three dimensions \[E, N, K\], or transposed \[E, K, N\]"),
+            ({"weight": W}, r"the weight is \(8, 3\); give \[E, N, K\], or transposed \[E, K, N\]"),
+            ({"weight": peers(3, 8, 0)}, "with N and K at least 1"),
             ({"weight": peers(3, 8, 4, dtype=FP64)}, "the weight is torch.float64"),
             ({"offsets": OFFSETS.long()}, "offsets is torch.int64"),
             ({"offsets": zeros(3, dtype=INT32)}, r"offsets is .*; give .* \(4,\)"),
-            ({"transposed": True}, "x is"),
             ({"gate": Gate()}, r"out is .*; give .* \(5, 4\)"),
             ({"gate": Gate(), "weight": peers(3, 7, 4)}, "makes 7 features; a gate needs an even number"),
             ({"gate": Gate(), "out": zeros(5, 4), "pre": zeros(5, 4)}, "pre is"),
@@ -179,7 +179,6 @@ TABLES: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any]
         [
             ({"x": zeros(6, 4)}, "x is"),
             ({"offsets": OFFSETS.to("meta")}, "offsets is .* on meta"),
-            ({"weight": peers(3, 8, 4, dtype=BF16)}, "summed in float32"),
             ({"bias": peers(3, 8, rank=1)}, "the bias has rank 1"),
         ],
     ),
