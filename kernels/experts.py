@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import triton
@@ -405,7 +406,7 @@ def _traits(rows: torch.Tensor, weight: PeerShards) -> dict[str, int]:
     return {"element_bytes": rows.element_size(), "arch": arch, "tokens": tokens}
 
 
-def _blocks(tile: LinearTile | WgradTile) -> dict[str, int]:
+def _blocks(tile: Any) -> dict[str, Any]:
     sizes = {"BLOCK_T": tile.t, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": tile.group}
     return {"UPCAST": interpreting(), **sizes, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
 
