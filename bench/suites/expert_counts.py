@@ -223,11 +223,12 @@ def parallel(of: Mixture, links: Links, ranks: Ranks, hosts: int, uneven: float,
 
 
 def predict(
-    of: Mixture, links: Links, tokens: int, packs: int, hit: float, kept: Sequence[float], uneven: Sequence[float]
+    of: Mixture, links: Links, tokens: int, packs: int, kept: Sequence[float], uneven: Sequence[float]
 ) -> dict[str, Any]:
-    """Means over minibatches of full packs, whose last document is cut, of the slowest rank. `kept`: what fits into
-    memory; `uneven`: in a host, and over all.
+    """Means over minibatches of full packs, whose last document is cut, of the slowest rank. Experts are hit as by
+    uniform routing. `kept`: what fits into memory; `uneven`: in a host, and over all.
     """
+    hit = 1 - (1 - of.chosen / of.among) ** tokens
     numbers, lengths, drawn = random.Random(0), named_lengths("longalign", 4096), []
     shares = {"whole": (1.0,), "per_pack": (hit,), "weights": (hit, 1.0), "half": (hit, 0.5, 0.5)}
     shares |= {"all": (hit, 1.0, 1.0), "fits": (hit, *kept)}
@@ -253,7 +254,7 @@ def predict(
 
 
 def gpus(counted: dict[str, Any]) -> list[dict[str, Any]]:
-    """`counted`: of `routing`, whose packs of 4,096 tokens say what is hit and how uneven ranks are."""
+    """`counted`: of `routing`, whose packs of 4,096 tokens say how uneven ranks are."""
     with torch.device("meta"):  # Qwen3.5-35B-A3B by transformers' defaults; cut and on H100s as in DeepSpeed's PR 8064
         whole, cut = (AutoModelForCausalLM.from_config(Qwen3_5MoeTextConfig(num_hidden_layers=n)) for n in (40, 20))
     models, rows = [Model.find("qwen3-30b-a3b"), Model.of(whole, name="qwen3.5-35b-a3b")], []
@@ -270,8 +271,7 @@ def gpus(counted: dict[str, Any]) -> list[dict[str, Any]]:
         names |= {"fits_weights": kept[0], "fits_sums": kept[1]}
         wanted = {"experts": of.among, "chosen": of.chosen, "auxiliary": 0.01, "documents": "several", "tokens": 4096}
         (row,) = [each for each in counted["rows"] if wanted.items() <= each.items()]
-        how = row["hit"], kept, (row["ranks_8"], row["ranks_64"])
-        rows += [names | predict(of, links, *each, *how) for each in sizes]
+        rows += [names | predict(of, links, *each, kept, (row["ranks_8"], row["ranks_64"])) for each in sizes]
     return rows
 
 
