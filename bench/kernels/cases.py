@@ -93,10 +93,11 @@ def _of_memory() -> Iterator[Case]:
                 aligned=("table", "gradient", "rows_per_owner", "row_elements"),
                 flat=True,
             )
+    for target, dtype in (*(("fp32", dtype) for dtype in TYPES), ("u64", "u64")):
         yield Case(
             name=f"add_block {dtype}",
             kernel=scatter.add_block_kernel,
-            signature={"target": "*fp32", "source": f"*{dtype}", "count": "i32"},
+            signature={"target": f"*{target}", "source": f"*{dtype}", "count": "i32"},
             constants={"BLOCK": 2048},
             aligned=("target", "source", "count"),
             reduces=True,

@@ -76,10 +76,9 @@ class RowsOfOwners:
 
     def copied(self, rows: Sequence[int] | None) -> Iterator[tuple[int, torch.Tensor]]:
         """As in `ShardedOperand`."""
-        rank, row_bytes = self._shard.heap.rank, math.prod(self._copies.shape[1:]) * self._copies.itemsize
-        most = 1 if rows is not None else max(1, _SLOT_BYTES // max(row_bytes, 1))
-        groups, places = self._groups(rows, most), self._slots.of(self._copies, most)
-        others = (group for group in groups if group[0] != rank)
+        rank, most = self._shard.heap.rank, self._rows_of_a_slot if rows is None else 1
+        groups = self._all if rows is None else self._groups(rows, 1)
+        others, places = (group for group in groups if group[0] != rank), self._slots.of(self._copies, most)
         ahead: deque[tuple[int, torch.Tensor, Copies]] = deque()
 
         def begin() -> None:
@@ -101,21 +100,26 @@ class RowsOfOwners:
         at = first - self._shard.rows[owner][0]
         return self._shard.compute_shards[owner][at : at + count]
 
-    def _groups(self, rows: Sequence[int] | None, most: int) -> list[Group]:
-        """Of at most that many rows of one owner, all kept or none."""
-        wanted = None if rows is None else set(rows)
-        found: list[Group] = []
+    @cached_property
+    def _rows_of_a_slot(self) -> int:
+        return max(1, _SLOT_BYTES // max(math.prod(self._copies.shape[1:]) * self._copies.itemsize, 1))
+
+    @cached_property
+    def _all(self) -> list[Group]:
+        return self._groups(range(self._shard.spec.shape[0]), self._rows_of_a_slot)
+
+    def _groups(self, rows: Collection[int], most: int) -> list[Group]:
+        """Of at most that many rows of one owner, all kept or none; own ones first."""
+        wanted, found = set(rows), [(-1, -1, 0)]
         for owner in self._turn:
-            for row in range(*self._shard.rows[owner]):
-                if wanted is not None and row not in wanted:
-                    continue
-                owner_before, first, count = found[-1] if found else (-1, -1, 0)
-                alike = owner_before == owner and (first in self._places) == (row in self._places)
+            for row in filter(wanted.__contains__, range(*self._shard.rows[owner])):
+                before, first, count = found[-1]
+                alike = before == owner and (first in self._places) == (row in self._places)
                 if alike and first + count == row and count < most:
                     found[-1] = owner, first, count + 1
                 else:
                     found.append((owner, row, 1))
-        return found
+        return found[1:]
 
     def _begin(self, group: Group, places: Iterator[torch.Tensor]) -> tuple[torch.Tensor, Copies]:
         """Begins to copy these rows, unless they are kept here already."""
@@ -140,7 +144,7 @@ class RowsOfOwners:
         """As in `ShardedOperand`."""
         if not self.keeps:
             return self._shard.compute_peers
-        for group in self._groups(sorted(self._places), len(self._places)):
+        for group in self._groups(self._places.keys(), len(self._places)):
             _, copies = self._begin(group, iter(()))
             self._streams.wait(copies)
         return self._read_peers

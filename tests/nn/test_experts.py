@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 from bench.whole import whole
-from odc_triton import fully_shard, minibatch
+from odc_triton import fully_shard, minibatch, repeating
 from odc_triton.nn.replace import replace_layers
 from tests.support import ranks, slow
 from tests.support.families import SIZES, causal_lm
@@ -95,20 +95,19 @@ def trained(rank: int, world: int, runs: list[Run]) -> list[dict[str, torch.Tens
         replace_layers(model, roles=["experts"], choice=run.choice, verbose=False)
         model = fully_shard(model, backend=run.backend, **run.how)
         with rules_in(torch.float64):
-            found.append(_steps(model, DEALS[world][rank], minibatch))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            repeating(functools.partial(_minibatch, model, DEALS[world][rank]))
+            optimizer.step()
+            optimizer.zero_grad()
+            repeating(functools.partial(_minibatch, model, DEALS[world][rank]))
+        found.append({name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None})
     return found
 
 
-def _steps(model: nn.Module, mine: list[int], scope: Any) -> dict[str, torch.Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        with scope(model, tokens=27):
-            for each in mine:
-                _loss(model, BATCHES[each]).backward()
-        if not _:
-            optimizer.step()
-    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+def _minibatch(model: nn.Module, mine: list[int]) -> None:
+    with minibatch(model, tokens=27):
+        for each in mine:
+            _loss(model, BATCHES[each]).backward()
 
 
 def plainly(run: Run) -> dict[str, torch.Tensor]:
@@ -166,6 +165,12 @@ BY_KERNELS = [
     Run(family="Mixtral", choice="experts=triton/direct/fused", how={"expert_cache_bytes": MORE // 2}, **KERNELS),
     Run(family="GptOss", choice="experts=triton/staged/fused", how={"expert_cache_bytes": FEW // 2}, **KERNELS),
     Run(family="Mixtral", choice="experts=triton/staged/whole", **KERNELS),
+    Run(
+        family="Mixtral",
+        choice="experts=triton/staged/fused",
+        how={"exact": True, "expert_cache_bytes": LOTS},
+        **KERNELS,
+    ),
 ]
 
 
