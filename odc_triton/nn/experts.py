@@ -40,8 +40,10 @@ class Experts(ReadsShards):
         return () if self._ask(is_gathered, device_type, table) else tuple(self.names)
 
     def _ask(self, what: Callable[..., bool], device_type: str, table: tuple[Entry, ...]) -> bool:
-        shape = tuple(leaf(self, "down_proj").shape)
-        return what("experts", shape=shape, device_type=device_type, given=self.choice, table=table)
+        """Of both projections: one is enough, as a layer is gathered or read on demand."""
+        shapes = (tuple(leaf(self, name).shape) for name in self.names[:2])
+        how: Any = {"device_type": device_type, "given": self.choice, "table": table}
+        return any(what("experts", shape=shape, **how) for shape in shapes)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -118,7 +120,8 @@ def gate_of(module: Any) -> Sequence[float]:
     """The kernels' gate that equals the module's own on some numbers; () if none does."""
     if not module.has_gate:
         return ()
-    probe = torch.linspace(-9.0, 9.0, 64, dtype=torch.float64).view(4, 16)[:, torch.arange(16) * 7 % 16]
+    probe = torch.linspace(-9.0, 9.0, 64, dtype=torch.float64, device="cpu")
+    probe = probe.view(4, 16)[:, [place * 7 % 16 for place in range(16)]]
     limit, alpha = (float(getattr(module, name, 0.0) or 0.0) for name in ("limit", "alpha"))
     for gate in ((0.0, 1.0, 0.0), (0.0, 1.0, 1.0), (limit, alpha, 0.0), (limit, alpha, 1.0)):
         own = module._apply_gate(probe)

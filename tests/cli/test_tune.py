@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,19 +20,20 @@ from odc_triton import fully_shard, minibatch
 from odc_triton.base.errors import RanksDiffer
 from odc_triton.engine.api import engine_of
 from odc_triton.machine.topology import Place
-from odc_triton.nn.choice import TABLE, as_choice, choose
+from odc_triton.nn.choice import TABLE, Entry, as_choice, choose
 from odc_triton.nn.replace import replace_layers
 from odc_triton.nn.tuned import Line, load
 from odc_triton.plan.decoder import Decoder
 from odc_triton.recurrent.layers import recurrent_layers
 from odc_triton.tools.cli.command import main
-from odc_triton.tools.tune import TuneOptions, save
+from odc_triton.tools.tune import TuneOptions, run_tune, save
 from odc_triton.tools.tune.attention import RULES, measure_rule
 from odc_triton.tools.tune.candidates import decide, ways
 from odc_triton.tools.tune.workload import Workload, workloads_of
 from tests.balance.test_decoder import config_of
 from tests.cli.test_profile import CONFIG, launch_among_tests
 from tests.support import ranks, slow
+from tests.support.families import causal_lm
 
 HERE = Place(backend="cpu", processor="A processor", topology="cpu", ranks=2)
 PLAIN, FUSED, DIRECT = "eager/gathered/whole", "eager/gathered/fused", "triton/direct/fused"
@@ -170,6 +172,27 @@ def test_workloads_are_those_of_the_layers() -> None:
     }
 
 
+EXPERTS = {"shape": (5, 32, 48), "up": (5, 96, 32), "top_k": 2}
+
+
+def test_experts_are_one_workload_and_one_decision() -> None:
+    """Whichever of both projections' lines says gathered: then all of a layer's parameters are."""
+    with torch.device("meta"):
+        model = causal_lm("Mixtral")
+        replace_layers(model, roles=["experts"], verbose=False)
+    ((of, count),) = workloads_of(model).items()
+    assert (of, count, of.shapes) == (Workload(operator="experts", **EXPERTS), 2, [(5, 96, 32), (5, 32, 48)])
+    x, chosen, weights = of.inputs(7, torch.float32, torch.device("cpu"), seed=0)
+    assert all(len(set(row)) == 2 for row in chosen.tolist())  # never the same expert twice
+    assert of.call(of.layer(), (x, chosen, weights)).shape == x.shape
+    words = {False: as_choice("eager/direct/fused"), True: as_choice(PLAIN)}
+    for gathered in product(words, repeat=2):
+        lines = zip(of.shapes, gathered, strict=True)
+        table = [Entry(operator="experts", shape=shape, choice=words[each]) for shape, each in lines]
+        on_demand = of.experts.reads_on_demand("cpu", (*table, *TABLE))
+        assert on_demand == (() if any(gathered) else ("gate_up_proj", "down_proj"))
+
+
 def test_the_shipped_way_is_measured_first_and_each_once() -> None:
     of = Workload(operator="linear", shape=(64, 64))
     assert list(ways(of, 8, device="cpu", apart=False, kernels=False)) == [PLAIN, FUSED]
@@ -181,6 +204,9 @@ def test_the_shipped_way_is_measured_first_and_each_once() -> None:
     assert {choice.words for choice in on_gpu.values()} == set(on_gpu)
     table = Workload(operator="embedding", shape=(64, 64))
     assert next(iter(ways(table, 8, device="cuda", apart=True, kernels=True))) == DIRECT
+    experts = Workload(operator="experts", **EXPERTS)
+    assert list(ways(experts, 8, device="cuda", apart=True, kernels=True)) == [PLAIN, DIRECT, "triton/staged/fused"]
+    assert list(ways(experts, 8, device="cpu", apart=False, kernels=False)) == ["eager/direct/fused"]
 
 
 @pytest.mark.parametrize("name", ["Qwen3_5Text", slow("KimiLinear"), slow("Bamba")])
@@ -240,6 +266,24 @@ def test_the_command_writes_the_table_of_its_place(
     for line in found.lines:
         assert set(line.seconds) == {PLAIN, FUSED}
         assert all(seconds > 0 for seconds in line.seconds.values())
+
+
+def _tuned(rank: int, world: int, options: dict) -> str | None:
+    return run_tune(TuneOptions(**options, backend="cpu-interpreter", rounds=1))
+
+
+@pytest.mark.slow
+def test_experts_by_kernels_have_a_line_for_each_projection(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(causal_lm("GptOss").config.to_json_string())  # with biases, transposed
+    options = {"init": str(tmp_path), "tokens": "3,5", "folder": str(tmp_path), "operators": "experts"}
+    said = ranks.run(_tuned, 2, options)[0]
+    assert "differs from the shipped way's" not in said
+    lines = load(replace(_own_place(2), backend="cpu-interpreter"), tmp_path).lines
+    assert [(line.shape, line.tokens) for line in lines] == [
+        (shape, pairs) for pairs in (6, None) for shape in ((5, 32, 96), (5, 48, 32))
+    ]
+    for line in lines:
+        assert set(line.seconds) == {"eager/direct/fused", DIRECT, "triton/staged/fused"}
 
 
 @pytest.mark.parametrize(
