@@ -75,7 +75,7 @@ class RowsOfOwners:
     def copied(self, rows: Sequence[int] | None) -> Iterator[tuple[int, torch.Tensor]]:
         """As in `ShardedOperand`."""
         rank, row_bytes = self._shard.heap.rank, math.prod(self._copies.shape[1:]) * self._copies.itemsize
-        most = 1 if rows is not None else max(1, _SLOT_BYTES // max(row_bytes, 1))
+        most = 1 if rows is not None else rows_in_slot(row_bytes)
         groups, places = self._groups(rows, most), self._slots.of(self._copies, most)
         others = (group for group in groups if group[0] != rank)
         ahead: deque[tuple[int, torch.Tensor, Copies]] = deque()
@@ -230,19 +230,31 @@ class KeptRows(Participant):
             rows.forget()
 
 
+def rows_in_slot(row_bytes: int) -> int:
+    """Where a kernel reads them; else one row."""
+    return max(1, _SLOT_BYTES // max(row_bytes, 1))
+
+
+def rows_to_keep(others: Sequence[int], row_bytes: Sequence[tuple[int, int]], budget_bytes: int) -> list[int]:
+    """Of parameters with so many rows on other ranks: the same share of each, within the budget. `row_bytes`: of a row
+    and of its gradient's sum. None if kernels, which see kept rows by their addresses, could not read some.
+    """
+    whole = sum(count * sum(each) for count, each in zip(others, row_bytes, strict=True))
+    share = min(1.0, budget_bytes / max(whole, 1)) * all(each[0] % ALIGNMENT_BYTES == 0 for each in row_bytes)
+    return [int(share * count) for count in others]
+
+
 def rows_of_owners(
     shards: Sequence[HeapShard], keeping: Collection[HeapShard], streams: Streams, budget_bytes: int
 ) -> list[RowsOfOwners]:
-    """Of these shards; those of `keeping` keep rows, the same share of each, within that many bytes. None do if
-    kernels, which see kept rows by their addresses, could not read some.
-    """
+    """Of these shards; those of `keeping` keep rows, as many as `rows_to_keep` says."""
 
-    def sizes(shard: HeapShard) -> list[int]:
+    def sizes(shard: HeapShard) -> tuple[int, int]:
         kinds = shard.compute_shards[0], shard.gradient_shard
-        return [0 if of is None else math.prod(of.shape[1:]) * of.itemsize for of in kinds]
+        values, sums = (0 if of is None else math.prod(of.shape[1:]) * of.itemsize for of in kinds)
+        return values, sums
 
-    others = {shard: shard.spec.shape[0] - len(shard.compute_shards[shard.heap.rank]) for shard in keeping}
-    share = min(1.0, budget_bytes / max(sum(count * sum(sizes(shard)) for shard, count in others.items()), 1))
-    share *= not any(sizes(shard)[0] % ALIGNMENT_BYTES for shard in keeping)
+    others = [shard.spec.shape[0] - len(shard.compute_shards[shard.heap.rank]) for shard in keeping]
+    kept = dict(zip(keeping, rows_to_keep(others, [sizes(shard) for shard in keeping], budget_bytes), strict=True))
     slots = Slots(streams)
-    return [RowsOfOwners(shard, slots, int(share * others.get(shard, 0))) for shard in shards]
+    return [RowsOfOwners(shard, slots, kept.get(shard, 0)) for shard in shards]
