@@ -366,10 +366,13 @@ def test_other_ranks_experts_are_at_most_all_of_them(choice: str, slots: int) ->
     assert gathered == (0 if whole else 2 * 2 * 5 * ROWS)  # two blocks
 
 
-def _held(rank: int, world: int, budgets: list[int]) -> list[int]:
-    """Bytes of kept rows, sums and slots, which on a CPU are of one thread, so counted twice, after a minibatch."""
+BUDGETS = [0, 70_000, 2**30]
+
+
+def _held(rank: int, world: int) -> list[int]:
+    """Bytes of kept rows, sums and slots after a minibatch; a CPU has slots of one thread, so they count twice."""
     found, ids = [], torch.arange(40)[None]
-    for budget in budgets:
+    for budget in BUDGETS:
         model = fully_shard(mixture(), backend="cpu-sharded", expert_cache_bytes=budget)
         with minibatch(model, tokens=40):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -382,9 +385,8 @@ def _held(rank: int, world: int, budgets: list[int]) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 7])
 def test_other_ranks_experts_are_as_planned(world: int) -> None:
-    budgets = [0, 70_000, 2**30]
-    plans = [memory_plan(mixture(), world, backend="cuda", expert_cache_bytes=budget) for budget in budgets]
-    assert ranks.run(_held, world, budgets)[0] == [plan.other_experts_bytes for plan in plans]
+    plans = [memory_plan(mixture(), world, backend="cuda", expert_cache_bytes=budget) for budget in BUDGETS]
+    assert ranks.run(_held, world)[0] == [plan.other_experts_bytes for plan in plans]
 
 
 @pytest.mark.parametrize(
