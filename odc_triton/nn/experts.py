@@ -27,7 +27,7 @@ class Experts(ReadsShards):
     `gate`: of kernels, which computes the same as the family's, see `gated`; () for none.
     """
 
-    keeps_rows = True
+    keeps_rows, operator = True, "experts"
     gate: Sequence[float] = ()
     factors: dict[str, list[Factors]]  # of adapters that are active, by parameter
 

@@ -364,6 +364,10 @@ def test_other_ranks_experts_are_at_most_all_of_them(choice: str, slots: int) ->
     assert memory_plan(model, 2, backend="cpu", expert_cache_bytes=2**30).other_experts_bytes == 0  # a view
     gathered = memory_plan(plain, 2, backend="cuda").gathered_bytes - none.gathered_bytes
     assert gathered == (0 if whole else 2 * 2 * 5 * ROWS)  # two blocks
+    fused = memory_plan(mixture(f"{choice}/fused"), 2, backend="cuda").transient_gradient_bytes
+    of_root = 2 * (2 * 97 + 1) * 32  # of the root's unit; else torch makes a block's
+    assert fused == (of_root if "triton" in choice else none.transient_gradient_bytes)
+    assert none.transient_gradient_bytes > 2 * 5 * ROWS
 
 
 BUDGETS = [0, 70_000, 2**30]

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ...comm.layout import ALIGNMENT_BYTES, EXACT, ParameterSpec, aligned, find_units, make_layout, shard_rows
 from ...engine.kept import rows_in_slot, rows_to_keep
 from ...jobs.reports.report import in_columns
-from ...nn.choice import TABLE, choose
+from ...nn.choice import TABLE, Choice, choose
 from ...optim import buffers as muon_buffers
 from ...plan.decoder import Decoder
 from ...sequence import buffers as kv_buffers
@@ -201,8 +201,8 @@ def memory_plan(
     optimizer: "adamw", "sgd" (no momentum), "muon" (for the matrices of blocks, and AdamW for the rest) or "none".
     mp_policy: as in `fully_shard`: None computes in the parameters' own dtype.
     backend: "auto" is "cuda" if torch sees a GPU, else "cpu". On "cpu" gathering is a view; on "cuda" what layers of
-        `replace_layers` read from the owners, an embedding, a head, or experts if they were given "experts=staged" or
-        "experts=direct", is never whole, nor is its gradient. It matters to ODC only.
+        `replace_layers` read from the owners, an embedding or a head, or others by their `choice`, is never whole; nor
+        is its gradient, but of a linear layer or experts without "triton/fused". It matters to ODC only.
     split_tokens: what `enable_split` is given; with `gradient_checkpointing` activations are those of
         `long_bytes_per_token`, else those of `activation_bytes_per_token`, an estimate; of hybrids, those of a segment
         between two others, the largest.
@@ -263,10 +263,11 @@ def memory_plan(
     host_bytes = split.shards(specs, "master_dtype") + states + buffer_bytes
     if scheme == "odc":
         on_demand = [each.is_read_on_demand(backend, TABLE) for each in found]
-        whole = [spec for spec, reads in zip(specs, on_demand, strict=True) if not reads]
-        memory = _of_odc(specs, whole, by_muon, world, replicas, backend)
+        every = list(zip(found, specs, on_demand, strict=True))
+        whole = [spec for _, spec, reads in every if not reads]
+        made = [spec for entry, spec, reads in every if not reads or _makes_gradient(entry, backend)]
+        memory = _of_odc(specs, whole, made, by_muon, world, replicas, backend)
         if backend == "cuda":
-            every = zip(found, specs, on_demand, strict=True)
             experts = [(entry, spec) for entry, spec, reads in every if reads and entry.has_rows_to_keep]
             memory["other_experts_bytes"] = _other_experts_bytes(experts, world, expert_cache_bytes)
     else:
@@ -319,12 +320,13 @@ def memory_plan(
 def _of_odc(
     specs: list[ParameterSpec],
     whole: list[ParameterSpec],
+    made: list[ParameterSpec],
     by_muon: list[ParameterSpec],
     world: int,
     replicas: int,
     backend: str,
 ) -> dict[str, int]:
-    """Fields of the plan. `whole`: what is gathered; `by_muon`: what Muon steps."""
+    """Fields of the plan. `whole`: what is gathered; `made`: what has whole gradients; `by_muon`: what Muon steps."""
     sizes, split, apart = _Sizes(specs, world), _Sizes(specs, world, replicas), backend == "cuda"
     trained = [spec for spec in specs if spec.reduce_dtype is not None]
     # On CUDA each rank allocates its own region, of the same size on all ranks, with every shard aligned in it.
@@ -338,7 +340,7 @@ def _of_odc(
     shapes = [spec.shape for spec in by_muon]
     muon_bytes = aligned(muon_buffers.buffer_regions(shapes, world=world, apart=True)[1])
     of_replica += world * muon_bytes if apart else muon_buffers.buffer_regions(shapes, world=world, apart=False)[1]
-    with_gradient = [spec for spec in whole if spec.reduce_dtype is not None]
+    with_gradient = [spec for spec in made if spec.reduce_dtype is not None]
     tied = sizes.units([spec for spec in with_gradient if len(spec.names) > 1], "compute_dtype")
     return {
         "compute_shard_bytes": compute_shard,
@@ -354,6 +356,20 @@ def _of_odc(
     }
 
 
+def _how(entry: FoundParameter, backend: str) -> Choice | None:
+    """How its operator runs, if it has several ways, as linear layers and experts have."""
+    module: Any = entry.places[0][0]
+    if (operator := getattr(module, "operator", None)) is None:
+        return None
+    return choose(operator, shape=tuple(entry.parameter.shape), tokens=1, device_type=backend, given=module.choice)
+
+
+def _makes_gradient(entry: FoundParameter, backend: str) -> bool:
+    """Of a parameter that is read on demand. On a GPU plain torch can't add to owners while others' kernels do."""
+    how = _how(entry, backend)
+    return how is not None and (how.wgrad == "whole" or (how.backend, backend) == ("eager", "cuda"))
+
+
 def _other_experts_bytes(found: list[tuple[FoundParameter, ParameterSpec]], world: int, budget_bytes: int) -> int:
     """Of experts that are read on demand on a GPU, where autograd runs backwards in a thread of its own."""
     others, row_bytes, slots = [], [], {}
@@ -362,9 +378,8 @@ def _other_experts_bytes(found: list[tuple[FoundParameter, ParameterSpec]], worl
         values, sums = (math.prod(spec.shape[1:]) * itemsize for itemsize in itemsizes)
         others.append(spec.shape[0] - shard_rows(spec.shape[0], world, 0)[1])
         row_bytes.append((values, sums))
-        module: Any = entry.places[0][0]
-        how = choose("experts", shape=spec.shape, tokens=1, device_type="cuda", given=module.choice)
-        if how.source == "staged" and len(spec.shape) > 2:  # biases are read in place
+        how = _how(entry, "cuda")
+        if how is not None and how.source == "staged" and len(spec.shape) > 2:  # biases are read in place
             rows = rows_in_slot(values) if how.backend == "triton" else 1
             slots[spec.shape[1:], spec.compute_dtype, rows] = 2 * 2 * rows * values
     kept = zip(rows_to_keep(others, row_bytes, budget_bytes), row_bytes, strict=True)
