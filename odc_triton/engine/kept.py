@@ -47,9 +47,11 @@ class Slots:
 
 
 class RowsOfOwners:
-    """A parameter's rows as this rank reads them, some of which it may keep. `kept`: how many."""
+    """A parameter's rows as this rank reads them. `kept`: of how many it keeps copies; `summed`: of how many of these
+    also sums of gradients.
+    """
 
-    def __init__(self, shard: HeapShard, slots: Slots, kept: int = 0) -> None:
+    def __init__(self, shard: HeapShard, slots: Slots, kept: int, summed: int) -> None:
         self._shard, self._slots, self._streams = shard, slots, slots.streams
         heap = shard.heap
         turn = [(heap.rank + step) % heap.world for step in range(heap.world)]
@@ -58,7 +60,7 @@ class RowsOfOwners:
         self._places = {row: place for place, row in enumerate(itertools.islice(others, kept))}
         like = shard.compute_shards[heap.rank]
         self._copies = like.new_empty(kept, *like.shape[1:])
-        self._sums = None if shard.gradient_shard is None else shard.gradient_shard.new_empty(self._copies.shape)
+        self._sums = like.new_empty(0) if summed == 0 else shard.target.shards[0].new_empty(summed, *like.shape[1:])
         self._come: dict[Group, Copies] = {}
         self._summed: set[int] = set()  # places
         self._lock = threading.Lock()
@@ -74,10 +76,9 @@ class RowsOfOwners:
 
     def copied(self, rows: Sequence[int] | None) -> Iterator[tuple[int, torch.Tensor]]:
         """As in `ShardedOperand`."""
-        rank, row_bytes = self._shard.heap.rank, math.prod(self._copies.shape[1:]) * self._copies.itemsize
-        most = 1 if rows is not None else rows_in_slot(row_bytes)
-        groups, places = self._groups(rows, most), self._slots.of(self._copies, most)
-        others = (group for group in groups if group[0] != rank)
+        rank, most = self._shard.heap.rank, self._rows_of_a_slot if rows is None else 1
+        groups = self._all if rows is None else self._groups(rows, 1)
+        others, places = (group for group in groups if group[0] != rank), self._slots.of(self._copies, most)
         ahead: deque[tuple[int, torch.Tensor, Copies]] = deque()
 
         def begin() -> None:
@@ -99,21 +100,26 @@ class RowsOfOwners:
         at = first - self._shard.rows[owner][0]
         return self._shard.compute_shards[owner][at : at + count]
 
-    def _groups(self, rows: Sequence[int] | None, most: int) -> list[Group]:
-        """Of at most that many rows of one owner, all kept or none."""
-        wanted = None if rows is None else set(rows)
-        found: list[Group] = []
+    @cached_property
+    def _rows_of_a_slot(self) -> int:
+        return rows_in_slot(math.prod(self._copies.shape[1:]) * self._copies.itemsize)
+
+    @cached_property
+    def _all(self) -> list[Group]:
+        return self._groups(range(self._shard.spec.shape[0]), self._rows_of_a_slot)
+
+    def _groups(self, rows: Collection[int], most: int) -> list[Group]:
+        """Of at most that many rows of one owner, all kept or none; own ones first."""
+        wanted, found = set(rows), [(-1, -1, 0)]
         for owner in self._turn:
-            for row in range(*self._shard.rows[owner]):
-                if wanted is not None and row not in wanted:
-                    continue
-                owner_before, first, count = found[-1] if found else (-1, -1, 0)
-                alike = owner_before == owner and (first in self._places) == (row in self._places)
+            for row in filter(wanted.__contains__, range(*self._shard.rows[owner])):
+                before, first, count = found[-1]
+                alike = before == owner and (first in self._places) == (row in self._places)
                 if alike and first + count == row and count < most:
                     found[-1] = owner, first, count + 1
                 else:
                     found.append((owner, row, 1))
-        return found
+        return found[1:]
 
     def _begin(self, group: Group, places: Iterator[torch.Tensor]) -> tuple[torch.Tensor, Copies]:
         """Begins to copy these rows, unless they are kept here already."""
@@ -138,7 +144,7 @@ class RowsOfOwners:
         """As in `ShardedOperand`."""
         if not self.keeps:
             return self._shard.compute_peers
-        for group in self._groups(sorted(self._places), len(self._places)):
+        for group in self._groups(self._places.keys(), len(self._places)):
             _, copies = self._begin(group, iter(()))
             self._streams.wait(copies)
         return self._read_peers
@@ -149,15 +155,14 @@ class RowsOfOwners:
 
     @cached_property
     def _sum_peers(self) -> PeerShards:
-        assert self._sums is not None, "gradients are added to what trains"
-        return self._table(list(self._shard.target.shards), self._sums)
+        return self._table(self._shard.target.shards, self._sums)
 
     def _table(self, shards: Sequence[torch.Tensor], kept: torch.Tensor) -> PeerShards:
         heap, rows = self._shard.heap, [row for shard in shards for row in shard.split(1)]
-        for row, place in self._places.items():
-            rows[row] = kept[place : place + 1]
-        here = {heap.rank} | (heap.near or frozenset())
-        near = {row for owner in here for row in range(*self._shard.rows[owner])} | self._places.keys()
+        near = {row for owner in {heap.rank, *(heap.near or ())} for row in range(*self._shard.rows[owner])}
+        for row, values in zip(self._places, kept.split(1), strict=False):
+            rows[row] = values
+            near.add(row)
         first = min(self._shard.rows[heap.rank][0], len(rows) - 1)
         return PeerShards.of(rows, shape=self._shard.spec.shape, rank=first, aligned=heap.apart, near=near)
 
@@ -165,44 +170,39 @@ class RowsOfOwners:
 
     def sink(self, sink: PeerShards | AddRows, target: Target) -> PeerShards | AddRows:
         """Where an operator adds what would go into `sink`: of kept rows, to the sums on this rank."""
-        if self._sums is None or not self.keeps:
+        if not len(self._sums):
             return sink
-        sums = self._sums
         if isinstance(sink, PeerShards):
             if not self._summed:
-                sums.zero_()
-                self._summed.update(self._places.values())
+                self._sums.zero_()
+                self._summed.update(range(len(self._sums)))
             return target.adding(self._sum_peers)
 
         def add(owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
             row = None if isinstance(at, torch.Tensor) or len(rows) != 1 else self._shard.rows[owner][0] + at
-            if row is None or (place := self._places.get(row)) is None:
+            if row is None or (place := self._places.get(row, len(self._sums))) >= len(self._sums):
                 sink(owner, at, rows)
                 return
             with self._lock:
                 if place not in self._summed:
                     self._summed.add(place)
-                    sums[place].zero_()
-                target.add_into(sums, place, rows.detach())
+                    self._sums[place].zero_()
+                target.add_into(self._sums, place, rows.detach())
 
         return add
 
     def flush(self, add: Callable[[int, int, torch.Tensor], None]) -> None:
         """Adds the sums to their owners by `add(owner, at, sums)`."""
-        if self._sums is not None:
-            rows = [row for row, place in self._places.items() if place in self._summed]
-            for owner, first, count in self._groups(rows, len(rows)):
-                place = self._places[first]
-                add(owner, first - self._shard.rows[owner][0], self._sums[place : place + count])
+        rows = [row for row, place in self._places.items() if place in self._summed]
+        for owner, first, count in self._groups(rows, len(rows)):
+            place = self._places[first]
+            add(owner, first - self._shard.rows[owner][0], self._sums[place : place + count])
 
 
 class HoldsRows(Protocol):
     """A parameter, which may have rows of its owners here."""
 
     rows: RowsOfOwners | None
-
-    @property
-    def trains(self) -> bool: ...
 
     def add_sums(self, owner: int, at: int, sums: torch.Tensor) -> None: ...
 
@@ -225,29 +225,34 @@ class KeptRows(Participant):
 
     def leave(self) -> None:
         for parameter, rows in self._keeping():
-            if parameter.trains:
-                rows.flush(parameter.add_sums)
+            rows.flush(parameter.add_sums)
             rows.forget()
 
 
 def rows_in_slot(row_bytes: int) -> int:
-    """Where a kernel reads them; else one row."""
+    """Where a kernel reads them; else it is one row."""
     return max(1, _SLOT_BYTES // max(row_bytes, 1))
 
 
-def rows_to_keep(others: Sequence[int], row_bytes: Sequence[tuple[int, int]], budget_bytes: int) -> list[int]:
-    """Of parameters with so many rows on other ranks: the same share of each, within the budget. `row_bytes`: of a row
-    and of its gradient's sum. None if kernels, which see kept rows by their addresses, could not read some.
+def rows_to_keep(
+    others: Sequence[int], row_bytes: Sequence[tuple[int, int]], budget_bytes: int
+) -> list[tuple[int, int]]:
+    """Of parameters with so many rows on other ranks: the same share of each within the budget, first copies, which are
+    read twice in each microbatch, then sums, which are added to once. `row_bytes`: of a row's copy and its sum. None if
+    kernels, which see them by their addresses, could not read some.
     """
-    whole = sum(count * sum(each) for count, each in zip(others, row_bytes, strict=True))
-    share = min(1.0, budget_bytes / max(whole, 1)) * all(each[0] % ALIGNMENT_BYTES == 0 for each in row_bytes)
-    return [int(share * count) for count in others]
+    copies, sums = (sum(n * each[kind] for n, each in zip(others, row_bytes, strict=True)) for kind in (0, 1))
+    if any(each[0] % ALIGNMENT_BYTES for each in row_bytes):
+        budget_bytes = 0
+    kept, summed = budget_bytes / max(copies, 1), (budget_bytes - copies) / max(sums, 1)
+    pairs = zip(others, row_bytes, strict=True)
+    return [(int(min(kept, 1) * n), int(min(max(summed, 0), 1) * n) * (each[1] > 0)) for n, each in pairs]
 
 
 def rows_of_owners(
     shards: Sequence[HeapShard], keeping: Collection[HeapShard], streams: Streams, budget_bytes: int
 ) -> list[RowsOfOwners]:
-    """Of these shards; those of `keeping` keep rows, as many as `rows_to_keep` says."""
+    """Of these shards. Those of `keeping` keep as many rows as `rows_to_keep` says."""
 
     def sizes(shard: HeapShard) -> tuple[int, int]:
         kinds = shard.compute_shards[0], shard.gradient_shard
@@ -257,4 +262,4 @@ def rows_of_owners(
     others = [shard.spec.shape[0] - len(shard.compute_shards[shard.heap.rank]) for shard in keeping]
     kept = dict(zip(keeping, rows_to_keep(others, [sizes(shard) for shard in keeping], budget_bytes), strict=True))
     slots = Slots(streams)
-    return [RowsOfOwners(shard, slots, kept.get(shard, 0)) for shard in shards]
+    return [RowsOfOwners(shard, slots, *kept.get(shard, (0, 0))) for shard in shards]

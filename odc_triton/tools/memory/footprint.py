@@ -383,7 +383,7 @@ def _other_experts_bytes(found: list[tuple[FoundParameter, ParameterSpec]], worl
             rows = rows_in_slot(values) if how.backend == "triton" else 1
             slots[spec.shape[1:], spec.compute_dtype, rows] = 2 * 2 * rows * values
     kept = zip(rows_to_keep(others, row_bytes, budget_bytes), row_bytes, strict=True)
-    return sum(slots.values()) + sum(count * sum(each) for count, each in kept)
+    return sum(slots.values()) + sum(math.prod(pair) for each in kept for pair in zip(*each, strict=True))
 
 
 def _of_fsdp2(specs: list[ParameterSpec], world: int, *, resharded: bool) -> dict[str, int]:
