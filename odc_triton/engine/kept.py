@@ -102,7 +102,7 @@ class RowsOfOwners:
 
     @cached_property
     def _rows_of_a_slot(self) -> int:
-        return max(1, _SLOT_BYTES // max(math.prod(self._copies.shape[1:]) * self._copies.itemsize, 1))
+        return rows_in_slot(math.prod(self._copies.shape[1:]) * self._copies.itemsize)
 
     @cached_property
     def _all(self) -> list[Group]:
@@ -229,27 +229,37 @@ class KeptRows(Participant):
             rows.forget()
 
 
+def rows_in_slot(row_bytes: int) -> int:
+    """Where a kernel reads them; else it is one row."""
+    return max(1, _SLOT_BYTES // max(row_bytes, 1))
+
+
+def rows_to_keep(
+    others: Sequence[int], row_bytes: Sequence[tuple[int, int]], budget_bytes: int
+) -> list[tuple[int, int]]:
+    """Of parameters with so many rows on other ranks: the same share of each within the budget, first copies, which are
+    read twice in each microbatch, then sums, which are added to once. `row_bytes`: of a row's copy and its sum. None if
+    kernels, which see them by their addresses, could not read some.
+    """
+    copies, sums = (sum(n * each[kind] for n, each in zip(others, row_bytes, strict=True)) for kind in (0, 1))
+    if any(each[0] % ALIGNMENT_BYTES for each in row_bytes):
+        budget_bytes = 0
+    kept, summed = budget_bytes / max(copies, 1), (budget_bytes - copies) / max(sums, 1)
+    pairs = zip(others, row_bytes, strict=True)
+    return [(int(min(kept, 1) * n), int(min(max(summed, 0), 1) * n) * (each[1] > 0)) for n, each in pairs]
+
+
 def rows_of_owners(
     shards: Sequence[HeapShard], keeping: Collection[HeapShard], streams: Streams, budget_bytes: int
 ) -> list[RowsOfOwners]:
-    """Of these shards. Those of `keeping` keep the same share of their rows within that many bytes: first copies, which
-    are read twice in each microbatch, then sums, which are added to once. None are kept if kernels, which see them by
-    their addresses, could not read some.
-    """
+    """Of these shards. Those of `keeping` keep as many rows as `rows_to_keep` says."""
 
-    def row_bytes(values: torch.Tensor | None) -> int:
-        return 0 if values is None else math.prod(values.shape[1:]) * values.itemsize
+    def sizes(shard: HeapShard) -> tuple[int, int]:
+        kinds = shard.compute_shards[0], shard.gradient_shard
+        values, sums = (0 if of is None else math.prod(of.shape[1:]) * of.itemsize for of in kinds)
+        return values, sums
 
-    others = {shard: shard.spec.shape[0] - len(shard.compute_shards[shard.heap.rank]) for shard in keeping}
-    copies = sum(count * row_bytes(shard.compute_shards[0]) for shard, count in others.items())
-    sums = sum(count * row_bytes(shard.gradient_shard) for shard, count in others.items())
-    if any(row_bytes(shard.compute_shards[0]) % ALIGNMENT_BYTES for shard in keeping):
-        budget_bytes = 0
-    kept, summed = budget_bytes / max(copies, 1), (budget_bytes - copies) / max(sums, 1)
-    slots, found = Slots(streams), []
-    for shard in shards:
-        count, trains = others.get(shard, 0), shard.gradient_shard is not None
-        found.append(
-            RowsOfOwners(shard, slots, int(min(kept, 1) * count), int(min(max(summed, 0), 1) * count) * trains)
-        )
-    return found
+    others = [shard.spec.shape[0] - len(shard.compute_shards[shard.heap.rank]) for shard in keeping]
+    kept = dict(zip(keeping, rows_to_keep(others, [sizes(shard) for shard in keeping], budget_bytes), strict=True))
+    slots = Slots(streams)
+    return [RowsOfOwners(shard, slots, *kept.get(shard, (0, 0))) for shard in shards]

@@ -153,8 +153,13 @@ def _look_up(
     words: tuple[str, ...],
     table: tuple[Entry, ...],
 ) -> list[Choice]:
-    """The choices of all matching lines; with `tokens`, only of lines for that many tokens."""
-    holding = [entry for entry in table or TABLE if entry.holds(operator, tuple(shape), device_type)]
+    """The choices of all lines that some number of tokens can reach; with `tokens`, only of lines for that many."""
+    holding = []
+    for entry in table or TABLE:
+        if entry.holds(operator, tuple(shape), device_type):
+            holding.append(entry)
+            if entry.tokens is None:
+                break
     fitting = [each for each in holding if tokens is None or each.tokens is None or tokens <= each.tokens]
     found = [_with(entry.choice, words) for entry in fitting]
     if not found:

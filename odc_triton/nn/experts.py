@@ -27,7 +27,7 @@ class Experts(ReadsShards):
     `gate`: of kernels, which computes the same as the family's, see `gated`; () for none.
     """
 
-    keeps_rows = True
+    keeps_rows, operator = True, "experts"
     gate: Sequence[float] = ()
     factors: dict[str, list[Factors]]  # of adapters that are active, by parameter
 
@@ -40,8 +40,10 @@ class Experts(ReadsShards):
         return () if self._ask(is_gathered, device_type, table) else tuple(self.names)
 
     def _ask(self, what: Callable[..., bool], device_type: str, table: tuple[Entry, ...]) -> bool:
-        shape = tuple(leaf(self, "down_proj").shape)
-        return what("experts", shape=shape, device_type=device_type, given=self.choice, table=table)
+        """Of both projections: one is enough, as a layer is gathered or read on demand."""
+        shapes = (tuple(leaf(self, name).shape) for name in self.names[:2])
+        how: Any = {"device_type": device_type, "given": self.choice, "table": table}
+        return any(what("experts", shape=shape, **how) for shape in shapes)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

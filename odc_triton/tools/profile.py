@@ -54,7 +54,7 @@ class ProfileOptions:
     minibatches: int = option(3, "minibatches to measure, after one to warm up")
     balance: Literal[BALANCES] = option("mini", "how samples are assigned to the ranks")
     dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute")
-    replace_layers: bool = option(False, "attention, embedding and linear layers read from and add to their owners")
+    replace_layers: bool = option(False, "attention, embedding, expert and linear layers read from and add to owners")
     fused_head: bool = option(False, "never compute whole logits")
     gradient_checkpointing: bool = option(False, "recompute activations in backward")
     seed: int = option(0, "seed for the random weights, tokens and the samples' order")

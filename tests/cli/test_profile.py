@@ -46,6 +46,7 @@ def launch_among_tests(function: Callable, *args: Any, ranks: int) -> list[Any]:
     ("name", "category"),
     [
         ("aten::mm", PRODUCTS),
+        ("aten::_grouped_mm", PRODUCTS),
         ("mkldnn::_linear_pointwise", None),
         ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", ATTENTION),
         ("odc::linear_grad", KERNELS),

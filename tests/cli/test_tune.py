@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,19 +20,20 @@ from odc_triton import fully_shard, minibatch
 from odc_triton.base.errors import RanksDiffer
 from odc_triton.engine.api import engine_of
 from odc_triton.machine.topology import Place
-from odc_triton.nn.choice import TABLE, as_choice, choose
+from odc_triton.nn.choice import TABLE, Entry, as_choice, choose
 from odc_triton.nn.replace import replace_layers
 from odc_triton.nn.tuned import Line, load
 from odc_triton.plan.decoder import Decoder
 from odc_triton.recurrent.layers import recurrent_layers
 from odc_triton.tools.cli.command import main
-from odc_triton.tools.tune import TuneOptions, save
+from odc_triton.tools.tune import TuneOptions, run_tune, save
 from odc_triton.tools.tune.attention import RULES, measure_rule
 from odc_triton.tools.tune.candidates import decide, ways
 from odc_triton.tools.tune.workload import Workload, workloads_of
 from tests.balance.test_decoder import config_of
 from tests.cli.test_profile import CONFIG, launch_among_tests
 from tests.support import ranks, slow
+from tests.support.families import causal_lm
 
 HERE = Place(backend="cpu", processor="A processor", topology="cpu", ranks=2)
 PLAIN, FUSED, DIRECT = "eager/gathered/whole", "eager/gathered/fused", "triton/direct/fused"
@@ -170,6 +172,22 @@ def test_workloads_are_those_of_the_layers() -> None:
     }
 
 
+def test_experts_are_one_workload_and_one_decision() -> None:
+    """Whichever of both projections' lines says gathered: then all of a layer's parameters are."""
+    with torch.device("meta"):
+        model = causal_lm("Mixtral")
+        replace_layers(model, roles=["experts"], verbose=False)
+    ((of, count),) = workloads_of(model).items()
+    assert (of, count) == (Workload(operator="experts", shape=(5, 32, 48), up=(5, 96, 32), top_k=2), 2)
+    assert list(ways(of, 8, device="cpu", apart=False, kernels=False)) == ["eager/direct/fused"]
+    assert list(ways(of, 8, device="cuda", apart=True, kernels=True)) == [PLAIN, DIRECT, "triton/staged/fused"]
+    for both in product((PLAIN, DIRECT), repeat=2):
+        lines = zip(of.shapes, both, strict=True)
+        table = [Entry(operator="experts", shape=shape, choice=as_choice(words)) for shape, words in lines]
+        on_demand = of.experts.reads_on_demand("cuda", (*table, *TABLE))
+        assert on_demand == (() if PLAIN in both else ("gate_up_proj", "down_proj"))
+
+
 def test_the_shipped_way_is_measured_first_and_each_once() -> None:
     of = Workload(operator="linear", shape=(64, 64))
     assert list(ways(of, 8, device="cpu", apart=False, kernels=False)) == [PLAIN, FUSED]
@@ -240,6 +258,21 @@ def test_the_command_writes_the_table_of_its_place(
     for line in found.lines:
         assert set(line.seconds) == {PLAIN, FUSED}
         assert all(seconds > 0 for seconds in line.seconds.values())
+
+
+def _tuned(rank: int, world: int, options: dict) -> None:
+    run_tune(TuneOptions(**options))
+
+
+@pytest.mark.slow
+def test_experts_by_kernels_have_a_line_for_each_projection(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(causal_lm("GptOss").config.to_json_string())  # with biases, transposed
+    options = {"init": str(tmp_path), "tokens": "3,5", "folder": str(tmp_path), "operators": "experts", "rounds": 1}
+    ranks.run(_tuned, 2, options | {"backend": "cpu-interpreter"})
+    lines = load(replace(_own_place(2), backend="cpu-interpreter"), tmp_path).lines
+    pairs = [(shape, count) for count in (6, None) for shape in ((5, 32, 96), (5, 48, 32))]
+    assert [(line.shape, line.tokens) for line in lines] == pairs
+    assert all({*line.seconds} == {"eager/direct/fused", DIRECT, "triton/staged/fused"} for line in lines)  # all right
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ CASES = [
     Case(name="qwen2", transform="frozen", world=4, replicas=2),
     Case(name="qwen2", transform="lora", world=2, kind="adamw"),
     Case(name="gpt2-tied", layout="root", world=2),
+    Case(name="qwen3-moe", transform="experts", world=2),  # with transformers' own forward
     Case(name="qwen2", transform="checkpointing", backend="cpu-sharded", options=RESHARD),
     Case(name="branches", backend="cpu-interpreter", world=2),
     Case(name="branches", world=4, options={"reshard_after_forward": 2}),

@@ -12,6 +12,7 @@ from torch import nn
 from odc_triton import OdcError, fully_shard, replace_layers, verify
 from odc_triton.nn import LMHead
 from tests.nn.test_head import build
+from tests.support.families import causal_lm, with_lora
 
 
 def _batch() -> dict[str, torch.Tensor]:
@@ -38,6 +39,14 @@ def test_equal_models_pass_and_stay_as_they_are(name: str) -> None:
     assert isinstance(model.lm_head, LMHead)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_adapters_of_experts() -> None:
+    names = [f"experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    model = with_lora(causal_lm("Mixtral"), target_parameters=names, lora_dropout=0.0)
+    replace_layers(model, roles=["experts"], verbose=False)
+    found = verify(model, _batch())
+    assert (found.gradients, found.worst[1] <= 1e-5) == (2 * 4 * 2, True)  # of two layers A and B of four
 
 
 class _Scaled(LMHead):

@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from odc_triton import enable_split, fully_shard, replace_layers
+from odc_triton import enable_split, fully_shard, minibatch, replace_layers
 from odc_triton.engine.api import engine_of
 from odc_triton.hf import enable_packing
 from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.tools.memory.footprint import OPTIMIZER_STATES, SCHEMES, memory_plan, side_by_side
 from odc_triton.tools.memory.traced import LiveBytes
 from tests.support import ranks, slow
+from tests.support.families import causal_lm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -287,7 +288,7 @@ def test_totals_add_up():
     for scheme in SCHEMES:
         plan = memory_plan(qwen2(), 2, scheme=scheme, mp_policy=BF16, backend="cuda", tokens_per_microbatch=10)
         parts = [each.name for each in fields(plan) if each.name.endswith("_bytes") and each.name[:4] != "job_"]
-        assert len(parts) == 13
+        assert len(parts) == 14
         assert plan.total_bytes == sum(getattr(plan, name) for name in parts) + plan.activation_bytes
 
 
@@ -340,9 +341,62 @@ def test_what_is_read_on_demand_is_never_whole(tied):
     assert both.compute_shard_bytes == plain.compute_shard_bytes
 
 
+def mixture(choice: str = "experts=staged") -> nn.Module:
+    model = causal_lm("Mixtral").bfloat16()
+    replace_layers(model, roles=["experts"], choice=choice, verbose=False)
+    return model
+
+
+ROWS = 96 * 32 + 32 * 48  # elements of an expert, of which each of two layers has five
+
+
+@pytest.mark.parametrize(
+    ("choice", "slots"),
+    [("auto", 0), ("experts=direct", 0), ("experts=staged", 8 * ROWS), ("experts=triton/staged", 8 * 2**23)],
+)
+def test_other_ranks_experts_are_at_most_all_of_them(choice: str, slots: int) -> None:
+    """Of 2 ranks the other has 2 of 5 experts; bf16, with sums in fp32. A kernel's slot is 8 MiB, in whole rows."""
+    model, plain, whole = mixture(choice), causal_lm("Mixtral").bfloat16(), choice == "auto"
+    none, some, lots = (memory_plan(model, 2, backend="cuda", expert_cache_bytes=n) for n in (0, 16 * ROWS, 2**30))
+    assert none.other_experts_bytes == pytest.approx(slots, rel=1e-3)
+    kept = [each.total_bytes - none.total_bytes for each in (some, lots)]
+    assert kept == ([0, 0] if whole else [4 * ROWS * 2 + 2 * ROWS * 4, 4 * ROWS * (2 + 4)])
+    assert memory_plan(model, 2, backend="cpu", expert_cache_bytes=2**30).other_experts_bytes == 0  # a view
+    gathered = memory_plan(plain, 2, backend="cuda").gathered_bytes - none.gathered_bytes
+    assert gathered == (0 if whole else 2 * 2 * 5 * ROWS)  # two blocks
+    fused = memory_plan(mixture(f"{choice}/fused"), 2, backend="cuda").transient_gradient_bytes
+    of_root = 2 * (2 * 97 + 1) * 32  # of the root's unit; else torch makes a block's
+    assert fused == (of_root if "triton" in choice else none.transient_gradient_bytes)
+    assert none.transient_gradient_bytes > 2 * 5 * ROWS
+
+
+BUDGETS = [0, 70_000, 2**30]
+
+
+def _held(rank: int, world: int) -> list[int]:
+    """Bytes of kept rows, sums and slots after a minibatch; a CPU has slots of one thread, so they count twice."""
+    found, ids = [], torch.arange(40)[None]
+    for budget in BUDGETS:
+        model = fully_shard(mixture(), backend="cpu-sharded", expert_cache_bytes=budget)
+        with minibatch(model, tokens=40):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        rows = [each.rows for each in engine_of(model).parameters]
+        slots = [slot.nbytes for pair in rows[0]._slots._places.values() for slot in pair]
+        found.append(2 * sum(slots) + sum(each._copies.nbytes + each._sums.nbytes for each in rows))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3, 7])
+def test_other_ranks_experts_are_as_planned(world: int) -> None:
+    plans = [memory_plan(mixture(), world, backend="cuda", expert_cache_bytes=budget) for budget in BUDGETS]
+    assert ranks.run(_held, world)[0] == [plan.other_experts_bytes for plan in plans]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"expert_cache_bytes": 9, "scheme": "fsdp2"}, "expert_cache_bytes is 9 for 'fsdp2': it is for 'odc' only"),
         ({"world": 0}, "world is 0; give a whole number of at least 1"),
         ({"scheme": "ddp"}, "scheme is 'ddp'; use one of 'odc', 'fsdp2', 'fsdp2_no_reshard'"),
         (

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bench.whole import whole
-from odc_triton import full_parameters, minibatch, use_odc
+from odc_triton import full_parameters, minibatch, replace_layers, use_odc
 from tests.support import parity
 from tests.support.families import with_lora
 from tests.support.models import CASES, Case
@@ -97,6 +97,7 @@ LAYOUTS: dict[str, Callable[..., None]] = {"blocks": _blocks, "titan": _titan, "
 TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     **{name: parity.TRANSFORMS[name] for name in ("checkpointing", "frozen", "lora")},
     "": parity.TRANSFORMS["none"],
+    "experts": lambda model: replace_layers(model, roles=["experts"], verbose=False) and model,
     "lora, bf16 base": lambda model: with_lora(model.to(torch.bfloat16)),
 }
 

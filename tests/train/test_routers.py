@@ -58,12 +58,13 @@ def _plain(folder: Path) -> tuple[nn.Module, list[tuple[float, float]]]:
 
 
 def test_as_plain_transformers(folder: Path) -> None:
-    """Here with packs from a queue; by default nothing is added."""
+    """Here with packs from a queue, experts read from their owners; by default nothing is added."""
     from transformers import AutoModelForCausalLM
 
     outs = {weight: folder / str(weight) for weight in (WEIGHT, None)}
+    layers = {"replace_layers": True, "expert_cache": 2**20}
     runs = [
-        _options(folder, out=str(out), router_aux_loss=weight, balance="queue", steps=STEPS if weight else 1)
+        _options(folder, out=str(out), router_aux_loss=weight, balance="queue", steps=STEPS if weight else 1, **layers)
         for weight, out in outs.items()
     ]
     assert jobs.run(2, *runs) == [jobs.ENDED] * len(runs)

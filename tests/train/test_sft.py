@@ -150,6 +150,8 @@ def test_split_sequences_fuse_the_head_where_they_can_and_compute_in_chunks(
 
     assert built() == (False, False)
     assert built(fused_head=True) == (True, False)
+    with pytest.raises(ValueError, match=r"--expert-cache: .*config\.json has no experts to replace"):
+        built(replace_layers=True, expert_cache=9)
     capsys.readouterr()
     assert built(split_sequences=True) == (True, True)
     assert built(split_sequences=True, fused_head=False) == (False, True)

@@ -344,7 +344,7 @@ def _sum_up(
     return seconds
 
 
-_PRODUCT_OPS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "matmul", "linear", "dot")
+_PRODUCT_OPS = ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "matmul", "linear", "dot", "grouped_mm")
 _PRODUCT_KERNELS = ("gemm", "cutlass", "nvjet", "xmma", "splitk", "gemv")
 _ATTENTION_WORDS = ("scaled_dot_product", "flash", "fmha", "varlen_attn", "_efficient_attention")
 

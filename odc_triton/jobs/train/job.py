@@ -97,7 +97,8 @@ def _sharded(
     if frozen:
         model.requires_grad_(False)
     exact = options.exact or None  # None: by torch.use_deterministic_algorithms
-    model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype), timeout=timeout, exact=exact)
+    how: Any = {"timeout": timeout, "exact": exact, "expert_cache_bytes": options.expert_cache}
+    model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype), **how)
     require_written(model)
     if not frozen:
         cost = _measured(model, options, cost, rank)

@@ -80,7 +80,7 @@ def weigh_routers(model: nn.Module, options: SftOptions) -> None:
 
 def frozen_options(options: RunOptions, model: str | None = None) -> RunOptions:
     """The options of a model that is only read: `model`, or the run's own before it gets adapters."""
-    changes: dict[str, Any] = {"lora_rank": 0, "lora_alpha": None, "lora_targets": "all-linear"}
+    changes: dict[str, Any] = {"lora_rank": 0, "lora_alpha": None, "lora_targets": "all-linear", "expert_cache": 0}
     if model is not None:
         changes |= {"model": model, "init": None, "tokenizer": options.tokenizer or options.model}
     if isinstance(options, SftOptions):
@@ -104,7 +104,7 @@ def precision(dtype: str) -> MixedPrecisionPolicy | None:
 def replace(model: nn.Module, options: Any, rank: int, *, try_head: bool = False) -> None:
     """Replaces the layers that the options, of a run or a profile, name; with `try_head` also a head that can be fused.
 
-    Raises ValueError for a head that can't be fused and is named.
+    Raises ValueError for a head that can't be fused and is named, and for a cache of experts that it has not.
     """
     wants_head = options.fused_head or try_head
     if not (options.replace_layers or wants_head):
@@ -113,6 +113,8 @@ def replace(model: nn.Module, options: Any, rank: int, *, try_head: bool = False
 
     roles = [*(DEFAULT_ROLES if options.replace_layers else ()), *([HEAD] if wants_head else ())]
     replaced = replace_layers(model, roles=roles, verbose=rank == 0 and (options.replace_layers or not try_head))
+    if getattr(options, "expert_cache", 0) and not replaced.swapped.get("experts"):
+        raise ValueError(f"--expert-cache: {options.model or options.init} has no experts to replace; leave it out")
     if not wants_head or replaced.swapped[HEAD]:
         return
     why = "; ".join(f"{name}: {why}" for name, why in replaced.left.items())

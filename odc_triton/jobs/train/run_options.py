@@ -65,7 +65,10 @@ class RunOptions:
     exact: bool = option(False, "sum gradients exactly: every run with the same ranks and packs has the same bits")
     gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, more time")
     offload_checkpoints: bool = option(False, "what gradient checkpointing keeps waits in the host's memory")
-    replace_layers: bool = option(False, "attention, embedding and linear layers read from and add to their owners")
+    replace_layers: bool = option(False, "attention, embedding, expert and linear layers read from and add to owners")
+    expert_cache: int = option(
+        0, "bytes on each GPU for other ranks' experts, each copied once a minibatch; needs --replace-layers"
+    )
     fused_head: bool | None = option(
         None,
         "never compute whole logits: less memory, a little more time; by default with --split-sequences and "
@@ -116,7 +119,7 @@ class RunOptions:
         (
             *("out", "resume", "checkpoint_minutes", "checkpoint_every", "checkpoint_background", "keep"),
             *("timeout_minutes", "max_skipped", "eval_every", "replicas"),
-            *("gradient_checkpointing", "offload_checkpoints", "fused_head"),
+            *("gradient_checkpointing", "offload_checkpoints", "fused_head", "expert_cache"),
             *("split_sequences", "split_tokens", "split_cuts", "report_to", "run_name", "project"),
         )
     )
@@ -140,7 +143,7 @@ class RunOptions:
         require_one_model(self)
         self._require_positive("steps", "lr", "clip_norm", "timeout_minutes", "lora_alpha", "keep", "replicas")
         self._require_positive("teacher_temperature", "teacher_weight")
-        self._require_not_negative("warmup_steps", "weight_decay", "checkpoint_every")
+        self._require_not_negative("warmup_steps", "weight_decay", "checkpoint_every", "expert_cache")
         if self.checkpoint_minutes is not None:
             self._require_not_negative("checkpoint_minutes")
         self._require_not_negative("eval_every", "max_skipped", "lora_rank", "split_tokens", "split_cuts")
@@ -207,6 +210,7 @@ class RunOptions:
                 )
         needs = {"split_tokens": "split_sequences", "lora_alpha": "lora_rank", "lora_targets": "lora_rank"}
         needs |= {"offload_checkpoints": "gradient_checkpointing", "run_name": "report_to", "project": "report_to"}
+        needs |= {"expert_cache": "replace_layers"}
         needs |= dict.fromkeys(("teacher_beta", "teacher_temperature", "teacher_weight"), "teacher")
         for name, needed in needs.items():
             if getattr(self, name) != self.defaults()[name] and not getattr(self, needed):

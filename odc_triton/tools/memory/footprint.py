@@ -12,18 +12,20 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...comm.layout import ALIGNMENT_BYTES, EXACT, ParameterSpec, aligned, find_units, make_layout, shard_rows
+from ...engine.kept import rows_in_slot, rows_to_keep
 from ...jobs.reports.report import in_columns
-from ...nn.choice import TABLE
+from ...nn.choice import TABLE, Choice, choose
 from ...optim import buffers as muon_buffers
 from ...plan.decoder import Decoder
 from ...sequence import buffers as kv_buffers
-from ...sharding.collect import check_policy, find_parameters, spec_of
+from ...sharding.collect import FoundParameter, check_policy, find_parameters, spec_of
 from .peaks import (
     ROOT,
     Units,
@@ -76,6 +78,8 @@ class MemoryPlan:
     tokens_per_microbatch: int
     split_bytes: int
     """Keys and values of `enable_split` that peers read, gradients that they add to, and flags."""
+    other_experts_bytes: int = 0
+    """Other ranks' experts: kept ones, with their gradients' sums, and two slots that others are copied through."""
     muon_bytes: int = 0
     """Rows of matrices that Muon reads whole and writes back, in bf16."""
     read_bytes: int
@@ -99,7 +103,7 @@ class MemoryPlan:
         """Private bytes that stay: master, optimizer states, buffers; with FSDP2 also `.grad`, on the CPU also
         `checkpoint_host_bytes`.
         """
-        kept = self.master_shard_bytes + self.optimizer_state_bytes + self.buffer_bytes
+        kept = self.master_shard_bytes + self.optimizer_state_bytes + self.buffer_bytes + self.other_experts_bytes
         if self.backend == "cpu":
             kept += self.checkpoint_host_bytes
         return kept if self.scheme == "odc" else kept + self.gradient_shard_bytes
@@ -134,6 +138,7 @@ _ROWS = (
     ("optimizer states", "optimizer_state_bytes"),
     ("split sequences", "split_bytes"),
     ("rows for Muon", "muon_bytes"),
+    ("other ranks' experts", "other_experts_bytes"),
     ("buffers", "buffer_bytes"),
     ("checkpoints in the background, host", "checkpoint_host_bytes"),
     ("unsharded parameters, peak", "gathered_bytes"),
@@ -157,7 +162,7 @@ def side_by_side(*plans: MemoryPlan) -> str:
         return f"{getattr(plan, name) / of:.3f}"
 
     rows = [[f"{unit} per rank", *(_title(plan) for plan in plans)]]
-    optional = ("split_bytes", "muon_bytes", "checkpoint_host_bytes")
+    optional = ("split_bytes", "muon_bytes", "other_experts_bytes", "checkpoint_host_bytes")
     shown = [row for row in _ROWS if row[1] not in optional or any(getattr(plan, row[1]) for plan in plans)]
     rows += [[label, *(cell(plan, name) for plan in plans)] for label, name in shown]
     return "\n".join(in_columns(rows, numbers=True))
@@ -183,6 +188,7 @@ def memory_plan(
     split_cuts: int = kv_buffers.CUTS,
     offload_checkpoints: bool = False,
     exact: bool = False,
+    expert_cache_bytes: int = 0,
     checkpoint_background: bool = False,
 ) -> MemoryPlan:
     """Bytes per rank that training `model` on `world` ranks takes. Nothing is allocated; `model` may be on meta.
@@ -195,14 +201,14 @@ def memory_plan(
     optimizer: "adamw", "sgd" (no momentum), "muon" (for the matrices of blocks, and AdamW for the rest) or "none".
     mp_policy: as in `fully_shard`: None computes in the parameters' own dtype.
     backend: "auto" is "cuda" if torch sees a GPU, else "cpu". On "cpu" gathering is a view; on "cuda" what layers of
-        `replace_layers` read from the owners, an embedding or a head, is never whole, nor is its gradient. It matters
-        to ODC only.
+        `replace_layers` read from the owners, an embedding or a head, or others by their `choice`, is never whole; nor
+        is its gradient, but of a linear layer or experts without "triton/fused". It matters to ODC only.
     split_tokens: what `enable_split` is given; with `gradient_checkpointing` activations are those of
         `long_bytes_per_token`, else those of `activation_bytes_per_token`, an estimate; of hybrids, those of a segment
         between two others, the largest.
     split_cuts: what `enable_split` is given, for the states of hybrids.
     offload_checkpoints: what checkpointing keeps goes to the host.
-    exact: what `fully_shard` is given.
+    exact, expert_cache_bytes: what `fully_shard` is given. Experts are kept on "cuda" only.
     checkpoint_background: each rank holds masters and states once more on the host while `train sft` writes them.
 
     Raises ValueError for world or replicas < 1, what is for ODC only with FSDP2, negative tokens, an unknown name, or a
@@ -217,6 +223,7 @@ def memory_plan(
         ("tokens_per_microbatch", tokens_per_microbatch, 0),
         ("split_tokens", split_tokens, 0),
         ("split_cuts", split_cuts, 0),
+        ("expert_cache_bytes", expert_cache_bytes, 0),
     ):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name} is {value!r}; give a whole number of at least {least}")
@@ -225,6 +232,7 @@ def memory_plan(
         ("split_tokens", split_tokens),
         ("offload_checkpoints", offload_checkpoints),
         ("exact", exact),
+        ("expert_cache_bytes", expert_cache_bytes),
         ("checkpoint_background", checkpoint_background),
     ):
         if value and scheme != "odc":
@@ -254,8 +262,14 @@ def memory_plan(
     buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
     host_bytes = split.shards(specs, "master_dtype") + states + buffer_bytes
     if scheme == "odc":
-        whole = [s for e, s in zip(found, specs, strict=True) if not e.is_read_on_demand(backend, TABLE)]
-        memory = _of_odc(specs, whole, by_muon, world, replicas, backend)
+        on_demand = [each.is_read_on_demand(backend, TABLE) for each in found]
+        every = list(zip(found, specs, on_demand, strict=True))
+        whole = [spec for _, spec, reads in every if not reads]
+        made = [spec for entry, spec, reads in every if not reads or _makes_gradient(entry, backend)]
+        memory = _of_odc(specs, whole, made, by_muon, world, replicas, backend)
+        if backend == "cuda":
+            experts = [(entry, spec) for entry, spec, reads in every if reads and entry.has_rows_to_keep]
+            memory["other_experts_bytes"] = _other_experts_bytes(experts, world, expert_cache_bytes)
     else:
         memory = _of_fsdp2(specs, world, resharded=scheme == "fsdp2")
     largest = max(specs, key=lambda spec: math.prod(spec.shape))
@@ -306,12 +320,13 @@ def memory_plan(
 def _of_odc(
     specs: list[ParameterSpec],
     whole: list[ParameterSpec],
+    made: list[ParameterSpec],
     by_muon: list[ParameterSpec],
     world: int,
     replicas: int,
     backend: str,
 ) -> dict[str, int]:
-    """Fields of the plan. `whole`: what is gathered; `by_muon`: what Muon steps."""
+    """Fields of the plan. `whole`: what is gathered; `made`: what has whole gradients; `by_muon`: what Muon steps."""
     sizes, split, apart = _Sizes(specs, world), _Sizes(specs, world, replicas), backend == "cuda"
     trained = [spec for spec in specs if spec.reduce_dtype is not None]
     # On CUDA each rank allocates its own region, of the same size on all ranks, with every shard aligned in it.
@@ -325,7 +340,7 @@ def _of_odc(
     shapes = [spec.shape for spec in by_muon]
     muon_bytes = aligned(muon_buffers.buffer_regions(shapes, world=world, apart=True)[1])
     of_replica += world * muon_bytes if apart else muon_buffers.buffer_regions(shapes, world=world, apart=False)[1]
-    with_gradient = [spec for spec in whole if spec.reduce_dtype is not None]
+    with_gradient = [spec for spec in made if spec.reduce_dtype is not None]
     tied = sizes.units([spec for spec in with_gradient if len(spec.names) > 1], "compute_dtype")
     return {
         "compute_shard_bytes": compute_shard,
@@ -339,6 +354,36 @@ def _of_odc(
         "muon_bytes": muon_bytes,
         "job_shared_bytes": of_replica * replicas,
     }
+
+
+def _how(entry: FoundParameter, backend: str) -> Choice | None:
+    """How its operator runs, if it has several ways, as linear layers and experts have."""
+    module: Any = entry.places[0][0]
+    if (operator := getattr(module, "operator", None)) is None:
+        return None
+    return choose(operator, shape=tuple(entry.parameter.shape), tokens=1, device_type=backend, given=module.choice)
+
+
+def _makes_gradient(entry: FoundParameter, backend: str) -> bool:
+    """Of a parameter that is read on demand. On a GPU plain torch can't add to owners while others' kernels do."""
+    how = _how(entry, backend)
+    return how is not None and (how.wgrad == "whole" or (how.backend, backend) == ("eager", "cuda"))
+
+
+def _other_experts_bytes(found: list[tuple[FoundParameter, ParameterSpec]], world: int, budget_bytes: int) -> int:
+    """Of experts that are read on demand on a GPU, where autograd runs backwards in a thread of its own."""
+    others, row_bytes, slots = [], [], {}
+    for entry, spec in found:
+        itemsizes = [0 if d is None else getattr(torch, d).itemsize for d in (spec.compute_dtype, spec.reduce_dtype)]
+        values, sums = (math.prod(spec.shape[1:]) * itemsize for itemsize in itemsizes)
+        others.append(spec.shape[0] - shard_rows(spec.shape[0], world, 0)[1])
+        row_bytes.append((values, sums))
+        how = _how(entry, "cuda")
+        if how is not None and how.source == "staged" and len(spec.shape) > 2:  # biases are read in place
+            rows = rows_in_slot(values) if how.backend == "triton" else 1
+            slots[spec.shape[1:], spec.compute_dtype, rows] = 2 * 2 * rows * values
+    kept = zip(rows_to_keep(others, row_bytes, budget_bytes), row_bytes, strict=True)
+    return sum(slots.values()) + sum(math.prod(pair) for each in kept for pair in zip(*each, strict=True))
 
 
 def _of_fsdp2(specs: list[ParameterSpec], world: int, *, resharded: bool) -> dict[str, int]:

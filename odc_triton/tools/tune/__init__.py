@@ -37,7 +37,8 @@ class TuneOptions:
     init: str | None = option(None, "config.json of a model, instead of --model")
     dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute")
     operators: str = option(
-        "linear,qkv,embedding,log_probs,attention", "what to tune, separated by commas; of attention its cost only"
+        "linear,qkv,embedding,log_probs,experts,attention",
+        "what to tune, separated by commas; of attention its cost only",
     )
     rounds: int = option(7, "measurements of each way, of which the median counts")
     tiles: int = option(4, "tiles to try for each kernel, best prediction first; on a GPU only")
@@ -202,21 +203,23 @@ def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line],
             if "/gathered/" in words:  # pulled twice, while the unit before computes: only the excess costs time
                 of[words] = [max(seconds, 2 * pull_s) for seconds in of[words]]
     defaults = {tokens: shipped(workload, tokens, device=device).words for tokens in measured}
-    chosen = decide({t: m.rounds for t, m in measured.items()}, defaults, one_backend=workload.operator == "qkv")
+    alike = workload.operator in ("qkv", "experts")  # with it experts are all gathered, or never
+    chosen = decide({t: m.rounds for t, m in measured.items()}, defaults, one_backend=alike)
     lines, rows = [], []
     for tokens, words in chosen.items():
         best = _with_tiles(trial, words, tokens, options, measured[tokens])
-        upto = None if tokens == options.counts[-1] else tokens
-        lines.append(
+        upto = None if tokens == options.counts[-1] else tokens * workload.top_k
+        lines += [
             Line(
                 operator=workload.operator,
-                shape=workload.shape,
+                shape=shape,
                 dtype=str(trial.dtype).removeprefix("torch."),
                 tokens=upto,
                 choice=best,
                 seconds=_medians(measured[tokens]),
             )
-        )
+            for shape in workload.shapes
+        ]
         for way, seconds in _medians(measured[tokens]).items():
             notes = [note for note, holds in (("default", way == defaults[tokens]), (TAKEN, way == words)) if holds]
             rows.append([str(tokens), way, f"{seconds * 1e3:.3f}", ", ".join(notes)])

@@ -21,6 +21,7 @@ _BY_KERNELS = {
     "qkv": ["triton/gathered/whole", "triton/gathered/fused", "triton/direct/whole", "triton/direct/fused"],
     "embedding": ["triton/direct/fused", "triton/direct/whole"],
     "log_probs": ["triton/direct/fused"],
+    "experts": ["triton/direct/fused", "triton/staged/fused"],
 }
 _BY_TORCH = {
     "linear": ["eager/gathered/whole", "eager/gathered/fused"],
@@ -48,7 +49,7 @@ def ways(
     so "staged" would wait for them before it starts, which makes it pointless.
     """
     first = shipped(workload, tokens, device=device)
-    words = [*_BY_TORCH[workload.operator], *(_BY_KERNELS[workload.operator] if kernels else [])]
+    words = [*_BY_TORCH.get(workload.operator, ()), *(_BY_KERNELS[workload.operator] if kernels else [])]
     if apart and device == "cpu" and workload.operator == "linear":
         words += ["eager/direct/whole", "eager/direct/fused"]
     if device == "cuda" and workload.operator == "linear":

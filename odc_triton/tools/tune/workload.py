@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...base.untyped import untyped
+from ...nn.experts import Experts
 from ...nn.modules import Attention, Embedding, Linear, LMHead, head_norm, project
+from ...plan.decoder import size_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One operator on weights of one shape: [N, K] of `linear`, [V, D] of `embedding` and `log_probs`, q's of `qkv`.
+    """One operator on weights of one shape: [N, K] of `linear`, [V, D] of `embedding` and `log_probs`, q's of `qkv`,
+    down_proj's of `experts`, whose two products are one workload, as a layer runs both in one way.
 
     kv_rows: rows of k and of v; head_dim, bias, norm: those of q, k and v, as in `nn.Attention`.
+    up, experts, top_k: the other projection's shape, a layer to copy, and its experts of a token.
     """
 
     operator: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
+    up: tuple[int, ...] = ()
+    experts: Experts | None = field(default=None, compare=False)
+    top_k: int = 1
     kv_rows: int = 0
     head_dim: int = 0
     bias: bool = False
@@ -28,10 +37,20 @@ class Workload:
 
     @property
     def name(self) -> str:
-        return f"{self.operator} {self.shape[0]} x {self.shape[1]}"
+        return f"{self.operator} {', '.join(' x '.join(map(str, shape)) for shape in self.shapes)}"
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Those of weights that the table has a line for."""
+        return [self.up, self.shape] if self.up else [self.shape]
 
     def layer(self) -> nn.Module:
         """The layer that runs it."""
+        if self.experts is not None:
+            layer = copy.deepcopy(self.experts).to_empty(device="cpu")
+            for parameter in layer.parameters():
+                nn.init.normal_(parameter, std=0.02)
+            return layer
         rows, columns = self.shape
         if self.operator == "linear":
             return Linear(columns, rows, bias=False)
@@ -45,7 +64,12 @@ class Workload:
     def inputs(self, tokens: int, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[torch.Tensor, ...]:
         """Arguments for the layer: random numbers, or ids."""
         generator = torch.Generator().manual_seed(seed)
-        rows, columns = self.shape
+        rows, columns = self.shape[-2:]
+        if self.experts is not None:
+            width = columns if self.experts.is_transposed else rows
+            x = torch.randn(tokens, width, generator=generator).to(device, dtype).requires_grad_()
+            chosen = torch.rand(tokens, self.shape[0], generator=generator).topk(self.top_k)[1].to(device)
+            return x, chosen, x.new_full(chosen.shape, 1 / self.top_k)
         if self.operator == "embedding":
             return (torch.randint(rows, (tokens,), generator=generator).to(device),)
         x = torch.randn(tokens, columns, generator=generator).to(device, dtype).requires_grad_()
@@ -92,6 +116,10 @@ def workloads_of(model: nn.Module) -> dict[Workload, int]:
     for module in model.modules():
         if isinstance(module, Embedding):
             found[Workload(operator="embedding", shape=(module.num_embeddings, module.embedding_dim))] += 1
+        elif isinstance(module, Experts):
+            up, down = (tuple(module.get_parameter(name).shape) for name in module.names[:2])
+            top_k = size_of(untyped(module).config, "num_experts_per_tok", default=1)
+            found[Workload(operator="experts", shape=down, up=up, experts=module, top_k=top_k)] += 1
         elif isinstance(module, LMHead):
             found[Workload(operator="log_probs", shape=(module.out_features, module.in_features))] += 1
         elif isinstance(module, Linear) and id(module) not in fused:
