@@ -118,6 +118,10 @@ def fully_shard(
         grid = grid_of(mesh)
         barrier = open_barrier(grid, timeout)
         root, units = (module, None) if modules[0] is module else _together(modules)
+        if any(getattr(each, "factors", None) is not None for each in root.modules()):
+            from ..nn.experts import adapt_wrappers
+
+            adapt_wrappers(root)
         with refusing(barrier, AGREEING):
             described = describe(
                 root, grid.mesh, policy, ignored_params or set(), home=device.mesh_device, exact=exact, units=units
