@@ -85,7 +85,7 @@ USAGES: dict[str, dict[str, Any]] = {
     "bf16": {"how": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}} | HALF,
     "LoRA": {"before": _lora},
     "LoRA, transposed": {"before": _lora, "family": "GptOss"},
-    "LoRA, later": {"after": _lora},
+    "LoRA, later": {"after": _lora} | FP32,
     "LoRA, replaced again": {"before": _lora, "after": partial(replace_layers, roles=["experts"], verbose=False)},
     "LoRA, two": {"before": _two_adapters},
     "LoRA, two, later, transposed": {"after": _two_adapters, "family": "GptOss"},

@@ -64,7 +64,8 @@ def grouped_product(
     """x_e M_e + b_e in plain torch; matrices: [E, K, N]."""
     aligned = all(size * x.element_size() % 16 == 0 for size in matrices.shape[1:])
     if x.dtype != torch.float64 and aligned and bias is None and len(x):
-        return F.grouped_mm(x, matrices, offs=offsets[1:])
+        rows_or_columns = 1 in matrices.stride()[1:]  # as it requires; PEFT's second factor has experts last
+        return F.grouped_mm(x, matrices if rows_or_columns else matrices.contiguous(), offs=offsets[1:])
     bounds = offsets.tolist()
     biases = [None] * len(matrices) if bias is None else bias.unbind()
     rows = x[bounds[0] : bounds[-1]].split(_counts(bounds))
