@@ -69,6 +69,14 @@ class Experts(ReadsShards):
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return x[back].view(tokens, top_k, x.shape[-1]).sum(1).to(hidden_states.dtype)
 
+    @staticmethod
+    def adapt_wrappers(model: nn.Module) -> None:
+        """PEFT's wrappers of our experts become `AdaptedExperts`, also those that came after `replace_layers`."""
+        for module in model.modules():
+            wraps = hasattr(module, "get_delta_factors") and isinstance(untyped(module).get_base_layer(), Experts)
+            if wraps and not isinstance(module, AdaptedExperts):
+                untyped(module).__class__ = with_ours(type(module), AdaptedExperts)
+
     def _project(self, name: str, x: torch.Tensor, offsets: torch.Tensor, gate: Sequence[float] = ()) -> torch.Tensor:
         bias = leaf(self, f"{name}_bias") if self.has_bias else None
         how: Any = {"transposed": self.is_transposed, "gate": gate, "choice": self.choice}
@@ -92,14 +100,6 @@ class AdaptedExperts(nn.Module):
             yield
         finally:
             del experts.factors[name]
-
-
-def adapt_wrappers(model: nn.Module) -> None:
-    """PEFT's wrappers, around our experts, become `AdaptedExperts`: also those that came after `replace_layers`."""
-    for module in model.modules():
-        wraps = hasattr(module, "get_delta_factors") and isinstance(untyped(module).get_base_layer(), Experts)
-        if wraps and not isinstance(module, AdaptedExperts):
-            untyped(module).__class__ = with_ours(type(module), AdaptedExperts)
 
 
 def why_not(module: Any) -> str | None:

@@ -250,7 +250,7 @@ def _replace_experts(model: nn.Module, choice: str, replaced: Replaced) -> None:
         layer.gate, layer.factors, layer.choice = experts.gate_of(module), {}, choice
         layer.__class__ = experts.with_ours(type(module), experts.Experts)
         replaced.swapped["experts"].append(name)
-    experts.adapt_wrappers(model)
+    experts.Experts.adapt_wrappers(model)
 
 
 # In this order: a later role skips layers of an earlier one.
