@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import triton
@@ -120,9 +121,9 @@ def grouped_linear_kernel(
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         n_in = n < outputs
         if HAS_GATE and not INTERLEAVED:  # a tile has as many columns of g as of u
-            i = tl.arange(0, BLOCK_N)
+            i = tl.arange(0, BLOCK_N)  # of a `tl.where` in n, triton 3.9 would not see its runs
             n_in = tile_n * HALF + i % HALF < outputs // 2
-            n = tile_n * HALF + i % HALF + tl.where(i < HALF, 0, outputs // 2)
+            n = tile_n * HALF + i % HALF + (i // HALF).to(tl.int64) * (outputs // 2)
         owner, local = expert // experts_per_owner, (expert % experts_per_owner).to(tl.int64)
         weight = peer_address(w_table, owner, DTYPE) + local * outputs * inputs
         k = tl.arange(0, BLOCK_K)
@@ -325,7 +326,7 @@ def _launch(
     check_tensor(name, x, shape=(*x.shape[:1], inputs), **alike)
     check_tensor("out", out, shape=(len(x), outputs if gate is None else outputs // 2), **alike)
     check_apart("out", out, x, offsets, weight, bias, pre)
-    if len(x) == 0 or weight.shape[0] == 0 or outputs == 0:
+    if len(x) == 0 or weight.shape[0] == 0:
         return
     traits = _traits(x, weight)
     tile = tile or tile_of("grouped_linear", **traits)
@@ -364,7 +365,7 @@ def grouped_wgrad(
     [0, 2, 2], adds [[13, 16]] to expert 0, its own, and nothing to rank 1's. Rank 1, with dy = [[1], [1]], the same x
     and offsets = [0, 1, 2], adds [[3, 4]] to rank 0's expert and [[5, 6]] to its own.
 
-    dy: [S, N], x: [S, K], of one dtype; offsets, `rank` and errors as in `grouped_linear`. Shards of experts without
+    dy: [S, N], x: [S, K], of one dtype; offsets and errors as in `grouped_linear`. Shards of experts without
     rows are not touched; each element of the others is added to once. `tile`: see `wgrad`, for the rows and columns of
     W_e as it is stored.
     """
@@ -375,7 +376,7 @@ def grouped_wgrad(
         _check_bias(bias, weight, outputs)
         check_sums(bias)
     experts, (down, across) = weight.shape[0], weight.shape[1:]
-    if len(x) == 0 or 0 in weight.shape:
+    if len(x) == 0 or experts == 0:
         return
     traits = _traits(x, weight)
     tile = tile or tile_of("wgrad", **traits)
@@ -405,7 +406,7 @@ def _traits(rows: torch.Tensor, weight: PeerShards) -> dict[str, int]:
     return {"element_bytes": rows.element_size(), "arch": arch, "tokens": tokens}
 
 
-def _blocks(tile: LinearTile | WgradTile) -> dict[str, int]:
+def _blocks(tile: Any) -> dict[str, Any]:
     sizes = {"BLOCK_T": tile.t, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP": tile.group}
     return {"UPCAST": interpreting(), **sizes, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
 
@@ -413,8 +414,10 @@ def _blocks(tile: LinearTile | WgradTile) -> dict[str, int]:
 def _check(weight: PeerShards, offsets: torch.Tensor, transposed: bool, *, sums: bool = False) -> tuple[int, int]:
     """N and K. Raises ValueError unless `weight` has three dimensions, and `offsets` suit it."""
     require_shards("what gradients are added to" if sums else "the weight", weight)
-    if len(weight.shape) != 3:
-        raise ValueError(f"the weight is {weight.shape}; give three dimensions [E, N, K], or transposed [E, K, N]")
+    if len(weight.shape) != 3 or 0 in weight.shape[1:]:
+        raise ValueError(
+            f"the weight is {weight.shape}; give [E, N, K], or transposed [E, K, N], with N and K at least 1"
+        )
     if sums:
         check_sums(weight)
     elif weight.dtype not in COMPUTE_DTYPES:

@@ -89,8 +89,8 @@ def add_block_kernel(target, source, count, BLOCK: tl.constexpr):
 
 
 def add_block(*, target: torch.Tensor, source: torch.Tensor, block: int = 2048) -> None:
-    """target += source, atomically. `target`: contiguous, fp32, or int64 as `source` is (exact sums), maybe a peer's;
-    `source`: as many numbers, contiguous.
+    """target += source, atomically. `target`: contiguous, fp32, maybe a peer's; `source`: as many numbers, contiguous.
+    Or both are int64, as exact sums are.
 
     Other ranks may add to the same numbers at the same time. The addition is complete when this rank's stream is
     drained, or when a peer sees a flag that this stream set after it. Raises ValueError for another size, dtype or
@@ -101,7 +101,9 @@ def add_block(*, target: torch.Tensor, source: torch.Tensor, block: int = 2048) 
             f"target is {tuple(target.shape)} with strides {target.stride()}, source {tuple(source.shape)} with "
             f"{source.stride()}; give contiguous ones of the same size"
         )
-    if target.dtype != (torch.int64 if source.dtype == torch.int64 else torch.float32):
+    if target.dtype == source.dtype == torch.int64:  # see [Note: exact sums]
+        target, source = target.view(torch.uint64), source.view(torch.uint64)
+    elif target.dtype != torch.float32:
         raise ValueError(f"target is {target.dtype}; gradients are summed in float32")
     if target.numel():
         grid = (triton.cdiv(target.numel(), block),)

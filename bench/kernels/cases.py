@@ -93,10 +93,11 @@ def _of_memory() -> Iterator[Case]:
                 aligned=("table", "gradient", "rows_per_owner", "row_elements"),
                 flat=True,
             )
+    for target, dtype in (*(("fp32", dtype) for dtype in TYPES), ("u64", "u64")):
         yield Case(
             name=f"add_block {dtype}",
             kernel=scatter.add_block_kernel,
-            signature={"target": "*fp32", "source": f"*{dtype}", "count": "i32"},
+            signature={"target": f"*{target}", "source": f"*{dtype}", "count": "i32"},
             constants={"BLOCK": 2048},
             aligned=("target", "source", "count"),
             reduces=True,
@@ -275,7 +276,7 @@ def _of_wgrad(dtype: str) -> Iterator[Case]:
 
 def _wgrads(name: str, dtype: str, kernel: Any, signature: dict[str, str], aligned: tuple[str, ...]) -> Iterator[Case]:
     tile = tiles.WGRAD_FP32 if dtype == "fp32" else tiles.WGRAD
-    blocks = {"BLOCK_N": tile.n, "BLOCK_T": tile.t, "GROUP": tile.group}
+    blocks = {"UPCAST": False, "BLOCK_N": tile.n, "BLOCK_T": tile.t, "GROUP": tile.group}
     for far, exact in product((False, True), repeat=2):
 
         def bulk(arch: int, far: bool = far) -> bool:
@@ -285,12 +286,7 @@ def _wgrads(name: str, dtype: str, kernel: Any, signature: dict[str, str], align
             return (tiles.of_integers(tile, arch=arch, bulk=bulk(arch)) if exact else tile).k
 
         yield Case(
-            **_adding(
-                f"{name} {dtype}{' far' if far else ''}",
-                exact=exact,
-                signature=signature,
-                constants={"UPCAST": False, **blocks},
-            ),
+            **_adding(f"{name} {dtype}{' far' * far}", exact=exact, signature=signature, constants=blocks),
             kernel=kernel,
             by_arch={"BULK": bulk, "BLOCK_K": columns},
             aligned=("dy", "x", "w_table", *aligned),
@@ -301,37 +297,31 @@ def _wgrads(name: str, dtype: str, kernel: Any, signature: dict[str, str], align
         )
 
 
-_EXPERTS = {"experts": "i32", "experts_per_owner": "i32"}
-
-
 def _of_experts(dtype: str) -> Iterator[Case]:
-    pointer, sizes = f"*{dtype}", {**_EXPERTS, "outputs": "i32", "inputs": "i32", "first": "i32"}
+    pointer, common = f"*{dtype}", {"offsets": "*i32", "experts": "i32", "experts_per_owner": "i32", "first": "i32"}
     data = {"x": pointer, "w_table": "*i64", "b_table": "*i64", "y": pointer}
     gated = {**data, "pre": pointer}
-    for tokens, transposed, gate in product((64, 256), (False, True), ("", " gate", " interleaved")):
-        if tokens > 64 and dtype == "fp32":
-            continue
+    averages = (64, 256) if dtype != "fp32" else (64,)
+    for tokens, transposed, gate in product(averages, (False, True), ("", " gate", " interleaved")):
         options, given = _tiled("grouped_linear", dtype, tokens), gated if gate else data
-        options["constants"] |= {"HAS_GATE": bool(gate), "INTERLEAVED": gate == " interleaved"}
-        options["constants"] |= {"TRANSPOSED": transposed, "BLOCK_E": 128, "GROUP": 8}
-        absent = {} if gate else {"pre": None, "limit": None}
+        flags = {"TRANSPOSED": transposed, "HAS_GATE": bool(gate), "INTERLEAVED": gate == " interleaved"}
+        options["constants"] |= {"BLOCK_E": 128, "GROUP": 8, **flags, **({} if gate else {"pre": None, "limit": None})}
         yield Case(
             name=f"grouped_linear {dtype}{' transposed' * transposed}{gate}{' T<=64' * (tokens <= 64)}",
             kernel=experts.grouped_linear_kernel,
-            signature={**given, "offsets": "*i32", "alpha": "fp32", **sizes, **({"limit": "fp32"} if gate else {})},
+            signature={**given, **common, "outputs": "i32", "inputs": "i32", "alpha": "fp32", "limit": "fp32"},
             aligned=(*given, "outputs", "inputs"),
-            **options | {"constants": options["constants"] | absent},
+            **options,
         )
-    dense = {"offsets": "*i32", "scale": "fp32", **_EXPERTS, "columns": "i32", "first": "i32"}
     for exact in (False, True):
-        given = {"dy": pointer, "b_table": "*i64", **dense}
+        given = {"dy": pointer, "b_table": "*i64", "scale": "fp32", "columns": "i32", **common}
         blocks = {"BLOCK_S": experts.BIAS_BLOCK_S, "BLOCK_N": experts.BIAS_BLOCK_N}
         yield Case(
             **_adding(f"grouped_bias_grad {dtype}", exact=exact, signature=given, constants=blocks),
             kernel=experts.grouped_bias_grad_kernel,
             aligned=("dy", "b_table", "columns"),
         )
-    given = {"dy": pointer, "x": pointer, "w_table": "*i64", "rows": "i32", **dense}
+    given = {"dy": pointer, "x": pointer, "w_table": "*i64", "scale": "fp32", "rows": "i32", "columns": "i32", **common}
     yield from _wgrads("grouped_wgrad", dtype, experts.grouped_wgrad_kernel, given, ("rows", "columns"))
 
 

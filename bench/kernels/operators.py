@@ -24,6 +24,7 @@ from odc_kernels.scatter import scatter, scatter_ref
 from odc_triton import divergence
 from odc_triton.engine.exact import ExactSum
 
+from .mixtures import of_experts
 from .products import of_products
 
 FREQUENT = 64
@@ -297,6 +298,7 @@ OPERATORS = (
         reduces=True,
     ),
     *of_products(),
+    *of_experts(),
 )
 
 

@@ -47,9 +47,11 @@ class Slots:
 
 
 class RowsOfOwners:
-    """A parameter's rows as this rank reads them, some of which it may keep. `kept`: how many."""
+    """A parameter's rows as this rank reads them. `kept`: of how many it keeps copies; `summed`: of how many of these
+    also sums of gradients.
+    """
 
-    def __init__(self, shard: HeapShard, slots: Slots, kept: int = 0) -> None:
+    def __init__(self, shard: HeapShard, slots: Slots, kept: int, summed: int) -> None:
         self._shard, self._slots, self._streams = shard, slots, slots.streams
         heap = shard.heap
         turn = [(heap.rank + step) % heap.world for step in range(heap.world)]
@@ -58,7 +60,7 @@ class RowsOfOwners:
         self._places = {row: place for place, row in enumerate(itertools.islice(others, kept))}
         like = shard.compute_shards[heap.rank]
         self._copies = like.new_empty(kept, *like.shape[1:])
-        self._sums = None if shard.gradient_shard is None else shard.gradient_shard.new_empty(self._copies.shape)
+        self._sums = like.new_empty(0) if summed == 0 else shard.target.shards[0].new_empty(summed, *like.shape[1:])
         self._is_open = False
         self._come: dict[Group, Copies] = {}
         self._summed: set[int] = set()  # places
@@ -76,10 +78,9 @@ class RowsOfOwners:
 
     def copied(self, rows: Sequence[int] | None) -> Iterator[tuple[int, torch.Tensor]]:
         """As in `ShardedOperand`."""
-        rank, row_bytes = self._shard.heap.rank, math.prod(self._copies.shape[1:]) * self._copies.itemsize
-        most = 1 if rows is not None else max(1, _SLOT_BYTES // max(row_bytes, 1))
-        groups, places = self._groups(rows, most), self._slots.of(self._copies, most)
-        others = (group for group in groups if group[0] != rank)
+        rank, most = self._shard.heap.rank, self._rows_of_a_slot if rows is None else 1
+        groups = self._all if rows is None else self._groups(rows, 1)
+        others, places = (group for group in groups if group[0] != rank), self._slots.of(self._copies, most)
         ahead: deque[tuple[int, torch.Tensor, Copies]] = deque()
 
         def begin() -> None:
@@ -101,21 +102,26 @@ class RowsOfOwners:
         at = first - self._shard.rows[owner][0]
         return self._shard.compute_shards[owner][at : at + count]
 
-    def _groups(self, rows: Sequence[int] | None, most: int) -> list[Group]:
-        """Of at most that many rows of one owner, all kept or none."""
-        wanted = None if rows is None else set(rows)
-        found: list[Group] = []
+    @cached_property
+    def _rows_of_a_slot(self) -> int:
+        return max(1, _SLOT_BYTES // max(math.prod(self._copies.shape[1:]) * self._copies.itemsize, 1))
+
+    @cached_property
+    def _all(self) -> list[Group]:
+        return self._groups(range(self._shard.spec.shape[0]), self._rows_of_a_slot)
+
+    def _groups(self, rows: Collection[int], most: int) -> list[Group]:
+        """Of at most that many rows of one owner, all kept or none; own ones first."""
+        wanted, found = set(rows), [(-1, -1, 0)]
         for owner in self._turn:
-            for row in range(*self._shard.rows[owner]):
-                if wanted is not None and row not in wanted:
-                    continue
-                owner_before, first, count = found[-1] if found else (-1, -1, 0)
-                alike = owner_before == owner and (first in self._places) == (row in self._places)
+            for row in filter(wanted.__contains__, range(*self._shard.rows[owner])):
+                before, first, count = found[-1]
+                alike = before == owner and (first in self._places) == (row in self._places)
                 if alike and first + count == row and count < most:
                     found[-1] = owner, first, count + 1
                 else:
                     found.append((owner, row, 1))
-        return found
+        return found[1:]
 
     def _begin(self, group: Group, places: Iterator[torch.Tensor]) -> tuple[torch.Tensor, Copies]:
         """Begins to copy these rows, unless they are kept here already."""
@@ -140,7 +146,7 @@ class RowsOfOwners:
         """As in `ShardedOperand`."""
         if not self.keeps or not self._is_open:
             return self._shard.compute_peers
-        for group in self._groups(sorted(self._places), len(self._places)):
+        for group in self._groups(self._places.keys(), len(self._places)):
             _, copies = self._begin(group, iter(()))
             self._streams.wait(copies)
         return self._read_peers
@@ -151,15 +157,14 @@ class RowsOfOwners:
 
     @cached_property
     def _sum_peers(self) -> PeerShards:
-        assert self._sums is not None, "gradients are added to what trains"
-        return self._table(list(self._shard.target.shards), self._sums)
+        return self._table(self._shard.target.shards, self._sums)
 
     def _table(self, shards: Sequence[torch.Tensor], kept: torch.Tensor) -> PeerShards:
         heap, rows = self._shard.heap, [row for shard in shards for row in shard.split(1)]
-        for row, place in self._places.items():
-            rows[row] = kept[place : place + 1]
-        here = {heap.rank} | (heap.near or frozenset())
-        near = {row for owner in here for row in range(*self._shard.rows[owner])} | self._places.keys()
+        near = {row for owner in {heap.rank, *(heap.near or ())} for row in range(*self._shard.rows[owner])}
+        for row, values in zip(self._places, kept.split(1), strict=False):
+            rows[row] = values
+            near.add(row)
         first = min(self._shard.rows[heap.rank][0], len(rows) - 1)
         return PeerShards.of(rows, shape=self._shard.spec.shape, rank=first, aligned=heap.apart, near=near)
 
@@ -167,44 +172,39 @@ class RowsOfOwners:
 
     def sink(self, sink: PeerShards | AddRows, target: Target) -> PeerShards | AddRows:
         """Where an operator adds what would go into `sink`: of kept rows, to the sums on this rank."""
-        if self._sums is None or not self.keeps:
+        if not len(self._sums):
             return sink
-        sums = self._sums
         if isinstance(sink, PeerShards):
             if not self._summed:
-                sums.zero_()
-                self._summed.update(self._places.values())
+                self._sums.zero_()
+                self._summed.update(range(len(self._sums)))
             return target.adding(self._sum_peers)
 
         def add(owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
             row = None if isinstance(at, torch.Tensor) or len(rows) != 1 else self._shard.rows[owner][0] + at
-            if row is None or (place := self._places.get(row)) is None:
+            if row is None or (place := self._places.get(row, len(self._sums))) >= len(self._sums):
                 sink(owner, at, rows)
                 return
             with self._lock:
                 if place not in self._summed:
                     self._summed.add(place)
-                    sums[place].zero_()
-                target.add_into(sums, place, rows.detach())
+                    self._sums[place].zero_()
+                target.add_into(self._sums, place, rows.detach())
 
         return add
 
     def flush(self, add: Callable[[int, int, torch.Tensor], None]) -> None:
         """Adds the sums to their owners by `add(owner, at, sums)`."""
-        if self._sums is not None:
-            rows = [row for row, place in self._places.items() if place in self._summed]
-            for owner, first, count in self._groups(rows, len(rows)):
-                place = self._places[first]
-                add(owner, first - self._shard.rows[owner][0], self._sums[place : place + count])
+        rows = [row for row, place in self._places.items() if place in self._summed]
+        for owner, first, count in self._groups(rows, len(rows)):
+            place = self._places[first]
+            add(owner, first - self._shard.rows[owner][0], self._sums[place : place + count])
 
 
 class HoldsRows(Protocol):
     """A parameter, which may have rows of its owners here."""
 
     rows: RowsOfOwners | None
-
-    @property
-    def trains(self) -> bool: ...
 
     def add_sums(self, owner: int, at: int, sums: torch.Tensor) -> None: ...
 
@@ -227,24 +227,31 @@ class KeptRows(Participant):
 
     def leave(self) -> None:
         for parameter, rows in self._keeping():
-            if parameter.trains:
-                rows.flush(parameter.add_sums)
+            rows.flush(parameter.add_sums)
             rows.begin(is_open=False)
 
 
 def rows_of_owners(
     shards: Sequence[HeapShard], keeping: Collection[HeapShard], streams: Streams, budget_bytes: int
 ) -> list[RowsOfOwners]:
-    """Of these shards; those of `keeping` keep rows, the same share of each, within that many bytes. None do if
-    kernels, which see kept rows by their addresses, could not read some.
+    """Of these shards. Those of `keeping` keep the same share of their rows within that many bytes: first copies, which
+    are read twice in each microbatch, then sums, which are added to once. None are kept if kernels, which see them by
+    their addresses, could not read some.
     """
 
-    def sizes(shard: HeapShard) -> list[int]:
-        kinds = shard.compute_shards[0], shard.gradient_shard
-        return [0 if of is None else math.prod(of.shape[1:]) * of.itemsize for of in kinds]
+    def row_bytes(values: torch.Tensor | None) -> int:
+        return 0 if values is None else math.prod(values.shape[1:]) * values.itemsize
 
     others = {shard: shard.spec.shape[0] - len(shard.compute_shards[shard.heap.rank]) for shard in keeping}
-    share = min(1.0, budget_bytes / max(sum(count * sum(sizes(shard)) for shard, count in others.items()), 1))
-    share *= not any(sizes(shard)[0] % ALIGNMENT_BYTES for shard in keeping)
-    slots = Slots(streams)
-    return [RowsOfOwners(shard, slots, int(share * others.get(shard, 0))) for shard in shards]
+    copies = sum(count * row_bytes(shard.compute_shards[0]) for shard, count in others.items())
+    sums = sum(count * row_bytes(shard.gradient_shard) for shard, count in others.items())
+    if any(row_bytes(shard.compute_shards[0]) % ALIGNMENT_BYTES for shard in keeping):
+        budget_bytes = 0
+    kept, summed = budget_bytes / max(copies, 1), (budget_bytes - copies) / max(sums, 1)
+    slots, found = Slots(streams), []
+    for shard in shards:
+        count, trains = others.get(shard, 0), shard.gradient_shard is not None
+        found.append(
+            RowsOfOwners(shard, slots, int(min(kept, 1) * count), int(min(max(summed, 0), 1) * count) * trains)
+        )
+    return found

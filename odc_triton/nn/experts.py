@@ -127,7 +127,8 @@ def gate_of(module: Any) -> Sequence[float]:
     """The kernels' gate that equals the module's own on some numbers; () if none does."""
     if not module.has_gate:
         return ()
-    probe = torch.linspace(-9.0, 9.0, 64, dtype=torch.float64).view(4, 16)[:, torch.arange(16) * 7 % 16]
+    probe = torch.linspace(-9.0, 9.0, 64, dtype=torch.float64, device="cpu").view(16, 4).T
+    probe = probe * torch.tensor([[1.0], [1.0], [30.0], [1000.0]], device="cpu")  # beyond any limit
     limit, alpha = (float(getattr(module, name, 0.0) or 0.0) for name in ("limit", "alpha"))
     for gate in ((0.0, 1.0, 0.0), (0.0, 1.0, 1.0), (limit, alpha, 0.0), (limit, alpha, 1.0)):
         own = module._apply_gate(probe)

@@ -162,7 +162,7 @@ def test_the_plan() -> None:
     from bench.kernels.operators import all_operators
 
     assert {*OPERATORS} == {*all_operators()}
-    assert len(OPERATORS) == 15
+    assert len(OPERATORS) == 17
     assert len(TESTS) == 24 > QUARTER["tests"].given["least"]
     assert not QUARTER.keys() & LONGER.keys()
     assert [name for name in ALL_TESTS if not (ROOT / name).exists()] == []

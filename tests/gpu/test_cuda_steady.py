@@ -71,6 +71,8 @@ def _without_waiting(rank: int, world: int, name: str, roles: tuple[str, ...], c
         ("Qwen2", LAYERS, "none", "auto"),
         ("Qwen2", LAYERS, "none", "qkv=triton/gathered"),
         ("Llama", (*LAYERS, "head"), "checkpointing", "auto"),
+        ("Qwen3Moe", ("experts",), "none", "experts=triton/direct/fused"),
+        ("GptOss", ("experts",), "checkpointing", "experts=triton/staged/fused"),
     ],
 )
 def test_no_host_waits(name: str, roles: tuple[str, ...], change: str, choice: str) -> None:

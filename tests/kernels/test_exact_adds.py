@@ -11,6 +11,7 @@ import torch
 from tests.support import place, slow  # isort: skip
 
 from odc_kernels.embedding import EmbeddingGradTile, embedding_grad
+from odc_kernels.experts import grouped_wgrad
 from odc_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_grad
 from odc_kernels.peers import ALL, ExactAdds, PeerShards, join
 from odc_kernels.qkv_grad import QkvGradients, qkv_grad
@@ -42,6 +43,16 @@ def _wgrad(draw: Draw, tokens: int, rows: int, columns: int) -> tuple[list[tuple
         wgrad(dy=dy, x=x, weight=weight, bias=bias, scale=0.5, tile=TILE)
 
     return [(rows, columns), (rows,)], run
+
+
+def _experts(draw: Draw, rows: int, counts: list[int], outputs: int, inputs: int) -> tuple[list[tuple], Run]:
+    dy, x = draw(rows, outputs), draw(rows, inputs)
+    offsets = torch.tensor([0, *counts]).cumsum(0).int()
+
+    def run(weight: PeerShards, bias: PeerShards) -> None:
+        grouped_wgrad(dy=dy, x=x, offsets=offsets, weight=weight, bias=bias, scale=0.5, tile=TILE)
+
+    return [(len(counts), outputs, inputs), (len(counts), outputs)], run
 
 
 def _ids(tokens: int, rows: int) -> torch.Tensor:
@@ -84,7 +95,7 @@ def _qkv(draw: Draw, tokens: int, columns: int) -> tuple[list[tuple], Run]:
     return [*(tuple(w.shape) for w in whole.values()), (32,), (16,)], run
 
 
-MAKE = {"scatter": _scatter, "wgrad": _wgrad, "embedding": _embedding, "head": _head, "qkv": _qkv}
+MAKE = {"scatter": _scatter, "wgrad": _wgrad, "embedding": _embedding, "head": _head, "qkv": _qkv, "experts": _experts}
 # Odd sizes, one row, owners without rows, nothing to add, more than a block or a tile.
 CASES = [
     *(("scatter", shape) for shape in [(7, 5), (1, 3), (3,), (0, 4), (9, 16)]),
@@ -92,8 +103,10 @@ CASES = [
     *(("embedding", sizes) for sizes in [(13, 7, 20), (5, 1, 3), (18, 4, 5), (0, 4, 4)]),
     *(("head", sizes) for sizes in [(5, 37, 8), (3, 1, 4)]),
     ("qkv", (17, 9)),
+    *(("experts", sizes) for sizes in [(19, [0, 1, 18, 0], 20, 33), (0, [0, 0], 4, 4)]),
 ]
 EACH = [("scatter", (7, 5)), ("wgrad", (5, 7, 3)), ("embedding", (18, 4, 5)), ("head", (5, 37, 8)), ("qkv", (5, 3))]
+EACH += [("experts", (5, [2, 0, 3], 7, 3))]
 MATRIX = [*((*each, 3, FP32) for each in CASES), *(slow(*each, 1, BF16) for each in CASES)]
 
 

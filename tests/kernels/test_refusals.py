@@ -12,6 +12,7 @@ import torch
 from tests.support import place  # noqa: F401  isort: skip
 
 from odc_kernels.embedding import embedding, embedding_grad
+from odc_kernels.experts import Gate, grouped_linear, grouped_linear_dx, grouped_wgrad
 from odc_kernels.gather import ShardList, gather, gather_many
 from odc_kernels.linear import linear, linear_dx
 from odc_kernels.linear_cross_entropy import HeadOutput, linear_cross_entropy, linear_cross_entropy_grad
@@ -37,6 +38,9 @@ def peers(*shape: int, world: int = 2, rank: int = 0, dtype: torch.dtype = torch
 W = peers(8, 3)
 IDS = zeros(4, dtype=INT64)
 STAGED = pull(peers=W, staged=StagedWeight.of(W))
+
+EXPERTS, OFFSETS = peers(3, 8, 4), zeros(4, dtype=INT32)
+GROUPED = {"x": zeros(5, 4), "offsets": OFFSETS, "weight": EXPERTS, "out": zeros(5, 8)}
 
 HEAD = {"h": zeros(4, 3), "weight": W, "targets": IDS}
 OUTPUT = HeadOutput(logp=zeros(4), lse=zeros(4), entropy=zeros(4))
@@ -150,6 +154,32 @@ TABLES: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any]
             ({"dy": zeros(4, 8, dtype=FP64)}, "dy is torch.float64"),
             ({"weight": peers(8, 3, dtype=BF16)}, "summed in float32"),
             ({"bias": peers(8, world=4)}, "the bias has world 4"),
+        ],
+    ),
+    (Gate, {}, [({"limit": 0.0}, "limit is 0.0"), ({"alpha": 1.702}, "alpha is 1.702 without a limit")]),
+    (
+        grouped_linear,
+        GROUPED,
+        [
+            ({"weight": W}, r"the weight is \(8, 3\); give \[E, N, K\], or transposed \[E, K, N\]"),
+            ({"weight": peers(3, 8, 0)}, "with N and K at least 1"),
+            ({"weight": peers(3, 8, 4, dtype=FP64)}, "the weight is torch.float64"),
+            ({"offsets": OFFSETS.long()}, "offsets is torch.int64"),
+            ({"offsets": zeros(3, dtype=INT32)}, r"offsets is .*; give .* \(4,\)"),
+            ({"gate": Gate()}, r"out is .*; give .* \(5, 4\)"),
+            ({"gate": Gate(), "weight": peers(3, 7, 4)}, "makes 7 features; a gate needs an even number"),
+            ({"gate": Gate(), "out": zeros(5, 4), "pre": zeros(5, 4)}, "pre is"),
+            ({"pre": zeros(5, 8)}, "pre is given without a gate"),
+            ({"bias": peers(3, 4)}, r"the bias has shape \(3, 4\)"),
+        ],
+    ),
+    (
+        grouped_wgrad,
+        {"dy": zeros(5, 8), "x": zeros(5, 4), "offsets": OFFSETS, "weight": EXPERTS},
+        [
+            ({"x": zeros(6, 4)}, "x is"),
+            ({"offsets": OFFSETS.to("meta")}, "offsets is .* on meta"),
+            ({"bias": peers(3, 8, rank=1)}, "the bias has rank 1"),
         ],
     ),
     (StagedWeight.of, {}, [({"peers": peers(8)}, r"the weight is \(8,\)")]),
@@ -303,7 +333,7 @@ X, SQUARE, Y = zeros(4, 8), peers(8, 8), zeros(8, 8)
 XW = zeros(T, HEADS * D)
 WIDE = QkvWeights(**{name: peers(HEADS * D, HEADS * D) for name in WEIGHTS})
 HEADS_OF = {"weights": WIDE, "rope": Rope(**ROPE)}
-FLOAT_IDS = zeros(8, 4)
+FLOAT_IDS, BOTH = zeros(8, 4), zeros(40)
 
 # Of each operator that writes into a tensor of the caller's: arguments of which an output is an input.
 ALIASED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
@@ -313,6 +343,10 @@ ALIASED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (linear_dx, {"dy": X, "weight": SQUARE, "out": X}, "out"),
     (linear_staged, {"x": X, "weight": pull(peers=SQUARE, staged=StagedWeight.of(SQUARE)), "out": X}, "out"),
     (linear_dx_staged, {"dy": X, "weight": pull(peers=SQUARE, staged=StagedWeight.of(SQUARE)), "out": X}, "out"),
+    (grouped_linear, GROUPED | {"weight": (CUBE := peers(3, 4, 4)), "out": GROUPED["x"]}, "out"),
+    (grouped_linear, GROUPED | {"gate": Gate(), "out": BOTH[:20].view(5, 4), "pre": BOTH.view(5, 8)}, "out"),
+    (grouped_linear, GROUPED | {"gate": Gate(), "x": BOTH[:20].view(5, 4), "pre": BOTH.view(5, 8)}, "pre"),
+    (grouped_linear_dx, {"dy": X.view(8, 4), "offsets": OFFSETS, "weight": CUBE, "out": X.view(8, 4)}, "out"),
     (gather, {"peers": (ONE := PeerShards.local(zeros(8, 3))), "out": ONE.shards[0]}, "out"),
     (
         embedding,
@@ -343,6 +377,8 @@ PLAIN: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (linear_dx, {"dy": X, "weight": Y, "out": zeros(4, 8)}, "the weight"),
     (wgrad, {"dy": X, "x": X, "weight": Y}, "what gradients are added to"),
     (wgrad, {"dy": X, "x": X, "weight": SQUARE, "bias": zeros(8)}, "the bias"),
+    (grouped_linear, GROUPED | {"weight": zeros(3, 8, 4)}, "the weight"),
+    (grouped_wgrad, {"dy": X, "x": X, "offsets": OFFSETS, "weight": Y}, "what gradients are added to"),
     (gather, {"peers": Y, "out": zeros(8, 8)}, "peers"),
     (scatter, {"gradient": zeros(8, 8), "peers": Y}, "what gradients are added to"),
     (embedding, {"ids": IDS, "weight": Y, "out": zeros(4, 8)}, "the weight"),

@@ -13,15 +13,15 @@ import transformers
 from torch import nn
 
 from bench.whole import whole
-from odc_triton import fully_shard, minibatch
+from odc_triton import fully_shard, minibatch, repeating
 from odc_triton.nn.replace import replace_layers
 from tests.support import ranks, slow
 from tests.support.families import SIZES, causal_lm
 from tests.support.hybrids import hybrid, rules_in
 from tests.support.parity import TRANSFORMS
 
-LOTS = 2**30
-FEW = 3 * 16 * 32 * 2 * 16  # of the bytes that a few experts take
+EXPERT = 3 * 32 * 48 * 8  # bytes of one of Mixtral's, of which a rank of two lacks four or six in two layers
+FEW, MORE, LOTS = 3 * EXPERT, 10 * EXPERT, 2**30  # some copies; all and some sums
 
 _ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
@@ -54,6 +54,7 @@ class Run:
     choice: str = "auto"
     skewed: bool = False
     checkpointing: bool = False
+    dtype: torch.dtype = torch.float64
 
 
 def model_of(run: Run) -> nn.Module:
@@ -68,7 +69,7 @@ def model_of(run: Run) -> nn.Module:
     for module in model.modules():
         if run.skewed and hasattr(module, "top_k") and "weight" in module._parameters:
             module.register_forward_hook(_skewed)
-    return model.double()
+    return model.to(run.dtype)
 
 
 def _skewed(router: Any, inputs: tuple, output: tuple) -> tuple:
@@ -94,20 +95,19 @@ def trained(rank: int, world: int, runs: list[Run]) -> list[dict[str, torch.Tens
         replace_layers(model, roles=["experts"], choice=run.choice, verbose=False)
         model = fully_shard(model, backend=run.backend, **run.how)
         with rules_in(torch.float64):
-            found.append(_steps(model, DEALS[world][rank], minibatch))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            repeating(functools.partial(_minibatch, model, DEALS[world][rank]))
+            optimizer.step()
+            optimizer.zero_grad()
+            repeating(functools.partial(_minibatch, model, DEALS[world][rank]))
+        found.append({name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None})
     return found
 
 
-def _steps(model: nn.Module, mine: list[int], scope: Any) -> dict[str, torch.Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        with scope(model, tokens=27):
-            for each in mine:
-                _loss(model, BATCHES[each]).backward()
-        if not _:
-            optimizer.step()
-    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+def _minibatch(model: nn.Module, mine: list[int]) -> None:
+    with minibatch(model, tokens=27):
+        for each in mine:
+            _loss(model, BATCHES[each]).backward()
 
 
 def plainly(run: Run) -> dict[str, torch.Tensor]:
@@ -130,7 +130,7 @@ def compare(world: int, runs: list[Run]) -> None:
             assert got.keys() == want.keys()
             for name, gradient in want.items():
                 error = (got[name] - gradient).norm() / gradient.norm().clamp_min(1e-12)
-                assert error <= 1e-10, f"{run}, {name}: {error}"  # fp64
+                assert error <= (1e-10 if run.dtype == torch.float64 else 2e-5), f"{run}, {name}: {error}"
 
 
 @pytest.mark.parametrize("world", [1, slow(2), slow(3), slow(7)])
@@ -145,6 +145,7 @@ APART = [
     Run(family="GptOss", backend="cpu-sharded", choice=STAGED),
     Run(family="Qwen3Moe", backend="cpu-sharded", choice=STAGED, how={"expert_cache_bytes": LOTS}),
     Run(family="GptOss", backend="cpu-sharded", choice=STAGED, how={"expert_cache_bytes": FEW}),
+    Run(family="Mixtral", backend="cpu-sharded", choice=STAGED, how={"expert_cache_bytes": MORE}),
     Run(family="Mixtral", backend="cpu-sharded", choice=STAGED, how={"expert_cache_bytes": FEW}, checkpointing=True),
     Run(family="Mixtral", backend="cpu-sharded", choice="experts=staged/whole", how={"expert_cache_bytes": LOTS}),
     Run(family="GptOss", backend="cpu-sharded", choice="experts=gathered/fused"),
@@ -156,3 +157,23 @@ APART = [
 @pytest.mark.parametrize("world", [2, slow(3), slow(7)])
 def test_where_shards_are_apart(world: int) -> None:
     compare(world, APART)
+
+
+KERNELS = {"backend": "cpu-interpreter", "dtype": torch.float32}
+BY_KERNELS = [
+    Run(family="GptOss", choice="experts=triton/direct/fused", how={"expert_cache_bytes": LOTS}, **KERNELS),
+    Run(family="Mixtral", choice="experts=triton/direct/fused", how={"expert_cache_bytes": MORE // 2}, **KERNELS),
+    Run(family="GptOss", choice="experts=triton/staged/fused", how={"expert_cache_bytes": FEW // 2}, **KERNELS),
+    Run(family="Mixtral", choice="experts=triton/staged/whole", **KERNELS),
+    Run(
+        family="Mixtral",
+        choice="experts=triton/staged/fused",
+        how={"exact": True, "expert_cache_bytes": LOTS},
+        **KERNELS,
+    ),
+]
+
+
+@pytest.mark.parametrize("runs", [BY_KERNELS[:1], pytest.param(BY_KERNELS[1:], marks=pytest.mark.slow)])
+def test_by_kernels(runs: list[Run]) -> None:
+    compare(2, runs)

@@ -27,6 +27,7 @@ from ...kernels.timing import Machine
 # At Llama-3-8B's sizes, the most used first.
 TIMED = ("wgrad", "linear staged", "linear_dx staged", "scatter", "gather", "linear_cross_entropy_grad")
 TIMED += ("linear_cross_entropy", "exact publish", "qkv", "qkv_grad", "linear_divergence", "embedding_grad")
+TIMED += ("experts", "experts wgrad")
 LAYERS = ("gate, up", "head", "embedding", "qkv")
 
 

@@ -153,7 +153,7 @@ QUARTER = {
 
 OPERATORS = ("gather", "scatter", "exact publish", "embedding", "embedding_grad", "linear_cross_entropy")
 OPERATORS += ("linear_cross_entropy_grad", "linear_divergence", "linear direct", "linear_dx direct", "linear staged")
-OPERATORS += ("linear_dx staged", "wgrad", "qkv", "qkv_grad")
+OPERATORS += ("linear_dx staged", "wgrad", "qkv", "qkv_grad", "experts", "experts wgrad")
 
 LONGER = {
     "all tests": _tests("all tests", 420, *ALL_TESTS, least=100, workers=14),
