@@ -61,6 +61,7 @@ class RowsOfOwners:
         like = shard.compute_shards[heap.rank]
         self._copies = like.new_empty(kept, *like.shape[1:])
         self._sums = like.new_empty(0) if summed == 0 else shard.target.shards[0].new_empty(summed, *like.shape[1:])
+        self._is_open = False
         self._come: dict[Group, Copies] = {}
         self._summed: set[int] = set()  # places
         self._lock = threading.Lock()
@@ -69,8 +70,9 @@ class RowsOfOwners:
     def keeps(self) -> bool:
         return bool(self._places)
 
-    def forget(self) -> None:
-        """What it kept, and sums that are not added yet."""
+    def begin(self, *, is_open: bool) -> None:
+        """A minibatch, or the time after it, in which rows change. Forgets them, and sums that are not added yet."""
+        self._is_open = is_open
         self._come.clear()
         self._summed.clear()
 
@@ -128,7 +130,7 @@ class RowsOfOwners:
             values = next(places)[:count]
             return values, self._copy(values, self._rows(*group))
         values = self._copies[place : place + count]
-        if group not in self._come:
+        if not self._is_open or group not in self._come:
             self._come[group] = self._copy(values, self._rows(*group))
         return values, self._come[group]
 
@@ -142,7 +144,7 @@ class RowsOfOwners:
 
     def row_peers(self) -> PeerShards:
         """As in `ShardedOperand`."""
-        if not self.keeps:
+        if not self.keeps or not self._is_open:
             return self._shard.compute_peers
         for group in self._groups(self._places.keys(), len(self._places)):
             _, copies = self._begin(group, iter(()))
@@ -221,12 +223,12 @@ class KeptRows(Participant):
 
     def opened(self) -> None:
         for _, rows in self._keeping():
-            rows.forget()
+            rows.begin(is_open=True)
 
     def leave(self) -> None:
         for parameter, rows in self._keeping():
             rows.flush(parameter.add_sums)
-            rows.forget()
+            rows.begin(is_open=False)
 
 
 def rows_in_slot(row_bytes: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.untyped import untyped
 from .choice import TABLE, Entry, is_by_kernel, is_gathered
 from .functional.experts import gated, grouped_linear, grouped_product
 from .functional.whole import table_of
@@ -68,7 +69,15 @@ class Experts(ReadsShards):
             x = self.post_expert_norm(x)
         x = x * top_k_weights.reshape(-1)[order].unsqueeze(-1)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return x[back].view(tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+        return x[back].view(tokens, top_k, x.shape[-1]).sum(1).to(hidden_states.dtype)
+
+    @staticmethod
+    def adapt_wrappers(model: nn.Module) -> None:
+        """PEFT's wrappers of our experts become `AdaptedExperts`, also those that came after `replace_layers`."""
+        for module in model.modules():
+            wraps = hasattr(module, "get_delta_factors") and isinstance(untyped(module).get_base_layer(), Experts)
+            if wraps and not isinstance(module, AdaptedExperts):
+                untyped(module).__class__ = with_ours(type(module), AdaptedExperts)
 
     def _project(self, name: str, x: torch.Tensor, offsets: torch.Tensor, gate: Sequence[float] = ()) -> torch.Tensor:
         bias = leaf(self, f"{name}_bias") if self.has_bias else None

@@ -250,9 +250,7 @@ def _replace_experts(model: nn.Module, choice: str, replaced: Replaced) -> None:
         layer.gate, layer.factors, layer.choice = experts.gate_of(module), {}, choice
         layer.__class__ = experts.with_ours(type(module), experts.Experts)
         replaced.swapped["experts"].append(name)
-    for module in model.modules():  # around them: PEFT's
-        if hasattr(module, "get_delta_factors") and isinstance(untyped(module).get_base_layer(), experts.Experts):
-            untyped(module).__class__ = experts.with_ours(type(module), experts.AdaptedExperts)
+    experts.Experts.adapt_wrappers(model)
 
 
 # In this order: a later role skips layers of an earlier one.

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from odc_kernels.staged import Staging
 
 from ..base.deadlines import Timeout, timedelta_of
+from ..base.untyped import untyped
 from ..comm.layout import MemoryLayout, make_layout
 from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
 from ..comm.replicas import Grid, Replicas, grid_of, refuse_mesh
@@ -118,6 +119,8 @@ def fully_shard(
         grid = grid_of(mesh)
         barrier = open_barrier(grid, timeout)
         root, units = (module, None) if modules[0] is module else _together(modules)
+        if (ours := next((each for each in root.modules() if hasattr(each, "adapt_wrappers")), None)) is not None:
+            untyped(ours).adapt_wrappers(root)
         with refusing(barrier, AGREEING):
             described = describe(
                 root, grid.mesh, policy, ignored_params or set(), home=device.mesh_device, exact=exact, units=units

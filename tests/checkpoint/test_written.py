@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc_triton import fully_shard, minibatch, offer_policy
+from odc_triton import fully_shard, minibatch, offer_policy, replace_layers
 from odc_triton.checkpoint import save_pretrained
 from odc_triton.checkpoint.folder import load_checkpoint, write_checkpoint
 from odc_triton.checkpoint.pretrained_tensors import require_written
@@ -86,6 +86,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], str]] = {
     "blocks are wrapped": ("LoraConfig", LORA | {"modules_to_save": ["norm"]}, "Qwen2", TIED, ""),
     "hooks hold locks": ("LoraConfig", LORA | {"use_dora": True}, "Qwen2", {}, ""),
 }
+ADAPTERS["experts as layers"] = ADAPTERS["experts"]
 
 
 def _second_adapter(model: Any) -> None:
@@ -124,6 +125,7 @@ PREPARED: dict[str, Callable[[Any], None]] = {
     "a second adapter is trained": _second_adapter,
     "blocks are wrapped": _wrap_blocks,
     "hooks hold locks": _hook_locks,
+    "experts as layers": partial(replace_layers, roles=["experts"], verbose=False),
 }
 
 

@@ -80,6 +80,12 @@ WAITS = (
         "tests/engine/test_gathered.py::test_tied_over_units",
     ),
     Wait(
+        "others' experts are used after they are copied",
+        "self._streams.wait(copies)",
+        "tests/nn/test_experts.py::test_where_shards_are_apart[2]",
+        after="values, copies = ahead.popleft()",
+    ),
+    Wait(
         "keys and values are copied after their flags have come",
         "self._wait()",
         _SEQUENCE + "order.py::test_keys_and_values_are_read_after_their_flags_have_come[True]",

@@ -150,6 +150,8 @@ SLOW = {
         Setup(family="GptOss", deal="tree", prefix=8, backend="cpu-sharded"),
         Setup(family="Llama", deal="2x3", replicas=2, change="lora"),
         Setup(family="Qwen3Moe", deal="3x2", replicas=3, backend="cpu-sharded"),
+        Setup(family="GptOss", deal="zigzag", backend="cpu-sharded", change="experts", steps=3),
+        Setup(family="Qwen3Moe", deal="cut tree", prefix=8, backend="cpu-sharded", change="checkpointing+experts"),
     ],
 }
 

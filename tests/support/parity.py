@@ -200,6 +200,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "body": lambda model: _replaced(model, *BODY),
     "embedding": lambda model: _replaced(model, "embedding"),
     "linear": lambda model: _replaced(model, "linear"),
+    "experts": lambda model: _replaced(model, "experts", choice="experts=eager/staged"),
     "eager": functools.partial(_replaced, choice="eager/direct/fused"),
     "direct": functools.partial(_replaced, choice="triton/direct/fused"),
     "staged": functools.partial(_replaced, choice="triton/staged/whole"),
@@ -212,6 +213,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "lora": with_lora,
 }
 REPLACING = ("chunks", "head", "layers", "body", "embedding", "linear", "eager", "direct", "staged", "gathered", "qkv")
+REPLACING += ("experts",)
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
