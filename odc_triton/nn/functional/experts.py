@@ -309,21 +309,17 @@ def _add(
         if operand is None:
             continue
         # Plain torch can't add to shards while others' kernels do.
-        whole = None if callable(sink) else torch.zeros(operand.shape, dtype=dy.dtype, device=dy.device)
+        made = dy.new_empty(1, *operand.shape[1:]) if callable(sink) else dy.new_zeros(operand.shape)
         for owner, expert in in_turn(operand, _hit(bounds)):
-            rows = slice(bounds[expert], bounds[expert + 1])
+            rows, part = slice(bounds[expert], bounds[expert + 1]), made[0 if callable(sink) else expert]
             if operand is bias:
-                part = dy[rows].sum(0)
-            else:
-                assert left is not None, "x is saved where the weight trains"
-                assert right is not None
-                part = left[rows].T @ right[rows]
+                torch.sum(dy[rows], 0, out=part)
+            elif left is not None and right is not None:  # x is saved where the weight trains
+                torch.mm(left[rows].T, right[rows], out=part)  # autocast leaves it alone
             if callable(sink):
-                sink(owner, expert - operand.first_row(owner), part[None])
-            elif whole is not None:
-                whole[expert] = part
-        if whole is not None:
-            operand.add_gradient(whole)
+                sink(owner, expert - operand.first_row(owner), made)
+        if not callable(sink):
+            operand.add_gradient(made)
 
 
 def _chosen(w: ShardedOperand, x: torch.Tensor, choice: str) -> Choice:
