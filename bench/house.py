@@ -73,8 +73,8 @@ BEHIND: dict[str, tuple[int, int | None]] = {
     "from . import use_odc": (8_950, None),
     "from . import replace_layers": (3_300, None),
     "from .balance import MinibatchSampler": (3_650, None),
-    "from .hf import enable_packing, summed_loss": (10_600, None),
-    "from .hf import ODCTrainer": (23_200, None),
+    "from .hf import enable_packing, summed_loss": (10_650, None),
+    "from .hf import ODCTrainer": (23_250, None),
     "from .jobs.train import sft": (31_150, None),
     "from .jobs.train import grpo": (32_850, None),
 }
