@@ -40,7 +40,7 @@ from .. import harness
 from ..provenance import about, save_parts
 from ..whole import whole
 
-OURS, WITHOUT = "experts", ("grouped_mm", "batched_mm", "eager")
+OURS, WITHOUT = "experts", ("grouped_mm", "batched_mm")  # "eager" makes a whole gradient for each expert: minutes
 MOST_APART = 2e-5  # of gradients, in fp32
 
 
