@@ -14,7 +14,9 @@ from torch import nn
 
 from bench.whole import whole
 from odc_triton import fully_shard, minibatch, repeating
+from odc_triton.nn.functional.experts import grouped_linear
 from odc_triton.nn.replace import replace_layers
+from odc_triton.nn.verification import LocalShards
 from tests.support import ranks, slow
 from tests.support.families import SIZES, causal_lm
 from tests.support.hybrids import hybrid, rules_in
@@ -177,3 +179,9 @@ BY_KERNELS = [
 @pytest.mark.parametrize("runs", [BY_KERNELS[:1], pytest.param(BY_KERNELS[1:], marks=pytest.mark.slow)])
 def test_by_kernels(runs: list[Run]) -> None:
     compare(2, runs)
+
+
+def test_an_expert_that_is_not_there() -> None:
+    weight = nn.Parameter(torch.ones(2, 3, 4))
+    with LocalShards(weight, 2), pytest.raises(IndexError, match=r"an expert outside of 0\.\.1, 1 times"):
+        grouped_linear(torch.ones(2, 4), torch.tensor([0, 1, 1], dtype=torch.int32), weight)

@@ -40,7 +40,7 @@ def grouped_linear(
     | offsets | [E + 1]: expert e's are the rows from offsets[e] to offsets[e + 1] | int32 |
     | weight | [E, N, K], `transposed` [E, K, N] | any floating point for "eager"; fp32, bf16, fp16 for "triton" |
     | bias | [E, N] or None | the weight's |
-    | result | [S, N], with a gate [S, N / 2]; rows after offsets[E] are 0, by kernels undefined | the weight's |
+    | result | [S, N], with a gate [S, N / 2] | the weight's |
 
     forward: y_e = x_e W_eᵀ + b_e, then the gate. dgrad: dx_e = dy_e W_e. wgrad: dW_e = dy_eᵀ x_e and db_e = the sum of
     dy_e, added to the owners of those experts that have rows. Saved: x, if the weight trains, what went into the gate,
@@ -48,7 +48,7 @@ def grouped_linear(
     not apply, as to torch's own grouped product.
 
     gate: as of `gated`, only of sharded weights. choice: see docs/layers.md. Raises ValueError for one that is unknown
-    or can't run here.
+    or can't run here, IndexError for rows without an expert; kernels can't check without a synchronisation.
     """
     x = x.to(weight.dtype)
     if any(getattr(each, "_odc_handle", None) is None for each in (weight, bias) if each is not None):
@@ -68,7 +68,7 @@ def grouped_product(
         return F.grouped_mm(x, matrices if rows_or_columns else matrices.contiguous(), offs=offsets[1:])
     bounds = offsets.tolist()
     biases = [None] * len(matrices) if bias is None else bias.unbind()
-    rows = x[bounds[0] : bounds[-1]].split(_counts(bounds))
+    rows = x.split(_counts(bounds))
     with torch.autocast(x.device.type, enabled=False):
         return torch.cat([F.linear(*each) for each in zip(rows, matrices.mT.unbind(), biases, strict=True)])
 
@@ -94,13 +94,15 @@ def _forward(
     y = x.new_empty(len(x), w.shape[1 + transposed])
     if not by_kernel(how, x, w):
         bounds = offsets.tolist()
+        if bounds[0] or bounds[-1] != len(x):
+            wrong = len(x) - bounds[-1] + bounds[0]
+            raise IndexError(f"the router chose an expert outside of 0..{len(bounds) - 2}, {wrong} times")
         hit = _hit(bounds)
         for expert, matrix in rows_in_turn(w, hit, how.source):
             rows = slice(bounds[expert], bounds[expert + 1])
             torch.mm(x[rows], matrix if transposed else matrix.T, out=y[rows])
         for expert, row in () if b is None else rows_in_turn(b, hit, "direct"):
             y[bounds[expert] : bounds[expert + 1]] += row
-        y[bounds[-1] :] = 0
         return (gated(y, gate), y) if gate else (y, y.new_empty(0))
     from odc_kernels.experts import Gate
     from odc_kernels.experts import grouped_linear as by_tiles
@@ -227,11 +229,11 @@ def _differentiable(
         raise RuntimeError("a fused gate has no second derivative: give its experts choice='experts=eager'")
     whole, bounds = read_whole(w.leaf), offsets.tolist()
     dx = grouped_product(dy, offsets, whole.mT if transposed else whole) if needs[0] else None
-    each = dy[: bounds[-1]].split(_counts(bounds))
+    each = dy.split(_counts(bounds))
     db = torch.stack([rows.sum(0) for rows in each]) if needs[2] else None
     if not needs[1] or x is None:
         return dx, None, db
-    pairs = zip(each, x[: bounds[-1]].split(_counts(bounds)), strict=True)
+    pairs = zip(each, x.split(_counts(bounds)), strict=True)
     return dx, torch.stack([b.T @ a if transposed else a.T @ b for a, b in pairs]), db
 
 
@@ -268,7 +270,6 @@ def _add_gradient(
         for expert, matrix in rows_in_turn(w, _hit(bounds), how.source):
             rows = slice(bounds[expert], bounds[expert + 1])
             torch.mm(dy[rows], matrix.T if transposed else matrix, out=dx[rows])
-        dx[bounds[-1] :] = 0
     if (weight is not None or bias is not None) and len(dy):
         _add(dy, x, offsets, weight, bias, transposed, how)
     return dx
