@@ -31,7 +31,9 @@ Group = tuple[int, int, int]  # owner, first row, number of rows
 
 
 class Slots:
-    """Two places for rows of each shape, dtype and thread: autograd runs a backward in another than its forward."""
+    """Two places for rows of each shape, dtype, stream and thread: a backward may have another than its forward. Copies
+    into a place follow each other, and what was computed on its stream.
+    """
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
@@ -40,9 +42,11 @@ class Slots:
     def of(self, like: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
         """Those for up to `count` rows like these, by turns."""
         shape = count, *like.shape[1:]
-        key = shape, like.dtype, threading.get_ident()
+        device = self.streams.device
+        key = shape, like.dtype, None if device is None else device.current(), threading.get_ident()
         if key not in self._places:
-            self._places[key] = like.new_empty(shape), like.new_empty(shape)
+            with torch.inference_mode(False):  # they are written outside of it, too
+                self._places[key] = like.new_empty(shape), like.new_empty(shape)
         return itertools.cycle(self._places[key])
 
 
@@ -52,7 +56,7 @@ class RowsOfOwners:
     """
 
     def __init__(self, shard: HeapShard, slots: Slots, kept: int, summed: int) -> None:
-        self._shard, self._slots, self._streams = shard, slots, slots.streams
+        self._shard, self.slots, self._streams = shard, slots, slots.streams
         heap = shard.heap
         turn = [(heap.rank + step) % heap.world for step in range(heap.world)]
         self._turn = [owner for owner in turn if shard.rows[owner][0] < shard.rows[owner][1]]
@@ -60,7 +64,7 @@ class RowsOfOwners:
         self._places = {row: place for place, row in enumerate(itertools.islice(others, kept))}
         like = shard.compute_shards[heap.rank]
         self._copies = like.new_empty(kept, *like.shape[1:])
-        self._sums = like.new_empty(0) if summed == 0 else shard.target.shards[0].new_empty(summed, *like.shape[1:])
+        self._sums = like.new_empty(0) if summed == 0 else shard.target.shards[0].new_zeros(summed, *like.shape[1:])
         self._is_open = False
         self._come: dict[Group, Copies] = {}
         self._summed: set[int] = set()  # places
@@ -74,13 +78,15 @@ class RowsOfOwners:
         """A minibatch, or the time after it, in which rows change. Forgets them, and sums that are not added yet."""
         self._is_open = is_open
         self._come.clear()
-        self._summed.clear()
+        if self._summed:
+            self._sums.zero_()
+            self._summed.clear()
 
     def copied(self, rows: Sequence[int] | None) -> Iterator[tuple[int, torch.Tensor]]:
         """As in `ShardedOperand`."""
         rank, most = self._shard.heap.rank, self._rows_of_a_slot if rows is None else 1
         groups = self._all if rows is None else self._groups(rows, 1)
-        others, places = (group for group in groups if group[0] != rank), self._slots.of(self._copies, most)
+        others, places = (group for group in groups if group[0] != rank), self.slots.of(self._copies, most)
         ahead: deque[tuple[int, torch.Tensor, Copies]] = deque()
 
         def begin() -> None:
@@ -108,16 +114,21 @@ class RowsOfOwners:
 
     @cached_property
     def _all(self) -> list[Group]:
-        return self._groups(range(self._shard.spec.shape[0]), self._rows_of_a_slot)
+        """Own ones together, as they need no slot."""
+        return self._groups(range(self._shard.spec.shape[0]), self._rows_of_a_slot, own=self._shard.spec.shape[0])
 
-    def _groups(self, rows: Collection[int], most: int) -> list[Group]:
+    @cached_property
+    def _kept(self) -> list[Group]:
+        return self._groups(self._places.keys(), len(self._places))
+
+    def _groups(self, rows: Collection[int], most: int, own: int = 1) -> list[Group]:
         """Of at most that many rows of one owner, all kept or none; own ones first."""
         wanted, found = set(rows), [(-1, -1, 0)]
         for owner in self._turn:
             for row in filter(wanted.__contains__, range(*self._shard.rows[owner])):
                 before, first, count = found[-1]
                 alike = before == owner and (first in self._places) == (row in self._places)
-                if alike and first + count == row and count < most:
+                if alike and first + count == row and count < (own if owner == self._shard.heap.rank else most):
                     found[-1] = owner, first, count + 1
                 else:
                     found.append((owner, row, 1))
@@ -146,7 +157,7 @@ class RowsOfOwners:
         """As in `ShardedOperand`."""
         if not self.keeps or not self._is_open:
             return self._shard.compute_peers
-        for group in self._groups(self._places.keys(), len(self._places)):
+        for group in self._kept:
             _, copies = self._begin(group, iter(()))
             self._streams.wait(copies)
         return self._read_peers
@@ -175,9 +186,7 @@ class RowsOfOwners:
         if not len(self._sums):
             return sink
         if isinstance(sink, PeerShards):
-            if not self._summed:
-                self._sums.zero_()
-                self._summed.update(range(len(self._sums)))
+            self._summed.update(range(len(self._sums)))
             return target.adding(self._sum_peers)
 
         def add(owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
@@ -186,9 +195,7 @@ class RowsOfOwners:
                 sink(owner, at, rows)
                 return
             with self._lock:
-                if place not in self._summed:
-                    self._summed.add(place)
-                    self._sums[place].zero_()
+                self._summed.add(place)
                 target.add_into(self._sums, place, rows.detach())
 
         return add
@@ -214,21 +221,25 @@ class KeptRows(Participant):
 
     name = "kept rows"
 
-    def __init__(self, parameters: Sequence[HoldsRows]) -> None:
-        """`parameters`: of the engine; some may be added later."""
-        self._parameters = parameters
+    def __init__(self, parameters: Sequence[HoldsRows], drain: Callable[[str], None]) -> None:
+        """`parameters`: of the engine; some may be added later. `drain`: waits for this rank's device."""
+        self._parameters, self._drain = parameters, drain
 
-    def _keeping(self) -> Iterator[tuple[HoldsRows, RowsOfOwners]]:
-        return ((each, each.rows) for each in self._parameters if each.rows is not None and each.rows.keeps)
+    def _keeping(self) -> list[tuple[HoldsRows, RowsOfOwners]]:
+        return [(each, each.rows) for each in self._parameters if each.rows is not None and each.rows.keeps]
 
     def opened(self) -> None:
         for _, rows in self._keeping():
             rows.begin(is_open=True)
 
     def leave(self) -> None:
-        for parameter, rows in self._keeping():
-            rows.flush(parameter.add_sums)
-            rows.begin(is_open=False)
+        try:
+            self._drain("sums of kept experts")  # microbatches may have been on other streams
+            for parameter, rows in self._keeping():
+                rows.flush(parameter.add_sums)
+        finally:
+            for _, rows in self._keeping():
+                rows.begin(is_open=False)
 
 
 def rows_in_slot(row_bytes: int) -> int:
@@ -246,14 +257,16 @@ def rows_to_keep(
     copies, sums = (sum(n * each[kind] for n, each in zip(others, row_bytes, strict=True)) for kind in (0, 1))
     if any(each[0] % ALIGNMENT_BYTES for each in row_bytes):
         budget_bytes = 0
-    kept, summed = budget_bytes / max(copies, 1), (budget_bytes - copies) / max(sums, 1)
-    pairs = zip(others, row_bytes, strict=True)
-    return [(int(min(kept, 1) * n), int(min(max(summed, 0), 1) * n) * (each[1] > 0)) for n, each in pairs]
+    for_sums, found = max(budget_bytes - copies, 0), []
+    for count, (_, sum_bytes) in zip(others, row_bytes, strict=True):
+        summed = min(count, for_sums * count // max(sums, 1)) if sum_bytes else 0
+        found.append((min(count, budget_bytes * count // max(copies, 1)), summed))
+    return found
 
 
 def rows_of_owners(
     shards: Sequence[HeapShard], keeping: Collection[HeapShard], streams: Streams, budget_bytes: int
-) -> list[RowsOfOwners]:
+) -> dict[HeapShard, RowsOfOwners]:
     """Of these shards. Those of `keeping` keep as many rows as `rows_to_keep` says."""
 
     def sizes(shard: HeapShard) -> tuple[int, int]:
@@ -264,4 +277,4 @@ def rows_of_owners(
     others = [shard.spec.shape[0] - len(shard.compute_shards[shard.heap.rank]) for shard in keeping]
     kept = dict(zip(keeping, rows_to_keep(others, [sizes(shard) for shard in keeping], budget_bytes), strict=True))
     slots = Slots(streams)
-    return [RowsOfOwners(shard, slots, *kept.get(shard, (0, 0))) for shard in shards]
+    return {shard: RowsOfOwners(shard, slots, *kept.get(shard, (0, 0))) for shard in shards}

@@ -61,11 +61,14 @@ class Engine(Protocol):
             self.streams.watch(parameter.staging)
             if parameter.trains:
                 parameter.listen(self.passes)
-        if any(each.rows is not None and each.rows.keeps for each in parameters):
+        rows = [each.rows for each in self.parameters if each.rows is not None]
+        for each in rows:
+            each.slots = rows[0].slots  # also of those that were sharded before
+        if any(each.keeps for each in rows):
             from .kept import KeptRows
 
             if self.participant(KeptRows) is None:
-                self.register(KeptRows(self.parameters))
+                self.register(KeptRows(self.parameters, self.drain))
 
     def absorb(self, inner: Engine) -> None:
         """Takes over a submodule that was sharded before its root; its parameters stay where they are."""

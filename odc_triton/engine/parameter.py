@@ -173,7 +173,7 @@ class ShardedParameter:
         if self.rows is not None:
             yield from self.rows.copied(rows)
             return
-        whole = self.leaf.detach()  # a view
+        (whole,) = self.parts("gathered")
         yield from ((0, whole),) if rows is None else ((row, whole[row : row + 1]) for row in rows)
 
     def owners_from_own(self) -> Iterator[int]:

@@ -220,3 +220,11 @@ def is_by_kernel(
 ) -> bool:
     """True if kernels run it, for operators where this does not depend on the number of tokens."""
     return _for_any_tokens(operator, shape, device_type, given, table)[0].backend == "triton"
+
+
+def reads_copies(
+    operator: str, *, shape: tuple[int, ...], device_type: str, given: str = AUTO, table: tuple[Entry, ...] = TABLE
+) -> bool:
+    """True if, for some number of tokens, it reads copies of parts of a weight, or addresses, which may be a copy's."""
+    found = _for_any_tokens(operator, shape, device_type, given, table)
+    return any(choice.source == "staged" or choice.backend == "triton" for choice in found)

@@ -14,12 +14,15 @@ import torch
 from torch import nn
 
 from ..base.untyped import untyped
-from .choice import TABLE, Entry, is_by_kernel, is_gathered
+from .choice import TABLE, Entry, is_by_kernel, is_gathered, reads_copies
 from .functional.experts import gated, grouped_linear, grouped_product
 from .functional.whole import table_of
 from .modules import ReadsShards, leaf
 
 Factors = tuple[torch.Tensor, torch.Tensor, float]
+
+# transformers' own, which all compute the same.
+_FUNCTIONS = (None, "eager", "grouped_mm", "batched_mm", "deepgemm", "sonicmoe")
 
 
 class Experts(ReadsShards):
@@ -28,7 +31,7 @@ class Experts(ReadsShards):
     `gate`: of kernels, which computes the same as the family's, see `gated`; () for none.
     """
 
-    keeps_rows, operator = True, "experts"
+    operator = "experts"
     gate: Sequence[float] = ()
     factors: dict[str, list[Factors]]  # of adapters that are active, by parameter
 
@@ -39,6 +42,9 @@ class Experts(ReadsShards):
 
     def reads_on_demand(self, device_type: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
         return () if self._ask(is_gathered, device_type, table) else tuple(self.names)
+
+    def keeps_rows(self, device_type: str, table: tuple[Entry, ...] = TABLE) -> bool:
+        return self._ask(reads_copies, device_type, table) and not self._ask(is_gathered, device_type, table)
 
     def _ask(self, what: Callable[..., bool], device_type: str, table: tuple[Entry, ...]) -> bool:
         """Of both projections: one is enough, as a layer is gathered or read on demand."""
@@ -71,6 +77,9 @@ class Experts(ReadsShards):
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return x[back].view(tokens, top_k, x.shape[-1]).sum(1).to(hidden_states.dtype)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _new, (self._odc_plain, Experts), self.__dict__
+
     @staticmethod
     def adapt_wrappers(model: nn.Module) -> None:
         """PEFT's wrappers of our experts become `AdaptedExperts`, also those that came after `replace_layers`."""
@@ -93,6 +102,9 @@ class Experts(ReadsShards):
 class AdaptedExperts(nn.Module):
     """A mixin of PEFT's wrapper of a parameter: experts get the factors of its change, not the changed parameter."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _new, (vars(type(self))["_odc_plain"], AdaptedExperts), self.__dict__
+
     @contextlib.contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
         wrapper: Any = self
@@ -106,22 +118,38 @@ class AdaptedExperts(nn.Module):
 
 def why_not(module: Any) -> str | None:
     """The reason why ours would not compute the same as these experts; None if it does."""
+    if not is_of_the_interface(module):
+        return f"a {type(module).__name__}, not run by transformers' ExpertsInterface, or derived from one that is"
     if "forward" in vars(module):
         return "its forward was replaced"
+    if (function := module.config._experts_implementation) not in _FUNCTIONS:
+        return f"it runs by the function {function!r}"
+    if module.down_proj.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        return f"it is {module.down_proj.dtype}"
     if getattr(module, "_is_expert_parallel", False) or len(module.down_proj) != module.num_experts:
         return "its experts are distributed over ranks already"
     return None
 
 
+def are_experts(module: nn.Module) -> bool:
+    """True if it has a matrix for each expert."""
+    down = module._parameters.get("down_proj")
+    return down is not None and down.ndim == 3
+
+
 def is_of_the_interface(module: nn.Module) -> bool:
-    """True for experts that transformers runs by its ExpertsInterface."""
-    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
+    """True if its own class, none that it is derived from, is one that transformers runs by its ExpertsInterface."""
+    return hasattr(vars(type(module)).get("forward"), "__wrapped__") and hasattr(module, "is_transposed")
 
 
 @functools.cache
 def with_ours(kind: type[nn.Module], mixin: type[nn.Module]) -> type[nn.Module]:
     """That class with ours in front: still a subclass, for code that looks for the class."""
-    return type(kind.__name__, (mixin, kind), {"__module__": __name__, "_odc_plain": kind})
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__, "_odc_plain": kind})
+
+
+def _new(kind: type[nn.Module], mixin: type[nn.Module]) -> nn.Module:
+    return object.__new__(with_ours(kind, mixin))
 
 
 @torch.no_grad()

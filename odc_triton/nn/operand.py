@@ -144,7 +144,9 @@ class ReadsOnDemand(Protocol):
 class KeepsRows(Protocol):
     """A module of whose parameters a rank may keep others' rows for a minibatch."""
 
-    keeps_rows: bool
+    @abstractmethod
+    def keeps_rows(self, device_type: str, table: Table = ()) -> bool:
+        """False if it reads them where they are, or whole."""
 
 
 @runtime_checkable

@@ -81,8 +81,6 @@ def replace_layers(
     if roles is None:
         raise ValueError(f"roles is None; give some of {', '.join(_ROLES)}, or leave it out")
     roles = [roles] if isinstance(roles, str) else list(roles)
-    if roles == list(DEFAULT_ROLES) and not any(map(experts.is_of_the_interface, model.modules())):
-        roles.remove("experts")
     unknown = [role for role in roles if role not in _ROLES]
     if unknown:
         raise ValueError(f"roles {unknown} are not known; known are {', '.join(_ROLES)}; give a list of them")
@@ -91,13 +89,17 @@ def replace_layers(
         if role in roles:
             replaced.swapped[role] = []
             _ROLES[role](model, choice, replaced)
+    if roles == list(DEFAULT_ROLES) and not replaced.swapped["experts"]:
+        del replaced.swapped["experts"]  # most models have none
     if verbose:
         print(replaced)
     return replaced
 
 
 def restore_layers(model: nn.Module) -> int:
-    """Reverts `replace_layers` in place; returns the number of reverted layers."""
+    """Reverts `replace_layers` in place, before `fully_shard`; returns the number of reverted layers."""
+    if any(is_sharded(module) for module in model.modules()):
+        raise RuntimeError("restore_layers comes before fully_shard: layers of a sharded model can't be swapped")
     count = 0
     for module in model.modules():
         if isinstance(module, Embedding):
@@ -241,7 +243,7 @@ def _unlike_a_head(head: nn.Module) -> str | None:
 
 def _replace_experts(model: nn.Module, choice: str, replaced: Replaced) -> None:
     for name, module in model.named_modules():
-        if not experts.is_of_the_interface(module) or isinstance(module, experts.Experts):
+        if isinstance(module, experts.Experts) or not experts.are_experts(module):
             continue
         if why := experts.why_not(module):
             replaced.left[name] = why

@@ -13,6 +13,7 @@ from .recurrence import RecurrentSizes
 from .sizes import size_of
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # one name or another, by family
+CHOSEN_COUNTS = ("top_k_experts", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_tok")  # likewise
 _SHARED = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
 
 
@@ -101,7 +102,7 @@ class Decoder:
         if family == "granitemoehybrid" and not experts:
             inner = shared
         shared = shared or width * (getattr(config, "n_shared_experts", 0) or 0)
-        mixture = hidden * experts + each * size_of(config, "num_experts_per_tok", default=1)
+        mixture = hidden * experts + each * size_of(config, *CHOSEN_COUNTS, default=1)
         mixture += products * hidden * shared + 2 * hidden * (latent or 0)
         mixture += hidden * bool(getattr(config, _SHARED[0], None))  # the shared expert's gate
         mlps = _mlps(config, kinds, bool(experts))

@@ -38,9 +38,11 @@ class FoundParameter:
         assert self.value is not None, f"{self.name} is in the heap"
         return self.value
 
-    @property
-    def has_rows_to_keep(self) -> bool:
-        return any(isinstance(module, KeepsRows) for module, _, _ in self.places)
+    def keeps_rows(self, device_type: str, table: Table) -> bool:
+        """True if a rank may keep others' rows of it."""
+        return any(
+            isinstance(module, KeepsRows) and module.keeps_rows(device_type, table) for module, *_ in self.places
+        )
 
     def is_read_on_demand(self, device_type: str, table: Table) -> bool:
         """True if all modules that have it read its owners on demand, so that it need not be whole."""
@@ -165,6 +167,15 @@ class Description:
                 )
         readers = enumerate(zip(self.found, tables, strict=True))
         return {number for number, (entry, table) in readers if entry.is_read_on_demand(device_type, table)}
+
+    def refuse_useless_cache(self) -> None:
+        """Raises ValueError for experts, none of which would read what is kept."""
+        for entry in self.found:
+            if any(isinstance(module, KeepsRows) for module, *_ in entry.places):
+                raise ValueError(
+                    f"expert_cache_bytes is given, and {entry.name} is read whole or where it is: give replace_layers "
+                    f"choice='experts=triton/staged/fused' or 'experts=triton/direct/fused', or leave it out"
+                )
 
     def forget(self) -> None:
         """Drops the tensors that were found: nothing else may hold them."""

@@ -86,8 +86,9 @@ def fully_shard(
     exact: sum gradients as 64-bit integers, so that sums have the same bits in whatever order ranks add to them; twice
         the memory for gradient shards. By default what `torch.use_deterministic_algorithms` says now. A minibatch may
         then raise MinibatchToRepeat: docs/exact.md.
-    expert_cache_bytes: memory of each rank for other ranks' experts, and sums of their gradients, of the layers of
-        `replace_layers` where shards are apart: what is kept crosses the link once in a minibatch. 0: none.
+    expert_cache_bytes: memory of each rank for other ranks' experts of this module, and sums of their gradients: what
+        is kept crosses the link once in a minibatch. For experts of `replace_layers` that run `staged` or by kernels
+        (docs/layers.md). No effect on the CPU backend, where they are views.
     shard_placement_fn, offload_policy, dp_mesh_dims: FSDP2's; only what means Shard(0), no offloading, no dims.
 
     Raises ValueError, TypeError, NotImplementedError or RuntimeError for models and options that can't be sharded,
@@ -204,12 +205,15 @@ def _allocate(
         HeapShard(spec=spec, number=number, compute=compute, gradient=gradient, heap=heap, grid=grid, target=target)
         for number, (spec, compute, gradient) in enumerate(regions)
     ]
-    rows: list[Any] = [None] * len(shards)
-    if heap.apart:
+    rows: dict[HeapShard, Any] = {}
+    if heap.apart and (on_demand or expert_cache_bytes):
         from ..engine.kept import rows_of_owners
 
-        keeping = {shards[number] for number in on_demand if described.found[number].has_rows_to_keep}
-        rows = rows_of_owners(shards, keeping, transport.streams, expert_cache_bytes)
+        reading = [(shards[number], described.found[number], tables[number]) for number in sorted(on_demand)]
+        keeping = [shard for shard, entry, table in reading if entry.keeps_rows(device.mesh_device, table)]
+        if expert_cache_bytes and not keeping:
+            described.refuse_useless_cache()
+        rows = rows_of_owners([shard for shard, *_ in reading], keeping, transport.streams, expert_cache_bytes)
     return [
         ShardedParameter(
             shard=shard,
@@ -219,9 +223,9 @@ def _allocate(
             transport=transport,
             staging=staging,
             table=table,
-            rows=each,
+            rows=rows.get(shard),
         )
-        for number, (shard, (whole, gathered), table, each) in enumerate(zip(shards, wholes, tables, rows, strict=True))
+        for number, (shard, (whole, gathered), table) in enumerate(zip(shards, wholes, tables, strict=True))
     ]
 
 

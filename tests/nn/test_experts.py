@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +12,14 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from bench.whole import whole
 from odc_triton import fully_shard, minibatch, repeating
+from odc_triton.engine.api import engine_of
+from odc_triton.engine.kept import RowsOfOwners
+from odc_triton.engine.transport import LockedTransport
+from odc_triton.nn.experts import Experts
 from odc_triton.nn.functional.experts import grouped_linear
 from odc_triton.nn.replace import replace_layers
 from odc_triton.nn.verification import LocalShards
@@ -185,3 +191,75 @@ def test_an_expert_that_is_not_there() -> None:
     weight = nn.Parameter(torch.ones(2, 3, 4))
     with LocalShards(weight, 2), pytest.raises(IndexError, match=r"an expert outside of 0\.\.1, 1 times"):
         grouped_linear(torch.ones(2, 4), torch.tensor([0, 1, 1], dtype=torch.int32), weight)
+
+
+def moved(rank: int, world: int, cache_bytes: int) -> tuple[int, int, int]:
+    """Rows that two equal microbatches copied here and added to peers, of how many that are not this rank's."""
+    model = model_of(Run(family="Mixtral", dtype=torch.float32))
+    replace_layers(model, roles=["experts"], choice=STAGED, verbose=False)
+    model = fully_shard(model, backend="cpu-sharded", expert_cache_bytes=cache_bytes)
+    of_experts = {each.number: each for each in engine_of(model).parameters if ".experts." in each.name}
+    copied, added = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        own, add = RowsOfOwners._copy, LockedTransport._add
+        patch.setattr(RowsOfOwners, "_copy", lambda this, *given: copied.append(len(given[1])) or own(this, *given))
+
+        def adding(this: Any, pending: dict[int, torch.Tensor], target: Any, *rest: Any) -> Any:
+            theirs = target.number in of_experts
+            added.extend(len(rows) for owner, rows in pending.items() if theirs and owner != rank)
+            return add(this, pending, target, *rest)
+
+        patch.setattr(LockedTransport, "_add", adding)
+        with minibatch(model, tokens=27):
+            for _ in range(2):
+                _loss(model, BATCHES[3]).backward()
+    others = sum(each.shape[0] - len(each.shard.compute_shards[rank]) for each in of_experts.values())
+    return sum(copied), sum(added), others
+
+
+def test_what_is_kept_moves_once() -> None:
+    for kept, passing in zip(*(ranks.run(moved, 2, cache_bytes) for cache_bytes in (LOTS, 0)), strict=True):
+        assert 0 < kept[0] == kept[1] <= kept[2]  # of those that are hit
+        assert passing[:2] == (4 * kept[0], 2 * kept[0])
+
+
+class Doubled(MixtralExperts):
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(*given)
+
+
+def _derived(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.experts.__class__ = Doubled
+
+
+LEFT = {
+    "a subclass": (_derived, "a Doubled, not run by transformers' ExpertsInterface"),
+    "its own function": (lambda model: setattr(model.config, "_experts_implementation", "mine"), "the function 'mine'"),
+    "quantised": (lambda model: model.to(torch.float8_e4m3fn), "it is torch.float8_e4m3fn"),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_left_alone(case: str) -> None:
+    change, why = LEFT[case]
+    model = causal_lm("Mixtral")
+    change(model)
+    replaced = replace_layers(model, roles=["experts"], verbose=False)
+    assert not replaced.swapped["experts"]
+    assert why in str(replaced)
+
+
+def test_a_model_is_pickled() -> None:
+    model = causal_lm("Mixtral")
+    replace_layers(model, verbose=False)
+    other = pickle.loads(pickle.dumps(model))
+    assert isinstance(other.model.layers[0].mlp.experts, Experts)
+    torch.testing.assert_close(other(BATCHES[0]).logits, model(BATCHES[0]).logits, rtol=0, atol=0)
+
+
+def test_a_cache_that_nobody_reads() -> None:
+    model = causal_lm("Mixtral")
+    replace_layers(model, roles=["experts"], verbose=False)
+    with pytest.raises(ValueError, match=r"layers.0.mlp.experts.gate_up_proj is read whole or where it is"):
+        fully_shard(model, backend="cpu-sharded", expert_cache_bytes=LOTS)

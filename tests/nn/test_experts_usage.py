@@ -92,7 +92,7 @@ WAYS = {
     "apart": ("cpu-sharded", STAGED, 0),
     "kept": ("cpu-sharded", STAGED, LOTS),
     "some kept": ("cpu-sharded", STAGED, FEW),
-    "whole": ("cpu-sharded", "experts=gathered/whole", LOTS),
+    "whole": ("cpu-sharded", "experts=gathered/whole", 0),
     "kernels": ("cpu-interpreter", "experts=triton/direct", LOTS),
     "staged kernels": ("cpu-interpreter", "experts=triton/staged", FEW),
     "without": ("cpu", "", 0),
@@ -129,9 +129,11 @@ def trained(model: Any, name: str, mine: list[int] | None = None) -> Seen:
                     (usage.get("loss", lambda _, loss: loss)(model, _loss(model, BATCHES[each])) * factor).backward()
 
     def evaluate(when: str) -> None:
-        with torch.no_grad(), usage.get("within", nullcontext)():
+        mode = torch.inference_mode if "step" not in when else torch.no_grad
+        with mode(), usage.get("within", nullcontext)():
             seen[f"loss {when}"] = _loss(model, BATCHES[0])
 
+    evaluate("at first")
     for step in range(2):
         optimizer.zero_grad()
         repeating(partial(run, usage.get("factor", 1.0) ** step))

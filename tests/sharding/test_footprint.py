@@ -352,7 +352,7 @@ ROWS = 96 * 32 + 32 * 48  # elements of an expert, of which each of two layers h
 
 @pytest.mark.parametrize(
     ("choice", "slots"),
-    [("auto", 0), ("experts=direct", 0), ("experts=staged", 8 * ROWS), ("experts=triton/staged", 8 * 2**23)],
+    [("auto", 0), ("experts=triton/direct", 0), ("experts=staged", 8 * ROWS), ("experts=triton/staged", 8 * 2**23)],
 )
 def test_other_ranks_experts_are_at_most_all_of_them(choice: str, slots: int) -> None:
     """Of 2 ranks the other has 2 of 5 experts; bf16, with sums in fp32. A kernel's slot is 8 MiB, in whole rows."""

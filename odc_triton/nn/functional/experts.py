@@ -296,7 +296,7 @@ def _add(
     how: Choice,
 ) -> None:
     """Adds dy_eᵀ x_e, and the sums of dy_e, to the owners of the experts that have rows."""
-    fused = how.wgrad == "fused"
+    fused = how.wgrad == "fused" and (how.backend == "triton" or not dy.is_cuda)
     sinks = [each.open_sink() if fused and each is not None else None for each in (weight, bias)]
     if how.backend == "triton" and x is not None and isinstance(sinks[0], PeerShards):
         from odc_kernels.experts import grouped_wgrad

@@ -268,7 +268,7 @@ def memory_plan(
         made = [spec for entry, spec, reads in every if not reads or _makes_gradient(entry, backend)]
         memory = _of_odc(specs, whole, made, by_muon, world, replicas, backend)
         if backend == "cuda":
-            experts = [(entry, spec) for entry, spec, reads in every if reads and entry.has_rows_to_keep]
+            experts = [(entry, spec) for entry, spec, reads in every if reads and entry.keeps_rows(backend, TABLE)]
             memory["other_experts_bytes"] = _other_experts_bytes(experts, world, expert_cache_bytes)
     else:
         memory = _of_fsdp2(specs, world, resharded=scheme == "fsdp2")

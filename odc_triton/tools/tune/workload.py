@@ -13,7 +13,7 @@ from torch import nn
 from ...base.untyped import untyped
 from ...nn.experts import Experts
 from ...nn.modules import Attention, Embedding, Linear, LMHead, head_norm, project
-from ...plan.decoder import size_of
+from ...plan.decoder import CHOSEN_COUNTS, size_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ def workloads_of(model: nn.Module) -> dict[Workload, int]:
             found[Workload(operator="embedding", shape=(module.num_embeddings, module.embedding_dim))] += 1
         elif isinstance(module, Experts):
             up, down = (tuple(module.get_parameter(name).shape) for name in module.names[:2])
-            top_k = size_of(untyped(module).config, "num_experts_per_tok", default=1)
+            top_k = size_of(untyped(module).config, *CHOSEN_COUNTS)
             found[Workload(operator="experts", shape=down, up=up, experts=module, top_k=top_k)] += 1
         elif isinstance(module, LMHead):
             found[Workload(operator="log_probs", shape=(module.out_features, module.in_features))] += 1
