@@ -193,7 +193,8 @@ def project(
     """q, k, v of a layer that has q_proj, k_proj and v_proj; see `odc_triton.nn.functional.qkv`."""
     projections = attention.q_proj, attention.k_proj, attention.v_proj
     weights = [leaf(each, "weight") for each in projections]
-    biases = [bias for each in projections if (bias := leaf(each, "bias")) is not None]  # all or none
+    biases = [leaf(each, "bias") for each in projections]
+    biases = [bias for bias in biases if bias is not None]  # all or none
     return qkv(x, weights, biases or None, cos, sin, head_dim=attention.head_dim, norm=norm, choice=choice)
 
 
