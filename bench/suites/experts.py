@@ -142,7 +142,7 @@ def counted(size: Size, cache_bytes: int) -> list[dict[str, Any]]:
     rank, world = harness.open_job()
     how = {"backend": "cpu-sharded", "choice": "experts=staged", "expert_cache_bytes": cache_bytes}
     layer, rows = sharded(size, OURS, **how), []
-    rows_here = [each.rows for each in engine_of(layer).parameters if each.rows is not None and each.is_never_whole]
+    rows_here = [each.rows for each in engine_of(layer).parameters if each.rows is not None]
     owned = range(rank * -(-size.experts // world), (rank + 1) * -(-size.experts // world))
     expert = 3 * size.hidden * size.width * 4
     for tokens in size.tokens:
@@ -165,7 +165,7 @@ def counted(size: Size, cache_bytes: int) -> list[dict[str, Any]]:
         ):
             step(layer, packs)
         hit = set().union(*map(size.hit, packs)) - set(owned)
-        slots = {id(place): place for each in rows_here for pair in each._slots._places.values() for place in pair}
+        slots = {id(place): place for each in rows_here for pair in each.slots._places.values() for place in pair}
         rows.append(
             {
                 "tokens": tokens,
@@ -175,9 +175,7 @@ def counted(size: Size, cache_bytes: int) -> list[dict[str, Any]]:
                 "gathered_read": 2 * size.packs * size.experts * (world - 1) / world / len(hit),
                 "gathered_added": size.packs * size.experts * (world - 1) / world / len(hit),
                 "slots_in_experts": sum(place.nbytes for place in slots.values()) / expert,
-                "kept_bytes": sum(
-                    each._copies.nbytes + each._sums.nbytes for each in rows_here if each._sums is not None
-                ),
+                "kept_bytes": sum(each._copies.nbytes + each._sums.nbytes for each in rows_here),
             }
         )
     dist.destroy_process_group()

@@ -380,8 +380,8 @@ def _held(rank: int, world: int) -> list[int]:
         model = fully_shard(mixture(), backend="cpu-sharded", expert_cache_bytes=budget)
         with minibatch(model, tokens=40):
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        rows = [each.rows for each in engine_of(model).parameters]
-        slots = [slot.nbytes for pair in rows[0]._slots._places.values() for slot in pair]
+        rows = [each.rows for each in engine_of(model).parameters if each.rows is not None]
+        slots = [slot.nbytes for pair in rows[0].slots._places.values() for slot in pair]
         found.append(2 * sum(slots) + sum(each._copies.nbytes + each._sums.nbytes for each in rows))
     return found
 
