@@ -17,7 +17,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from bench.whole import whole
 from odc_triton import fully_shard, minibatch, repeating
 from odc_triton.engine.api import engine_of
-from odc_triton.engine.kept import RowsOfOwners
+from odc_triton.engine.kept import RowsOfOwners, rows_to_keep
 from odc_triton.engine.transport import LockedTransport
 from odc_triton.nn.experts import Experts
 from odc_triton.nn.functional.experts import grouped_linear
@@ -263,3 +263,19 @@ def test_a_cache_that_nobody_reads() -> None:
     replace_layers(model, roles=["experts"], verbose=False)
     with pytest.raises(ValueError, match=r"layers.0.mlp.experts.gate_up_proj is read whole or where it is"):
         fully_shard(model, backend="cpu-sharded", expert_cache_bytes=LOTS)
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "kept"),
+    [
+        (0, [(0, 0), (0, 0)]),
+        (191, [(4, 0), (2, 0)]),  # of 320 for all copies
+        (8 * 32 + 4 * 16, [(8, 0), (4, 0)]),
+        (8 * 32 + 4 * 16 + 4 * 64, [(8, 4), (4, 0)]),
+        (10**400, [(8, 8), (4, 0)]),
+    ],
+)
+def test_copies_come_before_sums(budget_bytes: int, kept: list[tuple[int, int]]) -> None:
+    """Rows of 32 bytes with sums of 64, and frozen rows of 16."""
+    assert rows_to_keep([8, 4], [(32, 64), (16, 0)], budget_bytes) == kept
+    assert rows_to_keep([8, 4], [(32, 64), (24, 0)], budget_bytes) == [(0, 0), (0, 0)]  # not aligned for kernels
