@@ -182,9 +182,9 @@ BY_KERNELS = [
 ]
 
 
-@pytest.mark.parametrize("runs", [BY_KERNELS[:1], pytest.param(BY_KERNELS[1:], marks=pytest.mark.slow)])
-def test_by_kernels(runs: list[Run]) -> None:
-    compare(2, runs)
+@pytest.mark.slow
+def test_by_kernels() -> None:
+    compare(2, BY_KERNELS)
 
 
 def test_an_expert_that_is_not_there() -> None:
@@ -274,6 +274,7 @@ def test_a_cache_that_nobody_reads() -> None:
         (8 * 32 + 4 * 16 + 4 * 64, [(8, 4), (4, 0)]),
         (10**400, [(8, 8), (4, 0)]),
     ],
+    ids=["none", "some copies", "all copies", "some sums", "all"],
 )
 def test_copies_come_before_sums(budget_bytes: int, kept: list[tuple[int, int]]) -> None:
     """Rows of 32 bytes with sums of 64, and frozen rows of 16."""
