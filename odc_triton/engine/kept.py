@@ -56,7 +56,7 @@ class RowsOfOwners:
     """
 
     def __init__(self, shard: HeapShard, slots: Slots, kept: int, summed: int) -> None:
-        self._shard, self.slots, self._streams = shard, slots, slots.streams
+        self._shard, self.slots = shard, slots
         heap = shard.heap
         turn = [(heap.rank + step) % heap.world for step in range(heap.world)]
         self._turn = [owner for owner in turn if shard.rows[owner][0] < shard.rows[owner][1]]
@@ -100,7 +100,7 @@ class RowsOfOwners:
                 yield first, self._rows(owner, first, count)
         while ahead:
             first, values, copies = ahead.popleft()
-            self._streams.wait(copies)
+            self.slots.streams.wait(copies)
             yield first, values
             begin()
 
@@ -149,7 +149,7 @@ class RowsOfOwners:
         def work() -> None:
             values.copy_(rows, non_blocking=True)
 
-        return self._streams.copy(values.untyped_storage(), work)
+        return self.slots.streams.copy(values.untyped_storage(), work)
 
     # ---- for kernels, which see a table with an address for each row
 
@@ -159,7 +159,7 @@ class RowsOfOwners:
             return self._shard.compute_peers
         for group in self._kept:
             _, copies = self._begin(group, iter(()))
-            self._streams.wait(copies)
+            self.slots.streams.wait(copies)
         return self._read_peers
 
     @cached_property

@@ -58,7 +58,7 @@ class Experts(ReadsShards):
         """hidden_states: [T, H]; top_k_index, top_k_weights: [T, k] -> [T, H]."""
         down, device_type = leaf(self, "down_proj"), hidden_states.device.type
         is_sharded, table = getattr(down, "_odc_handle", None) is not None, table_of(down)
-        if not self.factors and not (is_sharded and not self._ask(is_gathered, device_type, table)):
+        if not self.factors and (not is_sharded or self._ask(is_gathered, device_type, table)):
             return super().forward(hidden_states, top_k_index, top_k_weights)
         tokens, top_k = top_k_index.shape
         experts, order = top_k_index.reshape(-1).sort(stable=True)

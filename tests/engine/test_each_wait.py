@@ -81,7 +81,7 @@ WAITS = (
     ),
     Wait(
         "others' experts are used after they are copied",
-        "self._streams.wait(copies)",
+        "self.slots.streams.wait(copies)",
         "tests/nn/test_experts.py::test_where_shards_are_apart[2]",
         after="values, copies = ahead.popleft()",
     ),
