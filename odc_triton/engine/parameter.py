@@ -19,7 +19,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from odc_kernels.peers import PeerShards
 from odc_kernels.staged import StagedWeight, Staging
 
-from ..nn.operand import AddRows, Table, handle_of, resolve
+from ..nn.operand import AddRows, Table, handle_of, kept_dtype, resolve
 from .gathered import GatheredParameters
 from .protocol import Protocol as MinibatchProtocol
 from .shard import HeapShard
@@ -64,7 +64,8 @@ class Residency(Enum):
 
 
 class ShardedParameter:
-    """A `nn.operand.ShardedOperand`. `shard`: its memory; `number`: its number in the plan.
+    """A `nn.operand.ShardedOperand`. `shard`: its memory; `number`: its number in the plan; `like`: what was sharded,
+    whose class and attributes the leaf of a packed one has.
 
     `whole`: the tensor under `leaf`; `gathered`: its unit's storage, None where it is a view or never whole.
     `table`: how operators on it run. `rows`: those of others here, where shards are apart.
@@ -75,6 +76,7 @@ class ShardedParameter:
         *,
         shard: HeapShard,
         number: int,
+        like: nn.Parameter,
         whole: torch.Tensor,
         gathered: GatheredParameters | None,
         transport: Transport,
@@ -92,6 +94,9 @@ class ShardedParameter:
         else:
             self.residency = Residency.ON_DEMAND if gathered is None else Residency.GATHERED
         self.leaf = nn.Parameter(whole.view(self.spec.whole_shape), requires_grad=shard.trains)
+        if type(like) is not nn.Parameter and kept_dtype(like) is not None:
+            self.leaf = torch.Tensor._make_subclass(type(like), self.leaf.data, False)
+            vars(self.leaf).update(vars(like))
         vars(self.leaf).update(_odc_handle=handle_of(self), _odc_never_whole=self.is_never_whole)
         self.table = table
         self._rank = transport.heap.rank

@@ -156,6 +156,15 @@ class ReadsTables(Protocol):
     def tuned_tables(self, place: Place) -> Tuned: ...
 
 
+def keep_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Modules will compute with it in `dtype`, whatever the policy: a packed weight, and what belongs to it."""
+    vars(parameter)["_odc_kept_dtype"] = dtype
+
+
+def kept_dtype(parameter: nn.Parameter) -> torch.dtype | None:
+    return getattr(parameter, "_odc_kept_dtype", None)
+
+
 def is_sharded(module: nn.Module) -> bool:
     """True if `fully_shard` gave this module the methods of a sharded one."""
     return getattr(type(module), "_odc_is_sharded", False)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..comm.layout import EXACT, ParameterSpec, find_units
 from ..engine.module import Engine, ODCModule
 from ..engine.parameter import ShardedParameter, has_gradient_hooks
-from ..nn.operand import KeepsRows, ReadsOnDemand, Table
+from ..nn.operand import KeepsRows, ReadsOnDemand, Table, kept_dtype
 
 SHARDABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -70,10 +70,10 @@ def refuse_unshardable(name: str, parameter: nn.Parameter, home: str) -> None:
             f"{name} is a {kind}, a tensor subclass: ranks would read its inner tensors, without calling its "
             f"fsdp_pre_all_gather. Leave the conversion (torchao) out, or pass such parameters in ignored_params."
         )
-    if parameter.dtype not in SHARDABLE_DTYPES:
+    if parameter.dtype not in SHARDABLE_DTYPES and kept_dtype(parameter) is None:
         raise ValueError(
-            f"{name} is {kind} of {parameter.dtype}: quantised (4-bit, 8-bit) and complex parameters can't be sharded. "
-            f"Load the model in bf16 or fp32, or pass them in ignored_params."
+            f"{name} is {kind} of {parameter.dtype}: of quantised parameters only those of bitsandbytes' layers can be "
+            f"sharded, and no complex ones. Load the model in bf16 or fp32, or pass them in ignored_params."
         )
     if parameter.device.type not in ("cpu", "meta", home):
         raise ValueError(
@@ -271,6 +271,7 @@ def spec_of(entry: FoundParameter, policy: MixedPrecisionPolicy | None, *, exact
             f"out"
         )
     computed, reduced = (policy.param_dtype, policy.reduce_dtype) if policy is not None else (None, None)
+    computed = kept_dtype(value) or computed
     reduced = EXACT if exact else dtype_name(reduced or torch.promote_types(torch.float32, value.dtype))
     return ParameterSpec(
         names=tuple(entry.names),

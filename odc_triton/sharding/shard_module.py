@@ -6,6 +6,7 @@ units to the module.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from ..nn.tuned import Tuned
 
 Module = TypeVar("Module", bound=nn.Module)
+
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)  # of exact sums, and packed weights
 
 
 def fully_shard(
@@ -123,6 +127,10 @@ def fully_shard(
         if (ours := next((each for each in root.modules() if hasattr(each, "adapt_wrappers")), None)) is not None:
             untyped(ours).adapt_wrappers(root)
         with refusing(barrier, AGREEING):
+            if "bitsandbytes" in sys.modules:
+                from ..nn.packed import prepare
+
+                prepare(root)
             described = describe(
                 root, grid.mesh, policy, ignored_params or set(), home=device.mesh_device, exact=exact, units=units
             )
@@ -180,7 +188,7 @@ def _check_placements(module: nn.Module, placement_of: Any, ignored: set[nn.Para
 
 
 def _plan(described: Description, grid: Grid, device: Backend) -> MemoryLayout:
-    itemsizes = {dtype_name(dtype): dtype.itemsize for dtype in (*SHARDABLE_DTYPES, torch.int64)}
+    itemsizes = {dtype_name(dtype): dtype.itemsize for dtype in (*SHARDABLE_DTYPES, *INTEGERS)}
     return make_layout(described.specs, world=grid.shards, itemsizes=itemsizes, apart=device.apart)
 
 
@@ -218,6 +226,7 @@ def _allocate(
         ShardedParameter(
             shard=shard,
             number=number,
+            like=described.found[number].parameter,
             whole=whole,
             gathered=gathered,
             transport=transport,

@@ -1,0 +1,140 @@
+"""bitsandbytes' quantised layers, all of whose tensors become parameters that can be sharded.
+
+weight          [P, 1] of 4-bit codes, or [N, K] of 8-bit ones
+quant_state     of 4 bits: absmax [blocks], nested or not, its codes and offset. Now a submodule of the layer
+state.scales    of 8 bits: [N], which bitsandbytes calls SCB. `state` is a submodule, too
+
+The layers compute as before: what they read has its place and name. Only what is done for a model that
+may have such layers imports this file, as it imports bitsandbytes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from bitsandbytes import MatmulLtState, functional
+from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
+from bitsandbytes.nn.parametrize import Bnb4bitParametrization
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from ..base.untyped import untyped
+from .operand import keep_dtype
+
+Read = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Blocks(nn.Module, untyped(functional.QuantState)):
+    """A `QuantState` whose tensors are frozen parameters."""
+
+    __hash__ = nn.Module.__hash__  # bitsandbytes compares values
+    __eq__ = nn.Module.__eq__
+
+    def __init__(self, of: functional.QuantState) -> None:
+        super().__init__()
+        for name, value in vars(of).items():
+            if isinstance(value, functional.QuantState):
+                self.add_module(name, Blocks(value))
+            elif isinstance(value, torch.Tensor):  # a code may be one tensor for all layers, and units share nothing
+                self.register_parameter(name, _frozen(value.clone() if name == "code" else value))
+            else:
+                setattr(self, name, value)
+
+    def plain(self, read: Read) -> functional.QuantState:
+        """With `read(parameter)` in the place of each parameter."""
+        made = functional.QuantState(
+            read(self.absmax), self.shape, read(self.code), self.blocksize, self.quant_type, self.dtype
+        )
+        if self.nested:
+            made.offset, made.state2, made.nested = read(self.offset), self.state2.plain(read), True
+        return made
+
+    def __deepcopy__(self, memo: Any) -> functional.QuantState:
+        return self.plain(torch.Tensor.detach)  # bitsandbytes gives a copy other tensors
+
+
+class Rows(nn.Module, untyped(MatmulLtState)):
+    """A `MatmulLtState` of a weight [N, K] of 8 bits that `layer` holds, with a scale for each row."""
+
+    __hash__ = nn.Module.__hash__
+    __eq__ = nn.Module.__eq__
+
+    def __init__(self, of: MatmulLtState, layer: nn.Module, scales: torch.Tensor) -> None:
+        super().__init__()
+        for name, value in vars(of).items():
+            if name not in ("CB", "SCB"):
+                setattr(self, name, value)
+        self._layer = weakref.ref(layer)
+        self.scales = _frozen(scales)
+
+    CB = property(lambda self: self._layer().weight.data)  # whole while the layer computes
+    SCB = property(lambda self: self.scales)
+
+
+def _frozen(value: torch.Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(value, requires_grad=False)
+    keep_dtype(parameter, value.dtype)
+    return parameter
+
+
+def prepare(root: nn.Module) -> None:
+    """Makes parameters of all tensors of `root`'s quantised layers.
+
+    Raises ValueError for a weight that is not quantised yet, and one that bitsandbytes has packed for inference.
+    """
+    for name, module in list(root.named_modules()):
+        weight: Any = module._parameters.get("weight")
+        if isinstance(weight, Params4bit):
+            _prepare_4bit(f"{name}.weight", module, weight)
+        elif isinstance(module, Linear8bitLt) and not isinstance(module.state, Rows):
+            _prepare_8bit(f"{name}.weight", module, weight)
+        elif isinstance(module, ParametrizationList) and isinstance(module[0], Bnb4bitParametrization):
+            weight, packing = module.original, module[0]
+            packing.quant_state = _blocks(f"{name}.original", packing.quant_state)
+        else:
+            continue
+        keep_dtype(weight, weight.dtype)
+
+
+def _blocks(name: str, state: Any) -> Blocks:
+    if state is None:
+        raise ValueError(f"{name} is not quantised yet: bitsandbytes does it when the model moves to its device")
+    if getattr(state, "packing_format_for_cpu", False):
+        raise ValueError(f"{name} was packed once more, by a forward in eval(): shard the model before it computes")
+    return state if isinstance(state, Blocks) else Blocks(state)
+
+
+def _prepare_4bit(name: str, layer: Any, weight: Params4bit) -> None:
+    layer.quant_state = weight.quant_state = _blocks(name, weight.quant_state or getattr(layer, "quant_state", None))
+    weight.module = None  # for quantising only
+    if isinstance(layer, Linear4bit):
+        layer.support_avx512bf16_for_cpu = False  # it would pack the weight once more, into other memory
+        if layer.bias is not None and layer.compute_dtype is not None:  # it would cast the bias, into other memory
+            keep_dtype(layer.bias, layer.compute_dtype)
+
+
+def _prepare_8bit(name: str, layer: Linear8bitLt, weight: Int8Params) -> None:
+    if weight.dtype != torch.int8:
+        raise ValueError(f"{name} is {weight.dtype} (has_fp16_weights, or not quantised yet): load the model in 8 bits")
+    scales = layer.state.SCB if weight.SCB is None else weight.SCB
+    assert scales is not None, f"{name} has no SCB"
+    layer.state = Rows(layer.state, layer, scales)
+    weight.CB = weight.SCB = None
+
+
+def unpacked(layer: nn.Module) -> tuple[nn.Parameter, Callable[[Read], torch.Tensor]] | None:
+    """Of a prepared layer: its packed weight, and what computes the plain one by whole tensors of its parameters."""
+    state: Any = getattr(layer, "quant_state", None) or getattr(layer, "state", None)
+    weight: Any = layer._parameters.get("weight")
+    if isinstance(state, Blocks):
+        return weight, lambda read: functional.dequantize_4bit(read(weight), state.plain(read))
+    if isinstance(state, Rows):
+        return weight, lambda read: functional.int8_vectorwise_dequant(read(weight), read(state.scales))
+    return None
+
+
+def packed_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((name, module) for name, module in root.named_modules() if unpacked(module) is not None)
