@@ -1,7 +1,8 @@
-"""A model's sharded parameters, and their whole values."""
+"""A model's sharded parameters, and their whole values; what fills those that are packed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,3 +25,23 @@ def read_whole(
         return value.detach().clone().to(device)
     ((_, whole),) = engine_of(model).publication.full_parameters([value.shard])
     return whole.to(device).to(dtype or whole.dtype)
+
+
+Take = Callable[[slice | None], torch.Tensor]  # returns some rows of a tensor, or with None all of it
+
+
+class PackedWeight:
+    """A quantised layer's weight, which is filled by rows of the plain one. `shape`: in files.
+
+    `steps`: what is done with the rows in turn; before a step begins all ranks have ended the last.
+    """
+
+    steps: tuple[Callable[[Take], None], ...]
+
+    def __init__(self, layer: Any, shape: tuple[int, ...]) -> None:
+        self._is_transposed = getattr(layer, "source_cls", nn.Linear).__name__ == "Conv1D"
+        self.shape = tuple(shape)[::-1] if self._is_transposed else tuple(shape)
+
+    def rows(self, take: Take, start: int, end: int) -> torch.Tensor:
+        """Rows of the weight as the layer has it."""
+        return take(None).T[start:end] if self._is_transposed else take(slice(start, end))

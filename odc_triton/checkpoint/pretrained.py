@@ -11,6 +11,7 @@ import contextlib
 import copy
 import math
 import re
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from ..nn.operand import is_sharded
 from .adapted import base_of, read_config
 from .base_model import ADAPTER
 from .failures import all_or_none, listed
-from .parameters import sharded_parameters
+from .parameters import PackedWeight, Take, sharded_parameters
 from .pretrained_adapter import Merge
 from .pretrained_files import PretrainedFiles, refuse_quantised, rows_of, weights_folder
 
@@ -218,25 +219,30 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
     if base is not None and engine.rank == 0:
         kind = "has an adapter beside its model" if base == str(source) else f"is an adapter of {base}"
         print(f"{source} {kind}: its weights are merged into the model", flush=True)
-    with engine.publication.writing(), all_or_none(engine, purpose):
+
+    def read(name: str) -> torch.Tensor:
+        return dict(_values(name, sources[name], files.read, model))[name](None)
+
+    def values() -> Iterator[tuple[str, Take]]:
         for target, source_of in sources.items():
-            for name, take in _values(target, source_of, files.read, model):
-                if name not in changed:
-                    _fill(places[name], take)
+            of_target = _values(target, source_of, files.read, model)
+            yield from ((name, take) for name, take in of_target if name not in changed)
+        for name in changed:
+            assert merge is not None, "what is changed, an adapter changes"
+            yield name, partial(rows_of, merge.whole(name, read))
 
-        def read(name: str) -> torch.Tensor:
-            return dict(_values(name, sources[name], files.read, model))[name](None)
-
-        if merge is not None:
-            for name in changed:
-                _fill(places[name], partial(rows_of, merge.whole(name, read)))
+    for step in range(max((len(each.steps) for each in places.values() if isinstance(each, PackedWeight)), default=1)):
+        engine.publication.wait()  # what the last step has written is readable
+        with engine.publication.writing(), all_or_none(engine, purpose):
+            for name, take in values():
+                _fill(places[name], take, step)
     if unexpected and engine.rank == 0:
         warnings.warn(
             f"{source} has {len(unexpected)} tensors that the model does not have: {listed(unexpected)}", stacklevel=2
         )
 
 
-Place = ShardedParameter | torch.Tensor
+Place = ShardedParameter | PackedWeight | torch.Tensor
 
 
 def _places(model: nn.Module) -> dict[str, Place]:
@@ -247,6 +253,13 @@ def _places(model: nn.Module) -> dict[str, Place]:
     for name, value in part.named_parameters(remove_duplicate=False):
         if not (prefix and ADAPTER.search(f".{name}")):
             places[plain_name(name)] = parameters.get(id(value), value)
+    if "bitsandbytes" in sys.modules:
+        from .packing import packed_weights
+
+        for name, layer, weight in packed_weights(part, parameters):
+            within = {f"{name}.{key}" for key, _ in layer.named_parameters() if "." in key}
+            places = {key: place for key, place in places.items() if key not in map(plain_name, within)}
+            places[plain_name(f"{name}.weight")] = weight
     persistent = part.state_dict().keys()
     places |= {plain_name(name): value for name, value in part.named_buffers() if name in persistent}
     return places
@@ -330,9 +343,6 @@ def _check(
         raise CheckpointDiffers(f"the files are of another model: {listed(differences)}")
 
 
-Take = Callable[[slice | None], torch.Tensor]  # returns some rows of a tensor, or with None all of it
-
-
 def _values(
     target: str, source: _Source, read: Callable[[str, slice | None], torch.Tensor], model: nn.Module
 ) -> Iterator[tuple[str, Take]]:
@@ -348,7 +358,14 @@ def _values(
         yield name, partial(rows_of, value[0] if isinstance(value, list) else value)
 
 
-def _fill(place: Place, take: Take) -> None:
+def _fill(place: Place, take: Take, step: int) -> None:
+    """One `step` of filling it: the first, unless it is packed."""
+    if isinstance(place, PackedWeight):
+        for do in place.steps[step : step + 1]:
+            do(take)
+        return
+    if step:
+        return
     to = place.shard.master if isinstance(place, ShardedParameter) else place
     rows = slice(*place.shard.master_rows) if isinstance(place, ShardedParameter) else None
     if (value := take(rows)).shape != to.shape:  # which copy_ would repeat

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
@@ -269,6 +269,13 @@ class HeapShard(Shard):
         if replicas == 1:
             return [shard]
         return [shard[slice(*shard_rows(len(shard), replicas, replica))] for replica in range(replicas)]
+
+    def parts_of_all(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, compute shard) of what each rank has the master of, in order."""
+        for (row, _), shard in zip(self.rows, self.compute_shards, strict=True):
+            for part in self.parts_of(shard):
+                yield row, part
+                row += len(part)
 
     def part_of(self, shard: torch.Tensor) -> torch.Tensor:
         """The rows that this rank has masters of."""

@@ -11,7 +11,7 @@ may have such layers imports this file, as it imports bitsandbytes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,6 +69,7 @@ class Rows(nn.Module, untyped(MatmulLtState)):
                 setattr(self, name, value)
         self._layer = weakref.ref(layer)
         self.scales = _frozen(scales)
+        self.dtype: torch.dtype | None = None  # of the weights before they are packed, if they are still to come
 
     CB = property(lambda self: self._layer().weight.data)  # whole while the layer computes
     SCB = property(lambda self: self.scales)
@@ -125,16 +126,60 @@ def _prepare_8bit(name: str, layer: Linear8bitLt, weight: Int8Params) -> None:
     weight.CB = weight.SCB = None
 
 
-def unpacked(layer: nn.Module) -> tuple[nn.Parameter, Callable[[Read], torch.Tensor]] | None:
-    """Of a prepared layer: its packed weight, and what computes the plain one by whole tensors of its parameters."""
-    state: Any = getattr(layer, "quant_state", None) or getattr(layer, "state", None)
-    weight: Any = layer._parameters.get("weight")
+def packed_state(layer: nn.Module) -> Blocks | Rows | None:
+    """Of a prepared layer what its packed `weight` is computed with; None for other layers."""
+    state = layer._modules.get("quant_state", layer._modules.get("state"))
+    return state if isinstance(state, (Blocks, Rows)) else None
+
+
+def unpack(layer: nn.Module, read: Read) -> torch.Tensor:
+    """The whole plain weight of a prepared layer. `read`: whole tensors of its parameters."""
+    state, weight = packed_state(layer), read(untyped(layer).weight)
     if isinstance(state, Blocks):
-        return weight, lambda read: functional.dequantize_4bit(read(weight), state.plain(read))
-    if isinstance(state, Rows):
-        return weight, lambda read: functional.int8_vectorwise_dequant(read(weight), read(state.scales))
-    return None
+        return functional.dequantize_4bit(weight, state.plain(read))
+    assert state is not None, "the layer is not packed"
+    return functional.int8_vectorwise_dequant(weight, read(state.scales))
 
 
-def packed_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, module) for name, module in root.named_modules() if unpacked(module) is not None)
+def quantise_on_meta(model: Any, method: str, dtype: torch.dtype) -> None:
+    """Replaces the linear layers of a transformers model on the meta device that `from_pretrained` would quantise.
+
+    `method`: "nf4", with nested scales, or "int8"; `dtype`: of compute, and of the weights before they are packed.
+    `load_pretrained_shards` fills them. Raises ValueError for a model without such layers.
+    """
+    from transformers import BitsAndBytesConfig
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    from transformers.quantizers.base import HfQuantizer
+
+    bits = 4 if method == "nf4" else 8
+    options = {"bnb_4bit_quant_type": method, "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    config = BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, **(options if bits == 4 else {}))
+    skipped = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+    replace_with_bnb_linear(model, skipped, config)
+    with torch.device("meta"):
+        for layer in model.modules():
+            if isinstance(layer, Linear4bit):
+                layer.weight = _empty_4bit(untyped(layer).weight, dtype)
+            elif isinstance(layer, Linear8bitLt):
+                layer.weight = untyped(Int8Params)(
+                    layer.weight.data.to(torch.int8), False, SCB=torch.empty(len(layer.weight))
+                )
+    prepare(model)
+    for layer in model.modules():
+        if isinstance(layer, Linear8bitLt):
+            untyped(layer).state.dtype = dtype
+    if not any(packed_state(layer) for layer in model.modules()):
+        raise ValueError(f"{type(model).__name__} has no linear layers to quantise")
+    setattr(model, f"is_loaded_in_{bits}bit", True)  # which PEFT asks
+
+
+def _empty_4bit(weight: Params4bit, dtype: torch.dtype) -> Params4bit:
+    kind, blocks = weight.quant_type, -(-weight.numel() // weight.blocksize)
+    nested = functional.QuantState(torch.empty(-(-blocks // 256)), code=torch.empty(256), blocksize=256)
+    nested.dtype = torch.float32
+    state = functional.QuantState(
+        torch.empty(blocks, dtype=torch.uint8), weight.shape, torch.empty(16), weight.blocksize, kind, dtype
+    )
+    state.offset, state.state2, state.nested = torch.empty(()), nested, True
+    codes = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8)
+    return untyped(Params4bit)(codes, quant_state=state, quant_type=kind, bnb_quantized=True)

@@ -25,6 +25,7 @@ from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
 from ..comm.replicas import Replicas
 from ..engine.module import ODCModule
 from ..engine.parameter import Residency, ShardedParameter, Slot
+from ..nn.operand import kept_dtype
 from .agree import all_came, look_for, refusing
 from .collect import FoundParameter, dtype_name
 
@@ -50,7 +51,7 @@ def write_initial_values(
     weights don't depend on the number of ranks. Memory grows by at most one unit and the root's own parameters.
     Buffers that any rank has on the meta device get rank 0's values there.
 
-    What no initialiser fills is NaN until something is loaded, and a warning names it.
+    What no initialiser fills is NaN until something is loaded, and a warning names it. Packed layers are 0 until then.
 
     Raises RanksDiffer if rank 0's initialisers raised, on the other ranks, or if buffers differ.
     """
@@ -198,6 +199,8 @@ class _Writer:
                 self._places[unit].append((Slot(module, attribute, entry.parameter), entry))
                 if entry.found.parameter.is_meta:
                     self._on_meta.add(module)
+        kept = (entry for entry in found if kept_dtype(entry.parameter) is not None)
+        self._packed = {module for entry in kept for module, *_ in entry.places}
         modules = list(root.modules())
         # A block of a transformers model: its initialiser is in the PreTrainedModel above, out of reach, and
         # nn.Linear's own would be wrong.
@@ -238,7 +241,9 @@ class _Writer:
                 continue
             is_first = (slot.module, slot.attribute, unit) == entry.found.places[0]
             tensor = entry.whole if is_first else torch.empty_like(value, device="cpu")
-            stand_in = nn.Parameter(tensor.fill_(torch.nan), requires_grad=False)
+            is_packed = slot.module in self._packed
+            stand_in = nn.Parameter(tensor.fill_(0 if is_packed else torch.nan), requires_grad=False)
+            untyped(stand_in)._is_hf_initialized = is_packed  # transformers initialises no such one
             if is_first:
                 entry.drawn = stand_in
             slot.put(stand_in)

@@ -34,6 +34,10 @@ def build_model(
     """
     torch.manual_seed(options.seed)
     model = meta_causal_lm(model=options.model, init=options.init)
+    if options.quantize is not None:
+        from ...nn.packed import quantise_on_meta
+
+        quantise_on_meta(model, options.quantize, torch.bfloat16 if options.dtype == "bf16" else torch.float32)
     name_special_tokens(model, tokenizer)
     check_fit(model, longest, largest_token, remedy=options.shortens)
     cost = CostModel.from_config(model.config.get_text_config())
@@ -82,7 +86,7 @@ def frozen_options(options: RunOptions, model: str | None = None) -> RunOptions:
     """The options of a model that is only read: `model`, or the run's own before it gets adapters."""
     changes: dict[str, Any] = {"lora_rank": 0, "lora_alpha": None, "lora_targets": "all-linear", "expert_cache": 0}
     if model is not None:
-        changes |= {"model": model, "init": None, "tokenizer": options.tokenizer or options.model}
+        changes |= {"model": model, "init": None, "quantize": None, "tokenizer": options.tokenizer or options.model}
     if isinstance(options, SftOptions):
         changes["router_aux_loss"] = 0.0
     return dataclasses.replace(options, freeze_vision_tower=False, **changes)
@@ -152,6 +156,14 @@ def require_peft() -> Any:
     except ImportError as error:
         raise ImportError('--lora-rank needs peft; run: pip install "odc-triton[peft]"') from error
     return peft
+
+
+def require_bitsandbytes() -> None:
+    """Raises ImportError with the remedy."""
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise ImportError('--quantize needs bitsandbytes; run: pip install "odc-triton[quantize]"') from error
 
 
 def adapters_of(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ..data.tokenizer import read_tokenizer
 from ..options.config_file import write_config
 from ..options.options import flag
 from .metrics import Metrics, read_metrics
-from .model import build_model, frozen_options, require_peft
+from .model import build_model, frozen_options, require_bitsandbytes, require_peft
 from .run_folder import RunFolder, require_same
 from .run_options import RunOptions
 from .trackers import require_trackers
@@ -89,6 +89,10 @@ def take_folder(
     """
     if options.lora_rank:
         require_peft()
+    elif options.quantize is not None:
+        raise ValueError(f"--quantize is {options.quantize}, of what adapters keep frozen: give --lora-rank too")
+    if options.quantize is not None:
+        require_bitsandbytes()
     require_trackers(options.report_to)
     folder = RunFolder(options.out)
 

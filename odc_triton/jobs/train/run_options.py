@@ -58,6 +58,9 @@ class RunOptions:
     )
     lora_alpha: float | None = option(None, "adapters are scaled by alpha / rank; by default twice the rank")
     lora_targets: str = option("all-linear", "layers that get adapters: names separated by commas")
+    quantize: Literal["nf4", "int8"] | None = option(
+        None, "pack the frozen base's linear layers in 4 or 8 bits, as bitsandbytes does; needs --lora-rank"
+    )
     freeze_vision_tower: bool = option(
         False, "of a model that sees pictures train only the projector and the text; no adapters in the tower"
     )
@@ -210,7 +213,7 @@ class RunOptions:
                 )
         needs = {"split_tokens": "split_sequences", "lora_alpha": "lora_rank", "lora_targets": "lora_rank"}
         needs |= {"offload_checkpoints": "gradient_checkpointing", "run_name": "report_to", "project": "report_to"}
-        needs |= {"expert_cache": "replace_layers"}
+        needs |= {"expert_cache": "replace_layers", "quantize": "model"}
         needs |= dict.fromkeys(("teacher_beta", "teacher_temperature", "teacher_weight"), "teacher")
         for name, needed in needs.items():
             if getattr(self, name) != self.defaults()[name] and not getattr(self, needed):

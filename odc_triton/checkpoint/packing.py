@@ -1,0 +1,123 @@
+"""Packs weights in bitsandbytes' format while they are loaded: each rank its own rows, no rank the whole.
+
+Packed codes are of blocks of the flattened weight, which don't end where rows or shards do. Nested scales need the
+scales of all blocks, of which each rank computes its own. So a 4-bit weight is loaded in three steps, between which the
+ranks meet ([Note: scales on their way]):
+
+measure     the scales of the blocks that begin in this rank's shard, fp32: written into the packed shard
+describe    all ranks' scales are read there; this rank's part of absmax, nested absmax, codes, offset is written
+pack        this rank's codes, where the scales were
+
+[Note: scales on their way] A block's codes take 16 bytes or more, and its scale 4: they always have room in the packed
+shard, but in one of less than 4 bytes. Of such a part each rank computes the scale itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from bitsandbytes import functional
+from torch import nn
+
+from ..base.untyped import untyped
+from ..engine.parameter import ShardedParameter
+from ..nn.packed import Blocks, Rows, packed_state
+from .parameters import PackedWeight, Take
+
+_CHUNK = 2**20  # elements packed at a time
+_SCALE_BYTES = 4
+
+
+def packed_weights(
+    model: nn.Module, parameters: dict[int, ShardedParameter]
+) -> Iterator[tuple[str, nn.Module, PackedWeight]]:
+    """(name, layer, its weight) of each layer that `nn.packed` has prepared."""
+    for name, layer in model.named_modules():
+        state, read = packed_state(layer), lambda value: parameters[id(value)]
+        if isinstance(state, Blocks):
+            yield name, layer, Packed4bit(layer, state, read)
+        elif isinstance(state, Rows):
+            yield name, layer, Packed8bit(layer, state, read)
+
+
+class Packed8bit(PackedWeight):
+    def __init__(self, layer: Any, state: Rows, parameter: Callable[[Any], ShardedParameter]) -> None:
+        super().__init__(layer, layer.weight.shape)
+        self._weight, self._scales, self._state = parameter(layer.weight).shard, parameter(state.scales).shard, state
+        self.steps = (self._pack,)
+
+    def _pack(self, take: Take) -> None:
+        first, end = self._weight.master_rows
+        step = max(1, _CHUNK // self._weight.spec.shape[1])
+        for start in range(first, end, step):
+            stop = min(start + step, end)
+            rows = self.rows(take, start, stop).to(self._weight.master.device, self._state.dtype).half()
+            at = slice(start - first, stop - first)
+            self._weight.master[at], self._scales.master[at], _ = functional.int8_vectorwise_quant(rows.contiguous())
+
+
+class Packed4bit(PackedWeight):
+    def __init__(self, layer: Any, state: Blocks, parameter: Callable[[Any], ShardedParameter]) -> None:
+        super().__init__(layer, state.shape)
+        self._state, self._parameter, self._weight = state, parameter, parameter(layer.weight).shard
+        self._elements, self._width = math.prod(self.shape), math.prod(state.shape[1:])
+        self.steps = (self._measure, self._describe, self._pack)
+
+    def _blocks_of(self, part: tuple[int, int]) -> tuple[int, int]:
+        """The blocks that begin in these rows of the packed weight."""
+        values = 2 * self._weight.master.itemsize
+        first, end = (-(-min(row * values, self._elements) // self._state.blocksize) for row in part)
+        return first, end
+
+    def _quantised(self, take: Take, first: int, end: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """(first block, codes as bytes, scales) of these blocks, some at a time."""
+        size, width = self._state.blocksize, self._width
+        for block in range(first, end, step := max(1, _CHUNK // size)):
+            start, stop = block * size, min(min(block + step, end) * size, self._elements)
+            row = start // width
+            values = self.rows(take, row, -(-stop // width)).reshape(-1)[start - row * width : stop - row * width]
+            values = values.to(self._weight.master.device, self._state.dtype)
+            codes, state = untyped(functional).quantize_4bit(values, blocksize=size, quant_type=self._state.quant_type)
+            yield block, codes.view(-1), state.absmax
+
+    def _scales_of(self, take: Take, part: tuple[int, int]) -> torch.Tensor:
+        scales = [scales for *_, scales in self._quantised(take, *self._blocks_of(part))]
+        return torch.cat(scales or [torch.empty(0, device=self._weight.master.device)])
+
+    def _measure(self, take: Take) -> None:
+        into = self._weight.master.view(-1).view(torch.uint8)
+        if len(into) >= _SCALE_BYTES:
+            scales = self._scales_of(take, self._weight.master_rows).view(torch.uint8)
+            into[: len(scales)] = scales
+
+    def _describe(self, take: Take) -> None:
+        found = []
+        for row, codes in self._weight.parts_of_all():
+            part, held = (row, row + len(codes)), codes.view(-1).view(torch.uint8)
+            first, end = self._blocks_of(part)
+            is_there = len(held) >= _SCALE_BYTES
+            scales = held[: _SCALE_BYTES * (end - first)].clone().view(torch.float32) if is_there else None
+            found.append(self._scales_of(take, part) if scales is None else scales)
+        state, absmax = self._state, torch.cat(found)
+        self._fill(state.code, functional.get_4bit_type(state.quant_type, device=absmax.device))
+        if state.nested:  # as in bitsandbytes' quantize_4bit
+            offset = absmax.mean()
+            absmax, nested = untyped(functional).quantize_blockwise(absmax - offset, blocksize=state.state2.blocksize)
+            self._fill(state.offset, offset)
+            self._fill(state.state2.absmax, nested.absmax)
+            self._fill(state.state2.code, nested.code)
+        self._fill(state.absmax, absmax)
+
+    def _fill(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        self._parameter(parameter).shard.adopt(value)
+
+    def _pack(self, take: Take) -> None:
+        first, end = (row * self._weight.master.itemsize for row in self._weight.master_rows)
+        bytes_each, into = self._state.blocksize // 2, self._weight.master.view(-1).view(torch.uint8)
+        for block, codes, _ in self._quantised(take, first // bytes_each, -(-end // bytes_each)):
+            start = block * bytes_each
+            low, high = max(start, first), min(start + len(codes), end)
+            into[low - first : high - first] = codes[low - start : high - start]
