@@ -15,7 +15,7 @@ from torch import nn
 
 from ..base.untyped import untyped
 from .adapted import base_of
-from .parameters import read_whole, sharded_parameters
+from .parameters import is_packed, is_transposed, read_whole, sharded_parameters
 
 _WRAPPER = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")  # in the names below checkpoint_wrapper or compile
 
@@ -136,7 +136,8 @@ def _adapters_own(model: Any) -> dict[str, torch.Tensor]:
 def frozen_ids(model: nn.Module) -> set[int]:
     """The ids of what is not trained of the model below PEFT's adapters."""
     base = untyped(model).get_base_model() if hasattr(model, "get_base_model") else model
-    return {id(each.value) for _, each in origins_of(base, adapted=False) if not each.value.requires_grad}
+    frozen = [each for _, each in origins_of(base, adapted=False) if not each.value.requires_grad]
+    return {id(each.value) for each in frozen}.union(*(each.reads() for each in frozen if each.packed is not None))
 
 
 class LoraPair(NamedTuple):
@@ -150,12 +151,22 @@ class LoraPair(NamedTuple):
 
 class Origin(NamedTuple):
     """What a tensor of the plain model is made of: `value` with `pairs` added, or what PEFT merges in `layer`, where it
-    is called `name`."""
+    is called `name`. `packed`: the layer of which `value` is the quantised weight."""
 
     value: torch.Tensor
     pairs: tuple[LoraPair, ...] = ()
     layer: nn.Module | None = None
     name: str = ""
+    packed: nn.Module | None = None
+
+    def below(self, read: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """The whole tensor without `pairs`. `read`: whole values of parameters."""
+        if self.packed is None:
+            return read(self.value)
+        from ..nn.packed import unpack
+
+        whole = unpack(self.packed, read)
+        return whole.T.contiguous() if is_transposed(self.packed) else whole
 
     def key(self) -> tuple[Any, ...]:
         """Equal for tensors that are always equal, as tied ones are."""
@@ -163,8 +174,8 @@ class Origin(NamedTuple):
 
     def reads(self) -> set[int]:
         """The ids of all tensors that it is made of."""
-        of_layer = [] if self.layer is None else self.layer.parameters()
-        return {id(each) for each in [self.value, *of_layer, *(each for pair in self.pairs for each in pair[:2])]}
+        of_layers = [each for layer in (self.layer, self.packed) if layer is not None for each in layer.parameters()]
+        return {id(each) for each in [self.value, *of_layers, *(each for pair in self.pairs for each in pair[:2])]}
 
 
 def origins_of(module: nn.Module, prefix: str = "", *, adapted: bool = True) -> Iterator[tuple[str, Origin]]:
@@ -175,8 +186,11 @@ def origins_of(module: nn.Module, prefix: str = "", *, adapted: bool = True) -> 
     if isinstance(module, peft_layers()):
         yield from _origins_of_layer(module, prefix, adapted=adapted)
         return
+    packed = module if is_packed(module) else None
     for name, value in _tensors_of(module).items():
-        yield f"{prefix}{name}", Origin(value)
+        yield f"{prefix}{name}", Origin(value, packed=packed if name == "weight" else None)
+    if packed is not None:
+        return
     for name, child in module._modules.items():
         if child is not None:
             yield from origins_of(child, prefix + _WRAPPER.sub("", f"{name}."), adapted=adapted)
@@ -199,7 +213,6 @@ def peft_layers() -> tuple[type, ...]:
 
 
 def _origins_of_layer(layer: Any, prefix: str, *, adapted: bool) -> Iterator[tuple[str, Origin]]:
-    from peft.tuners import lora
     from peft.tuners.ln_tuning.layer import LNTuningLayer
     from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
@@ -210,18 +223,24 @@ def _origins_of_layer(layer: Any, prefix: str, *, adapted: bool) -> Iterator[tup
         others = layer.modules_to_save if isinstance(layer, ModulesToSaveWrapper) else layer.ln_tuning_layers
         active = [others[name] for name in layer.active_adapters if name in others]
         yield from origins_of(active[0] if active else base, prefix)
-    elif isinstance(layer, lora.Linear) and not any(
-        [*layer.lora_variant, *layer.lora_bias.values(), layer.merged_adapters]
-    ):
-        active = [name for name in layer.active_adapters if name in layer.lora_A]
-        ab = [(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in active]
-        pairs = [LoraPair(*each, layer.fan_in_fan_out) for each in ab]
+    elif _adds_pairs(layer, base):
+        of = untyped(layer)
+        active = [name for name in of.active_adapters if name in of.lora_A]
+        ab = [(of.lora_A[name].weight, of.lora_B[name].weight, of.scaling[name]) for name in active]
+        pairs = [LoraPair(*each, of.fan_in_fan_out or is_transposed(base)) for each in ab]
         for name, origin in origins_of(base, prefix):
             is_weight = name == f"{prefix}weight"
             yield name, origin._replace(pairs=(*origin.pairs, *pairs)) if is_weight else origin
     else:
         for name, origin in origins_of(base, adapted=False):
             yield f"{prefix}{name}", Origin(origin.value, layer=layer, name=name)
+
+
+def _adds_pairs(layer: Any, base: nn.Module) -> bool:
+    from peft.tuners import lora
+
+    is_lora = isinstance(layer, lora.Linear) or (isinstance(layer, lora.LoraLayer) and is_packed(base))
+    return is_lora and not any([*layer.lora_variant, *layer.lora_bias.values(), layer.merged_adapters])
 
 
 def merged(value: torch.Tensor, pairs: Iterable[LoraPair], read: Callable[[Any], torch.Tensor]) -> torch.Tensor:

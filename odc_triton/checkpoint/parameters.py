@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,20 @@ def read_whole(
     return whole.to(device).to(dtype or whole.dtype)
 
 
+def is_packed(layer: nn.Module) -> bool:
+    """True for a quantised layer that `nn.packed` has prepared."""
+    if "bitsandbytes" not in sys.modules:
+        return False
+    from ..nn.packed import packed_state
+
+    return packed_state(layer) is not None
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """True if its weight is transposed in files: transformers has quantised a Conv1D."""
+    return getattr(layer, "source_cls", nn.Linear).__name__ == "Conv1D"
+
+
 Take = Callable[[slice | None], torch.Tensor]  # returns some rows of a tensor, or with None all of it
 
 
@@ -39,7 +54,7 @@ class PackedWeight:
     steps: tuple[Callable[[Take], None], ...]
 
     def __init__(self, layer: Any, shape: tuple[int, ...]) -> None:
-        self._is_transposed = getattr(layer, "source_cls", nn.Linear).__name__ == "Conv1D"
+        self._is_transposed = is_transposed(layer)
         self.shape = tuple(shape)[::-1] if self._is_transposed else tuple(shape)
 
     def rows(self, take: Take, start: int, end: int) -> torch.Tensor:

@@ -89,7 +89,7 @@ class PretrainedTensors:
 
     @torch.no_grad()
     def _read(self, layer: Callable[[nn.Module], dict[str, torch.Tensor]], _: str, origin: Origin) -> torch.Tensor:
-        whole = self._whole(origin.value) if origin.layer is None else layer(origin.layer)[origin.name]
+        whole = origin.below(self._whole) if origin.layer is None else layer(origin.layer)[origin.name]
         whole = merged(whole, origin.pairs, self._whole)
         return whole if id(origin.value) not in self._parameters else whole.to(self._dtype or whole.dtype)
 

@@ -98,6 +98,13 @@ def prepare(root: nn.Module) -> None:
         else:
             continue
         keep_dtype(weight, weight.dtype)
+        module.register_state_dict_post_hook(_without_copies)
+
+
+def _without_copies(layer: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """bitsandbytes adds the tensors of `quant_state` and SCB, which have names of their own now."""
+    for name in [name for name in state if name.startswith((f"{prefix}weight.", f"{prefix}SCB", f"{prefix}weight_f"))]:
+        del state[name]
 
 
 def _blocks(name: str, state: Any) -> Blocks:

@@ -35,9 +35,7 @@ def build_model(
     torch.manual_seed(options.seed)
     model = meta_causal_lm(model=options.model, init=options.init)
     if options.quantize is not None:
-        from ...nn.packed import quantise_on_meta
-
-        quantise_on_meta(model, options.quantize, torch.bfloat16 if options.dtype == "bf16" else torch.float32)
+        quantise(model, options.quantize, options.dtype)
     name_special_tokens(model, tokenizer)
     check_fit(model, longest, largest_token, remedy=options.shortens)
     cost = CostModel.from_config(model.config.get_text_config())
@@ -68,6 +66,22 @@ def build_model(
     if options.split_sequences:
         compute_in_chunks(model)
     return model.train(), cost
+
+
+def require_bitsandbytes() -> None:
+    """Raises ImportError with the remedy."""
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise ImportError('--quantize needs bitsandbytes; run: pip install "odc-triton[quantize]"') from error
+
+
+def quantise(model: nn.Module, method: str, dtype: str) -> None:
+    """`nn.packed.quantise_on_meta` by a run's options. Raises ImportError without bitsandbytes."""
+    require_bitsandbytes()
+    from ...nn.packed import quantise_on_meta
+
+    quantise_on_meta(model, method, torch.bfloat16 if dtype == "bf16" else torch.float32)
 
 
 def weigh_routers(model: nn.Module, options: SftOptions) -> None:
@@ -156,14 +170,6 @@ def require_peft() -> Any:
     except ImportError as error:
         raise ImportError('--lora-rank needs peft; run: pip install "odc-triton[peft]"') from error
     return peft
-
-
-def require_bitsandbytes() -> None:
-    """Raises ImportError with the remedy."""
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        raise ImportError('--quantize needs bitsandbytes; run: pip install "odc-triton[quantize]"') from error
 
 
 def adapters_of(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def _export(path: Path, options: ExportOptions) -> Path:
     from ...checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
     from ...checkpoint.base_model import FILE
     from ...checkpoint.folder import load_checkpoint, read_state
-    from ...jobs.train.model import adapters_of, add_adapters, name_special_tokens, ties_head
+    from ...jobs.train.model import adapters_of, add_adapters, name_special_tokens, quantise, ties_head
     from ...sharding.shard_module import fully_shard
 
     if path.resolve() in Path(options.out).resolve().parents:
@@ -86,6 +86,8 @@ def _export(path: Path, options: ExportOptions) -> Path:
     rank = run.get("lora_rank")
     if options.merge and not rank:
         raise ValueError(f"--merge: {path} is not of a run with --lora-rank, so it has no adapters: leave it out")
+    if run.get("quantize"):
+        quantise(model, run["quantize"], run["dtype"])
     if rank:
         model = add_adapters(model, **adapters_of(run))
     model = fully_shard(model)
