@@ -24,6 +24,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ..base.untyped import untyped
 from .operand import keep_dtype
 
+METHODS = {"nf4": 4, "int8": 8}  # bits
 Read = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -152,13 +153,15 @@ def quantise_on_meta(model: Any, method: str, dtype: torch.dtype) -> None:
     """Replaces the linear layers of a transformers model on the meta device that `from_pretrained` would quantise.
 
     `method`: "nf4", with nested scales, or "int8"; `dtype`: of compute, and of the weights before they are packed.
-    `load_pretrained_shards` fills them. Raises ValueError for a model without such layers.
+    `load_pretrained_shards` fills them. Raises ValueError for another method, and a model without such layers.
     """
     from transformers import BitsAndBytesConfig
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
     from transformers.quantizers.base import HfQuantizer
 
-    bits = 4 if method == "nf4" else 8
+    if method not in METHODS:
+        raise ValueError(f"quantize is {method!r}; give one of {', '.join(METHODS)}")
+    bits = METHODS[method]
     options = {"bnb_4bit_quant_type": method, "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
     config = BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, **(options if bits == 4 else {}))
     skipped = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
