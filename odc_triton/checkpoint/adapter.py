@@ -192,7 +192,9 @@ def origins_of(module: nn.Module, prefix: str = "", *, adapted: bool = True) -> 
     if packed is not None:
         return
     for name, child in module._modules.items():
-        if child is not None:
+        if name == "parametrizations" and isinstance(child, nn.ModuleDict):
+            yield from ((f"{prefix}{key}", Origin(untyped(each).original, packed=each)) for key, each in child.items())
+        elif child is not None:
             yield from origins_of(child, prefix + _WRAPPER.sub("", f"{name}."), adapted=adapted)
 
 

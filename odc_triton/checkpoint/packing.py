@@ -24,7 +24,7 @@ from torch import nn
 
 from ..base.untyped import untyped
 from ..engine.parameter import ShardedParameter
-from ..nn.packed import Blocks, Rows, packed_state
+from ..nn.packed import Blocks, packed_state, packed_weight
 from .parameters import PackedWeight, Take
 
 _CHUNK = 2**20  # elements packed at a time
@@ -33,20 +33,25 @@ _SCALE_BYTES = 4
 
 def packed_weights(
     model: nn.Module, parameters: dict[int, ShardedParameter]
-) -> Iterator[tuple[str, nn.Module, PackedWeight]]:
-    """(name, layer, its weight) of each layer that `nn.packed` has prepared."""
+) -> Iterator[tuple[str, set[str], PackedWeight]]:
+    """(name in files, names of its parameters here, weight) of each layer that `nn.packed` has prepared."""
     for name, layer in model.named_modules():
-        state, read = packed_state(layer), lambda value: parameters[id(value)]
-        if isinstance(state, Blocks):
-            yield name, layer, Packed4bit(layer, state, read)
-        elif isinstance(state, Rows):
-            yield name, layer, Packed8bit(layer, state, read)
+        if (state := packed_state(layer)) is None:
+            continue
+        experts, _, key = name.rpartition(".parametrizations.")
+        plain = f"{experts}.{key}" if experts else f"{name}.weight"
+        own = {
+            f"{name}.{each}" for each, value in layer.named_parameters() if value is packed_weight(layer) or "." in each
+        }
+        kind = Packed4bit if isinstance(state, Blocks) else Packed8bit
+        yield plain, own, kind(layer, state, lambda value: parameters[id(value)])
 
 
 class Packed8bit(PackedWeight):
-    def __init__(self, layer: Any, state: Rows, parameter: Callable[[Any], ShardedParameter]) -> None:
-        super().__init__(layer, layer.weight.shape)
-        self._weight, self._scales, self._state = parameter(layer.weight).shard, parameter(state.scales).shard, state
+    def __init__(self, layer: Any, state: Any, parameter: Callable[[Any], ShardedParameter]) -> None:
+        super().__init__(layer, packed_weight(layer).shape)
+        self._weight, self._scales = parameter(packed_weight(layer)).shard, parameter(state.scales).shard
+        self._dtype = state.dtype
         self.steps = (self._pack,)
 
     def _pack(self, take: Take) -> None:
@@ -54,15 +59,15 @@ class Packed8bit(PackedWeight):
         step = max(1, _CHUNK // self._weight.spec.shape[1])
         for start in range(first, end, step):
             stop = min(start + step, end)
-            rows = self.rows(take, start, stop).to(self._weight.master.device, self._state.dtype).half()
+            rows = self.rows(take, start, stop).to(self._weight.master.device, self._dtype).half()
             at = slice(start - first, stop - first)
             self._weight.master[at], self._scales.master[at], _ = functional.int8_vectorwise_quant(rows.contiguous())
 
 
 class Packed4bit(PackedWeight):
-    def __init__(self, layer: Any, state: Blocks, parameter: Callable[[Any], ShardedParameter]) -> None:
+    def __init__(self, layer: Any, state: Any, parameter: Callable[[Any], ShardedParameter]) -> None:
         super().__init__(layer, state.shape)
-        self._state, self._parameter, self._weight = state, parameter, parameter(layer.weight).shard
+        self._state, self._parameter, self._weight = state, parameter, parameter(packed_weight(layer)).shard
         self._elements, self._width = math.prod(self.shape), math.prod(state.shape[1:])
         self.steps = (self._measure, self._describe, self._pack)
 

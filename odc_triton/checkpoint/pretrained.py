@@ -256,10 +256,9 @@ def _places(model: nn.Module) -> dict[str, Place]:
     if "bitsandbytes" in sys.modules:
         from .packing import packed_weights
 
-        for name, layer, weight in packed_weights(part, parameters):
-            within = {f"{name}.{key}" for key, _ in layer.named_parameters() if "." in key}
-            places = {key: place for key, place in places.items() if key not in map(plain_name, within)}
-            places[plain_name(f"{name}.weight")] = weight
+        for name, own, weight in packed_weights(part, parameters):
+            places = {key: place for key, place in places.items() if key not in map(plain_name, own)}
+            places[plain_name(name)] = weight
     persistent = part.state_dict().keys()
     places |= {plain_name(name): value for name, value in part.named_buffers() if name in persistent}
     return places

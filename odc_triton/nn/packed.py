@@ -16,15 +16,17 @@ from typing import Any
 
 import torch
 from bitsandbytes import MatmulLtState, functional
-from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
+from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit, parametrize
 from bitsandbytes.nn.parametrize import Bnb4bitParametrization
 from torch import nn
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.parametrize import ParametrizationList, register_parametrization
 
 from ..base.untyped import untyped
-from .operand import keep_dtype
+from .experts import are_experts, is_of_the_interface
+from .operand import keep_dtype, kept_dtype
 
 METHODS = {"nf4": 4, "int8": 8}  # bits
+_OF_EXPERTS = "nf4 packs experts that transformers runs by its ExpertsInterface, and there is no other way"
 Read = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -135,14 +137,21 @@ def _prepare_8bit(name: str, layer: Linear8bitLt, weight: Int8Params) -> None:
 
 
 def packed_state(layer: nn.Module) -> Blocks | Rows | None:
-    """Of a prepared layer what its packed `weight` is computed with; None for other layers."""
-    state = layer._modules.get("quant_state", layer._modules.get("state"))
+    """What the packed weight of a prepared layer is computed with; None for other layers."""
+    if isinstance(layer, Bnb4bitParametrization):
+        return None  # the list around it has the weight
+    within = layer[0] if isinstance(layer, ParametrizationList) else layer
+    state = within._modules.get("quant_state", within._modules.get("state"))
     return state if isinstance(state, (Blocks, Rows)) else None
+
+
+def packed_weight(layer: nn.Module) -> nn.Parameter:
+    return untyped(layer).original if isinstance(layer, ParametrizationList) else untyped(layer).weight
 
 
 def unpack(layer: nn.Module, read: Read) -> torch.Tensor:
     """The whole plain weight of a prepared layer. `read`: whole tensors of its parameters."""
-    state, weight = packed_state(layer), read(untyped(layer).weight)
+    state, weight = packed_state(layer), read(packed_weight(layer))
     if isinstance(state, Blocks):
         return functional.dequantize_4bit(weight, state.plain(read))
     assert state is not None, "the layer is not packed"
@@ -150,7 +159,8 @@ def unpack(layer: nn.Module, read: Read) -> torch.Tensor:
 
 
 def quantise_on_meta(model: Any, method: str, dtype: torch.dtype) -> None:
-    """Replaces the linear layers of a transformers model on the meta device that `from_pretrained` would quantise.
+    """Replaces the linear layers of a transformers model on the meta device that `from_pretrained` would quantise, and
+    packs experts, which it would not, by bitsandbytes' parametrization.
 
     `method`: "nf4", with nested scales, or "int8"; `dtype`: of compute, and of the weights before they are packed.
     `load_pretrained_shards` fills them. Raises ValueError for another method, and a model without such layers.
@@ -167,14 +177,22 @@ def quantise_on_meta(model: Any, method: str, dtype: torch.dtype) -> None:
     skipped = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
     replace_with_bnb_linear(model, skipped, config)
     with torch.device("meta"):
-        for layer in model.modules():
-            if isinstance(layer, Linear4bit):
-                layer.weight = _empty_4bit(untyped(layer).weight, dtype)
+        for name, layer in list(model.named_modules()):
+            if are_experts(layer):
+                if bits != 4 or not is_of_the_interface(layer):
+                    raise ValueError(f"{name} ({type(layer).__name__}) can't be packed by {method}: {_OF_EXPERTS}")
+                for key in [key for key, value in layer._parameters.items() if value is not None and value.ndim == 3]:
+                    _parametrize(layer, key, _empty_4bit(layer._parameters[key], dtype, method))
+            elif isinstance(layer, Linear4bit):
+                layer.weight = _empty_4bit(layer.weight, dtype, method)
             elif isinstance(layer, Linear8bitLt):
                 layer.weight = untyped(Int8Params)(
                     layer.weight.data.to(torch.int8), False, SCB=torch.empty(len(layer.weight))
                 )
     prepare(model)
+    for value in model.parameters():  # as `from_pretrained` of this dtype
+        if kept_dtype(value) is None:
+            value.data = value.data.to(dtype)
     for layer in model.modules():
         if isinstance(layer, Linear8bitLt):
             untyped(layer).state.dtype = dtype
@@ -183,13 +201,20 @@ def quantise_on_meta(model: Any, method: str, dtype: torch.dtype) -> None:
     setattr(model, f"is_loaded_in_{bits}bit", True)  # which PEFT asks
 
 
-def _empty_4bit(weight: Params4bit, dtype: torch.dtype) -> Params4bit:
-    kind, blocks = weight.quant_type, -(-weight.numel() // weight.blocksize)
+def _empty_4bit(weight: Any, dtype: torch.dtype, kind: str, blocksize: int = 64) -> Any:
+    blocks = -(-weight.numel() // blocksize)
     nested = functional.QuantState(torch.empty(-(-blocks // 256)), code=torch.empty(256), blocksize=256)
     nested.dtype = torch.float32
-    state = functional.QuantState(
-        torch.empty(blocks, dtype=torch.uint8), weight.shape, torch.empty(16), weight.blocksize, kind, dtype
-    )
+    absmax = torch.empty(blocks, dtype=torch.uint8)
+    state = functional.QuantState(absmax, weight.shape, torch.empty(16), blocksize, kind, dtype)
     state.offset, state.state2, state.nested = torch.empty(()), nested, True
     codes = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8)
     return untyped(Params4bit)(codes, quant_state=state, quant_type=kind, bnb_quantized=True)
+
+
+def _parametrize(module: nn.Module, name: str, weight: Params4bit) -> None:
+    """As bitsandbytes' `replace_parameter_4bit`, without its state dict."""
+    module._parameters[name] = nn.Parameter(weight.data, requires_grad=False)
+    register_parametrization(module, name, Bnb4bitParametrization(untyped(weight).quant_state), unsafe=True)
+    module.register_forward_pre_hook(parametrize._enable_parametrization_cache)
+    module.register_forward_hook(parametrize._disable_parametrization_cache, always_call=True)

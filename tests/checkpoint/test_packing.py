@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from odc_triton import fully_shard
@@ -19,11 +21,17 @@ from tests.support import ranks, slow
 from tests.support.replicas import mesh_of
 
 SMALL = {"vocab_size": 90, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-# 64 divides neither rows nor shards; 300 blocks and more; a weight of 4 bytes; Conv1D, transposed.
+# 64 divides neither rows nor shards; 300 blocks and more; a weight of 4 bytes; experts; Conv1D, transposed.
 MODELS: dict[str, dict[str, Any]] = {
     "odd": {"model_type": "qwen2", "hidden_size": 36, "intermediate_size": 50, "head_dim": 18} | SMALL,
     "nested": {"model_type": "qwen2", "hidden_size": 128, "intermediate_size": 151} | SMALL,
     "tiny": {"model_type": "qwen2", "hidden_size": 4, "intermediate_size": 3, "head_dim": 2} | SMALL,
+    "experts": {
+        **{"model_type": "qwen3_moe", "hidden_size": 36, "intermediate_size": 50, "head_dim": 18} | SMALL,
+        "moe_intermediate_size": 22,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+    },
     "transposed": {"model_type": "gpt2", "vocab_size": 90, "n_embd": 24, "n_layer": 1, "n_head": 2},
 }
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -55,14 +63,22 @@ def expected(folder: Path, method: str, dtype: torch.dtype) -> dict[str, torch.T
     config = BitsAndBytesConfig(**METHODS[method], **compute)
     found: dict[str, torch.Tensor] = {}
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype)
+
+    def add(state: Any, name: str) -> None:
+        found.update({f"{name}.{key}": getattr(state, key) for key in ("absmax", "code", "offset")})
+        found.update({f"{name}.state2.{key}": getattr(state.state2, key) for key in ("absmax", "code")})
+
+    for module in [each for each in model.modules() if hasattr(each, "num_experts") and hasattr(each, "down_proj")]:
+        for key in ("gate_up_proj", "down_proj"):
+            replace_parameter_4bit(module, key, compress_statistics=True)
     for name, layer in model.named_modules():
-        weight: Any = getattr(layer, "weight", None)
+        weight: Any = layer._parameters.get("weight")
         if type(weight).__name__ == "Params4bit":
-            state = weight.quant_state
-            found |= {f"{name}.weight": weight.data, f"{name}.quant_state.absmax": state.absmax}
-            found |= {f"{name}.quant_state.code": state.code, f"{name}.quant_state.offset": state.offset}
-            found[f"{name}.quant_state.state2.absmax"] = state.state2.absmax
-            found[f"{name}.quant_state.state2.code"] = state.state2.code
+            found[f"{name}.weight"] = weight.data
+            add(weight.quant_state, f"{name}.quant_state")
+        elif isinstance(layer, ParametrizationList):
+            found[f"{name}.original"] = layer.original
+            add(layer[0].quant_state, f"{name}.0.quant_state")
         elif type(weight).__name__ == "Int8Params":
             found |= {f"{name}.weight": weight.data, f"{name}.state.scales": weight.SCB}
     return found
@@ -95,7 +111,9 @@ def _compare(folder: Path, method: str, dtype: torch.dtype, found: list[dict[str
             assert torch.equal(value, wanted[name]), name
 
 
-CASES = [(name, method, dtype) for name in MODELS for method in METHODS for dtype in (torch.float32, torch.bfloat16)]
+DTYPES = (torch.float32, torch.bfloat16)
+PAIRS = [(name, method) for name in MODELS for method in METHODS if (name, method) != ("experts", "int8")]
+CASES = [(*pair, dtype) for pair in PAIRS for dtype in DTYPES]
 
 
 @pytest.mark.parametrize(("world", "how"), WORLDS)
@@ -104,3 +122,9 @@ def test_packed_as_by_one_process(world: int, how: dict[str, Any], tmp_path_fact
     found = ranks.run_all(world, *((packed, at / name, method, dtype, how) for name, method, dtype in CASES))
     for (name, method, dtype), of_ranks in zip(CASES, found, strict=True):
         _compare(at / name, method, dtype, of_ranks)
+
+
+def test_experts_that_8_bits_do_not_take(tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = meta_causal_lm(model=str(tmp_path_factory.getbasetemp() / "packing" / "experts"))
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts \(Qwen3MoeExperts\) can't be packed by int8"):
+        quantise_on_meta(model, "int8", torch.float32)
