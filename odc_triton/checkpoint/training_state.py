@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..base.errors import CheckpointDiffers
+from ..optim import adamw8bit
 from .dcp import tensors_of
 from .failures import listed
 
@@ -132,7 +133,10 @@ def _optimizer_to_load(
         differences += [f"{kind} of {name} is not in this {kind_here}" for kind in sorted(kinds - mine.keys())]
         for kind, value in mine.items():
             key = f"{base}state.{name}.{kind}"
-            wanted[key] = value = _as_saved(there.get(key), value)
+            value = _as_saved(there.get(key), value)
+            if kind in adamw8bit.CODES_OF and key in there:
+                value = adamw8bit.to_read(names[name], value, there[key].size)
+            wanted[key] = value
             if kind not in kinds:
                 differences.append(f"{kind} of {name} is not in the checkpoint")
             elif isinstance(value, torch.Tensor) and (what := _difference(there.get(key), value)):
@@ -157,11 +161,14 @@ def _optimizer_prefix(metadata: Metadata) -> str | None:
     )
 
 
-def take(model: nn.Module, optimizer: Optimizer | None, loaded: dict[str, Any], metadata: Metadata) -> None:
-    """Sets the optimizer's hyperparameters to the loaded ones, and drops states that the checkpoint does not have."""
+def take(model: nn.Module, optimizer: Optimizer | None, loaded: dict[str, Any], metadata: Metadata) -> bool:
+    """Sets the optimizer's hyperparameters to the loaded ones, and drops states that the checkpoint does not have.
+
+    Returns whether 8-bit states were quantised again, as other ranks had other blocks.
+    """
     if optimizer is None:
-        return
-    base = _optimizer_prefix(metadata)
+        return False
+    base, requantised = _optimizer_prefix(metadata), False
     names = dict(_trained(model, optimizer))
     for name, parameter in names.items():
         key = f"{base}state.{name}."
@@ -171,6 +178,7 @@ def take(model: nn.Module, optimizer: Optimizer | None, loaded: dict[str, Any], 
             for kind in optimizer.state[parameter]:
                 if not isinstance(optimizer.state[parameter][kind], torch.Tensor):
                     optimizer.state[parameter][kind] = loaded[key + kind]
+            requantised |= adamw8bit.requantise(parameter, optimizer.state[parameter], loaded, key)
     of = {id(parameter): name for name, parameter in names.items()}
     groups = f"{base}param_groups."
     lists = {key: each for key, each in loaded.items() if key.startswith(groups) and key.endswith(".params")}
@@ -184,3 +192,4 @@ def take(model: nn.Module, optimizer: Optimizer | None, loaded: dict[str, Any], 
                 kind = name[len(start) :]
                 if name.startswith(start) and "." not in kind and kind != "params":
                     group[kind] = value
+    return requantised
