@@ -15,7 +15,6 @@ import json
 import os
 import secrets
 import shutil
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -257,9 +256,7 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
         raise
     with engine.publication.writing(), all_or_none(engine, purpose):
         dcp.read_into(path, metadata, wanted)
-        if training_state.take(model, optimizer, wanted, metadata) and engine.rank == 0:
-            words = "the optimizer's 8-bit states were saved by another number of ranks, and were quantised again"
-            warnings.warn(f"{path}: {words}: values differ by up to one step of their codes", stacklevel=2)
+        training_state.take(model, optimizer, wanted, metadata)
         if saved is not None:
             mine = path / f"random-{engine.rank}.json"
             if mine.name in saved.files:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..base.errors import CheckpointDiffers
+from ..base.untyped import untyped
 from ..optim import adamw8bit
 from .dcp import tensors_of
 from .failures import listed
@@ -161,14 +162,11 @@ def _optimizer_prefix(metadata: Metadata) -> str | None:
     )
 
 
-def take(model: nn.Module, optimizer: Optimizer | None, loaded: dict[str, Any], metadata: Metadata) -> bool:
-    """Sets the optimizer's hyperparameters to the loaded ones, and drops states that the checkpoint does not have.
-
-    Returns whether 8-bit states were quantised again, as other ranks had other blocks.
-    """
+def take(model: nn.Module, optimizer: Optimizer | None, loaded: dict[str, Any], metadata: Metadata) -> None:
+    """Sets the optimizer's hyperparameters to the loaded ones, and drops states that the checkpoint does not have."""
     if optimizer is None:
-        return False
-    base, requantised = _optimizer_prefix(metadata), False
+        return
+    base = _optimizer_prefix(metadata)
     names = dict(_trained(model, optimizer))
     for name, parameter in names.items():
         key = f"{base}state.{name}."
@@ -178,7 +176,7 @@ def take(model: nn.Module, optimizer: Optimizer | None, loaded: dict[str, Any], 
             for kind in optimizer.state[parameter]:
                 if not isinstance(optimizer.state[parameter][kind], torch.Tensor):
                     optimizer.state[parameter][kind] = loaded[key + kind]
-            requantised |= adamw8bit.requantise(parameter, optimizer.state[parameter], loaded, key)
+            adamw8bit.requantise(untyped(parameter), optimizer.state[parameter], loaded, key)
     of = {id(parameter): name for name, parameter in names.items()}
     groups = f"{base}param_groups."
     lists = {key: each for key, each in loaded.items() if key.startswith(groups) and key.endswith(".params")}
@@ -192,4 +190,3 @@ def take(model: nn.Module, optimizer: Optimizer | None, loaded: dict[str, Any], 
                 kind = name[len(start) :]
                 if name.startswith(start) and "." not in kind and kind != "params":
                     group[kind] = value
-    return requantised

@@ -11,9 +11,10 @@ a block is of. Example: [3, 400] on two ranks has [2, 4]. Rank 0 has 800 codes, 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
-from itertools import chain
+from functools import cache, partial
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed import tensor as dtensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
+from ..base.untyped import untyped
 from ..comm.layout import shard_rows
 
 BLOCK = 256
@@ -36,8 +38,8 @@ class AdamW8bit(Optimizer):
     Parameters of fewer than `min_8bit_size` elements, over all ranks, have fp32 states. Blocks begin at a rank's first
     row, so on one rank steps are bitsandbytes' own. Plain tensors are stepped too.
 
-    Raises ImportError without bitsandbytes, ValueError for values and options that it does not have, TypeError for a
-    parameter that is not split by rows, or not fp32, bf16 or fp16.
+    Raises ImportError without bitsandbytes, ValueError for an option that it does not have, TypeError for a parameter
+    that is not split by rows, or not fp32, bf16 or fp16.
     """
 
     def __init__(
@@ -59,8 +61,6 @@ class AdamW8bit(Optimizer):
         group = self.param_groups[-1]
         if asked := [name for name in ("amsgrad", "maximize", "capturable", "differentiable") if group.get(name)]:
             raise ValueError(f"AdamW8bit has no {', '.join(asked)}: leave it out, or use torch.optim.AdamW")
-        if min(values := (group["lr"], *group["betas"], group["eps"], group["weight_decay"])) < 0:
-            raise ValueError(f"lr, betas, eps and weight_decay are {values}: none may be negative")
         for p in group["params"]:
             _splits(p)
 
@@ -73,10 +73,7 @@ class AdamW8bit(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -89,7 +86,7 @@ def _step(p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None
         state.update(_new_state(p, is_8bit=p.numel() >= group["min_8bit_size"]))
     state["step"] += 1
     step, lr, (beta1, beta2), eps = int(state["step"]), float(group["lr"]), group["betas"], group["eps"]
-    own = [_own(each) for each in (p.grad, p, state["state1"], state["state2"])]
+    own = [_own(each) for each in (untyped(p.grad), p, state["state1"], state["state2"])]
     absmaxes, decay = [_own(state[name]) for name in CODES_OF if name in state], group["weight_decay"]
     maps = [_map(name, p.device) for name in CODES_OF if absmaxes]
     for run, blocks in _runs(len(own[0])):
@@ -129,21 +126,16 @@ def _runs(elements: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _new_state(p: torch.Tensor, *, is_8bit: bool) -> dict[str, torch.Tensor]:
-    splits, how = _splits(p), {"device": p.device}
+    state, dims = {"step": torch.tensor(0.0)}, count()
+    zeros: Any = partial(torch.zeros, device=p.device)
     if isinstance(p, DTensor):
-        dims = iter(range(len(splits)))
         placements = [Shard(next(dims)) if each.is_shard() else each for each in p.placements]
-        how = {"device_mesh": p.device_mesh, "placements": placements}
-    zeros = dtensor.zeros if isinstance(p, DTensor) else torch.zeros
-    state = {"step": torch.tensor(0.0)}
+        zeros = partial(dtensor.zeros, device_mesh=p.device_mesh, placements=placements)
     for absmax, codes in CODES_OF.items():
         state[codes] = torch.zeros_like(p, dtype=torch.uint8 if is_8bit else torch.float32)
         if is_8bit:
-            state[absmax] = zeros(absmax_shape(p.shape, splits), dtype=torch.float32, **how)
+            state[absmax] = zeros(absmax_shape(p.shape, _splits(p)), dtype=torch.float32)
     return state
-
-
-# ------------------------------------------------------------------ how rows are split
 
 
 def _splits(p: torch.Tensor) -> list[int]:
@@ -153,14 +145,14 @@ def _splits(p: torch.Tensor) -> list[int]:
     if not by_rows or p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         what = f"a parameter of size {list(p.shape)} is {p.dtype}, placed {list(placements)}"
         raise TypeError(f"{what}: AdamW8bit takes fp32, bf16 and fp16, split by rows")
-    return [p.device_mesh.size(dim) for dim, each in enumerate(placements) if each.is_shard()]
+    return [untyped(p).device_mesh.size(dim) for dim, each in enumerate(placements) if each.is_shard()]
 
 
 def _rows(rows: int, splits: Sequence[int]) -> list[tuple[int, int]]:
     """(first, end) of each rank's; each dimension of the mesh splits the parts of the one before."""
     parts = [(0, rows)]
-    for count in splits:
-        cuts = [(first, shard_rows(end - first, count, part)) for first, end in parts for part in range(count)]
+    for among in splits:
+        cuts = [(first, shard_rows(end - first, among, part)) for first, end in parts for part in range(among)]
         parts = [(first + start, first + stop) for first, (start, stop) in cuts]
     return parts
 
@@ -183,13 +175,16 @@ def to_read(p: torch.Tensor, absmax: torch.Tensor, saved: torch.Size) -> torch.T
 
 
 @torch.no_grad()
-def requantise(p: torch.Tensor, state: Mapping[str, torch.Tensor], loaded: Mapping[str, Any], prefix: str) -> bool:
-    """Quantises this rank's codes by its own blocks, if `loaded` has the absmax of other ranks' blocks. Returns that.
+def requantise(p: DTensor, state: Mapping[str, torch.Tensor], loaded: Mapping[str, Any], prefix: str) -> None:
+    """Quantises this rank's codes by its own blocks if `loaded` has the absmax of other ranks' blocks, and says so.
 
     A value changes by at most one step between two codes of its block.
     """
     names = [name for name in CODES_OF if name in state and loaded[prefix + name].shape != state[name].shape]
-    width, start = math.prod(p.shape[1:]), p.__create_chunk_list__()[0].offsets[0] if isinstance(p, DTensor) else 0
+    if names and p.device_mesh.get_rank() == 0:
+        words = "8-bit optimizer states were saved by another number of ranks, and are quantised again"
+        warnings.warn(f"{words}: values change by up to one step of their codes", stacklevel=2)
+    width, start = math.prod(p.shape[1:]), p.__create_chunk_list__()[0].offsets[0]
     for name in names:
         codes, absmax, code = _own(state[CODES_OF[name]]), _own(state[name]), _map(name, p.device)
         *splits, most = loaded[prefix + name].shape
@@ -203,4 +198,3 @@ def requantise(p: torch.Tensor, state: Mapping[str, torch.Tensor], loaded: Mappi
             values /= absmax[blocks].clamp(min=1e-38).repeat_interleave(BLOCK)[: len(values)]
             # To the nearest code. On the CPU bitsandbytes' function has a table of 2^16 cells, wider than steps near 0.
             codes[run] = torch.bucketize(values, (code[1:] + code[:-1]) / 2).to(torch.uint8)
-    return bool(names)
