@@ -1,8 +1,8 @@
 """`train sft` with 8-bit AdamW and with fp32 states: python -m bench.suites.adamw8bit [--steps 300] [--out FILE]
 
 The same run on two ranks by both, on the standard library's functions, with some of them held out. Losses, and bytes of
-the optimizer's states by dtype, as their last checkpoint lists them. Exits with status 1 if losses differ by 1% or more,
-or less than 95% of the states' bytes are 8-bit.
+the optimizer's states, as their last checkpoint lists them. Exits with status 1 if losses differ by 1% or more, or less
+than 95% of the states' bytes are 8-bit.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class AdamW8bit(Optimizer):
         *,
         min_8bit_size: int = MIN_8BIT_SIZE,
     ) -> None:
-        _functional()
+        functional()
         how = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "min_8bit_size": min_8bit_size}
         super().__init__(params, how)
 
@@ -93,13 +93,14 @@ def _step(p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None
         g, rows, state1, state2 = (each[run] for each in own)
         if absmaxes:
             args = "adam", g, rows, state1, state2, beta1, beta2, 0.0, 0.0, eps, step, lr, *maps
-            _functional().optimizer_update_8bit_blockwise(*args, *(each[blocks] for each in absmaxes), decay)
+            functional().optimizer_update_8bit_blockwise(*args, *(each[blocks] for each in absmaxes), decay)
         else:
             args = "adam", g, rows, state1, beta1, eps, step, lr, state2, beta2
-            _functional().optimizer_update_32bit(*args, weight_decay=decay)
+            functional().optimizer_update_32bit(*args, weight_decay=decay)
 
 
-def _functional() -> Any:
+def functional() -> Any:
+    """bitsandbytes' functions. Raises ImportError with the remedy."""
     try:
         import bitsandbytes.functional
     except ImportError as error:
@@ -110,7 +111,7 @@ def _functional() -> Any:
 @cache
 def _map(absmax: str, device: torch.device) -> torch.Tensor:
     """The values of the codes that have this absmax."""
-    return _functional().create_dynamic_map(signed=absmax == "absmax1").to(device)
+    return functional().create_dynamic_map(signed=absmax == "absmax1").to(device)
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
