@@ -29,10 +29,10 @@ from ..stdlib_corpus import build_corpus, write_text
 RANKS, LAST, MOST, LEAST = 2, 20, 0.01, 0.95  # of the loss; of the bytes
 CONFIG = {
     "model_type": "qwen2",
-    "vocab_size": 4096,
-    "hidden_size": 192,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
+    "vocab_size": 2048,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
@@ -52,7 +52,14 @@ def state_bytes(checkpoint: Path) -> dict[str, int]:
 
 def trained(optimizer: str, folder: Path, steps: int) -> dict[str, Any]:
     how = {"data": folder / "data.jsonl", "init": folder / "config.json", "tokenizer": folder / "tokenizer.json"}
-    how |= {"steps": steps, "samples_per_rank": 4, "truncate": True, "token_cap": 512, "lr": 1e-3, "eval_fraction": 0.1}
+    how |= {
+        "steps": steps,
+        "samples_per_rank": 4,
+        "truncate": True,
+        "token_cap": 256,
+        "lr": 1e-3,
+        "eval_fraction": 0.03,
+    }
     options = SftOptions(out=folder / optimizer, optimizer=optimizer, weight_decay=0.01, **how)
     write_config(config := f"{options.out}.yaml", options, comment="the run", ranks=RANKS)
     subprocess.run([sys.executable, "-m", "odc_triton.tools.cli", "train", "sft", "--config", config], check=True)
