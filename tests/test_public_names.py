@@ -26,7 +26,7 @@ PUBLIC = {
     "odc_triton.nn": "Attention Embedding LMHead Linear",
     "odc_triton.objectives": "CrossEntropy Distillation ORPO Objective SampleSums StepPart StepReport Sums Teacher "
     "Terms evaluate predictions run_step",
-    "odc_triton.optim": "Muon ChainedOptimizer",
+    "odc_triton.optim": "AdamW8bit ChainedOptimizer Muon",
     "odc_triton.sharding": "fully_shard memory_plan",
     "odc_triton.simulate": "DEVICES Job Links MODELS Model Outcome SETTINGS draw "
     "lengths_of_file named_lengths rank_settings simulate",

@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..base.errors import CheckpointDiffers
+from ..base.untyped import untyped
+from ..optim import adamw8bit
 from .dcp import tensors_of
 from .failures import listed
 
@@ -132,7 +134,10 @@ def _optimizer_to_load(
         differences += [f"{kind} of {name} is not in this {kind_here}" for kind in sorted(kinds - mine.keys())]
         for kind, value in mine.items():
             key = f"{base}state.{name}.{kind}"
-            wanted[key] = value = _as_saved(there.get(key), value)
+            value = _as_saved(there.get(key), value)
+            if kind in adamw8bit.CODES_OF and key in there:
+                value = adamw8bit.to_read(names[name], value, there[key].size)
+            wanted[key] = value
             if kind not in kinds:
                 differences.append(f"{kind} of {name} is not in the checkpoint")
             elif isinstance(value, torch.Tensor) and (what := _difference(there.get(key), value)):
@@ -171,6 +176,7 @@ def take(model: nn.Module, optimizer: Optimizer | None, loaded: dict[str, Any], 
             for kind in optimizer.state[parameter]:
                 if not isinstance(optimizer.state[parameter][kind], torch.Tensor):
                     optimizer.state[parameter][kind] = loaded[key + kind]
+            adamw8bit.requantise(untyped(parameter), optimizer.state[parameter], loaded, key)
     of = {id(parameter): name for name, parameter in names.items()}
     groups = f"{base}param_groups."
     lists = {key: each for key, each in loaded.items() if key.startswith(groups) and key.endswith(".params")}

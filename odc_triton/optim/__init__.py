@@ -1,4 +1,4 @@
-"""Optimizers whose update needs more than a rank's own rows."""
+"""Optimizers for sharded parameters, beside torch's own."""
 
 from ..base.lazy import lazy_names
 

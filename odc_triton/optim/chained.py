@@ -40,6 +40,13 @@ class ChainedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        groups = iter(state_dict["param_groups"])
+        for each in self.optimizers:  # which may keep the dtypes of its states
+            theirs = [next(groups) for _ in each.param_groups]
+            held = [number for group in theirs for number in group["params"]]
+            states = {number: state_dict["state"][number] for number in held if number in state_dict["state"]}
+            each.load_state_dict({"state": states, "param_groups": theirs})
+            self.state.update(each.state)
         self._share()
 
     @torch.no_grad()

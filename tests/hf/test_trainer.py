@@ -31,7 +31,7 @@ from tests.support.trl_case import tokenizer
 
 LOGGED = ("loss", "grad_norm", "target_tokens", "learning_rate")
 OLD = "model-00001-of-00002.safetensors"
-OPTIMIZERS = ("adamw_torch_fused", "sgd", "rmsprop", "adagrad")
+OPTIMIZERS = ("adamw_torch_fused", "sgd", "rmsprop", "adagrad", "adamw_bnb_8bit")
 
 # ------------------------------------------------------------------ the same training
 

@@ -55,6 +55,8 @@ JOBS = {
     "Muon, in replicas": Job(learned=MUON, shape=(2, 1), stopped=(2, 2), rtol=0.01),
 }
 MORE = {
+    # Ranks have other blocks than one rank; resumed by another number of ranks.
+    "8-bit AdamW": Job(learned={"optimizer": "adamw-8bit"}, shape=(2, 1), stopped=(1, 4), rtol=0.02),
     "split over more ranks than at first, in replicas": Job(learned=EVALUATED, how=SPLIT, shape=(2, 2), stopped=(1, 2)),
     "all at once": Job(learned=SHARED, how=SPLIT | LAYERS | {"exact": True}, shape=(1, 4), stopped=(1, 2)),
 }

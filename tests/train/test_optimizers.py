@@ -36,7 +36,7 @@ def _groups(rank: int, world: int, folder: Path) -> tuple[list[tuple[str, set[st
         for each in optimizer.optimizers
     ]
     plain = {}
-    for name in ("sgd", "adamw"):
+    for name in ("sgd", "adamw", "adamw-8bit"):
         made = make_optimizer(model, case(folder, optimizer=name, weight_decay=0.5))
         (group,) = made.param_groups
         assert len(group["params"]) == len(names)
@@ -59,4 +59,5 @@ def test_who_steps_what(folder: Path) -> None:
     assert by_muon == {f"{layer}.{name}" for layer in range(2) for name in attention | mlp}
     assert {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "0.self_attn.q_proj.bias"} <= by_adamw
     assert "no block of the model has a matrix to train: use --optimizer adamw" in said
-    assert plain == {"sgd": ("SGD", 1e-3, 0.5), "adamw": ("AdamW", 1e-3, 0.5)}
+    made = {"sgd": "SGD", "adamw": "AdamW", "adamw-8bit": "AdamW8bit"}
+    assert plain == {name: (kind, 1e-3, 0.5) for name, kind in made.items()}

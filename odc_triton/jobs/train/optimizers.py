@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...engine.api import engine_of
-from ...optim import ChainedOptimizer, Muon
+from ...optim import AdamW8bit, ChainedOptimizer, Muon
 from .run_options import RunOptions
 
 
@@ -22,6 +22,8 @@ def make_optimizer(model: nn.Module, options: RunOptions) -> Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if options.optimizer == "sgd":
         return torch.optim.SGD(trained, **how)
+    if options.optimizer == "adamw-8bit":
+        return AdamW8bit(trained, **how)
     if options.optimizer != "muon":
         return torch.optim.AdamW(trained, **how)
     of_blocks = {id(each.sharded) for each in engine_of(model).parameters if each.spec.is_block_matrix}

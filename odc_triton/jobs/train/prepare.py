@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...checkpoint.folder import MANIFEST, Manifest, read_state
 from ...checkpoint.pretrained_files import PretrainedFiles, weights_folder
 from ...comm.replicas import grid_of
+from ...optim import adamw8bit
 from ...packs.enable import innermost
 from ...plan.order import Mix
 from ...sharding.agree import watched_barrier
@@ -205,6 +206,8 @@ def check_before_start(options: RunOptions, ranks: int, tokenizer: Any, *, longe
     `longest`: tokens of the longest of the first samples; `largest_token`: of these.
     """
     require_trackers(options.report_to)
+    if options.optimizer == "adamw-8bit":
+        adamw8bit.functional()
     sizes = {"longest": longest, "largest_token": largest_token, "rank": 1}  # not 0, which prints
     model, _ = build_model(options, tokenizer, **sizes)
     if options.teacher is not None:

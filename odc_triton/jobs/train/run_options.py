@@ -40,8 +40,11 @@ class RunOptions:
     seed: int = option(0, "seed for the order of the data, dropout and random weights")
     timeout_minutes: float = option(30.0, "minutes to wait for a rank that is alive; a dead one is named in seconds")
 
-    optimizer: Literal["adamw", "sgd", "muon"] = option(
-        "adamw", "sgd: without momentum; muon: for the blocks' matrices, AdamW for the rest", group="Optimizer"
+    optimizer: Literal["adamw", "adamw-8bit", "sgd", "muon"] = option(
+        "adamw",
+        "adamw-8bit: states of 2 bytes per element, not 8 (needs bitsandbytes); sgd: without momentum; "
+        "muon: for the blocks' matrices, AdamW for the rest",
+        group="Optimizer",
     )
     lr: float = option(1e-5, "peak learning rate; Muon's is scaled to match AdamW's")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = option(

@@ -45,6 +45,7 @@ from ...checkpoint.write_pretrained import is_of_a_model
 from ...engine.api import engine_of
 from ...engine.minibatch import refuse_other_samples
 from ...nn.operand import is_sharded
+from ...optim import AdamW8bit
 from ...packs.enable import enable_packing, refuse_prompt_learning
 from ...packs.pack_loader import digest_of
 from ...plan.cost import CostModel
@@ -56,6 +57,9 @@ _ACCELERATE = "1.14.0"
 
 # Optimizers that step inside of the backward, where `p.grad` is None.
 _STEP_IN_BACKWARD = ("lomo", "layerwise")
+# bitsandbytes' optimizers step plain tensors only; this one's names are those of our AdamW8bit.
+_BITSANDBYTES = ("bnb", "paged", "lion", "ademamix")
+_ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 
 
 @dataclass(frozen=True)
@@ -154,8 +158,19 @@ class ShardedTrainer(Trainer):
             raise ValueError(f"optim is {optim!r}, which steps inside of the backward: choose adamw_torch")
         if optim == "adafactor":
             raise ValueError("optim is 'adafactor', which takes means over whole matrices: choose adamw_torch")
+        if optim not in _ADAMW_8BIT and any(word in optim for word in _BITSANDBYTES):
+            raise ValueError(f"optim is {optim!r}, which can't step shards: choose adamw_bnb_8bit or adamw_torch")
+        if optim == "paged_adamw_8bit" and self._engine.rank == 0:
+            warnings.warn("optim is 'paged_adamw_8bit': its states are split over the ranks, not paged", stacklevel=2)
         if args.save_only_model and args.load_best_model_at_end:
             raise ValueError("load_best_model_at_end needs the masters in checkpoints: leave save_only_model out")
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: PreTrainedModel | None = None) -> tuple[Any, Any]:
+        if args.optim in _ADAMW_8BIT:
+            betas = args.adam_beta1, args.adam_beta2
+            return AdamW8bit, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+        return Trainer.get_optimizer_cls_and_kwargs(args, model)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """See [Note: bf16=True]."""

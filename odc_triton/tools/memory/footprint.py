@@ -22,6 +22,7 @@ from ...comm.layout import ALIGNMENT_BYTES, EXACT, ParameterSpec, aligned, find_
 from ...engine.kept import rows_in_slot, rows_to_keep
 from ...jobs.reports.report import in_columns
 from ...nn.choice import TABLE, Choice, choose
+from ...optim import adamw8bit
 from ...optim import buffers as muon_buffers
 from ...plan.decoder import Decoder
 from ...sequence import buffers as kv_buffers
@@ -41,7 +42,7 @@ from .peaks import (
 SCHEMES = ("odc", "fsdp2", "fsdp2_no_reshard")
 BACKENDS = ("cpu", "cuda")
 # Per trainable parameter: tensors of the master's shape and dtype that are kept, and bytes of scalars.
-OPTIMIZER_STATES = {"adamw": (2, 4), "sgd": (0, 0), "muon": (1, 0), "none": (0, 0)}
+OPTIMIZER_STATES = {"adamw": (2, 4), "adamw-8bit": (2, 4), "sgd": (0, 0), "muon": (1, 0), "none": (0, 0)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +199,8 @@ def memory_plan(
     scheme: "odc" (this library), "fsdp2" (`fully_shard` with its defaults: blocks resharded after forward, the root
         not) or "fsdp2_no_reshard" (`reshard_after_forward=False`, gradients reduced on the last microbatch only). All
         get the same units and dtypes; a `reduce_dtype` of None is fp32, although FSDP2 itself reads it as param_dtype.
-    optimizer: "adamw", "sgd" (no momentum), "muon" (for the matrices of blocks, and AdamW for the rest) or "none".
+    optimizer: "adamw", "adamw-8bit", "sgd" (no momentum), "muon" (for the matrices of blocks, and AdamW for the rest)
+        or "none".
     mp_policy: as in `fully_shard`: None computes in the parameters' own dtype.
     backend: "auto" is "cuda" if torch sees a GPU, else "cpu". On "cpu" gathering is a view; on "cuda" what layers of
         `replace_layers` read from the owners, an embedding or a head, or others by their `choice`, is never whole; nor
@@ -413,6 +415,8 @@ def _of_fsdp2(specs: list[ParameterSpec], world: int, *, resharded: bool) -> dic
 
 
 def _state_bytes(sizes: _Sizes, optimizer: str, specs: Sequence[ParameterSpec]) -> int:
+    if optimizer == "adamw-8bit":
+        return sum(adamw8bit.state_bytes(spec.shape, (sizes.world, sizes.replicas)) for spec in specs)
     tensors, scalar_bytes = OPTIMIZER_STATES[optimizer]
     return tensors * sizes.shards(specs, "master_dtype") + scalar_bytes * len(specs)
 
