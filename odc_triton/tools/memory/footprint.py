@@ -12,20 +12,19 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...comm.layout import ALIGNMENT_BYTES, EXACT, ParameterSpec, aligned, find_units, make_layout, shard_rows
-from ...engine.kept import rows_in_slot, rows_to_keep
 from ...jobs.reports.report import in_columns
-from ...nn.choice import TABLE, Choice, choose
+from ...nn.choice import TABLE
 from ...optim import buffers as muon_buffers
 from ...plan.decoder import Decoder
 from ...sequence import buffers as kv_buffers
-from ...sharding.collect import FoundParameter, check_policy, find_parameters, spec_of
+from ...sharding.collect import check_policy, find_parameters, spec_of
+from .layers import FORMATS, Packing, makes_gradient, other_experts_bytes
 from .peaks import (
     ROOT,
     Units,
@@ -71,6 +70,8 @@ class MemoryPlan:
     """The module's buffers, whole on every rank."""
     gathered_bytes: int
     """Unsharded parameters at their peak, in the compute dtype; 0 where gathering is a view."""
+    dequantized_bytes: int = 0
+    """The largest packed weight in the compute dtype: bitsandbytes makes one at a time."""
     transient_gradient_bytes: int
     """Upper bound of whole (unsharded) gradients alive at once in a backward."""
     activation_bytes_per_token: int | None
@@ -111,7 +112,7 @@ class MemoryPlan:
     @property
     def transient_bytes(self) -> int:
         """Private bytes that come and go within a minibatch, each part at its peak; activations not included."""
-        return self.gathered_bytes + self.transient_gradient_bytes + self.gradient_cast_bytes
+        return self.gathered_bytes + self.dequantized_bytes + self.transient_gradient_bytes + self.gradient_cast_bytes
 
     @property
     def activation_bytes(self) -> int:
@@ -142,6 +143,7 @@ _ROWS = (
     ("buffers", "buffer_bytes"),
     ("checkpoints in the background, host", "checkpoint_host_bytes"),
     ("unsharded parameters, peak", "gathered_bytes"),
+    ("dequantised weight", "dequantized_bytes"),
     ("whole gradients, peak", "transient_gradient_bytes"),
     ("activations (estimate)", "activation_bytes"),
     ("total", "total_bytes"),
@@ -162,7 +164,7 @@ def side_by_side(*plans: MemoryPlan) -> str:
         return f"{getattr(plan, name) / of:.3f}"
 
     rows = [[f"{unit} per rank", *(_title(plan) for plan in plans)]]
-    optional = ("split_bytes", "muon_bytes", "other_experts_bytes", "checkpoint_host_bytes")
+    optional = ("split_bytes", "muon_bytes", "other_experts_bytes", "checkpoint_host_bytes", "dequantized_bytes")
     shown = [row for row in _ROWS if row[1] not in optional or any(getattr(plan, row[1]) for plan in plans)]
     rows += [[label, *(cell(plan, name) for plan in plans)] for label, name in shown]
     return "\n".join(in_columns(rows, numbers=True))
@@ -180,6 +182,7 @@ def memory_plan(
     replicas: int = 1,
     scheme: str = "odc",
     mp_policy: MixedPrecisionPolicy | None = None,
+    quantize: str | None = None,
     optimizer: str = "adamw",
     backend: str = "auto",
     tokens_per_microbatch: int = 0,
@@ -200,6 +203,8 @@ def memory_plan(
         get the same units and dtypes; a `reduce_dtype` of None is fp32, although FSDP2 itself reads it as param_dtype.
     optimizer: "adamw", "sgd" (no momentum), "muon" (for the matrices of blocks, and AdamW for the rest) or "none".
     mp_policy: as in `fully_shard`: None computes in the parameters' own dtype.
+    quantize: "nf4" (absmax quantised too) or "int8", as bitsandbytes packs frozen linear layers but the head, and
+        experts. What bitsandbytes has packed in `model` is counted as it is.
     backend: "auto" is "cuda" if torch sees a GPU, else "cpu". On "cpu" gathering is a view; on "cuda" what layers of
         `replace_layers` read from the owners, an embedding or a head, or others by their `choice`, is never whole; nor
         is its gradient, but of a linear layer or experts without "triton/fused". It matters to ODC only.
@@ -229,6 +234,7 @@ def memory_plan(
             raise ValueError(f"{name} is {value!r}; give a whole number of at least {least}")
     for name, value in (
         ("replicas", replicas if replicas > 1 else 0),
+        ("quantize", quantize),
         ("split_tokens", split_tokens),
         ("offload_checkpoints", offload_checkpoints),
         ("exact", exact),
@@ -243,15 +249,22 @@ def memory_plan(
         ("scheme", scheme, SCHEMES),
         ("optimizer", optimizer, tuple(OPTIMIZER_STATES)),
         ("backend", backend, ("auto", *BACKENDS)),
+        ("quantize", quantize, (None, *FORMATS)),
     ):
         if value not in known:
             raise ValueError(f"{name} is {value!r}; use one of {', '.join(map(repr, known))}")
     if backend == "auto":
         backend = "cuda" if torch.cuda.is_available() else "cpu"
     found = find_parameters(model, find_units(model), set())
-    specs = [spec_of(entry, mp_policy, exact=exact) for entry in found]
-    if not specs:
+    plain = [spec_of(entry, mp_policy, exact=exact) for entry in found]
+    if not plain:
         raise ValueError(f"{type(model).__name__} has no parameters; plan the model that will be trained")
+    packing = Packing(model, quantize)
+    stored = [packing.stored(entry, spec) for entry, spec in zip(found, plain, strict=True)]
+    dequantized_bytes = max(n_bytes for _, n_bytes in stored)
+    if quantize is not None and not dequantized_bytes:
+        raise ValueError(f"quantize is {quantize!r}, and {type(model).__name__} has no frozen linear layer: add LoRA")
+    specs = [spec for of_entry, _ in stored for spec in of_entry]
 
     split = _Sizes(specs, world, replicas)
     trained = [spec for spec in specs if spec.reduce_dtype is not None]
@@ -262,18 +275,21 @@ def memory_plan(
     buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
     host_bytes = split.shards(specs, "master_dtype") + states + buffer_bytes
     if scheme == "odc":
-        on_demand = [each.is_read_on_demand(backend, TABLE) for each in found]
-        every = list(zip(found, specs, on_demand, strict=True))
+        every = [
+            (entry, spec, not packed and entry.is_read_on_demand(backend, TABLE))
+            for entry, (of_entry, packed) in zip(found, stored, strict=True)
+            for spec in of_entry
+        ]
         whole = [spec for _, spec, reads in every if not reads]
-        made = [spec for entry, spec, reads in every if not reads or _makes_gradient(entry, backend)]
+        made = [spec for entry, spec, reads in every if not reads or makes_gradient(entry, backend)]
         memory = _of_odc(specs, whole, made, by_muon, world, replicas, backend)
         if backend == "cuda":
             experts = [(entry, spec) for entry, spec, reads in every if reads and entry.keeps_rows(backend, TABLE)]
-            memory["other_experts_bytes"] = _other_experts_bytes(experts, world, expert_cache_bytes)
+            memory["other_experts_bytes"] = other_experts_bytes(experts, world, expert_cache_bytes)
     else:
         memory = _of_fsdp2(specs, world, resharded=scheme == "fsdp2")
-    largest = max(specs, key=lambda spec: math.prod(spec.shape))
-    itemsize, split_bytes, read, offloaded = split.itemsizes[largest.compute_dtype], 0, 0, 0
+    largest = max(plain, key=lambda spec: math.prod(spec.shape))
+    itemsize, split_bytes, read, offloaded = getattr(torch, largest.compute_dtype).itemsize, 0, 0, 0
     how = {"itemsize": itemsize, "gradient_checkpointing": gradient_checkpointing, "split": bool(split_tokens)}
     per_token = activation_bytes_per_token(model, **how)
     if offload_checkpoints:
@@ -303,7 +319,8 @@ def memory_plan(
         backend=backend,
         world=world,
         replicas=replicas,
-        parameters=sum(math.prod(spec.shape) for spec in specs),
+        parameters=sum(math.prod(spec.shape) for spec in plain),
+        dequantized_bytes=dequantized_bytes,
         optimizer_state_bytes=states,
         buffer_bytes=buffer_bytes,
         activation_bytes_per_token=per_token,
@@ -354,36 +371,6 @@ def _of_odc(
         "muon_bytes": muon_bytes,
         "job_shared_bytes": of_replica * replicas,
     }
-
-
-def _how(entry: FoundParameter, backend: str) -> Choice | None:
-    """How its operator runs, if it has several ways, as linear layers and experts have."""
-    module: Any = entry.places[0][0]
-    if (operator := getattr(module, "operator", None)) is None:
-        return None
-    return choose(operator, shape=tuple(entry.parameter.shape), tokens=1, device_type=backend, given=module.choice)
-
-
-def _makes_gradient(entry: FoundParameter, backend: str) -> bool:
-    """Of a parameter that is read on demand. On a GPU plain torch can't add to owners while others' kernels do."""
-    how = _how(entry, backend)
-    return how is not None and (how.wgrad == "whole" or (how.backend, backend) == ("eager", "cuda"))
-
-
-def _other_experts_bytes(found: list[tuple[FoundParameter, ParameterSpec]], world: int, budget_bytes: int) -> int:
-    """Of experts that are read on demand on a GPU, where autograd runs backwards in a thread of its own."""
-    others, row_bytes, slots = [], [], {}
-    for entry, spec in found:
-        itemsizes = [0 if d is None else getattr(torch, d).itemsize for d in (spec.compute_dtype, spec.reduce_dtype)]
-        values, sums = (math.prod(spec.shape[1:]) * itemsize for itemsize in itemsizes)
-        others.append(spec.shape[0] - shard_rows(spec.shape[0], world, 0)[1])
-        row_bytes.append((values, sums))
-        how = _how(entry, "cuda")
-        if how is not None and how.source == "staged" and len(spec.shape) > 2:  # biases are read in place
-            rows = rows_in_slot(values) if how.backend == "triton" else 1
-            slots[spec.shape[1:], spec.compute_dtype, rows] = 2 * 2 * rows * values
-    kept = zip(rows_to_keep(others, row_bytes, budget_bytes), row_bytes, strict=True)
-    return sum(slots.values()) + sum(math.prod(pair) for each in kept for pair in zip(*each, strict=True))
 
 
 def _of_fsdp2(specs: list[ParameterSpec], world: int, *, resharded: bool) -> dict[str, int]:
