@@ -72,6 +72,8 @@ def test_bytes_are_those_of_bitsandbytes(family: str, quantize: str, tied: bool)
 def test_a_model_that_bitsandbytes_has_packed_is_counted_as_it_is(quantize: str) -> None:
     import bitsandbytes as bnb
 
+    from odc_triton.nn.packed import prepare
+
     def packed(old: nn.Linear) -> nn.Module:
         kind = {"nf4": bnb.nn.Linear4bit, "int8": bnb.nn.Linear8bitLt}[quantize]
         how = {"quant_type": "nf4"} if quantize == "nf4" else {"has_fp16_weights": False}
@@ -83,7 +85,11 @@ def test_a_model_that_bitsandbytes_has_packed_is_counted_as_it_is(quantize: str)
     want = memory_plan(model, 2, quantize=quantize, mp_policy=BF16)
     for name in _packs(model):
         model.set_submodule(name := name.removesuffix(".weight"), packed(model.get_submodule(name)))
-    assert memory_plan(model, 2, mp_policy=BF16).shared_bytes == want.shared_bytes
+    plans = [memory_plan(model, 2, mp_policy=BF16)]
+    prepare(model)
+    for plan in (*plans, memory_plan(model, 2, mp_policy=BF16)):
+        assert plan.shared_bytes == want.shared_bytes
+        assert plan.master_shard_bytes == want.master_shard_bytes
 
 
 def test_nothing_to_pack_is_refused() -> None:

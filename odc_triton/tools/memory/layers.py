@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
+from ...base.untyped import untyped
 from ...comm.layout import ParameterSpec, shard_rows
 from ...engine.kept import rows_in_slot, rows_to_keep
 from ...nn.choice import Choice, choose
 from ...nn.experts import are_experts
 from ...sharding.collect import FoundParameter, dtype_name
 
+Sizes = list[tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes of tensors
 FORMATS = ("nf4", "int8")
 _BLOCK, _NESTED_BLOCK = 64, 256  # bitsandbytes' own: elements per absmax, and of these per nested one
 
@@ -29,21 +32,23 @@ class Packing:
 
     def stored(self, entry: FoundParameter, plain: ParameterSpec) -> tuple[list[ParameterSpec], int]:
         """The tensors that stand for a parameter, and the bytes of its dequantised value: 0 if it is not packed."""
-        value: Any = entry.parameter
-        state, scale = getattr(value, "quant_state", None), getattr(value, "SCB", None)  # of Params4bit, Int8Params
+        value, home = untyped(entry.parameter), untyped(entry.places[0][0])
+        state = getattr(home[0] if isinstance(home, ParametrizationList) else value, "quant_state", None)
         if state is not None:
             nested = (state.state2.absmax, state.state2.code, state.offset) if state.nested else ()
-            tensors = [(tuple(each.shape) or (1,), each.dtype) for each in (value, state.absmax, state.code, *nested)]
+            # Those of a prepared layer are parameters, found by themselves.
+            tensors = _sizes(value, *(() if isinstance(state, nn.Module) else (state.absmax, state.code, *nested)))
             dequantized = math.prod(state.shape) * state.dtype.itemsize
-        elif scale is not None:
-            tensors, dequantized = [(each.shape, each.dtype) for each in (value, scale)], 2 * value.numel()
+        elif value.dtype == torch.int8:
+            scale = getattr(value, "SCB", None)
+            tensors, dequantized = _sizes(value, *(() if scale is None else (scale,))), 2 * value.numel()
         elif self._packs(entry):
             tensors = _nf4(plain.shape) if self._quantize == "nf4" else _int8(plain.shape)
             dequantized = value.numel() * getattr(torch, plain.compute_dtype).itemsize
         else:
             return [plain], 0
         how: dict[str, Any] = {"reduce_dtype": None, "is_scalar": False}
-        named = [(tuple(shape), dtype_name(dtype)) for shape, dtype in tensors]
+        named = [(shape, dtype_name(dtype)) for shape, dtype in tensors]
         return [replace(plain, shape=n, master_dtype=d, compute_dtype=d, **how) for n, d in named], dequantized
 
     def _packs(self, entry: FoundParameter) -> bool:
@@ -54,7 +59,11 @@ class Packing:
         return all(isinstance(each, nn.Linear) or (value.ndim == 3 and are_experts(each)) for each in modules)
 
 
-def _nf4(shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _sizes(*tensors: torch.Tensor) -> Sizes:
+    return [(tuple(each.shape) or (1,), each.dtype) for each in tensors]
+
+
+def _nf4(shape: tuple[int, ...]) -> Sizes:
     """Packed elements; absmax, itself in blocks; the code; nested absmax, its code and offset."""
     elements = math.prod(shape)
     blocks = -(-elements // _BLOCK)
@@ -63,7 +72,7 @@ def _nf4(shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
     return [*packed, *((each, torch.float32) for each in floats)]
 
 
-def _int8(shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _int8(shape: tuple[int, ...]) -> Sizes:
     """Elements, and an absmax per row."""
     return [(shape, torch.int8), ((math.prod(shape[:-1]),), torch.float32)]
 
