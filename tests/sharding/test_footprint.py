@@ -288,7 +288,7 @@ def test_totals_add_up():
     for scheme in SCHEMES:
         plan = memory_plan(qwen2(), 2, scheme=scheme, mp_policy=BF16, backend="cuda", tokens_per_microbatch=10)
         parts = [each.name for each in fields(plan) if each.name.endswith("_bytes") and each.name[:4] != "job_"]
-        assert len(parts) == 15
+        assert len(parts) == 14
         assert plan.total_bytes == sum(getattr(plan, name) for name in parts) + plan.activation_bytes
 
 
@@ -397,6 +397,7 @@ def test_other_ranks_experts_are_as_planned(world: int) -> None:
     ("options", "message"),
     [
         ({"expert_cache_bytes": 9, "scheme": "fsdp2"}, "expert_cache_bytes is 9 for 'fsdp2': it is for 'odc' only"),
+        ({"quantize": "nf4"}, "quantize is 'nf4', and Module has no frozen linear layer: add LoRA"),
         ({"world": 0}, "world is 0; give a whole number of at least 1"),
         ({"scheme": "ddp"}, "scheme is 'ddp'; use one of 'odc', 'fsdp2', 'fsdp2_no_reshard'"),
         (

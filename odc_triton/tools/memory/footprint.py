@@ -24,7 +24,7 @@ from ...optim import buffers as muon_buffers
 from ...plan.decoder import Decoder
 from ...sequence import buffers as kv_buffers
 from ...sharding.collect import check_policy, find_parameters, spec_of
-from .layers import FORMATS, Packing, makes_gradient, other_experts_bytes
+from .layers import FORMATS, makes_gradient, other_experts_bytes, stored
 from .peaks import (
     ROOT,
     Units,
@@ -69,9 +69,9 @@ class MemoryPlan:
     buffer_bytes: int
     """The module's buffers, whole on every rank."""
     gathered_bytes: int
-    """Unsharded parameters at their peak, in the compute dtype; 0 where gathering is a view."""
-    dequantized_bytes: int = 0
-    """The largest packed weight in the compute dtype: bitsandbytes makes one at a time."""
+    """Unsharded parameters at their peak, in the compute dtype; 0 where gathering is a view. And the largest packed
+    weight, dequantised: bitsandbytes makes one at a time.
+    """
     transient_gradient_bytes: int
     """Upper bound of whole (unsharded) gradients alive at once in a backward."""
     activation_bytes_per_token: int | None
@@ -112,7 +112,7 @@ class MemoryPlan:
     @property
     def transient_bytes(self) -> int:
         """Private bytes that come and go within a minibatch, each part at its peak; activations not included."""
-        return self.gathered_bytes + self.dequantized_bytes + self.transient_gradient_bytes + self.gradient_cast_bytes
+        return self.gathered_bytes + self.transient_gradient_bytes + self.gradient_cast_bytes
 
     @property
     def activation_bytes(self) -> int:
@@ -143,7 +143,6 @@ _ROWS = (
     ("buffers", "buffer_bytes"),
     ("checkpoints in the background, host", "checkpoint_host_bytes"),
     ("unsharded parameters, peak", "gathered_bytes"),
-    ("dequantised weight", "dequantized_bytes"),
     ("whole gradients, peak", "transient_gradient_bytes"),
     ("activations (estimate)", "activation_bytes"),
     ("total", "total_bytes"),
@@ -164,7 +163,7 @@ def side_by_side(*plans: MemoryPlan) -> str:
         return f"{getattr(plan, name) / of:.3f}"
 
     rows = [[f"{unit} per rank", *(_title(plan) for plan in plans)]]
-    optional = ("split_bytes", "muon_bytes", "other_experts_bytes", "checkpoint_host_bytes", "dequantized_bytes")
+    optional = ("split_bytes", "muon_bytes", "other_experts_bytes", "checkpoint_host_bytes")
     shown = [row for row in _ROWS if row[1] not in optional or any(getattr(plan, row[1]) for plan in plans)]
     rows += [[label, *(cell(plan, name) for plan in plans)] for label, name in shown]
     return "\n".join(in_columns(rows, numbers=True))
@@ -222,25 +221,15 @@ def memory_plan(
     if not isinstance(model, nn.Module):
         raise TypeError(f"memory_plan takes an nn.Module, not a {type(model).__name__}")
     check_policy(mp_policy)
-    for name, value, least in (
-        ("world", world, 1),
-        ("replicas", replicas, 1),
-        ("tokens_per_microbatch", tokens_per_microbatch, 0),
-        ("split_tokens", split_tokens, 0),
-        ("split_cuts", split_cuts, 0),
-        ("expert_cache_bytes", expert_cache_bytes, 0),
-    ):
+    counts = {"world": world, "replicas": replicas, "tokens_per_microbatch": tokens_per_microbatch}
+    limits = {"split_tokens": split_tokens, "expert_cache_bytes": expert_cache_bytes}
+    for name, value in (counts | limits | {"split_cuts": split_cuts}).items():
+        least = int(name in ("world", "replicas"))
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name} is {value!r}; give a whole number of at least {least}")
-    for name, value in (
-        ("replicas", replicas if replicas > 1 else 0),
-        ("quantize", quantize),
-        ("split_tokens", split_tokens),
-        ("offload_checkpoints", offload_checkpoints),
-        ("exact", exact),
-        ("expert_cache_bytes", expert_cache_bytes),
-        ("checkpoint_background", checkpoint_background),
-    ):
+    own = limits | {"offload_checkpoints": offload_checkpoints, "checkpoint_background": checkpoint_background}
+    own |= {"replicas": replicas if replicas > 1 else 0, "exact": exact, "quantize": quantize}
+    for name, value in own.items():
         if value and scheme != "odc":
             raise ValueError(f"{name} is {value} for {scheme!r}: it is for 'odc' only, leave it out")
     if offload_checkpoints and not gradient_checkpointing:
@@ -259,12 +248,13 @@ def memory_plan(
     plain = [spec_of(entry, mp_policy, exact=exact) for entry in found]
     if not plain:
         raise ValueError(f"{type(model).__name__} has no parameters; plan the model that will be trained")
-    packing = Packing(model, quantize)
-    stored = [packing.stored(entry, spec) for entry, spec in zip(found, plain, strict=True)]
-    dequantized_bytes = max(n_bytes for _, n_bytes in stored)
-    if quantize is not None and not dequantized_bytes:
+    head = getattr(model, "get_output_embeddings", nn.Module)() or nn.Module()
+    kept = set(map(id, head.parameters()))
+    packed = [stored(entry, spec, quantize, kept) for entry, spec in zip(found, plain, strict=True)]
+    dequantized = max(n_bytes for _, n_bytes in packed)
+    if quantize is not None and not dequantized:
         raise ValueError(f"quantize is {quantize!r}, and {type(model).__name__} has no frozen linear layer: add LoRA")
-    specs = [spec for of_entry, _ in stored for spec in of_entry]
+    specs = [spec for of_entry, _ in packed for spec in of_entry]
 
     split = _Sizes(specs, world, replicas)
     trained = [spec for spec in specs if spec.reduce_dtype is not None]
@@ -276,13 +266,14 @@ def memory_plan(
     host_bytes = split.shards(specs, "master_dtype") + states + buffer_bytes
     if scheme == "odc":
         every = [
-            (entry, spec, not packed and entry.is_read_on_demand(backend, TABLE))
-            for entry, (of_entry, packed) in zip(found, stored, strict=True)
+            (entry, spec, not n_bytes and entry.is_read_on_demand(backend, TABLE))
+            for entry, (of_entry, n_bytes) in zip(found, packed, strict=True)
             for spec in of_entry
         ]
         whole = [spec for _, spec, reads in every if not reads]
         made = [spec for entry, spec, reads in every if not reads or makes_gradient(entry, backend)]
         memory = _of_odc(specs, whole, made, by_muon, world, replicas, backend)
+        memory["gathered_bytes"] += dequantized
         if backend == "cuda":
             experts = [(entry, spec) for entry, spec, reads in every if reads and entry.keeps_rows(backend, TABLE)]
             memory["other_experts_bytes"] = other_experts_bytes(experts, world, expert_cache_bytes)
@@ -300,7 +291,10 @@ def memory_plan(
         offloaded = tokens_per_microbatch * itemsize * hidden * layers
         per_token = per_token and per_token - itemsize * hidden * (layers - 2)
     if split_tokens:
-        decoder = _decoder(model, split_tokens)
+        if getattr(config := text_config(model), "num_attention_heads", None) is None:
+            name = type(model).__name__
+            raise ValueError(f"split_tokens is {split_tokens}, and {name} has no config with num_attention_heads")
+        decoder = Decoder.of(config)
         in_flight = kv_buffers.IN_FLIGHT if gradient_checkpointing or not trained else None
         sizes = {"tokens": split_tokens, "cuts": split_cuts, "world": world, "gradients": bool(trained)}
         split_bytes = _split_bytes(decoder, largest.compute_dtype, in_flight=in_flight, **sizes)
@@ -320,7 +314,6 @@ def memory_plan(
         world=world,
         replicas=replicas,
         parameters=sum(math.prod(spec.shape) for spec in plain),
-        dequantized_bytes=dequantized_bytes,
         optimizer_state_bytes=states,
         buffer_bytes=buffer_bytes,
         activation_bytes_per_token=per_token,
@@ -402,15 +395,6 @@ def _of_fsdp2(specs: list[ParameterSpec], world: int, *, resharded: bool) -> dic
 def _state_bytes(sizes: _Sizes, optimizer: str, specs: Sequence[ParameterSpec]) -> int:
     tensors, scalar_bytes = OPTIMIZER_STATES[optimizer]
     return tensors * sizes.shards(specs, "master_dtype") + scalar_bytes * len(specs)
-
-
-def _decoder(model: nn.Module, split_tokens: int) -> Decoder:
-    """Raises ValueError for a config without heads."""
-    config = text_config(model)
-    if getattr(config, "num_attention_heads", None) is None:
-        name = type(model).__name__
-        raise ValueError(f"split_tokens is {split_tokens}, and {name} has no config with num_attention_heads")
-    return Decoder.of(config)
 
 
 def _split_bytes(

@@ -17,64 +17,44 @@ from ...nn.choice import Choice, choose
 from ...nn.experts import are_experts
 from ...sharding.collect import FoundParameter, dtype_name
 
-Sizes = list[tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes of tensors
 FORMATS = ("nf4", "int8")
-_BLOCK, _NESTED_BLOCK = 64, 256  # bitsandbytes' own: elements per absmax, and of these per nested one
 
 
-class Packing:
-    """How a frozen weight of `model` lies in the heap: packed as it is, or as `quantize` says, or plain."""
+def stored(
+    entry: FoundParameter, plain: ParameterSpec, quantize: str | None, kept: set[int]
+) -> tuple[list[ParameterSpec], int]:
+    """What stands for a parameter in the heap, and the bytes of its dequantised value, 0 if it is not packed.
 
-    def __init__(self, model: nn.Module, quantize: str | None) -> None:
-        self._quantize = quantize
-        head = getattr(model, "get_output_embeddings", lambda: None)()
-        self._kept = set() if head is None else {id(parameter) for parameter in head.parameters()}
-
-    def stored(self, entry: FoundParameter, plain: ParameterSpec) -> tuple[list[ParameterSpec], int]:
-        """The tensors that stand for a parameter, and the bytes of its dequantised value: 0 if it is not packed."""
-        value, home = untyped(entry.parameter), untyped(entry.places[0][0])
-        state = getattr(home[0] if isinstance(home, ParametrizationList) else value, "quant_state", None)
-        if state is not None:
-            nested = (state.state2.absmax, state.state2.code, state.offset) if state.nested else ()
-            # Those of a prepared layer are parameters, found by themselves.
-            tensors = _sizes(value, *(() if isinstance(state, nn.Module) else (state.absmax, state.code, *nested)))
-            dequantized = math.prod(state.shape) * state.dtype.itemsize
-        elif value.dtype == torch.int8:
-            scale = getattr(value, "SCB", None)
-            tensors, dequantized = _sizes(value, *(() if scale is None else (scale,))), 2 * value.numel()
-        elif self._packs(entry):
-            tensors = _nf4(plain.shape) if self._quantize == "nf4" else _int8(plain.shape)
-            dequantized = value.numel() * getattr(torch, plain.compute_dtype).itemsize
-        else:
-            return [plain], 0
-        how: dict[str, Any] = {"reduce_dtype": None, "is_scalar": False}
-        named = [(shape, dtype_name(dtype)) for shape, dtype in tensors]
-        return [replace(plain, shape=n, master_dtype=d, compute_dtype=d, **how) for n, d in named], dequantized
-
-    def _packs(self, entry: FoundParameter) -> bool:
-        """As transformers' BitsAndBytesConfig does by default, and a layer's experts."""
-        value, modules = entry.parameter, [module for module, *_ in entry.places]
-        if self._quantize is None or value.requires_grad or value.ndim < 2 or id(value) in self._kept:
-            return False
-        return all(isinstance(each, nn.Linear) or (value.ndim == 3 and are_experts(each)) for each in modules)
+    `quantize`: packs frozen weights of linear layers and experts, but those whose ids are in `kept`.
+    """
+    value, homes = untyped(entry.parameter), [untyped(module) for module, *_ in entry.places]
+    state = getattr(homes[0][0] if isinstance(homes[0], ParametrizationList) else value, "quant_state", None)
+    if state is not None or value.dtype == torch.int8:  # the state of a prepared layer is a module, found by itself
+        states = [] if state is None or isinstance(state, nn.Module) else [state, *filter(None, [state.state2])]
+        beside = [each for of in states for each in vars(of).values()] + [getattr(value, "SCB", None)]
+        tensors = [value, *(each for each in beside if isinstance(each, torch.Tensor))]
+        sizes = [(tuple(each.shape) or (1,), dtype_name(each.dtype)) for each in tensors]
+        dequantized = 2 * value.numel() if state is None else math.prod(state.shape) * state.dtype.itemsize
+    elif quantize is None or value.requires_grad or value.ndim < 2 or id(value) in kept:
+        return [plain], 0
+    elif all(are_experts(each) if value.ndim == 3 else isinstance(each, nn.Linear) for each in homes):
+        sizes = _packed(plain.shape, quantize)
+        dequantized = value.numel() * getattr(torch, plain.compute_dtype).itemsize
+    else:
+        return [plain], 0
+    frozen = replace(plain, reduce_dtype=None, is_scalar=False)
+    return [replace(frozen, shape=shape, master_dtype=d, compute_dtype=d) for shape, d in sizes], dequantized
 
 
-def _sizes(*tensors: torch.Tensor) -> Sizes:
-    return [(tuple(each.shape) or (1,), each.dtype) for each in tensors]
-
-
-def _nf4(shape: tuple[int, ...]) -> Sizes:
-    """Packed elements; absmax, itself in blocks; the code; nested absmax, its code and offset."""
-    elements = math.prod(shape)
-    blocks = -(-elements // _BLOCK)
-    floats = [(16,), (-(-blocks // _NESTED_BLOCK),), (256,), (1,)]
-    packed = [((-(-elements // 2), 1), torch.uint8), ((blocks,), torch.uint8)]
-    return [*packed, *((each, torch.float32) for each in floats)]
-
-
-def _int8(shape: tuple[int, ...]) -> Sizes:
-    """Elements, and an absmax per row."""
-    return [(shape, torch.int8), ((math.prod(shape[:-1]),), torch.float32)]
+def _packed(shape: tuple[int, ...], quantize: str) -> list[tuple[tuple[int, ...], str]]:
+    """bitsandbytes' tensors. int8: elements, an absmax per row. nf4: pairs of elements, an absmax per 64; the code, an
+    absmax per 256 of these, their code, and an offset.
+    """
+    if quantize == "int8":
+        return [(shape, "int8"), (shape[:-1], "float32")]
+    pairs, blocks = -(-math.prod(shape) // 2), -(-math.prod(shape) // 64)
+    floats = [((n,), "float32") for n in (16, -(-blocks // 256), 256, 1)]
+    return [((pairs, 1), "uint8"), ((blocks,), "uint8"), *floats]
 
 
 def _how(entry: FoundParameter, backend: str) -> Choice | None:
