@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from odc_triton import memory_plan
-from odc_triton.checkpoint import meta_causal_lm
+from odc_triton.jobs.train.model import add_adapters
 from odc_triton.jobs.train.sft_options import SftOptions
 from odc_triton.tools.cli import start
 from odc_triton.tools.memory.advice import advising
+from tests.support.families import causal_lm
 from tests.support.ranks import in_own_process
 from tests.support.sft_case import case, write_case
 
@@ -29,18 +30,19 @@ from tests.support.sft_case import case, write_case
     ],
 )
 def test_what_needs_less_is_said(tmp_path: Path, fails: Callable[[], object], kind: type[Exception]) -> None:
-    options = case(write_case(tmp_path), gradient_checkpointing=True)
-    how = {"tokens_per_microbatch": 256, "gradient_checkpointing": True}
-    planned = memory_plan(meta_causal_lm(init=options.init, model=None), 2, **how).total_bytes / 1e9
+    causal_lm("Qwen2").save_pretrained(folder := write_case(tmp_path))
+    options = case(folder, init=None, model=str(folder), lora_rank=2, gradient_checkpointing=True)
+    model = add_adapters(causal_lm("Qwen2"), rank=2, alpha=None, targets="all-linear")
+    planned = memory_plan(model, 2, tokens_per_microbatch=256, gradient_checkpointing=True).total_bytes / 1e9
     with pytest.raises(RuntimeError, match=f"predicts {planned:.3g} GB per rank") as failed:
         advising(options, 2)(fails)()
     assert type(failed.value.__cause__) is kind
     less = {words: float(number) for words, number in re.findall(r"(--[^:]*): ([\d.e-]+) GB", str(failed.value))}
-    assert "--token-cap 128" in less
+    assert {"--token-cap 128", "--quantize nf4"} <= less.keys()
     assert "--gradient-checkpointing" not in less
     assert [*less.values()] == sorted(less.values())
     assert max(less.values()) < planned
-    Path(options.init).unlink()  # nothing can be planned
+    (folder / "config.json").unlink()  # nothing can be planned
     with pytest.raises(kind, match=r"^(?!.*memory_plan)"):
         advising(options, 2)(fails)()
 
