@@ -30,7 +30,9 @@ def stored(
     value, homes = untyped(entry.parameter), [untyped(module) for module, *_ in entry.places]
     state = getattr(homes[0][0] if isinstance(homes[0], ParametrizationList) else value, "quant_state", None)
     if state is not None or value.dtype == torch.int8:  # the state of a prepared layer is a module, found by itself
-        states = [] if state is None or isinstance(state, nn.Module) else [state, *filter(None, [state.state2])]
+        states = (
+            [] if state is None or isinstance(untyped(state), nn.Module) else [state, *filter(None, [state.state2])]
+        )
         beside = [each for of in states for each in vars(of).values()] + [getattr(value, "SCB", None)]
         tensors = [value, *(each for each in beside if isinstance(each, torch.Tensor))]
         sizes = [(tuple(each.shape) or (1,), dtype_name(each.dtype)) for each in tensors]
