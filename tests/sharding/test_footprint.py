@@ -400,6 +400,7 @@ def test_other_ranks_experts_are_as_planned(world: int) -> None:
     ("options", "message"),
     [
         ({"expert_cache_bytes": 9, "scheme": "fsdp2"}, "expert_cache_bytes is 9 for 'fsdp2': it is for 'odc' only"),
+        ({"quantize": "nf4"}, "quantize is 'nf4', and Module has no frozen linear layer: add LoRA"),
         ({"world": 0}, "world is 0; give a whole number of at least 1"),
         ({"scheme": "ddp"}, "scheme is 'ddp'; use one of 'odc', 'fsdp2', 'fsdp2_no_reshard'"),
         (

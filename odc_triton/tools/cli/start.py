@@ -9,9 +9,11 @@ from importlib import import_module
 from types import ModuleType
 from typing import NoReturn
 
+from ...base.environment import joined_world
 from ...jobs.launcher.launch import LocalRanks, die_with_parent, end_process, status_of, warn_of_few_cores
 from ...jobs.launcher.signals import STOPS, handling
 from ...jobs.train.run_options import RunOptions
+from ..memory.advice import advising
 
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
@@ -34,7 +36,7 @@ def join_job(name: str, run: str, options: RunOptions) -> NoReturn:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
     try:
-        run_here(getattr(import_module(name), run), options)
+        run_here(advising(options, joined_world() or 1)(getattr(import_module(name), run)), options)
     except SystemExit as end:
         end_process(status_of(end))
     end_process(0)
@@ -50,7 +52,8 @@ def default_ranks(device: str = "auto") -> int:
 def start_job(name: str, run: str, options: RunOptions, *, ranks: int) -> None:
     """Checks the options by `check_before_start` of the module `name`, then calls its function `run` on every rank."""
     has_gpu = any(map(os.path.exists, _GPU_DEVICES))
-    with LocalRanks(ranks, method="spawn" if has_gpu else "fork") as job, handling(job.on_signal, *STOPS):
+    job = LocalRanks(ranks, method="spawn" if has_gpu else "fork")
+    with advising(options, ranks), job, handling(job.on_signal, *STOPS):
         module = _start_and_check(job, name, options) if has_gpu else _check_and_fork(job, name, options)
         warn_of_few_cores(ranks)
         job.run(getattr(module, run), options, timeout_s=60 * options.timeout_minutes)

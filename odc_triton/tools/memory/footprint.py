@@ -12,21 +12,20 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...comm.layout import ALIGNMENT_BYTES, EXACT, ParameterSpec, aligned, find_units, make_layout, shard_rows
-from ...engine.kept import rows_in_slot, rows_to_keep
 from ...jobs.reports.report import in_columns
-from ...nn.choice import TABLE, Choice, choose
+from ...nn.choice import TABLE
 from ...optim import adamw8bit
 from ...optim import buffers as muon_buffers
 from ...plan.decoder import Decoder
 from ...sequence import buffers as kv_buffers
-from ...sharding.collect import FoundParameter, check_policy, find_parameters, spec_of
+from ...sharding.collect import check_policy, find_parameters, spec_of
+from .layers import FORMATS, makes_gradient, other_experts_bytes, stored
 from .peaks import (
     ROOT,
     Units,
@@ -71,7 +70,9 @@ class MemoryPlan:
     buffer_bytes: int
     """The module's buffers, whole on every rank."""
     gathered_bytes: int
-    """Unsharded parameters at their peak, in the compute dtype; 0 where gathering is a view."""
+    """Unsharded parameters at their peak, in the compute dtype; 0 where gathering is a view. And the largest packed
+    weight, dequantised: bitsandbytes makes one at a time.
+    """
     transient_gradient_bytes: int
     """Upper bound of whole (unsharded) gradients alive at once in a backward."""
     activation_bytes_per_token: int | None
@@ -181,6 +182,7 @@ def memory_plan(
     replicas: int = 1,
     scheme: str = "odc",
     mp_policy: MixedPrecisionPolicy | None = None,
+    quantize: str | None = None,
     optimizer: str = "adamw",
     backend: str = "auto",
     tokens_per_microbatch: int = 0,
@@ -202,6 +204,8 @@ def memory_plan(
     optimizer: "adamw", "adamw-8bit", "sgd" (no momentum), "muon" (for the matrices of blocks, and AdamW for the rest)
         or "none".
     mp_policy: as in `fully_shard`: None computes in the parameters' own dtype.
+    quantize: "nf4" (absmax quantised too) or "int8", as bitsandbytes packs frozen linear layers but the head, and
+        experts. What bitsandbytes has packed in `model` is counted as it is.
     backend: "auto" is "cuda" if torch sees a GPU, else "cpu". On "cpu" gathering is a view; on "cuda" what layers of
         `replace_layers` read from the owners, an embedding or a head, or others by their `choice`, is never whole; nor
         is its gradient, but of a linear layer or experts without "triton/fused". It matters to ODC only.
@@ -219,24 +223,15 @@ def memory_plan(
     if not isinstance(model, nn.Module):
         raise TypeError(f"memory_plan takes an nn.Module, not a {type(model).__name__}")
     check_policy(mp_policy)
-    for name, value, least in (
-        ("world", world, 1),
-        ("replicas", replicas, 1),
-        ("tokens_per_microbatch", tokens_per_microbatch, 0),
-        ("split_tokens", split_tokens, 0),
-        ("split_cuts", split_cuts, 0),
-        ("expert_cache_bytes", expert_cache_bytes, 0),
-    ):
+    counts = {"world": world, "replicas": replicas, "tokens_per_microbatch": tokens_per_microbatch}
+    limits = {"split_tokens": split_tokens, "expert_cache_bytes": expert_cache_bytes}
+    for name, value in (counts | limits | {"split_cuts": split_cuts}).items():
+        least = int(name in ("world", "replicas"))
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name} is {value!r}; give a whole number of at least {least}")
-    for name, value in (
-        ("replicas", replicas if replicas > 1 else 0),
-        ("split_tokens", split_tokens),
-        ("offload_checkpoints", offload_checkpoints),
-        ("exact", exact),
-        ("expert_cache_bytes", expert_cache_bytes),
-        ("checkpoint_background", checkpoint_background),
-    ):
+    own = limits | {"offload_checkpoints": offload_checkpoints, "checkpoint_background": checkpoint_background}
+    own |= {"replicas": replicas if replicas > 1 else 0, "exact": exact, "quantize": quantize}
+    for name, value in own.items():
         if value and scheme != "odc":
             raise ValueError(f"{name} is {value} for {scheme!r}: it is for 'odc' only, leave it out")
     if offload_checkpoints and not gradient_checkpointing:
@@ -245,15 +240,23 @@ def memory_plan(
         ("scheme", scheme, SCHEMES),
         ("optimizer", optimizer, tuple(OPTIMIZER_STATES)),
         ("backend", backend, ("auto", *BACKENDS)),
+        ("quantize", quantize, (None, *FORMATS)),
     ):
         if value not in known:
             raise ValueError(f"{name} is {value!r}; use one of {', '.join(map(repr, known))}")
     if backend == "auto":
         backend = "cuda" if torch.cuda.is_available() else "cpu"
     found = find_parameters(model, find_units(model), set())
-    specs = [spec_of(entry, mp_policy, exact=exact) for entry in found]
-    if not specs:
+    plain = [spec_of(entry, mp_policy, exact=exact) for entry in found]
+    if not plain:
         raise ValueError(f"{type(model).__name__} has no parameters; plan the model that will be trained")
+    head = getattr(model, "get_output_embeddings", nn.Module)() or nn.Module()
+    kept = set(map(id, head.parameters()))
+    packed = [stored(entry, spec, quantize, kept) for entry, spec in zip(found, plain, strict=True)]
+    dequantized = max(n_bytes for _, n_bytes in packed)
+    if quantize is not None and not dequantized:
+        raise ValueError(f"quantize is {quantize!r}, and {type(model).__name__} has no frozen linear layer: add LoRA")
+    specs = [spec for of_entry, _ in packed for spec in of_entry]
 
     split = _Sizes(specs, world, replicas)
     trained = [spec for spec in specs if spec.reduce_dtype is not None]
@@ -264,18 +267,22 @@ def memory_plan(
     buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
     host_bytes = split.shards(specs, "master_dtype") + states + buffer_bytes
     if scheme == "odc":
-        on_demand = [each.is_read_on_demand(backend, TABLE) for each in found]
-        every = list(zip(found, specs, on_demand, strict=True))
+        every = [
+            (entry, spec, not n_bytes and entry.is_read_on_demand(backend, TABLE))
+            for entry, (of_entry, n_bytes) in zip(found, packed, strict=True)
+            for spec in of_entry
+        ]
         whole = [spec for _, spec, reads in every if not reads]
-        made = [spec for entry, spec, reads in every if not reads or _makes_gradient(entry, backend)]
+        made = [spec for entry, spec, reads in every if not reads or makes_gradient(entry, backend)]
         memory = _of_odc(specs, whole, made, by_muon, world, replicas, backend)
+        memory["gathered_bytes"] += dequantized
         if backend == "cuda":
             experts = [(entry, spec) for entry, spec, reads in every if reads and entry.keeps_rows(backend, TABLE)]
-            memory["other_experts_bytes"] = _other_experts_bytes(experts, world, expert_cache_bytes)
+            memory["other_experts_bytes"] = other_experts_bytes(experts, world, expert_cache_bytes)
     else:
         memory = _of_fsdp2(specs, world, resharded=scheme == "fsdp2")
-    largest = max(specs, key=lambda spec: math.prod(spec.shape))
-    itemsize, split_bytes, read, offloaded = split.itemsizes[largest.compute_dtype], 0, 0, 0
+    largest = max(plain, key=lambda spec: math.prod(spec.shape))
+    itemsize, split_bytes, read, offloaded = getattr(torch, largest.compute_dtype).itemsize, 0, 0, 0
     how = {"itemsize": itemsize, "gradient_checkpointing": gradient_checkpointing, "split": bool(split_tokens)}
     per_token = activation_bytes_per_token(model, **how)
     if offload_checkpoints:
@@ -286,7 +293,10 @@ def memory_plan(
         offloaded = tokens_per_microbatch * itemsize * hidden * layers
         per_token = per_token and per_token - itemsize * hidden * (layers - 2)
     if split_tokens:
-        decoder = _decoder(model, split_tokens)
+        if getattr(config := text_config(model), "num_attention_heads", None) is None:
+            name = type(model).__name__
+            raise ValueError(f"split_tokens is {split_tokens}, and {name} has no config with num_attention_heads")
+        decoder = Decoder.of(config)
         in_flight = kv_buffers.IN_FLIGHT if gradient_checkpointing or not trained else None
         sizes = {"tokens": split_tokens, "cuts": split_cuts, "world": world, "gradients": bool(trained)}
         split_bytes = _split_bytes(decoder, largest.compute_dtype, in_flight=in_flight, **sizes)
@@ -305,7 +315,7 @@ def memory_plan(
         backend=backend,
         world=world,
         replicas=replicas,
-        parameters=sum(math.prod(spec.shape) for spec in specs),
+        parameters=sum(math.prod(spec.shape) for spec in plain),
         optimizer_state_bytes=states,
         buffer_bytes=buffer_bytes,
         activation_bytes_per_token=per_token,
@@ -358,36 +368,6 @@ def _of_odc(
     }
 
 
-def _how(entry: FoundParameter, backend: str) -> Choice | None:
-    """How its operator runs, if it has several ways, as linear layers and experts have."""
-    module: Any = entry.places[0][0]
-    if (operator := getattr(module, "operator", None)) is None:
-        return None
-    return choose(operator, shape=tuple(entry.parameter.shape), tokens=1, device_type=backend, given=module.choice)
-
-
-def _makes_gradient(entry: FoundParameter, backend: str) -> bool:
-    """Of a parameter that is read on demand. On a GPU plain torch can't add to owners while others' kernels do."""
-    how = _how(entry, backend)
-    return how is not None and (how.wgrad == "whole" or (how.backend, backend) == ("eager", "cuda"))
-
-
-def _other_experts_bytes(found: list[tuple[FoundParameter, ParameterSpec]], world: int, budget_bytes: int) -> int:
-    """Of experts that are read on demand on a GPU, where autograd runs backwards in a thread of its own."""
-    others, row_bytes, slots = [], [], {}
-    for entry, spec in found:
-        itemsizes = [0 if d is None else getattr(torch, d).itemsize for d in (spec.compute_dtype, spec.reduce_dtype)]
-        values, sums = (math.prod(spec.shape[1:]) * itemsize for itemsize in itemsizes)
-        others.append(spec.shape[0] - shard_rows(spec.shape[0], world, 0)[1])
-        row_bytes.append((values, sums))
-        how = _how(entry, "cuda")
-        if how is not None and how.source == "staged" and len(spec.shape) > 2:  # biases are read in place
-            rows = rows_in_slot(values) if how.backend == "triton" else 1
-            slots[spec.shape[1:], spec.compute_dtype, rows] = 2 * 2 * rows * values
-    kept = zip(rows_to_keep(others, row_bytes, budget_bytes), row_bytes, strict=True)
-    return sum(slots.values()) + sum(math.prod(pair) for each in kept for pair in zip(*each, strict=True))
-
-
 def _of_fsdp2(specs: list[ParameterSpec], world: int, *, resharded: bool) -> dict[str, int]:
     """Fields of the plan. `resharded`: blocks are, after forward."""
     sizes = _Sizes(specs, world)
@@ -419,15 +399,6 @@ def _state_bytes(sizes: _Sizes, optimizer: str, specs: Sequence[ParameterSpec]) 
         return sum(adamw8bit.state_bytes(spec.shape, (sizes.world, sizes.replicas)) for spec in specs)
     tensors, scalar_bytes = OPTIMIZER_STATES[optimizer]
     return tensors * sizes.shards(specs, "master_dtype") + scalar_bytes * len(specs)
-
-
-def _decoder(model: nn.Module, split_tokens: int) -> Decoder:
-    """Raises ValueError for a config without heads."""
-    config = text_config(model)
-    if getattr(config, "num_attention_heads", None) is None:
-        name = type(model).__name__
-        raise ValueError(f"split_tokens is {split_tokens}, and {name} has no config with num_attention_heads")
-    return Decoder.of(config)
 
 
 def _split_bytes(
