@@ -37,13 +37,13 @@ def stored(
         tensors = [value, *(each for each in beside if isinstance(each, torch.Tensor))]
         sizes = [(tuple(each.shape) or (1,), dtype_name(each.dtype)) for each in tensors]
         dequantized = 2 * value.numel() if state is None else math.prod(state.shape) * state.dtype.itemsize
-    elif quantize is None or value.requires_grad or value.ndim < 2 or id(value) in kept:
+    elif quantize is None or value.requires_grad:
         return [plain], 0
-    elif all(are_experts(each) if value.ndim == 3 else isinstance(each, nn.Linear) for each in homes):
+    elif value.ndim > 1 and id(value) not in kept and all(are_experts(each) if value.ndim == 3 else isinstance(each, nn.Linear) for each in homes):
         sizes = _packed(plain.shape, quantize)
         dequantized = value.numel() * getattr(torch, plain.compute_dtype).itemsize
     else:
-        return [plain], 0
+        return [replace(plain, master_dtype=plain.compute_dtype)], 0  # as `from_pretrained` in this dtype
     frozen = replace(plain, reduce_dtype=None, is_scalar=False)
     return [replace(frozen, shape=shape, master_dtype=d, compute_dtype=d) for shape, d in sizes], dequantized
 
