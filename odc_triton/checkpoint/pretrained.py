@@ -39,7 +39,7 @@ from .pretrained_files import PretrainedFiles, refuse_quantised, rows_of, weight
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_BLOCK = 2**22  # elements compared at a time
+_BLOCK = 2**22  # elements read or compared at a time
 
 
 def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:
@@ -365,8 +365,17 @@ def _fill(place: Place, take: Take, step: int) -> None:
         return
     if step:
         return
-    to = place.shard.master if isinstance(place, ShardedParameter) else place
-    rows = slice(*place.shard.master_rows) if isinstance(place, ShardedParameter) else None
-    if (value := take(rows)).shape != to.shape:  # which copy_ would repeat
-        raise CheckpointDiffers(f"{list(value.shape)} values for {list(to.shape)}")
-    to.copy_(value)
+    if isinstance(place, torch.Tensor):
+        place.copy_(_of_shape(take(None), place.shape))
+        return
+    to, (first, end) = place.shard.master, place.shard.master_rows
+    rows = max(1, _BLOCK // max(1, math.prod(to.shape[1:])))
+    for start in range(first, end, rows):
+        into = to[start - first : start - first + rows]
+        into.copy_(_of_shape(take(slice(start, start + len(into))), into.shape))
+
+
+def _of_shape(value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    if value.shape != shape:  # which copy_ would repeat
+        raise CheckpointDiffers(f"{list(value.shape)} values for {list(shape)}")
+    return value
