@@ -365,8 +365,29 @@ def _fill(place: Place, take: Take, step: int) -> None:
         return
     if step:
         return
-    to = place.shard.master if isinstance(place, ShardedParameter) else place
-    rows = slice(*place.shard.master_rows) if isinstance(place, ShardedParameter) else None
+    to, rows = _own(place)
     if (value := take(rows)).shape != to.shape:  # which copy_ would repeat
         raise CheckpointDiffers(f"{list(value.shape)} values for {list(to.shape)}")
     to.copy_(value)
+
+
+def require_base(model: nn.Module, source: str | Path) -> None:
+    """Raises CheckpointDiffers if what this rank has below the model's adapters is not in the files of `source`. Packed
+    weights can't be compared."""
+    files, places = PretrainedFiles(weights_folder(source)), _places(model)
+    sources, others = _sources(empty_copy(transformers_part(model)[1]), files, places.keys())
+    _check(places, sources, files, model)
+    for target, made_of in sources.items():
+        for name, take in _values(target, made_of, files.read, model):
+            if not isinstance(place := places[name], PackedWeight):
+                own, rows = _own(place)
+                others += [] if torch.equal(own.cpu(), take(rows).to(own.dtype)) else [name]
+    if others:
+        raise CheckpointDiffers(f"{others[0]} is not as in {source}")
+
+
+def _own(place: ShardedParameter | torch.Tensor) -> tuple[torch.Tensor, slice | None]:
+    """What this rank has of it, and which rows; None: all."""
+    if isinstance(place, ShardedParameter):
+        return place.shard.master, slice(*place.shard.master_rows)
+    return place, None
