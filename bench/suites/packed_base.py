@@ -1,8 +1,8 @@
 """A base of 0.5 B packed while it loads, against `memory_plan`: python -m bench.suites.packed_base [--out FILE]
 
-Two ranks load a random base of Qwen2.5-0.5B's shape as `train sft --lora-rank 8` does, plain and with `--quantize`. Peak
-bytes of all ranks while it loads: their own, above what the process had with all libraries, and what they share. Exits
-with status 1 if it is more than 3% above the plan's model, optimizer states left out.
+Two ranks load a random base of Qwen2.5-0.5B's shape as `train sft --lora-rank 8` does, plain and with `--quantize`.
+Peak bytes of all ranks while it loads: their own, above what the process had with all libraries, and what they share.
+Exits with status 1 if it is more than 3% above the plan's model, optimizer states left out.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def adapter_reads(model: nn.Module) -> set[int]:
 
 
 def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
-    """Writes a sharded PEFT model's adapter into `folder`, as PEFT's `save_pretrained` would. Only rank 0 calls it.
+    """Writes a sharded PEFT model's adapter into `folder`, as PEFT's `save_pretrained` would. Not collective.
 
     Of several adapters it writes the one that is trained.
     """
@@ -131,6 +131,29 @@ def _adapters_own(model: Any) -> dict[str, torch.Tensor]:
     modules = model.named_modules(remove_duplicate=False)
     own = {f"{prefix}.{name}": value for prefix, each in modules for name, value in _tensors_of(each).items()}
     return {name.removeprefix("."): value for name, value in own.items() if id(value) not in base}
+
+
+def lora_factors(model: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """(PEFT's config, LoRA's factors by their names in PEFT's files) if with the frozen base they are the whole policy;
+    empty for models without adapters. Raises NotImplementedError, ValueError for others. Reads no values."""
+    if not getattr(model, "peft_config", None):
+        return {}, {}
+    adapter, state = _adapter(model), _peft_state(model, _adapters_own(model))
+    factors = {
+        name: each for name, each in state.items() if re.search(r"\.lora_[AB]\.weight$", name) and each.dim() == 2
+    }
+    known = {id(each) for each in factors.values()}
+    others = {name: each for name, each in model.named_parameters() if each.requires_grad and id(each) not in known}
+    for name in state.keys() - factors.keys() or others:
+        raise NotImplementedError(f"{name} is not one of LoRA's two factors of a linear layer")
+    config = model.peft_config[adapter]
+    for name, layer in model.named_modules():
+        if isinstance(layer, peft_layers()) and adapter in getattr(layer, "scaling", {}):
+            scaling = layer.lora_alpha[adapter] / layer.r[adapter] ** (0.5 if config.use_rslora else 1)
+            if layer.active_adapters != [adapter] or layer.disable_adapters or layer.scaling[adapter] != scaling:
+                raise NotImplementedError(f"{name} has another active adapter, or is disabled or scaled by hand")
+    prefix = "" if hasattr(model, "get_base_model") else "base_model.model."
+    return config.to_dict(), {prefix + _WRAPPER.sub("", name): each for name, each in factors.items()}
 
 
 def frozen_ids(model: nn.Module) -> set[int]:

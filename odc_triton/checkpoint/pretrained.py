@@ -365,17 +365,34 @@ def _fill(place: Place, take: Take, step: int) -> None:
         return
     if step:
         return
+    for own, rows in _own(place):
+        if (value := take(rows)).shape != own.shape:  # which copy_ would repeat
+            raise CheckpointDiffers(f"{list(value.shape)} values for {list(own.shape)}")
+        own.copy_(value)
+
+
+def require_base(model: nn.Module, source: str | Path) -> None:
+    """Raises CheckpointDiffers if what this rank has below the model's adapters is not in the files of `source`. Packed
+    weights can't be compared."""
+    files, places = PretrainedFiles(weights_folder(source)), _places(model)
+    sources, others = _sources(empty_copy(transformers_part(model)[1]), files, places.keys())
+    _check(places, sources, files, model)
+    for target, made_of in sources.items():
+        for name, take in _values(target, made_of, files.read, model):
+            if not isinstance(place := places[name], PackedWeight):
+                are_same = (torch.equal(own.cpu(), take(rows).to(own.dtype)) for own, rows in _own(place))
+                others += [] if all(are_same) else [name]
+    if others:
+        raise CheckpointDiffers(f"{others[0]} is not as in {source}")
+
+
+def _own(place: ShardedParameter | torch.Tensor) -> Iterator[tuple[torch.Tensor, slice | None]]:
+    """What this rank has of it, a block of rows at a time, and which rows; None: all."""
     if isinstance(place, torch.Tensor):
-        place.copy_(_of_shape(take(None), place.shape))
+        yield place, None
         return
-    to, (first, end) = place.shard.master, place.shard.master_rows
-    rows = max(1, _BLOCK // max(1, math.prod(to.shape[1:])))
-    for start in range(first, end, rows):
-        into = to[start - first : start - first + rows]
-        into.copy_(_of_shape(take(slice(start, start + len(into))), into.shape))
-
-
-def _of_shape(value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    if value.shape != shape:  # which copy_ would repeat
-        raise CheckpointDiffers(f"{list(value.shape)} values for {list(shape)}")
-    return value
+    master, (first, end) = place.shard.master, place.shard.master_rows
+    step = max(1, _BLOCK // max(1, math.prod(master.shape[1:])))
+    for start in range(first, end, step):
+        stop = min(start + step, end)
+        yield master[start - first : stop - first], slice(start, stop)

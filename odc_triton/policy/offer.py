@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.adapter import Origin, peft_layers
+from ..checkpoint.adapter import Origin, lora_factors, peft_layers
 from ..checkpoint.pretrained import transformers_part
 from ..checkpoint.pretrained_tensors import PretrainedTensors
 from ..comm.layout import aligned
@@ -133,6 +133,11 @@ class _Contents:
     def files(self) -> list[int]:
         """What is where, as JSON; the tensors that are in no heap; the heaps."""
         try:
+            peft, factors = lora_factors(self._model)
+            adapter = {"config": peft, "tensors": {name: self._place(each) for name, each in factors.items()}}
+        except (NotImplementedError, ValueError) as error:
+            adapter = {"problem": str(error)}
+        try:
             transformers_part(self._model)
         except TypeError:  # no transformers model: its parameters' names
             units, kind, config = [{each.name: Origin(each.sharded) for each in self._engine.parameters}], None, None
@@ -141,12 +146,16 @@ class _Contents:
             units, kind, config = weights.units, type(weights.empty).__name__, weights.empty.config.to_dict()
         publication = self._engine.publication
         origins = {name: origin for unit in units for name, origin in unit.items()}
-        if by_peft := [name for name, origin in origins.items() if origin.layer is not None]:
+        theirs = [name for name, each in origins.items() if each.layer is not None or each.packed is not None]
+        if theirs and adapter.get("tensors"):
+            units, origins, kind = [], {}, "LoRA adapter alone, for reader.adapter()"  # older readers say so, too
+        elif theirs:
             raise NotImplementedError(
-                f"{by_peft[0]} is merged by PEFT's code, which other processes don't run: adapt linear layers by LoRA "
+                f"{theirs[0]} is merged by PEFT's code, which other processes don't run: adapt linear layers by LoRA "
                 f"without bias and variants, or sample with the model itself or with vLLM in the ranks' processes"
             )
         content = {
+            "adapter": adapter,
             "units": [{name: self._place(origin.value) for name, origin in unit.items()} for unit in units],
             "adapted": {name: [*map(self._pair, each.pairs)] for name, each in origins.items() if each.pairs},
             "class": kind,
@@ -160,7 +169,7 @@ class _Contents:
                 f"the model was sharded by {len(self._heaps)} calls of fully_shard, and a policy of at most "
                 f"{MOST_FILES - 1} can be offered: shard its blocks with the model, by one call"
             )
-        text = json.dumps(content, default=str).encode()
+        text = json.dumps(content, default=lambda each: sorted(each) if isinstance(each, set) else str(each)).encode()
         apart = _file([bytes(each.contiguous().view(-1).view(torch.uint8).numpy()) for each in self._apart])
         return [_file([text]), apart, *(heap.read_only_fd for heap in self._heaps)]
 

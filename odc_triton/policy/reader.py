@@ -67,7 +67,9 @@ class PolicyReader:
                 os.close(fd)
         self.config: dict[str, Any] | None = content["config"]
         self._units, self._adapted, self._class = content["units"], content["adapted"], content["class"]
-        self.dtypes = {place["dtype"] for unit in self._units for place in unit.values()}
+        self._adapter = content.get("adapter", {"problem": "its job has an older odc-triton"})
+        places = [*self._units, self._adapter.get("tensors", {})]
+        self.dtypes = {place["dtype"] for unit in places for place in unit.values()}
         status = memoryview(self._files[1])[: content["world"] * STATUS_SLOTS * 8].cast("q")
         self._published, self._begun = (status[content[name] :: STATUS_SLOTS] for name in ("published", "stepping"))
         self._close = weakref.finalize(self, self._connection.close)
@@ -127,6 +129,17 @@ class PolicyReader:
         finally:
             self._unpin()
 
+    def adapter(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """(config, tensors) as in PEFT's files, of one version; the base is not read.
+
+        Raises PolicyUnavailable as `read`, and for a policy that is not LoRA's factors and a frozen base.
+        """
+        if not (places := self._adapter.get("tensors")):
+            problem = self._adapter.get("problem", "it has none")
+            raise PolicyUnavailable(f"the policy at {self._address} can't be read as an adapter: {problem}")
+        tensors = self.read(lambda _: {name: self._tensor(place).clone() for name, place in places.items()})
+        return self._adapter["config"], tensors
+
     def _settled(self) -> int:
         """Waits until all owners have published equally often and none has begun another; returns how often."""
         start_s = time.monotonic()
@@ -178,10 +191,11 @@ class PolicyReader:
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._class is None or self.config is None:
-            return ((name, self._value(name, place)) for unit in self._units for name, place in unit.items())
+            yield from ((name, self._value(name, place)) for unit in self._units for name, place in unit.items())
+            return
         if self._empty is None:
             self._empty = _empty_model(self._class, self.config)
-        return in_files(self._empty, self._units, self._value)
+        yield from in_files(self._empty, self._units, self._value)
 
     def _value(self, name: str, place: dict[str, Any]) -> torch.Tensor:
         return merged(self._tensor(place), [LoraPair(*each) for each in self._adapted.get(name, ())], self._tensor)

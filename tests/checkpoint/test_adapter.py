@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +14,19 @@ import torch.distributed as dist
 from odc_triton import fully_shard, minibatch
 from odc_triton.base.errors import CheckpointDiffers
 from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained, with_adapter
+from odc_triton.checkpoint.adapter import lora_factors
 from odc_triton.checkpoint.base_model import base_name
 from odc_triton.checkpoint.dcp import read_metadata, tensors_of
 from odc_triton.jobs.checkpoints.steps import Checkpoints
 from tests.support import ranks
+from tests.support.families import with_lora
 from tests.support.models import CASES, build, microbatches
 
 # PEFT asks transformers by a name that is going away.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 IDS = torch.arange(3, 12)[None]
+NORM = "base_model.model.model.norm.weight"
 
 
 def _sharded(base: Path) -> torch.nn.Module:
@@ -146,3 +151,38 @@ def test_adapters_that_need_weights_are_refused(options: dict) -> None:
 
     with pytest.raises(NotImplementedError, match="leave them out"):
         with_adapter(build("qwen2"), peft.LoraConfig(target_modules=["q_proj"], **options))
+
+
+def _another_active(model: Any) -> None:
+    model.add_adapter("other", model.peft_config["default"])
+    model.base_model.set_adapter(["default", "other"])
+    model.set_requires_grad("other", False)
+
+
+def _layers(model: Any) -> list[Any]:
+    return [each for each in model.modules() if hasattr(each, "scale_layer")]
+
+
+# LoraConfig's options and what is done to the model, and the reason for which its adapter is not all of the policy.
+MORE = [
+    ({"use_dora": True}, None, "lora_magnitude_vector is not one of LoRA's two factors"),
+    ({"lora_bias": True, "targets": ["q_proj"]}, None, r"lora_B\.bias is not one"),
+    ({"modules_to_save": ["lm_head"]}, None, r"lm_head\.weight is not one"),
+    ({"targets": ["embed_tokens"]}, None, "lora_embedding_. is not one"),
+    ({"trainable_token_indices": [1, 2]}, None, "trainable_tokens_delta is not one"),
+    ({}, lambda model: model.get_parameter(NORM).requires_grad_(True), f"{NORM} is not one"),
+    ({}, lambda model: model.disable_adapter_layers(), "another active adapter, or is disabled"),
+    ({}, lambda model: [each.scale_layer(2.0) for each in _layers(model)], "or scaled by hand"),
+    ({}, _another_active, "another active adapter"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("options", "change", "words"), MORE)
+def test_what_is_more_than_two_factors(options: dict, change: Callable[[Any], Any] | None, words: str) -> None:
+    model = with_lora(build("qwen2"), **options)
+    if change is not None:
+        change(model)
+    with pytest.raises(NotImplementedError, match=words):
+        lora_factors(model)
+    assert lora_factors(build("qwen2")) == ({}, {})

@@ -91,10 +91,27 @@ def _reads(rank: int, world: int, kind: str, backend: str) -> None:
             assert torch.equal(found[name], value), name
             assert found[name].dtype is value.dtype
         assert reader.version == model._odc_engine.publication.number
+        _reads_adapter(reader, model, kind)
         model._odc_engine.exchange("read", {})
     assert reader.dtypes == {"bfloat16" if kind == "bfloat16" else "float32"}
     assert (reader.config or {}).get("vocab_size") == (None if kind == "plain" else model.config.vocab_size)
     model._odc_engine.exchange("read all", {})
+
+
+def _reads_adapter(reader: PolicyReader, model: nn.Module, kind: str) -> None:
+    """Plain PEFT makes the policy of the base and what is read."""
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+
+    if kind != "lora":
+        with pytest.raises(PolicyUnavailable, match="can't be read as an adapter: it has none"):
+            reader.adapter()
+        return
+    config, tensors = reader.adapter()
+    plain = get_peft_model(causal_lm("Qwen3"), LoraConfig(**config))
+    assert not set_peft_model_state_dict(plain, tensors).unexpected_keys
+    wanted = {name: value for name, value in full_parameters(model) if "lora_" in name}
+    assert len(wanted) == len(tensors) == 12
+    assert all(torch.equal(plain.get_parameter(name), value) for name, value in wanted.items())
 
 
 @pytest.mark.parametrize(
@@ -443,3 +460,29 @@ def _lora_layers(model: nn.Module) -> list[Any]:
 
 def test_adapters_that_change_are_named() -> None:
     ranks.run(_changes_adapters, 2)
+
+
+def _reads_without_base(rank: int, world: int) -> None:
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    base = causal_lm("Qwen3").requires_grad_(False)
+    for name in [name for name, each in base.named_modules() if isinstance(each, nn.Linear) and name != "lm_head"]:
+        packed = Linear4bit(*base.get_submodule(name).weight.T.shape, bias=False)
+        packed.weight = Params4bit(base.get_submodule(name).weight.data, requires_grad=False)
+        base.set_submodule(name, packed.to("cpu"))
+    model = fully_shard(with_lora(base))
+    offer = offer_policy(model)
+    reader = read_policy(offer.address)
+    wanted = {name.replace(".default", ""): value for name, value in full_parameters(model) if "lora_" in name}
+    found = reader.adapter()[1]
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    with pytest.raises(PolicyUnavailable, match=r"is a LoRA adapter alone, for reader\.adapter\(\), which"):
+        dict(reader)
+    model._odc_engine.exchange("read", {})
+
+
+@pytest.mark.slow  # of bitsandbytes' import
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_base_that_other_processes_cant_read() -> None:
+    ranks.run(_reads_without_base, 2)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import io
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +20,11 @@ from odc_triton.base.errors import GenerationAborted, GenerationFailed
 from odc_triton.jobs.rl.generation import Request, Sampled, SamplingOptions
 from odc_triton.jobs.rl.vllm_sampling import sampled
 from odc_triton.jobs.rl.vllm_server import VllmServer
+from odc_triton.jobs.vllm.adapter import adapter_folder
 from odc_triton.jobs.vllm.policy_server import PolicyServer
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
+from tests.support.families import with_lora
 from tests.support.models import CASES, build, microbatches
 from tests.support.vllm_stand_in import Serving, completion, vllm_serve
 
@@ -113,6 +118,79 @@ def test_weights_and_requests_of_ranks() -> None:
     prompts = [each.pop("prompt") for each in completions]
     assert sorted(prompts) == [[3, 9, 14]] * 6 + [[4]] * 4
     assert completions == [{"model": "the-policy", "return_token_ids": True, **ASKED}] * 10
+
+
+# What the server has of LoRA, what is done to the model, and why it gets the merged model; None: it gets the adapter.
+ADAPTED = [
+    ({"max_lora_rank": 8}, None, None),
+    (None, None, r"was started without VLLM_ALLOW_R.*=1, --enable-lora or --max-lora-rank 8"),
+    ({"max_lora_rank": 1}, None, r"was started without .* --max-lora-rank 8"),
+    ({"max_lora_rank": 8}, "model.norm.weight", r"norm\.weight is not one of LoRA's two factors"),
+    ({"max_lora_rank": 8}, "model.layers.1.mlp.up_proj.base_layer.weight", r"up_proj\.weight is not as in "),
+]
+
+
+def _adapts(rank: int, world: int, folder: str, addresses: list[str]) -> list[tuple]:
+    """What is printed, the policy's tensors, merged and alone, and the names that completions ask for."""
+    from odc_triton import full_parameters, fully_shard
+    from odc_triton.checkpoint.pretrained_tensors import PretrainedTensors
+
+    found = []
+    for address, (_, changed, _) in zip(addresses, ADAPTED, strict=True):
+        model = with_lora(type(build("qwen2")).from_pretrained(folder))
+        if changed is not None:
+            value = model.get_parameter(f"base_model.model.{changed}")
+            value.requires_grad_("norm" in changed).data[-1:] += 0.5
+        model, names, engine = fully_shard(model), [], VllmServer(address)
+        with redirect_stdout(io.StringIO()) as printed:
+            for _ in range(2):
+                engine.sync(model)
+                names.append(engine._name())
+        factors = {name.replace(".default", ""): each for name, each in full_parameters(model) if "lora_" in name}
+        found.append((printed.getvalue(), factors if engine.server.adapter else dict(PretrainedTensors(model)), names))
+        engine.close()
+    return found
+
+
+def test_adapters_go_alone_where_they_can(tmp_path: Path) -> None:
+    build("qwen2").save_pretrained(tmp_path)
+    with ExitStack() as servers:
+        serving = [servers.enter_context(vllm_serve()) for _ in ADAPTED]
+        for each, (lora, _, _) in zip(serving, ADAPTED, strict=True):
+            each.faults = {"lora": lora, "model": {"model": str(tmp_path)}}
+        both = ranks.run(_adapts, 2, str(tmp_path), [each.address for each in serving])
+    assert not [*Path("/dev/shm").glob("odc-adapter-*")]
+    for each, (printed, tensors, names), (quiet, _, others), (_, _, why) in zip(serving, *both, ADAPTED, strict=True):
+        assert quiet == ""
+        assert names == others
+        for found in each.weights:
+            assert_are(found, tensors)
+        assert re.fullmatch(f"vLLM gets the merged model at each update.*: .*{why}.*\n" if why else "", printed)
+        asked = [content["lora_name"] for path, content in each.asked if "lora" in path]
+        assert asked == ([] if why else [*names, names[0]])  # which is taken back
+        assert (names[0] == names[1]) is (why is not None)
+
+
+def _killed_while_it_loads(folder: Any) -> None:
+    from odc_triton import fully_shard
+
+    with adapter_folder(fully_shard(with_lora(build("qwen2")))) as path:
+        folder.send(path)
+        time.sleep(LONG_S)
+
+
+def test_a_killed_rank_leaves_no_adapter() -> None:
+    ours, theirs = ranks.fork_server().Pipe(duplex=False)
+    process = ranks.fork_server().Process(target=_killed_while_it_loads, args=(theirs,))
+    process.start()
+    folder = Path(ours.recv())
+    assert (folder / "adapter_model.safetensors").exists()
+    process.kill()
+    process.join()
+    deadline_s = time.monotonic() + LONG_S
+    while folder.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from odc_triton import read_policy
 
@@ -50,17 +52,24 @@ class Serving:
             return self._complete(content)
         if path == "/init_weight_transfer_engine":
             self.policy = content["init_info"]["address"]
-        if path == "/update_weights":
+        if path == "/v1/load_lora_adapter":
+            folder = Path(content["lora_path"])
+            assert (folder.stat().st_mode & 0o777, (folder / "adapter_config.json").exists()) == (0o700, True)
+            self.weights.append(load_file(folder / "adapter_model.safetensors"))
+            return b"Success: LoRA adapter added"  # no JSON
+        if path == "/update_weights" and not content["update_info"]:
             self.ended.wait(self.faults.get("slow_update_s", 0))
             self.weights.append(dict(read_policy(self.policy)))
         return {
             "/v1/models": {"data": [{"id": "the-policy"}]},
             "/version": {"version": self.faults.get("version", "0.32.1")},
             "/server_info?config_format=json": {
+                "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": True},
                 "vllm_config": {
+                    "lora_config": self.faults.get("lora"),
                     "weight_transfer_config": self.faults.get("transfer", {"backend": "odc"}),
                     "model_config": {"logprobs_mode": "processed_logprobs"} | self.faults.get("model", {}),
-                }
+                },
             },
             "/reset_prefix_cache": {"success": "keeps" not in self.faults},
         }.get(path)
@@ -90,7 +99,7 @@ class Serving:
                     self.reply(500, json.dumps({"error": "the weights do not fit"}).encode())
                     return
                 answer = serving.answer(path, content)
-                body = b"" if answer is None else json.dumps(answer).encode()
+                body = answer if isinstance(answer, bytes) else b"" if answer is None else json.dumps(answer).encode()
                 if path != "/v1/completions":
                     self.reply(200, body)
                 else:

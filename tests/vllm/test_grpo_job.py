@@ -44,9 +44,10 @@ def assert_sampled_by_the_policy(out: Path) -> None:
         assert line["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_colocate(folder: Path, tmp_path: Path, world: int) -> None:
-    wanted = options(folder, tmp_path / "out", engine="vllm-colocate", vllm_memory=0.1, token_cap=512)
+@pytest.mark.parametrize(("world", "lora_rank"), [(1, 0), (2, 0), (2, 4)])
+def test_colocate(folder: Path, tmp_path: Path, world: int, lora_rank: int) -> None:
+    how = {"engine": "vllm-colocate", "vllm_memory": 0.1, "token_cap": 512, "lora_rank": lora_rank}
+    wanted = options(folder, tmp_path / "out", **how)
     assert ranks.run(train, world, wanted) == [ENDED] * world
     assert_sampled_by_the_policy(tmp_path / "out")
 

@@ -43,7 +43,8 @@ def _trained(rank: int, world: int, folder: str, start: str, changes: dict[str, 
     from odc_triton.hf import ODCGRPOTrainer
 
     case.environment()
-    plain, compared = case.model_of(start).eval(), []
+    lora, compared = changes.pop("lora", None), []
+    plain = case.adapted(case.model_of(start), lora).eval()
 
     class Compared(ODCGRPOTrainer):
         @torch.no_grad()
@@ -66,11 +67,12 @@ def _trained(rank: int, world: int, folder: str, start: str, changes: dict[str, 
 
     given = case.given() | {"rollout_func": _two_turns if changes.pop("turns", 1) == 2 else None}
     args = case.arguments(folder, case.ROWS // world, use_vllm=True, max_steps=STEPS, **changes)
-    trainer = Compared(case.sharded(start), args=args, **given)
+    trainer = Compared(case.sharded(start, lora=lora), args=args, **given)
     trainer.train()
     trainer.vllm_generation.sync_weights()
     trainer.compare()
-    return {"logs": trainer.state.log_history[:STEPS], "compared": compared}
+    alone = trainer.vllm_generation.mode == "server" and trainer.vllm_generation._server.adapter is not None
+    return {"logs": trainer.state.log_history[:STEPS], "compared": compared, "alone": alone}
 
 
 def _two_turns(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
@@ -127,14 +129,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
     """The model's folder, and the address of a server that has it."""
     folder = tmp_path_factory.mktemp("served")
     start = _saved(folder / "model")
-    with vllm_serve(Path(start), folder / "log") as server:
+    options, environment = ("--enable-lora", "--max-lora-rank", "8"), {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with vllm_serve(Path(start), folder / "log", *options, **environment) as server:
         yield start, server.address
 
 
-def test_server(tmp_path: Path, served: tuple[str, str]) -> None:
+@pytest.mark.parametrize("lora", ["trained", None])  # in this order: the second loads other weights into the server
+def test_server(tmp_path: Path, served: tuple[str, str], lora: str | None) -> None:
     start, address = served
-    for found in ranks.run(_trained, 2, str(tmp_path), start, _server_mode(address, turns=2)):
+    for found in ranks.run(_trained, 2, str(tmp_path), start, _server_mode(address, turns=2, lora=lora)):
         _assert_same_policy(found)
+        assert found["alone"] is (lora is not None)
 
 
 def _failed(rank: int, world: int, folder: str, start: str, changes: dict[str, Any]) -> str:

@@ -11,8 +11,8 @@ from torch import nn
 
 from ...base.environment import environment
 from ...base.errors import GenerationFailed
-from ...checkpoint.pretrained_tensors import PretrainedTensors
-from ..vllm.policy_server import OLDEST, difference, is_too_old
+from ..vllm.adapter import lora_rank as room_for
+from ..vllm.policy_server import OLDEST, is_too_old
 from .generation import CompletionEngine, Request, Sampled, SamplingOptions
 from .vllm_sampling import parameters, sampled
 
@@ -21,9 +21,9 @@ class VllmColocate(CompletionEngine):
     """A `CompletionEngine` of this rank alone: vLLM has the whole model of `folder` on this rank's device.
 
     `dtype`: the policy's compute dtype. `memory`: the part of the device's memory that vLLM takes, for weights and
-    cache. `max_tokens`: of a prompt and its completion together, by default the maximum of the model's config. Every
-    rank makes one, after the process group. Each rank reads the policy itself. Calls in this process can't have a
-    deadline; other ranks' waits for this one have.
+    cache. `max_tokens`: of a prompt and its completion together, by default the maximum of the model's config.
+    `lora_rank`: of the policy's adapters. Every rank makes one, after the process group. Each rank reads the policy
+    itself. Calls in this process can't have a deadline; other ranks' waits for this one have.
 
     Raises GenerationFailed if vLLM is not installed or too old, or returns something unexpected.
     """
@@ -32,7 +32,14 @@ class VllmColocate(CompletionEngine):
     samples_remotely = False
 
     def __init__(
-        self, folder: str | Path, *, rank: int, dtype: str, memory: float = 0.3, max_tokens: int | None = None
+        self,
+        folder: str | Path,
+        *,
+        rank: int,
+        dtype: str,
+        memory: float = 0.3,
+        max_tokens: int | None = None,
+        lora_rank: int = 0,
     ) -> None:
         try:
             import vllm
@@ -40,6 +47,8 @@ class VllmColocate(CompletionEngine):
             raise GenerationFailed(f"vLLM can't be imported here ({error}): install it, {OLDEST} or newer") from None
         if is_too_old(vllm.__version__):
             raise GenerationFailed(f"vLLM {vllm.__version__} is here: install {OLDEST} or newer")
+        from ..vllm.engine import ColocatedPolicy, adapts
+
         # What torchrun sets, and a world of one has not; and the model is to be in this process.
         wanted = {
             "RANK": str(rank),
@@ -57,7 +66,10 @@ class VllmColocate(CompletionEngine):
                 max_model_len=max_tokens,
                 seed=rank,
                 logprobs_mode="processed_logprobs",  # after the temperature
+                enable_lora=lora_rank > 0 and adapts(str(folder)),
+                max_lora_rank=room_for(lora_rank),
             )
+        self._policy = ColocatedPolicy(self._llm)
 
     def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[list[Sampled]]:
         """One prompt for each completion, as each has its seed; vLLM keeps the prompt's part of the cache."""
@@ -70,6 +82,7 @@ class VllmColocate(CompletionEngine):
             [{"prompt_token_ids": ids} for ids, _ in wanted],
             sampling_params=[SamplingParams(**parameters(options, seed)) for _, seed in wanted],
             use_tqdm=False,
+            lora_request=self._policy.request,
         )
         if len(outputs) != len(wanted):
             raise GenerationFailed(f"vLLM returned {len(outputs)} completions instead of {len(wanted)}")
@@ -77,18 +90,14 @@ class VllmColocate(CompletionEngine):
         return [[next(completions) for _ in request.seeds] for request in requests]
 
     def sync(self, model: nn.Module) -> None:
-        """Reads the policy. Not collective."""
-        tensors, theirs = PretrainedTensors(model), self._llm.model_config
-        if (problem := difference(theirs.hf_config.to_dict(), tensors.empty.config.to_dict())) is not None:
-            raise GenerationFailed(f"vLLM's model {theirs.model} {problem}")
-        # Layer by layer, as vLLM packs or quantises weights after it has loaded them.
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+        """Reads the policy."""
+        self._policy.sync(model)
         if self._llm.reset_prefix_cache() is False:  # it is of the old weights
             raise GenerationFailed("vLLM keeps its prefix cache: some of its requests have not ended")
 
     def close(self) -> None:
         """Frees the engine."""
-        self._llm = None
+        self._llm = self._policy = None
 
 
 def _completion(output: Any, options: SamplingOptions) -> Sampled:

@@ -53,6 +53,8 @@ class VllmServer(CompletionEngine):
         return [[next(completions) for _ in request.seeds] for request in requests]
 
     def _name(self) -> str:
+        if self.server.adapter is not None:
+            return self.server.adapter
         if self._model_name is None:
             answer = self._http.get("/v1/models", timeout_s=SHORT_S)
             self._model_name = self.server.part(answer, lambda: answer["data"][0]["id"])

@@ -174,8 +174,8 @@ def _engine(options: GrpoOptions, model: nn.Module, should_stop: Callable[[], bo
     if options.engine == "vllm-colocate":
         longest = options.most_tokens(engine.grid.shards)
         positions = getattr(innermost(model).config.get_text_config(), "max_position_embeddings", longest)
-        limits = {"memory": options.vllm_memory, "max_tokens": min(longest, positions)}
-        return VllmColocate(options.model, rank=engine.rank, dtype=_DTYPES[options.dtype], **limits)
+        given = {"memory": options.vllm_memory, "max_tokens": min(longest, positions), "lora_rank": options.lora_rank}
+        return VllmColocate(options.model, rank=engine.rank, dtype=_DTYPES[options.dtype], **given)
     return TransformersEngine(model, should_stop=should_stop)
 
 

@@ -19,9 +19,8 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ...base.errors import GenerationFailed
-from ...checkpoint.pretrained_tensors import PretrainedTensors
 from ...policy.offer import offer_policy
-from ..vllm.policy_server import SHORT_S, PolicyServer, difference
+from ..vllm.policy_server import SHORT_S, PolicyServer
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -67,6 +66,9 @@ class ShardedVllmGeneration(VLLMGeneration):
                 "by from_pretrained, or set model.name_or_path"
             )
         super()._init_vllm()
+        from ..vllm.engine import ColocatedPolicy
+
+        self._policy = ColocatedPolicy(self.llm)
 
     def _connect(self, address: str) -> None:
         self._offer = offer_policy(self.model, max_lag=0.0)  # no rank publishes while the server reads: all wait
@@ -88,15 +90,13 @@ class ShardedVllmGeneration(VLLMGeneration):
         """vLLM gets the policy as it is now. Every rank calls it."""
         if self.mode == "server":
             self._server.refresh(self.model, self._offer)
+            self.vllm_client.model = self._server.adapter or self.vllm_client.model
         else:
             super().sync_weights()
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Reloads all weights at once; nothing is left that TRL would load tensor by tensor."""
-        tensors, theirs = PretrainedTensors(self.model), self.llm.model_config
-        if (problem := difference(theirs.hf_config.to_dict(), tensors.empty.config.to_dict())) is not None:
-            raise GenerationFailed(f"vLLM's model {theirs.model} {problem}")
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+        """Updates all at once; nothing is left that TRL would load tensor by tensor."""
+        self._policy.sync(self.model)
         return iter(())
 
     def generate(

@@ -1,4 +1,4 @@
-"""A vLLM worker that reads the policy of a running job, and loads it where vLLM's own layout has it.
+"""vLLM's side: a worker that reads the policy of a running job, and vLLM in a rank's process.
 
 vLLM's layerwise reload takes weights at any time, also where they were packed or quantised after loading. It keeps the
 tensors of a layer until all of them have come, so views of the trainers' memory are copied once.
@@ -6,18 +6,28 @@ tensors of a layer until all of them have come, so views of the trainers' memory
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.models import ModelRegistry, supports_lora
+from vllm.platforms import current_platform
 
+from ...base.errors import GenerationFailed
+from ...checkpoint.adapted import read_config
+from ...checkpoint.pretrained_tensors import PretrainedTensors
 from ...policy.reader import PolicyReader, read_policy
+from .adapter import adapter_folder, takes_adapter
 from .policy_server import difference
 
 
@@ -30,7 +40,31 @@ class PolicyAddress(WeightTransferInitInfo):
 
 @dataclass
 class PolicyUpdate(WeightTransferUpdateInfo):
-    """Nothing: the newest version is read."""
+    """The newest version is read; with `adapter`, names in its files, nothing: vLLM says if it takes them."""
+
+    adapter: list[str] | None = None
+
+
+def require_adaptable(model: Any, names: Iterable[str]) -> None:
+    """Raises ValueError for a tensor of PEFT's files that vLLM would drop without a word."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if (manager := getattr(model, "lora_manager", None)) is None:
+        raise ValueError("vLLM was started without enable_lora")
+    known = {*manager.modules}.union(*manager.packed_modules.values())
+    for name in names:
+        if parse_fine_tuned_lora_name(name, mapper and mapper.get_rename_mapper())[0] not in known:
+            raise ValueError(f"vLLM's model has no place for {name}")
+
+
+def adapts(folder: str) -> bool:
+    """False if vLLM takes no adapters of the model in `folder`."""
+    known, names = ModelRegistry.models, read_config(folder).architectures or []
+    return all(supports_lora(known[name].load_model_cls()) for name in names if name in known)
+
+
+def refuse_unpacked_experts(config: Any) -> None:
+    if current_platform.is_cpu() and config.is_moe:
+        raise ValueError("vLLM on CPUs computes experts wrongly after an update: let the model itself sample")
 
 
 class PolicyTransferEngine(WeightTransferEngine[PolicyAddress, PolicyUpdate]):
@@ -39,6 +73,7 @@ class PolicyTransferEngine(WeightTransferEngine[PolicyAddress, PolicyUpdate]):
     init_info_cls = PolicyAddress
     update_info_cls = PolicyUpdate
     _reader: PolicyReader | None = None
+    _has_base = True  # not another policy in its place
 
     def init_transfer_engine(self, init_info: PolicyAddress) -> None:
         """Raises PolicyUnavailable if there is no policy, ValueError for another model's."""
@@ -57,12 +92,19 @@ class PolicyTransferEngine(WeightTransferEngine[PolicyAddress, PolicyUpdate]):
         """Nothing: a read may be repeated, and each starts anew."""
 
     def receive_weights(self, update_info: PolicyUpdate) -> None:
-        """Raises PolicyUnavailable if the job ended."""
+        """Raises PolicyUnavailable if the job ended, ValueError for what vLLM would compute otherwise."""
+        if update_info.adapter is not None:
+            require_adaptable(self.model, update_info.adapter)
+            if not self._has_base:
+                raise ValueError("vLLM has another policy in the place of the base: start it again")
+            return
+        refuse_unpacked_experts(self.model_config)
         if self._reader is None:
             raise RuntimeError("there is no address of a policy yet: call init_weight_transfer_engine first")
         self._reader.read(self._load)
 
     def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._has_base = False
         initialize_layerwise_reload(self.model)
         try:
             self.model.load_weights(tensors)
@@ -77,3 +119,34 @@ class PolicyTransferEngine(WeightTransferEngine[PolicyAddress, PolicyUpdate]):
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+
+
+class ColocatedPolicy:
+    """The policy in `llm`, vLLM in this process. `request`: of its adapter, if vLLM has it alone."""
+
+    def __init__(self, llm: Any) -> None:
+        self.request, self._llm, self._takes_adapter = None, llm, None
+
+    def sync(self, model: nn.Module) -> None:
+        """Collective when it is first called; then each rank reads for itself."""
+        if self._takes_adapter is None:
+            self._takes_adapter = takes_adapter(model, self._folder)
+        if self._takes_adapter:
+            engine, former = self._llm.llm_engine, self.request
+            number = former.lora_int_id + 1 if former else 1
+            with adapter_folder(model) as folder:
+                self.request = LoRARequest(f"odc-{number}", number, folder)
+                engine.add_lora(self.request)
+            if former:
+                engine.remove_lora(former.lora_int_id)
+            return
+        tensors, theirs = PretrainedTensors(model), self._llm.model_config
+        if (problem := difference(theirs.hf_config.to_dict(), tensors.empty.config.to_dict())) is not None:
+            raise GenerationFailed(f"vLLM's model {theirs.model} {problem}")
+        refuse_unpacked_experts(theirs)
+        # Layer by layer, as vLLM packs or quantises weights after it has loaded them.
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+
+    def _folder(self, factors: dict[str, torch.Tensor]) -> str:
+        self._llm.apply_model(lambda theirs: require_adaptable(theirs, factors))
+        return self._llm.model_config.model

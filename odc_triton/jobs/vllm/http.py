@@ -42,9 +42,9 @@ class Server:
         """The server's answer to GET `path`."""
         return self._ask("GET", path, None, timeout_s)
 
-    def post(self, path: str, content: Any = None, *, timeout_s: float) -> Any:
-        """The server's answer to `content`; None if it is empty."""
-        return self._ask("POST", path, json.dumps({} if content is None else content), timeout_s)
+    def post(self, path: str, content: Any = None, *, timeout_s: float, is_json: bool = True) -> Any:
+        """The server's answer to `content`; None if it is empty, or not to be JSON."""
+        return self._ask("POST", path, json.dumps({} if content is None else content), timeout_s, is_json)
 
     def abort(self) -> None:
         """Aborts the requests of other threads."""
@@ -53,7 +53,7 @@ class Server:
             for each in self._open:
                 _end(each, threading.Event())
 
-    def _ask(self, method: str, path: str, body: str | None, timeout_s: float) -> Any:
+    def _ask(self, method: str, path: str, body: str | None, timeout_s: float, is_json: bool = True) -> Any:
         what = f"{method} {path}"
         aborts = self._aborts
         try:
@@ -74,7 +74,7 @@ class Server:
             raise Refused(
                 f"the server at {self.address} refused {what} with status {status}: {_said(content)}: see its log"
             )
-        if not content:
+        if not content or not is_json:
             return None
         try:
             return json.loads(content)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
@@ -17,6 +19,7 @@ from torch import nn
 from ...base.errors import GenerationFailed, OfRanks, describe
 from ...engine.api import engine_of
 from ...policy.offer import PolicyOffer
+from .adapter import adapter_folder, lora_rank, takes_adapter
 from .http import Refused, Server
 
 OLDEST = "0.32"  # of vLLM
@@ -67,6 +70,8 @@ class PolicyServer:
     def __init__(self, address: str, *, timeout_s: float = 600.0) -> None:
         self.http, self._timeout_s = Server(address), timeout_s
         self._policy: str | None = None  # what it reads
+        self._takes_adapter: bool | None = None
+        self.adapter: str | None = None  # the name of the policy's adapter, if it has that alone
 
     def check(self, *, config: Any = None, dtype: str | None = None, tokens: int = 0) -> None:
         """Checks that the server can serve this job, so that it fails before its ranks start, with the remedy.
@@ -115,19 +120,43 @@ class PolicyServer:
             return difference(AutoConfig.from_pretrained(folder).to_dict(), config.to_dict())
         return None
 
+    def _folder(self, asks: bool, factors: dict[str, Any]) -> str:
+        answer = self.http.get("/server_info?config_format=json", timeout_s=SHORT_S)
+        found, environment = self.part(answer, lambda: (answer["vllm_config"], answer["vllm_env"]))
+        rank, lora = lora_rank(max(min(each.shape) for each in factors.values())), found.get("lora_config") or {}
+        if lora.get("max_lora_rank", 0) < rank or not environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+            missing = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora or --max-lora-rank {rank}"
+            raise GenerationFailed(f"the server at {self.http.address} was started without {missing}")
+        if asks:
+            self._load({"adapter": [*factors]})
+        return found["model_config"]["model"]
+
+    def _load_adapter(self, model: nn.Module) -> None:
+        with adapter_folder(model) as folder:
+            former, self.adapter = self.adapter, Path(folder).name
+            self._update("/v1/load_lora_adapter", {"lora_name": self.adapter, "lora_path": folder}, is_json=False)
+        if former is not None:
+            self._update("/v1/unload_lora_adapter", {"lora_name": former}, is_json=False)
+
     def refresh(self, model: nn.Module, offer: PolicyOffer) -> None:
-        """Has it read `model`, of which `offer` is. Every rank calls it; rank 0 asks, and no rank sends a tensor.
+        """Has it read `model`, of which `offer` is, or load its adapter. Every rank calls it; rank 0 asks.
 
         Then a barrier. If the server did not read it, rank 0 raises the reason, the others WeightsNotRead with it.
         """
         engine, failure = engine_of(model), None
+        if self._takes_adapter is None:
+            self._takes_adapter = takes_adapter(model, partial(self._folder, engine.rank == _ASKS))
         if engine.rank == _ASKS:
             try:
-                self._refresh(offer.address, engine.publication.number)
+                if self._takes_adapter:
+                    self._load_adapter(model)
+                else:
+                    self._refresh(offer.address, engine.publication.number)
             except Exception as error:
                 failure = error
-        message = {"problem": None if failure is None else describe(failure)}
-        problem = engine.exchange("the vLLM server reads the policy", message)[_ASKS]["problem"]
+        message = {"problem": None if failure is None else describe(failure), "adapter": self.adapter}
+        answer = engine.exchange("the vLLM server reads the policy", message)[_ASKS]
+        problem, self.adapter = answer["problem"], answer["adapter"]
         if failure is not None:
             raise failure
         if problem is not None:
@@ -137,21 +166,24 @@ class PolicyServer:
         if policy != self._policy:
             self._update("/init_weight_transfer_engine", {"init_info": {"address": policy}})
             self._policy = policy
-        try:
-            self._update("/start_weight_update", {})
-        except Refused:  # as another job has begun an update and not finished it
-            self._update("/finish_weight_update", {})
-            self._update("/start_weight_update", {})
-        self._update("/update_weights", {"update_info": {}})
-        self._update("/finish_weight_update", {"weight_version": str(version)})
+        self._load({}, str(version))
         answer = self.http.post("/reset_prefix_cache", timeout_s=SHORT_S)  # it is of the old weights
         if isinstance(answer, dict) and answer.get("success") is False:
             raise GenerationFailed(
                 f"the server at {self.http.address} keeps its prefix cache, as others use it: give the job its own"
             )
 
-    def _update(self, path: str, content: dict[str, Any]) -> None:
-        self.http.post(path, content, timeout_s=self._timeout_s)
+    def _load(self, info: dict[str, Any], version: str | None = None) -> None:
+        try:
+            self._update("/start_weight_update", {})
+        except Refused:  # as another job has begun an update and not finished it
+            self._update("/finish_weight_update", {})
+            self._update("/start_weight_update", {})
+        self._update("/update_weights", {"update_info": info})
+        self._update("/finish_weight_update", {} if version is None else {"weight_version": version})
+
+    def _update(self, path: str, content: dict[str, Any], *, is_json: bool = True) -> None:
+        self.http.post(path, content, timeout_s=self._timeout_s, is_json=is_json)
 
     def part(self, answer: Any, take: Callable[[], Any]) -> Any:
         """`take()`, of an answer that must be vLLM's."""

@@ -39,13 +39,17 @@ def stored(
         dequantized = 2 * value.numel() if state is None else math.prod(state.shape) * state.dtype.itemsize
     elif quantize is None or value.requires_grad:
         return [plain], 0
-    elif value.ndim > 1 and id(value) not in kept and all(are_experts(each) if value.ndim == 3 else isinstance(each, nn.Linear) for each in homes):
+    elif value.ndim == 2 + all(map(are_experts, homes)) and id(value) not in kept and _are_packed(homes):
         sizes = _packed(plain.shape, quantize)
         dequantized = value.numel() * getattr(torch, plain.compute_dtype).itemsize
     else:
         return [replace(plain, master_dtype=plain.compute_dtype)], 0  # as `from_pretrained` in this dtype
     frozen = replace(plain, reduce_dtype=None, is_scalar=False)
     return [replace(frozen, shape=shape, master_dtype=d, compute_dtype=d) for shape, d in sizes], dequantized
+
+
+def _are_packed(homes: list[nn.Module]) -> bool:
+    return all(are_experts(each) or isinstance(each, nn.Linear) for each in homes)
 
 
 def _packed(shape: tuple[int, ...], quantize: str) -> list[tuple[tuple[int, ...], str]]:
