@@ -42,6 +42,7 @@ def loaded(folder: Path, quantize: str | None) -> dict[str, Any]:
 
     from odc_triton import fully_shard, memory_plan
     from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm
+    from odc_triton.checkpoint.pretrained import expect_weights
     from odc_triton.jobs.train.model import add_adapters, precision, quantise
 
     open_job()
@@ -52,6 +53,7 @@ def loaded(folder: Path, quantize: str | None) -> dict[str, Any]:
     if quantize is not None:
         quantise(model, quantize, "bf16")
     model = add_adapters(model, rank=8, alpha=None, targets="all-linear")
+    expect_weights(model)
     watch = PeakMemory(every_s=0.005)
     before, _ = watch.read()
     with watch:

@@ -184,6 +184,14 @@ def empty_copy(model: PreTrainedModel) -> PreTrainedModel:
     return empty
 
 
+def expect_weights(model: nn.Module) -> None:
+    """`load_pretrained_shards` will follow: until then `fully_shard` leaves what is on the meta device 0, and draws no
+    random numbers for it."""
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            vars(parameter)["_is_hf_initialized"] = True
+
+
 @dataclass(slots=True)
 class _Source:
     """The source of one or more of the model's tensors: names in the files, and transformers' converter, if any."""

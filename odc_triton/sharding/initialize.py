@@ -51,7 +51,8 @@ def write_initial_values(
     weights don't depend on the number of ranks. Memory grows by at most one unit and the root's own parameters.
     Buffers that any rank has on the meta device get rank 0's values there.
 
-    What no initialiser fills is NaN until something is loaded, and a warning names it. Packed layers are 0 until then.
+    What no initialiser fills is NaN until something is loaded, and a warning names it. Packed layers are 0 until then,
+    and parameters that transformers' `_is_hf_initialized` marks.
 
     Raises RanksDiffer if rank 0's initialisers raised, on the other ranks, or if buffers differ.
     """
@@ -240,10 +241,10 @@ class _Writer:
             if value is None:  # tied to a parameter of a unit that is done
                 continue
             is_first = (slot.module, slot.attribute, unit) == entry.found.places[0]
-            tensor = entry.whole if is_first else torch.empty_like(value, device="cpu")
-            is_packed = slot.module in self._packed
-            stand_in = nn.Parameter(tensor.fill_(0 if is_packed else torch.nan), requires_grad=False)
-            untyped(stand_in)._is_hf_initialized = is_packed  # transformers initialises no such one
+            is_left = slot.module in self._packed or getattr(value, "_is_hf_initialized", False)
+            tensor = entry.whole if is_first or is_left else torch.empty_like(value, device="cpu")
+            stand_in = nn.Parameter(tensor.fill_(0 if is_left else torch.nan), requires_grad=False)
+            untyped(stand_in)._is_hf_initialized = is_left  # transformers initialises no such one
             if is_first:
                 entry.drawn = stand_in
             slot.put(stand_in)

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ...base.environment import joined_world, require_world
 from ...base.errors import OfRanks, in_a_line
 from ...checkpoint import load_pretrained_shards
+from ...checkpoint.pretrained import expect_weights
 from ...checkpoint.pretrained_tensors import require_written
 from ...engine.api import engine_of
 from ...nn.tuned import default_folder, load
@@ -96,6 +97,8 @@ def _sharded(
     model, cost = build_model(options, prepared.tokenizer, **sizes, rank=1 if frozen else rank)  # only rank 0 prints
     if frozen:
         model.requires_grad_(False)
+    if options.model is not None:
+        expect_weights(model)
     exact = options.exact or None  # None: by torch.use_deterministic_algorithms
     how: Any = {"timeout": timeout, "exact": exact, "expert_cache_bytes": options.expert_cache}
     model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype), **how)
