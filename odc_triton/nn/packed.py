@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from bitsandbytes import MatmulLtState, functional
 from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
-from bitsandbytes.nn.parametrize import Bnb4bitParametrization
+from bitsandbytes.nn.parametrize import Bnb4bitParametrization, _parametrized_state_dict_post_hook
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -81,11 +82,14 @@ def _frozen(value: torch.Tensor) -> nn.Parameter:
 
 
 def prepare(root: nn.Module) -> None:
-    """Makes parameters of all tensors of `root`'s quantised layers.
+    """Makes parameters of all tensors of `root`'s quantised layers, which their state dicts have under these names.
 
     Raises ValueError for a weight that is not quantised yet, and one that bitsandbytes has packed for inference.
     """
     for name, module in list(root.named_modules()):
+        for key, hook in list(module._state_dict_hooks.items()):
+            if getattr(hook, "func", None) is _parametrized_state_dict_post_hook:  # it would rename them
+                del module._state_dict_hooks[key]
         weight: Any = module._parameters.get("weight")
         if isinstance(weight, Params4bit):
             _prepare_4bit(f"{name}.weight", module, weight)
@@ -97,6 +101,7 @@ def prepare(root: nn.Module) -> None:
         else:
             continue
         keep_dtype(weight, weight.dtype)
+        untyped(module)._save_to_state_dict = partial(nn.Module._save_to_state_dict, module)
 
 
 def _blocks(name: str, state: Any) -> Blocks:
