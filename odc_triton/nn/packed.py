@@ -44,6 +44,10 @@ class Blocks(nn.Module, untyped(functional.QuantState)):
             else:
                 setattr(self, name, value)
 
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return _in_memory(found) if isinstance(found, nn.Parameter) else found
+
     def plain(self, read: Read) -> functional.QuantState:
         """With `read(parameter)` in the place of each parameter."""
         made = functional.QuantState(
@@ -71,8 +75,18 @@ class Rows(nn.Module, untyped(MatmulLtState)):
         self._layer = weakref.ref(layer)
         self.scales = _frozen(scales)
 
-    CB = property(lambda self: self._layer().weight.data)  # whole while the layer computes
+    CB = property(lambda self: _in_memory(self._layer().weight).data)  # whole while the layer computes
     SCB = property(lambda self: self.scales)
+
+
+def _in_memory(whole: nn.Parameter) -> nn.Parameter:
+    """Raises RuntimeError for a whole parameter whose unit has freed it, where bitsandbytes would still read."""
+    if not torch.compiler.is_compiling() and hasattr(whole, "_odc_handle") and not whole.untyped_storage().size():
+        raise RuntimeError(
+            "a quantised layer's weights are read when they are not gathered, as in a backward that its unit does not "
+            "see: return tensors from its forward"
+        )
+    return whole
 
 
 def _frozen(value: torch.Tensor) -> nn.Parameter:

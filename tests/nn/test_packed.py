@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import copy
+import gc
+import re
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers
+from bitsandbytes import functional
+from bitsandbytes.functional import has_avx512bf16
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from safetensors.torch import save_model
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from bench.whole import whole
 from odc_triton import full_parameters, fully_shard, minibatch, replace_layers
-from odc_triton.hf import compute_in_chunks
-from tests.support import ranks, slow
+from odc_triton.engine.api import engine_of
+from odc_triton.hf import compute_in_chunks, enable_packing
+from odc_triton.nn.operand import kept_dtype
+from odc_triton.nn.packed import packed_modules, prepare
+from odc_triton.nn.verification import verify
+from tests.support import ranks, slow, splitting
 from tests.support.families import causal_lm, with_lora
-from tests.support.parity import TRANSFORMS, relative
+from tests.support.parity import TRANSFORMS, packed, relative
+from tests.support.refusals import caught
 from tests.support.replicas import mesh_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # reentrant, without a graph
@@ -32,11 +47,11 @@ DEAL = [[0, 1, 3], [2], []]  # the microbatches of each rank
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 FP4 = NF4 | {"bnb_4bit_quant_type": "fp4"}
+SINGLE = NF4 | {"bnb_4bit_use_double_quant": False}
 INT8 = {"load_in_8bit": True}
 BF16 = torch.bfloat16
 # Rows of q_proj have 64 elements of 40 x 40, those of k_proj 20 x 40: their last block is half.
 ODD = {"hidden_size": 40, "intermediate_size": 56}
-EVEN = {"hidden_size": 64, "intermediate_size": 128}
 
 
 def quantised(options: dict[str, Any], family: str = "Qwen2", dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:
@@ -98,11 +113,12 @@ def _a_forward(model: Any) -> None:
 
 
 HALF: dict[str, Any] = {"within": partial(torch.autocast, "cpu", BF16)}
-# How the base is loaded, and its changes before and after adapters are added; what is around a forward and backward; options of
-# fully_shard, and if layers are sharded before the root.
+# How the base is loaded, and its changes before and after adapters are added; what is around a forward and backward;
+# options of fully_shard, and if layers are sharded before the root; what gradients may differ by, if not by 1e-6:
+# they are sums in another order.
 USAGES: dict[str, dict[str, Any]] = {
     "nf4": {},
-    "nf4, single": {"base": NF4 | {"bnb_4bit_use_double_quant": False}},
+    "nf4, single": {"base": SINGLE},
     "fp4": {"base": FP4},
     "int8": {"base": INT8},
     "int8, outliers": {"base": INT8 | {"llm_int8_threshold": 0.5}},
@@ -139,12 +155,13 @@ USAGES: dict[str, dict[str, Any]] = {
     "biases": {"after": _biases},
     "int8, biases": {"after": _biases, "base": INT8},
     "in chunks": {"after": partial(compute_in_chunks, tokens=2)},
-    "replaced": {"after": partial(replace_layers, verbose=False, choice="eager/direct/fused")},
+    "replaced": {"after": partial(replace_layers, verbose=False, choice="eager/direct/fused"), "tolerance": 2e-6},
     "a forward before": {"after": _a_forward},
     "int8, a forward before": {"after": _a_forward, "base": INT8},
     "a copy": {"after": copy.deepcopy},
     "int8, a copy": {"after": copy.deepcopy, "base": INT8},
-    "late": {"how": {"reshard_after_forward": False}},
+    "not resharded": {"how": {"reshard_after_forward": False}},
+    "replicas": {"replicas": True},
 }
 WAYS = {"views": "cpu", "gathered": "cpu-sharded"}
 
@@ -164,11 +181,12 @@ def model_of(name: str) -> Any:
     return model
 
 
-def sharded(name: str, way: str, **how: Any) -> Any:
+def sharded(name: str, way: str) -> Any:
     model, usage = model_of(name), USAGES[name]
+    mesh = mesh_of((2, 1)) if "replicas" in usage else None
     layers = model.base_model.model.model.layers if "bottom_up" in usage else ()
     for module in (*layers, model):
-        fully_shard(module, backend=WAYS[way], **usage.get("how", {}), **how)
+        fully_shard(module, backend=WAYS[way], mesh=mesh, **usage.get("how", {}))
     return model
 
 
@@ -210,11 +228,221 @@ def on_ranks(rank: int, world: int, name: str, way: str) -> tuple[Seen, Seen]:
 
 def compare(name: str, found: list[tuple[Seen, Seen]]) -> None:
     losses, gradients = trained(model_of(name), name)
-    for of_rank, gradients_found in found:
+    for of_rank, theirs in found:
         for key, value in of_rank.items():
             assert torch.equal(value, losses[key]), f"{name}, {key}: {value} and not {losses[key]}"
-        assert gradients_found.keys() == gradients.keys(), name
+        assert theirs.keys() == gradients.keys(), name
         for key, value in gradients.items():
-            assert (error := relative(gradients_found[key], value)) <= USAGES[name].get("tolerance", 1e-6), (
-                f"{name}, {key}: {error}"
-            )
+            error = relative(theirs[key], value)
+            assert error <= USAGES[name].get("tolerance", 1e-6), f"{name}, {key}: {error}"
+
+
+RUNS = {way: (2, [(name, way) for name in USAGES]) for way in WAYS}
+RUNS |= {
+    f"{world} ranks": (world, [(name, "gathered") for name in ("nf4", "int8", "odd", "odd, int8")]) for world in (1, 3)
+}
+SOME = (2, [("odd", "gathered"), ("int8, bottom up", "gathered")])
+
+
+@pytest.mark.parametrize(("world", "runs"), [SOME, *(slow(*each) for each in RUNS.values())], ids=["some", *RUNS])
+def test_as_bitsandbytes(world: int, runs: list[tuple[str, str]]) -> None:
+    for (name, _), found in zip(runs, ranks.run_all(world, *((on_ranks, *run) for run in runs)), strict=True):
+        compare(name, found)
+
+
+# ------------------------------------------------------------------ packs
+
+
+def _split(rank: int, world: int, setup: splitting.Setup) -> Seen:
+    return splitting.run(rank, world, setup)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+@pytest.mark.parametrize("change", ["", "+checkpointing", "+chunks", "+layers"])
+def test_split_sequences_and_shared_prefixes(base: str, change: str) -> None:
+    for deal in ("two", "cut tree"):
+        prefix = 8 if "tree" in deal else 0
+        setup = splitting.Setup(deal=deal, change=f"{base}+lora{change}", backend="cpu-sharded", prefix=prefix)
+        for found in ranks.run(_split, len(splitting.DEALS[deal]), setup):
+            splitting.require_plain(found, setup, 2e-6)
+
+
+def test_probes_leave_the_codes_alone() -> None:
+    """In evaluation some CPUs pack them once more, and round the scales."""
+    model = packed(causal_lm("Qwen2", hidden_size=64, intermediate_size=128))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    enable_packing(model)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert model.model.layers[0].mlp.up_proj.support_avx512bf16_for_cpu == has_avx512bf16()
+
+
+@pytest.mark.parametrize("name", ["nf4", slow("int8"), slow("experts")])
+def test_replaced_layers_leave_them(name: str) -> None:
+    model = model_of(name)
+    replaced = replace_layers(model, roles=["attention", "head", "embedding", "experts", "linear"], verbose=False)
+    names = {
+        key for key, module in model.named_modules() if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt))
+    }
+    names |= {key for key, module in model.named_modules() if is_parametrized(module)}
+    assert names - {f"{key}.base_layer" for key, _ in model.named_modules()} <= replaced.left.keys()
+    assert names & set().union(*replaced.swapped.values()) == set()
+    verify(model, {"input_ids": BATCHES[0], "labels": BATCHES[0]})
+
+
+# ------------------------------------------------------------------ states
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous().view(-1).view(torch.uint8)  # codes stored as floats may be NaN
+
+
+def _state(rank: int, world: int, name: str, folder: str, save: bool) -> dict[str, Any]:
+    """Saves the model, or loads it after all its parameters were cleared; each way that users have."""
+    model = sharded(name, "gathered")
+    want = {key: _bits(value.clone()) for key, value in full_parameters(model)}
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=False))
+    ways: dict[str, Callable[[dict], Any]] = {
+        "shards": lambda state: model.load_state_dict(state),
+        "full": lambda state: set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True)),
+        "DCP": lambda state: (dcp.load(state, checkpoint_id=folder), set_model_state_dict(model, state)),
+    }
+    if save:
+        dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+    found: dict[str, Any] = {"names": want.keys() ^ model.state_dict().keys() | want.keys() ^ full.keys()}
+    for way, load in ways.items() if not save else ():
+        state = {key: value.clone() for key, value in model.state_dict().items()}
+        dist.barrier()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().zero_()
+        dist.barrier()
+        load(state if way == "shards" else get_model_state_dict(model))
+        dist.barrier()
+        found[way] = [key for key, value in full_parameters(model) if not torch.equal(_bits(value), want[key])]
+        dist.barrier()
+    model.unshard()
+    found["generated"] = model.generate(input_ids=BATCHES[0], max_new_tokens=4, do_sample=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["int8", *map(slow, ("nf4", "stored as bf16", "experts", "embedding", "int8, bottom up"))]
+)
+def test_state_dicts(name: str, tmp_path: Path) -> None:
+    """Written by two ranks and read by three."""
+    generated = model_of(name).generate(input_ids=BATCHES[0], max_new_tokens=4, do_sample=False)
+    for world, save in ((2, True), (3, False)):
+        for found in ranks.run(_state, world, name, str(tmp_path / "saved"), save):
+            assert found.pop("generated").equal(generated)
+            assert not any(found.values()), found
+
+
+def _bytes(rank: int, world: int, options: dict[str, Any]) -> dict[str, float]:
+    """For each weight of a block's attention and MLP: bytes that a rank reads, and has; and bytes of full copies."""
+    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 1, "num_attention_heads": 14}
+    model = with_lora(quantised(options, dtype=BF16, **sizes), ["q_proj"])
+    prepare(model)
+    numbers = sum(module.in_features * module.out_features for _, module in packed_modules(model))
+    fully_shard(model, backend="cpu-sharded")
+    with minibatch(model, tokens=1):
+        model(BATCHES[0], labels=BATCHES[0]).loss.backward()
+    engine = engine_of(model)
+    frozen = [each for each in engine.parameters if kept_dtype(each.leaf) is not None and "bias" not in each.name]
+    kinds = {(each.dtype, each.leaf.numel()) for each in frozen if each.leaf.numel() > 16}
+    shared = {id(value) for value in functional.name2qmap.values()}  # bitsandbytes' own
+    held = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and not isinstance(each, DTensor)]
+    full = [each for each in held if (each.dtype, each.numel()) in kinds and id(each) not in shared]
+    read = sum(each.leaf.nbytes for each in frozen)
+    own = sum(each.sharded.to_local().nbytes for each in frozen)
+    return {
+        "read": read / numbers,
+        "own": own / numbers,
+        "full": sum(each.nbytes for each in full if each.untyped_storage().size()),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "most"), [(NF4, 0.52), (SINGLE, 0.57), (INT8, 1.01)], ids=["nf4", "single", "int8"]
+)
+def test_bytes(options: dict[str, Any], most: float) -> None:
+    for found in ranks.run(_bytes, 2, options):
+        assert found["read"] <= most
+        assert found["own"] <= most / 2 + 1e-3
+        assert found["full"] == 0
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+class _Hiding(nn.Module):
+    """Blocks hide their outputs, so their units don't see when a backward comes."""
+
+    def __init__(self, bits: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 64)), nn.Sequential(nn.Linear(64, 64))])
+        packed(self, bits)
+        self.trained = nn.Linear(64, 64)
+        for layer in self.layers:
+            layer.forward = partial(self.hidden, layer[0])
+
+    def hidden(self, layer: nn.Module, x: torch.Tensor) -> list[Any]:
+        y = layer(x)
+        return [lambda: y]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.layers[0](self.trained(x))[0]())[0]()
+
+
+def _not_quantised(bits: int) -> nn.Module:
+    return nn.Sequential(bnb.nn.Linear4bit(64, 64) if bits == 4 else bnb.nn.Linear8bitLt(64, 64))
+
+
+def _packed_anew() -> nn.Module:
+    model = packed(causal_lm("Qwen2"))
+    model.model.layers[0].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True  # as on some CPUs
+    return model
+
+
+def _torchao() -> nn.Module:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = nn.Sequential(nn.Linear(64, 64))
+    quantize_(model, Int8WeightOnlyConfig())
+    return model
+
+
+def _backward(bits: int) -> None:
+    model = fully_shard(_Hiding(bits), backend="cpu-sharded")
+    with minibatch(model, tokens=1):
+        model(torch.ones(3, 64)).sum().backward()
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "not quantised": (lambda: fully_shard(_not_quantised(4)), "ValueError: 0.weight is not quantised yet"),
+    "not quantised, int8": (lambda: fully_shard(_not_quantised(8)), "ValueError: 0.weight is torch.float32 .*8 bits"),
+    "packed anew": (
+        lambda: fully_shard(_packed_anew()),
+        r"up_proj.weight was packed once more, by a forward in eval\(\)",
+    ),
+    "torchao": (lambda: fully_shard(_torchao()), "ValueError: 0.weight is .*a tensor subclass.* by bitsandbytes"),
+    "hidden": (partial(_backward, 4), "RuntimeError: a quantised layer's weights are read when they are not gathered"),
+    "hidden, int8": (partial(_backward, 8), "RuntimeError: a quantised layer's weights are read when they are not"),
+    "edited": (lambda: sharded("nf4", "gathered").to(BF16), "RuntimeError: .* and would become torch.bfloat16"),
+    "copied": (lambda: copy.deepcopy(sharded("int8", "gathered")), "TypeError: a sharded model can't be copied"),
+}
+
+
+if find_spec("torchao") is None:
+    del REFUSED["torchao"]
+
+
+def _refusals(rank: int, world: int) -> dict[str, str]:
+    return {name: caught(action) for name, (action, _) in REFUSED.items()}
+
+
+def test_refused() -> None:
+    for found in ranks.run(_refusals, 2):
+        for name, (_, words) in REFUSED.items():
+            assert re.search(words, found[name]), f"{name}: {found[name]}"
