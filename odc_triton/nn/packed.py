@@ -116,6 +116,9 @@ def prepare(root: nn.Module) -> None:
             continue
         keep_dtype(weight, weight.dtype)
         untyped(module)._save_to_state_dict = partial(nn.Module._save_to_state_dict, module)
+        if getattr(module, "bias", None) is not None:
+            module.register_forward_pre_hook(_cast_bias)
+            module.register_forward_hook(_restore_bias, always_call=True)
 
 
 def _blocks(name: str, state: Any) -> Blocks:
@@ -131,8 +134,6 @@ def _prepare_4bit(name: str, layer: Any, weight: Params4bit) -> None:
     weight.module = None  # for quantising only
     if isinstance(layer, Linear4bit):
         layer.support_avx512bf16_for_cpu = False  # it would pack the weight once more, into other memory
-        if layer.bias is not None and layer.compute_dtype is not None:  # it would cast the bias, into other memory
-            keep_dtype(layer.bias, layer.compute_dtype)
 
 
 def _prepare_8bit(name: str, layer: Linear8bitLt, weight: Int8Params) -> None:
@@ -142,6 +143,17 @@ def _prepare_8bit(name: str, layer: Linear8bitLt, weight: Int8Params) -> None:
     assert scales is not None, f"{name} has no SCB"
     layer.state = Rows(layer.state, layer, scales)
     weight.CB = weight.SCB = None
+
+
+def _cast_bias(layer: Any, given: tuple[torch.Tensor, ...]) -> None:
+    """bitsandbytes would write the bias, in the dtype that it computes in, into other memory."""
+    bias, dtype = layer.bias, getattr(layer, "compute_dtype", None) or given[0].dtype
+    if bias.dtype != dtype:
+        layer._odc_bias, layer._parameters["bias"] = [bias], bias.to(dtype)
+
+
+def _restore_bias(layer: Any, *_: Any) -> None:
+    (layer._parameters["bias"],) = vars(layer).pop("_odc_bias", [layer._parameters["bias"]])
 
 
 def unpacked(layer: nn.Module) -> tuple[nn.Parameter, Callable[[Read], torch.Tensor]] | None:

@@ -8,26 +8,29 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from odc_triton import fully_shard
 from odc_triton.hf import enable_packing
 from tests.nn.test_packed import INT8, NF4
-from tests.support import pair_case, ranks, slow, trl_case
+from tests.support import pair_case, ranks, trl_case
 from tests.support.models import build
-from tests.support.trainer_case import arguments, in_order, samples, weights_of
+from tests.support.trainer_case import in_order, samples, weights_of
 from tests.support.trl_case import COMMON, adapted, environment, model_of, plainly, tokenizer
 
-pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11")
+pytestmark = [
+    pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),  # by PEFT
+    pytest.mark.slow,
+]
 STORED = NF4 | {"bnb_4bit_quant_storage": torch.float32}
 # Of GRPO and DPO the reference is the base without adapters.
 RUNS = {
-    "SFT": (NF4, {"optim": "adamw_torch", "learning_rate": 1e-2}),
-    "SFT, int8": (INT8, {"optim": "adamw_torch", "learning_rate": 1e-2}),
-    "Trainer": (NF4, {}),
+    "SFT": (NF4, {}),
+    "SFT, int8": (INT8, {}),
     "GRPO": (NF4, {"lora": "base", "beta": 0.1}),
     "GRPO, int8": (INT8, {"lora": "base", "beta": 0.1}),
-    "DPO": (NF4, {"lora": "new"}),
     "DPO, stored as fp32": (STORED, {"lora": "new"}),
     "DPO, int8": (INT8, {"lora": "new"}),
 }
@@ -41,36 +44,22 @@ def save_quantised(folder: Path, options: dict[str, Any]) -> str:
     return str(folder / "base")
 
 
-def _supervised(kind: str, ours: bool, world: int, folder: str, start: str, changes: dict, resume: Any) -> Any:
-    import transformers
+def _sft(ours: bool, world: int, folder: str, start: str, changes: dict, resume: Any) -> dict[str, Any]:
     import trl
     from datasets import Dataset
 
     from odc_triton import hf
 
     environment()
-    data: Any = samples() if ours else in_order()
-    given: dict[str, Any] = {}
-    if kind == "SFT":
-        args: Any = trl.SFTConfig(
-            **COMMON | {"output_dir": folder, "per_device_train_batch_size": 4 // world} | changes
-        )
-        data, given = Dataset.from_list(data), {"processing_class": tokenizer()}
-        of = hf.ODCSFTTrainer if ours else trl.SFTTrainer
-    else:
-        sizes = {
-            "per_device_train_batch_size": 4 // world if ours else 1,
-            "gradient_accumulation_steps": 1 if ours else 4,
-        }
-        args = arguments(folder, use_cpu=True, **sizes, **changes)
-        of = hf.ODCTrainer if ours else transformers.Trainer
+    rows = {"per_device_train_batch_size": 4 // world, "optim": "adamw_torch", "learning_rate": 1e-2}
+    order = {} if ours else {"train_sampling_strategy": "sequential"}
+    args = trl.SFTConfig(**COMMON | rows | order | {"output_dir": folder} | changes)
+    data = Dataset.from_list(samples() if ours else in_order())
     model = adapted(model_of(start), "base")
     if ours:
         enable_packing(model)
-        fully_shard(model)
-    else:
-        args.train_sampling_strategy = "sequential"
-    trainer = of(model if ours else plainly(model), args, train_dataset=data, **given)
+    of, model = (hf.ODCSFTTrainer, fully_shard(model)) if ours else (trl.SFTTrainer, plainly(model))
+    trainer = of(model, args, train_dataset=data, processing_class=tokenizer())
     trainer.train(resume_from_checkpoint=resume)
     weights = weights_of(model) if ours else {key: value.detach() for key, value in model.named_parameters()}
     return {"logs": trainer.state.log_history, "weights": weights}
@@ -80,8 +69,8 @@ def _run(
     rank: int, world: int, name: str, ours: bool, folder: str, start: str, more: Any = None, resume: Any = None
 ) -> Any:
     kind, changes = name.split(",")[0], RUNS[name][1] | (more or {})
-    if kind in ("SFT", "Trainer"):
-        found = _supervised(kind, ours, world, folder, start, changes, resume)
+    if kind == "SFT":
+        found = _sft(ours, world, folder, start, changes, resume)
     elif kind == "DPO":
         found = pair_case.run(kind, ours, world, folder, start, dict(changes), resume)
     elif ours:
@@ -91,7 +80,7 @@ def _run(
     return found | {"weights": {key: value for key, value in found["weights"].items() if "lora" in key}}
 
 
-@pytest.mark.parametrize("name", [slow(name) for name in RUNS])
+@pytest.mark.parametrize("name", RUNS)
 def test_as_trl(tmp_path: Path, name: str) -> None:
     """Losses, metrics and adapters."""
     start = save_quantised(tmp_path, RUNS[name][0])
@@ -108,7 +97,6 @@ def test_as_trl(tmp_path: Path, name: str) -> None:
                 assert one[key] == pytest.approx(want[key], rel=1e-4, abs=1e-6), key
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SFT", "DPO, int8"])
 def test_resume_on_another_number_of_ranks(tmp_path: Path, name: str) -> None:
     """A checkpoint has adapters alone, for plain PEFT, and their masters."""
@@ -121,8 +109,6 @@ def test_resume_on_another_number_of_ranks(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(resumed["weights"][key], value, rtol=1e-5, atol=1e-6)
     assert not list(at.glob("model*"))
     assert (at / "odc" / "base.json").is_file()
-    from peft import PeftModel
-
     plain = PeftModel.from_pretrained(model_of(start), tmp_path / "whole" / "checkpoint-4")
     for key, value in plain.named_parameters():
         if "lora" in key:

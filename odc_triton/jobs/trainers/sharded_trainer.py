@@ -114,8 +114,8 @@ class ShardedTrainer(Trainer):
         self._engine = engine_of(model)
         for name in ("peft_config", "quantization_config"):  # TRL's
             if trainer.get(name) is not None:
-                adapted = self.takes_adapters and name == "peft_config"
-                instead = "call peft.get_peft_model before fully_shard" if adapted else "leave it out"
+                before = "give it to from_pretrained" if name == "quantization_config" else "call peft.get_peft_model"
+                instead = f"{before} before fully_shard" if self.takes_adapters else "leave it out"
                 raise ValueError(f"{name} is given, but the model is sharded already: {instead}")
         for name in ("train_dataset", "eval_dataset"):
             given = trainer.get(name)
