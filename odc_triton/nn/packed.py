@@ -106,9 +106,9 @@ def prepare(root: nn.Module) -> None:
                 del module._state_dict_hooks[key]
         weight: Any = module._parameters.get("weight")
         if isinstance(weight, Params4bit):
-            _prepare_4bit(f"{name}.weight", module, weight)
+            _prepare_4bit(f"{name}.weight".lstrip("."), module, weight)
         elif isinstance(module, Linear8bitLt) and not isinstance(module.state, Rows):
-            _prepare_8bit(f"{name}.weight", module, weight)
+            _prepare_8bit(f"{name}.weight".lstrip("."), module, weight)
         elif isinstance(module, ParametrizationList) and isinstance(module[0], Bnb4bitParametrization):
             weight, packing = module.original, module[0]
             packing.quant_state = _blocks(f"{name}.original", packing.quant_state)

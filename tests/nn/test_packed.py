@@ -46,6 +46,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),  # reentrant, without a graph
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),  # by PEFT
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),  # compiled
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 Seen = dict[str, torch.Tensor]
 DEAL = [[0, 1, 3], [2], []]  # the microbatches of each rank
@@ -123,8 +124,8 @@ def _a_forward(model: Any) -> None:
 
 HALF: dict[str, Any] = {"within": partial(torch.autocast, "cpu", BF16)}
 # How the base is loaded, and its changes before and after adapters are added; what is around a forward and backward;
-# options of fully_shard, and if layers are sharded before the root; what gradients may differ by, if not by 1e-6:
-# they are sums in another order.
+# options of fully_shard, and if layers are sharded before the root; what gradients may differ by, if not by 1e-6: they
+# are sums in another order; and losses, if they may: a replaced head adds in another order.
 USAGES: dict[str, dict[str, Any]] = {
     "nf4": {},
     "single": {"base": SINGLE},
@@ -153,7 +154,7 @@ USAGES: dict[str, dict[str, Any]] = {
     "biases": {"after": _biases},
     "biases, autocast": HALF | {"after": _biases, "family": "Starcoder2", "tolerance": 2e-2},
     "in chunks": {"after": partial(compute_in_chunks, tokens=2)},
-    "replaced": {"after": partial(replace_layers, verbose=False, choice="eager/direct/fused"), "tolerance": 2e-6},
+    "replaced": {"after": partial(replace_layers, verbose=False), "tolerance": 2e-6, "rounds": 1e-6},
     "a forward before": {"after": _a_forward},
     "a copy": {"after": copy.deepcopy},
     "not resharded": {"how": {"reshard_after_forward": False}},
@@ -234,7 +235,7 @@ def compare(name: str, found: list[tuple[Seen, Seen]]) -> None:
     losses, gradients = trained(plain, name)
     for of_rank, theirs in found:
         for key, value in of_rank.items():
-            assert torch.equal(value, losses[key]), f"{name}, {key}: {value} and not {losses[key]}"
+            assert relative(value, losses[key]) <= USAGES[name].get("rounds", 0), f"{name}, {key}: {value}"
         assert theirs.keys() == gradients.keys(), name
         for key, value in gradients.items():
             error = relative(theirs[key], value)
@@ -283,12 +284,10 @@ def test_probes_leave_the_codes_alone() -> None:
 def test_replaced_layers_leave_them(name: str) -> None:
     model = model_of(name)
     replaced = replace_layers(model, roles=["attention", "head", "embedding", "experts", "linear"], verbose=False)
-    names = {
-        key for key, module in model.named_modules() if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt))
-    }
-    names |= {key for key, module in model.named_modules() if is_parametrized(module)}
-    assert names - {f"{key}.base_layer" for key, _ in model.named_modules()} <= replaced.left.keys()
-    assert names & set().union(*replaced.swapped.values()) == set()
+    kinds = (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)
+    names = {key for key, each in model.named_modules() if isinstance(each, kinds) or is_parametrized(each)}
+    assert names <= replaced.left.keys()
+    assert replaced.swapped["linear"]  # adapters
     verify(model, {"input_ids": BATCHES[0], "labels": BATCHES[0]})
 
 
@@ -328,9 +327,10 @@ def _state(rank: int, world: int, name: str, folder: str, save: bool) -> dict[st
     return found
 
 
-@pytest.mark.parametrize(
-    "name", ["int8", *map(slow, ("nf4", "stored as bf16", "experts", "embedding", "int8, bottom up"))]
-)
+OTHERS = map(slow, ("stored as bf16, odd", "experts", "embedding", "int8, bottom up"))
+
+
+@pytest.mark.parametrize("name", ["int8, odd", *OTHERS])
 def test_state_dicts(name: str, tmp_path: Path) -> None:
     """Written by two ranks and read by three."""
     generated = model_of(name).generate(input_ids=BATCHES[0], max_new_tokens=4, do_sample=False)
@@ -340,65 +340,49 @@ def test_state_dicts(name: str, tmp_path: Path) -> None:
             assert not any(found.values()), found
 
 
-def _bytes(rank: int, world: int, options: dict[str, Any]) -> dict[str, float]:
-    """For each weight of a block's attention and MLP: bytes that a rank reads, and has; and bytes of full copies."""
+def _bytes(rank: int, world: int, options: dict[str, Any]) -> tuple[float, float, int]:
+    """Bytes that a rank reads of a packed weight, and holds; and those of full copies after a step."""
     sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 1, "num_attention_heads": 14}
     model = with_lora(quantised(options, dtype=BF16, **sizes), ["q_proj"])
     prepare(model)
-    numbers = sum(module.in_features * module.out_features for _, module in packed_modules(model))
+    weights = sum(module.in_features * module.out_features for _, module in packed_modules(model))
     fully_shard(model, backend="cpu-sharded")
     with minibatch(model, tokens=1):
         model(BATCHES[0], labels=BATCHES[0]).loss.backward()
-    engine = engine_of(model)
-    frozen = [each for each in engine.parameters if kept_dtype(each.leaf) is not None and "bias" not in each.name]
+    frozen = [each for each in engine_of(model).parameters if kept_dtype(each.leaf) is not None]
     kinds = {(each.dtype, each.leaf.numel()) for each in frozen if each.leaf.numel() > 16}
-    shared = {id(value) for value in functional.name2qmap.values()}  # bitsandbytes' own
+    theirs = {id(value) for value in functional.name2qmap.values()}  # bitsandbytes' own
     held = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter, Params4bit, Int8Params)]
-    full = [each for each in held if (each.dtype, each.numel()) in kinds and id(each) not in shared]
-    read = sum(each.leaf.nbytes for each in frozen)
+    full = [each for each in held if (each.dtype, each.numel()) in kinds and id(each) not in theirs]
+    copies = sum(each.nbytes for each in full if each.untyped_storage().size())
     own = sum(each.sharded.to_local().nbytes for each in frozen)
-    return {
-        "read": read / numbers,
-        "own": own / numbers,
-        "full": sum(each.nbytes for each in full if each.untyped_storage().size()),
-    }
+    return sum(each.leaf.nbytes for each in frozen) / weights, own / weights, copies
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "most"), [(NF4, 0.52), (SINGLE, 0.57), (INT8, 1.01)], ids=["nf4", "single", "int8"]
-)
+@pytest.mark.parametrize(("options", "most"), [slow(NF4, 0.52), slow(SINGLE, 0.57), slow(INT8, 1.01)])
 def test_bytes(options: dict[str, Any], most: float) -> None:
-    for found in ranks.run(_bytes, 2, options):
-        assert found["read"] <= most
-        assert found["own"] <= most / 2 + 1e-3
-        assert found["full"] == 0
+    for read, own, copies in ranks.run(_bytes, 2, options):
+        assert read <= most
+        assert own <= most / 2 + 1e-3
+        assert copies == 0
 
 
 # ------------------------------------------------------------------ what is refused
 
 
 class _Hiding(nn.Module):
-    """Blocks hide their outputs, so their units don't see when a backward comes."""
+    """Its blocks hide their outputs, so their units don't see when a backward comes."""
 
     def __init__(self, bits: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 64)), nn.Sequential(nn.Linear(64, 64))])
+        self.layers = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
         packed(self, bits)
         self.trained = nn.Linear(64, 64)
         for layer in self.layers:
-            layer.forward = partial(self.hidden, layer[0])
-
-    def hidden(self, layer: nn.Module, x: torch.Tensor) -> list[Any]:
-        y = layer(x)
-        return [lambda: y]
+            layer.register_forward_hook(lambda _, __, y: [lambda: y])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers[1](self.layers[0](self.trained(x))[0]())[0]()
-
-
-def _not_quantised(bits: int) -> nn.Module:
-    return nn.Sequential(bnb.nn.Linear4bit(64, 64) if bits == 4 else bnb.nn.Linear8bitLt(64, 64))
 
 
 def _packed_anew() -> nn.Module:
@@ -421,21 +405,15 @@ def _backward(bits: int) -> None:
         model(torch.ones(3, 64)).sum().backward()
 
 
+FREED = "RuntimeError: a quantised layer's weights are read when they are not gathered"
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "not quantised": (lambda: fully_shard(_not_quantised(4)), "ValueError: 0.weight is not quantised yet"),
-    "not quantised, int8": (lambda: fully_shard(_not_quantised(8)), "ValueError: 0.weight is torch.float32 .*8 bits"),
-    "packed anew": (
-        lambda: fully_shard(_packed_anew()),
-        r"up_proj.weight was packed once more, by a forward in eval\(\)",
-    ),
+    "not quantised": (lambda: fully_shard(bnb.nn.Linear4bit(64, 64)), "ValueError: weight is not quantised yet"),
+    "not quantised, int8": (lambda: fully_shard(bnb.nn.Linear8bitLt(64, 64)), "ValueError: weight is torch.float32"),
+    "packed anew": (lambda: fully_shard(_packed_anew()), r"up_proj.weight was packed once more, by a forward in eval"),
     "torchao": (lambda: fully_shard(_torchao()), "ValueError: 0.weight is .*a tensor subclass.* by bitsandbytes"),
-    "hidden": (partial(_backward, 4), "RuntimeError: a quantised layer's weights are read when they are not gathered"),
-    "hidden, int8": (partial(_backward, 8), "RuntimeError: a quantised layer's weights are read when they are not"),
-    "edited": (lambda: sharded("nf4", "gathered").to(BF16), "RuntimeError: .* and would become torch.bfloat16"),
-    "copied": (lambda: copy.deepcopy(sharded("int8, nf4", "gathered")), "TypeError: a sharded model can't be copied"),
+    "hidden": (partial(_backward, 4), FREED),
+    "hidden, int8": (partial(_backward, 8), FREED),
 }
-
-
 if find_spec("torchao") is None:
     del REFUSED["torchao"]
 
