@@ -49,8 +49,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 Seen = dict[str, torch.Tensor]
+BATCHES = [torch.arange(3, 3 + length)[None] * length % 97 for length in (5, 9, 3, 7)]
 DEAL = [[0, 1, 3], [2], []]  # the microbatches of each rank
-
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 SINGLE = NF4 | {"bnb_4bit_use_double_quant": False}
 INT8 = {"load_in_8bit": True}
@@ -118,10 +118,6 @@ def _halve(model: Any) -> None:
             parameter.data = parameter.data.to(BF16)
 
 
-def _a_forward(model: Any) -> None:
-    model(torch.tensor([[3, 4, 5]]))
-
-
 HALF: dict[str, Any] = {"within": partial(torch.autocast, "cpu", BF16)}
 # How the base is loaded, and its changes before and after adapters are added; what is around a forward and backward;
 # options of fully_shard, and if layers are sharded before the root; what gradients may differ by, if not by 1e-6: they
@@ -140,6 +136,7 @@ USAGES: dict[str, dict[str, Any]] = {
     "experts": {"family": "Qwen3Moe", "before": _experts},
     "experts, checkpointing": {"family": "Qwen3Moe", "before": _experts, "after": TRANSFORMS["checkpointing"]},
     "embedding": {"before": _embedding_too},
+    "embedding of whole blocks": {"before": _embedding_too, "sizes": {"hidden_size": 64}},
     "checkpointing": {"before": TRANSFORMS["checkpointing"]},
     "reentrant": {"before": TRANSFORMS["reentrant"]},
     "as PEFT prepares": {"before": partial(_as_qlora, reentrant=False)},
@@ -155,17 +152,15 @@ USAGES: dict[str, dict[str, Any]] = {
     "biases, autocast": HALF | {"after": _biases, "family": "Starcoder2", "tolerance": 2e-2},
     "in chunks": {"after": partial(compute_in_chunks, tokens=2)},
     "replaced": {"after": partial(replace_layers, verbose=False), "tolerance": 2e-6, "rounds": 1e-6},
-    "a forward before": {"after": _a_forward},
+    "a forward before": {"after": lambda model: model(BATCHES[0]) and None},
     "a copy": {"after": copy.deepcopy},
     "not resharded": {"how": {"reshard_after_forward": False}},
     "replicas": {"replicas": True},
 }
-OF_4_BITS = ("experts", "experts, checkpointing", "embedding", "mp_policy")
-USAGES |= {
-    f"int8, {name}": usage | {"base": INT8}
-    for name, usage in list(USAGES.items())
-    if "base" not in usage and name not in OF_4_BITS
+OF_BOTH = {
+    key: each for key, each in USAGES.items() if not {"base", "plain"} & each.keys() and key[:3] not in ("exp", "emb")
 }
+USAGES |= {f"int8, {key}": usage | {"base": INT8} for key, usage in OF_BOTH.items()}
 WAYS = {"views": "cpu", "gathered": "cpu-sharded"}
 
 
@@ -191,9 +186,6 @@ def sharded(name: str, way: str) -> Any:
     for module in (*layers, model):
         fully_shard(module, backend=WAYS[way], mesh=mesh, **usage.get("how", {}))
     return model
-
-
-BATCHES = [torch.randint(97, (1, length), generator=torch.Generator().manual_seed(length)) for length in (5, 9, 3, 7)]
 
 
 def trained(model: Any, name: str, mine: list[int] | None = None) -> tuple[Seen, Seen]:
@@ -304,21 +296,16 @@ def _state(rank: int, world: int, name: str, folder: str, save: bool) -> dict[st
     want = {key: _bits(value.clone()) for key, value in full_parameters(model)}
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=False))
     ways: dict[str, Callable[[dict], Any]] = {
-        "shards": lambda state: model.load_state_dict(state),
-        "full": lambda state: set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True)),
+        "full": lambda _: model.load_state_dict(full),
         "DCP": lambda state: (dcp.load(state, checkpoint_id=folder), set_model_state_dict(model, state)),
     }
     if save:
         dcp.save(get_model_state_dict(model), checkpoint_id=folder)
     found: dict[str, Any] = {"names": want.keys() ^ model.state_dict().keys() | want.keys() ^ full.keys()}
     for way, load in ways.items() if not save else ():
-        state = {key: value.clone() for key, value in model.state_dict().items()}
-        dist.barrier()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.to_local().zero_()
-        dist.barrier()
-        load(state if way == "shards" else get_model_state_dict(model))
+        for parameter in model.parameters():
+            parameter.data.to_local().zero_()
+        load(get_model_state_dict(model))
         dist.barrier()
         found[way] = [key for key, value in full_parameters(model) if not torch.equal(_bits(value), want[key])]
         dist.barrier()
