@@ -7,14 +7,26 @@ from contextlib import contextmanager
 
 from torch import nn
 
+# By it bitsandbytes packs a 4-bit layer's codes once more in evaluation on some CPUs, for good, and rounds its scales.
+_PACKS = "support_avx512bf16_for_cpu"
+
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """`model` in evaluation mode; afterwards each module has the mode that it had, as another model may share it."""
-    modes = [(module, module.training) for module in model.modules()]
+    """`model` in evaluation mode; afterwards each module has the mode that it had, as another model may share it.
+    Weights stay as they are.
+    """
+    kept = [
+        (each, name, vars(each)[name])
+        for each in model.modules()
+        for name in ("training", _PACKS)
+        if name in vars(each)
+    ]
     model.eval()
+    for module, name, _ in kept:
+        setattr(module, name, False)
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, name, value in kept:
+            setattr(module, name, value)

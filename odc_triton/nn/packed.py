@@ -10,14 +10,16 @@ may have such layers imports this file, as it imports bitsandbytes.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from bitsandbytes import MatmulLtState, functional
 from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit, parametrize
-from bitsandbytes.nn.parametrize import Bnb4bitParametrization
+from bitsandbytes.nn.parametrize import Bnb4bitParametrization, _parametrized_state_dict_post_hook
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, register_parametrization
 
@@ -46,6 +48,10 @@ class Blocks(nn.Module, untyped(functional.QuantState)):
             else:
                 setattr(self, name, value)
 
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return _in_memory(found) if isinstance(found, nn.Parameter) else found
+
     def plain(self, read: Read) -> functional.QuantState:
         """With `read(parameter)` in the place of each parameter."""
         made = functional.QuantState(
@@ -55,8 +61,12 @@ class Blocks(nn.Module, untyped(functional.QuantState)):
             made.offset, made.state2, made.nested = read(self.offset), self.state2.plain(read), True
         return made
 
-    def __deepcopy__(self, memo: Any) -> functional.QuantState:
-        return self.plain(torch.Tensor.detach)  # bitsandbytes gives a copy other tensors
+    def __deepcopy__(self, memo: dict[int, Any]) -> functional.QuantState:
+        if not memo:  # bitsandbytes gives a copy other tensors
+            return self.plain(torch.Tensor.detach)
+        made = memo[id(self)] = object.__new__(Blocks)
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
 
 
 class Rows(nn.Module, untyped(MatmulLtState)):
@@ -74,8 +84,18 @@ class Rows(nn.Module, untyped(MatmulLtState)):
         self.scales = _frozen(scales)
         self.dtype: torch.dtype | None = None  # of the weights before they are packed, if they are still to come
 
-    CB = property(lambda self: self._layer().weight.data)  # whole while the layer computes
+    CB = property(lambda self: _in_memory(self._layer().weight).data)  # whole while the layer computes
     SCB = property(lambda self: self.scales)
+
+
+def _in_memory(whole: nn.Parameter) -> nn.Parameter:
+    """Raises RuntimeError for a whole parameter whose unit has freed it, where bitsandbytes would still read."""
+    if not torch.compiler.is_compiling() and hasattr(whole, "_odc_handle") and not whole.untyped_storage().size():
+        raise RuntimeError(
+            "a quantised layer's weights are read when they are not gathered, as in a backward that its unit does not "
+            "see: return tensors from its forward"
+        )
+    return whole
 
 
 def _frozen(value: torch.Tensor) -> nn.Parameter:
@@ -85,29 +105,31 @@ def _frozen(value: torch.Tensor) -> nn.Parameter:
 
 
 def prepare(root: nn.Module) -> None:
-    """Makes parameters of all tensors of `root`'s quantised layers.
+    """Makes parameters of all tensors of `root`'s quantised layers, which their state dicts have under these names.
 
     Raises ValueError for a weight that is not quantised yet, and one that bitsandbytes has packed for inference.
     """
     for name, module in list(root.named_modules()):
+        for key, hook in list(module._state_dict_hooks.items()):
+            if getattr(hook, "func", None) is _parametrized_state_dict_post_hook:  # it would rename them
+                del module._state_dict_hooks[key]
         weight: Any = module._parameters.get("weight")
         if isinstance(weight, Params4bit):
-            _prepare_4bit(f"{name}.weight", module, weight)
+            _prepare_4bit(f"{name}.weight".lstrip("."), module, weight)
         elif isinstance(module, Linear8bitLt) and not isinstance(module.state, Rows):
-            _prepare_8bit(f"{name}.weight", module, weight)
+            _prepare_8bit(f"{name}.weight".lstrip("."), module, weight)
         elif isinstance(module, ParametrizationList) and isinstance(module[0], Bnb4bitParametrization):
             weight, packing = module.original, module[0]
             packing.quant_state = _blocks(f"{name}.original", packing.quant_state)
         else:
             continue
+        if kept_dtype(weight) is not None:  # prepared before
+            continue
         keep_dtype(weight, weight.dtype)
-        module.register_state_dict_post_hook(_without_copies)
-
-
-def _without_copies(layer: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """bitsandbytes adds the tensors of `quant_state` and SCB, which have names of their own now."""
-    for name in [name for name in state if name.startswith((f"{prefix}weight.", f"{prefix}SCB", f"{prefix}weight_f"))]:
-        del state[name]
+        untyped(module)._save_to_state_dict = partial(nn.Module._save_to_state_dict, module)
+        if getattr(module, "bias", None) is not None:
+            module.register_forward_pre_hook(_cast_bias)
+            module.register_forward_hook(_restore_bias, always_call=True)
 
 
 def _blocks(name: str, state: Any) -> Blocks:
@@ -123,8 +145,6 @@ def _prepare_4bit(name: str, layer: Any, weight: Params4bit) -> None:
     weight.module = None  # for quantising only
     if isinstance(layer, Linear4bit):
         layer.support_avx512bf16_for_cpu = False  # it would pack the weight once more, into other memory
-        if layer.bias is not None and layer.compute_dtype is not None:  # it would cast the bias, into other memory
-            keep_dtype(layer.bias, layer.compute_dtype)
 
 
 def _prepare_8bit(name: str, layer: Linear8bitLt, weight: Int8Params) -> None:
@@ -134,6 +154,17 @@ def _prepare_8bit(name: str, layer: Linear8bitLt, weight: Int8Params) -> None:
     assert scales is not None, f"{name} has no SCB"
     layer.state = Rows(layer.state, layer, scales)
     weight.CB = weight.SCB = None
+
+
+def _cast_bias(layer: Any, given: tuple[torch.Tensor, ...]) -> None:
+    """bitsandbytes would write the bias, in the dtype that it computes in, into other memory."""
+    bias, dtype = layer.bias, getattr(layer, "compute_dtype", None) or given[0].dtype
+    if bias.dtype != dtype:
+        layer._odc_bias, layer._parameters["bias"] = [bias], bias.to(dtype)
+
+
+def _restore_bias(layer: Any, *_: Any) -> None:
+    (layer._parameters["bias"],) = vars(layer).pop("_odc_bias", [layer._parameters["bias"]])
 
 
 def packed_state(layer: nn.Module) -> Blocks | Rows | None:

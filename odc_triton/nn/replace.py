@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..base.untyped import untyped
 from . import experts
@@ -243,6 +244,8 @@ def _unlike_a_head(head: nn.Module) -> str | None:
 
 def _replace_experts(model: nn.Module, choice: str, replaced: Replaced) -> None:
     for name, module in model.named_modules():
+        if is_parametrized(module, "down_proj"):
+            replaced.left[name] = "its weights are parametrised, as packed ones are"
         if isinstance(module, experts.Experts) or not experts.are_experts(module):
             continue
         if why := experts.why_not(module):

@@ -68,7 +68,8 @@ def refuse_unshardable(name: str, parameter: nn.Parameter, home: str) -> None:
     if is_traceable_wrapper_subclass(parameter):
         raise ValueError(
             f"{name} is a {kind}, a tensor subclass: ranks would read its inner tensors, without calling its "
-            f"fsdp_pre_all_gather. Leave the conversion (torchao) out, or pass such parameters in ignored_params."
+            f"fsdp_pre_all_gather. Leave the conversion (torchao) out, quantise by bitsandbytes, or pass such "
+            f"parameters in ignored_params."
         )
     if parameter.dtype not in SHARDABLE_DTYPES and kept_dtype(parameter) is None:
         raise ValueError(

@@ -9,7 +9,7 @@ from torch import nn
 
 from .families import with_lora
 from .trainer_case import weights_of
-from .trl_case import COMMON, adapted, environment, model_of, tokenizer
+from .trl_case import COMMON, adapted, environment, model_of, plainly, tokenizer
 
 PAIRS = 18
 ROWS = 6  # pairs of a step
@@ -117,7 +117,7 @@ def trainer_of(kind: str, ours: bool, world: int, folder: str, start: str | None
         args |= {name: own.pop(name) for name in ("dataloader_num_workers",) if name in own}
         args |= {name: args[name] // world for name in ("per_device_train_batch_size",) if name in args}
     else:
-        model, own = model_for(kind, start, lora), {}
+        model, own = plainly(model_for(kind, start, lora)), {}
         if lora == "ref":
             model.delete_adapter("ref")  # TRL adds it
         args |= {"train_sampling_strategy": "sequential"}

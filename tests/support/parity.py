@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -181,6 +182,21 @@ def _frozen(model: nn.Module) -> nn.Module:
     return model
 
 
+def packed(model: nn.Module, bits: int = 4) -> nn.Module:
+    """With bitsandbytes' layers in the place of the blocks' Linears."""
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    for name, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear and "layers." in name:
+            sizes = layer.in_features, layer.out_features, layer.bias is not None
+            made: Any = (
+                Linear4bit(*sizes, quant_type="nf4") if bits == 4 else Linear8bitLt(*sizes, has_fp16_weights=False)
+            )
+            made.load_state_dict(layer.state_dict())
+            model.set_submodule(name, made.to("cpu"))
+    return model.requires_grad_(False)
+
+
 BODY = ("attention", "embedding", "linear")
 WITH_HEAD = (*BODY, "head")
 
@@ -211,6 +227,8 @@ TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "chunks": _in_chunks,
     "frozen": _frozen,
     "lora": with_lora,
+    "nf4": packed,
+    "int8": functools.partial(packed, bits=8),
 }
 REPLACING = ("chunks", "head", "layers", "body", "embedding", "linear", "eager", "direct", "staged", "gathered", "qkv")
 REPLACING += ("experts",)

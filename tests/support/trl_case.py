@@ -137,6 +137,9 @@ def environment() -> None:
     os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1"}
 
 
+_OF_QUANTISED = ("is_loaded_in_4bit", "is_loaded_in_8bit", "support_avx512bf16_for_cpu")
+
+
 def model_of(start: str | None) -> nn.Module:
     """The model, with random weights, or from the folder `start`."""
     from transformers import AutoModelForCausalLM
@@ -144,6 +147,13 @@ def model_of(start: str | None) -> nn.Module:
     if start is None:
         return build("qwen2")
     return AutoModelForCausalLM.from_pretrained(start, attn_implementation="eager")
+
+
+def plainly(model: nn.Module) -> nn.Module:
+    """For TRL's trainers, which would cast a quantised model's adapters; evaluation is not to round its scales."""
+    for module in model.modules():
+        vars(module).update({name: False for name in _OF_QUANTISED if hasattr(module, name)})
+    return model
 
 
 def adapted(model: nn.Module, lora: str | None) -> nn.Module:
@@ -182,7 +192,7 @@ def plain_run(rank: int, world: int, folder: str, start: str | None, changes: di
     environment()
     without_vllm()
     both, lora = given(changes), changes.pop("lora", None)
-    trainer = Plain(adapted(model_of(start), lora and "base"), args=arguments(folder, **changes), **both)
+    trainer = Plain(plainly(adapted(model_of(start), lora and "base")), args=arguments(folder, **changes), **both)
     if lora == "base" and trainer.beta:
         trainer.model.delete_adapter("ref")  # as if TRL had added the adapters
     start_weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}

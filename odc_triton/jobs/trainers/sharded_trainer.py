@@ -19,8 +19,8 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -118,8 +118,8 @@ class ShardedTrainer(Trainer):
         self._engine = engine_of(model)
         for name in ("peft_config", "quantization_config"):  # TRL's
             if trainer.get(name) is not None:
-                adapted = self.takes_adapters and name == "peft_config"
-                instead = "call peft.get_peft_model before fully_shard" if adapted else "leave it out"
+                before = "give it to from_pretrained" if name == "quantization_config" else "call peft.get_peft_model"
+                instead = f"{before} before fully_shard" if self.takes_adapters else "leave it out"
                 raise ValueError(f"{name} is given, but the model is sharded already: {instead}")
         for name in ("train_dataset", "eval_dataset"):
             given = trainer.get(name)
@@ -135,7 +135,7 @@ class ShardedTrainer(Trainer):
             args.use_cpu = True
             vars(args).pop("_setup_devices", None)
             _ = args.device  # which asks accelerate anew
-        with self._engine.naming_lost(type(self).__name__):
+        with self._engine.naming_lost(type(self).__name__), _looking_plain(model):
             super().__init__(model=model, args=args, **trainer)
         if self.args.world_size != self._engine.world:
             raise ValueError(
@@ -422,6 +422,17 @@ class ShardedTrainer(Trainer):
     def _load_shards(self, checkpoint: str, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Reads the model and, if given, the optimizer; returns the rest of the checkpoint."""
         return load_checkpoint(Path(checkpoint, SHARDS), model=self.model, optimizer=optimizer)
+
+
+@contextmanager
+def _looking_plain(model: nn.Module) -> Iterator[None]:
+    """TRL's constructors cast the adapters of a model that looks quantised to bf16, out of the heap."""
+    looks = {name: getattr(model, name) for name in ("is_loaded_in_4bit", "is_loaded_in_8bit") if hasattr(model, name)}
+    vars(model).update(dict.fromkeys(looks, False))
+    try:
+        yield
+    finally:
+        vars(model).update(looks)
 
 
 def _in_one_batch(args: TrainingArguments) -> int:
