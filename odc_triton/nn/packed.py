@@ -65,7 +65,7 @@ class Blocks(nn.Module, untyped(functional.QuantState)):
         if not memo:  # bitsandbytes gives a copy other tensors
             return self.plain(torch.Tensor.detach)
         made = memo[id(self)] = object.__new__(Blocks)
-        vars(made).update(copy.deepcopy(vars(self), memo))
+        untyped(made).__dict__ = copy.deepcopy(vars(self), memo)
         return made
 
 
