@@ -61,7 +61,7 @@ FEATURES = {
     ),
     "replicas": Feature(("comm/replicas.py", "comm/peers.py"), r"(?i:\w*replicas?(_\w+)?)|PeerStatus"),
     "bridge to FSDP2": Feature(("fsdp2/*",), r"Bridged\w*|use_odc"),
-    "Muon": Feature(("optim/*",), r"(?i:\w*muon\w*)"),
+    "Muon": Feature(("optim/muon.py", "optim/buffers.py", "optim/chained.py"), r"(?i:\w*muon\w*)"),
     "background checkpoints": Feature(("jobs/checkpoints/background.py",), r"(?i:\w*background\w*)|is_dropped"),
     "hyperparameters": Feature(("engine/steps.py",), r"(?i:hyperparameters)"),
 }
@@ -69,24 +69,24 @@ FEATURES = {
 
 # (most now, what the plan wants or None). Lines behind an import in a file of the package's own folder, to full 50:
 BEHIND: dict[str, tuple[int, int | None]] = {
-    "from . import fully_shard, minibatch": (8_550, 7_000),
+    "from . import fully_shard, minibatch": (8_850, 7_000),
     "from . import use_odc": (9_000, None),
     "from . import replace_layers": (3_350, None),
     "from .balance import MinibatchSampler": (3_650, None),
     "from .hf import enable_packing, summed_loss": (10_650, None),
-    "from .hf import ODCTrainer": (23_250, None),
-    "from .jobs.train import sft": (31_250, None),
-    "from .jobs.train import grpo": (32_950, None),
+    "from .hf import ODCTrainer": (24_050, None),
+    "from .jobs.train import sft": (32_150, None),
+    "from .jobs.train import grpo": (34_350, None),
 }
 # Files that know a feature, and files on a way:
 BUDGETS: dict[str, tuple[int, int | None]] = {
     "scalars": (6, None),
     "exact sums": (13, None),
-    "split sequences": (29, 16),
+    "split sequences": (30, 16),
     "hybrids": (25, None),
     "shared prefixes": (22, 10),
     "images": (27, 16),
-    "replicas": (35, 22),
+    "replicas": (36, 22),
     "bridge to FSDP2": (1, None),
     "Muon": (2, None),
     "background checkpoints": (5, None),

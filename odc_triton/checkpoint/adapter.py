@@ -215,7 +215,7 @@ def origins_of(module: nn.Module, prefix: str = "", *, adapted: bool = True) -> 
     if packed is not None:
         return
     for name, child in module._modules.items():
-        if name == "parametrizations" and isinstance(child, nn.ModuleDict):
+        if name == "parametrizations" and isinstance(child, nn.ModuleDict) and all(map(is_packed, child.values())):
             yield from ((f"{prefix}{key}", Origin(untyped(each).original, packed=each)) for key, each in child.items())
         elif child is not None:
             yield from origins_of(child, prefix + _WRAPPER.sub("", f"{name}."), adapted=adapted)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from odc_triton import fully_shard
 from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm
 from odc_triton.checkpoint.parameters import is_packed, read_whole, sharded_parameters
-from odc_triton.nn.packed import quantise_on_meta
+from odc_triton.checkpoint.quantise import quantise_on_meta
 from tests.support import ranks, slow
 from tests.support.replicas import mesh_of
 

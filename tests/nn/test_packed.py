@@ -34,7 +34,7 @@ from odc_triton import full_parameters, fully_shard, minibatch, replace_layers
 from odc_triton.engine.api import engine_of
 from odc_triton.hf import compute_in_chunks, enable_packing
 from odc_triton.nn.operand import kept_dtype
-from odc_triton.nn.packed import packed_modules, prepare
+from odc_triton.nn.packed import packed_state, prepare
 from odc_triton.nn.verification import verify
 from tests.support import ranks, slow, splitting
 from tests.support.families import causal_lm, with_lora
@@ -335,7 +335,7 @@ def _bytes(rank: int, world: int, options: dict[str, Any]) -> tuple[float, float
     sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 1, "num_attention_heads": 14}
     model = with_lora(quantised(options, dtype=BF16, **sizes), ["q_proj"])
     prepare(model)
-    weights = sum(module.in_features * module.out_features for _, module in packed_modules(model))
+    weights = sum(each.in_features * each.out_features for each in model.modules() if packed_state(each) is not None)
     fully_shard(model, backend="cpu-sharded")
     with minibatch(model, tokens=1):
         model(BATCHES[0], labels=BATCHES[0]).loss.backward()

@@ -77,9 +77,9 @@ def require_bitsandbytes() -> None:
 
 
 def quantise(model: nn.Module, method: str, dtype: str) -> None:
-    """`nn.packed.quantise_on_meta` by a run's options. Raises ImportError without bitsandbytes."""
+    """`checkpoint.quantise.quantise_on_meta` by a run's options. Raises ImportError without bitsandbytes."""
     require_bitsandbytes()
-    from ...nn.packed import quantise_on_meta
+    from ...checkpoint.quantise import quantise_on_meta
 
     quantise_on_meta(model, method, torch.bfloat16 if dtype == "bf16" else torch.float32)
 

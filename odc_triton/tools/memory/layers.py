@@ -44,7 +44,7 @@ def stored(
         dequantized = value.numel() * getattr(torch, plain.compute_dtype).itemsize
     else:
         return [replace(plain, master_dtype=plain.compute_dtype)], 0  # as `from_pretrained` in this dtype
-    frozen = replace(plain, reduce_dtype=None, is_scalar=False)
+    frozen = replace(plain, reduce_dtype=None)
     return [replace(frozen, shape=shape, master_dtype=d, compute_dtype=d) for shape, d in sizes], dequantized
 
 
