@@ -91,7 +91,7 @@ BUDGETS: dict[str, tuple[int, int | None]] = {
     "Muon": (2, None),
     "background checkpoints": (5, None),
     "hyperparameters": (1, None),
-    "fully_shard": (20, 18),
+    "fully_shard": (21, 18),
     "entry": (11, None),
     "forward": (8, None),
     "gradient, from leaf to owner": (6, None),

@@ -50,7 +50,6 @@ pytestmark = [
 ]
 Seen = dict[str, torch.Tensor]
 BATCHES = [torch.arange(3, 3 + length)[None] * length % 97 for length in (5, 9, 3, 7)]
-EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 DEAL = [[0, 1, 3], [2], []]  # the microbatches of each rank
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 SINGLE = NF4 | {"bnb_4bit_use_double_quant": False}
@@ -136,7 +135,6 @@ USAGES: dict[str, dict[str, Any]] = {
     "head too": {"base": NF4 | {"llm_int8_skip_modules": []}},
     "experts": {"family": "Qwen3Moe", "before": _experts},
     "experts, checkpointing": {"family": "Qwen3Moe", "before": _experts, "after": TRANSFORMS["checkpointing"]},
-    "experts, adapted": {"family": "Qwen3Moe", "before": _experts, "adapted": {"target_parameters": EXPERTS}},
     "embedding": {"before": _embedding_too},
     "embedding of whole blocks": {"before": _embedding_too, "sizes": {"hidden_size": 64}},
     "checkpointing": {"before": TRANSFORMS["checkpointing"]},
