@@ -1,15 +1,15 @@
 """Packs weights in bitsandbytes' format while they are loaded: each rank its own rows, no rank the whole.
 
-Packed codes are of blocks of the flattened weight, which don't end where rows or shards do. Nested scales need the
-scales of all blocks, of which each rank computes its own. So a 4-bit weight is loaded in three steps, between which the
-ranks meet ([Note: scales on their way]):
+4-bit codes and scales are of blocks of the flattened weight; blocks cross the borders of rows and shards. Double
+quantisation needs all blocks' scales. So a 4-bit weight is loaded in steps, between which all ranks meet:
 
 measure     the scales of the blocks that begin in this rank's shard, fp32: written into the packed shard
-describe    all ranks' scales are read there; this rank's part of absmax, nested absmax, codes, offset is written
+centre      their mean over all blocks, by the rank that has the offset: it depends on how many threads add
+describe    all ranks' scales are read; this rank's part of absmax, nested absmax and codes is written
 pack        this rank's codes, where the scales were
 
-[Note: scales on their way] A block's codes take 16 bytes or more, and its scale 4: they always have room in the packed
-shard, but in one of less than 4 bytes. Of such a part each rank computes the scale itself.
+A block's codes take 16 bytes or more and its scale 4, so scales fit where the codes will be, except in a shard of less
+than 4 bytes: of such a one each rank computes the scale itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def packed_weights(
     model: nn.Module, parameters: dict[int, ShardedParameter]
 ) -> Iterator[tuple[str, set[str], PackedWeight]]:
     """(name in files, names of its parameters here, weight) of each layer that `nn.packed` has prepared."""
-    for name, layer in model.named_modules():
+    for name, layer in model.named_modules(remove_duplicate=False):
         if (state := packed_state(layer)) is None:
             continue
         experts, _, key = name.rpartition(".parametrizations.")
@@ -56,10 +56,10 @@ class Packed8bit(PackedWeight):
 
     def _pack(self, take: Take) -> None:
         first, end = self._weight.master_rows
-        step = max(1, _CHUNK // self._weight.spec.shape[1])
+        step, read = max(1, _CHUNK // self._weight.spec.shape[1]), self.rows(take)
         for start in range(first, end, step):
             stop = min(start + step, end)
-            rows = self.rows(take, start, stop).to(self._weight.master.device, self._dtype).half()
+            rows = read(start, stop).to(self._weight.master.device, self._dtype).half()
             at = slice(start - first, stop - first)
             self._weight.master[at], self._scales.master[at], _ = functional.int8_vectorwise_quant(rows.contiguous())
 
@@ -69,7 +69,7 @@ class Packed4bit(PackedWeight):
         super().__init__(layer, state.shape)
         self._state, self._parameter, self._weight = state, parameter, parameter(packed_weight(layer)).shard
         self._elements, self._width = math.prod(self.shape), math.prod(state.shape[1:])
-        self.steps = (self._measure, self._describe, self._pack)
+        self.steps = (self._measure, self._centre, self._describe, self._pack)
 
     def _blocks_of(self, part: tuple[int, int]) -> tuple[int, int]:
         """The blocks that begin in these rows of the packed weight."""
@@ -79,11 +79,11 @@ class Packed4bit(PackedWeight):
 
     def _quantised(self, take: Take, first: int, end: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """(first block, codes as bytes, scales) of these blocks, some at a time."""
-        size, width = self._state.blocksize, self._width
+        size, width, rows = self._state.blocksize, self._width, self.rows(take)
         for block in range(first, end, step := max(1, _CHUNK // size)):
             start, stop = block * size, min(min(block + step, end) * size, self._elements)
             row = start // width
-            values = self.rows(take, row, -(-stop // width)).reshape(-1)[start - row * width : stop - row * width]
+            values = rows(row, -(-stop // width)).reshape(-1)[start - row * width : stop - row * width]
             values = values.to(self._weight.master.device, self._state.dtype)
             codes, state = untyped(functional).quantize_4bit(values, blocksize=size, quant_type=self._state.quant_type)
             yield block, codes.view(-1), state.absmax
@@ -98,20 +98,27 @@ class Packed4bit(PackedWeight):
             scales = self._scales_of(take, self._weight.master_rows).view(torch.uint8)
             into[: len(scales)] = scales
 
-    def _describe(self, take: Take) -> None:
+    def _all_scales(self, take: Take) -> torch.Tensor:
         found = []
         for row, codes in self._weight.parts_of_all():
             part, held = (row, row + len(codes)), codes.view(-1).view(torch.uint8)
-            first, end = self._blocks_of(part)
-            is_there = len(held) >= _SCALE_BYTES
-            scales = held[: _SCALE_BYTES * (end - first)].clone().view(torch.float32) if is_there else None
-            found.append(self._scales_of(take, part) if scales is None else scales)
-        state, absmax = self._state, torch.cat(found)
+            if len(held) < _SCALE_BYTES:
+                found.append(self._scales_of(take, part))
+            else:
+                first, end = self._blocks_of(part)
+                found.append(held[: _SCALE_BYTES * (end - first)].clone().view(torch.float32))
+        return torch.cat(found)
+
+    def _centre(self, take: Take) -> None:
+        if self._state.nested and self._parameter(self._state.offset).shard.master.numel():
+            self._fill(self._state.offset, self._all_scales(take).mean())
+
+    def _describe(self, take: Take) -> None:
+        state, absmax = self._state, self._all_scales(take)
         self._fill(state.code, functional.get_4bit_type(state.quant_type, device=absmax.device))
         if state.nested:  # as in bitsandbytes' quantize_4bit
-            offset = absmax.mean()
-            absmax, nested = untyped(functional).quantize_blockwise(absmax - offset, blocksize=state.state2.blocksize)
-            self._fill(state.offset, offset)
+            absmax = absmax - self._parameter(state.offset).read()
+            absmax, nested = untyped(functional).quantize_blockwise(absmax, blocksize=state.state2.blocksize)
             self._fill(state.state2.absmax, nested.absmax)
             self._fill(state.state2.code, nested.code)
         self._fill(state.absmax, absmax)

@@ -57,6 +57,9 @@ class PackedWeight:
         self._is_transposed = is_transposed(layer)
         self.shape = tuple(shape)[::-1] if self._is_transposed else tuple(shape)
 
-    def rows(self, take: Take, start: int, end: int) -> torch.Tensor:
-        """Rows of the weight as the layer has it."""
-        return take(None).T[start:end] if self._is_transposed else take(slice(start, end))
+    def rows(self, take: Take) -> Callable[[int, int], torch.Tensor]:
+        """What reads rows [start, end) of the weight as the layer has it."""
+        if not self._is_transposed:
+            return lambda start, end: take(slice(start, end))
+        whole = take(None).T
+        return lambda start, end: whole[start:end]

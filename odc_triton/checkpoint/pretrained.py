@@ -13,7 +13,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -231,19 +231,26 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
     def read(name: str) -> torch.Tensor:
         return dict(_values(name, sources[name], files.read, model))[name](None)
 
-    def values() -> Iterator[tuple[str, Take]]:
-        for target, source_of in sources.items():
-            of_target = _values(target, source_of, files.read, model)
-            yield from ((name, take) for name, take in of_target if name not in changed)
-        for name in changed:
-            assert merge is not None, "what is changed, an adapter changes"
-            yield name, partial(rows_of, merge.whole(name, read))
+    fills: dict[str, Sequence[Callable[[Take], None]]] = {
+        name: place.steps if isinstance(place, PackedWeight) else (partial(_fill, place),)
+        for name, place in places.items()
+    }
 
-    for step in range(max((len(each.steps) for each in places.values() if isinstance(each, PackedWeight)), default=1)):
+    def values(step: int) -> Iterator[tuple[str, Take]]:
+        for target, source_of in sources.items():
+            if not step or step < len(fills.get(target, ())):
+                of_target = _values(target, source_of, files.read, model)
+                yield from ((name, take) for name, take in of_target if name not in changed)
+        for name in changed:
+            if merge is not None and step < len(fills[name]):
+                yield name, partial(rows_of, merge.whole(name, read))
+
+    for step in range(max(map(len, fills.values()))):
         engine.publication.wait()  # what the last step has written is readable
         with engine.publication.writing(), all_or_none(engine, purpose):
-            for name, take in values():
-                _fill(places[name], take, step)
+            for name, take in values(step):
+                for fill in fills[name][step : step + 1]:
+                    fill(take)
     if unexpected and engine.rank == 0:
         warnings.warn(
             f"{source} has {len(unexpected)} tensors that the model does not have: {listed(unexpected)}", stacklevel=2
@@ -265,7 +272,8 @@ def _places(model: nn.Module) -> dict[str, Place]:
         from .packing import packed_weights
 
         for name, own, weight in packed_weights(part, parameters):
-            places = {key: place for key, place in places.items() if key not in map(plain_name, own)}
+            for key in own:
+                places.pop(plain_name(key), None)
             places[plain_name(name)] = weight
     persistent = part.state_dict().keys()
     places |= {plain_name(name): value for name, value in part.named_buffers() if name in persistent}
@@ -365,14 +373,7 @@ def _values(
         yield name, partial(rows_of, value[0] if isinstance(value, list) else value)
 
 
-def _fill(place: Place, take: Take, step: int) -> None:
-    """One `step` of filling it: the first, unless it is packed."""
-    if isinstance(place, PackedWeight):
-        for do in place.steps[step : step + 1]:
-            do(take)
-        return
-    if step:
-        return
+def _fill(place: ShardedParameter | torch.Tensor, take: Take) -> None:
     for own, rows in _own(place):
         if (value := take(rows)).shape != own.shape:  # which copy_ would repeat
             raise CheckpointDiffers(f"{list(value.shape)} values for {list(own.shape)}")

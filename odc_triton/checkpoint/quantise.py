@@ -6,13 +6,10 @@ from typing import Any
 
 import torch
 from bitsandbytes import functional
-from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit, parametrize
-from torch import nn
-from torch.nn.utils.parametrize import register_parametrization
+from bitsandbytes.nn import Linear4bit, Linear8bitLt, parametrize
 
 from ..base.untyped import untyped
 from ..nn.experts import are_experts, is_of_the_interface
-from ..nn.operand import kept_dtype
 from ..nn.packed import packed_state, prepare
 
 METHODS = {"nf4": 4, "int8": 8}  # bits
@@ -37,45 +34,20 @@ def quantise_on_meta(model: Any, method: str, dtype: torch.dtype) -> None:
     config = BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, **(options if bits == 4 else {}))
     skipped = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
     replace_with_bnb_linear(model, skipped, config)
-    with torch.device("meta"):
-        for name, layer in list(model.named_modules()):
-            if are_experts(layer):
-                if bits != 4 or not is_of_the_interface(layer):
-                    raise ValueError(f"{name} ({type(layer).__name__}) can't be packed by {method}: {_OF_EXPERTS}")
-                for key in [key for key, value in layer._parameters.items() if value is not None and value.ndim == 3]:
-                    _parametrize(layer, key, _empty_4bit(layer._parameters[key], dtype, method))
-            elif isinstance(layer, Linear4bit):
-                layer.weight = _empty_4bit(layer.weight, dtype, method)
-            elif isinstance(layer, Linear8bitLt):
-                layer.weight = untyped(Int8Params)(
-                    layer.weight.data.to(torch.int8), False, SCB=torch.empty(len(layer.weight))
-                )
-    prepare(model)
-    for value in model.parameters():  # as `from_pretrained` of this dtype
-        if kept_dtype(value) is None:
+    functional.name2qmap.setdefault("dynamic", functional.create_dynamic_map())  # it would keep one on the meta device
+    kept = [f".{name}." for name in model._keep_in_fp32_modules_strict or ()]
+    for name, value in model.named_parameters():  # as `from_pretrained` of this dtype
+        if not any(each in f".{name}" for each in kept):
             value.data = value.data.to(dtype)
-    for layer in model.modules():
-        if isinstance(layer, Linear8bitLt):
-            untyped(layer).state.dtype = dtype
+    for name, layer in list(model.named_modules()):
+        if are_experts(layer):
+            if bits != 4 or not is_of_the_interface(layer):
+                raise ValueError(f"{name} ({type(layer).__name__}) can't be packed by {method}: {_OF_EXPERTS}")
+            for key in [key for key, value in layer._parameters.items() if value is not None and value.ndim == 3]:
+                parametrize.replace_parameter_4bit(layer, key, compress_statistics=True, quant_type="nf4")
+        elif isinstance(layer, (Linear4bit, Linear8bitLt)):
+            untyped(layer.weight)._quantize("meta")
+    prepare(model)
     if not any(packed_state(layer) for layer in model.modules()):
         raise ValueError(f"{type(model).__name__} has no linear layers to quantise")
     setattr(model, f"is_loaded_in_{bits}bit", True)  # which PEFT asks
-
-
-def _empty_4bit(weight: Any, dtype: torch.dtype, kind: str, blocksize: int = 64) -> Any:
-    blocks = -(-weight.numel() // blocksize)
-    nested = functional.QuantState(torch.empty(-(-blocks // 256)), code=torch.empty(256), blocksize=256)
-    nested.dtype = torch.float32
-    absmax = torch.empty(blocks, dtype=torch.uint8)
-    state = functional.QuantState(absmax, weight.shape, torch.empty(16), blocksize, kind, dtype)
-    state.offset, state.state2, state.nested = torch.empty(()), nested, True
-    codes = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8)
-    return untyped(Params4bit)(codes, quant_state=state, quant_type=kind, bnb_quantized=True)
-
-
-def _parametrize(module: nn.Module, name: str, weight: Params4bit) -> None:
-    """As bitsandbytes' `replace_parameter_4bit`, without its state dict."""
-    module._parameters[name] = nn.Parameter(weight.data, requires_grad=False)
-    register_parametrization(module, name, parametrize.Bnb4bitParametrization(untyped(weight).quant_state), unsafe=True)
-    module.register_forward_pre_hook(parametrize._enable_parametrization_cache)
-    module.register_forward_hook(parametrize._disable_parametrization_cache, always_call=True)

@@ -94,7 +94,7 @@ class ShardedParameter:
         else:
             self.residency = Residency.ON_DEMAND if gathered is None else Residency.GATHERED
         self.leaf = nn.Parameter(whole.view(self.spec.whole_shape), requires_grad=shard.trains)
-        if type(like) is not nn.Parameter and kept_dtype(like) is not None:
+        if kept_dtype(like) is not None:
             self.leaf = torch.Tensor._make_subclass(type(like), self.leaf.data, False)
             vars(self.leaf).update(vars(like))
         vars(self.leaf).update(_odc_handle=handle_of(self), _odc_never_whole=self.is_never_whole)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 # By it bitsandbytes packs a 4-bit layer's codes once more in evaluation on some CPUs, for good, and rounds its scales.
-_PACKS = "support_avx512bf16_for_cpu"
+_MODES = ("training", "support_avx512bf16_for_cpu")
 
 
 @contextmanager
@@ -16,15 +16,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """`model` in evaluation mode; afterwards each module has the mode that it had, as another model may share it.
     Weights stay as they are.
     """
-    kept = [
-        (each, name, vars(each)[name])
-        for each in model.modules()
-        for name in ("training", _PACKS)
-        if name in vars(each)
-    ]
-    model.eval()
+    kept = [(each, name, vars(each)[name]) for each in model.modules() for name in _MODES if name in vars(each)]
     for module, name, _ in kept:
-        setattr(module, name, False)
+        setattr(module, name, module.training and name == "training")
+    model.eval()
     try:
         yield
     finally:

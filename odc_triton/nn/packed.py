@@ -11,8 +11,7 @@ may have such layers imports this file, as it imports bitsandbytes.
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -67,21 +66,20 @@ class Blocks(nn.Module, untyped(functional.QuantState)):
 
 
 class Rows(nn.Module, untyped(MatmulLtState)):
-    """A `MatmulLtState` of a weight [N, K] of 8 bits that `layer` holds, with a scale for each row."""
+    """A `MatmulLtState` of a weight [N, K] of 8 bits, with a scale for each row. `whole`: as of the last forward."""
 
     __hash__ = nn.Module.__hash__
     __eq__ = nn.Module.__eq__
 
-    def __init__(self, of: MatmulLtState, layer: nn.Module, scales: torch.Tensor) -> None:
+    def __init__(self, of: MatmulLtState, scales: torch.Tensor, dtype: torch.dtype | None) -> None:
         super().__init__()
         for name, value in vars(of).items():
             if name not in ("CB", "SCB"):
                 setattr(self, name, value)
-        self._layer = weakref.ref(layer)
         self.scales = _frozen(scales)
-        self.dtype: torch.dtype | None = None  # of the weights before they are packed, if they are still to come
+        self.dtype = dtype  # of weights before they are packed
 
-    CB = property(lambda self: _in_memory(self._layer().weight).data)  # whole while the layer computes
+    CB = property(lambda self: _in_memory(vars(self)["whole"]).data)
     SCB = property(lambda self: self.scales)
 
 
@@ -89,8 +87,8 @@ def _in_memory(whole: nn.Parameter) -> nn.Parameter:
     """Raises RuntimeError for a whole parameter whose unit has freed it, where bitsandbytes would still read."""
     if not torch.compiler.is_compiling() and hasattr(whole, "_odc_handle") and not whole.untyped_storage().size():
         raise RuntimeError(
-            "a quantised layer's weights are read when they are not gathered, as in a backward that its unit does not "
-            "see: return tensors from its forward"
+            "a quantised layer's weights were read after its unit had freed them: its forward must return tensors, so "
+            "that the unit sees the backward"
         )
     return whole
 
@@ -101,9 +99,10 @@ def _frozen(value: torch.Tensor) -> nn.Parameter:
     return parameter
 
 
-def prepare(root: nn.Module) -> None:
+def prepare(root: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
     """Makes parameters of all tensors of `root`'s quantised layers, which their state dicts have under these names.
 
+    `ignored`: weights whose layers stay as they are.
     Raises ValueError for a weight that is not quantised yet, and one that bitsandbytes has packed for inference.
     """
     for name, module in list(root.named_modules()):
@@ -111,10 +110,12 @@ def prepare(root: nn.Module) -> None:
             if getattr(hook, "func", None) is _parametrized_state_dict_post_hook:  # it would rename them
                 del module._state_dict_hooks[key]
         weight: Any = module._parameters.get("weight")
+        if any(weight is each for each in ignored):
+            continue
         if isinstance(weight, Params4bit):
             _prepare_4bit(f"{name}.weight".lstrip("."), module, weight)
         elif isinstance(module, Linear8bitLt) and not isinstance(module.state, Rows):
-            _prepare_8bit(f"{name}.weight".lstrip("."), module, weight)
+            _prepare_8bit(f"{name}.weight".lstrip("."), module, weight, getattr(root, "dtype", None))
         elif isinstance(module, ParametrizationList) and isinstance(module[0], Bnb4bitParametrization):
             weight, packing = module.original, module[0]
             packing.quant_state = _blocks(f"{name}.original", packing.quant_state)
@@ -133,7 +134,7 @@ def _blocks(name: str, state: Any) -> Blocks:
     if state is None:
         raise ValueError(f"{name} is not quantised yet: bitsandbytes does it when the model moves to its device")
     if getattr(state, "packing_format_for_cpu", False):
-        raise ValueError(f"{name} was packed once more, by a forward in eval(): shard the model before it computes")
+        raise ValueError(f"{name} was repacked for CPU inference, by a forward in eval(): shard the model first")
     return state if isinstance(state, Blocks) else Blocks(state)
 
 
@@ -144,13 +145,18 @@ def _prepare_4bit(name: str, layer: Any, weight: Params4bit) -> None:
         layer.support_avx512bf16_for_cpu = False  # it would pack the weight once more, into other memory
 
 
-def _prepare_8bit(name: str, layer: Linear8bitLt, weight: Int8Params) -> None:
+def _prepare_8bit(name: str, layer: Linear8bitLt, weight: Int8Params, dtype: torch.dtype | None) -> None:
     if weight.dtype != torch.int8:
         raise ValueError(f"{name} is {weight.dtype} (has_fp16_weights, or not quantised yet): load the model in 8 bits")
     scales = layer.state.SCB if weight.SCB is None else weight.SCB
     assert scales is not None, f"{name} has no SCB"
-    layer.state = Rows(layer.state, layer, scales)
+    layer.state = Rows(layer.state, scales, dtype)
+    layer.register_forward_pre_hook(_show_whole)
     weight.CB = weight.SCB = None
+
+
+def _show_whole(layer: Any, _: Any) -> None:
+    vars(layer.state)["whole"] = layer.weight
 
 
 def _cast_bias(layer: Any, given: tuple[torch.Tensor, ...]) -> None:

@@ -130,7 +130,7 @@ def fully_shard(
             if "bitsandbytes" in sys.modules:
                 from ..nn.packed import prepare
 
-                prepare(root)
+                prepare(root, ignored_params or ())
             described = describe(
                 root, grid.mesh, policy, ignored_params or set(), home=device.mesh_device, exact=exact, units=units
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from odc_triton import fully_shard
 from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm
 from odc_triton.checkpoint.parameters import is_packed, read_whole, sharded_parameters
 from odc_triton.checkpoint.quantise import quantise_on_meta
+from odc_triton.nn.packed import prepare
 from tests.support import ranks, slow
 from tests.support.replicas import mesh_of
 
@@ -128,3 +130,38 @@ def test_experts_that_8_bits_do_not_take(tmp_path_factory: pytest.TempPathFactor
     model = meta_causal_lm(model=str(tmp_path_factory.getbasetemp() / "packing" / "experts"))
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.experts \(Qwen3MoeExperts\) can't be packed by int8"):
         quantise_on_meta(model, "int8", torch.float32)
+
+
+def digest(rank: int, world: int, folder: Path, threads: int) -> int:
+    from odc_triton.checkpoint.base_model import frozen_base, own_sum
+    from odc_triton.jobs.train.model import add_adapters
+
+    torch.set_num_threads(threads)
+    model = meta_causal_lm(model=str(folder))
+    quantise_on_meta(model, "nf4", torch.float32)
+    model = fully_shard(add_adapters(model, rank=2, alpha=None, targets="q_proj"))
+    load_pretrained_shards(model, folder)
+    return own_sum(frozen_base(model))
+
+
+@pytest.mark.slow
+def test_a_base_is_the_same_for_any_number_of_threads(tmp_path: Path) -> None:
+    """torch's mean of 80,000 scales depends on it, and so do scales in 8 bits."""
+    write(tmp_path, MODELS["odd"] | {"hidden_size": 1024, "intermediate_size": 5120})
+    one, four = (sum(ranks.run(digest, world, tmp_path, threads)) % 2**64 for world, threads in ((2, 1), (1, 4)))
+    assert one == four
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_copy_of_a_prepared_model_is_apart(method: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.getbasetemp() / "packing" / "nested"
+    config = BitsAndBytesConfig(**METHODS[method])
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32).train()
+    prepare(model)
+    ids = torch.arange(9).view(1, 9)
+    expected = model(ids).logits
+    copied = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    del model
+    assert torch.equal(copied(ids).logits, expected)

@@ -397,7 +397,10 @@ FREED = "RuntimeError: a quantised layer's weights are read when they are not ga
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "not quantised": (lambda: fully_shard(bnb.nn.Linear4bit(64, 64)), "ValueError: weight is not quantised yet"),
     "not quantised, int8": (lambda: fully_shard(bnb.nn.Linear8bitLt(64, 64)), "ValueError: weight is torch.float32"),
-    "packed anew": (lambda: fully_shard(_packed_anew()), r"up_proj.weight was packed once more, by a forward in eval"),
+    "packed anew": (
+        lambda: fully_shard(_packed_anew()),
+        r"up_proj.weight was repacked for CPU inference, by a forward in eval",
+    ),
     "torchao": (lambda: fully_shard(_torchao()), "ValueError: 0.weight is .*a tensor subclass.* by bitsandbytes"),
     "hidden": (partial(_backward, 4), FREED),
     "hidden, int8": (partial(_backward, 8), FREED),

@@ -89,7 +89,7 @@ def test_grpo_with_a_reference(folder: Path, tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "no adapters": ({"lora_rank": 0}, r"--quantize is nf4, of what adapters keep frozen: give --lora-rank"),
+    "no adapters": ({"lora_rank": 0}, r"--quantize is nf4, for a frozen base only: give --lora-rank"),
     "random weights": ({"model": None, "init": "config.json"}, r"--quantize is nf4: give --model too"),
     "another method": ({"quantize": "nf3"}, r"quantize.*nf3"),
 }

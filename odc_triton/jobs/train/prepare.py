@@ -91,7 +91,7 @@ def take_folder(
     if options.lora_rank:
         require_peft()
     elif options.quantize is not None:
-        raise ValueError(f"--quantize is {options.quantize}, of what adapters keep frozen: give --lora-rank too")
+        raise ValueError(f"--quantize is {options.quantize}, for a frozen base only: give --lora-rank too")
     if options.quantize is not None:
         require_bitsandbytes()
     require_trackers(options.report_to)
