@@ -59,7 +59,7 @@ class Blocks(nn.Module, untyped(functional.QuantState)):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> functional.QuantState:
         if not memo:  # bitsandbytes gives a copy other tensors
-            return self.plain(torch.Tensor.detach)
+            return self.plain(lambda value: value.detach().clone())
         made = memo[id(self)] = object.__new__(Blocks)
         untyped(made).__dict__ = copy.deepcopy(vars(self), memo)
         return made

@@ -339,6 +339,7 @@ def _bytes(rank: int, world: int, options: dict[str, Any]) -> tuple[float, float
         model(BATCHES[0], labels=BATCHES[0]).loss.backward()
     frozen = [each for each in engine_of(model).parameters if kept_dtype(each.leaf) is not None]
     kinds = {(each.dtype, each.leaf.numel()) for each in frozen if each.leaf.numel() > 16}
+    kinds -= {(each.dtype, each.leaf.numel()) for each in engine_of(model).parameters if each.trains}  # as an adapter's
     theirs = {id(value) for value in functional.name2qmap.values()}  # bitsandbytes' own
     held = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter, Params4bit, Int8Params)]
     full = [each for each in held if (each.dtype, each.numel()) in kinds and id(each) not in theirs]
@@ -393,7 +394,7 @@ def _backward(bits: int) -> None:
         model(torch.ones(3, 64)).sum().backward()
 
 
-FREED = "RuntimeError: a quantised layer's weights are read when they are not gathered"
+FREED = "RuntimeError: a quantised layer's weights were read after its unit had freed them"
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "not quantised": (lambda: fully_shard(bnb.nn.Linear4bit(64, 64)), "ValueError: weight is not quantised yet"),
     "not quantised, int8": (lambda: fully_shard(bnb.nn.Linear8bitLt(64, 64)), "ValueError: weight is torch.float32"),
