@@ -339,11 +339,16 @@ def _bytes(rank: int, world: int, options: dict[str, Any]) -> tuple[float, float
         model(BATCHES[0], labels=BATCHES[0]).loss.backward()
     frozen = [each for each in engine_of(model).parameters if kept_dtype(each.leaf) is not None]
     kinds = {(each.dtype, each.leaf.numel()) for each in frozen if each.leaf.numel() > 16}
-    kinds -= {(each.dtype, each.leaf.numel()) for each in engine_of(model).parameters if each.trains}  # as an adapter's
+    trained = [
+        each for each in engine_of(model).parameters if each.trains
+    ]  # whose shards and gradients may be as large
+    kinds -= {(of.dtype, each.numel()) for of in trained for each in (of.leaf, of.sharded.to_local())}
+    heap = {each.untyped_storage().data_ptr() for of in frozen for each in of.shard.compute_shards}
     theirs = {id(value) for value in functional.name2qmap.values()}  # bitsandbytes' own
     held = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter, Params4bit, Int8Params)]
     full = [each for each in held if (each.dtype, each.numel()) in kinds and id(each) not in theirs]
-    copies = sum(each.nbytes for each in full if each.untyped_storage().size())
+    storages = {each.untyped_storage().data_ptr(): each.nbytes for each in full if each.untyped_storage().size()}
+    copies = sum(nbytes for at, nbytes in storages.items() if at not in heap)
     own = sum(each.sharded.to_local().nbytes for each in frozen)
     return sum(each.leaf.nbytes for each in frozen) / weights, own / weights, copies
 
