@@ -14,7 +14,6 @@ import transformers
 from bench.provenance import RESULTS, save_json
 from odc_triton import memory_plan
 from odc_triton.jobs.train.model import add_adapters, precision
-from odc_triton.tools.memory.footprint import OPTIMIZER_STATES
 
 TOKENS, RANK = 4096, 16  # of a pack, of adapters
 GPUS, SIZES = (1, 2, 4, 8), (24, 48, 80)  # GB of each
@@ -51,7 +50,7 @@ def rows() -> list[dict[str, Any]]:
     for name, sizes in MODELS.items():
         twin = memory_plan(build(*TWINS[name]), 1, **given).activation_bytes_per_token if name in TWINS else 0
         for how, (optimizer, quantize, lora) in HOW.items():
-            if optimizer not in OPTIMIZER_STATES or (quantize == "int8" and name in TWINS):
+            if quantize == "int8" and name in TWINS:
                 continue  # bitsandbytes has no experts in 8 bits
             model, options = build(*sizes, lora), {"optimizer": optimizer, "quantize": quantize}
             plans = [memory_plan(model, gpus, tokens_per_microbatch=TOKENS, **options, **given) for gpus in GPUS]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
+from ..base.untyped import untyped
 from ..engine.api import engine_of
 from ..engine.parameter import ShardedParameter
 
@@ -35,6 +38,20 @@ def is_packed(layer: nn.Module) -> bool:
     from ..nn.packed import packed_state
 
     return packed_state(layer) is not None
+
+
+def plain_elements(model: nn.Module) -> dict[nn.Parameter, int]:
+    """Of each parameter, before bitsandbytes packed it: none of a scale or a code."""
+    found = {parameter: parameter.numel() for parameter in model.parameters()}
+    for layer in map(untyped, model.modules()):
+        weight = layer._parameters.get("original", layer._parameters.get("weight"))
+        within = layer[0] if isinstance(layer, ParametrizationList) else weight
+        state = getattr(within, "quant_state", getattr(layer, "quant_state", None))
+        if weight is not None and state is not None:
+            found[weight] = math.prod(state.shape)
+        if is_packed(layer):
+            found |= {each: 0 for name, each in layer.named_parameters() if "." in name}
+    return found
 
 
 def is_transposed(layer: nn.Module) -> bool:

@@ -14,7 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from itertools import chain, count
+from itertools import count
 from typing import Any
 
 import torch
@@ -58,18 +58,23 @@ class AdamW8bit(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        group = self.param_groups.pop()  # until it is found to be right
         if asked := [name for name in ("amsgrad", "maximize", "capturable", "differentiable") if group.get(name)]:
             raise ValueError(f"AdamW8bit has no {', '.join(asked)}: leave it out, or use torch.optim.AdamW")
+        how = {name: group[name] for name in self.defaults}
+        if not (min(how["lr"], how["eps"], how["weight_decay"], *how["betas"]) >= 0 and max(how["betas"]) < 1):
+            raise ValueError(f"AdamW8bit was given {how}: none may be below 0, and betas must be below 1")
         for p in group["params"]:
             _splits(p)
+        self.param_groups.append(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)  # which casts all states to their parameter's dtype
-        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        for number, p in zip(numbers, chain.from_iterable(group["params"] for group in self.param_groups), strict=True):
-            saved = state_dict["state"].get(number, {})
-            self.state[p].update({kind: saved[kind].to(p.device, copy=True) for kind in saved if kind != "step"})
+        """Torch's; states of other ranks are quantised again, a collective. Raises ValueError for another optimizer."""
+        lists = ([p for each in of for p in each["params"]] for of in (state_dict["param_groups"], self.param_groups))
+        saved = {p: state_dict["state"].get(number) for number, p in zip(*lists, strict=False)}
+        taken = {p: _taken(p, states) for p, states in saved.items() if states}
+        super().load_state_dict(state_dict | {"state": {}})  # it would cast states to their parameter's dtype
+        self.state.update(taken)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -82,11 +87,14 @@ class AdamW8bit(Optimizer):
 
 
 def _step(p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    gradient = untyped(p.grad)
+    if gradient.layout != torch.strided:
+        raise RuntimeError(f"AdamW8bit takes dense gradients, not {gradient.layout}: build the layer with sparse=False")
     if not state:
-        state.update(_new_state(p, is_8bit=p.numel() >= group["min_8bit_size"]))
+        state.update(_new_state(p, is_8bit=p.ndim > 0 and p.numel() >= group["min_8bit_size"]))
     state["step"] += 1
     step, lr, (beta1, beta2), eps = int(state["step"]), float(group["lr"]), group["betas"], group["eps"]
-    own = [_own(each) for each in (untyped(p.grad), p, state["state1"], state["state2"])]
+    own = [_own(each) for each in (gradient.contiguous(), p, state["state1"], state["state2"])]
     absmaxes, decay = [_own(state[name]) for name in CODES_OF if name in state], group["weight_decay"]
     maps = [_map(name, p.device) for name in CODES_OF if absmaxes]
     for run, blocks in _runs(len(own[0])):
@@ -127,7 +135,7 @@ def _runs(elements: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _new_state(p: torch.Tensor, *, is_8bit: bool) -> dict[str, torch.Tensor]:
-    state, dims = {"step": torch.tensor(0.0)}, count()
+    state, dims = {"step": torch.tensor(0.0, dtype=torch.float32)}, count()
     zeros: Any = partial(torch.zeros, device=p.device)
     if isinstance(p, DTensor):
         placements = [Shard(next(dims)) if each.is_shard() else each for each in p.placements]
@@ -139,13 +147,27 @@ def _new_state(p: torch.Tensor, *, is_8bit: bool) -> dict[str, torch.Tensor]:
     return state
 
 
+def _taken(p: torch.Tensor, saved: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The states of `p` from those in a state dict, with blocks of its own rows."""
+    state, others = _new_state(p, is_8bit="absmax1" in saved), {}
+    if saved.keys() != state.keys() or any(saved[codes].shape != p.shape for codes in CODES_OF.values()):
+        raise ValueError(f"the state dict has {', '.join(saved)} for {list(p.shape)}: it is not of this AdamW8bit")
+    for kind, value in state.items():
+        if kind in CODES_OF and saved[kind].shape != value.shape:
+            others[kind] = saved[kind].full_tensor() if isinstance(saved[kind], DTensor) else saved[kind]
+        else:
+            _own(value).copy_(_own(saved[kind]))
+    requantise(p, state, saved | others, "")
+    return state
+
+
 def _splits(p: torch.Tensor) -> list[int]:
     """Raises TypeError for a parameter that can't be stepped."""
     placements = p.placements if isinstance(p, DTensor) else ()
-    by_rows = all(type(each) is Replicate or each == Shard(0) for each in placements)
+    by_rows = all(type(each) is Replicate or each == Shard(0) for each in placements) and p.is_contiguous()
     if not by_rows or p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        what = f"a parameter of size {list(p.shape)} is {p.dtype}, placed {list(placements)}"
-        raise TypeError(f"{what}: AdamW8bit takes fp32, bf16 and fp16, split by rows")
+        what = f"a parameter of size {list(p.shape)} is {p.dtype}, placed {list(placements)}, strides {p.stride()}"
+        raise TypeError(f"{what}: AdamW8bit takes fp32, bf16 and fp16, contiguous and split by rows")
     return [untyped(p).device_mesh.size(dim) for dim, each in enumerate(placements) if each.is_shard()]
 
 
@@ -176,16 +198,19 @@ def to_read(p: torch.Tensor, absmax: torch.Tensor, saved: torch.Size) -> torch.T
 
 
 @torch.no_grad()
-def requantise(p: DTensor, state: Mapping[str, torch.Tensor], loaded: Mapping[str, Any], prefix: str) -> None:
+def requantise(p: torch.Tensor, state: Mapping[str, torch.Tensor], loaded: Mapping[str, Any], prefix: str) -> None:
     """Quantises this rank's codes by its own blocks if `loaded` has the absmax of other ranks' blocks, and says so.
 
     A value changes by at most one step between two codes of its block.
     """
     names = [name for name in CODES_OF if name in state and loaded[prefix + name].shape != state[name].shape]
-    if names and p.device_mesh.get_rank() == 0:
+    if not names:
+        return
+    split = isinstance(p, DTensor)
+    if not split or p.device_mesh.get_rank() == 0:
         words = "8-bit optimizer states were saved by another number of ranks, and are quantised again"
         warnings.warn(f"{words}: values change by up to one step of their codes", stacklevel=2)
-    width, start = math.prod(p.shape[1:]), p.__create_chunk_list__()[0].offsets[0]
+    width, start = math.prod(p.shape[1:]), p.__create_chunk_list__()[0].offsets[0] if split else 0
     for name in names:
         codes, absmax, code = _own(state[CODES_OF[name]]), _own(state[name]), _map(name, p.device)
         *splits, most = loaded[prefix + name].shape

@@ -39,22 +39,16 @@ class ChainedOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
+        super().load_state_dict(state_dict | {"state": {}})
         groups = iter(state_dict["param_groups"])
         for each in self.optimizers:  # which may keep the dtypes of its states
-            theirs = [next(groups) for _ in each.param_groups]
-            held = [number for group in theirs for number in group["params"]]
-            states = {number: state_dict["state"][number] for number in held if number in state_dict["state"]}
-            each.load_state_dict({"state": states, "param_groups": theirs})
-            self.state.update(each.state)
+            each.load_state_dict(state_dict | {"param_groups": [next(groups) for _ in each.param_groups]})
+            self.state.update({p: state for p, state in each.state.items() if isinstance(p, torch.Tensor)})
         self._share()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for each in self.optimizers:
             each.step()
         return loss

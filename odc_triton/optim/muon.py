@@ -44,14 +44,8 @@ class Muon(torch.optim.Muon):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        try:
-            self._check_last_group()
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
-
-    def _check_last_group(self) -> None:
-        for p in self.param_groups[-1]["params"]:
+        group = self.param_groups.pop()  # until it is found to be right
+        for p in group["params"]:
             matrix = parameter_of_shard(p)
             if p.ndim != 2:
                 name = "a parameter" if matrix is None else matrix.name
@@ -64,14 +58,12 @@ class Muon(torch.optim.Muon):
                     f"a parameter of size {list(p.shape)} was not sharded by odc_triton.fully_shard: make Muon after "
                     f"fully_shard, from model.parameters(), or give this one to torch.optim.Muon"
                 )
+        self.param_groups.append(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step, on all ranks. A closure can't hold a minibatch: call it before, and give none."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         matrices = self._matrices()
         if not matrices:
             return loss

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from odc_triton.jobs.trainers.sharded_trainer import ShardedTrainer
 from odc_triton.packs.collate import pack_collate
 from tests.support.models import build
 from tests.support.trainer_case import LENGTHS, arguments, odc_trainer, samples, sharded_model
@@ -279,3 +280,11 @@ class Streamed(torch.utils.data.IterableDataset):
 
     def __iter__(self) -> Any:
         return iter(self.given)
+
+
+def test_arguments_of_8_bit_adamw(tmp_path: Path) -> None:
+    args = arguments(str(tmp_path), optim="adamw_bnb_8bit", optim_args="min_8bit_size=16")
+    assert ShardedTrainer.get_optimizer_cls_and_kwargs(args)[1]["min_8bit_size"] == 16
+    args.optim_args = "min_8bit_size=16, percentile_clipping=5"
+    with pytest.raises(ValueError, match=r"optim_args is .*percentile_clipping=5': .* takes min_8bit_size only"):
+        ShardedTrainer.get_optimizer_cls_and_kwargs(args)

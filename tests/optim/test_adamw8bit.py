@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Shard
 
 from odc_triton import fully_shard
@@ -23,6 +24,7 @@ from tests.support.replicas import mesh_of
 # Rows that divide by no world, one with fewer rows than ranks, blocks that end within rows; then below 4096 elements.
 LARGE = {"wide": (37, 300), "two_rows": (2, 4000), "tall": (5001, 3), "vector": (4099,), "never": (64, 65)}
 SMALL = {"small": (13, 6), "bias": (7,), "empty": (0, 5)}
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.8, 0.99)}
 
 
@@ -131,6 +133,9 @@ def _save(rank: int, world: int, folder: Path, shape: tuple[int, ...]) -> tuple[
     model, optimizer = _sharded(shape)
     _step(model, optimizer, range(3))
     Checkpoints(folder, keep=1).save(model=model, optimizer=optimizer, state={}, step=3)
+    whole = get_optimizer_state_dict(model, optimizer, options=WHOLE)
+    if rank == 0:
+        torch.save(whole, folder / "whole.pt")
     return _states(model, optimizer), _step(model, optimizer, range(3, 6))
 
 
@@ -142,10 +147,14 @@ def _resume(rank: int, world: int, folder: Path, shape: tuple[int, ...], same: b
     with warnings.catch_warnings(record=True) as caught_here:
         warnings.simplefilter("always")
         checkpoints.load(checkpoints.newest(), model=model, optimizer=optimizer)
+        other, by_torch = _sharded(shape, seed=9, lr=0.5)
+        set_optimizer_state_dict(other, by_torch, torch.load(folder / "whole.pt"), options=WHOLE)
     said = any(
         "8-bit optimizer states were saved by another number of ranks" in str(each.message) for each in caught_here
     )
     assert said == (rank == 0 and not same)
+    for name, pair in _states(model, optimizer).items():
+        torch.testing.assert_close(_states(other, by_torch)[name], pair, rtol=0, atol=0)
     return _states(model, optimizer), _step(model, optimizer, range(3, 6)), optimizer.param_groups[0]["lr"]
 
 
@@ -184,6 +193,8 @@ def _state_dict(rank: int, world: int) -> None:
     model, optimizer = made(1)
     _step(model, optimizer, range(2))
     other, resumed = made(2)
+    resumed.load_state_dict(resumed.state_dict())
+    assert not resumed.state  # else checkpoints would be refused
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch would share tensors
     other.load_state_dict(model.state_dict())
     want = _step(model, optimizer, range(2, 4))
@@ -204,14 +215,21 @@ def _refusals(rank: int, world: int, folder: Path) -> dict[str, str]:
     checkpoints.save(model=model, optimizer=torch_adamw, state={}, step=1)
     by_columns = DTensor.from_local(torch.zeros(64, 64), mesh_of((1,)), [Shard(1)])
     doubles = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+    sparse = nn.Embedding(3, 4, sparse=True)
+    sparse(torch.tensor([1])).sum().backward()
     wrong = {
         "an option": lambda: AdamW8bit([{"params": [model.wide], "maximize": True}]),
         "an argument": lambda: AdamW8bit([model.wide], amsgrad=True),
         "columns": lambda: AdamW8bit([nn.Parameter(by_columns)]),
         "fp64": lambda: AdamW8bit([doubles]),
+        "strides": lambda: AdamW8bit([nn.Parameter(torch.zeros(4, 3).t())]),
+        "a group": lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "betas": (0.9, 1.0)}),
+        "sparse": lambda: AdamW8bit(sparse.parameters()).step(),
+        "AdamW's states": lambda: optimizer.load_state_dict(torch_adamw.state_dict()),
         "AdamW's": lambda: checkpoints.load(checkpoints.newest(), model=model, optimizer=optimizer),
     }
     said = {name: caught(call) for name, call in wrong.items()}
+    assert len(optimizer.param_groups) == 1
     sys.modules["bitsandbytes.functional"] = None
     return said | {"no package": caught(lambda: AdamW8bit([model.wide]))}
 
@@ -221,6 +239,10 @@ REFUSED = {
     "an argument": "^TypeError: .*unexpected keyword argument 'amsgrad'",
     "columns": r"^TypeError: a parameter of size \[64, 64\] is torch.float32, placed \[S.*1.*split by rows",
     "fp64": r"^TypeError: a parameter of size \[5\] is torch.float64, .*takes fp32, bf16 and fp16",
+    "strides": r"^TypeError: .*strides \(1, 3\): .*contiguous",
+    "a group": r"^ValueError: .*'betas': \(0.9, 1.0\).*betas must be below 1",
+    "sparse": r"^RuntimeError: AdamW8bit takes dense gradients, not torch.sparse_coo",
+    "AdamW's states": r"^ValueError: the state dict has step, exp_avg, exp_avg_sq for .*not of this AdamW8bit",
     "AdamW's": "^CheckpointDiffers: .*exp_avg of wide is not in this AdamW8bit",
     "no package": r'^ImportError: .*needs bitsandbytes; run: pip install "odc-triton\[quantize\]"',
 }

@@ -17,7 +17,7 @@ from odc_triton import enable_split, fully_shard, minibatch, replace_layers
 from odc_triton.engine.api import engine_of
 from odc_triton.hf import enable_packing
 from odc_triton.sequence.exchange import SequenceExchange
-from odc_triton.tools.memory.footprint import OPTIMIZER_STATES, SCHEMES, memory_plan, side_by_side
+from odc_triton.tools.memory.footprint import OPTIMIZERS, SCHEMES, memory_plan, side_by_side
 from odc_triton.tools.memory.traced import LiveBytes
 from tests.support import ranks, slow
 from tests.support.families import causal_lm
@@ -65,7 +65,7 @@ parameter_lists = st.lists(st.tuples(shapes, st.sampled_from(DTYPES), st.boolean
     world=st.integers(1, 7),
     param_dtype=st.sampled_from((None, *DTYPES)),
     reduce_dtype=st.sampled_from((None, torch.float32, torch.bfloat16)),
-    optimizer=st.sampled_from(tuple(OPTIMIZER_STATES)),
+    optimizer=st.sampled_from(OPTIMIZERS),
     backend=st.sampled_from(("cpu", "cuda")),
 )
 @settings(max_examples=200)

@@ -58,7 +58,7 @@ def test_bytes_are_those_of_bitsandbytes(family: str, quantize: str, tied: bool)
     plans.append(memory_plan(adapted, 2, **how))
     prepare(adapted)
     plans.append(memory_plan(adapted, 2, **how))
-    for field in ("compute_shard_bytes", "gradient_shard_bytes", "master_shard_bytes"):
+    for field in ("parameters", "compute_shard_bytes", "gradient_shard_bytes", "master_shard_bytes"):
         assert len({getattr(plan, field) for plan in plans}) == 1, field
     more = 2 * largest if quantize == "nf4" else 0  # it dequantises to the dtype that it has packed, here fp32
     assert [plan.gathered_bytes - plans[0].gathered_bytes for plan in plans] == [0, more, more]

@@ -52,6 +52,14 @@ def build_model(
         )
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = adapt(model, options, rank)
+    if options.split_sequences:
+        compute_in_chunks(model)
+    return model.train(), cost
+
+
+def adapt(model: nn.Module, options: RunOptions, rank: int) -> nn.Module:
+    """Freezes what the options say, adds their adapters and replaces layers."""
     tower = tower_of(model)
     if options.freeze_vision_tower and not tower:
         raise ValueError(f"--freeze-vision-tower: {type(model).__name__} has no vision tower: leave it out")
@@ -63,9 +71,7 @@ def build_model(
     # After the adapters, so that it reports attention layers that they keep from fusing.
     wants_head = options.split_sequences or options.teacher is not None
     replace(model, options, rank, try_head=wants_head and options.fused_head is None)
-    if options.split_sequences:
-        compute_in_chunks(model)
-    return model.train(), cost
+    return model
 
 
 def require_bitsandbytes() -> None:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ...base.events import Event
+from ...checkpoint.parameters import plain_elements
 from ...engine.api import engine_of
 from ...packs.offload import OffloadedCheckpoints
 from ...packs.reference import Teacher
@@ -170,8 +171,8 @@ class Run(ABC):
 
     def in_words(self) -> str:
         """What is trained, on what, for how long."""
-        options, parameters = self.options, [*self.model.parameters()]
-        trained, total = (sum(p.numel() for p in parameters if p.requires_grad or of_all) for of_all in (False, True))
+        options, elements = self.options, plain_elements(self.model)
+        trained, total = sum(n for p, n in elements.items() if p.requires_grad), sum(elements.values())
         found = (options.checkpoint_every, "steps"), ((options.checkpoint_interval_s or 0) / 60, "minutes")
         every = " and ".join(f"every {number:g} {unit}" for number, unit in found if number) or "none"
         warms = f", all of them warm-up (--warmup-steps is {options.warmup_steps})"

@@ -46,28 +46,29 @@ def _advice(options: RunOptions, ranks: int) -> str:
         words = " ".join(flag(name) + ("" if value is True else f" {value}") for name, value in change.items())
         with suppress(Exception):  # it does not go with others, or its adapters don't fit here
             found.append((planned(replace(options, **change), ranks).total_bytes, words))
-    less = [f"{words}: {n_bytes / 1e9:,.3g} GB" for n_bytes, words in sorted(found) if n_bytes < now.total_bytes]
-    without = "" if now.activation_bytes_per_token else " without activations"
+    less = [f"{words}: {n_bytes / 1e9:,.3g} GB" for n_bytes, words in sorted(found) if n_bytes < 0.95 * now.total_bytes]
+    lower = "--gradient-checkpointing and " * (not options.gradient_checkpointing) + "a smaller --token-cap"
+    without = "" if now.activation_bytes_per_token else f" without activations, which {lower} would lower"
     said = f"memory_plan predicts {now.total_bytes / 1e9:,.3g} GB per rank for the trained model{without}"
     return f"{said}. Less with {'; '.join(less[:4]) or 'no option that it knows of'}"
 
 
 def _planner(given: RunOptions) -> Callable[[RunOptions, int], Any]:
-    """Plans options that differ from those `given`; a model only once."""
-    from ...jobs.train.model import build_model, precision
+    """Plans options that differ from those `given`, on the meta device; a model only once."""
+    from ...checkpoint import meta_causal_lm
+    from ...jobs.train.model import adapt, precision
     from .footprint import memory_plan
 
     @cache
-    def model(**changes: Any) -> Any:
-        return build_model(replace(given, **changes), None, longest=0, largest_token=0, rank=1)[0]
+    def model(lora_rank: int) -> Any:
+        return adapt(meta_causal_lm(model=given.model, init=given.init), replace(given, lora_rank=lora_rank), rank=1)
 
     def planned(options: RunOptions, ranks: int) -> Any:
         replicas = options.replicas or max(ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), 1)
-        same = ("optimizer", "gradient_checkpointing", "offload_checkpoints", "exact", "split_cuts")
+        same = ("quantize", "optimizer", "gradient_checkpointing", "offload_checkpoints", "exact", "split_cuts")
         how: dict[str, Any] = {name: getattr(options, name) for name in same}
         how |= {"replicas": replicas, "mp_policy": precision(options.dtype), "tokens_per_microbatch": options.token_cap}
         how |= {"split_tokens": options.split_tokens or options.token_cap * options.split_sequences}
-        packed = model(lora_rank=options.lora_rank, quantize=options.quantize)
-        return memory_plan(packed, ranks // replicas, expert_cache_bytes=options.expert_cache, **how)
+        return memory_plan(model(options.lora_rank), ranks // replicas, expert_cache_bytes=options.expert_cache, **how)
 
     return planned

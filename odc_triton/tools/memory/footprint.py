@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ...checkpoint.parameters import plain_elements
 from ...comm.layout import ALIGNMENT_BYTES, EXACT, ParameterSpec, aligned, find_units, make_layout, shard_rows
 from ...jobs.reports.report import in_columns
 from ...nn.choice import TABLE
@@ -41,7 +42,8 @@ from .peaks import (
 SCHEMES = ("odc", "fsdp2", "fsdp2_no_reshard")
 BACKENDS = ("cpu", "cuda")
 # Per trainable parameter: tensors of the master's shape and dtype that are kept, and bytes of scalars.
-OPTIMIZER_STATES = {"adamw": (2, 4), "adamw-8bit": (2, 4), "sgd": (0, 0), "muon": (1, 0), "none": (0, 0)}
+OPTIMIZER_STATES = {"adamw": (2, 4), "sgd": (0, 0), "muon": (1, 0), "none": (0, 0)}
+OPTIMIZERS = (*OPTIMIZER_STATES, "adamw-8bit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ class MemoryPlan:
     """Ranks that share the compute and gradient shards: all, or with replicas those of one replica."""
     replicas: int
     parameters: int
-    """Elements in the whole model, tied ones counted once."""
+    """Elements in the whole model, before they are packed, tied ones counted once."""
     compute_shard_bytes: int = 0
     """Peer-readable shard in the compute dtype; without a `param_dtype`, the master itself. 0 for FSDP2."""
     gradient_shard_bytes: int
@@ -238,7 +240,7 @@ def memory_plan(
         raise ValueError("offload_checkpoints needs gradient_checkpointing=True: nothing else is offloaded")
     for name, value, known in (
         ("scheme", scheme, SCHEMES),
-        ("optimizer", optimizer, tuple(OPTIMIZER_STATES)),
+        ("optimizer", optimizer, OPTIMIZERS),
         ("backend", backend, ("auto", *BACKENDS)),
         ("quantize", quantize, (None, *FORMATS)),
     ):
@@ -250,8 +252,8 @@ def memory_plan(
     plain = [spec_of(entry, mp_policy, exact=exact) for entry in found]
     if not plain:
         raise ValueError(f"{type(model).__name__} has no parameters; plan the model that will be trained")
-    head = getattr(model, "get_output_embeddings", nn.Module)() or nn.Module()
-    kept = set(map(id, head.parameters()))
+    head = getattr(model, "get_output_embeddings", nn.Module)()
+    kept = set(map(id, head.parameters() if isinstance(head, nn.Module) else [head]))
     packed = [stored(entry, spec, quantize, kept) for entry, spec in zip(found, plain, strict=True)]
     dequantized = max(n_bytes for _, n_bytes in packed)
     if quantize is not None and not dequantized:
@@ -315,7 +317,7 @@ def memory_plan(
         backend=backend,
         world=world,
         replicas=replicas,
-        parameters=sum(math.prod(spec.shape) for spec in plain),
+        parameters=sum(plain_elements(model).values()),
         optimizer_state_bytes=states,
         buffer_bytes=buffer_bytes,
         activation_bytes_per_token=per_token,
