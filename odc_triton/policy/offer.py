@@ -148,11 +148,12 @@ class _Contents:
         origins = {name: origin for unit in units for name, origin in unit.items()}
         theirs = [name for name, each in origins.items() if each.layer is not None or each.packed is not None]
         if theirs and adapter.get("tensors"):
-            units, origins, kind = [], {}, "LoRA adapter alone, for reader.adapter()"  # older readers say so, too
+            units, origins = [], {}
         elif theirs:
             raise NotImplementedError(
-                f"{theirs[0]} is merged by PEFT's code, which other processes don't run: adapt linear layers by LoRA "
-                f"without bias and variants, or sample with the model itself or with vLLM in the ranks' processes"
+                f"{theirs[0]} is merged by PEFT's code or quantised, so other processes can't read it, nor the adapter "
+                f"alone ({adapter.get('problem', 'there is none')}): sample with the model itself or with vLLM in the "
+                f"ranks' processes"
             )
         content = {
             "adapter": adapter,

@@ -120,7 +120,7 @@ def test_adapters_on_a_server(folder: Path, tmp_path: Path) -> None:
             assert_followed(found)
             assert [seen["alone"] for seen in found] == [alone] * 2
         names = {each["id"] for each in Server(server.address).get("/v1/models", timeout_s=60)["data"]}
-        assert len(names) == 1 + 2  # the last of each job
+        assert len(names) == 1  # each job has unloaded its last
     leftovers.assert_none_since(before)
 
 
