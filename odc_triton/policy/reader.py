@@ -83,7 +83,7 @@ class PolicyReader:
         try:
             connection.connect(f"\0{self._address.removeprefix('@')}")
             if (uid := peer_uid(connection)) != os.getuid():
-                raise PolicyUnavailable(f"the policy at {self._address} is offered by user {uid}, not by this one")
+                raise PermissionError(f"it is offered by user {uid}, not by this one")
             rank, fds, _, _ = socket.recv_fds(connection, 1, MOST_FILES + 2)
             if not fds:
                 raise ConnectionError("it has ended")
@@ -95,9 +95,6 @@ class PolicyReader:
                 f"no policy can be read at {self._address} ({error}): give the address of a job that runs now, as this "
                 f"user, on this host"
             ) from None
-        except PolicyUnavailable:
-            connection.close()
-            raise
 
     def close(self) -> None:
         """Ends the connection. Tensors of a read that is over stay valid."""

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,8 +24,7 @@ from ...checkpoint.pretrained import require_base
 from ...engine.api import engine_of
 from .http import Refused
 
-# Of the rank and the factors: vLLM's folder, quantization and load_format. Raises if it does not take them.
-BaseOf = Callable[[int, dict[str, torch.Tensor]], tuple[Any, Any, Any]]
+FolderOf = Callable[[dict[str, torch.Tensor]], str]  # vLLM's base; raises if vLLM does not take these factors
 
 
 def room_for(rank: int) -> int:
@@ -34,7 +32,7 @@ def room_for(rank: int) -> int:
     return next((each for each in (8, 16, 32, 64, 128, 256, 320) if each >= rank), 512)
 
 
-def takes_adapter(model: nn.Module, base_of: BaseOf, load: Callable[[], None], *, merges_packed: bool) -> bool:
+def takes_adapter(model: nn.Module, folder_of: FolderOf, load: Callable[[], None], *, merges_packed: bool) -> bool:
     """See the note. True after the first `load()`. `merges_packed`: vLLM can get quantised bases merged, too.
 
     Collective. Raises GenerationFailed if vLLM is gone, or can't get the policy at all.
@@ -42,7 +40,7 @@ def takes_adapter(model: nn.Module, base_of: BaseOf, load: Callable[[], None], *
     if not getattr(model, "peft_config", None):
         return False
     engine, packed = engine_of(model), any(map(is_packed, model.modules()))
-    for step in (partial(_compare, model, base_of), load):
+    for step in (partial(_compare, model, folder_of), load):
         problem, is_lost = None, packed and not merges_packed
         try:
             step()
@@ -61,17 +59,14 @@ def takes_adapter(model: nn.Module, base_of: BaseOf, load: Callable[[], None], *
     return True
 
 
-def _compare(model: nn.Module, base_of: BaseOf) -> None:
+def _compare(model: nn.Module, folder_of: FolderOf) -> None:
     """Raises if vLLM's base with the adapter, as vLLM would read it, is not the policy."""
     config, factors = lora_factors(model)
-    # vLLM reads no patterns; and other initial values than these may have changed the base.
+    # vLLM has not always read patterns; and other initial values than these may have changed the base.
     plain = {"rank_pattern": [{}], "alpha_pattern": [{}], "init_lora_weights": [True, False, "gaussian", "orthogonal"]}
     if wrong := next((f"{name} {config[name]!r}" for name, known in plain.items() if config[name] not in known), None):
         raise NotImplementedError(f"vLLM would not compute with the adapter's {wrong}")
-    folder, quantization, load_format = base_of(config["r"], factors)
-    if quantization or load_format == "dummy":
-        raise ValueError(f"vLLM's base is quantised ({quantization}) or not loaded (load_format {load_format})")
-    require_base(model, folder)
+    require_base(model, folder_of(factors))
 
 
 @contextlib.contextmanager
@@ -79,8 +74,9 @@ def adapter_folder(model: nn.Module) -> Iterator[str]:
     """PEFT's files in a private folder in memory. Removes those of processes that were killed."""
     names = os.stat("/proc/self/ns/pid").st_ino  # containers may share the memory
     for each in Path("/dev/shm").glob(f"odc-adapter-{names}-*"):
-        if each.stat().st_uid == os.getuid() and not Path("/proc", each.name.split("-")[3]).exists():
-            shutil.rmtree(each, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another rank removes it, too
+            if each.stat().st_uid == os.getuid() and not Path("/proc", each.name.split("-")[3]).exists():
+                shutil.rmtree(each)
     with tempfile.TemporaryDirectory(prefix=f"odc-adapter-{names}-{os.getpid()}-", dir="/dev/shm") as folder:
         try:
             write_adapter(model, Path(folder), None)

@@ -47,8 +47,10 @@ class PolicyUpdate(WeightTransferUpdateInfo):
     adapter: list[str] | None = None
 
 
-def require_adaptable(model: Any, names: Iterable[str]) -> None:
-    """Raises ValueError for a tensor of PEFT's files that vLLM would drop without a word."""
+def require_adaptable(config: Any, model: Any, names: Iterable[str]) -> None:
+    """Raises ValueError for a base other than its files, and for a tensor of PEFT's that vLLM would drop silently."""
+    if config.model_config.quantization or config.load_config.load_format == "dummy":
+        raise ValueError(f"vLLM's base is quantised ({config.model_config.quantization}) or not loaded from its files")
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if (manager := getattr(model, "lora_manager", None)) is None:
         raise ValueError("vLLM was started without enable_lora")
@@ -96,7 +98,7 @@ class PolicyTransferEngine(WeightTransferEngine[PolicyAddress, PolicyUpdate]):
     def receive_weights(self, update_info: PolicyUpdate) -> None:
         """Raises PolicyUnavailable if the job ended, ValueError for what vLLM would compute otherwise."""
         if update_info.adapter is not None:
-            require_adaptable(self.model, update_info.adapter)
+            require_adaptable(self.vllm_config, self.model, update_info.adapter)
             if not self._has_base:
                 raise ValueError("vLLM has another policy in the place of the base: start it again")
             return
@@ -124,10 +126,7 @@ class PolicyTransferEngine(WeightTransferEngine[PolicyAddress, PolicyUpdate]):
 
 
 class ColocatedPolicy:
-    """The policy in `llm`, vLLM in this process. `request`: of its adapter, if vLLM has it alone.
-
-    takes_adapter: False for merged models always; None: if it can.
-    """
+    """The policy in `llm`, vLLM in this process; always merged if not `takes_adapter`. `request`: of its adapter."""
 
     def __init__(self, llm: Any, *, takes_adapter: bool | None = None) -> None:
         self.request, self._llm, self._takes_adapter = None, llm, takes_adapter
@@ -136,7 +135,7 @@ class ColocatedPolicy:
         """Collective when it is first called; then each rank reads for itself."""
         if self._takes_adapter is None:
             load = partial(self._load_adapter, model)
-            self._takes_adapter = takes_adapter(model, self._base, load, merges_packed=True)
+            self._takes_adapter = takes_adapter(model, self._folder, load, merges_packed=True)
         elif self._takes_adapter:
             self._load_adapter(model)
         if self._takes_adapter:
@@ -160,7 +159,6 @@ class ColocatedPolicy:
         if former:
             engine.remove_lora(former.lora_int_id)
 
-    def _base(self, rank: int, factors: dict[str, torch.Tensor]) -> tuple[Any, Any, Any]:
-        self._llm.apply_model(lambda theirs: require_adaptable(theirs, factors))
-        theirs = self._llm.llm_engine.vllm_config
-        return theirs.model_config.model, theirs.model_config.quantization, theirs.load_config.load_format
+    def _folder(self, factors: dict[str, torch.Tensor]) -> str:
+        self._llm.apply_model(partial(require_adaptable, self._llm.llm_engine.vllm_config, names=factors))
+        return self._llm.model_config.model

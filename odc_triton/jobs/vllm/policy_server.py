@@ -20,7 +20,7 @@ from ...base.errors import GenerationFailed, OfRanks, describe
 from ...checkpoint.adapter import lora_factors
 from ...engine.api import engine_of
 from ...policy.offer import PolicyOffer
-from .adapter import adapter_folder, room_for, takes_adapter
+from .adapter import adapter_folder, takes_adapter
 from .http import Refused, Server
 
 OLDEST = "0.32"  # of vLLM
@@ -121,21 +121,18 @@ class PolicyServer:
             return difference(AutoConfig.from_pretrained(folder).to_dict(), config.to_dict())
         return None
 
-    def _base(self, rank: int, factors: dict[str, Any]) -> tuple[Any, Any, Any]:
-        answer, room = self.http.get("/server_info?config_format=json", timeout_s=SHORT_S), room_for(rank)
+    def _folder(self, factors: dict[str, Any]) -> str:
+        answer = self.http.get("/server_info?config_format=json", timeout_s=SHORT_S)
 
-        def take() -> tuple[list[str], tuple[Any, Any, Any]]:
+        def take() -> tuple[str, dict[str, Any]]:
             found, allows = answer["vllm_config"], "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-            model, lora, load = found["model_config"], found.get("lora_config") or {}, found.get("load_config") or {}
-            needs = {f"{allows}=1": answer["vllm_env"].get(allows), "--enable-lora": lora}
-            needs[f"--max-lora-rank {room}"] = lora.get("max_lora_rank", 0) >= room
-            base = model["model"], model.get("quantization"), load.get("load_format")
-            return [name for name, is_met in needs.items() if not is_met], base
+            needs = {f"{allows}=1": answer["vllm_env"].get(allows), "--enable-lora": found.get("lora_config")}
+            return found["model_config"]["model"], needs
 
-        missing, base = self.part(answer, take)
-        if missing:
+        folder, needs = self.part(answer, take)
+        if missing := [name for name, has in needs.items() if not has]:
             raise ValueError(f"the server at {self.http.address} was started without {' '.join(missing)}")
-        return base
+        return folder
 
     def _load_adapter(self, model: nn.Module) -> None:
         self._load({"adapter": [*lora_factors(model)[1]]})  # the server says if it still has the base
@@ -149,8 +146,7 @@ class PolicyServer:
         """Has the server forget the adapter, if it has not."""
         if self.adapter is not None:
             with contextlib.suppress(Refused):
-                content = {"lora_name": self.adapter}
-                self.http.post("/v1/unload_lora_adapter", content, timeout_s=SHORT_S, is_json=False)
+                self._update("/v1/unload_lora_adapter", {"lora_name": self.adapter}, is_json=False)
 
     def refresh(self, model: nn.Module, offer: PolicyOffer) -> None:
         """Has it read `model`, of which `offer` is, or load its adapter. Every rank calls it; rank 0 asks.
@@ -161,7 +157,7 @@ class PolicyServer:
         is_first = self._takes_adapter is None
         if is_first:
             load = partial(self._load_adapter, model) if engine.rank == _ASKS else lambda: None
-            self._takes_adapter = takes_adapter(model, self._base, load, merges_packed=False)
+            self._takes_adapter = takes_adapter(model, self._folder, load, merges_packed=False)
         if engine.rank == _ASKS:
             try:
                 if self._takes_adapter and not is_first:
