@@ -26,6 +26,7 @@ from .http import Refused, Server
 OLDEST = "0.32"  # of vLLM
 SHORT_S = 30.0  # for answers that need no work
 _ASKS = 0  # the rank that asks the server to read
+_ALLOWS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _COMPARED = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 _START = (
     "start it with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
@@ -123,13 +124,9 @@ class PolicyServer:
 
     def _folder(self, factors: dict[str, Any]) -> str:
         answer = self.http.get("/server_info?config_format=json", timeout_s=SHORT_S)
-
-        def take() -> tuple[str, dict[str, Any]]:
-            found, allows = answer["vllm_config"], "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-            needs = {f"{allows}=1": answer["vllm_env"].get(allows), "--enable-lora": found.get("lora_config")}
-            return found["model_config"]["model"], needs
-
-        folder, needs = self.part(answer, take)
+        found, environment = self.part(answer, lambda: (answer["vllm_config"], dict(answer["vllm_env"])))
+        folder, lora = self.part(answer, lambda: (found["model_config"]["model"], found.get("lora_config")))
+        needs = {f"{_ALLOWS}=1": environment.get(_ALLOWS), "--enable-lora": lora}
         if missing := [name for name, has in needs.items() if not has]:
             raise ValueError(f"the server at {self.http.address} was started without {' '.join(missing)}")
         return folder
