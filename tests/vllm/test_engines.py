@@ -132,6 +132,7 @@ def test_server(folder: Path, server: RealServer) -> None:
     assert all(seen["version"] == seen["published"] - 1 for seen in found)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of vLLM's import
 @pytest.mark.parametrize(("quantization", "load_format"), [("fp8", "auto"), (None, "dummy")])
 def test_bases_other_than_their_files(quantization: str | None, load_format: str) -> None:
     from odc_triton.jobs.vllm.engine import require_adaptable
