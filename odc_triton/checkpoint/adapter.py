@@ -152,6 +152,8 @@ def lora_factors(model: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             scaling = layer.lora_alpha[adapter] / layer.r[adapter] ** (0.5 if config.use_rslora else 1)
             if layer.active_adapters != [adapter] or layer.disable_adapters or layer.scaling[adapter] != scaling:
                 raise NotImplementedError(f"{name} has another active adapter, or is disabled or scaled by hand")
+            if not _adds_pairs(layer, untyped(layer).base_layer):
+                raise NotImplementedError(f"{name} is merged, or a variant of LoRA, or no linear layer")
     prefix = "" if hasattr(model, "get_base_model") else "base_model.model."
     return config.to_dict(), {prefix + _WRAPPER.sub("", name): each for name, each in factors.items()}
 

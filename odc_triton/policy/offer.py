@@ -148,11 +148,12 @@ class _Contents:
         origins = {name: origin for unit in units for name, origin in unit.items()}
         theirs = [name for name, each in origins.items() if each.layer is not None or each.packed is not None]
         if theirs and adapter.get("tensors"):
-            units, origins, kind = [], {}, "LoRA adapter alone, for reader.adapter()"  # older readers say so, too
+            units, origins = [], {}
         elif theirs:
             raise NotImplementedError(
-                f"{theirs[0]} is merged by PEFT's code, which other processes don't run: adapt linear layers by LoRA "
-                f"without bias and variants, or sample with the model itself or with vLLM in the ranks' processes"
+                f"{theirs[0]} is merged by PEFT's code or quantised, so other processes can't read it, nor the adapter "
+                f"alone ({adapter.get('problem', 'there is none')}): sample with the model itself or with vLLM in the "
+                f"ranks' processes"
             )
         content = {
             "adapter": adapter,
@@ -179,29 +180,20 @@ class _Contents:
 
     def _place(self, value: torch.Tensor) -> dict[str, Any]:
         """Its dtype, shape, file, and (first byte, elements) of its parts in it."""
-        parameter = self._parameters.get(id(value))
-        if parameter is None:
-            parts = [(self._apart_bytes, value.numel())]
+        if (parameter := self._parameters.get(id(value))) is None:
+            file, parts = 0, [(self._apart_bytes, value.numel())]
             self._apart.append(value.detach().cpu())
             self._apart_bytes += aligned(value.nbytes)
-            return {
-                "dtype": str(value.dtype).removeprefix("torch."),
-                "shape": list(value.shape),
-                "file": 0,
-                "parts": parts,
-            }
-        shard, heap = parameter.shard, parameter.shard.heap
-        assert isinstance(heap, SharedMemoryHeap), "as the first"
-        if not any(heap is each for each in self._heaps):
-            self._heaps.append(heap)
-        (file,) = [place for place, each in enumerate(self._heaps) if each is heap]
-        parts = [(heap.offset_of(each), each.numel()) for each in shard.compute_shards if each.numel()]
-        return {
-            "dtype": shard.spec.compute_dtype,
-            "shape": list(shard.spec.whole_shape),
-            "file": file + 1,
-            "parts": parts,
-        }
+            dtype, shape = str(value.dtype).removeprefix("torch."), value.shape
+        else:
+            shard, heap = parameter.shard, parameter.shard.heap
+            assert isinstance(heap, SharedMemoryHeap), "as the first"
+            if not any(heap is each for each in self._heaps):
+                self._heaps.append(heap)
+            file = 1 + [heap is each for each in self._heaps].index(True)
+            parts = [(heap.offset_of(each), each.numel()) for each in shard.compute_shards if each.numel()]
+            dtype, shape = shard.spec.compute_dtype, shard.spec.whole_shape
+        return {"dtype": dtype, "shape": list(shape), "file": file, "parts": parts}
 
 
 def _file(contents: Iterable[bytes]) -> int:

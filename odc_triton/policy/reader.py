@@ -52,7 +52,7 @@ class PolicyReader:
     the model's files, or those of its parameters if it is not transformers'.
 
     `version`: the number of the publication that was read last, 0 before. `config`: the transformers config as a dict,
-    or None. `dtypes`: the names of all tensors' dtypes.
+    or None. `dtypes`: the names of their dtypes.
     """
 
     def __init__(self, address: str, *, timeout: float = 60.0) -> None:
@@ -68,8 +68,7 @@ class PolicyReader:
         self.config: dict[str, Any] | None = content["config"]
         self._units, self._adapted, self._class = content["units"], content["adapted"], content["class"]
         self._adapter = content.get("adapter", {"problem": "its job has an older odc-triton"})
-        places = [*self._units, self._adapter.get("tensors", {})]
-        self.dtypes = {place["dtype"] for unit in places for place in unit.values()}
+        self.dtypes = {place["dtype"] for unit in self._units for place in unit.values()}
         status = memoryview(self._files[1])[: content["world"] * STATUS_SLOTS * 8].cast("q")
         self._published, self._begun = (status[content[name] :: STATUS_SLOTS] for name in ("published", "stepping"))
         self._close = weakref.finalize(self, self._connection.close)
@@ -84,7 +83,7 @@ class PolicyReader:
         try:
             connection.connect(f"\0{self._address.removeprefix('@')}")
             if (uid := peer_uid(connection)) != os.getuid():
-                raise PolicyUnavailable(f"the policy at {self._address} is offered by user {uid}, not by this one")
+                raise PermissionError(f"it is offered by user {uid}, not by this one")
             rank, fds, _, _ = socket.recv_fds(connection, 1, MOST_FILES + 2)
             if not fds:
                 raise ConnectionError("it has ended")
@@ -96,9 +95,6 @@ class PolicyReader:
                 f"no policy can be read at {self._address} ({error}): give the address of a job that runs now, as this "
                 f"user, on this host"
             ) from None
-        except PolicyUnavailable:
-            connection.close()
-            raise
 
     def close(self) -> None:
         """Ends the connection. Tensors of a read that is over stay valid."""
@@ -190,6 +186,8 @@ class PolicyReader:
                 self._connection.sendall(UNPIN)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if not self._units:
+            raise PolicyUnavailable(f"of the policy at {self._address} only its adapter can be read: reader.adapter()")
         if self._class is None or self.config is None:
             yield from ((name, self._value(name, place)) for unit in self._units for name, place in unit.items())
             return

@@ -174,6 +174,8 @@ MORE = [
     ({}, lambda model: model.disable_adapter_layers(), "another active adapter, or is disabled"),
     ({}, lambda model: [each.scale_layer(2.0) for each in _layers(model)], "or scaled by hand"),
     ({}, _another_active, "another active adapter"),
+    ({}, lambda model: model.merge_adapter(), "is merged, or a variant of LoRA"),
+    ({"alora_invocation_tokens": [1], "task_type": "CAUSAL_LM"}, None, "or a variant of LoRA"),
 ]
 
 

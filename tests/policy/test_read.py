@@ -477,7 +477,7 @@ def _reads_without_base(rank: int, world: int) -> None:
     found = reader.adapter()[1]
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
-    with pytest.raises(PolicyUnavailable, match=r"is a LoRA adapter alone, for reader\.adapter\(\), which"):
+    with pytest.raises(PolicyUnavailable, match=r"only its adapter can be read: reader\.adapter"):
         dict(reader)
     model._odc_engine.exchange("read", {})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import re
+import shutil
 import socket
 import threading
 import time
@@ -120,13 +121,18 @@ def test_weights_and_requests_of_ranks() -> None:
     assert completions == [{"model": "the-policy", "return_token_ids": True, **ASKED}] * 10
 
 
-# What the server has of LoRA, what is done to the model, and why it gets the merged model; None: it gets the adapter.
+UP_PROJ = "model.layers.1.mlp.up_proj.base_layer.weight"
+# What the server has and does, what is changed of the model or LoraConfig's options, and why it gets the merged model;
+# None: it gets the adapter.
 ADAPTED = [
-    ({"max_lora_rank": 8}, None, None),
-    (None, None, r"was started without VLLM_ALLOW_R.*=1, --enable-lora or --max-lora-rank 8"),
-    ({"max_lora_rank": 1}, None, r"was started without .* --max-lora-rank 8"),
-    ({"max_lora_rank": 8}, "model.norm.weight", r"norm\.weight is not one of LoRA's two factors"),
-    ({"max_lora_rank": 8}, "model.layers.1.mlp.up_proj.base_layer.weight", r"up_proj\.weight is not as in "),
+    ({}, None, None),
+    ({"lora": None}, None, "was started without --enable-lora"),
+    ({"refuse": "/v1/load_lora_adapter"}, None, "refused POST /v1/load_lora_adapter with status 500"),
+    ({}, "model.norm.weight", r"norm\.weight is not one of LoRA's two factors"),
+    ({}, UP_PROJ, r"up_proj\.weight is not as in "),
+    ({}, {"alpha_pattern": {"q_proj": 64}}, "the adapter's alpha_pattern"),
+    ({}, {"rank_pattern": {"q_proj": 1}}, "the adapter's rank_pattern"),
+    ({}, {"init_lora_weights": "olora"}, "the adapter's init_lora_weights 'olora'"),
 ]
 
 
@@ -137,8 +143,9 @@ def _adapts(rank: int, world: int, folder: str, addresses: list[str]) -> list[tu
 
     found = []
     for address, (_, changed, _) in zip(addresses, ADAPTED, strict=True):
-        model = with_lora(type(build("qwen2")).from_pretrained(folder))
-        if changed is not None:
+        options = changed if isinstance(changed, dict) else {}
+        model = with_lora(type(build("qwen2")).from_pretrained(folder), **options)
+        if isinstance(changed, str):
             value = model.get_parameter(f"base_model.model.{changed}")
             value.requires_grad_("norm" in changed).data[-1:] += 0.5
         model, names, engine = fully_shard(model), [], VllmServer(address)
@@ -156,8 +163,8 @@ def test_adapters_go_alone_where_they_can(tmp_path: Path) -> None:
     build("qwen2").save_pretrained(tmp_path)
     with ExitStack() as servers:
         serving = [servers.enter_context(vllm_serve()) for _ in ADAPTED]
-        for each, (lora, _, _) in zip(serving, ADAPTED, strict=True):
-            each.faults = {"lora": lora, "model": {"model": str(tmp_path)}}
+        for each, (how, _, _) in zip(serving, ADAPTED, strict=True):
+            each.faults = {"lora": {"max_lora_rank": 8}, "model": {"model": str(tmp_path)}} | how
         both = ranks.run(_adapts, 2, str(tmp_path), [each.address for each in serving])
     assert not [*Path("/dev/shm").glob("odc-adapter-*")]
     for each, (printed, tensors, names), (quiet, _, others), (_, _, why) in zip(serving, *both, ADAPTED, strict=True):
@@ -167,11 +174,11 @@ def test_adapters_go_alone_where_they_can(tmp_path: Path) -> None:
             assert_are(found, tensors)
         assert re.fullmatch(f"vLLM gets the merged model at each update.*: .*{why}.*\n" if why else "", printed)
         asked = [content["lora_name"] for path, content in each.asked if "lora" in path]
-        assert asked == ([] if why else [*names, names[0]])  # which is taken back
+        assert asked == ([] if why else [*names, *names, names[1]])  # each is taken back, the last by both ranks
         assert (names[0] == names[1]) is (why is not None)
 
 
-def _killed_while_it_loads(folder: Any) -> None:
+def _writes_adapter(folder: Any) -> None:
     from odc_triton import fully_shard
 
     with adapter_folder(fully_shard(with_lora(build("qwen2")))) as path:
@@ -179,18 +186,17 @@ def _killed_while_it_loads(folder: Any) -> None:
         time.sleep(LONG_S)
 
 
-def test_a_killed_rank_leaves_no_adapter() -> None:
-    ours, theirs = ranks.fork_server().Pipe(duplex=False)
-    process = ranks.fork_server().Process(target=_killed_while_it_loads, args=(theirs,))
-    process.start()
-    folder = Path(ours.recv())
-    assert (folder / "adapter_model.safetensors").exists()
-    process.kill()
-    process.join()
-    deadline_s = time.monotonic() + LONG_S
-    while folder.exists() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not folder.exists()
+def test_the_next_job_removes_a_killed_ones_adapter() -> None:
+    folders, context = [], ranks.fork_server()
+    for _ in range(3):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_writes_adapter, args=(theirs,))
+        process.start()
+        folders.append(Path(ours.recv()))
+        assert [each.exists() for each in folders] == [each is folders[-1] for each in folders]
+        process.kill()
+        process.join()
+    shutil.rmtree(folders[-1])
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,8 @@ def with_lora(
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
-    options = LoraConfig(r=4, lora_alpha=16, target_modules=list(targets), init_lora_weights=False, **more)
+    usual = {"r": 4, "lora_alpha": 16, "target_modules": list(targets), "init_lora_weights": False}
+    options = LoraConfig(**usual | more)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT uses an attribute that transformers has renamed
         return get_peft_model(model, options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,7 +121,7 @@ def test_adapters_on_a_server(folder: Path, tmp_path: Path) -> None:
             assert_followed(found)
             assert [seen["alone"] for seen in found] == [alone] * 2
         names = {each["id"] for each in Server(server.address).get("/v1/models", timeout_s=60)["data"]}
-        assert len(names) == 1 + 2  # the last of each job
+        assert len(names) == 1  # each job has unloaded its last
     leftovers.assert_none_since(before)
 
 
@@ -129,6 +130,16 @@ def test_server(folder: Path, server: RealServer) -> None:
     assert_followed(found)
     # It has the version that was read last, and one update followed.
     assert all(seen["version"] == seen["published"] - 1 for seen in found)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of vLLM's import
+@pytest.mark.parametrize(("quantization", "load_format"), [("fp8", "auto"), (None, "dummy")])
+def test_bases_other_than_their_files(quantization: str | None, load_format: str) -> None:
+    from odc_triton.jobs.vllm.engine import require_adaptable
+
+    model, load = SimpleNamespace(quantization=quantization), SimpleNamespace(load_format=load_format)
+    with pytest.raises(ValueError, match=r"is quantised .* or not loaded from its files"):
+        require_adaptable(SimpleNamespace(model_config=model, load_config=load), None, [])
 
 
 def _mixture(rank: int, world: int, start: str) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...base.environment import environment
 from ...base.errors import GenerationFailed
-from ..vllm.adapter import lora_rank as room_for
+from ..vllm.adapter import room_for
 from ..vllm.policy_server import OLDEST, is_too_old
 from .generation import CompletionEngine, Request, Sampled, SamplingOptions
 from .vllm_sampling import parameters, sampled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
@@ -85,7 +86,9 @@ class VllmServer(CompletionEngine):
         self._http.abort()
 
     def close(self) -> None:
-        """Ends the offer; the server keeps running."""
+        """Ends the offer; the server keeps running, without the adapter."""
         if self._offer is not None:
+            with contextlib.suppress(GenerationFailed):
+                self.server.unload()
             self._offer.close()
             self._offer = None

@@ -19,6 +19,7 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ...base.errors import GenerationFailed
+from ...checkpoint.parameters import sharded_parameters
 from ...policy.offer import offer_policy
 from ..vllm.policy_server import SHORT_S, PolicyServer
 
@@ -68,7 +69,7 @@ class ShardedVllmGeneration(VLLMGeneration):
         super()._init_vllm()
         from ..vllm.engine import ColocatedPolicy
 
-        self._policy = ColocatedPolicy(self.llm)
+        self._policy = ColocatedPolicy(self.llm, takes_adapter=False)  # TRL's requests name none
 
     def _connect(self, address: str) -> None:
         self._offer = offer_policy(self.model, max_lag=0.0)  # no rank publishes while the server reads: all wait
@@ -82,7 +83,8 @@ class ShardedVllmGeneration(VLLMGeneration):
                 if time.monotonic() > end_s:
                     raise
                 time.sleep(_RETRY_S)
-        self._server.check(config=self.model.config)
+        embedded = sharded_parameters(self.model)[id(self.model.get_input_embeddings().weight)]
+        self._server.check(config=self.model.config, dtype=embedded.shard.spec.compute_dtype)
         self.vllm_client = PolicyClient(self._server, timeout_s=self._timeout_s)
         self.sync_weights()  # fails before training if it fails
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from vllm.platforms import current_platform
 
 from ...base.errors import GenerationFailed
 from ...checkpoint.adapted import read_config
+from ...checkpoint.adapter import lora_factors
 from ...checkpoint.pretrained_tensors import PretrainedTensors
 from ...policy.reader import PolicyReader, read_policy
 from .adapter import adapter_folder, takes_adapter
@@ -45,8 +47,10 @@ class PolicyUpdate(WeightTransferUpdateInfo):
     adapter: list[str] | None = None
 
 
-def require_adaptable(model: Any, names: Iterable[str]) -> None:
-    """Raises ValueError for a tensor of PEFT's files that vLLM would drop without a word."""
+def require_adaptable(config: Any, model: Any, names: Iterable[str]) -> None:
+    """Raises ValueError for a base other than its files, and for a tensor of PEFT's that vLLM would drop silently."""
+    if config.model_config.quantization or config.load_config.load_format == "dummy":
+        raise ValueError(f"vLLM's base is quantised ({config.model_config.quantization}) or not loaded from its files")
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if (manager := getattr(model, "lora_manager", None)) is None:
         raise ValueError("vLLM was started without enable_lora")
@@ -81,7 +85,7 @@ class PolicyTransferEngine(WeightTransferEngine[PolicyAddress, PolicyUpdate]):
         self._reader = reader = read_policy(init_info.address)
         config = self.model_config
         problem = difference(config.hf_config.to_dict(), reader.config or {})
-        if (dtype := str(config.dtype).removeprefix("torch.")) not in reader.dtypes:
+        if (dtype := str(config.dtype).removeprefix("torch.")) not in (reader.dtypes or {dtype}):
             wanted = ", ".join(sorted(reader.dtypes))
             problem = problem or f"computes in {dtype}, and the policy in {wanted}: start it with --dtype {wanted}"
         if problem is not None:
@@ -94,7 +98,7 @@ class PolicyTransferEngine(WeightTransferEngine[PolicyAddress, PolicyUpdate]):
     def receive_weights(self, update_info: PolicyUpdate) -> None:
         """Raises PolicyUnavailable if the job ended, ValueError for what vLLM would compute otherwise."""
         if update_info.adapter is not None:
-            require_adaptable(self.model, update_info.adapter)
+            require_adaptable(self.vllm_config, self.model, update_info.adapter)
             if not self._has_base:
                 raise ValueError("vLLM has another policy in the place of the base: start it again")
             return
@@ -122,24 +126,21 @@ class PolicyTransferEngine(WeightTransferEngine[PolicyAddress, PolicyUpdate]):
 
 
 class ColocatedPolicy:
-    """The policy in `llm`, vLLM in this process. `request`: of its adapter, if vLLM has it alone."""
+    """The policy in `llm`, vLLM in this process; always merged if not `takes_adapter`. `request`: of its adapter."""
 
-    def __init__(self, llm: Any) -> None:
-        self.request, self._llm, self._takes_adapter = None, llm, None
+    def __init__(self, llm: Any, *, takes_adapter: bool | None = None) -> None:
+        self.request, self._llm, self._takes_adapter = None, llm, takes_adapter
 
     def sync(self, model: nn.Module) -> None:
         """Collective when it is first called; then each rank reads for itself."""
         if self._takes_adapter is None:
-            self._takes_adapter = takes_adapter(model, self._folder)
+            load = partial(self._load_adapter, model)
+            self._takes_adapter = takes_adapter(model, self._folder, load, merges_packed=True)
+        elif self._takes_adapter:
+            self._load_adapter(model)
         if self._takes_adapter:
-            engine, former = self._llm.llm_engine, self.request
-            number = former.lora_int_id + 1 if former else 1
-            with adapter_folder(model) as folder:
-                self.request = LoRARequest(f"odc-{number}", number, folder)
-                engine.add_lora(self.request)
-            if former:
-                engine.remove_lora(former.lora_int_id)
             return
+        self.request = None  # another rank's vLLM may not have taken it
         tensors, theirs = PretrainedTensors(model), self._llm.model_config
         if (problem := difference(theirs.hf_config.to_dict(), tensors.empty.config.to_dict())) is not None:
             raise GenerationFailed(f"vLLM's model {theirs.model} {problem}")
@@ -147,6 +148,17 @@ class ColocatedPolicy:
         # Layer by layer, as vLLM packs or quantises weights after it has loaded them.
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
 
+    def _load_adapter(self, model: nn.Module) -> None:
+        lora_factors(model)  # raises if they are no longer all of the policy
+        engine, former = self._llm.llm_engine, self.request
+        number = former.lora_int_id + 1 if former else 1
+        with adapter_folder(model) as folder:
+            request = LoRARequest(f"odc-{number}", number, folder)
+            engine.add_lora(request)
+        self.request = request
+        if former:
+            engine.remove_lora(former.lora_int_id)
+
     def _folder(self, factors: dict[str, torch.Tensor]) -> str:
-        self._llm.apply_model(lambda theirs: require_adaptable(theirs, factors))
+        self._llm.apply_model(partial(require_adaptable, self._llm.llm_engine.vllm_config, names=factors))
         return self._llm.model_config.model

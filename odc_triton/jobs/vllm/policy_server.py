@@ -17,14 +17,16 @@ from packaging.version import Version
 from torch import nn
 
 from ...base.errors import GenerationFailed, OfRanks, describe
+from ...checkpoint.adapter import lora_factors
 from ...engine.api import engine_of
 from ...policy.offer import PolicyOffer
-from .adapter import adapter_folder, lora_rank, takes_adapter
+from .adapter import adapter_folder, takes_adapter
 from .http import Refused, Server
 
 OLDEST = "0.32"  # of vLLM
 SHORT_S = 30.0  # for answers that need no work
 _ASKS = 0  # the rank that asks the server to read
+_ALLOWS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _COMPARED = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 _START = (
     "start it with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
@@ -120,23 +122,28 @@ class PolicyServer:
             return difference(AutoConfig.from_pretrained(folder).to_dict(), config.to_dict())
         return None
 
-    def _folder(self, asks: bool, factors: dict[str, Any]) -> str:
+    def _folder(self, factors: dict[str, Any]) -> str:
         answer = self.http.get("/server_info?config_format=json", timeout_s=SHORT_S)
-        found, environment = self.part(answer, lambda: (answer["vllm_config"], answer["vllm_env"]))
-        rank, lora = lora_rank(max(min(each.shape) for each in factors.values())), found.get("lora_config") or {}
-        if lora.get("max_lora_rank", 0) < rank or not environment.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
-            missing = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora or --max-lora-rank {rank}"
-            raise GenerationFailed(f"the server at {self.http.address} was started without {missing}")
-        if asks:
-            self._load({"adapter": [*factors]})
-        return found["model_config"]["model"]
+        found, environment = self.part(answer, lambda: (answer["vllm_config"], dict(answer["vllm_env"])))
+        folder, lora = self.part(answer, lambda: (found["model_config"]["model"], found.get("lora_config")))
+        needs = {f"{_ALLOWS}=1": environment.get(_ALLOWS), "--enable-lora": lora}
+        if missing := [name for name, has in needs.items() if not has]:
+            raise ValueError(f"the server at {self.http.address} was started without {' '.join(missing)}")
+        return folder
 
     def _load_adapter(self, model: nn.Module) -> None:
+        self._load({"adapter": [*lora_factors(model)[1]]})  # the server says if it still has the base
         with adapter_folder(model) as folder:
-            former, self.adapter = self.adapter, Path(folder).name
-            self._update("/v1/load_lora_adapter", {"lora_name": self.adapter, "lora_path": folder}, is_json=False)
-        if former is not None:
-            self._update("/v1/unload_lora_adapter", {"lora_name": former}, is_json=False)
+            name = Path(folder).name
+            self._update("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder}, is_json=False)
+        self.unload()
+        self.adapter = name
+
+    def unload(self) -> None:
+        """Has the server forget the adapter, if it has not."""
+        if self.adapter is not None:
+            with contextlib.suppress(Refused):
+                self._update("/v1/unload_lora_adapter", {"lora_name": self.adapter}, is_json=False)
 
     def refresh(self, model: nn.Module, offer: PolicyOffer) -> None:
         """Has it read `model`, of which `offer` is, or load its adapter. Every rank calls it; rank 0 asks.
@@ -144,13 +151,15 @@ class PolicyServer:
         Then a barrier. If the server did not read it, rank 0 raises the reason, the others WeightsNotRead with it.
         """
         engine, failure = engine_of(model), None
-        if self._takes_adapter is None:
-            self._takes_adapter = takes_adapter(model, partial(self._folder, engine.rank == _ASKS))
+        is_first = self._takes_adapter is None
+        if is_first:
+            load = partial(self._load_adapter, model) if engine.rank == _ASKS else lambda: None
+            self._takes_adapter = takes_adapter(model, self._folder, load, merges_packed=False)
         if engine.rank == _ASKS:
             try:
-                if self._takes_adapter:
+                if self._takes_adapter and not is_first:
                     self._load_adapter(model)
-                else:
+                elif not self._takes_adapter:
                     self._refresh(offer.address, engine.publication.number)
             except Exception as error:
                 failure = error
@@ -189,7 +198,7 @@ class PolicyServer:
         """`take()`, of an answer that must be vLLM's."""
         try:
             return take()
-        except (KeyError, TypeError, IndexError):
+        except (AttributeError, KeyError, TypeError, IndexError):
             raise GenerationFailed(
                 f"the server at {self.http.address} gave an answer that is not vLLM's: {str(answer)[:300]!r}"
             ) from None
