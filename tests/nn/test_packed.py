@@ -318,7 +318,7 @@ def _state(rank: int, world: int, name: str, folder: str, save: bool) -> dict[st
 OTHERS = map(slow, ("stored as bf16, odd", "experts", "embedding", "int8, bottom up"))
 
 
-@pytest.mark.parametrize("name", ["int8, odd", *OTHERS])
+@pytest.mark.parametrize("name", [slow("int8, odd"), *OTHERS])
 def test_state_dicts(name: str, tmp_path: Path) -> None:
     """Written by two ranks and read by three."""
     generated = model_of(name).generate(input_ids=BATCHES[0], max_new_tokens=4, do_sample=False)
