@@ -447,7 +447,7 @@ MORE_REFUSED = {
     "int8": (
         lambda at: quantised(at, torch.int8, INT8),
         r"bitsandbytes_8bit in config.json\).*\.dequantize\(\)",
-        False,
+        None,
     ),
     "gptq": (
         lambda at: (saved(at), configured(at, quantization_config={"quant_method": "gptq", "bits": 4})),

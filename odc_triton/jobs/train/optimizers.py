@@ -23,7 +23,7 @@ def make_optimizer(model: nn.Module, options: RunOptions) -> Optimizer:
     if options.optimizer == "sgd":
         return torch.optim.SGD(trained, **how)
     if options.optimizer == "adamw-8bit":
-        return AdamW8bit(trained, **how)
+        return AdamW8bit(trained, lr=options.lr, weight_decay=options.weight_decay)
     if options.optimizer != "muon":
         return torch.optim.AdamW(trained, **how)
     of_blocks = {id(each.sharded) for each in engine_of(model).parameters if each.spec.is_block_matrix}
