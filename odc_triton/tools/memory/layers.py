@@ -29,7 +29,7 @@ def stored(
     """
     value, homes = untyped(entry.parameter), [untyped(module) for module, *_ in entry.places]
     state = getattr(homes[0][0] if isinstance(homes[0], ParametrizationList) else value, "quant_state", None)
-    if state is not None or value.dtype == torch.int8:  # the state of a prepared layer is a module, found by itself
+    if state is not None or value.dtype == torch.int8:  # a prepared layer's state is found as a module
         states = (
             [] if state is None or isinstance(untyped(state), nn.Module) else [state, *filter(None, [state.state2])]
         )
