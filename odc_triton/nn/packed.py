@@ -4,8 +4,8 @@ weight          [P, 1] of 4-bit codes, or [N, K] of 8-bit ones
 quant_state     of 4 bits: absmax [blocks], nested or not, its codes and offset. Now a submodule of the layer
 state.scales    of 8 bits: [N], which bitsandbytes calls SCB. `state` is a submodule, too
 
-The layers compute as before: what they read has its place and name. Only what is done for a model that
-may have such layers imports this file, as it imports bitsandbytes.
+The layers compute as before: what they read has its place and name. This file imports bitsandbytes: import it only for
+a model that may have such layers.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def prepare(root: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
         for key, hook in list(module._state_dict_hooks.items()):
             if getattr(hook, "func", None) is _parametrized_state_dict_post_hook:  # it would rename them
                 del module._state_dict_hooks[key]
-        weight: Any = module._parameters.get("weight")
+        weight: Any = module._parameters.get("weight", module._parameters.get("original"))
         if any(weight is each for each in ignored):
             continue
         if isinstance(weight, Params4bit):
@@ -117,8 +117,7 @@ def prepare(root: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
         elif isinstance(module, Linear8bitLt) and not isinstance(module.state, Rows):
             _prepare_8bit(f"{name}.weight".lstrip("."), module, weight, getattr(root, "dtype", None))
         elif isinstance(module, ParametrizationList) and isinstance(module[0], Bnb4bitParametrization):
-            weight, packing = module.original, module[0]
-            packing.quant_state = _blocks(f"{name}.original", packing.quant_state)
+            module[0].quant_state = _blocks(f"{name}.original", module[0].quant_state)
         else:
             continue
         if kept_dtype(weight) is not None:  # prepared before

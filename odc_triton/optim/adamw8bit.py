@@ -107,12 +107,12 @@ def _step(p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None
             functional().optimizer_update_32bit(*args, weight_decay=decay)
 
 
-def functional() -> Any:
+def functional(needed_by: str = "8-bit AdamW") -> Any:
     """bitsandbytes' functions. Raises ImportError with the remedy."""
     try:
         import bitsandbytes.functional
     except ImportError as error:
-        raise ImportError('8-bit AdamW needs bitsandbytes; run: pip install "odc-triton[quantize]"') from error
+        raise ImportError(f'{needed_by} needs bitsandbytes; run: pip install "odc-triton[quantize]"') from error
     return bitsandbytes.functional
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ...checkpoint import meta_causal_lm, with_adapter
+from ...optim import adamw8bit
 from ...packs.attention import PackingUnsupported
 from ...packs.chunks import compute_in_chunks
 from ...packs.enable import enable_packing, innermost, takes_branches
@@ -74,17 +75,9 @@ def adapt(model: nn.Module, options: RunOptions, rank: int) -> nn.Module:
     return model
 
 
-def require_bitsandbytes() -> None:
-    """Raises ImportError with the remedy."""
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        raise ImportError('--quantize needs bitsandbytes; run: pip install "odc-triton[quantize]"') from error
-
-
 def quantise(model: nn.Module, method: str, dtype: str) -> None:
     """`checkpoint.quantise.quantise_on_meta` by a run's options. Raises ImportError without bitsandbytes."""
-    require_bitsandbytes()
+    adamw8bit.functional(needed_by="--quantize")
     from ...checkpoint.quantise import quantise_on_meta
 
     quantise_on_meta(model, method, torch.bfloat16 if dtype == "bf16" else torch.float32)

@@ -23,7 +23,7 @@ from ..data.tokenizer import read_tokenizer
 from ..options.config_file import write_config
 from ..options.options import flag
 from .metrics import Metrics, read_metrics
-from .model import build_model, frozen_options, require_bitsandbytes, require_peft
+from .model import build_model, frozen_options, require_peft
 from .run_folder import RunFolder, require_same
 from .run_options import RunOptions
 from .trackers import require_trackers
@@ -93,7 +93,7 @@ def take_folder(
     elif options.quantize is not None:
         raise ValueError(f"--quantize is {options.quantize}, for a frozen base only: give --lora-rank too")
     if options.quantize is not None:
-        require_bitsandbytes()
+        adamw8bit.functional(needed_by="--quantize")
     require_trackers(options.report_to)
     folder = RunFolder(options.out)
 
