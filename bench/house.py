@@ -69,24 +69,24 @@ FEATURES = {
 
 # (most now, what the plan wants or None). Lines behind an import in a file of the package's own folder, to full 50:
 BEHIND: dict[str, tuple[int, int | None]] = {
-    "from . import fully_shard, minibatch": (8_850, 7_000),
-    "from . import use_odc": (9_000, None),
+    "from . import fully_shard, minibatch": (9_150, 7_000),
+    "from . import use_odc": (9_100, None),
     "from . import replace_layers": (3_350, None),
     "from .balance import MinibatchSampler": (3_650, None),
-    "from .hf import enable_packing, summed_loss": (10_650, None),
-    "from .hf import ODCTrainer": (24_050, None),
-    "from .jobs.train import sft": (32_150, None),
-    "from .jobs.train import grpo": (34_350, None),
+    "from .hf import enable_packing, summed_loss": (10_750, None),
+    "from .hf import ODCTrainer": (24_400, None),
+    "from .jobs.train import sft": (32_700, None),
+    "from .jobs.train import grpo": (34_650, None),
 }
 # Files that know a feature, and files on a way:
 BUDGETS: dict[str, tuple[int, int | None]] = {
     "scalars": (6, None),
-    "exact sums": (13, None),
+    "exact sums": (14, None),
     "split sequences": (30, 16),
     "hybrids": (25, None),
     "shared prefixes": (22, 10),
     "images": (27, 16),
-    "replicas": (36, 22),
+    "replicas": (37, 22),
     "bridge to FSDP2": (1, None),
     "Muon": (2, None),
     "background checkpoints": (5, None),

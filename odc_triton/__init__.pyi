@@ -15,6 +15,7 @@ from .engine.api import register_fsdp_forward_method as register_fsdp_forward_me
 from .engine.minibatch import begin_minibatch as begin_minibatch
 from .engine.minibatch import end_minibatch as end_minibatch
 from .engine.minibatch import minibatch as minibatch
+from .engine.serving import serving as serving
 from .fsdp2.bridge import use_odc as use_odc
 from .jobs.reports.fsdp2_record import record_timeline as record_timeline
 from .nn.head import divergence as divergence
@@ -25,6 +26,7 @@ from .policy.offer import offer_policy as offer_policy
 from .policy.reader import read_policy as read_policy
 from .sequence.enable import enable_split as enable_split
 from .sequence.enable import split_forward as split_forward
+from .sharding.agree import own_mesh as own_mesh
 from .sharding.shard_module import fully_shard as fully_shard
 from .tools.memory.footprint import memory_plan as memory_plan
 

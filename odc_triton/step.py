@@ -155,7 +155,8 @@ def run_step(
 
     totals, divisor, terms = repeating(once, count) if engine.deterministic else once()
     _learn_nothing(model.parameters())
-    report = _exchanged(engine, f"sum up minibatch {engine.number}", totals.report(divisor), parts)
+    purpose, is_shared = f"sum up minibatch {engine.number}", not engine.is_alone
+    report = _exchanged(engine, purpose, totals.report(divisor), parts, together=is_shared)
     return StepReport(**report, terms=terms, repeats=repeats)
 
 
@@ -178,7 +179,7 @@ def evaluate(
     of other plans.
     """
     engine, totals, count, plans = protocol_of(model), _Totals(), 0, []
-    same = SameSamples(engine.rank, engine.world)
+    same, ranks = SameSamples(engine.rank, engine.world, is_alone=lambda: engine.is_alone), set[int]()
     for part in parts:
         part.minibatch()
     for packs in minibatches:
@@ -187,13 +188,15 @@ def evaluate(
         given = _Given(model, packs, objective)
         count += given.tokens or 0
         plans.append(same.entry(given))
+        ranks.add(getattr(given.plan, "ranks", engine.world))
         with contextlib.nullcontext() if given.split is None else split_forward(model, given.split):
             for pack in _collated(packs, collate, ahead):
                 for part in parts:
                     part.microbatch()
                 totals.add(*objective.loss(model, _on_device(pack, engine), Terms(number=1, samples=given.samples)))
     own = totals.report(1.0) | {"terms": count}
-    return StepReport(**_exchanged(engine, purpose, own, parts, plans))
+    is_shared = not engine.is_alone or ranks != {1}
+    return StepReport(**_exchanged(engine, purpose, own, parts, plans, together=is_shared))
 
 
 class _Given:
@@ -245,12 +248,19 @@ def _in_fp64(what: str, value: Tensor | float) -> Tensor | float:
 
 
 def _exchanged(
-    engine: Protocol, purpose: str, own: dict[str, Any], parts: Sequence[StepPart], plans: Sequence[Any] = ()
+    engine: Protocol,
+    purpose: str,
+    own: dict[str, Any],
+    parts: Sequence[StepPart],
+    plans: Sequence[Any] = (),
+    *,
+    together: bool,
 ) -> dict[str, Any]:
     """The step's barrier: `own` numbers, added up over ranks; and the parts' reports. `plans`: as SameSamples has them,
-    which must be those of all ranks.
+    which must be those of all ranks. `together`: False if this rank's numbers are its own.
     """
-    messages = engine.exchange(purpose, own | {"parts": [part.report() for part in parts], "plans": plans})
+    message = own | {"parts": [part.report() for part in parts], "plans": plans}
+    messages = engine.exchange(purpose, message) if together else [message]
     for what in ("parts", "plans"):
         if len(counts := {len(theirs[what]) for theirs in messages}) > 1:
             raise RanksDiffer(f"{purpose}: by rank there are {sorted(counts)} {what}: give the same on all ranks")

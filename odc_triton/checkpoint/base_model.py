@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from ..base.errors import CheckpointDiffers
+from ..engine.borrowed import BorrowedShard
 from ..engine.parameter import ShardedParameter
+from ..engine.shard import HeapShard
 from ..nn.operand import kept_dtype
 from .adapter import frozen_ids
 from .parameters import sharded_parameters
@@ -45,17 +47,19 @@ def frozen_base(model: nn.Module) -> dict[str, ShardedParameter]:
     }
 
 
-def own_sum(base: dict[str, ShardedParameter]) -> int:
-    """This rank's part of a sum over all elements, by its masters, modulo 2⁶⁴. Not of what is packed, which differs in
-    rounding between devices, and numbers of threads."""
-    total = 0
-    for name, parameter in base.items():
-        storage = parameter.shard
-        if kept_dtype(parameter.leaf) is not None:
-            continue
-        first = storage.master_rows[0] * math.prod(parameter.spec.shape[1:])
+def own_sum(base: dict[str, ShardedParameter], rank: int, world: int) -> int:
+    """This rank's part of a sum over all elements, modulo 2⁶⁴. Not of what is packed, which differs in rounding between
+    devices, and numbers of threads."""
+
+    def of(name: str, shard: HeapShard) -> int:
+        first, values = shard.values_of(rank, world)
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") << 30  # other places for each name
-        total += _sum(storage.master, seed + first)
+        return _sum(values, seed + first)
+
+    total = 0
+    for name, shard in ((name, each.shard) for name, each in base.items() if kept_dtype(each.leaf) is None):
+        kept = isinstance(shard, BorrowedShard)
+        total += shard.kept_sum(name, rank, world, partial(of, name, shard)) if kept else of(name, shard)
     return total % 2**64
 
 
@@ -74,7 +78,7 @@ def _sum(values: torch.Tensor, first: int) -> int:
 
 def described(name: str, base: dict[str, ShardedParameter], sums: list[int]) -> dict[str, str]:
     """The content of `FILE`: the base's name, and a digest of names, shapes, dtypes and all ranks' `own_sum`."""
-    shapes = [[key, list(each.spec.whole_shape), each.spec.master_dtype] for key, each in sorted(base.items())]
+    shapes = [[key, list(each.spec.whole_shape), each.shard.saved_dtype] for key, each in sorted(base.items())]
     return {"name": name, "digest": hashlib.sha256(json.dumps([shapes, sum(sums) % 2**64]).encode()).hexdigest()}
 
 

@@ -181,7 +181,7 @@ class Saving:
 
     def _sum_base(self) -> int:
         if self._base_sum is None:
-            self._base_sum = base_model.own_sum(self._base)
+            self._base_sum = base_model.own_sum(self._base, self._engine.rank, self._engine.world)
         return self._base_sum
 
     def finish(self, written: list[dict[str, Any]], *, number: int) -> None:
@@ -242,7 +242,7 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
         state = read_state(path)
         adapters_only = saved is not None and base_model.FILE in saved.files
         base = base_model.frozen_base(model) if adapters_only else {}
-        shared["base"] = base_model.own_sum(base)
+        shared["base"] = base_model.own_sum(base, engine.rank, engine.world)
     fresh = None if optimizer is None or optimizer.state else optimizer
     try:
         with all_or_none(engine, purpose):  # separate, because creating an optimizer's states is a step of all ranks

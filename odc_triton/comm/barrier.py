@@ -79,6 +79,7 @@ class Barrier:
         self.board: StatusBoard | None = None  # None until `watch`
         self.is_connected: Callable[[int], bool] = lambda peer: True  # finds dead ranks until then
         self._numbers = count(1)  # of signs, over all work: peers look for a change
+        self.guards: list[Callable[[str], None]] = []  # raise if ranks of another engine are lost, given a purpose
         self.blocked_on: list[Callable[[int], int | None]] = []  # features': for whom a rank waits between barriers
 
     def watch(self, board: StatusBoard) -> None:
@@ -226,6 +227,8 @@ class Barrier:
             waited_s = time.monotonic() - start_s
             if waited_s > min(check_at_s, late_at_s):
                 check_at_s = waited_s + _CHECK_S
+                for guard in self.guards:
+                    guard(purpose)
                 self.require_alive(ranks, purpose, missing)
                 ranks = self.root_cause(ranks)
                 if self.board is not None:

@@ -63,6 +63,7 @@ class Member:
         self.streams = AllStreams(wiring.transport.streams, timeout_s=barrier.timeout_s)
         self.events = EventLog(self.rank)
         self.phase, self.number = Phase.READY, -1
+        self.base: Member | None = None  # of the frozen model that lends this one its parameters
         self.shards: list[Shard] = []
         self._warned: set[str] = set()
         self._pid = os.getpid()
@@ -133,11 +134,18 @@ class Member:
                 f"into the memory that the ranks share. A forked process may run the model forward, nothing else"
             )
 
+    def borrow_from(self, base: Member) -> None:
+        """From now on the loss of any rank of `base` is one of this engine's, also while it waits at its barrier."""
+        self.base = base
+        self.barrier.guards.append(base.require_peers)
+
     def require_alive(self, ranks: Sequence[int], purpose: str) -> None:
-        """Raises RankLost at once if one of these ranks' processes is gone; a few microseconds.
+        """Raises RankLost at once if one of these ranks' processes is gone, or one of a base's; a few microseconds.
 
         `purpose`: what this rank needs them for.
         """
+        if self.base is not None:
+            self.base.require_peers(purpose)
         try:
             self.barrier.require_alive(ranks, purpose, lambda: ranks)
         except RankLost:

@@ -57,6 +57,9 @@ class minibatch:
     it, whose error fails the minibatch on all ranks. Ranks that have other samples, or assign them in another way, are
     then found. `tokens` beside it goes before the plan's.
 
+    If nothing that is sharded trains (adapters in ignored_params), ranks have nothing to wait for: each opens
+    minibatches of its own, or none at all, and tokens are its own.
+
     Enter: waits until every rank's parameters are readable and its gradient shards are zero. Exit: waits until
     every rank's gradients are reduced; `p.grad` is then this rank's shard of the sum, or None on all ranks if no
     rank touched p. Inside, ranks never wait for each other.
@@ -158,6 +161,7 @@ class Participant:
     """
 
     name: str
+    needs_all_ranks = False  # in every minibatch, also of a model in which nothing that is sharded trains
 
     def entry(self, given: Any) -> Any:
         """Before the entry barrier; returns this rank's message. `given`: its argument of `minibatch`, None if there
@@ -279,12 +283,13 @@ class SameSamples(Participant):
 
     name = "samples"
 
-    def __init__(self, rank: int, world: int) -> None:
-        self._rank, self._world = rank, world
+    def __init__(self, rank: int, world: int, *, is_alone: Callable[[], bool] = lambda: False) -> None:
+        """`is_alone`: whether a plan for this rank alone is right."""
+        self._rank, self._world, self._is_alone = rank, world, is_alone
 
     def entry(self, given: Planned | None) -> list[Any] | None:
         """[checksum of all ranks' samples, digest of all ranks' packs]."""
-        if given is None or given.plan is None:
+        if given is None or given.plan is None or (given.plan.ranks == 1 and self._is_alone()):
             return None
         if (self._rank if given.rank is None else given.rank, given.plan.ranks) != (self._rank, self._world):
             raise ValueError(

@@ -15,7 +15,15 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeGuard, TypeVar
 
-from ..base.errors import DeadlineExceeded, MinibatchFailed, MinibatchToRepeat, OdcError, RankLost, RanksDiffer
+from ..base.errors import (
+    DeadlineExceeded,
+    MinibatchFailed,
+    MinibatchToRepeat,
+    OdcError,
+    RankLost,
+    RanksDiffer,
+    describe,
+)
 from .member import Member, Phase, Wiring
 from .minibatch import Participant, SameSamples, Tokens
 from .publication import Publication
@@ -51,7 +59,8 @@ class Protocol(Member):
         self.publication = Publication(self)
         self.optimizers = OptimizerSteps(self, self.publication)
         self.participants: list[Participant] = []
-        self.register(self.tokens, SameSamples(self.rank, self.world), self.optimizers, self.publication)
+        same = SameSamples(self.rank, self.world, is_alone=lambda: self.is_alone)
+        self.register(self.tokens, same, self.optimizers, self.publication)
         self._zeros: Zeros | None = None  # at the entry of this minibatch, or of the one that is repeated
         self._lost: set[Shard] = set()
 
@@ -63,6 +72,19 @@ class Protocol(Member):
     def divides_by_ranks(self) -> bool:
         """True if gradients are divided by the number of ranks, as neither tokens nor a divisor were given."""
         return self.divide_factor is None and self.tokens.total is None and self.tokens.late_divisor is None
+
+    @property
+    def is_alone(self) -> bool:
+        """True if nothing that is sharded trains: this rank reads the others' shards, and waits for none of them."""
+        return not self.trainable() and not any(each.needs_all_ranks for each in self.participants)
+
+    def meet_in_step(
+        self, purpose: str, message: dict[str, Any], error: BaseException | None = None
+    ) -> list[dict[str, Any]]:
+        """The messages of all ranks that train together, by rank; of one that `is_alone` only its own."""
+        if not self.is_alone:
+            return self.meet(purpose, message, error)
+        return [message | {"error": None if error is None else describe(error), "follows": False}]
 
     def register(self, *participants: Participant) -> None:
         """Lets them take part from the next minibatch on. On all ranks, in the same order."""
@@ -99,7 +121,7 @@ class Protocol(Member):
                 raise
             error = raised
         self.events.minibatch, self.events.microbatch = self.number + 1, -1
-        messages = self.meet(f"enter minibatch {self.number + 1}", {"parts": parts}, error)
+        messages = self.meet_in_step(f"enter minibatch {self.number + 1}", {"parts": parts}, error)
         self.number += 1
         self._raise_failures(messages, error)
         try:
@@ -188,7 +210,7 @@ class Protocol(Member):
                 raise
             error = error or raised
         touched = [place for place, shard in enumerate(self.shards) if shard.touched]
-        messages = self.meet(purpose, {"touched": touched, "zeros": zeros, "parts": parts}, error)
+        messages = self.meet_in_step(purpose, {"touched": touched, "zeros": zeros, "parts": parts}, error)
         self.events.microbatch = -1
         self._settle(messages, error)
         self._zeros = None
@@ -244,8 +266,11 @@ class Protocol(Member):
 
     def _raise_failures(self, messages: list[dict[str, Any]], error: BaseException | None) -> None:
         """Raises MinibatchFailed on all ranks if one of them has an error; `error`: this rank's."""
-        failed = {rank: theirs["error"] for rank, theirs in enumerate(messages) if theirs["error"] is not None}
-        failed = {rank: text for rank, text in failed.items() if not messages[rank]["follows"]} or failed
+        causes = [None if theirs["follows"] else theirs["error"] for theirs in messages]
+        if not any(cause is not None for cause in causes):
+            causes = [theirs["error"] for theirs in messages]
+        first = self.rank if len(messages) < self.world else 0
+        failed = {rank: text for rank, text in enumerate(causes, first) if text is not None}
         if failed:
             self._zeros = None
             self._drop_gradients()
@@ -264,7 +289,7 @@ class Protocol(Member):
         shards = [self.shards[place] for place in sorted(touched)]
         factor = self.tokens.late_divisor or self.divide_factor or self.tokens.divisor
         with contextlib.ExitStack() as scope:
-            if self.replicas.count > 1:
+            if self.replicas.count > 1 and shards:
                 scope.enter_context(self.collective())
                 scope.enter_context(self.events.span("wait", label="sum over replicas", microbatch=-1))
             reduce_gradients(shards, factor, self.replicas, self.streams.first)

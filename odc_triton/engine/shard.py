@@ -15,6 +15,7 @@ sharded         a DTensor over the master, Shard(0): what optimizers and checkpo
 
 from __future__ import annotations
 
+import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -223,7 +224,8 @@ class HeapShard(Shard):
     ) -> None:
         """`target`: the kind of its gradient shards."""
         self.spec, self.name = spec, spec.name
-        self.heap, self._grid = heap, grid
+        self.heap, self._grid, self.region = heap, grid, compute
+        self.sums: dict[tuple, int] = {}  # of its values, by what was asked, for models that borrow it
         self._rank, self.world = heap.rank, heap.world
         self.compute_shards = [heap.shard(compute, owner) for owner in range(self.world)]
         own = self.part_of(self.compute_shards[self._rank])
@@ -252,6 +254,16 @@ class HeapShard(Shard):
     def trains(self) -> bool:
         """As decided when it was sharded."""
         return self.gradient_shard is not None
+
+    @property
+    def saved_dtype(self) -> str:
+        """The dtype of what checkpoints have of it."""
+        return self.spec.master_dtype
+
+    def values_of(self, part: int, parts: int) -> tuple[int, torch.Tensor]:
+        """(number of the first one, values as checkpoints have them) of this rank, number `part` of `parts` that have
+        them all between them."""
+        return self.master_rows[0] * math.prod(self.spec.shape[1:]), self.master
 
     def as_dtensor(self, local: torch.Tensor) -> DTensor:
         """This rank's part of a tensor [N, ...], as a DTensor split like `sharded`."""

@@ -290,9 +290,9 @@ class Passes(Participant):
     """A model's forwards and backwards, as its units and parameters report them; `count`: microbatches ended in this
     minibatch.
 
-    A forward outside of a minibatch waits for what the owners publish; a backward there is refused. What can't end
-    correctly fails the minibatch. Each microbatch checks that the ranks of this replica are alive, so that a death
-    is known long before the exit.
+    A forward outside of a minibatch waits for what the owners publish; a backward there is refused, unless nothing that
+    is sharded trains. What can't end correctly fails the minibatch. Each microbatch checks that the ranks of this
+    replica are alive, so that a death is known long before the exit.
     """
 
     name = "microbatches"
@@ -330,6 +330,8 @@ class Passes(Participant):
 
     def _refuse_added(self) -> None:
         """Raises for parameters that came after fully_shard: each rank would train its own copy of them."""
+        if self.protocol.is_alone:
+            return
         for root in [unit.module for unit in self._units if unit.is_root]:
             known = {id(each) for parameter in self._parameters for each in (parameter.sharded, parameter.leaf)}
             for name, value in root.named_parameters():
@@ -389,6 +391,8 @@ class Passes(Participant):
                 protocol.require_alive(self._owners, f"the shards of all ranks in minibatch {protocol.number}")
             else:
                 protocol.publication.wait_readable()
+                if protocol.is_alone:
+                    protocol.require_alive(self._owners, "the shards of all ranks")
         except BaseException:
             self._forwards -= 1
             raise
@@ -404,14 +408,15 @@ class Passes(Participant):
             return
         now_s = time.monotonic()
         protocol.events.add("forward", self._forward_start_s, now_s)
-        backward_follows = protocol.is_open and torch.is_grad_enabled() and error is None
+        is_allowed = protocol.is_open or (protocol.is_alone and torch.is_grad_enabled())
+        backward_follows = is_allowed and torch.is_grad_enabled() and error is None
         self._loss_start_s = now_s if backward_follows else None
         if not backward_follows:
             self.prefetch.microbatch_ends()
         if error is not None:
             if protocol.is_open:
                 protocol.fail(describe(error))
-        elif not protocol.is_open:
+        elif not is_allowed:
             protocol.streams.drain("reading the parameters")
             protocol.publication.check_not_torn()
 
@@ -422,9 +427,9 @@ class Passes(Participant):
         if self.in_backward:
             return
         protocol.refuse_in_child("a backward")
-        if not protocol.is_open:
+        if not protocol.is_open and not protocol.is_alone:
             raise RuntimeError("backward outside of a minibatch: put it into `with minibatch(model):`")
-        if number != protocol.number:
+        if number != protocol.number and not protocol.is_alone:
             protocol.fail("a backward belonged to a forward outside of the minibatch")
             raise RuntimeError(
                 f"this backward belongs to a forward outside of minibatch {protocol.number}: the parameters have "

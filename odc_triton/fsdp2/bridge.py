@@ -157,6 +157,7 @@ class FsdpModules(Participant):
     """
 
     name = "modules"
+    needs_all_ranks = True  # FSDP2 publishes and reduces together
 
     def __init__(self, model: nn.Module, engine: BridgedEngine) -> None:
         self._engine, self._bridged = engine, engine.bridged

@@ -75,6 +75,7 @@ class SequenceExchange(Participant):
     """
 
     name = "split"
+    needs_all_ranks = True
 
     run_tokens = RUN_TOKENS
 

@@ -239,6 +239,21 @@ def default_mesh(timeout: Timeout, backend: str = "auto", *, replicas: int | Non
     return DeviceMesh.from_group(groups, chosen.mesh_device, mesh=ranks, mesh_dim_names=_DIMENSIONS)
 
 
+def own_mesh(ranks: Sequence[int], timeout: Timeout = timedelta(minutes=30), backend: str = "auto") -> DeviceMesh:
+    """A mesh of some of the job's ranks, which train a model of their own: `fully_shard(model, mesh=…, base=…)`.
+
+    Collective over `ranks`, this one among them, and over no others. Raises ValueError for other numbers.
+    """
+    if not dist.is_initialized():
+        default_mesh(timeout, backend)
+    numbers, world, rank = sorted({*ranks}), dist.get_world_size(), dist.get_rank()
+    if not numbers or len(numbers) != len(ranks) or not 0 <= numbers[0] <= numbers[-1] < world:
+        raise ValueError(f"ranks is {list(ranks)}; give different numbers from 0 to {world - 1}")
+    if rank not in numbers:
+        raise ValueError(f"own_mesh was given ranks {numbers} on rank {rank}: give each rank those that it trains with")
+    return DeviceMesh.from_group(_group(numbers, timedelta_of(timeout)), backend_of(backend, None).mesh_device)
+
+
 def host_name() -> str:
     """Names where ranks can share memory: their host and network namespace, as they find each other by an abstract
     socket in it. The only rule about it; ODC_HOST stands in for it, to try several hosts on one.

@@ -154,20 +154,14 @@ class Description:
     tied: list[tuple[FoundParameter, ShardedParameter]]  # places of parameters that `inner` already shards
     ignored: set[nn.Parameter]
 
-    def read_on_demand(self, device_type: str, tables: list[Table]) -> set[int]:
-        """The places in `found` that need not be whole, because all layers that have them read the owners on demand.
-
-        `tables`: how operators run, by parameter. Raises NotImplementedError for a tie that needs the whole of a
-        parameter that is never whole.
-        """
+    def refuse_whole_ties(self, device_type: str) -> None:
+        """Raises NotImplementedError for a tie that needs the whole of a parameter that is never whole."""
         for entry, parameter in self.tied:
             if parameter.is_never_whole and not entry.is_read_on_demand(device_type, parameter.table):
                 raise NotImplementedError(
                     f"{entry.name} is tied to a weight that was sharded on its own and is never whole: call "
                     f"fully_shard on the module that holds both, not on the tied layer"
                 )
-        readers = enumerate(zip(self.found, tables, strict=True))
-        return {number for number, (entry, table) in readers if entry.is_read_on_demand(device_type, table)}
 
     def refuse_useless_cache(self) -> None:
         """Raises ValueError for experts, none of which would read what is kept."""

@@ -24,20 +24,17 @@ from odc_kernels.staged import Staging
 from ..base.deadlines import Timeout, timedelta_of
 from ..base.untyped import untyped
 from ..comm.layout import MemoryLayout, make_layout
-from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
 from ..comm.replicas import Grid, Replicas, grid_of, refuse_mesh
-from ..engine.exact import ExactTarget
-from ..engine.gathered import GatheredParameters
 from ..engine.member import Wiring
 from ..engine.module import Engine, ODCModule
 from ..engine.module import attach as attach_unit
 from ..engine.parameter import ShardedParameter, Slot
-from ..engine.shard import HeapShard
-from ..engine.transport import Streams, Target, Transport
 from ..engine.unit import Unit
 from ..nn.operand import ReadsTables
 from .agree import AGREEING, agree, default_mesh, open_barrier, open_heap, refusing, require_module
+from .allocate import Allocation, shards_of
 from .backend import Backend, backend_of
+from .borrow import borrow, require_base
 from .collect import SHARDABLE_DTYPES, Description, check_policy, describe, dtype_name
 from .initialize import write_initial_values
 
@@ -62,6 +59,7 @@ def fully_shard(
     debug: bool = False,
     exact: bool | None = None,
     expert_cache_bytes: int = 0,
+    base: nn.Module | None = None,
     shard_placement_fn: Any = None,
     offload_policy: Any = None,
     dp_mesh_dims: Any = None,
@@ -93,6 +91,9 @@ def fully_shard(
     expert_cache_bytes: memory of each rank for other ranks' experts of this module, and sums of their gradients: what
         is kept crosses the link once in a minibatch. For experts of `replace_layers` that run `staged` or by kernels
         (docs/layers.md). No effect on the CPU backend, where they are views.
+    base: a frozen model that `fully_shard` returned, over ranks that `mesh` is part of. Frozen parameters of `module`
+        are then the base's, found by their names below PEFT's wrapper; they take no memory, and what `module` has of
+        them is dropped. Collective over `mesh` alone, so others may train other adapters: docs/many_runs.md.
     shard_placement_fn, offload_policy, dp_mesh_dims: FSDP2's; only what means Shard(0), no offloading, no dims.
 
     Raises ValueError, TypeError, NotImplementedError or RuntimeError for models and options that can't be sharded,
@@ -123,6 +124,7 @@ def fully_shard(
         _check_mesh(mesh, device)
         grid = grid_of(mesh)
         barrier = open_barrier(grid, timeout)
+        lender = None if base is None else require_base(base, mesh, device)
         root, units = (module, None) if modules[0] is module else _together(modules)
         if (ours := next((each for each in root.modules() if hasattr(each, "adapt_wrappers")), None)) is not None:
             untyped(ours).adapt_wrappers(root)
@@ -134,6 +136,7 @@ def fully_shard(
             described = describe(
                 root, grid.mesh, policy, ignored_params or set(), home=device.mesh_device, exact=exact, units=units
             )
+            loan = None if base is None or lender is None else borrow(base, lender, described, root)
             device.check(described.specs)
         plan = _plan(described, grid, device)
         options = {"policy": policy, "debug": debug, "exact": exact, "timeout": timeout, "backend": device.name}
@@ -141,11 +144,20 @@ def fully_shard(
         options |= {"world": grid.world, "replicas": grid.replicas}
         reader = next((each for each in root.modules() if isinstance(each, ReadsTables)), None)
         options["layers that read tables"] = reader is not None
+        if loan is not None:
+            options["borrowed"] = loan.digest
         agreed = agree(barrier, grid, plan, options, device, reader=reader)
         heap = open_heap(barrier, grid, device, plan, agreed)
         transport = device.transport(heap, device.streams(), barrier.timeout_s)
         replicas = Replicas(grid, barrier, heap.device)
-        parameters = _allocate(described, plan, grid, device, transport, agreed.tuned, exact, expert_cache_bytes)
+        allocation = Allocation(
+            described=described,
+            device=device,
+            tuned=agreed.tuned,
+            staging=Staging(transport.streams.device),
+            expert_cache_bytes=expert_cache_bytes,
+        )
+        parameters = allocation.parameters(described.found, shards_of(plan, heap, grid, exact=exact), transport)
         token = f"{agreed.token}-{grid.replica}-initial"
         write_initial_values(root, described.found, parameters, barrier, replicas, token=token, heap=heap)
         if grid.rank == 0:
@@ -153,6 +165,12 @@ def fully_shard(
         wiring = Wiring(grid=grid, transport=transport, barrier=barrier, replicas=replicas)
         engine = Engine(wiring, deterministic=exact, debug=debug)
         engine.place = partial(device.place, agreed.devices)
+        if loan is not None:
+            for lent, found, shards in loan.by_heap():
+                from_owners = device.transport(lent, transport.streams, barrier.timeout_s)
+                parameters += allocation.parameters(found, shards, from_owners)
+                described.found += found
+            engine.borrow_from(loan.base)
         _attach(engine, root, described, parameters, policy, reshard_after_forward)
         engine.publish()
         barrier.exchange("sharded", {})
@@ -190,52 +208,6 @@ def _check_placements(module: nn.Module, placement_of: Any, ignored: set[nn.Para
 def _plan(described: Description, grid: Grid, device: Backend) -> MemoryLayout:
     itemsizes = {dtype_name(dtype): dtype.itemsize for dtype in (*SHARDABLE_DTYPES, *INTEGERS)}
     return make_layout(described.specs, world=grid.shards, itemsizes=itemsizes, apart=device.apart)
-
-
-def _allocate(
-    described: Description,
-    plan: MemoryLayout,
-    grid: Grid,
-    device: Backend,
-    transport: Transport,
-    tuned: Tuned | None,
-    exact: bool,
-    expert_cache_bytes: int,
-) -> list[ShardedParameter]:
-    """The parameters in the heap, not filled yet."""
-    heap, tables = transport.heap, [tuned.table(spec.compute_dtype) if tuned else () for spec in described.specs]
-    on_demand = described.read_on_demand(device.mesh_device, tables)
-    staging = Staging(transport.streams.device)
-    wholes = _whole_tensors(plan, heap, transport.streams, on_demand, device)
-    target = ExactTarget if exact else Target
-    regions = zip(plan.parameters, plan.compute, plan.gradient, strict=True)
-    shards = [
-        HeapShard(spec=spec, number=number, compute=compute, gradient=gradient, heap=heap, grid=grid, target=target)
-        for number, (spec, compute, gradient) in enumerate(regions)
-    ]
-    rows: dict[HeapShard, Any] = {}
-    if heap.apart and (on_demand or expert_cache_bytes):
-        from ..engine.kept import rows_of_owners
-
-        reading = [(shards[number], described.found[number], tables[number]) for number in sorted(on_demand)]
-        keeping = [shard for shard, entry, table in reading if entry.keeps_rows(device.mesh_device, table)]
-        if expert_cache_bytes and not keeping:
-            described.refuse_useless_cache()
-        rows = rows_of_owners([shard for shard, *_ in reading], keeping, transport.streams, expert_cache_bytes)
-    return [
-        ShardedParameter(
-            shard=shard,
-            number=number,
-            like=described.found[number].parameter,
-            whole=whole,
-            gathered=gathered,
-            transport=transport,
-            staging=staging,
-            table=table,
-            rows=rows.get(shard),
-        )
-        for number, (shard, (whole, gathered), table) in enumerate(zip(shards, wholes, tables, strict=True))
-    ]
 
 
 def _attach(
@@ -305,42 +277,6 @@ def _check_mesh(mesh: DeviceMesh, backend: Backend) -> None:
             f"mesh is on {mesh.device_type!r} and backend is {backend.name!r}; leave backend out, or give "
             f"init_device_mesh({backend.mesh_device!r}, …)"
         )
-
-
-def _whole_tensors(
-    plan: MemoryLayout, heap: SymmetricHeap, streams: Streams, on_demand: set[int], device: Backend
-) -> list[tuple[torch.Tensor, GatheredParameters | None]]:
-    """Every parameter's whole tensor: a view of the heap, or one that is gathered together with its unit's others.
-
-    `on_demand`: numbers of those that are never gathered; their tensors have no memory.
-    """
-    if isinstance(heap, SharedMemoryHeap) and not heap.apart:
-        return [(heap.whole(region), None) for region in plan.compute]
-    found: dict[int, tuple[torch.Tensor, GatheredParameters | None]] = {}
-    for number in on_demand:
-        region = plan.compute[number]
-        empty = torch.empty(region.shape, dtype=getattr(torch, region.dtype), device=heap.device)
-        empty.untyped_storage().resize_(0)
-        found[number] = empty, None
-    for unit in dict.fromkeys(spec.unit for spec in plan.parameters):
-        numbers = [
-            number for number, spec in enumerate(plan.parameters) if spec.unit == unit and number not in on_demand
-        ]
-        if not numbers:
-            continue
-        specs = [plan.parameters[number] for number in numbers]
-        shards = [[heap.shard(plan.compute[number], owner) for owner in range(heap.world)] for number in numbers]
-        gathered = GatheredParameters(
-            specs,
-            shards,
-            rank=heap.rank,
-            streams=streams,
-            near=heap.near or frozenset(),
-            by_kernel=device.gathers_by_kernel,
-            batch_copy=device.batch_copy(),
-        )
-        found |= {number: (whole, gathered) for number, whole in zip(numbers, gathered.whole, strict=True)}
-    return [found[number] for number in range(len(plan.parameters))]
 
 
 def _warn(plan: MemoryLayout, tuned: Tuned | None) -> None:

@@ -42,6 +42,7 @@ class OverlappedRollout(Participant):
     """
 
     name = "rollout"
+    needs_all_ranks = True
 
     def __init__(
         self, sampler: Sampler, planner: Planner, cost: CostModel, *, shares_prefixes: bool, scale: Any

@@ -1,0 +1,111 @@
+"""`fully_shard(base=)`: a model takes its frozen parameters from another, in whose ranks' memory they are."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm.layout import ParameterSpec
+from ..comm.memory.heap import SymmetricHeap
+from ..engine.api import engine_of
+from ..engine.borrowed import BorrowedShard
+from ..engine.module import Engine, plain_class
+from .backend import Backend
+from .collect import Description, FoundParameter
+
+# What PEFT, checkpoint_wrapper and torch.compile add to the names of what they wrap.
+_WRAPPERS = re.compile(r"^base_model\.model\.|\b(base_layer|original_module|_checkpoint_wrapped_module|_orig_mod)\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loan:
+    """Parameters of a model that are in the shards of `base`, with where each was `found`."""
+
+    base: Engine
+    found: list[FoundParameter]
+    shards: list[BorrowedShard]
+
+    @property
+    def digest(self) -> str:
+        """Equal on ranks that borrow the same."""
+        names = " ".join(shard.name for shard in self.shards)
+        return f"{len(self.shards)} parameters, {hashlib.sha256(names.encode()).hexdigest()[:16]}"
+
+    def by_heap(self) -> list[tuple[SymmetricHeap, list[FoundParameter], list[BorrowedShard]]]:
+        """Of the base, or of its blocks that were sharded before it."""
+        found: dict[int, tuple[SymmetricHeap, list[FoundParameter], list[BorrowedShard]]] = {}
+        for entry, shard in zip(self.found, self.shards, strict=True):
+            _, entries, shards = found.setdefault(id(shard.heap), (shard.heap, [], []))
+            entries.append(entry)
+            shards.append(shard)
+        return [*found.values()]
+
+
+def plain(name: str) -> str:
+    return _WRAPPERS.sub("", name)
+
+
+def require_base(base: Any, mesh: DeviceMesh, device: Backend) -> Engine:
+    """The engine of a `base` that a model over `mesh` can borrow from. Raises TypeError, ValueError, RuntimeError."""
+    engine = engine_of(base, "fully_shard(base=)")
+    if trained := [shard.name for shard in engine.trainable()]:
+        raise ValueError(
+            f"base trains {trained[0]}: a base is frozen, call requires_grad_(False) on it before its fully_shard"
+        )
+    if outside := sorted({*mesh.mesh.flatten().tolist()} - {*engine.grid.ranks}):
+        raise ValueError(f"ranks {outside} of the mesh have no part of base: shard it over all that train on it")
+    if (engine.grid.mesh.device_type, engine.heap.apart) != (device.mesh_device, device.apart):
+        raise ValueError(f"base is on {engine.grid.mesh.device_type!r} and this model would be on {device.name!r}")
+    engine.refuse_broken()
+    return engine
+
+
+def borrow(base: nn.Module, engine: Engine, described: Description, root: nn.Module) -> Loan:
+    """Takes what `base` has out of `described`: every frozen parameter, by its name below PEFT's and other wrappers.
+    Buffers get the base's values.
+
+    Raises ValueError for a frozen parameter that the base does not have like that, and for one of the base's that
+    trains here.
+    """
+    lenders = {plain(name): each for each in engine.parameters for name in (each.name, *each.spec.names)}
+    loan = Loan(base=engine, found=[], shards=[])
+    own: list[tuple[FoundParameter, ParameterSpec]] = []
+    for entry, spec in zip(described.found, described.specs, strict=True):
+        lender = next((lenders[name] for name in map(plain, entry.names) if name in lenders), None)
+        if spec.reduce_dtype is not None:
+            if lender is not None:
+                raise ValueError(f"{entry.name} trains here, and base has it frozen: freeze it, or train an adapter")
+            own.append((entry, spec))
+            continue
+        if lender is None:
+            raise ValueError(
+                f"{entry.name} is frozen and base, a {plain_class(base).__name__}, has no such parameter: build both "
+                f"models from the same folder and options, and freeze what base has only"
+            )
+        theirs, mine = [(each.shape, each.compute_dtype) for each in (lender.spec, spec)]
+        if theirs != mine:
+            words = [f"{list(shape)} in {dtype}" for shape, dtype in (mine, theirs)]
+            raise ValueError(
+                f"{entry.name} is {words[0]} here and {words[1]} in base: give both models the same folder, "
+                f"quantisation and mp_policy"
+            )
+        loan.found.append(entry)
+        loan.shards.append(BorrowedShard(lender.shard, engine, spec))
+    described.found, described.specs = [entry for entry, _ in own], [spec for _, spec in own]
+    _copy_buffers(base, root)
+    engine.publication.wait()
+    return loan
+
+
+def _copy_buffers(base: nn.Module, root: nn.Module) -> None:
+    theirs = {plain(name): value for name, value in base.named_buffers()}
+    for prefix, module in root.named_modules():
+        for key, buffer in module._buffers.items():
+            found = theirs.get(plain(f"{prefix}.{key}".removeprefix(".")))
+            if buffer is not None and found is not None and found.shape == buffer.shape:
+                module._buffers[key] = found.clone()
