@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..base.files import folder_aside
@@ -63,10 +62,10 @@ def save_pretrained(
     that can't be merged and for trained parameters that would be left out, FileExistsError for a folder that is not
     empty unless `overwrite`, RuntimeError on other ranks and for parameters that have no values here, OSError.
     """
-    if dist.is_initialized() and dist.get_rank() != 0:
-        raise RuntimeError(f"save_pretrained was called on rank {dist.get_rank()}: call it on rank 0 only")
     if not is_sharded(model):
         raise TypeError(f"{type(model).__name__} is not a sharded transformers model: save its state_dict() instead")
+    if (rank := engine_of(model).rank) != 0:
+        raise RuntimeError(f"save_pretrained was called on rank {rank}: call it on rank 0 only")
     _, part = transformers_part(model)
     is_adapted = hasattr(model, "peft_config")
     if merge and not is_adapted:

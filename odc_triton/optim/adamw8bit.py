@@ -207,7 +207,7 @@ def requantise(p: torch.Tensor, state: Mapping[str, torch.Tensor], loaded: Mappi
     if not names:
         return
     split = isinstance(p, DTensor)
-    if not split or p.device_mesh.get_rank() == 0:
+    if not split or not any(p.device_mesh.get_coordinate() or ()):
         words = "8-bit optimizer states were saved by another number of ranks, and are quantised again"
         warnings.warn(f"{words}: values change by up to one step of their codes", stacklevel=2)
     width, start = math.prod(p.shape[1:]), p.__create_chunk_list__()[0].offsets[0] if split else 0

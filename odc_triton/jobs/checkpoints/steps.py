@@ -41,13 +41,16 @@ class Checkpoints:
     that died is named within seconds, and a late one after the timeout of `fully_shard`.
     """
 
-    def __init__(self, folder: str | os.PathLike, *, keep: int) -> None:
+    def __init__(self, folder: str | os.PathLike, *, keep: int, rank: int | None = None) -> None:
+        """`rank`: of the model's, by default the process group's. The first one makes the folder."""
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
         self.folder, self.keep = Path(folder), keep
         self._lock: ByteLocks | None = None
         self._left: list[Path] = []  # leftovers of killed runs, until they are removed
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if rank is None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+        if rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(OSError):  # another user's folder, only read
                 self._left = sorted(path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name))

@@ -13,6 +13,7 @@ from ...base.files import write_file
 from .names import instead
 from .options import expanded, flag, without_none
 
+Pairs = list[tuple[Any, Any, Any]]
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text, in quotes"}
 
 
@@ -22,14 +23,18 @@ def read_config(path: str | os.PathLike, kind: type, **others: type) -> dict[str
     Keys are the options' names, `token-cap` or `token_cap`. A null counts as missing. Raises ValueError for a
     file that can't be read, an unknown or repeated key, and a value of another type.
     """
+    return checked_options(path, read_pairs(path), kind, **others)
+
+
+def checked_options(where: str | os.PathLike, pairs: Pairs, kind: type, **others: type) -> dict[str, Any]:
+    """As `read_config`, of keys and values that `where` has."""
     hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name in kind.__dataclass_fields__}
     hints |= others
     found: dict[str, Any] = {}
-    pairs = _pairs(path)
     unknown = [str(key) for key, _, _ in pairs if str(key).replace("-", "_") not in hints]
     if unknown:
         hints_of = (f"{key}{instead(key, [*map(_key, hints)]) or '; --help lists the names'}" for key in unknown)
-        raise ValueError(f"{path}: there is no option {'. There is no option '.join(hints_of)}")
+        raise ValueError(f"{where}: there is no option {'. There is no option '.join(hints_of)}")
     for key, value, text in pairs:
         hint = hints[name := str(key).replace("-", "_")]
         if not isinstance(value, str) and isinstance(text, str):
@@ -37,13 +42,13 @@ def read_config(path: str | os.PathLike, kind: type, **others: type) -> dict[str
                 value = text.lower()  # YAML takes words for values: off, no, null
             elif typing.get_origin(without_none(hint)) is typing.Literal and value is not None:
                 value = text
-        found[name] = None if value is None else _value(f"{path}: {key}", value, hint)
+        found[name] = None if value is None else _value(f"{where}: {key}", value, hint)
     return {name: value for name, value in found.items() if value is not None}
 
 
 def written_options(path: str | os.PathLike) -> dict[str, Any]:
     """The options that `write_config` wrote, by field name, unchecked. Raises ValueError if they can't be read."""
-    return {str(key).replace("-", "_"): value for key, value, _ in _pairs(path)}
+    return {str(key).replace("-", "_"): value for key, value, _ in read_pairs(path)}
 
 
 def with_config(kind: type, given: dict[str, Any]) -> dict[str, Any]:
@@ -59,8 +64,8 @@ def with_config(kind: type, given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in taken} | given
 
 
-def _pairs(path: str | os.PathLike) -> list[tuple[Any, Any, Any]]:
-    """Keys, values, and what the file has for a value that is not a list."""
+def read_pairs(path: str | os.PathLike) -> Pairs:
+    """Keys, values, and what the file has for a value that is not a list. Raises ValueError as `read_config`."""
     import yaml
 
     try:

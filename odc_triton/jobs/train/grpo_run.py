@@ -84,7 +84,7 @@ class GrpoRun(Run):
             engine,
             completions=completions,
             rewards=rewards,
-            counter=shared_counter(options, engine.world),
+            counter=shared_counter(options, engine.grid),
             tokenizer=prepared.tokenizer,
             columns=self.prompts.columns,
             function=None if options.rollout is None else self._function(options.rollout),

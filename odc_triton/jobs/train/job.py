@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from ...base.errors import OfRanks, in_a_line
 from ...checkpoint import load_pretrained_shards
 from ...checkpoint.pretrained import expect_weights
 from ...checkpoint.pretrained_tensors import require_written
+from ...comm.replicas import grid_of
 from ...engine.api import engine_of
 from ...nn.tuned import default_folder, load
 from ...packs.enable import innermost
@@ -31,7 +32,7 @@ from ...plan.decoder import Decoder
 from ...sharding.agree import default_mesh
 from ...sharding.shard_module import fully_shard
 from ..launcher.launch import Interrupted, die_with_parent, end_process, status_of
-from ..launcher.signals import STOPS, handling
+from ..launcher.signals import STOPS, StopRequest, handling
 from ..options.config_file import with_config
 from ..options.options import Parser, add_arguments, read_options
 from .loop import Loop, OnMetrics
@@ -51,19 +52,33 @@ Sharded = Callable[..., tuple[nn.Module, CostModel]]
 Start = Callable[[Any, Sharded, Prepared], Run]
 
 
-def train(options: RunOptions, prepare: Prepare, start: Start, on_metrics: OnMetrics | None) -> Metrics:
+@dataclass(frozen=True, kw_only=True)
+class Among:
+    """Other runs in the same job. `mesh`: this run's ranks; `base_of`: the frozen model of some options that all share;
+    `stop`: a request to all of them.
+    """
+
+    mesh: DeviceMesh
+    base_of: Callable[[RunOptions], nn.Module]
+    stop: StopRequest
+
+
+def train(
+    options: RunOptions, prepare: Prepare, start: Start, on_metrics: OnMetrics | None, among: Among | None = None
+) -> Metrics:
     """Runs a job on this rank to its end: prepares, shards, runs the result of `start`. Returns the last metrics."""
     timeout = timedelta(minutes=options.timeout_minutes)
-    mesh = default_mesh(timeout, replicas=options.replicas)
+    mesh = default_mesh(timeout, replicas=options.replicas) if among is None else among.mesh
     options.require_replicas(mesh.size(0) if mesh.ndim == 2 else 1, mesh.size())
     try:
         prepared = prepare(options, mesh=mesh)
     except HasEnded as ended:
         return ended.metrics
     try:
-        run = start(options, partial(_sharded, prepared=prepared, mesh=mesh), prepared)
-        stop = StopSignal(run.engine.require_peers)
-        loop = Loop(run, prepared, stop, on_metrics)
+        base_of = None if among is None else among.base_of
+        run = start(options, partial(_sharded, prepared=prepared, mesh=mesh, base_of=base_of), prepared)
+        stop = StopSignal(run.engine.require_peers, None if among is None else among.stop)
+        loop = Loop(run, prepared, stop, on_metrics, is_shown=among is None)
         with handling(stop.on_signal, *STOPS):
             try:
                 return loop.run_to_the_end()
@@ -90,9 +105,15 @@ def lost_within(error: BaseException) -> OfRanks | None:
 
 
 def _sharded(
-    options: RunOptions, *, frozen: bool = False, prepared: Prepared, mesh: DeviceMesh
+    options: RunOptions,
+    *,
+    frozen: bool = False,
+    prepared: Prepared,
+    mesh: DeviceMesh,
+    base_of: Callable[[RunOptions], nn.Module] | None = None,
 ) -> tuple[nn.Module, CostModel]:
-    rank, timeout = mesh.get_rank(), timedelta(minutes=options.timeout_minutes)
+    base = None if base_of is None else base_of(options)
+    rank, timeout = grid_of(mesh).rank, timedelta(minutes=options.timeout_minutes)
     sizes = {"longest": prepared.longest, "largest_token": prepared.largest_token}
     model, cost = build_model(options, prepared.tokenizer, **sizes, rank=1 if frozen else rank)  # only rank 0 prints
     if frozen:
@@ -101,14 +122,14 @@ def _sharded(
         expect_weights(model)
     exact = options.exact or None  # None: by torch.use_deterministic_algorithms
     how: Any = {"timeout": timeout, "exact": exact, "expert_cache_bytes": options.expert_cache}
-    model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype), **how)
+    model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype), base=base, **how)
     require_written(model)
     if not frozen:
         cost = _measured(model, options, cost, rank)
     if options.offload_checkpoints and not frozen:
         offload_checkpoints(model)
     torch.manual_seed(options.seed + rank)  # dropout differs between ranks
-    if options.model is not None:
+    if options.model is not None and base is None:
         load_pretrained_shards(model, options.model)
     return model, cost
 

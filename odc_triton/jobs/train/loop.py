@@ -57,13 +57,16 @@ class Records:
 class Loop:
     """The steps of a run, and what happens between them."""
 
-    def __init__(self, run: Run, prepared: Prepared, stop: StopSignal, on_metrics: OnMetrics | None) -> None:
+    def __init__(
+        self, run: Run, prepared: Prepared, stop: StopSignal, on_metrics: OnMetrics | None, *, is_shown: bool = True
+    ) -> None:
+        """`is_shown`: rank 0 shows a progress bar."""
         self.run, self.prepared, self.on_metrics = run, prepared, on_metrics
         self.out = Path(run.options.out)
-        self.checkpoints = Checkpoints(self.out / "checkpoints", keep=run.options.keep)
+        self.checkpoints = Checkpoints(self.out / "checkpoints", keep=run.options.keep, rank=run.engine.rank)
         self.saved_step = -1
         self._evaluation_s = 0.0  # what the last one took
-        self._is_first = run.engine.rank == 0
+        self._is_first, self._is_shown = run.engine.rank == 0, is_shown
         self._records: Records | None = None
         # By default only where ranks compute on GPUs: on the CPU the writer takes a core from a rank's step.
         wanted = run.options.checkpoint_background
@@ -98,7 +101,7 @@ class Loop:
         if self._is_first:
             self._records = Records(run, self.on_metrics)
             print(run.in_words(), flush=True)
-        with Progress(total=run.steps, done=run.state.step, shown=self._is_first) as progress:
+        with Progress(total=run.steps, done=run.state.step, shown=self._is_first and self._is_shown) as progress:
             while run.state.step < run.steps and run.stop is None:
                 self.clock.ahead_s, run.samples = self._evaluations_s(), []
                 made = run.train_step()

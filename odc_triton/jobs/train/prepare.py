@@ -116,11 +116,11 @@ def take_folder(
             folder.release()
             raise
 
-    made = _on_rank_0(take, mesh, timedelta(minutes=options.timeout_minutes))
+    made = on_rank_0(take, mesh, timedelta(minutes=options.timeout_minutes))
     if "ended" in made:
         folder.release()
         raise HasEnded(made["ended"])
-    return made, folder if mesh.get_rank() == 0 else None
+    return made, folder if grid_of(mesh).rank == 0 else None
 
 
 def _ended(folder: RunFolder, options: RunOptions, changed: str) -> Metrics:
@@ -137,11 +137,11 @@ def _ended(folder: RunFolder, options: RunOptions, changed: str) -> Metrics:
     return metrics
 
 
-# The errors of `_on_rank_0` on the other ranks: the first of these that rank 0's error is an instance of.
+# The errors of `on_rank_0` on the other ranks: the first of these that rank 0's error is an instance of.
 _ERRORS = (DataError, BlockingIOError, FileExistsError, FileNotFoundError, PermissionError, OSError, ValueError)
 
 
-def _on_rank_0(make: Callable[[], dict[str, Any]], mesh: DeviceMesh, timeout: timedelta) -> dict[str, Any]:
+def on_rank_0(make: Callable[[], dict[str, Any]], mesh: DeviceMesh, timeout: timedelta) -> dict[str, Any]:
     """Calls `make()` on rank 0, for any time, and returns its result (JSON) or raises its error on every rank.
 
     Raises RankLost, and DeadlineExceeded once rank 0 has shown no sign of life for `timeout`.
@@ -149,7 +149,7 @@ def _on_rank_0(make: Callable[[], dict[str, Any]], mesh: DeviceMesh, timeout: ti
     message: dict[str, Any] = {}
     error: Exception | None = None
     with watched_barrier(grid_of(mesh), timeout) as barrier:
-        if mesh.get_rank() == 0:
+        if barrier.rank == 0:
             try:
                 with barrier.working():
                     message = {"made": make()}

@@ -15,6 +15,7 @@ from torch import nn
 
 from ...base.events import Event
 from ...checkpoint.parameters import plain_elements
+from ...comm.replicas import Grid
 from ...engine.api import engine_of
 from ...packs.offload import OffloadedCheckpoints
 from ...packs.reference import Teacher
@@ -203,6 +204,8 @@ class Run(ABC):
         """Ends what the run has started."""
 
 
-def shared_counter(options: RunOptions, world: int) -> Counter:
+def shared_counter(options: RunOptions, grid: Grid) -> Counter:
     """The shared counter of a queue, with the run's deadline."""
-    return OwnCounter() if world == 1 else store_counter(timeout=timedelta(minutes=options.timeout_minutes))
+    if grid.world == 1:
+        return OwnCounter()
+    return store_counter(grid.group, timeout=timedelta(minutes=options.timeout_minutes))

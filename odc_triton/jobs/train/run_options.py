@@ -118,6 +118,7 @@ class RunOptions:
         (), "log each step's metrics to a tracker; repeatable", group="Watching the run"
     )
     run_name: str | None = option(None, "the run's name in the tracker; by default that of the folder --out")
+    run_group: str | None = option(None, "the run's group in wandb and trackio; of a sweep's runs the folder of all")
     project: str | None = option(None, "project in wandb and trackio; by default WANDB_PROJECT, or odc-triton")
 
     # These don't affect the result, so a resumed run may change them.
@@ -126,7 +127,8 @@ class RunOptions:
             *("out", "resume", "checkpoint_minutes", "checkpoint_every", "checkpoint_background", "keep"),
             *("timeout_minutes", "max_skipped", "eval_every", "replicas"),
             *("gradient_checkpointing", "offload_checkpoints", "fused_head", "expert_cache"),
-            *("split_sequences", "split_tokens", "split_cuts", "report_to", "run_name", "project"),
+            *("split_sequences", "split_tokens", "split_cuts", "report_to", "run_name"),
+            *("run_group", "project"),
         )
     )
     # These affect only the steps to come: a resumed run may change them, and says so.
@@ -216,6 +218,7 @@ class RunOptions:
                 )
         needs = {"split_tokens": "split_sequences", "lora_alpha": "lora_rank", "lora_targets": "lora_rank"}
         needs |= {"offload_checkpoints": "gradient_checkpointing", "run_name": "report_to", "project": "report_to"}
+        needs |= {"run_group": "report_to"}
         needs |= {"expert_cache": "replace_layers", "quantize": "model"}
         needs |= dict.fromkeys(("teacher_beta", "teacher_temperature", "teacher_weight"), "teacher")
         for name, needed in needs.items():

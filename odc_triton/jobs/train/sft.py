@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from ..data.sources import RecordSource, open_source
 from ..data.store import contents
 from ..data.tokenizer import TextEncoder
 from . import prepare as preparing
-from .job import OnMetrics, Sharded, load_teacher, main_of, run_job, train
+from .job import Among, OnMetrics, Sharded, load_teacher, main_of, run_job, train
 from .metrics import Metrics
 from .prepare import Prepared, load_any_tokenizer, mix_of, take_folder
 from .run_folder import RunFolder
@@ -61,6 +62,11 @@ def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metri
     naming the rank; TooManySkipped; CheckpointFailed; ValueError and OSError for unusable input.
     """
     return train(options, prepare, _start, on_metrics)
+
+
+def train_sft_among(options: SftOptions, among: Among, *, data: Path, on_metrics: OnMetrics) -> Metrics:
+    """`train_sft` beside other runs of the job. `data`: the folder of all runs' prepared data."""
+    return train(options, partial(prepare, data=data), _start, on_metrics, among)
 
 
 def run_sft(options: SftOptions) -> Metrics:
@@ -136,14 +142,15 @@ def _begin(source: RecordSource, encoder: TextEncoder, wanted: DataOptions, opti
     )
 
 
-def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared[PreparedSamples]:
-    """Rank 0 takes the folder, reads and tokenises once; the others load its files. Collective."""
+def prepare(options: SftOptions, *, mesh: DeviceMesh, data: Path | None = None) -> Prepared[PreparedSamples]:
+    """Rank 0 takes the folder, reads and tokenises once; the others load its files. Collective. `data`: the folder of
+    prepared data, by default in the run's own.
+    """
     world = mesh.size()
     processor, tokenizer = _readers(options)
 
     def read(folder: RunFolder) -> dict[str, Any]:
-        encoder = TextEncoder.of(processor or tokenizer, fetch=options.fetch_images)
-        paths = _tokenize(options, encoder, folder, _wanted(options, mesh.size(mesh.ndim - 1)))
+        paths = tokenize(options, data or folder.file("data"), mesh.size(mesh.ndim - 1), processor or tokenizer)
         return {"prepared": [contents(path) for path in paths], "paths": [str(path) for path in paths]}
 
     taken, folder = take_folder(options, read, mesh=mesh)
@@ -185,8 +192,14 @@ def _readers(options: SftOptions) -> tuple[Any | None, Any]:
     return processor, load_any_tokenizer(options) if processor is None else processor.tokenizer
 
 
-def _tokenize(options: SftOptions, encoder: TextEncoder, folder: RunFolder, wanted: DataOptions) -> list[Path]:
-    """Prepares the samples; returns their files."""
+def tokenize(options: SftOptions, folder: Path, ranks: int, reader: Any = None) -> list[Path]:
+    """Prepares the samples in `folder`; returns their files, --eval-data last. `ranks`: of a replica; `reader`: the
+    processor or tokenizer, read if it is None.
+    """
+    if reader is None:
+        processor, tokenizer = _readers(options)
+        reader = processor or tokenizer
+    encoder, wanted = TextEncoder.of(reader, fetch=options.fetch_images), _wanted(options, ranks)
     paths = []
     for source in (*options.data, options.eval_data):
         if source is not None:
@@ -194,7 +207,7 @@ def _tokenize(options: SftOptions, encoder: TextEncoder, folder: RunFolder, want
                 source,
                 encoder,
                 wanted,
-                folder=folder.file("data"),
+                folder=folder,
                 progress=_now_and_then(source),
             )
             seen = "" if data.pictures is None else f"; {sum(map(bool, data.pictures))} of the samples have pictures"

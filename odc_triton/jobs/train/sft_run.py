@@ -80,7 +80,7 @@ class SftRun(Run):
             world=engine.world,
             cost=cost,
             drop_last=True,
-            counter=shared_counter(options, engine.world) if options.balance == QUEUE else None,
+            counter=shared_counter(options, engine.grid) if options.balance == QUEUE else None,
             split=splits and (options.split_tokens or True),
             split_cuts=cuts,
             replicas=engine.grid.replicas,

@@ -17,8 +17,9 @@ class StopSignal(StepPart):
     rank and gives them 30 s, and a microbatch may take longer.
     """
 
-    def __init__(self, check: Callable[[str], None] = lambda purpose: None) -> None:
-        self._request, self._check = StopRequest(), check
+    def __init__(self, check: Callable[[str], None] = lambda purpose: None, request: StopRequest | None = None) -> None:
+        """`request`: of all runs of this process, if there are several."""
+        self._request, self._check = request or StopRequest(), check
         self.agreed: int | None = None
 
     @property

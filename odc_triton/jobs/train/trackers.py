@@ -200,6 +200,7 @@ class _WeightsAndBiases(_Tracker):
         self._run = self._package.init(
             project=self._options.project or os.environ.get("WANDB_PROJECT") or "odc-triton",
             name=self._options.run_name or os.environ.get("WANDB_NAME") or self._out.name,
+            group=self._options.run_group or os.environ.get("WANDB_RUN_GROUP"),
             id=id_file.read_text().strip() if resumes else None,
             config=self._config,
             dir=os.environ.get("WANDB_DIR") or str(self._out),
@@ -226,6 +227,7 @@ class _Trackio(_Tracker):
         self._run = self._package.init(
             project=self._options.project or "odc-triton",
             name=self._options.run_name or self._out.name,
+            group=self._options.run_group,
             config=self._config,
             resume="allow" if self._seen else "never",
             embed=False,

@@ -53,6 +53,7 @@ def make_parser(only: str | None = None) -> argparse.ArgumentParser:
         "demo": _add_demo,
         "train": _add_train,
         "data": _add_data,
+        "sweep": _SWEEP,
         "export": _EXPORT,
         "bench": _BENCH,
         "simulate": _SIMULATE,
@@ -135,10 +136,10 @@ class _Command:
     description: str
     options: str  # "module:name" of the dataclass
     run: str | Callable[..., int]  # or "module:name" of it
-    has_ranks: bool = False  # passed to `run` first
+    has_ranks: bool = False  # passed to `run` before the options
     joins: bool = False  # under torchrun it is one of its ranks
     has_config: bool = False  # the options may come from a file
-    place: tuple[str, str] | None = None  # a positional argument, and its help; passed to `run` first
+    place: tuple[str, str] | None = None  # a positional argument, and its help; passed to `run` before all else
 
     def add(self, commands: argparse._SubParsersAction, name: str) -> None:
         from ...base.environment import require_world
@@ -167,7 +168,8 @@ class _Command:
                 wanted = read_options(kind, given)
             except ValueError as error:
                 parser.error(str(error))
-            first = [given.get("ranks")] if self.has_ranks else [given[self.place[0]]] if self.place else []
+            first = [given[self.place[0]]] if self.place else []
+            first += [given.get("ranks")] if self.has_ranks else []
             return (_imported(self.run) if isinstance(self.run, str) else self.run)(*first, wanted)
 
         parser.set_defaults(run=called)
@@ -180,8 +182,19 @@ def _imported(name: str) -> Any:
 
 def _train(job: str, ranks: int | None, wanted: Any) -> int:
     if joined_world() is not None:
-        join_job(f"odc_triton.jobs.train.{job}", f"run_{job}", wanted)
-    start_job(f"odc_triton.jobs.train.{job}", f"run_{job}", wanted, ranks=ranks)
+        join_job(f"odc_triton.jobs.train.{job}", f"run_{job}", wanted, advised=wanted)
+    start_job(f"odc_triton.jobs.train.{job}", f"run_{job}", wanted, advised=wanted, ranks=ranks)
+    return 0
+
+
+def _sweep(file: str, ranks: int | None, wanted: Any) -> int:
+    from ...jobs.options.options import expanded
+    from ...jobs.train.sweep_options import read_sweep
+
+    name, sweep = "odc_triton.jobs.train.sweep", read_sweep(expanded(file), wanted)
+    if joined_world() is not None:
+        join_job(name, "run_sweep", sweep, advised=sweep.shared)
+    start_job(name, "run_sweep", sweep, advised=sweep.shared, ranks=ranks)
     return 0
 
 
@@ -237,6 +250,17 @@ _GRPO = _Command(
     has_ranks=True,
     joins=True,
     has_config=True,
+)
+_SWEEP = _Command(
+    help="many runs with adapters over one frozen base, each at its own pace",
+    description="Runs of `train sft` with adapters, from a YAML file of options with lists or rows. All ranks share one "
+    "copy of the base; a free rank takes the next run, the costliest first. Each run has a folder as `train sft` makes "
+    "it; the table and chart of all are in sweep.html. docs/many_runs.md has an example.",
+    options="...jobs.train.sweep_options:SweepOptions",
+    run=_sweep,
+    has_ranks=True,
+    joins=True,
+    place=("file", "a YAML file: options of `train sft` that all runs have, and `grid` or `runs`"),
 )
 _EXPORT = _Command(
     help="write a checkpoint as a folder that transformers loads",

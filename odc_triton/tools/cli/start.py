@@ -7,7 +7,7 @@ import signal
 from contextlib import AbstractContextManager
 from importlib import import_module
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ...base.environment import joined_world
 from ...jobs.launcher.launch import LocalRanks, die_with_parent, end_process, status_of, warn_of_few_cores
@@ -29,14 +29,16 @@ def ending_at_once() -> AbstractContextManager[None]:
     return handling(lambda number, _: os._exit(report_stopped(number)), *STOPS)
 
 
-def join_job(name: str, run: str, options: RunOptions) -> NoReturn:
-    """Calls the function `run` of the module `name` as one rank of the world that torchrun started this process in."""
+def join_job(name: str, run: str, options: Any, *, advised: RunOptions) -> NoReturn:
+    """Calls the function `run` of the module `name` as one rank of the world that torchrun started this process in.
+    `advised`: of whose memory an error that is out of it speaks.
+    """
     from ...jobs.train.job import run_here
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
     try:
-        run_here(advising(options, joined_world() or 1)(getattr(import_module(name), run)), options)
+        run_here(advising(advised, joined_world() or 1)(getattr(import_module(name), run)), options)
     except SystemExit as end:
         end_process(status_of(end))
     end_process(0)
@@ -49,17 +51,19 @@ def default_ranks(device: str = "auto") -> int:
     return max(import_module("torch").cuda.device_count(), 1)
 
 
-def start_job(name: str, run: str, options: RunOptions, *, ranks: int) -> None:
-    """Checks the options by `check_before_start` of the module `name`, then calls its function `run` on every rank."""
+def start_job(name: str, run: str, options: Any, *, advised: RunOptions, ranks: int) -> None:
+    """Checks the options by `check_before_start` of the module `name`, then calls its function `run` on every rank.
+    `advised` as in `join_job`.
+    """
     has_gpu = any(map(os.path.exists, _GPU_DEVICES))
     job = LocalRanks(ranks, method="spawn" if has_gpu else "fork")
-    with advising(options, ranks), job, handling(job.on_signal, *STOPS):
+    with advising(advised, ranks), job, handling(job.on_signal, *STOPS):
         module = _start_and_check(job, name, options) if has_gpu else _check_and_fork(job, name, options)
         warn_of_few_cores(ranks)
         job.run(getattr(module, run), options, timeout_s=60 * options.timeout_minutes)
 
 
-def _start_and_check(job: LocalRanks, name: str, options: RunOptions) -> ModuleType:
+def _start_and_check(job: LocalRanks, name: str, options: Any) -> ModuleType:
     """Ranks import the module while this process imports it and checks; a failed check ends them."""
     job.start(preload=name)
     with ending_at_once():
@@ -68,7 +72,7 @@ def _start_and_check(job: LocalRanks, name: str, options: RunOptions) -> ModuleT
     return module
 
 
-def _check_and_fork(job: LocalRanks, name: str, options: RunOptions) -> ModuleType:
+def _check_and_fork(job: LocalRanks, name: str, options: Any) -> ModuleType:
     """The module is imported once, see [Note: forked ranks]. The check is in a fork too, as it may start threads."""
     with ending_at_once():
         module = import_module(name)

@@ -1,0 +1,210 @@
+"""Runs of `train sft` over one frozen base, which all ranks share: a free group of ranks takes the next run.
+
+odc-triton sweep FILE --out DIR --ranks 2
+
+Ranks wait for each other while rank 0 prepares the data, while the base loads, and at the end. In between each group of
+`ranks_per_run` ranks is a job of its own: a run that fails is reported, and its group goes on with the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...base.errors import in_a_line
+from ...checkpoint import load_pretrained_shards, meta_causal_lm
+from ...checkpoint.adapted import read_config
+from ...checkpoint.pretrained import expect_weights
+from ...comm.replicas import Grid, grid_of
+from ...engine.api import engine_of
+from ...engine.serving import serving
+from ...nn.operand import kept_dtype
+from ...plan.cost import CostModel
+from ...plan.counter import StoreCounter, store_counter
+from ...sharding.agree import default_mesh, own_mesh, watched_barrier
+from ...sharding.shard_module import fully_shard
+from ..data.dataset import TokenizedDataset
+from ..launcher.launch import Interrupted
+from ..launcher.signals import STOPS, StopRequest, handling
+from . import sft
+from .job import Among, run_job
+from .metrics import Metrics
+from .model import frozen_options, precision, quantise
+from .prepare import on_rank_0
+from .run_options import RunOptions
+from .stop import StopSignal
+from .sweep_options import Sweep
+from .sweep_report import Outcome, write_summary
+
+_SHOWN_S = 10.0  # between lines about a run
+_OF_THE_DATA = ("data", "eval_data", "tokenizer", "token_cap", "split_sequences", "too_long", "fetch_images")
+
+
+def check_before_start(sweep: Sweep, ranks: int) -> None:
+    """Raises OSError and ValueError for errors that would occur later, with the run's name."""
+    if ranks % sweep.ranks_per_run:
+        raise ValueError(f"--ranks is {ranks} and --ranks-per-run {sweep.ranks_per_run}: give a multiple of it")
+    for name, options in sweep.runs.items():
+        try:
+            sft.check_before_start(options, sweep.ranks_per_run)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"run {name}: {error}") from error
+
+
+def run_sweep(sweep: Sweep) -> None:
+    """All runs, on each rank of a job that the launcher started. A request to stop exits with 128 + the signal.
+
+    Raises RuntimeError on all ranks, after all runs, if some failed.
+    """
+    run_job(_run, sweep)
+
+
+def _run(sweep: Sweep) -> None:
+    timeout = timedelta(minutes=sweep.timeout_minutes)
+    mesh = default_mesh(timeout)
+    order = on_rank_0(partial(_by_cost, sweep), mesh, timeout)["order"]
+    counter = store_counter(timeout=timeout)
+    bases = {key: _load_base(options, mesh, timeout) for key, options in _bases_of(sweep).items()}
+    engine = engine_of(next(iter(bases.values())))
+    ranks, each = engine.grid.ranks, sweep.ranks_per_run
+    first = engine.rank - engine.rank % each
+    own, request = own_mesh(ranks[first : first + each], timeout), StopRequest()
+    among = Among(mesh=own, base_of=lambda options: bases[_key(options)], stop=request)
+    group = _Group(sweep, among, engine.require_peers, where=f"rank {first}" if each == 1 else f"ranks from {first}")
+    stop, outcomes = StopSignal(engine.require_peers, request), []
+    with handling(stop.on_signal, *STOPS), serving(next(iter(bases.values()))):
+        for place in _turns(counter, grid_of(own), timeout, request, len(order)):
+            outcomes.append(group.run(order[place], f"[{place + 1}/{len(order)}]"))
+    mine = [asdict(outcome) for outcome in outcomes] if grid_of(own).rank == 0 else []
+    everyones = [Outcome(**row) for theirs in engine.exchange("results", {"rows": mine}) for row in theirs["rows"]]
+    if engine.rank == 0:
+        print(write_summary(sweep, everyones), flush=True)
+    engine.exchange("the table of all runs is written", {})
+    if request.signal is not None:
+        raise Interrupted(request.signal)
+    if failed := [outcome for outcome in everyones if outcome.error]:
+        names, first = ", ".join(outcome.name for outcome in failed), failed[0]
+        raise RuntimeError(f"{len(failed)} of {len(order)} runs failed ({names}). {first.name}: {first.error}")
+
+
+def _by_cost(sweep: Sweep) -> dict[str, Any]:
+    """The runs' names, costliest first. Prepares all data."""
+    costs: dict[str, float] = {}
+    prepared: dict[Any, list[Path]] = {}
+    for name, options in sweep.runs.items():
+        of_data = tuple(getattr(options, each) for each in _OF_THE_DATA)
+        try:
+            files = prepared[of_data] = prepared.get(of_data) or sft.tokenize(options, _data(sweep), sweep.ranks_per_run)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"run {name}: {error}") from error
+        cost = CostModel.from_config(read_config(str(options.model)).get_text_config())
+        sets = [TokenizedDataset.load(path).lengths.tolist() for path in files[: len(options.data)]]
+        weights = options.data_weight or (1.0,) * len(sets)
+        samples = math.fsum(weight * len(each) for weight, each in zip(weights, sets, strict=True))
+        epoch = math.fsum(weight * sum(cost.samples(each)) for weight, each in zip(weights, sets, strict=True))
+        taken = (options.steps or 0) * options.samples_per_rank * sweep.ranks_per_run
+        costs[name] = epoch * (taken / samples if taken else options.epochs or 1.0)
+    order = sorted(costs, key=lambda name: -costs[name])
+    print(f"{len(order)} runs, costliest first: {', '.join(order)}", flush=True)
+    return {"order": order}
+
+
+def _data(sweep: Sweep) -> Path:
+    return Path(sweep.out) / "data"
+
+
+def _key(options: RunOptions) -> tuple[Any, ...]:
+    return options.model, options.quantize, options.dtype
+
+
+def _bases_of(sweep: Sweep) -> dict[tuple[Any, ...], RunOptions]:
+    """One run's options by what the base depends on; the runs' own first, then teachers."""
+    models = [*sweep.runs.values()]
+    models += [frozen_options(run, run.teacher) for run in sweep.runs.values() if run.teacher is not None]
+    return {_key(options): options for options in models}
+
+
+def _load_base(options: RunOptions, mesh: DeviceMesh, timeout: timedelta) -> nn.Module:
+    """The frozen model of these options, sharded over all ranks, in the dtype of compute. Collective."""
+    model = meta_causal_lm(model=options.model)
+    if options.quantize is not None:
+        quantise(model, options.quantize, options.dtype)
+    for parameter in model.requires_grad_(False).parameters():
+        if options.dtype == "bf16" and parameter.dtype == torch.float32 and kept_dtype(parameter) is None:
+            parameter.data = parameter.data.to(torch.bfloat16)  # no fp32 master beside it
+    expect_weights(model)
+    model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype), timeout=timeout)
+    load_pretrained_shards(model, str(options.model))
+    return model
+
+
+def _turns(counter: StoreCounter, grid: Grid, timeout: timedelta, stop: StopRequest, runs: int) -> Iterator[int]:
+    """The places of the runs that the ranks of `grid` take, until there are no more or one of them is to stop."""
+    while True:
+        message = {"stops": stop.signal is not None, "place": runs}
+        if grid.rank == 0 and not message["stops"]:
+            message["place"] = counter.add("runs", 1) - 1
+        messages = [message]
+        if grid.world > 1:
+            with watched_barrier(grid, timeout) as barrier:
+                messages = barrier.exchange("take the next run", message)
+        if messages[0]["place"] >= runs or any(theirs["stops"] for theirs in messages):
+            return
+        yield messages[0]["place"]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The ranks that train a run together. `require_all`: raises if a rank of the job is gone, given a purpose."""
+
+    sweep: Sweep
+    among: Among
+    require_all: Callable[[str], None]
+    where: str
+
+    def run(self, name: str, place: str) -> Outcome:
+        """One run, to its end. What it prints goes to log.txt in its folder. Raises RankLost."""
+        options, shown, is_first = self.sweep.runs[name], sys.stdout, grid_of(self.among.mesh).rank == 0
+        shown_s = time.monotonic()
+
+        def say(words: str) -> None:
+            if is_first:
+                shown.write(f"{place} {name}: {words}\n")  # in one piece, as other ranks write too
+                shown.flush()
+
+        def on_metrics(metrics: Metrics) -> None:
+            nonlocal shown_s
+            if time.monotonic() - shown_s > _SHOWN_S:
+                shown_s = time.monotonic()
+                say(f"step {metrics['step']}, loss {metrics['loss']:.4f}")
+
+        say(f"begins on {self.where}")
+        folder = Path(options.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        outcome = Outcome(name=name, where=self.where)
+        try:
+            with open(folder / "log.txt", "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+                metrics = sft.train_sft_among(options, self.among, data=_data(self.sweep), on_metrics=on_metrics)
+            say(f"has ended after step {metrics['step']}")
+        except Interrupted:
+            outcome = Outcome(name=name, where=self.where, status="stopped")
+            say("is stopped; continue with --resume auto")
+        except Exception as error:
+            self.require_all(f"their shards, after run {name} failed")
+            outcome = Outcome(name=name, where=self.where, status="failed", error=in_a_line(error))
+            say(f"failed, and the other runs go on: {outcome.error}")
+        gc.collect()  # the model, whose memory the next run needs
+        return outcome

@@ -1,0 +1,126 @@
+"""A sweep: runs of `train sft` over one frozen base, read from a YAML file. Imports no torch.
+
+model: FOLDER            # options of `train sft` that all runs have
+data: chats.jsonl
+lora_rank: 16
+grid:                    # each combination is a run
+  lr: [1.0e-4, 3.0e-4]
+  seed: [0, 1]
+runs:                    # rows of options; each is combined with the grid. A row may have a name
+  - {name: wide, lora_rank: 64}
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from ..options.config_file import checked_options, read_pairs
+from ..options.options import REQUIRED, flag, option, plain_paths, read_options
+from .sft_options import SftOptions
+
+ONE_BASE = ("model", "quantize", "dtype", "timeout_minutes")  # of all runs
+_OF_THE_SWEEP = ("out", "resume", "replicas", "run_group", "init")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """Runs over one base."""
+
+    out: str = option(REQUIRED, "folder with a folder for each run, and the table and chart of all")
+    ranks_per_run: int = option(1, "ranks that train a run together; its adapters are sharded over them")
+    resume: Literal["never", "auto"] = option("never", "auto: continue all runs that are in --out where they stand")
+
+    def __post_init__(self) -> None:
+        plain_paths(self, "out")
+        if self.ranks_per_run < 1:
+            raise ValueError(f"--ranks-per-run is {self.ranks_per_run}; give at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """`runs`: the options of each, by its name, which is that of its folder in `out`. `varied`: those that differ."""
+
+    out: str
+    ranks_per_run: int
+    runs: dict[str, SftOptions]
+    varied: tuple[str, ...]
+
+    @property
+    def shared(self) -> SftOptions:
+        """Any run's, for what all have in common."""
+        return next(iter(self.runs.values()))
+
+    @property
+    def timeout_minutes(self) -> float:
+        return self.shared.timeout_minutes
+
+
+def read_sweep(path: str | os.PathLike, options: SweepOptions) -> Sweep:
+    """The sweep in the file `path`. Raises ValueError for all that can be known to be wrong before data are read."""
+    parts = {str(key): (key, value, text) for key, value, text in read_pairs(path)}
+    grid, rows = (parts.pop(name, (name, default, None))[1] for name, default in (("grid", {}), ("runs", [{}])))
+    if not isinstance(grid, dict) or not all(isinstance(each, list) and each for each in grid.values()):
+        raise ValueError(f"{path}: grid is {grid!r}: give options with lists of values, such as 'lr: [1.0e-4, 3.0e-4]'")
+    if not isinstance(rows, list) or not rows or not all(isinstance(each, dict) for each in rows):
+        raise ValueError(f"{path}: runs is {rows!r}: give a list of rows of options, such as '- lr: 1.0e-4'")
+    if not grid and rows == [{}]:
+        raise ValueError(f"{path} has one run: give a grid of lists of options, or runs, a list of rows of options")
+    common = checked_options(path, [*parts.values()], SftOptions)
+    runs: dict[str, SftOptions] = {}
+    for number, row in enumerate(rows, start=1):
+        where = f"{path}, row {number} of runs"
+        own = checked_options(where, [(*each, None) for each in row.items()], SftOptions, name=str)
+        named = own.pop("name", None)
+        for values in itertools.product(*grid.values()):
+            cell = checked_options(f"{path}: grid", [*zip(grid, values, itertools.repeat(None))], SftOptions)
+            if twice := own.keys() & cell.keys():
+                raise ValueError(f"{where} and grid both have {', '.join(sorted(twice))}: keep one")
+            changed = (own if named is None else {}) | cell
+            name = _as_folder(
+                ",".join([*([named] if named else []), *(f"{k}={_brief(v)}" for k, v in changed.items())])
+            )
+            if name in runs or not name:
+                raise ValueError(f"{where}: two runs are called {name!r}: give rows a name, which is their folder's")
+            runs[name] = _run(f"{where}, run {name}", common | own | cell, name, options)
+    first = next(iter(runs.values()))
+    for name, run in runs.items():
+        for what in ONE_BASE:
+            if getattr(run, what) != getattr(first, what):
+                raise ValueError(
+                    f"{path}: run {name} has {flag(what)} {getattr(run, what)} and run {next(iter(runs))} has "
+                    f"{getattr(first, what)}: runs of a sweep share one base; write another sweep"
+                )
+    names = [each.name for each in fields(SftOptions) if each.name not in ("out", "run_name")]
+    varied = tuple(name for name in names if any(getattr(run, name) != getattr(first, name) for run in runs.values()))
+    return Sweep(out=options.out, ranks_per_run=options.ranks_per_run, runs=runs, varied=varied)
+
+
+def _run(where: str, given: dict[str, Any], name: str, options: SweepOptions) -> SftOptions:
+    if refused := [each for each in _OF_THE_SWEEP if each in given]:
+        raise ValueError(f"{where}: {', '.join(refused)} can't be an option of a run in a sweep: leave it out")
+    group = {"run_group": Path(options.out).name} if given.get("report_to") else {}
+    given = given | group | {"out": str(Path(options.out) / name), "resume": options.resume}
+    try:
+        run = read_options(SftOptions, given)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    if not run.lora_rank:
+        raise ValueError(f"{where} has no --lora-rank: runs of a sweep share a frozen base, and train adapters")
+    return run
+
+
+def _brief(value: Any) -> str:
+    return "+".join(Path(str(each)).stem if "/" in str(each) else str(each) for each in _listed(value))
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _as_folder(name: str) -> str:
+    return re.sub(r"[^\w.,=+-]+", "_", name).strip(".")

@@ -1,0 +1,83 @@
+"""The table and the chart of a sweep's runs, from what these have written."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ...base.files import write_file
+from ..options.options import flag
+from ..reports.report import Curves, can_draw, save_html, table
+from .metrics import Metrics, read_metrics
+from .sweep_options import Sweep
+
+_CURVES = ("loss", "eval_loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """`where`: the ranks that it ran on. `error`: why it failed."""
+
+    name: str
+    where: str
+    status: Literal["ended", "stopped", "failed"] = "ended"
+    error: str = ""
+
+
+def write_summary(sweep: Sweep, outcomes: list[Outcome]) -> str:
+    """Writes sweep.json and sweep.html into the sweep's folder; returns the table, best run first."""
+    found = {outcome.name: outcome for outcome in outcomes}
+    lines = {name: read_metrics(Path(options.out) / "metrics.jsonl") for name, options in sweep.runs.items()}
+    rows = [_row(sweep, name, found.get(name), lines[name]) for name in sweep.runs]
+    rows.sort(key=lambda row: min(row["eval_loss"], math.inf) if row["eval_loss"] is not None else math.inf)
+    rows.sort(key=lambda row: row["status"] != "ended")
+    columns = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+    cells = [[row[name] for name in columns] for row in rows]
+    folder = Path(sweep.out)
+    errors = {outcome.name: outcome.error for outcome in outcomes if outcome.error}
+    record = {"runs": rows, "errors": errors, "where": [asdict(outcome) for outcome in outcomes]}
+    write_file(folder / "sweep.json", json.dumps(record, indent=1).encode())
+    ended = sum(row["status"] == "ended" for row in rows)
+    summary = f"{ended} of {len(rows)} runs have ended. Each has its folder, with report.html and adapter/."
+    values = {name: {run: [_number(line.get(name)) for line in lines[run]] for run in lines} for name in _CURVES}
+    curves = [
+        Curves(title=name, values={run: own for run, own in of.items() if any(each == each for each in own)})
+        for name, of in values.items()
+    ]
+    save_html(
+        folder / "sweep.html",
+        title="odc-triton sweep",
+        summary=summary,
+        rows=cells,
+        columns=columns,
+        tracks={},
+        curves=[each for each in curves if each.values] if can_draw() else [],
+        facts={"Errors": errors} if errors else {},
+    )
+    return f"{table(cells, columns)}\n{summary}\nsweep.html and sweep.json are in {folder}"
+
+
+def _row(sweep: Sweep, name: str, outcome: Outcome | None, lines: list[Metrics]) -> dict[str, Any]:
+    varied = {flag(each).removeprefix("--"): _text(getattr(sweep.runs[name], each)) for each in sweep.varied}
+    last = lines[-1] if lines else {}
+    evaluated = [line["eval_loss"] for line in lines if line.get("eval_loss") is not None]
+    return {
+        "run": name,
+        **varied,
+        "status": "not begun" if outcome is None else outcome.status,
+        "steps": last.get("step", 0),
+        "loss": last.get("loss"),
+        "eval_loss": evaluated[-1] if evaluated else None,
+        "seconds": math.fsum(line["seconds"] for line in lines),
+    }
+
+
+def _text(value: Any) -> Any:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else value
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else value
