@@ -105,9 +105,9 @@ def _by_cost(sweep: Sweep) -> dict[str, Any]:
     costs: dict[str, float] = {}
     prepared: dict[Any, list[Path]] = {}
     for name, options in sweep.runs.items():
-        of_data = tuple(getattr(options, each) for each in _OF_THE_DATA)
+        files = prepared.get(of_data := tuple(getattr(options, each) for each in _OF_THE_DATA))
         try:
-            files = prepared[of_data] = prepared.get(of_data) or sft.tokenize(options, _data(sweep), sweep.ranks_per_run)
+            files = prepared[of_data] = files or sft.tokenize(options, _data(sweep), sweep.ranks_per_run)
         except (ValueError, OSError) as error:
             raise ValueError(f"run {name}: {error}") from error
         cost = CostModel.from_config(read_config(str(options.model)).get_text_config())

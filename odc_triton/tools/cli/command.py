@@ -253,7 +253,7 @@ _GRPO = _Command(
 )
 _SWEEP = _Command(
     help="many runs with adapters over one frozen base, each at its own pace",
-    description="Runs of `train sft` with adapters, from a YAML file of options with lists or rows. All ranks share one "
+    description="Runs of `train sft` with adapters, from a YAML file of options with lists or rows. Ranks share one "
     "copy of the base; a free rank takes the next run, the costliest first. Each run has a folder as `train sft` makes "
     "it; the table and chart of all are in sweep.html. docs/many_runs.md has an example.",
     options="...jobs.train.sweep_options:SweepOptions",
