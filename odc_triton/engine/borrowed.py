@@ -1,4 +1,8 @@
-"""A parameter in the shards of another model, a frozen base: this model reads it, and owns none of its memory."""
+"""A parameter in the shards of another model, a frozen base: this model reads it, and owns none of its memory.
+
+Where whole tensors are views of one memory they are cut for this model's ranks, as if these owned them: what goes by
+owners, such as a fused head's sums, is then computed as without a base, to the same bits.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from ..comm.layout import ParameterSpec, shard_rows
+from ..comm.layout import ParameterSpec, Region, shard_rows
+from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
+from ..comm.replicas import Grid
 from .protocol import Protocol
 from .shard import HeapShard
 
@@ -16,12 +22,22 @@ from .shard import HeapShard
 class BorrowedShard(HeapShard):
     """`spec`: as in the base, whose compute shard is its master too. `wanted`: as this model would shard it."""
 
-    def __init__(self, lender: HeapShard, base: Protocol, wanted: ParameterSpec) -> None:
+    def __init__(self, lender: HeapShard, base: Protocol, wanted: ParameterSpec, grid: Grid) -> None:
         spec = replace(
             lender.spec, names=wanted.names, unit=wanted.unit, master_dtype=lender.spec.compute_dtype, reduce_dtype=None
         )
-        super().__init__(spec=spec, number=-1, compute=lender.region, gradient=None, heap=lender.heap, grid=base.grid)
+        heap = lender.heap
+        grid = base.grid if heap.apart else grid
+        super().__init__(spec=spec, number=-1, compute=lender.region, gradient=None, heap=heap, grid=grid)
+        if not heap.apart:
+            self._near = frozenset(range(self.world))
         self._wanted, self._lender, self._published = wanted, lender, base.publication.number
+
+    def _owners(self, heap: SymmetricHeap, compute: Region, grid: Grid) -> tuple[int, list[torch.Tensor]]:
+        if heap.apart or not isinstance(heap, SharedMemoryHeap):
+            return super()._owners(heap, compute, grid)
+        whole, ranks = heap.whole(compute), range(grid.shards)
+        return grid.shard, [whole[slice(*shard_rows(len(whole), grid.shards, rank))] for rank in ranks]
 
     @property
     def saved_dtype(self) -> str:

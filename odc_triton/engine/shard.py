@@ -226,8 +226,8 @@ class HeapShard(Shard):
         self.spec, self.name = spec, spec.name
         self.heap, self._grid, self.region = heap, grid, compute
         self.sums: dict[tuple, int] = {}  # of its values, by what was asked, for models that borrow it
-        self._rank, self.world = heap.rank, heap.world
-        self.compute_shards = [heap.shard(compute, owner) for owner in range(self.world)]
+        self._rank, self.compute_shards = self._owners(heap, compute, grid)
+        self.world, self._near = len(self.compute_shards), heap.near
         own = self.part_of(self.compute_shards[self._rank])
         if spec.has_own_master:
             self.master = torch.empty(own.shape, dtype=getattr(torch, spec.master_dtype), device=heap.device)
@@ -249,6 +249,10 @@ class HeapShard(Shard):
         self._outer_storage = self.sharded.untyped_storage()  # of the DTensor's shell: empty, but `.data = …` swaps it
         self._memory = self.master.data_ptr(), self.master.dtype, self._outer_storage._cdata
         self._reduced: DTensor | None = None
+
+    def _owners(self, heap: SymmetricHeap, compute: Region, grid: Grid) -> tuple[int, list[torch.Tensor]]:
+        """(this rank's number among the owners, the shard of each)."""
+        return heap.rank, [heap.shard(compute, owner) for owner in range(heap.world)]
 
     @property
     def trains(self) -> bool:
@@ -321,7 +325,7 @@ class HeapShard(Shard):
             shape=self.spec.shape,
             rank=self._rank,
             aligned=self.heap.apart,
-            near=self.heap.near,
+            near=self._near,
         )
 
     def _check_memory(self) -> None:

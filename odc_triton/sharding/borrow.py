@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.layout import ParameterSpec
 from ..comm.memory.heap import SymmetricHeap
+from ..comm.replicas import Grid
 from ..engine.api import engine_of
 from ..engine.borrowed import BorrowedShard
 from ..engine.module import Engine, plain_class
@@ -65,7 +66,7 @@ def require_base(base: Any, mesh: DeviceMesh, device: Backend) -> Engine:
     return engine
 
 
-def borrow(base: nn.Module, engine: Engine, described: Description, root: nn.Module) -> Loan:
+def borrow(base: nn.Module, engine: Engine, described: Description, root: nn.Module, grid: Grid) -> Loan:
     """Takes what `base` has out of `described`: every frozen parameter, by its name below PEFT's and other wrappers.
     Buffers get the base's values.
 
@@ -95,7 +96,7 @@ def borrow(base: nn.Module, engine: Engine, described: Description, root: nn.Mod
                 f"quantisation and mp_policy"
             )
         loan.found.append(entry)
-        loan.shards.append(BorrowedShard(lender.shard, engine, spec))
+        loan.shards.append(BorrowedShard(lender.shard, engine, spec, grid))
     described.found, described.specs = [entry for entry, _ in own], [spec for _, spec in own]
     _copy_buffers(base, root)
     engine.publication.wait()

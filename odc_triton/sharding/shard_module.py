@@ -136,7 +136,7 @@ def fully_shard(
             described = describe(
                 root, grid.mesh, policy, ignored_params or set(), home=device.mesh_device, exact=exact, units=units
             )
-            loan = None if base is None or lender is None else borrow(base, lender, described, root)
+            loan = None if base is None or lender is None else borrow(base, lender, described, root, grid)
             device.check(described.specs)
         plan = _plan(described, grid, device)
         options = {"policy": policy, "debug": debug, "exact": exact, "timeout": timeout, "backend": device.name}

@@ -55,8 +55,7 @@ _OF_THE_DATA = ("data", "eval_data", "tokenizer", "token_cap", "split_sequences"
 
 def check_before_start(sweep: Sweep, ranks: int) -> None:
     """Raises OSError and ValueError for errors that would occur later, with the run's name."""
-    if ranks % sweep.ranks_per_run:
-        raise ValueError(f"--ranks is {ranks} and --ranks-per-run {sweep.ranks_per_run}: give a multiple of it")
+    _require_groups(sweep, ranks)
     for name, options in sweep.runs.items():
         try:
             sft.check_before_start(options, sweep.ranks_per_run)
@@ -64,17 +63,25 @@ def check_before_start(sweep: Sweep, ranks: int) -> None:
             raise ValueError(f"run {name}: {error}") from error
 
 
+def _require_groups(sweep: Sweep, ranks: int) -> None:
+    if ranks % sweep.ranks_per_run:
+        raise ValueError(f"--ranks is {ranks} and --ranks-per-run {sweep.ranks_per_run}: give a multiple of it")
+
+
 def run_sweep(sweep: Sweep) -> None:
-    """All runs, on each rank of a job that the launcher started. A request to stop exits with 128 + the signal.
+    """`train_all` in a process that the launcher started. A request to stop exits it with 128 + the signal."""
+    run_job(train_all, sweep)
 
-    Raises RuntimeError on all ranks, after all runs, if some failed.
+
+def train_all(sweep: Sweep) -> None:
+    """Takes part in the sweep as this rank. Every rank of the job calls it.
+
+    Raises RuntimeError on all ranks, after all runs, if some failed; Interrupted, once the open runs are saved, after
+    SIGTERM or Ctrl-C; RankLost and DeadlineExceeded, naming the rank.
     """
-    run_job(_run, sweep)
-
-
-def _run(sweep: Sweep) -> None:
     timeout = timedelta(minutes=sweep.timeout_minutes)
     mesh = default_mesh(timeout)
+    _require_groups(sweep, mesh.size())
     order = on_rank_0(partial(_by_cost, sweep), mesh, timeout)["order"]
     counter = store_counter(timeout=timeout)
     bases = {key: _load_base(options, mesh, timeout) for key, options in _bases_of(sweep).items()}
@@ -89,12 +96,13 @@ def _run(sweep: Sweep) -> None:
         for place in _turns(counter, grid_of(own), timeout, request, len(order)):
             outcomes.append(group.run(order[place], f"[{place + 1}/{len(order)}]"))
     mine = [asdict(outcome) for outcome in outcomes] if grid_of(own).rank == 0 else []
-    everyones = [Outcome(**row) for theirs in engine.exchange("results", {"rows": mine}) for row in theirs["rows"]]
+    messages = engine.exchange("results", {"rows": mine, "stop": request.signal})
+    everyones = [Outcome(**row) for theirs in messages for row in theirs["rows"]]
     if engine.rank == 0:
         print(write_summary(sweep, everyones), flush=True)
     engine.exchange("the table of all runs is written", {})
-    if request.signal is not None:
-        raise Interrupted(request.signal)
+    if stops := [theirs["stop"] for theirs in messages if theirs["stop"] is not None]:
+        raise Interrupted(stops[0])
     if failed := [outcome for outcome in everyones if outcome.error]:
         names, first = ", ".join(outcome.name for outcome in failed), failed[0]
         raise RuntimeError(f"{len(failed)} of {len(order)} runs failed ({names}). {first.name}: {first.error}")

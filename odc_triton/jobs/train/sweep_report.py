@@ -67,12 +67,17 @@ def _row(sweep: Sweep, name: str, outcome: Outcome | None, lines: list[Metrics])
     return {
         "run": name,
         **varied,
-        "status": "not begun" if outcome is None else outcome.status,
+        "status": _status(Path(sweep.runs[name].out)) if outcome is None else outcome.status,
         "steps": last.get("step", 0),
         "loss": last.get("loss"),
         "eval_loss": evaluated[-1] if evaluated else None,
         "seconds": math.fsum(line["seconds"] for line in lines),
     }
+
+
+def _status(out: Path) -> str:
+    """Of a run that has not had its turn in a sweep that was stopped."""
+    return "ended" if (out / "adapter").exists() else "waiting"
 
 
 def _text(value: Any) -> Any:
