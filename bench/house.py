@@ -86,7 +86,7 @@ BUDGETS: dict[str, tuple[int, int | None]] = {
     "hybrids": (25, None),
     "shared prefixes": (22, 10),
     "images": (27, 16),
-    "replicas": (37, 22),
+    "replicas": (41, 22),
     "bridge to FSDP2": (1, None),
     "Muon": (2, None),
     "background checkpoints": (5, None),

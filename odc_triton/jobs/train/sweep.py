@@ -47,7 +47,7 @@ from .prepare import on_rank_0
 from .run_options import RunOptions
 from .stop import StopSignal
 from .sweep_options import Sweep
-from .sweep_report import Outcome, write_summary
+from .sweep_report import RunEnd, write_summary
 
 _SHOWN_S = 10.0  # between lines about a run
 _OF_THE_DATA = ("data", "eval_data", "tokenizer", "token_cap", "split_sequences", "too_long", "fetch_images")
@@ -90,14 +90,14 @@ def train_all(sweep: Sweep) -> None:
     first = engine.rank - engine.rank % each
     own, request = own_mesh(ranks[first : first + each], timeout), StopRequest()
     among = Among(mesh=own, base_of=lambda options: bases[_key(options)], stop=request)
-    group = _Group(sweep, among, engine.require_peers, where=f"rank {first}" if each == 1 else f"ranks from {first}")
+    runner = _Runner(sweep, among, engine.require_peers, where=f"rank {first}" if each == 1 else f"ranks from {first}")
     stop, outcomes = StopSignal(engine.require_peers, request), []
     with handling(stop.on_signal, *STOPS), serving(next(iter(bases.values()))):
         for place in _turns(counter, grid_of(own), timeout, request, len(order)):
-            outcomes.append(group.run(order[place], f"[{place + 1}/{len(order)}]"))
+            outcomes.append(runner.run(order[place], f"[{place + 1}/{len(order)}]"))
     mine = [asdict(outcome) for outcome in outcomes] if grid_of(own).rank == 0 else []
     messages = engine.exchange("results", {"rows": mine, "stop": request.signal})
-    everyones = [Outcome(**row) for theirs in messages for row in theirs["rows"]]
+    everyones = [RunEnd(**row) for theirs in messages for row in theirs["rows"]]
     if engine.rank == 0:
         print(write_summary(sweep, everyones), flush=True)
     engine.exchange("the table of all runs is written", {})
@@ -175,7 +175,7 @@ def _turns(counter: StoreCounter, grid: Grid, timeout: timedelta, stop: StopRequ
 
 
 @dataclass(frozen=True)
-class _Group:
+class _Runner:
     """The ranks that train a run together. `require_all`: raises if a rank of the job is gone, given a purpose."""
 
     sweep: Sweep
@@ -183,7 +183,7 @@ class _Group:
     require_all: Callable[[str], None]
     where: str
 
-    def run(self, name: str, place: str) -> Outcome:
+    def run(self, name: str, place: str) -> RunEnd:
         """One run, to its end. What it prints goes to log.txt in its folder. Raises RankLost."""
         options, shown, is_first = self.sweep.runs[name], sys.stdout, grid_of(self.among.mesh).rank == 0
         shown_s = time.monotonic()
@@ -202,17 +202,17 @@ class _Group:
         say(f"begins on {self.where}")
         folder = Path(options.out)
         folder.mkdir(parents=True, exist_ok=True)
-        outcome = Outcome(name=name, where=self.where)
+        outcome = RunEnd(name=name, where=self.where)
         try:
             with open(folder / "log.txt", "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
                 metrics = sft.train_sft_among(options, self.among, data=_data(self.sweep), on_metrics=on_metrics)
             say(f"has ended after step {metrics['step']}")
         except Interrupted:
-            outcome = Outcome(name=name, where=self.where, status="stopped")
+            outcome = RunEnd(name=name, where=self.where, status="stopped")
             say("is stopped; continue with --resume auto")
         except Exception as error:
             self.require_all(f"their shards, after run {name} failed")
-            outcome = Outcome(name=name, where=self.where, status="failed", error=in_a_line(error))
+            outcome = RunEnd(name=name, where=self.where, status="failed", error=in_a_line(error))
             say(f"failed, and the other runs go on: {outcome.error}")
         gc.collect()  # the model, whose memory the next run needs
         return outcome

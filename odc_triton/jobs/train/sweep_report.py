@@ -18,7 +18,7 @@ _CURVES = ("loss", "eval_loss")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RunEnd:
     """`where`: the ranks that it ran on. `error`: why it failed."""
 
     name: str
@@ -27,7 +27,7 @@ class Outcome:
     error: str = ""
 
 
-def write_summary(sweep: Sweep, outcomes: list[Outcome]) -> str:
+def write_summary(sweep: Sweep, outcomes: list[RunEnd]) -> str:
     """Writes sweep.json and sweep.html into the sweep's folder; returns the table, best run first."""
     found = {outcome.name: outcome for outcome in outcomes}
     lines = {name: read_metrics(Path(options.out) / "metrics.jsonl") for name, options in sweep.runs.items()}
@@ -60,7 +60,7 @@ def write_summary(sweep: Sweep, outcomes: list[Outcome]) -> str:
     return f"{table(cells, columns)}\n{summary}\nsweep.html and sweep.json are in {folder}"
 
 
-def _row(sweep: Sweep, name: str, outcome: Outcome | None, lines: list[Metrics]) -> dict[str, Any]:
+def _row(sweep: Sweep, name: str, outcome: RunEnd | None, lines: list[Metrics]) -> dict[str, Any]:
     varied = {flag(each).removeprefix("--"): _text(getattr(sweep.runs[name], each)) for each in sweep.varied}
     last = lines[-1] if lines else {}
     evaluated = [line["eval_loss"] for line in lines if line.get("eval_loss") is not None]

@@ -182,8 +182,8 @@ def _imported(name: str) -> Any:
 
 def _train(job: str, ranks: int | None, wanted: Any) -> int:
     if joined_world() is not None:
-        join_job(f"odc_triton.jobs.train.{job}", f"run_{job}", wanted, advised=wanted)
-    start_job(f"odc_triton.jobs.train.{job}", f"run_{job}", wanted, advised=wanted, ranks=ranks)
+        join_job(f"odc_triton.jobs.train.{job}", f"run_{job}", wanted)
+    start_job(f"odc_triton.jobs.train.{job}", f"run_{job}", wanted, ranks=ranks)
     return 0
 
 
