@@ -27,7 +27,7 @@ from ..base.errors import (
 from .member import Member, Phase, Wiring
 from .minibatch import Participant, SameSamples, Tokens
 from .publication import Publication
-from .shard import Shard, Zeros, clear_gradients, reduce_gradients
+from .shard import Shard, Zeros, clear_gradients, reduce_gradients, refuse_edited
 from .steps import OptimizerSteps
 
 Kind = TypeVar("Kind", bound=Participant)
@@ -184,7 +184,10 @@ class Protocol(Member):
             self._zeros = Zeros(self.shards)
             self._lost = set() if self.phase is Phase.REDUCED else self._zeros.lost(self.shards)
         clear_gradients(self.trainable(), self.streams.first)
-        self.publication.prepare()
+        if self.is_alone:
+            refuse_edited(self.shards)  # others may be reading: nothing is written
+        else:
+            self.publication.prepare()
         self.drain("clearing gradients and publishing before a minibatch")
 
     def end(self, error: BaseException | None = None) -> None:

@@ -200,10 +200,9 @@ class _Runner:
                 say(f"step {metrics['step']}, loss {metrics['loss']:.4f}")
 
         say(f"begins on {self.where}")
-        folder = Path(options.out)
-        folder.mkdir(parents=True, exist_ok=True)
         outcome = RunEnd(name=name, where=self.where)
         try:
+            (folder := Path(options.out)).mkdir(parents=True, exist_ok=True)
             with open(folder / "log.txt", "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
                 metrics = sft.train_sft_among(options, self.among, data=_data(self.sweep), on_metrics=on_metrics)
             say(f"has ended after step {metrics['step']}")
