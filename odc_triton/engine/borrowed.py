@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import torch
 
+from ..comm.grid import Grid
 from ..comm.layout import ParameterSpec, Region, shard_rows
 from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
-from ..comm.replicas import Grid
 from .protocol import Protocol
 from .shard import HeapShard
 

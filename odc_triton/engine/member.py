@@ -23,7 +23,8 @@ from torch import nn
 from ..base.errors import DeadlineExceeded, OdcError, OfRanks, PeerFailed, RankLost, describe
 from ..base.events import EventLog
 from ..comm.barrier import Barrier
-from ..comm.replicas import Grid, Replicas
+from ..comm.grid import Grid
+from ..comm.replicas import Replicas
 from .shard import Shard
 from .transport import AllStreams, Transport
 

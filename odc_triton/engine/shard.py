@@ -29,9 +29,10 @@ from torch.distributed.tensor import DTensor
 
 from odc_kernels.peers import PeerShards
 
+from ..comm.grid import Grid
 from ..comm.layout import ParameterSpec, Region, shard_rows
 from ..comm.memory.heap import SymmetricHeap
-from ..comm.replicas import Grid, Replicas
+from ..comm.replicas import Replicas
 from .transport import Streams, Target
 
 # torch's optimizers use them, and torch exports none.

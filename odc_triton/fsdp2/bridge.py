@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from ..base.deadlines import Timeout, timedelta_of
+from ..comm.grid import Grid, grid_of
 from ..comm.layout import MemoryLayout, place_regions
-from ..comm.replicas import Grid, Replicas, grid_of
+from ..comm.replicas import Replicas
 from ..engine.forward import watch_backward
 from ..engine.member import Wiring
 from ..engine.minibatch import Participant, RefusesDeterminism, Trained

@@ -25,7 +25,7 @@ from functools import partial
 import torch
 
 from ..base.errors import RanksDiffer
-from ..comm.replicas import Grid
+from ..comm.grid import Grid
 from ..engine.minibatch import Participant
 from ..engine.transport import Streams
 from ..engine.unit import in_backward_pass

@@ -27,11 +27,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..base.deadlines import Timeout, timedelta_of
 from ..base.errors import DeadlineExceeded, RankLost, RanksDiffer, describe
 from ..comm.barrier import Barrier
+from ..comm.grid import Grid
 from ..comm.layout import MemoryLayout, first_difference
 from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
 from ..comm.peers import PeerStatus
 from ..comm.process_group import start_process_group, take_gpu
-from ..comm.replicas import Grid
 from ..nn.operand import ReadsTables
 from .backend import Backend, backend_of
 

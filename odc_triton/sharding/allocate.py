@@ -10,9 +10,9 @@ import torch
 
 from odc_kernels.staged import Staging
 
+from ..comm.grid import Grid
 from ..comm.layout import MemoryLayout
 from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
-from ..comm.replicas import Grid
 from ..engine.exact import ExactTarget
 from ..engine.gathered import GatheredParameters
 from ..engine.parameter import ShardedParameter

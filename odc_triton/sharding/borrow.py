@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..comm.grid import Grid
 from ..comm.layout import ParameterSpec
 from ..comm.memory.heap import SymmetricHeap
-from ..comm.replicas import Grid
 from ..engine.api import engine_of
 from ..engine.borrowed import BorrowedShard
 from ..engine.module import Engine, plain_class

@@ -23,8 +23,9 @@ from odc_kernels.staged import Staging
 
 from ..base.deadlines import Timeout, timedelta_of
 from ..base.untyped import untyped
+from ..comm.grid import Grid, grid_of, refuse_mesh
 from ..comm.layout import MemoryLayout, make_layout
-from ..comm.replicas import Grid, Replicas, grid_of, refuse_mesh
+from ..comm.replicas import Replicas
 from ..engine.member import Wiring
 from ..engine.module import Engine, ODCModule
 from ..engine.module import attach as attach_unit

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from odc_triton import OdcError
 from odc_triton.comm import barrier as barrier_module
 from odc_triton.comm.barrier import Barrier
-from odc_triton.comm.replicas import Grid
+from odc_triton.comm.grid import Grid
 from odc_triton.jobs.data.records import DataError
 from odc_triton.jobs.train import prepare, sft
 from odc_triton.jobs.train.sft_options import SftOptions

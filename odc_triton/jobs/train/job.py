@@ -22,7 +22,7 @@ from ...base.errors import OfRanks, in_a_line
 from ...checkpoint import load_pretrained_shards
 from ...checkpoint.pretrained import expect_weights
 from ...checkpoint.pretrained_tensors import require_written
-from ...comm.replicas import grid_of
+from ...comm.grid import grid_of
 from ...engine.api import engine_of
 from ...nn.tuned import default_folder, load
 from ...packs.enable import innermost

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...checkpoint.folder import MANIFEST, Manifest, read_state
 from ...checkpoint.pretrained_files import PretrainedFiles, weights_folder
-from ...comm.replicas import grid_of
+from ...comm.grid import grid_of
 from ...optim import adamw8bit
 from ...packs.enable import innermost
 from ...plan.order import Mix

@@ -15,7 +15,7 @@ from torch import nn
 
 from ...base.events import Event
 from ...checkpoint.parameters import plain_elements
-from ...comm.replicas import Grid
+from ...comm.grid import Grid
 from ...engine.api import engine_of
 from ...packs.offload import OffloadedCheckpoints
 from ...packs.reference import Teacher

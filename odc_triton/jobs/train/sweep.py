@@ -28,7 +28,7 @@ from ...base.errors import in_a_line
 from ...checkpoint import load_pretrained_shards, meta_causal_lm
 from ...checkpoint.adapted import read_config
 from ...checkpoint.pretrained import expect_weights
-from ...comm.replicas import Grid, grid_of
+from ...comm.grid import Grid, grid_of
 from ...engine.api import engine_of
 from ...engine.serving import serving
 from ...nn.operand import kept_dtype

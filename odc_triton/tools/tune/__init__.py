@@ -90,7 +90,7 @@ def run_tune(options: TuneOptions) -> str | None:
     """Runs the measurements; every rank of the job calls it. Returns the text to print on rank 0, None on others."""
     import torch
 
-    from ...comm.replicas import grid_of
+    from ...comm.grid import grid_of
     from ...nn.tuned import OFF, VARIABLE
     from ...plan.decoder import Decoder
     from ...recurrent.layers import recurrent_layers
