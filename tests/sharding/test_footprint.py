@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from odc_triton import enable_split, fully_shard, minibatch, replace_layers
+from odc_triton import enable_split, fully_shard, minibatch, own_mesh, replace_layers, serving
 from odc_triton.engine.api import engine_of
 from odc_triton.hf import enable_packing
 from odc_triton.sequence.exchange import SequenceExchange
@@ -121,6 +121,65 @@ def test_tied_parameters_count_once():
     assert b.job_shared_bytes - a.job_shared_bytes == 2 * embedding_bytes
     # Tied: the head's part waits until the embedding's is made. Untied: both are of the root's unit. And a norm.
     assert a.transient_gradient_bytes == b.transient_gradient_bytes == 2 * embedding_bytes + 64 * 4
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter, as PEFT names it."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = layer.requires_grad_(False)
+        self.down = nn.Linear(layer.in_features, 3, bias=False)
+        self.up = nn.Linear(3, layer.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+def adapted() -> nn.Module:
+    model = qwen2(vocab_size=97).requires_grad_(False)
+    for block in model.model.layers:
+        block.mlp.down_proj = Adapted(block.mlp.down_proj)
+    return model
+
+
+def _over_one_base(rank: int, world: int, run_ranks: int) -> dict[str, int]:
+    base = qwen2(vocab_size=97).requires_grad_(False)
+    for parameter in base.parameters():  # buffers, which rotate keys, stay in fp32
+        parameter.data = parameter.data.bfloat16()
+    fully_shard(base)
+    first = rank // run_ranks * run_ranks
+    model = fully_shard(adapted(), mesh=own_mesh(range(first, first + run_ranks)), mp_policy=BF16, base=base)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], foreach=False)
+    ids = torch.arange(8)[None]
+    with serving(base):
+        with minibatch(model):
+            model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    own, lent = engine_of(model), engine_of(base)
+    ours = [each.shard for each in own.parameters if each.shard.heap is own.heap]
+    theirs = [each.shard for each in lent.parameters]
+    states = [each for state in optimizer.state.values() for each in state.values()]
+    states = [each.to_local() if isinstance(each, DTensor) else each for each in states]
+    bytes_of = {
+        "compute_shard_bytes": [each.compute_shards[rank] for each in theirs]
+        + [each.compute_shards[rank - first] for each in ours],
+        "gradient_shard_bytes": [each.gradient_shard for each in ours],
+        "master_shard_bytes": [each.master for each in (*theirs, *ours) if each.spec.has_own_master],
+        "optimizer_state_bytes": states,
+        "buffer_bytes": [*base.buffers(), *model.buffers()],
+    }
+    found = {name: sum(each.nbytes for each in tensors) for name, tensors in bytes_of.items()}
+    heaps = [each.heap.size_bytes - each.heap._data_offset for each in (lent, own)]
+    return found | {"job_shared_bytes": heaps[0] + world // run_ranks * heaps[1]}
+
+
+@pytest.mark.parametrize(("world", "run_ranks"), [(2, 1), slow(4, 2)])
+def test_runs_over_one_base_have_its_shards_and_their_own_adapters(world: int, run_ranks: int) -> None:
+    """The base is divided over all ranks, without masters; what trains over those of its run."""
+    plan = memory_plan(adapted(), world, run_ranks=run_ranks, mp_policy=BF16, backend="cpu")
+    found = ranks.run(_over_one_base, world, run_ranks)[0]
+    assert {name: getattr(plan, name) for name in found} == found
 
 
 def test_unsharded_parameters_and_gradients_per_unit():
@@ -399,6 +458,7 @@ def test_other_ranks_experts_are_as_planned(world: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"run_ranks": 3}, "run_ranks is 3: give 1 to world=2, and plan one host, without replicas"),
         ({"expert_cache_bytes": 9, "scheme": "fsdp2"}, "expert_cache_bytes is 9 for 'fsdp2': it is for 'odc' only"),
         ({"quantize": "nf4"}, "quantize is 'nf4', and Module has no frozen linear layer: add LoRA"),
         ({"world": 0}, "world is 0; give a whole number of at least 1"),
