@@ -95,6 +95,19 @@ def test_memory_is_that_of_memory_plan() -> None:
             assert simulate([[60, 100, *[10] * 6]], **how).peak_bytes == plan.total_bytes  # the largest microbatch's
 
 
+@pytest.mark.slow
+def test_of_a_frozen_base_adapters_alone_are_added_and_stepped() -> None:
+    """Recomputed, a weight takes three products in place of four, and attention as much."""
+    kind, links = DEVICES["a100"], usual_links(DEVICES["a100"], 4)
+    full, base = Model.find("qwen2.5-0.5b"), Model.find("qwen2.5-0.5b").with_adapters(4)
+    jobs = [make_job(each, kind, links) for each in (full, base)]
+    assert jobs[1].seconds([1]) == pytest.approx(jobs[0].seconds([1]) * 3 / 4, rel=1e-4)
+    assert jobs[1].seconds([10**9]) == pytest.approx(jobs[0].seconds([10**9]), rel=1e-3)
+    adapters = sum(each.numel() for each in base.module.parameters() if each.requires_grad)
+    assert adapters == base.parameters - full.parameters <= sum(base.sent(4, trained=True)) < 1.01 * adapters
+    assert jobs[1].tail_s("odc") == pytest.approx(30 * adapters / 4 / (kind.memory_gbs * 1e9), rel=0.01)
+
+
 @pytest.mark.parametrize("name", ["qwen2", *MIXTURES])
 def test_flops_are_those_that_torch_counts(name: str) -> None:
     """A forward of the real model, expert by expert, of which torch counts every product."""

@@ -270,7 +270,7 @@ def memory_plan(
         raise ValueError(f"quantize is {quantize!r}, and {type(model).__name__} has no frozen linear layer: add LoRA")
     specs = [spec for of_entry, _ in packed for spec in of_entry]
 
-    split = _Sizes(specs, world, replicas, run_ranks)
+    split = _Sizes(specs, world, replicas, run_ranks or world)
     trained = [spec for spec in specs if spec.reduce_dtype is not None]
     by_muon = [spec for spec in trained if optimizer == "muon" and spec.is_block_matrix]
     others = [spec for spec in trained if spec not in by_muon]
@@ -363,9 +363,8 @@ def _of_odc(
     in_run, base = (specs, []) if run == world else (trained, [spec for spec in specs if spec.reduce_dtype is None])
     of_replica = world * (compute_shard + gradient_shard)
     if not apart:
-        itemsizes = sizes.itemsizes
-        of_replica = world // run * make_layout(in_run, world=run, itemsizes=itemsizes).size_bytes
-        of_replica += make_layout(base, world=world, itemsizes=itemsizes).size_bytes
+        parts = ((world // run, in_run), (1, base))
+        of_replica = sum(n * make_layout(s, world=run, itemsizes=sizes.itemsizes).size_bytes for n, s in parts)
     shapes = [spec.shape for spec in by_muon]
     muon_bytes = aligned(muon_buffers.buffer_regions(shapes, world=run, apart=True)[1])
     of_run = run * muon_bytes if apart else muon_buffers.buffer_regions(shapes, world=run, apart=False)[1]
@@ -442,9 +441,7 @@ class _Sizes:
     `replicas`: shards are split over these too. `run_ranks`: what trains is split over so many of the ranks.
     """
 
-    def __init__(
-        self, specs: Sequence[ParameterSpec], world: int, replicas: int = 1, run_ranks: int | None = None
-    ) -> None:
+    def __init__(self, specs: Sequence[ParameterSpec], world: int, replicas: int = 1, run_ranks: int = 0) -> None:
         self.world, self.replicas, self.run_ranks = world, replicas, run_ranks or world
         dtypes = {d for s in specs for d in (s.master_dtype, s.compute_dtype, s.reduce_dtype) if d is not None}
         self.itemsizes = {dtype: getattr(torch, dtype).itemsize for dtype in dtypes}
