@@ -98,13 +98,12 @@ def test_memory_is_that_of_memory_plan() -> None:
 @pytest.mark.slow
 def test_of_a_frozen_base_adapters_alone_are_added_and_stepped() -> None:
     """Recomputed, a weight takes three products in place of four, and attention as much."""
-    kind, links = DEVICES["a100"], usual_links(DEVICES["a100"], 4)
-    full, base = Model.find("qwen2.5-0.5b"), Model.find("qwen2.5-0.5b").with_adapters(4)
-    jobs = [make_job(each, kind, links) for each in (full, base)]
-    assert jobs[1].seconds([1]) == pytest.approx(jobs[0].seconds([1]) * 3 / 4, rel=1e-4)
-    assert jobs[1].seconds([10**9]) == pytest.approx(jobs[0].seconds([10**9]), rel=1e-3)
-    adapters = sum(each.numel() for each in base.module.parameters() if each.requires_grad)
-    assert adapters == base.parameters - full.parameters <= sum(base.sent(4, trained=True)) < 1.01 * adapters
+    full, kind, base = Model.find(_FAST[0]), DEVICES["a100"], Model.find(_FAST[0]).with_adapters(4)
+    jobs = [make_job(each, kind, usual_links(kind, 4)) for each in (full, base)]
+    for tokens, share in ((1, 3 / 4), (10**9, 1)):
+        assert jobs[1].seconds([tokens]) == pytest.approx(jobs[0].seconds([tokens]) * share, rel=1e-3)
+    adapters = base.parameters - full.parameters
+    assert sum(base.sent(4, trained=True)) == pytest.approx(adapters, rel=0.01)
     assert jobs[1].tail_s("odc") == pytest.approx(30 * adapters / 4 / (kind.memory_gbs * 1e9), rel=0.01)
 
 
