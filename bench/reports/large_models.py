@@ -1,11 +1,12 @@
-"""Bytes per GPU for fine-tuning a large base: `python -m bench.reports.large_models` writes and prints a page's table.
+"""Bytes per GPU for fine-tuning a large base: `python -m bench.reports.large_models` writes and prints pages' tables.
 
-Counted by `memory_plan` on the meta device, nothing is measured. A mixture's activations, which a plan does not know,
-are those of a dense model whose MLPs are as wide as the experts that a token passes.
+Counted by `memory_plan` on the meta device, and runs per hour by the simulator; nothing is measured. A mixture's
+activations, which a plan does not know, are a dense model's with MLPs as wide as the experts that a token passes.
 """
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ import transformers
 from bench.provenance import RESULTS, save_json
 from odc_triton import memory_plan
 from odc_triton.jobs.train.model import add_adapters, precision
+from odc_triton.tools.simulate.hardware import DEVICES
+from odc_triton.tools.simulate.models import Model
+from odc_triton.tools.simulate.study import ALONE, make_job, named_lengths, rank_settings, usual_links
 
 TOKENS, RANK = 4096, 16  # of a pack, of adapters
 GPUS, SIZES = (1, 2, 4, 8), (24, 48, 80)  # GB of each
@@ -34,6 +38,9 @@ HOW = {  # optimizer, quantize, whether adapters alone are trained
     "LoRA on int8": ("adamw", "int8", True),
     "LoRA on nf4": ("adamw", "nf4", True),
 }
+# Eight runs on eight GPUs: a 70 B base, tokens of a pack, lengths cut to such packs, minibatches per run.
+LARGE, CAPS, RUNS, MINIBATCHES = "70B, as Llama 3.3", (8192, 16384, 32768, 65536), 8, 32
+SAMPLES = (1, 2, 4)  # per GPU
 
 
 def build(kind: str, sizes: tuple[int, ...], vocabulary: int, others: dict[str, int], lora: bool = False) -> Any:
@@ -75,7 +82,63 @@ def table(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def one_base() -> dict[str, Any]:
+    """Of eight runs over one base on 8 GPUs, and in turn on all: bytes on a GPU, and runs of 1,000 steps per hour."""
+    model = build(*MODELS[LARGE], True)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    given = {"mp_policy": precision("bf16"), "backend": "cuda", "gradient_checkpointing": True}
+    logits = model.config.vocab_size * (2 + 4)  # of a token: a fused head makes none
+    memory, hourly = [], []
+    for base, way, offload in product(("bf16", "nf4"), ("in turn", "at once"), (False, True)):
+        how = {"quantize": None if base == "bf16" else base, "run_ranks": 1 if way == "at once" else None}
+        plan = memory_plan(model, RUNS, offload_checkpoints=offload, **how, **given)
+        each = plan.activation_bytes_per_token - logits
+        row = {"base": base, "way": way, "offload": offload, "without": plan.total_bytes}
+        row["bytes"] = {str(cap): plan.total_bytes + cap * each for cap in CAPS}
+        memory.append(row | {"most": int(((1 - LEFT) * 80e9 - plan.total_bytes) // each)})
+    kind = DEVICES["h100"]
+    job = make_job(Model.find("llama-3.3-70b").with_adapters(RANK), kind, usual_links(kind, RUNS))
+    for cap in (*CAPS[:2], CAPS[-1]):
+        lengths = [min(each, cap) for each in named_lengths("longalign", 10_000)]
+        how = {"job": job, "token_cap": cap, "trials": RUNS * MINIBATCHES, "runs": RUNS, "split": True}
+        found = [row for row in rank_settings(lengths, SAMPLES, **how) if "no reshard" not in row.name]  # too large
+        for samples in SAMPLES:
+            best: dict[str, float] = {}
+            for row in found:
+                way = {ALONE: "at_once", "ODC + LB-Split": "split"}.get(row.name, row.outcome.schedule)
+                if row.samples == samples:
+                    best[way] = max(best.get(way, 0.0), 3.6 / row.outcome.step_s)
+            over = {f"over_{way}": best["at_once"] / best[way] for way in ("odc", "split", "fsdp")}
+            hourly.append({"cap": cap, "samples": samples, **best, **over})
+    plain = {row["way"]: row["without"] for row in memory if row["base"] == "bf16" and not row["offload"]}
+    whole = sum(each.nbytes for each in model.parameters() if not each.requires_grad)
+    extra = plain["at once"] - plain["in turn"]
+    return {"whole": whole, "extra": extra, "memory": memory, "hourly": hourly}
+
+
+def tables_of_one_base(found: dict[str, Any]) -> str:
+    mark = "<!--large_models.json:one_base/{}-->".format
+    lines = [
+        f"| base | runs | GB at {' | '.join(f'{cap:,}' for cap in CAPS)} | most tokens |",
+        "|---|---|" + "--:|" * 5,
+    ]
+    for row in found["memory"]:
+        at = f"memory/base={row['base']}&way={row['way']}&offload={row['offload']}"
+        cells = [f"{row['bytes'][str(cap)] / 1e9:.0f}{mark(f'{at}/bytes/{cap} *1e-9')}" for cap in CAPS]
+        words = row["way"] + ", activations on the host" * row["offload"]
+        lines.append("| " + " | ".join([row["base"], words, *cells, f"{row['most']:,}{mark(f'{at}/most')}"]) + " |")
+    lines += ["", "| pack | samples per GPU | at once | in turn, ODC | ODC, split | FSDP2 |", "|--:|" + "--:|" * 5]
+    for row in found["hourly"]:
+        at = f"hourly/cap={row['cap']}&samples={row['samples']}"
+        cells = [f"{row[way]:.3f}{mark(f'{at}/{way}')}" for way in ("at_once", "odc", "split", "fsdp")]
+        lines.append("| " + " | ".join([f"{row['cap']:,}", str(row["samples"]), *cells]) + " |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    result = rows()
-    save_json(RESULTS / "large_models.json", {"tokens": TOKENS, "rank": RANK, "left": LEFT, "rows": result})
-    print(table(result))
+    result, eight = rows(), one_base()
+    given = {"tokens": TOKENS, "rank": RANK, "left": LEFT, "rows": result, "one_base": eight}
+    save_json(RESULTS / "large_models.json", given)
+    print(table(result), tables_of_one_base(eight), sep="\n\n")

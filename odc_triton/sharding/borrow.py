@@ -68,7 +68,7 @@ def require_base(base: Any, mesh: DeviceMesh, device: Backend) -> Engine:
 
 def borrow(base: nn.Module, engine: Engine, described: Description, root: nn.Module, grid: Grid) -> Loan:
     """Takes what `base` has out of `described`: every frozen parameter, by its name below PEFT's and other wrappers.
-    Buffers get the base's values.
+    Persistent buffers get the base's values.
 
     Raises ValueError for a frozen parameter that the base does not have like that, and for one of the base's that
     trains here.
@@ -106,7 +106,8 @@ def borrow(base: nn.Module, engine: Engine, described: Description, root: nn.Mod
 def _copy_buffers(base: nn.Module, root: nn.Module) -> None:
     theirs = {plain(name): value for name, value in base.named_buffers()}
     for prefix, module in root.named_modules():
-        for key, buffer in module._buffers.items():
+        for key in module._buffers.keys() - module._non_persistent_buffers_set:
+            buffer = module._buffers[key]
             found = theirs.get(plain(f"{prefix}.{key}".removeprefix(".")))
             if buffer is not None and found is not None and found.shape == buffer.shape:
                 module._buffers[key] = found.clone()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from odc_triton import enable_split, fully_shard, minibatch, replace_layers
+from odc_triton import enable_split, fully_shard, minibatch, own_mesh, replace_layers
 from odc_triton.engine.api import engine_of
 from odc_triton.hf import enable_packing
 from odc_triton.sequence.exchange import SequenceExchange
@@ -121,6 +121,38 @@ def test_tied_parameters_count_once():
     assert b.job_shared_bytes - a.job_shared_bytes == 2 * embedding_bytes
     # Tied: the head's part waits until the embedding's is made. Untied: both are of the root's unit. And a norm.
     assert a.transient_gradient_bytes == b.transient_gradient_bytes == 2 * embedding_bytes + 64 * 4
+
+
+def frozen(dtype: torch.dtype) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(7, 5, dtype=dtype), nn.Linear(5, 9, dtype=dtype)).requires_grad_(False)
+    model[0].register_buffer("table", torch.zeros(3))
+    return model
+
+
+def _over_one_base(rank: int, world: int, run_ranks: int) -> dict[str, int]:
+    base, place = fully_shard(frozen(torch.bfloat16)), rank % run_ranks
+    mesh = own_mesh(range(rank - place, rank - place + run_ranks))
+    model = fully_shard(nn.Sequential(*frozen(torch.float32), nn.Linear(9, 3)), mesh=mesh, mp_policy=BF16, base=base)
+    own, lent = engine_of(model), engine_of(base)
+    ours, theirs = ([p.shard for p in each.parameters if p.shard.heap is each.heap] for each in (own, lent))
+    tensors = {
+        "compute_shard_bytes": [s.compute_shards[n] for n, of in ((place, ours), (rank, theirs)) for s in of],
+        "gradient_shard_bytes": [each.gradient_shard for each in ours],
+        "master_shard_bytes": [each.master for each in (*ours, *theirs) if each.spec.has_own_master],
+        "buffer_bytes": [*base.buffers(), *model.buffers()],
+    }
+    lent_bytes, own_bytes = (each.heap.size_bytes - each.heap._data_offset for each in (lent, own))
+    found = {name: sum(each.nbytes for each in of) for name, of in tensors.items()}
+    return found | {"job_shared_bytes": lent_bytes + world // run_ranks * own_bytes}
+
+
+@pytest.mark.parametrize(("world", "run_ranks"), [(2, 1), slow(4, 2)])
+def test_runs_over_one_base_have_its_shards_and_their_own_adapters(world: int, run_ranks: int) -> None:
+    model = nn.Sequential(*frozen(torch.float32), nn.Linear(9, 3))
+    plan = memory_plan(model, world, run_ranks=run_ranks, mp_policy=BF16, backend="cpu")
+    found = ranks.run(_over_one_base, world, run_ranks)[0]
+    assert {name: getattr(plan, name) for name in found} == found
+    assert plan.optimizer_state_bytes == 2 * found["master_shard_bytes"] + 2 * 4
 
 
 def test_unsharded_parameters_and_gradients_per_unit():
@@ -399,6 +431,7 @@ def test_other_ranks_experts_are_as_planned(world: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"run_ranks": 3}, "run_ranks is 3: give 1 to world=2, and plan one host, without replicas"),
         ({"expert_cache_bytes": 9, "scheme": "fsdp2"}, "expert_cache_bytes is 9 for 'fsdp2': it is for 'odc' only"),
         ({"quantize": "nf4"}, "quantize is 'nf4', and Module has no frozen linear layer: add LoRA"),
         ({"world": 0}, "world is 0; give a whole number of at least 1"),

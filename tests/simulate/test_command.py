@@ -12,6 +12,7 @@ from odc_triton.tools.cli.command import main
 from odc_triton.tools.simulate.hardware import DEVICES
 from odc_triton.tools.simulate.models import Model
 from odc_triton.tools.simulate.study import SETTINGS, Row, make_job, named_lengths, rank_settings, usual_links, verdict
+from tests.support import slow
 
 Say = Callable[..., tuple[int, str, str]]
 
@@ -64,6 +65,7 @@ def test_a_file_of_lengths_to_a_table_and_pictures(say: Say, tmp_path: Path) -> 
     ("options", "name"),
     [
         (("--split-sequences",), "ODC + LB-Split"),
+        slow(("--lora-rank", 4, "--runs", 2), "ODC, a run per GPU"),
         (("--share-prefixes", "--group", 8, "--prompt-tokens", 9000), "ODC + shared prefixes"),
     ],
 )
@@ -126,6 +128,7 @@ def test_a_slow_rank_is_met_by_the_queue() -> None:
         (("--efficiency", "nan"), 2, "efficiency is nan"),
         (("--nic-gbs", "inf"), 2, "--nic-gbs is inf"),
         (("--slow", "nan"), 2, "slow is nan"),
+        (("--runs", 8), 2, "--runs are of adapters over one base: give --lora-rank too"),
         (("--share-prefixes",), 1, "--share-prefixes: --lengths aime has no tokens to compare"),
     ],
 )

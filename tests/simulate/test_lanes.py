@@ -14,7 +14,7 @@ from odc_triton.balance import CostModel, assign
 from odc_triton.jobs.reports.trace import barriers, idle_fraction, segments
 from odc_triton.tools.simulate.hardware import Links
 from odc_triton.tools.simulate.job import SCHEDULES, Job, queue_packs
-from odc_triton.tools.simulate.run import simulate
+from odc_triton.tools.simulate.run import simulate, simulate_runs
 from tests.simulate.toys import toy
 
 COST = CostModel(quadratic=1e-8, linear=1e-4)
@@ -125,6 +125,18 @@ def test_whoever_is_free_takes_the_next_pack_of_the_queue(lengths: list[int], ra
         taker = clocks.index(min(clocks))
         clocks[taker] += COST.pack(pack) * (factor if taker == ranks - 1 else 1)
     assert told.step_s == pytest.approx(max(clocks), rel=1e-9)
+
+
+def test_runs_over_one_base_wait_for_no_rank() -> None:
+    """Of 9, 5, 3 and 2 seconds: the longest first, so the other rank has 5 + 3 + 2. Then reads, and no adds."""
+    second = CostModel(quadratic=0, linear=1)
+    job = Job(links=Links.none(2), seconds=second.pack, cost=second, layers=3, alone=True)
+    told = simulate_runs([[[2]], [[5]], [[3]], [[4, 3], [2]]], job=job, token_cap=5)
+    assert [told.step_s, *told.busy_s[0]] == pytest.approx([10 / 5, 9 / 5, 10 / 5])
+    links = Links(gpus=2, gbs=0.01, latency_s=0.0)
+    job = a_job(2, links=links, model=ROOTLESS, prefetch=True, overlap=True, alone=True)
+    told, last_s = simulate_runs([[[5000]] * 2] * 2, job=job, token_cap=CAP), 2 * COST.sequence(5000) / 9
+    assert told.step_s == pytest.approx(2 * (6 * 4_000_000 / (0.01 * 1e9) + last_s) / 4, rel=1e-9)
 
 
 @pytest.mark.parametrize(("schedule", "balance"), [(s, "mini") for s in SCHEDULES] + [("odc", "queue")])

@@ -95,6 +95,18 @@ def test_memory_is_that_of_memory_plan() -> None:
             assert simulate([[60, 100, *[10] * 6]], **how).peak_bytes == plan.total_bytes  # the largest microbatch's
 
 
+@pytest.mark.slow
+def test_of_a_frozen_base_adapters_alone_are_added_and_stepped() -> None:
+    """Recomputed, a weight takes three products in place of four, and attention as much."""
+    full, kind, base = Model.find(_FAST[0]), DEVICES["a100"], Model.find(_FAST[0]).with_adapters(4)
+    jobs = [make_job(each, kind, usual_links(kind, 4)) for each in (full, base)]
+    for tokens, share in ((1, 3 / 4), (10**9, 1)):
+        assert jobs[1].seconds([tokens]) == pytest.approx(jobs[0].seconds([tokens]) * share, rel=1e-3)
+    adapters = base.parameters - full.parameters
+    assert sum(base.sent(4, trained=True)) == pytest.approx(adapters, rel=0.01)
+    assert jobs[1].tail_s("odc") == pytest.approx(30 * adapters / 4 / (kind.memory_gbs * 1e9), rel=0.01)
+
+
 @pytest.mark.parametrize("name", ["qwen2", *MIXTURES])
 def test_flops_are_those_that_torch_counts(name: str) -> None:
     """A forward of the real model, expert by expert, of which torch counts every product."""

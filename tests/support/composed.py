@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from odc_triton import enable_split, minibatch, replace_layers, use_odc
+from odc_triton import enable_split, fully_shard, minibatch, replace_layers, use_odc
 from odc_triton.balance import MinibatchSampler, PackedDataset, pack_collate, store_counter
 from odc_triton.checkpoint.folder import Saving
 from odc_triton.hf import enable_packing, summed_loss
@@ -22,8 +23,8 @@ from odc_triton.jobs.checkpoints.background import BackgroundCheckpoints
 from odc_triton.jobs.checkpoints.steps import Checkpoints
 from odc_triton.jobs.data.dataset import DataOptions, TokenizedDataset
 from odc_triton.jobs.data.tokenizer import TextEncoder, load_tokenizer
-from odc_triton.jobs.train import sft
-from odc_triton.jobs.train.job import train
+from odc_triton.jobs.train import job, sft
+from odc_triton.jobs.train.job import load_frozen, train
 from odc_triton.jobs.train.model import precision
 from odc_triton.jobs.train.sft_options import SftOptions
 from odc_triton.nn import Linear, LMHead
@@ -183,6 +184,7 @@ def _watch_run(run: Any, found: Trained, went_on: threading.Event) -> None:
         "exact": run.engine.deterministic,
         "replicas": run.engine.replicas.count == 2,
         "queue": run.sampler.balance == "queue",
+        "one base": run.engine.base is not None,
     }
     found.seen |= {name for name, is_on in marks.items() if is_on}
 
@@ -197,7 +199,9 @@ def _by_job(rank: int, world: int, folder: Path, features: tuple[str, ...], out:
 
     def start(options: SftOptions, sharded: Callable, prepared: Any) -> Any:
         def watched(options: SftOptions) -> Any:
-            model, cost = sharded(options)
+            base = load_frozen(options, sharded) if "one base" in features else None
+            with mock.patch.object(job, "fully_shard", partial(fully_shard, base=base)):
+                model, cost = sharded(options)
             _watch_model(model, found, features)
             return model, cost
 
@@ -265,6 +269,8 @@ def _bridged(folder: Path, features: tuple[str, ...], options: SftOptions, out: 
     for block in blocks_of(model):
         fully_shard(block, **how)
     use_odc(fully_shard(model, **how))
+    if "one base" in features:
+        job.fully_shard(plain_model(folder, features), base=model)
     if options.split_sequences:
         enable_split(model, tokens=CAP)
     if options.checkpoint_every:

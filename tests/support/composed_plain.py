@@ -16,7 +16,7 @@ from odc_triton.jobs.train.sft_options import SftOptions
 from tests.support.composed import PER_STEP, STEPS, Trained, Weights, model_of, options_of, samples_of, whole
 from tests.support.table_composes import CAP
 
-ARITHMETIC = ("LoRA", "Muon", "bf16", "hybrid")  # the features that change what is computed
+ARITHMETIC = ("LoRA", "one base", "Muon", "bf16", "hybrid")  # the features that change what is computed
 
 
 def plain_model(folder: Path, features: tuple[str, ...]) -> nn.Module:
@@ -26,7 +26,7 @@ def plain_model(folder: Path, features: tuple[str, ...]) -> nn.Module:
     model = AutoModelForCausalLM.from_pretrained(
         model_of(folder, features), dtype=torch.float32, attn_implementation="sdpa"
     )
-    if "LoRA" in features:
+    if {"LoRA", "one base"} & {*features}:
         torch.manual_seed(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT reads an old name in transformers

@@ -37,6 +37,7 @@ FEATURES = {
     "exact": Feature(how="`--exact`", options={"exact": True}),
     "replicas": Feature(how="`--replicas`", options={"replicas": 2}),
     "queue": Feature(how="`--balance queue`", options={"balance": "queue"}),
+    "one base": Feature(how="`fully_shard(base=)`", options={"lora_rank": 4}),
     "bridge": Feature(how="`use_odc`"),
     "hybrid": Feature(how="`qwen3_5_text`"),  # a model whose layers are partly recurrent
 }
@@ -49,6 +50,7 @@ REFUSED: dict[Pair, tuple[str, str]] = {
     ("Muon", "bridge"): ("was not sharded by odc_triton.fully_shard", "no: Muon needs odc_triton.fully_shard"),
     ("background checkpoints", "bridge"): (_OURS, "no: they need odc_triton.fully_shard"),
     ("split", "bridge"): (_OURS, "no: splitting needs odc_triton.fully_shard"),
+    ("one base", "bridge"): (_OURS, "no: a base needs odc_triton.fully_shard"),
     ("exact", "bridge"): ("for exact sums shard it by odc_triton.fully_shard", "no: it needs odc_triton.fully_shard"),
 }
 

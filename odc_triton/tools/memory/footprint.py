@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -58,6 +58,8 @@ class MemoryPlan:
     world: int
     """Ranks that share the compute and gradient shards: all, or with replicas those of one replica."""
     replicas: int
+    run_ranks: int | None = None
+    """Ranks of one run over a base that all `world` ranks share; None: there is one run, on all."""
     parameters: int
     """Elements in the whole model, before they are packed, tied ones counted once."""
     compute_shard_bytes: int = 0
@@ -174,6 +176,7 @@ def side_by_side(*plans: MemoryPlan) -> str:
 
 def _title(plan: MemoryPlan) -> str:
     ranks = f"{plan.replicas}x{plan.world}" if plan.replicas > 1 else plan.world
+    ranks = ranks if plan.run_ranks is None else f"{plan.run_ranks} of {ranks}"
     return f"{plan.scheme}/{plan.backend}/{ranks}"
 
 
@@ -182,6 +185,7 @@ def memory_plan(
     world: int,
     *,
     replicas: int = 1,
+    run_ranks: int | None = None,
     scheme: str = "odc",
     mp_policy: MixedPrecisionPolicy | None = None,
     quantize: str | None = None,
@@ -200,6 +204,8 @@ def memory_plan(
 
     replicas: of `world` ranks each, as in `fully_shard` with a mesh ("replicate", "shard"): what peers read and add to
         is split over `world` ranks, masters and optimizer states over `world * replicas`.
+    run_ranks: the ranks of each of the runs over one base (`fully_shard(base=)`), docs/many_runs.md. What is frozen is
+        split over all `world` ranks, without masters: the base has its compute dtype. What trains is over `run_ranks`.
     scheme: "odc" (this library), "fsdp2" (`fully_shard` with its defaults: blocks resharded after forward, the root
         not) or "fsdp2_no_reshard" (`reshard_after_forward=False`, gradients reduced on the last microbatch only). All
         get the same units and dtypes; a `reduce_dtype` of None is fp32, although FSDP2 itself reads it as param_dtype.
@@ -219,8 +225,8 @@ def memory_plan(
     exact, expert_cache_bytes: what `fully_shard` is given. Experts are kept on "cuda" only.
     checkpoint_background: each rank holds masters and states once more on the host while `train sft` writes them.
 
-    Raises ValueError for world or replicas < 1, what is for ODC only with FSDP2, negative tokens, an unknown name, or a
-    model without parameters.
+    Raises ValueError for world or replicas < 1, run_ranks that `world` has not or with replicas, what is for ODC only
+    with FSDP2, negative tokens, an unknown name, or a model without parameters.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"memory_plan takes an nn.Module, not a {type(model).__name__}")
@@ -232,10 +238,12 @@ def memory_plan(
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name} is {value!r}; give a whole number of at least {least}")
     own = limits | {"offload_checkpoints": offload_checkpoints, "checkpoint_background": checkpoint_background}
-    own |= {"replicas": replicas if replicas > 1 else 0, "exact": exact, "quantize": quantize}
+    own |= {"replicas": replicas if replicas > 1 else 0, "exact": exact, "quantize": quantize, "run_ranks": run_ranks}
     for name, value in own.items():
         if value and scheme != "odc":
             raise ValueError(f"{name} is {value} for {scheme!r}: it is for 'odc' only, leave it out")
+    if run_ranks is not None and (replicas > 1 or run_ranks not in range(1, world + 1)):
+        raise ValueError(f"run_ranks is {run_ranks!r}: give 1 to world={world}, and plan one host, without replicas")
     if offload_checkpoints and not gradient_checkpointing:
         raise ValueError("offload_checkpoints needs gradient_checkpointing=True: nothing else is offloaded")
     for name, value, known in (
@@ -250,6 +258,8 @@ def memory_plan(
         backend = "cuda" if torch.cuda.is_available() else "cpu"
     found = find_parameters(model, find_units(model), set())
     plain = [spec_of(entry, mp_policy, exact=exact) for entry in found]
+    if run_ranks is not None:
+        plain = [spec if spec.reduce_dtype else replace(spec, master_dtype=spec.compute_dtype) for spec in plain]
     if not plain:
         raise ValueError(f"{type(model).__name__} has no parameters; plan the model that will be trained")
     head = getattr(model, "get_output_embeddings", nn.Module)()
@@ -260,13 +270,14 @@ def memory_plan(
         raise ValueError(f"quantize is {quantize!r}, and {type(model).__name__} has no frozen linear layer: add LoRA")
     specs = [spec for of_entry, _ in packed for spec in of_entry]
 
-    split = _Sizes(specs, world, replicas)
+    split = _Sizes(specs, world, replicas, run_ranks or world)
     trained = [spec for spec in specs if spec.reduce_dtype is not None]
     by_muon = [spec for spec in trained if optimizer == "muon" and spec.is_block_matrix]
     others = [spec for spec in trained if spec not in by_muon]
     states = _state_bytes(split, "muon", by_muon)
     states += _state_bytes(split, "adamw" if optimizer == "muon" else optimizer, others)
     buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
+    buffer_bytes *= 1 if run_ranks is None else 2  # the base's too
     host_bytes = split.shards(specs, "master_dtype") + states + buffer_bytes
     if scheme == "odc":
         every = [
@@ -276,7 +287,7 @@ def memory_plan(
         ]
         whole = [spec for _, spec, reads in every if not reads]
         made = [spec for entry, spec, reads in every if not reads or makes_gradient(entry, backend)]
-        memory = _of_odc(specs, whole, made, by_muon, world, replicas, backend)
+        memory = _of_odc(specs, whole, made, by_muon, split, backend)
         memory["gathered_bytes"] += dequantized
         if backend == "cuda":
             experts = [(entry, spec) for entry, spec, reads in every if reads and entry.keeps_rows(backend, TABLE)]
@@ -300,7 +311,7 @@ def memory_plan(
             raise ValueError(f"split_tokens is {split_tokens}, and {name} has no config with num_attention_heads")
         decoder = Decoder.of(config)
         in_flight = kv_buffers.IN_FLIGHT if gradient_checkpointing or not trained else None
-        sizes = {"tokens": split_tokens, "cuts": split_cuts, "world": world, "gradients": bool(trained)}
+        sizes = {"tokens": split_tokens, "cuts": split_cuts, "world": run_ranks or world, "gradients": bool(trained)}
         split_bytes = _split_bytes(decoder, largest.compute_dtype, in_flight=in_flight, **sizes)
         if gradient_checkpointing:
             widths = {"itemsize": itemsize, "sum_itemsize": max(itemsize, 4) if backend == "cuda" else itemsize}
@@ -317,6 +328,7 @@ def memory_plan(
         backend=backend,
         world=world,
         replicas=replicas,
+        run_ranks=run_ranks,
         parameters=sum(plain_elements(model).values()),
         optimizer_state_bytes=states,
         buffer_bytes=buffer_bytes,
@@ -336,24 +348,27 @@ def _of_odc(
     whole: list[ParameterSpec],
     made: list[ParameterSpec],
     by_muon: list[ParameterSpec],
-    world: int,
-    replicas: int,
+    split: _Sizes,
     backend: str,
 ) -> dict[str, int]:
     """Fields of the plan. `whole`: what is gathered; `made`: what has whole gradients; `by_muon`: what Muon steps."""
-    sizes, split, apart = _Sizes(specs, world), _Sizes(specs, world, replicas), backend == "cuda"
+    world, run, apart = split.world, split.run_ranks, backend == "cuda"
+    sizes = _Sizes(specs, world, run_ranks=run)
     trained = [spec for spec in specs if spec.reduce_dtype is not None]
     # On CUDA each rank allocates its own region, of the same size on all ranks, with every shard aligned in it.
-    # On the CPU there is one mapping, in which the shards of a parameter are contiguous.
+    # On the CPU there is one mapping, in which the shards of a parameter are contiguous; runs have one each.
     alignment = ALIGNMENT_BYTES if apart else 1
     compute_shard = sizes.shards(specs, "compute_dtype", alignment)
     gradient_shard = sizes.shards(trained, "reduce_dtype", alignment)
+    in_run, base = (specs, []) if run == world else (trained, [spec for spec in specs if spec.reduce_dtype is None])
     of_replica = world * (compute_shard + gradient_shard)
     if not apart:
-        of_replica = make_layout(specs, world=world, itemsizes=sizes.itemsizes).size_bytes
+        parts = ((world // run, in_run), (1, base))
+        of_replica = sum(n * make_layout(s, world=run, itemsizes=sizes.itemsizes).size_bytes for n, s in parts)
     shapes = [spec.shape for spec in by_muon]
-    muon_bytes = aligned(muon_buffers.buffer_regions(shapes, world=world, apart=True)[1])
-    of_replica += world * muon_bytes if apart else muon_buffers.buffer_regions(shapes, world=world, apart=False)[1]
+    muon_bytes = aligned(muon_buffers.buffer_regions(shapes, world=run, apart=True)[1])
+    of_run = run * muon_bytes if apart else muon_buffers.buffer_regions(shapes, world=run, apart=False)[1]
+    of_replica += world // run * of_run
     with_gradient = [spec for spec in made if spec.reduce_dtype is not None]
     tied = sizes.units([spec for spec in with_gradient if len(spec.names) > 1], "compute_dtype")
     return {
@@ -366,7 +381,7 @@ def _of_odc(
             sizes.units(with_gradient, "compute_dtype"), tied=sum(tied.values())
         ),
         "muon_bytes": muon_bytes,
-        "job_shared_bytes": of_replica * replicas,
+        "job_shared_bytes": of_replica * split.replicas,
     }
 
 
@@ -398,7 +413,7 @@ def _of_fsdp2(specs: list[ParameterSpec], world: int, *, resharded: bool) -> dic
 
 def _state_bytes(sizes: _Sizes, optimizer: str, specs: Sequence[ParameterSpec]) -> int:
     if optimizer == "adamw-8bit":
-        return sum(adamw8bit.state_bytes(spec.shape, (sizes.world, sizes.replicas)) for spec in specs)
+        return sum(adamw8bit.state_bytes(spec.shape, (sizes.run_ranks, sizes.replicas)) for spec in specs)
     tensors, scalar_bytes = OPTIMIZER_STATES[optimizer]
     return tensors * sizes.shards(specs, "master_dtype") + scalar_bytes * len(specs)
 
@@ -423,18 +438,19 @@ def _split_bytes(
 class _Sizes:
     """Bytes of specs: rank 0's shards and whole units, in the dtype that the named field of a spec gives.
 
-    `replicas`: shards are split over these too.
+    `replicas`: shards are split over these too. `run_ranks`: what trains is split over so many of the ranks.
     """
 
-    def __init__(self, specs: Sequence[ParameterSpec], world: int, replicas: int = 1) -> None:
-        self.world, self.replicas = world, replicas
+    def __init__(self, specs: Sequence[ParameterSpec], world: int, replicas: int = 1, run_ranks: int = 0) -> None:
+        self.world, self.replicas, self.run_ranks = world, replicas, run_ranks or world
         dtypes = {d for s in specs for d in (s.master_dtype, s.compute_dtype, s.reduce_dtype) if d is not None}
         self.itemsizes = {dtype: getattr(torch, dtype).itemsize for dtype in dtypes}
 
     def shards(self, specs: Iterable[ParameterSpec], dtype_field: str, alignment_bytes: int = 1) -> int:
         total = 0
         for spec in specs:
-            _, in_shard = shard_rows(spec.shape[0], self.world, 0)
+            ranks = self.world if spec.reduce_dtype is None else self.run_ranks
+            _, in_shard = shard_rows(spec.shape[0], ranks, 0)
             rows = shard_rows(in_shard, self.replicas, 0)[1:]
             n_bytes = math.prod((*rows, *spec.shape[1:])) * self.itemsizes[getattr(spec, dtype_field)]
             total += aligned(n_bytes, alignment_bytes)

@@ -113,7 +113,7 @@ class Job:
 
     `checkpointing` and `fused_head` (logits are never computed) change memory only. Each node holds a whole copy in
     shards, and gradients cross nodes once per minibatch. `prefetch` and `overlap` as in lanes.py. `slow`: by rank, the
-    slowdown of its compute.
+    slowdown of its compute. `alone`: each rank trains adapters of its own over one base, under "odc".
 
     Raises ValueError for `layers` that are not the model's, and for a rank that does not exist.
     """
@@ -131,6 +131,7 @@ class Job:
     prefetch: bool = True
     overlap: bool = True
     slow: Mapping[int, float] = field(default_factory=dict)
+    alone: bool = False
 
     def __post_init__(self) -> None:
         if self.model is not None and self.model.layers != self.layers:
@@ -180,8 +181,9 @@ class Job:
     @cached_property
     def plans(self) -> dict[str, MemoryPlan]:
         """Plans of a GPU's memory, by schedule; empty without a model."""
-        how = {"shards": self.links.gpus, "ranks": self.ranks, "checkpointing": self.checkpointing}
-        return {each: self.model.memory(each, **how) for each in SCHEDULES} if self.model else {}
+        how = {"shards": self.links.gpus, "ranks": self.ranks, "checkpointing": self.checkpointing, "alone": self.alone}
+        schedules = ("odc",) if self.alone else SCHEDULES
+        return {each: self.model.memory(each, **how) for each in schedules} if self.model else {}
 
     def peak_bytes(self, schedule: str, tokens: int, split_tokens: int = 0) -> int | None:
         """A GPU's peak, with the activations of a microbatch of `tokens` tokens, and with keys and values that others
@@ -199,7 +201,8 @@ class Job:
         if self.model is None:
             return 0.0
         plan = self.plans[schedule]
-        tail = plan.master_shard_bytes * _STEP / (1e9 * self.memory_gbs)
-        if schedule == "odc":
-            tail += sum(map(self.links.replicas_s, (plan.gradient_shard_bytes, plan.compute_shard_bytes)))
+        tail = plan.optimizer_state_bytes / 2 * _STEP / (1e9 * self.memory_gbs)  # as many as of masters that train
+        if schedule == "odc" and not self.alone:
+            summed = plan.gradient_shard_bytes
+            tail += sum(map(self.links.replicas_s, (summed, summed / REDUCE_BYTES * COMPUTE_BYTES)))
         return tail

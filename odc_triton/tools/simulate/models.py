@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2.5-14b": _dense("qwen2", 5120, 48, 40, 8, 13824, 152064, False),
     "qwen2.5-32b": _dense("qwen2", 5120, 64, 40, 8, 27648, 152064, False),
     "llama-3.1-8b": _dense("llama", 4096, 32, 32, 8, 14336, 128256, False),
+    "llama-3.3-70b": _dense("llama", 8192, 80, 64, 8, 28672, 128256, False),
     "mixtral-8x7b": _dense("mixtral", 4096, 32, 32, 8, 14336, 32000, False)
     | {"num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3-30b-a3b": _dense("qwen3_moe", 2048, 48, 32, 4, 6144, 151936, False)
@@ -66,14 +67,15 @@ _SCHEMES = {"odc": "odc", "fsdp": "fsdp2", "fsdp-no-reshard": "fsdp2_no_reshard"
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """`module`: on meta, or real. `cost` is in FLOPs of forward and backward without recomputation. `idle_parameters`:
-    those of experts that a token is not routed to. `kv_width`: elements of a token's keys and values in all
-    blocks. `logits_bytes`: per token, in bf16, and their log-probabilities in fp32.
+    """`module`: on meta, or real. `cost` is in FLOPs of forward and backward without recomputation. `is_frozen`: but
+    for adapters. `idle_parameters`: those of experts that a token is not routed to. `kv_width`: elements of its keys
+    and values in all blocks. `logits_bytes`: per token, in bf16, and their log-probabilities in fp32.
     """
 
     name: str
     module: nn.Module
     cost: CostModel
+    is_frozen: bool = False
     idle_parameters: int = 0
     kv_width: int = 0
     logits_bytes: int = 0
@@ -96,20 +98,39 @@ class Model:
         """The number of those that one token is multiplied with."""
         return self.parameters - self.idle_parameters
 
-    def sent(self, shards: int) -> list[int]:
-        """For the root and each block, `shards` times the fullest shard: a transfer of so many parameters in even
-        shards takes as long; [Note: rows of experts].
+    def with_adapters(self, rank: int) -> Model:
+        """Of `rank` on all linear layers, by PEFT; the rest is a frozen base in bf16, with no products for gradients of
+        weights. Products of adapters are left out. The module is changed.
         """
+        import torch
+
+        from ...jobs.train.model import add_adapters
+
+        for parameter in self.module.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+        return replace(
+            self,
+            module=add_adapters(self.module, rank=rank, alpha=None, targets="all-linear"),
+            cost=replace(self.cost, linear=self.cost.linear * 2 / 3, head=self.cost.head * 2 / 3),
+            is_frozen=True,
+        )
+
+    def sent(self, shards: int, *, trained: bool = False) -> list[int]:
+        """For the root and each block, `shards` times the fullest shard: a transfer of so many parameters, or of those
+        that are `trained`, in even shards takes as long; [Note: rows of experts].
+        """
+        units = [[each for each in specs if each.reduce_dtype or not trained] for specs in self._units.values()]
         return [
             sum(shards * rows_per_rank(spec.shape[0], shards) * math.prod(spec.shape[1:]) for spec in specs)
-            for specs in self._units.values()
+            for specs in units
         ]
 
-    def memory(self, schedule: str, *, shards: int, ranks: int, checkpointing: bool) -> MemoryPlan:
+    def memory(self, schedule: str, *, shards: int, ranks: int, checkpointing: bool, alone: bool = False) -> MemoryPlan:
         """The fullest GPU's memory; per token only if a family's activations are known.
 
         `shards`: GPUs that together hold one copy of the parameters (all `ranks`, unless each node holds a copy). Even
-        then ODC shards masters and optimizer states over all `ranks`; FSDP2 keeps them with the shards.
+        then ODC shards masters and optimizer states over all `ranks`; FSDP2 keeps them with the shards. `alone`: a GPU
+        has all that trains, and its shard of the rest.
         """
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -119,7 +140,8 @@ class Model:
         return memory_plan(
             self.module,
             shards,
-            replicas=ranks // shards if schedule == "odc" else 1,
+            replicas=ranks // shards if schedule == "odc" and not alone else 1,
+            run_ranks=1 if alone else None,
             scheme=_SCHEMES[schedule],
             mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
             backend="cuda",

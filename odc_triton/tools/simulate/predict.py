@@ -50,6 +50,8 @@ class SimulateOptions:
     )
     group: int | None = option(None, "with --share-prefixes: so many of --lengths are completions of one prompt")
     prompt_tokens: int | None = option(None, "with --group: tokens of each prompt, before the completions")
+    lora_rank: int | None = option(None, "train adapters of this rank on all linear layers, over a frozen base in bf16")
+    runs: int | None = option(None, "with --lora-rank: also so many runs at a time over one base, each alone on a GPU")
     checkpointing: bool = option(True, "recompute activations in backward: less memory, a third more work")
     fused_head: bool = option(True, "never compute whole logits")
     efficiency: float = option(0.5, "achieved share of the GPU's peak FLOP/s")
@@ -61,7 +63,9 @@ class SimulateOptions:
 
     def __post_init__(self) -> None:
         plain_paths(self, "lengths", "model", "out")
-        require_at_least(self, 1, "gpus", "nodes", "trials", "token_cap", "group", "prompt_tokens")
+        require_at_least(self, 1, "gpus", "nodes", "trials", "token_cap", "group", "prompt_tokens", "lora_rank", "runs")
+        if self.runs and not self.lora_rank:
+            raise ValueError("--runs are of adapters over one base: give --lora-rank too")
         if (self.group is None) != (self.prompt_tokens is None) or (self.group and not self.share_prefixes):
             raise ValueError("--group, --prompt-tokens and --share-prefixes: give all three, or --share-prefixes alone")
         if self.gpus % self.nodes:
@@ -98,6 +102,7 @@ def main(options: SimulateOptions) -> int:
     """Prints the ranking, writes it to `options.out`; returns the exit status. Raises ValueError and OSError."""
     lengths, whence, relatives = _lengths(options)
     model = Model.find(options.model)
+    model = model.with_adapters(options.lora_rank) if options.lora_rank else model
     kind, each = find_device(options.gpu), options.gpus // options.nodes
     links = usual_links(kind, each, nodes=options.nodes, nic_gbs=options.nic_gbs)
     machine = f"{each} x {options.gpu.upper()}, {links.gbs:.0f} GB/s each"
@@ -122,7 +127,7 @@ def main(options: SimulateOptions) -> int:
     filled = len(lengths) // options.gpus
     sizes = [size for size in options.minibatches if size <= filled] or options.minibatches[:1]  # which raises
     drawn = sizes[len(sizes) // 2]
-    trials = options.trials or max(4, min(16, 512 // options.gpus))
+    trials = (options.trials or max(4, min(16, 512 // options.gpus))) * (options.runs or 1)
     rows = rank_settings(
         lengths,
         sizes,
@@ -134,6 +139,7 @@ def main(options: SimulateOptions) -> int:
         timeline_of=drawn if options.out else None,
         split=options.split_sequences,
         relatives=relatives,
+        runs=options.runs or 0,
     )
     active = f", {model.active_parameters / 1e9:.1f} B active" if model.active_parameters < model.parameters else ""
     longest, mean = max(lengths), sum(lengths) / len(lengths)
@@ -145,9 +151,13 @@ def main(options: SimulateOptions) -> int:
     if len(sizes) < len(options.minibatches):
         head += f"\nminibatches of more than {filled} per GPU are left out: the {len(lengths)} sequences can't fill one"
     shown = table(cells(rows), COLUMNS)
-    print(f"{head}\n\n{shown}\n\n{verdict(rows)}")
+    said = f"{head}\n\n{shown}\n\n{verdict(rows)}"
+    if options.runs:
+        hourly = (f"{3.6 / row.outcome.step_s:.3g} by {row.name} ({row.samples} samples)" for row in rows if row.fits)
+        said += f"\nruns of 1,000 steps per hour: {', '.join(hourly) or 'nothing fits'}"
+    print(said)
     if options.out:
-        _write(Path(options.out), f"{head}\n\n{shown}\n\n{verdict(rows)}\n", rows, drawn)
+        _write(Path(options.out), said + "\n", rows, drawn)
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,12 +39,14 @@ class _Moves:
         links = job.links
         sent = job.model.sent(links.gpus) if job.model else [0] * (job.layers + 1)
         moved = links.read_s if schedule == "odc" else links.collective_s
-        added = [REDUCE_BYTES * each for each in sent]
+        trained = job.model.sent(links.gpus, trained=True) if job.model and not job.alone else [0] * len(sent)
+        added = [REDUCE_BYTES * each for each in trained]
+        added_s = [moved(each) if each else 0.0 for each in added]
         across_s = [2 * links.replicas_s(each / links.gpus) * (schedule != "odc") for each in added]
         return cls(
             read=[moved(COMPUTE_BYTES * each) for each in sent],
-            add=[moved(each) for each in added],
-            last_add=[moved(each) + more_s for each, more_s in zip(added, across_s, strict=True)],
+            add=added_s,
+            last_add=[each_s + more_s for each_s, more_s in zip(added_s, across_s, strict=True)],
         )
 
 
@@ -82,7 +84,8 @@ def simulate(
     recorder = EventRecorder(job.ranks, entry_s) if timeline else None
     moves = _Moves.of(job, schedule)
     if balance == QUEUE:
-        assigned = [_taken(lengths, job, moves, token_cap) for lengths in minibatches]
+        how = {"ranks": job.ranks, "token_cap": token_cap, "cost": job.cost}
+        assigned = [_taken([[each] for each in queue_packs(m, **how)], job, moves) for m in minibatches]
     elif assigned is None:
         how = {"ranks": job.ranks, "replicas": job.replicas, "token_cap": token_cap, "cost": job.cost}
         assigned = [assign_packs(m, balance=balance, split_tokens=split_tokens, **how) for m in minibatches]
@@ -114,17 +117,34 @@ def simulate(
     )
 
 
-def _taken(lengths: Sequence[int], job: Job, moves: _Moves, token_cap: int) -> list[Packs]:
-    """Each rank's packs of the work queue: the rank that is free first takes the next one."""
+def simulate_runs(runs: Sequence[Sequence[Sequence[int]]], *, job: Job, token_cap: int) -> Outcome:
+    """Runs, of which each has minibatches, over one base, of a `job` that is `alone`: the rank that is free first takes
+    the next run, costliest first. Seconds are those of all runs over the number of their minibatches, as if in turn.
+    """
+    how = {"ranks": 1, "token_cap": token_cap, "balance": "mini", "cost": job.cost}
+    queue = [[pack for lengths in run for pack in assign_packs(lengths, **how)[0]] for run in runs]
+    queue.sort(key=lambda packs: -sum(map(job.cost.pack, packs)))
+    minibatches = [lengths for run in runs for lengths in run]
+    taken = _taken(queue, job, _Moves.of(job, "odc"))
+    told = simulate(minibatches[:1], job=job, schedule="odc", balance="mini", token_cap=token_cap, assigned=[taken])
+    count, steps = len(minibatches), -(-len(runs) // job.ranks) * max(map(len, runs))  # of all, of a rank
+    parts = {name: getattr(told, name) / count for name in ("busy_s", "exposed_s", "waited_s")}
+    seconds = (told.seconds + (steps - 1) * told.tail_s) / count
+    return replace(told, seconds=seconds, tail_s=steps * told.tail_s / count, **parts)
+
+
+def _taken(queue: Sequence[Packs], job: Job, moves: _Moves) -> list[Packs]:
+    """Each rank's packs of the queue, whose entries have one or more: the rank that is free first takes the next."""
     taken: list[Packs] = [[] for _ in range(job.ranks)]
     free = [(0.0, rank) for rank in range(job.ranks)]
     moved_s = sum(2 * read_s + add_s for read_s, add_s in zip(moves.read, moves.add, strict=True))
-    for pack in queue_packs(lengths, ranks=job.ranks, token_cap=token_cap, cost=job.cost):
+    for packs in queue:
         since_s, rank = heapq.heappop(free)
-        taken[rank].append(pack)
-        work_s = job.seconds(pack) * job.slowness[rank]
-        took_s = max(work_s, moved_s) if job.prefetch and job.overlap else work_s + moved_s
-        heapq.heappush(free, (since_s + took_s, rank))
+        taken[rank] += packs
+        for pack in packs:
+            work_s = job.seconds(pack) * job.slowness[rank]
+            since_s += max(work_s, moved_s) if job.prefetch and job.overlap else work_s + moved_s
+        heapq.heappush(free, (since_s, rank))
     return taken
 
 

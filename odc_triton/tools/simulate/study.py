@@ -9,7 +9,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -26,7 +26,7 @@ from .hardware import GpuKind, Links
 from .job import SHARED, SPLIT, Job, assign_packs
 from .lanes import Outcome
 from .models import Model
-from .run import simulate
+from .run import simulate, simulate_runs
 
 SETTINGS = {
     "FSDP2 + LocalSort": ("fsdp", "local"),
@@ -40,7 +40,7 @@ SETTINGS = {
 BASELINE = "FSDP2 + LB-Micro"  # the paper's
 COLUMNS = ("samples/GPU", "rank", "setting", "s/step", "speed-up", "idle", "exposed comm.", "GB/GPU", "")
 DRAWN = (BASELINE, "FSDP2 + global packing", "ODC + LB-Mini", "ODC + queue")  # in pictures
-_RECOMPUTED = 4 / 3  # of forward and backward: a second forward
+ALONE = "ODC, a run per GPU"
 _LINK_EFFICIENCY = 0.8  # of the nominal bandwidth
 _COLLECTIVE_SMS = 0.1  # share of an A100's or H100's SMs: a dozen NCCL blocks, each on an SM
 
@@ -68,16 +68,18 @@ def make_job(
     **others: Any,
 ) -> Job:
     """A job whose compute times are the model's FLOPs over `efficiency` of the GPU's peak. `others`: as for `Job`."""
-    seconds_per_flop = (_RECOMPUTED if checkpointing else 1.0) / (kind.tflops * 1e12 * efficiency)
+    seconds_per_flop, share = 1 / (kind.tflops * 1e12 * efficiency), 1 / 2 if model.is_frozen else 1 / 3
+    again, cost = 1 if checkpointing else 0, model.cost  # attention has no weights
+    worked = replace(cost, linear=cost.linear * (1 + again * share), quadratic=cost.quadratic * (1 + again / 3))
     return Job(
         links=links,
-        seconds=lambda lengths: model.cost.pack(lengths) * seconds_per_flop,
-        cost=model.cost,
+        seconds=lambda lengths: worked.pack(lengths) * seconds_per_flop,
+        cost=cost,
         layers=model.layers,
         model=model,
         checkpointing=checkpointing,
         fused_head=fused_head,
-        forward_share=1 / 4 if checkpointing else 1 / 3,
+        forward_share=share / (1 + again * share),
         barrier_s=1e-3,
         memory_gbs=kind.memory_gbs,
         slow=slow or {},
@@ -108,15 +110,17 @@ def rank_settings(
     timeline_of: int | None = None,
     split: bool = False,
     relatives: Relatives | None = None,
+    runs: int = 0,
 ) -> list[Row]:
-    """All `SETTINGS`, with `split` also "ODC + LB-Split", and with `relatives` "ODC + shared prefixes", at each
-    minibatch size in `sizes`, in samples per rank; those that fit come fastest first.
+    """All `SETTINGS`, with `split` also "ODC + LB-Split", with `relatives` "ODC + shared prefixes", and `ALONE` for so
+    many `runs` as share the trials, at each minibatch size in `sizes`, in samples per rank; the fastest that fit first.
 
     Every setting gets the same `trials` minibatches, drawn from `lengths`, with relatives in families as
     `MinibatchSampler` keeps them together. `memory_gb`: of one GPU. `timeline_of`: the size at which outcomes keep
     their events. Raises as `draw` and `assign`.
     """
     rows: list[Row] = []
+    alone = replace(job, alone=True)
     settings = SETTINGS | ({"ODC + LB-Split": ("odc", SPLIT)} if split else {})
     longest = 0  # of the prefixes, which ranks of a node may read from each other
     if relatives is not None:
@@ -150,6 +154,8 @@ def rank_settings(
             )
             for name, (schedule, balance) in settings.items()
         }
+        if runs:
+            outcomes[ALONE] = simulate_runs([minibatches[n::runs] for n in range(runs)], job=alone, token_cap=token_cap)
         base_s = outcomes[BASELINE].step_s
         found = [
             Row(
@@ -157,7 +163,7 @@ def rank_settings(
                 name=name,
                 outcome=outcome,
                 speedup=base_s / outcome.step_s,
-                fits=_least_bytes(outcome, job) <= memory_gb * 1e9,
+                fits=_least_bytes(outcome, alone if name == ALONE else job) <= memory_gb * 1e9,
             )
             for name, outcome in outcomes.items()
         ]
