@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -235,6 +237,16 @@ def _dropped(rank: int, world: int) -> float:
         return max(distances)
 
 
-@pytest.mark.parametrize("use", [slow(_split), slow(_experts), slow(_dropped)])
+def _own_adapters(rank: int, world: int) -> float:
+    """Each rank writes those that it has in ignored_params."""
+    model = fully_shard(own := adapted(seed=rank), ignored_params={*adapters(own).values()})
+    with serving(model), tempfile.TemporaryDirectory() as folder:
+        save_pretrained(model, f"{folder}/adapter")
+        saved = load_file(f"{folder}/adapter/adapter_model.safetensors")
+    values = {key.replace(".default", ""): each for key, each in adapters(adapted(seed=rank)).items()}
+    return splitting.distance(saved, values)
+
+
+@pytest.mark.parametrize("use", [slow(_own_adapters), slow(_split), slow(_experts), slow(_dropped)])
 def test_uses(use: Callable[[int, int], float]) -> None:
     assert max(ranks.run(use, 4)) <= 1e-6
