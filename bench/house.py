@@ -69,14 +69,14 @@ FEATURES = {
 
 # (most now, what the plan wants or None). Lines behind an import in a file of the package's own folder, to full 50:
 BEHIND: dict[str, tuple[int, int | None]] = {
-    "from . import fully_shard, minibatch": (9_150, 7_000),
-    "from . import use_odc": (9_100, None),
+    "from . import fully_shard, minibatch": (9_200, 7_000),
+    "from . import use_odc": (9_200, None),
     "from . import replace_layers": (3_350, None),
     "from .balance import MinibatchSampler": (3_650, None),
     "from .hf import enable_packing, summed_loss": (10_750, None),
     "from .hf import ODCTrainer": (24_400, None),
     "from .jobs.train import sft": (32_700, None),
-    "from .jobs.train import grpo": (34_650, None),
+    "from .jobs.train import grpo": (34_700, None),
 }
 # Files that know a feature, and files on a way:
 BUDGETS: dict[str, tuple[int, int | None]] = {

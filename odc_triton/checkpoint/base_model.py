@@ -36,10 +36,11 @@ def base_name(model: nn.Module) -> str | None:
 
 
 def frozen_base(model: nn.Module) -> dict[str, ShardedParameter]:
-    """The parameters below PEFT's adapters that are not trained, by each of their names; {} for other models."""
-    if not getattr(model, "peft_config", None):
-        return {}
-    parameters, frozen = sharded_parameters(model), frozen_ids(model)
+    """The parameters below PEFT's adapters that are not trained, and borrowed ones, by each of their names."""
+    parameters = sharded_parameters(model)
+    frozen = {key for key, each in parameters.items() if isinstance(each.shard, BorrowedShard)}
+    if getattr(model, "peft_config", None):
+        frozen |= frozen_ids(model)
     return {
         name: parameters[id(value)]
         for name, value in model.named_parameters(remove_duplicate=False)

@@ -153,7 +153,7 @@ class Saving:
         self._engine = engine
         self._aside = unfinished(final, "saving")
         self._base_name = base_model.base_name(model)
-        self._base = base_model.frozen_base(model) if self._base_name else {}
+        self._base = base_model.frozen_base(model) if self._base_name or engine.base else {}
         self._base_sum: int | None = None
         self._part = dcp.Part(engine.rank, training_state.to_save(model, optimizer, without=self._base))
         self._json = {f"random-{engine.rank}.json": json.dumps(random_state())}
@@ -197,8 +197,10 @@ class Saving:
                     os.rename(folder / name, aside / name)
                 folder.rmdir()
         files |= dcp.join_parts(aside, len(written))
-        if self._base_name is not None and self._base:
-            named = base_model.described(self._base_name, self._base, [theirs["base"] for theirs in written])
+        if self._base:
+            named = base_model.described(
+                self._base_name or "a base without a name", self._base, [theirs["base"] for theirs in written]
+            )
             files |= _write(aside / base_model.FILE, json.dumps(named).encode())
         _write(aside / MANIFEST, Manifest(number=number, step=self.step, world=len(written), files=files).to_json())
         sync_folder(aside)
@@ -241,7 +243,7 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
             dcp.check_sizes(path, metadata)
         state = read_state(path)
         adapters_only = saved is not None and base_model.FILE in saved.files
-        base = base_model.frozen_base(model) if adapters_only else {}
+        base = base_model.frozen_base(model) if adapters_only or engine.base else {}
         shared["base"] = base_model.own_sum(base, engine.rank, engine.world)
     fresh = None if optimizer is None or optimizer.state else optimizer
     try:

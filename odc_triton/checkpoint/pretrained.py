@@ -216,6 +216,7 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
     engine = engine_of(model)
     purpose = "load pretrained weights"
     with all_or_none(engine, purpose):
+        engine.refuse_borrowed("load_pretrained_shards", "load them into the base")
         files = PretrainedFiles(weights_folder(source))
         places = _places(model)
         sources, unexpected = _sources(empty_copy(transformers_part(model)[1]), files, places.keys())

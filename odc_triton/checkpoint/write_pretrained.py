@@ -64,8 +64,8 @@ def save_pretrained(
     """
     if not is_sharded(model):
         raise TypeError(f"{type(model).__name__} is not a sharded transformers model: save its state_dict() instead")
-    if (rank := engine_of(model).rank) != 0:
-        raise RuntimeError(f"save_pretrained was called on rank {rank}: call it on rank 0 only")
+    if (engine := engine_of(model)).rank != 0 and not engine.is_alone:
+        raise RuntimeError(f"save_pretrained was called on rank {engine.rank}: call it on rank 0 only")
     _, part = transformers_part(model)
     is_adapted = hasattr(model, "peft_config")
     if merge and not is_adapted:

@@ -287,7 +287,7 @@ class Barrier:
         """`ranks`, and in place of those that have given up because of another rank that one."""
         broken = self._broken.seen()
         blamed = {rank: broken[rank] - _BLAMES for rank in ranks if broken[rank] >= _BLAMES}
-        found = {rank if broken[blamed.get(rank, rank)] else blamed.get(rank, rank) for rank in ranks}
+        found = {rank if broken[blamed.get(rank, rank)] >= _BLAMES else blamed.get(rank, rank) for rank in ranks}
         return sorted(found - {self.rank}) or ranks
 
     def root_cause(self, ranks: list[int]) -> list[int]:

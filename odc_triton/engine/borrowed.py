@@ -16,7 +16,7 @@ from ..comm.grid import Grid
 from ..comm.layout import ParameterSpec, Region, shard_rows
 from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
 from .protocol import Protocol
-from .shard import HeapShard
+from .shard import HeapShard, versions_of
 
 
 class BorrowedShard(HeapShard):
@@ -42,6 +42,13 @@ class BorrowedShard(HeapShard):
     @property
     def saved_dtype(self) -> str:
         return self._wanted.master_dtype
+
+    def to_publish(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        if self.versions not in (None, versions_of(self.sharded)):
+            raise RuntimeError(
+                f"{self.name} was edited, and is in a base that other runs read: edit no borrowed parameter"
+            )
+        return super().to_publish()
 
     def values_of(self, part: int, parts: int) -> tuple[int, torch.Tensor]:
         first, end = shard_rows(self.spec.shape[0], parts, part)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -65,6 +66,7 @@ class Member:
         self.events = EventLog(self.rank)
         self.phase, self.number = Phase.READY, -1
         self.base: Member | None = None  # of the frozen model that lends this one its parameters
+        self.borrowers: weakref.WeakSet[Member] = weakref.WeakSet()
         self.shards: list[Shard] = []
         self._warned: set[str] = set()
         self._pid = os.getpid()
@@ -139,6 +141,14 @@ class Member:
         """From now on the loss of any rank of `base` is one of this engine's, also while it waits at its barrier."""
         self.base = base
         self.barrier.guards.append(base.require_peers)
+        base.borrowers.add(self)
+
+    def refuse_borrowed(self, call: str, instead: str) -> None:
+        """Raises RuntimeError if this model has a base: `call` is not for one that others read."""
+        if self.base is not None:
+            raise RuntimeError(
+                f"{call} of a model whose frozen parameters are in a base that other runs read: {instead}"
+            )
 
     def require_alive(self, ranks: Sequence[int], purpose: str) -> None:
         """Raises RankLost at once if one of these ranks' processes is gone, or one of a base's; a few microseconds.

@@ -16,6 +16,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.tensor import DTensor
 
 from ..machine.topology import Place
+from .borrowed import BorrowedShard
 from .collectives import NoCollectives
 from .exact import ExactSums
 from .forward import run_forward
@@ -287,6 +288,10 @@ class ODCModule(nn.Module if TYPE_CHECKING else object):
             vars(local)["_metadata"] = state_dict._metadata
         for name, sharded in self.named_parameters(remove_duplicate=False):
             value, parameter = local.get(name), parameters.get(id(sharded))
+            if value is not None and parameter is not None and isinstance(parameter.shard, BorrowedShard):
+                self._odc_engine.refuse_borrowed(
+                    f"load_state_dict with {name}", "leave it out, or load it into the base"
+                )
             if parameter is not None and _is_whole(value, parameter):
                 local[name] = parameter.shard.own_part(value)
         self._odc_engine.drain("what still reads the parameters")

@@ -35,6 +35,8 @@ def serving(model: nn.Module) -> Iterator[None]:
         if not engine.is_broken:
             words = f"rank {engine.rank} failed and serves its shards until the others are done: {in_a_line(error)}"
             print(words, file=sys.stderr, flush=True)
+            for each in engine.borrowers:  # their groups must not wait for this rank
+                each.abort(error)
             engine.exchange(_PURPOSE, {})
         raise
     except BaseException as error:

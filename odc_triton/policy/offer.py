@@ -94,6 +94,7 @@ def offer_policy(model: nn.Module, *, max_lag: float = 30.0) -> PolicyOffer:
             f"the model is on {engine.heap.device.type}, and a policy can be read by other processes only from the CPU "
             f"backend's memory so far: sample with the model itself or with vLLM in the ranks' processes"
         )
+    engine.refuse_borrowed("offer_policy", "offer the base, and give readers adapters by save_pretrained")
     engine.publication.max_lag_s = max_lag
     server = None
     pids = [theirs["pid"] for theirs in engine.exchange("offer the policy", {"pid": os.getpid()})]

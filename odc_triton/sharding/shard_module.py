@@ -125,7 +125,6 @@ def fully_shard(
         _check_mesh(mesh, device)
         grid = grid_of(mesh)
         barrier = open_barrier(grid, timeout)
-        lender = None if base is None else require_base(base, mesh, device)
         root, units = (module, None) if modules[0] is module else _together(modules)
         if (ours := next((each for each in root.modules() if hasattr(each, "adapt_wrappers")), None)) is not None:
             untyped(ours).adapt_wrappers(root)
@@ -137,7 +136,7 @@ def fully_shard(
             described = describe(
                 root, grid.mesh, policy, ignored_params or set(), home=device.mesh_device, exact=exact, units=units
             )
-            loan = None if base is None or lender is None else borrow(base, lender, described, root, grid)
+            loan = None if base is None else borrow(base, require_base(base, mesh, device), described, root, grid)
             device.check(described.specs)
         plan = _plan(described, grid, device)
         options = {"policy": policy, "debug": debug, "exact": exact, "timeout": timeout, "backend": device.name}
