@@ -13,7 +13,7 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -30,6 +30,7 @@ from ...checkpoint.adapted import read_config
 from ...checkpoint.pretrained import expect_weights
 from ...comm.grid import Grid, grid_of
 from ...engine.api import engine_of
+from ...engine.module import Engine
 from ...engine.serving import serving
 from ...nn.operand import kept_dtype
 from ...plan.cost import CostModel
@@ -90,7 +91,9 @@ def train_all(sweep: Sweep) -> None:
     first = engine.rank - engine.rank % each
     own, request = own_mesh(ranks[first : first + each], timeout), StopRequest()
     among = Among(mesh=own, base_of=lambda options: bases[_key(options)], stop=request)
-    runner = _Runner(sweep, among, engine.require_peers, where=f"rank {first}" if each == 1 else f"ranks from {first}")
+    runner = _Runner(
+        sweep, among, engine, where=f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
+    )
     stop, outcomes = StopSignal(engine.require_peers, request), []
     with handling(stop.on_signal, *STOPS), serving(next(iter(bases.values()))):
         for place in _turns(counter, grid_of(own), timeout, request, len(order)):
@@ -176,11 +179,11 @@ def _turns(counter: StoreCounter, grid: Grid, timeout: timedelta, stop: StopRequ
 
 @dataclass(frozen=True)
 class _Runner:
-    """The ranks that train a run together. `require_all`: raises if a rank of the job is gone, given a purpose."""
+    """The ranks that train a run together. `base`: the engine of one that all ranks share."""
 
     sweep: Sweep
     among: Among
-    require_all: Callable[[str], None]
+    base: Engine
     where: str
 
     def run(self, name: str, place: str) -> RunEnd:
@@ -210,7 +213,9 @@ class _Runner:
             outcome = RunEnd(name=name, where=self.where, status="stopped")
             say("is stopped; continue with --resume auto")
         except Exception as error:
-            self.require_all(f"their shards, after run {name} failed")
+            for borrower in self.base.borrowers:  # the other ranks of this run may wait for this one
+                borrower.abort(error)
+            self.base.require_peers(f"their shards, after run {name} failed")
             outcome = RunEnd(name=name, where=self.where, status="failed", error=in_a_line(error))
             say(f"failed, and the other runs go on: {outcome.error}")
         gc.collect()  # the model, whose memory the next run needs
