@@ -50,7 +50,7 @@ from ..provenance import about, save_parts
 from ..variants import CLIP_NORM, Setting, shard_by_fsdp2
 
 RUNS, STEPS, ROUNDS = 8, 4, 7
-LEARNING_RATES, ADAPTER_RANKS = (1e-3, 3e-3), (8, 16)
+LEARNING_RATES, ADAPTER_RANK = (1e-3, 3e-3), 16
 TOLERANCE = 1e-4  # of losses: sums over ranks and packs in other orders, in fp32
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
 
@@ -84,7 +84,6 @@ class Run:
     data: str
     samples: int
     lr: float
-    rank: int
     seed: int
     cost: float = 0.0
     shared_cost: float = 0.0
@@ -110,8 +109,8 @@ def prepare(folder: Path, work: Work, *, rounds: int, steps: int, samples: int) 
             lengths, _ = scaled_minibatches(LENGTHS, **how)
             text = numbers.geometric(0.02, sum(lengths)) % work.config["vocab_size"]  # uneven: there is much to learn
             cut(text, lengths).save(path := folder / f"{round_}-{number}.npz")
-            of = {"lr": LEARNING_RATES[number % 2], "rank": ADAPTER_RANKS[number // 2 % 2], "seed": number}
-            run, costs = Run(data=str(path), samples=samples, **of), []
+            lr, costs = LEARNING_RATES[number % len(LEARNING_RATES)], []
+            run = Run(data=str(path), samples=samples, lr=lr, seed=number)
             for ranks in (1, RANKS):
                 packs = [run.minibatches(cost, "mini", rank=rank, ranks=ranks) for rank in range(ranks)]
                 loads = [[sum(cost.samples([lengths[i] for p in own for i in p])) for own in of] for of in packs]
@@ -122,29 +121,23 @@ def prepare(folder: Path, work: Work, *, rounds: int, steps: int, samples: int) 
 
 
 class Trainer:
-    """Trains runs as `arm` does, on models over one base. Collective."""
+    """Trains runs as `arm` does, one after the other with one model, whose adapters it sets. Collective."""
 
     def __init__(self, arm: Arm, work: Work, folder: Path) -> None:
-        self.arm, self.work, self.folder, self.cost = arm, work, str(folder / "base"), work.cost()
-        self.models: dict[int, nn.Module] = {}
+        self.arm, self.cost, folder = arm, work.cost(), str(folder / "base")
         if arm.kind == "odc":
-            self.base = fully_shard(meta_causal_lm(model=self.folder).requires_grad_(False))
-            load_pretrained_shards(self.base, self.folder)
-
-    def model(self, rank: int) -> nn.Module:
-        """With adapters of this rank, whose values `train` writes."""
-        if rank not in self.models:
-            model = meta_causal_lm(model=self.folder) if self.arm.kind == "odc" else self.work.build()
-            enable_packing(model)
-            model = add_adapters(model, rank=rank, alpha=None, targets="all-linear").train()
-            if self.arm.kind == "odc":
-                mesh = own_mesh(range(RANKS) if self.arm.together else [dist.get_rank()])
-                model = fully_shard(model, mesh=mesh, base=self.base)
-            elif self.arm.kind == "fsdp2":
-                blocks = [model.get_submodule(name) for name in find_units(model)]
-                shard_by_fsdp2(model, blocks, Setting(), reshard_after_forward=self.arm.reshard)
-            self.models[rank] = model
-        return self.models[rank]
+            self.base = fully_shard(meta_causal_lm(model=folder).requires_grad_(False))
+            load_pretrained_shards(self.base, folder)
+        model = meta_causal_lm(model=folder) if arm.kind == "odc" else work.build()
+        enable_packing(model)
+        model = add_adapters(model, rank=ADAPTER_RANK, alpha=None, targets="all-linear").train()
+        if arm.kind == "odc":
+            mesh = own_mesh(range(RANKS) if arm.together else [dist.get_rank()])
+            model = fully_shard(model, mesh=mesh, base=self.base)
+        elif arm.kind == "fsdp2":
+            blocks = [model.get_submodule(name) for name in find_units(model)]
+            shard_by_fsdp2(model, blocks, Setting(), reshard_after_forward=arm.reshard)
+        self.model = model
 
     def turns(self, runs: list[Run]) -> Iterator[Run]:
         """Those that this rank trains."""
@@ -160,12 +153,12 @@ class Trainer:
 
     def base_bytes(self) -> int:
         """Of the base's parameters, what this rank holds all the time."""
-        model = self.base if self.arm.kind == "odc" else self.model(ADAPTER_RANKS[0])
+        model = self.base if self.arm.kind == "odc" else self.model
         return sum(local(each).nbytes for each in model.parameters() if not each.requires_grad)
 
     def train(self, run: Run) -> dict[str, Any]:
         """This rank's parts of the losses, and a digest of its adapters."""
-        begun_s, model, data = time.monotonic(), self.model(run.rank), TokenizedDataset.load(run.data)
+        begun_s, model, data = time.monotonic(), self.model, PackedDataset(TokenizedDataset.load(run.data))
         adapters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         numbers = torch.Generator().manual_seed(run.seed)
         with torch.no_grad():
@@ -182,7 +175,7 @@ class Trainer:
         rank, ranks = (dist.get_rank(), RANKS) if self.arm.together else (0, 1)
         losses = []
         for packs in run.minibatches(self.cost, self.arm.balance, rank=rank, ranks=ranks):
-            losses.append(self.gradients(model, packs, PackedDataset(data), ranks))
+            losses.append(self.gradients(packs, data, ranks))
             nn.utils.clip_grad_norm_(adapters.values(), CLIP_NORM)
             optimizer.step()
             optimizer.zero_grad()
@@ -190,8 +183,9 @@ class Trainer:
         digest = hashlib.sha256(values.numpy()).hexdigest()
         return {"run": run.seed, "seconds": time.monotonic() - begun_s, "losses": losses, "digest": digest}
 
-    def gradients(self, model: nn.Module, packs: Any, data: PackedDataset, ranks: int) -> float:
+    def gradients(self, packs: Any, data: PackedDataset, ranks: int) -> float:
         """Of a step. Returns this rank's part of the loss."""
+        model = self.model
         if self.arm.kind == "odc":
             step = run_step(model, packs, CrossEntropy(), collate=lambda pack: pack_collate([data[pack]])[0])
             return step.loss / ranks
@@ -219,9 +213,6 @@ def measure(work: Work, folder: Path, rounds: Rounds) -> dict[str, list[dict[str
     """By arm and round: seconds from the first rank's start to the last one's end, and each rank's part. Collective."""
     open_job()
     trainers, found = {name: Trainer(arm, work, folder) for name, arm in ARMS.items()}, {name: [] for name in ARMS}
-    for trainer in trainers.values():
-        for rank in ADAPTER_RANKS:
-            trainer.model(rank)
     for number, runs in enumerate(rounds):
         for name, trainer in in_turn([*trainers.items()], number):
             gather(None)  # a barrier
@@ -229,15 +220,15 @@ def measure(work: Work, folder: Path, rounds: Rounds) -> dict[str, list[dict[str
             with trainer.serving():
                 trained = [trainer.train(run) for run in trainer.turns(runs)]
                 end_s = time.monotonic()
-            ranks = gather((start_s, end_s, quiet.waited_s() - waited_s, trained))
-            seconds = max(end for _, end, _, _ in ranks) - min(start for start, _, _, _ in ranks)
-            if dist.get_rank() == 0:
-                print(f"  round {number + 1}/{len(rounds)}  {name}: {seconds:.2f} s", flush=True)
-            busy, waited, parts = (
-                [end - start for start, end, _, _ in ranks],
-                *[[r[i] for r in ranks] for i in (2, 3)],
+            starts, ends, waited, parts = zip(
+                *gather((start_s, end_s, quiet.waited_s() - waited_s, trained)), strict=True
             )
-            found[name].append({"seconds": seconds, "busy_s": busy, "waited_s": waited, "runs": parts})
+            took_s = max(ends) - min(starts)
+            if dist.get_rank() == 0:
+                print(f"  round {number + 1}/{len(rounds)}  {name}: {took_s:.2f} s", flush=True)
+            found[name].append(
+                {"seconds": took_s, "ends_s": [end - min(starts) for end in ends], "waited_s": waited, "runs": parts}
+            )
     dist.destroy_process_group()
     return found
 
@@ -257,7 +248,6 @@ def memory(name: str, folders: tuple[Path, Path], works: tuple[Work, Work], runs
         libc.malloc_trim(0)
         before = sum(watch.read())
         trainer = Trainer(ARMS[name], work, folder)
-        trainer.model(run.rank)
         gather(None)
         libc.malloc_trim(0)
         at_rest = sum(watch.read()) - before
@@ -279,29 +269,25 @@ def bound(runs: list[Run]) -> float:
 
 def compared(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """How far losses are from ours. Raises ValueError for arms that did not train alike."""
-    losses: dict[str, list[Any]] = {}
+    losses, digests = {}, {}
     for name, rounds in found.items():
-        for of in rounds:
-            runs: dict[int, Any] = {}
-            for each in (each for part in of["runs"] for each in part):
-                runs[each["run"]] = runs.get(each["run"], 0.0) + np.array(each["losses"])
-            losses.setdefault(name, []).append([runs[number] for number in range(RUNS)])
-    ours = np.array(losses[OURS])
-    apart = {name: float(np.abs(np.array(of) / ours - 1).max()) for name, of in losses.items()}
+        of = losses[name] = np.zeros((len(rounds), RUNS, len(rounds[0]["runs"][0][0]["losses"])))
+        for number, each in ((number, each) for number, of in enumerate(rounds) for own in of["runs"] for each in own):
+            of[number, each["run"]] += each["losses"]
+            digests.setdefault(name, {})[number, each["run"]] = each["digest"]
+    ours, apart = losses[OURS], {name: float(np.abs(of / losses[OURS] - 1).max()) for name, of in losses.items()}
     if not max(apart.values()) <= TOLERANCE:
         raise ValueError(f"losses are up to {apart} apart, of which {TOLERANCE} is rounding: arms did not train alike")
-    if len({*ours[..., -1].flatten().tolist()}) < ours[..., -1].size:
+    if len(np.unique(ours[..., -1])) < ours[..., -1].size:
         raise ValueError("runs end with equal losses, so arms can't be compared by them")
-    digests = {name: [{e["run"]: e["digest"] for p in of["runs"] for e in p} for of in found[name]] for name in found}
     return {"losses_apart": apart, "has_bits_of_copies": digests[OURS] == digests[COPIES]}
 
 
 def report_of(found: dict[str, list[dict[str, Any]]], rounds: Rounds, bytes_of: dict[str, Any]) -> dict[str, Any]:
     seconds = {name: [of["seconds"] for of in each] for name, each in found.items()}
     fsdp2 = min((RESHARD, NO_RESHARD), key=lambda name: statistics.median(seconds[name]))
-    shares = [
-        max(quiet.share(of["seconds"], of["waited_s"]) for of in turn) for turn in zip(*found.values(), strict=True)
-    ]
+    turns = zip(*found.values(), strict=True)
+    disturbed = [any(quiet.is_disturbed(of["seconds"], of["waited_s"]) for of in turn) for turn in turns]
     pairs = {"fsdp2_over_ours": (fsdp2, OURS), "ours_over_copies": (OURS, COPIES), "odc_over_ours": (ODC, OURS)}
     pairs["fsdp2_over_odc"] = (fsdp2, ODC)
     return {
@@ -312,10 +298,7 @@ def report_of(found: dict[str, list[dict[str, Any]]], rounds: Rounds, bytes_of: 
         "bytes": bytes_of,
         "base_over_copies": {key: bytes_of[OURS][key] / bytes_of[COPIES][key] for key in ("base", "at_rest")},
         **compared(found),
-        "disturbed": {
-            "measured_anew": 0,
-            "left": None if any(map(math.isnan, shares)) else sum(each > quiet.MOST_WAITING for each in shares),
-        },
+        "disturbed": {"measured_anew": 0, "left": None if math.isnan(quiet.waited_s()) else sum(disturbed)},
         "rounds": found,
         "runs": [[asdict(run) | {"data": Path(run.data).stem} for run in runs] for runs in rounds],
     }
@@ -343,10 +326,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = {"config": works[1].config, "steps": steps, "token_cap": TOKEN_CAP, "ranks": RANKS}
     sizes["took_s"] = time.monotonic() - start_s
     save_parts(options.out, **{f"samples_{options.samples}": report | sizes | about()})
-    rows = [
-        [name, f"{rate:.0f}", *(f"{each / 1e6:.1f}" for each in bytes_of[name].values())]
-        for name, rate in report["runs_per_hour"].items()
-    ]
+    sizes_of = {name: [f"{each / 1e6:.1f}" for each in of.values()] for name, of in bytes_of.items()}
+    rows = [[name, f"{rate:.0f}", *sizes_of[name]] for name, rate in report["runs_per_hour"].items()]
     print(table(rows, ("", "runs per hour", "base of a rank, MB", "at rest", "peak")))
     keys = [key for key in report if "_over_" in key or key in ("bound", "losses_apart", "has_bits_of_copies")]
     print(*(f"{key}: {report[key]}" for key in keys), sep="\n")

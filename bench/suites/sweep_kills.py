@@ -7,6 +7,7 @@ sweep may end: all adapters must have the bits of those that nothing disturbed. 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -54,18 +55,25 @@ def start(folder: Path, out: Path) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def names() -> set[str]:
-    """In /dev/shm, and of our sockets."""
-    sockets = (line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@odc-" in line)
-    return {*os.listdir("/dev/shm"), *sockets}
+def held(processes: list[psutil.Process]) -> set[str]:
+    """Names that others could see, of these processes alone: files in /dev/shm, and abstract sockets' addresses."""
+    found, sockets = set(), set()
+    for each in processes:
+        with contextlib.suppress(OSError):
+            folder = Path(f"/proc/{each.pid}")
+            sockets |= {os.readlink(file) for file in (folder / "fd").iterdir()}
+            found |= {line.split()[5] for line in (folder / "maps").read_text().splitlines() if "/dev/shm/" in line}
+    return found | {address for inode, address in _sockets() if f"socket:[{inode}]" in sockets}
 
 
-def left_since(before: set[str]) -> list[str]:
-    """New names, but for those that go within seconds, as other jobs' do."""
-    end_s = time.monotonic() + MOST_S
-    while (left := names() - before) and time.monotonic() < end_s:
-        time.sleep(0.1)
-    return sorted(left)
+def _sockets() -> list[tuple[str, str]]:
+    """Inode and address of each abstract one."""
+    lines = map(str.split, Path("/proc/net/unix").read_text().splitlines())
+    return [(words[6], words[7]) for words in lines if len(words) > 7 and words[7].startswith("@")]
+
+
+def left_of(names: set[str]) -> list[str]:
+    return sorted(names & {*map(str, Path("/dev/shm").iterdir()), *(address for _, address in _sockets())})
 
 
 def adapters(out: Path) -> dict[str, bytes]:
@@ -75,7 +83,7 @@ def adapters(out: Path) -> dict[str, bytes]:
 
 def strike(folder: Path, out: Path, numbers: random.Random, longest_s: float) -> dict[str, Any] | None:
     """Starts the sweep, kills one of its processes and says what was wrong then; None if it ended before that."""
-    before, launcher, begun_s = names(), start(folder, out), time.monotonic()
+    launcher, begun_s = start(folder, out), time.monotonic()
     wait_s, who, rank = numbers.uniform(0.0, longest_s), numbers.random(), numbers.randrange(RANKS)
     while launcher.poll() is None and not ranks_of(launcher):
         time.sleep(0.02)
@@ -87,23 +95,25 @@ def strike(folder: Path, out: Path, numbers: random.Random, longest_s: float) ->
         return None
     is_launcher = who < 0.25
     begun = sorted(path.parent.name for path in out.glob("*/metrics.jsonl"))
-    victim = psutil.Process(launcher.pid) if is_launcher else ranks[rank]
+    every = [first := psutil.Process(launcher.pid), *first.children(recursive=True)]
+    victim, names = first if is_launcher else ranks[rank], held(every)
     killed_s = time.monotonic()
     victim.send_signal(signal.SIGKILL)
     text = launcher.communicate(timeout=LONG_S)[1]
-    _, alive = psutil.wait_procs(ranks, timeout=LONG_S)
+    _, alive = psutil.wait_procs(every, timeout=LONG_S)
     ended_s, words = time.monotonic() - killed_s, f"rank {rank} failed first: its process was killed by SIGKILL"
     wrong = []
     if alive or ended_s > MOST_S:
         wrong.append(f"it ended after {ended_s:.1f} s, {len(alive)} processes not at all")
     if not is_launcher and words not in text:
         wrong.append(f"rank {rank} is not named: {text[-1000:]}")
-    if left := left_since(before):
+    if left := left_of(names):
         wrong.append(f"{left} stayed")
     return {
         "who": "the launcher" if is_launcher else f"rank {rank}",
         "after_s": killed_s - begun_s,
         "begun": len(begun),
+        "names": len(names),
         "ended_s": ended_s,
         "wrong": wrong,
     }
