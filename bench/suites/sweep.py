@@ -18,7 +18,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -123,12 +123,13 @@ def prepare(folder: Path, work: Work, *, rounds: int, steps: int, samples: int) 
 class Trainer:
     """Trains runs as `arm` does, one after the other with one model, whose adapters it sets. Collective."""
 
-    def __init__(self, arm: Arm, work: Work, folder: Path) -> None:
+    def __init__(self, arm: Arm, work: Work, folder: Path, on_base: Callable[[], None] = lambda: None) -> None:
         self.arm, self.cost, folder = arm, work.cost(), str(folder / "base")
         if arm.kind == "odc":
             self.base = fully_shard(meta_causal_lm(model=folder).requires_grad_(False))
             load_pretrained_shards(self.base, folder)
         model = meta_causal_lm(model=folder) if arm.kind == "odc" else work.build()
+        on_base()
         enable_packing(model)
         model = add_adapters(model, rank=ADAPTER_RANK, alpha=None, targets="all-linear").train()
         if arm.kind == "odc":
@@ -235,28 +236,33 @@ def measure(work: Work, folder: Path, rounds: Rounds) -> dict[str, list[dict[str
 
 def memory(name: str, folders: tuple[Path, Path], works: tuple[Work, Work], runs: tuple[Run, Run]) -> dict[str, int]:
     """Largest bytes of a rank: the base's parameters that it holds; and measured, its own memory and its part of what
-    is shared, above the process before: with the model at rest, and at the peak of the run. Collective.
+    is shared, above the process before: once it has the base, which FSDP2 shards later, and the model with adapters,
+    and at the peak of the run. Collective.
 
     The first of each pair is small and makes libraries allocate what they do on first use.
     """
     open_job()
     set_torch_up()
-    watch, libc, before, at_rest = PeakMemory(every_s=0.005), ctypes.CDLL(None), 0, 0
+    watch, libc, at = PeakMemory(every_s=0.005), ctypes.CDLL(None), [0]
+
+    def look() -> None:
+        gather(gc.collect())
+        libc.malloc_trim(0)
+        at.append(sum(watch.read()))
+
     for folder, work, run in zip(folders, works, runs, strict=True):
         trainer = None
-        gc.collect()
-        libc.malloc_trim(0)
-        before = sum(watch.read())
-        trainer = Trainer(ARMS[name], work, folder)
-        gather(None)
-        libc.malloc_trim(0)
-        at_rest = sum(watch.read()) - before
+        at.clear()
+        look()
+        trainer = Trainer(ARMS[name], work, folder, look)
+        look()
         watch.private_bytes = 0
         with watch, trainer.serving():
             trainer.train(run)
-    found = gather((trainer.base_bytes(), at_rest, watch.peak() - before))
+    before, *after = *at, watch.peak()
+    found = gather((trainer.base_bytes(), *(each - before for each in after)))
     dist.destroy_process_group()
-    return dict(zip(("base", "at_rest", "peak"), map(max, zip(*found, strict=True)), strict=True))
+    return dict(zip(("base", "base_measured", "at_rest", "peak"), map(max, zip(*found, strict=True)), strict=True))
 
 
 def bound(runs: list[Run]) -> float:
@@ -296,7 +302,7 @@ def report_of(found: dict[str, list[dict[str, Any]]], rounds: Rounds, bytes_of: 
         "fsdp2": fsdp2,
         "bound": statistics.mean(map(bound, rounds)),
         "bytes": bytes_of,
-        "base_over_copies": {key: bytes_of[OURS][key] / bytes_of[COPIES][key] for key in ("base", "at_rest")},
+        "base_over_copies": {key: bytes_of[OURS][key] / bytes_of[COPIES][key] for key in ("base", "base_measured")},
         **compared(found),
         "disturbed": {"measured_anew": 0, "left": None if math.isnan(quiet.waited_s()) else sum(disturbed)},
         "rounds": found,
@@ -328,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     save_parts(options.out, **{f"samples_{options.samples}": report | sizes | about()})
     sizes_of = {name: [f"{each / 1e6:.1f}" for each in of.values()] for name, of in bytes_of.items()}
     rows = [[name, f"{rate:.0f}", *sizes_of[name]] for name, rate in report["runs_per_hour"].items()]
-    print(table(rows, ("", "runs per hour", "base of a rank, MB", "at rest", "peak")))
+    print(table(rows, ("", "runs per hour", "base of a rank, MB", "measured", "with adapters", "peak")))
     keys = [key for key in report if "_over_" in key or key in ("bound", "losses_apart", "has_bits_of_copies")]
     print(*(f"{key}: {report[key]}" for key in keys), sep="\n")
     print(quiet.in_words(report["disturbed"], len(rounds)))

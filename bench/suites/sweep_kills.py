@@ -98,7 +98,11 @@ def strike(folder: Path, out: Path, numbers: random.Random, longest_s: float) ->
     every = [first := psutil.Process(launcher.pid), *first.children(recursive=True)]
     victim, names = first if is_launcher else ranks[rank], held(every)
     killed_s = time.monotonic()
-    victim.send_signal(signal.SIGKILL)
+    try:
+        victim.send_signal(signal.SIGKILL)
+    except psutil.NoSuchProcess:  # the sweep has just ended
+        launcher.communicate()
+        return None
     text = launcher.communicate(timeout=LONG_S)[1]
     _, alive = psutil.wait_procs(every, timeout=LONG_S)
     ended_s, words = time.monotonic() - killed_s, f"rank {rank} failed first: its process was killed by SIGKILL"
