@@ -235,9 +235,9 @@ def measure(work: Work, folder: Path, rounds: Rounds) -> dict[str, list[dict[str
 
 
 def memory(name: str, folders: tuple[Path, Path], works: tuple[Work, Work], runs: tuple[Run, Run]) -> dict[str, int]:
-    """Largest bytes of a rank: the base's parameters that it holds; and measured, its own memory and its part of what
-    is shared, above the process before: once it has the base, which FSDP2 shards later, and the model with adapters,
-    and at the peak of the run. Collective.
+    """Bytes per rank, the mean, as a shared page counts in parts for those that touched it. The base's parameters that a
+    rank holds; and measured, its own memory and its part of what is shared, above the process before: once it has the
+    base, which FSDP2 shards later; the model with adapters; at the peak of the run. Collective.
 
     The first of each pair is small and makes libraries allocate what they do on first use.
     """
@@ -262,7 +262,8 @@ def memory(name: str, folders: tuple[Path, Path], works: tuple[Work, Work], runs
     before, *after = *at, watch.peak()
     found = gather((trainer.base_bytes(), *(each - before for each in after)))
     dist.destroy_process_group()
-    return dict(zip(("base", "base_measured", "at_rest", "peak"), map(max, zip(*found, strict=True)), strict=True))
+    means = [sum(each) // RANKS for each in zip(*found, strict=True)]
+    return dict(zip(("base", "base_measured", "at_rest", "peak"), means, strict=True))
 
 
 def bound(runs: list[Run]) -> float:
