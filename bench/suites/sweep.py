@@ -235,7 +235,7 @@ def measure(work: Work, folder: Path, rounds: Rounds) -> dict[str, list[dict[str
 
 
 def memory(name: str, folders: tuple[Path, Path], works: tuple[Work, Work], runs: tuple[Run, Run]) -> dict[str, int]:
-    """Bytes per rank, the mean, as a shared page counts in parts for those that touched it. The base's parameters that a
+    """Bytes per rank, the mean, as a shared page counts for those that touched it. The base's parameters that a
     rank holds; and measured, its own memory and its part of what is shared, above the process before: once it has the
     base, which FSDP2 shards later; the model with adapters; at the peak of the run. Collective.
 
