@@ -182,3 +182,6 @@ def test_a_file(tmp_path: Path) -> None:
     assert (last.lr, last.data, last.lora_rank, last.resume) == (2e-3, ("a/x.parquet", "y.parquet"), 8, "auto")
     assert Path(last.out) == tmp_path / "out" / "wide,lr=0.002,data=x+y.parquet"
     assert found.varied == ("data", "lr", "lora_rank")
+    (tmp_path / "s.yaml").write_text(GOOD + "report-to: wandb\nruns: [{lr: 1e-3}]")
+    (tracked,) = read_sweep(tmp_path / "s.yaml", SweepOptions(out=str(tmp_path / "many"))).runs.values()
+    assert tracked.run_group == "many"

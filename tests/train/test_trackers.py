@@ -55,7 +55,7 @@ def test_steps_of_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Two steps were logged, and the run goes on after step 1."""
     out = tmp_path / "my run"
     out.mkdir()
-    options = SftOptions(data="d", init="i", tokenizer="t", out=str(out), report_to=(name,))
+    options = SftOptions(data="d", init="i", tokenizer="t", out=str(out), report_to=(name,), run_group="sweep")
     found = []
     for place, (step, seen, steps) in enumerate(((0, 0, (1, 2)), (1, 2, (2, 3)))):
         package = logged.Recorder(tmp_path / f"{place}.jsonl")
@@ -72,6 +72,7 @@ def test_steps_of_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [call[0] for call in first] == ["init", "log", "log", "log", "finish"]
     made, again = first[0][1], second[0][1]
     assert (made["project"], made["name"], made["config"]["ranks"]) == ("odc-triton", "my run", 2)
+    assert made["group"] == "sweep"
     assert first[1:4] == [
         ["log", 1, {"loss": 0.5}],
         ["log", 2, {"loss": 1.0}],
