@@ -188,14 +188,14 @@ def evaluate(
         given = _Given(model, packs, objective)
         count += given.tokens or 0
         plans.append(same.entry(given))
-        ranks.add(getattr(given.plan, "ranks", engine.world))
+        ranks.add(getattr(given.plan, "ranks", 1))
         with contextlib.nullcontext() if given.split is None else split_forward(model, given.split):
             for pack in _collated(packs, collate, ahead):
                 for part in parts:
                     part.microbatch()
                 totals.add(*objective.loss(model, _on_device(pack, engine), Terms(number=1, samples=given.samples)))
     own = totals.report(1.0) | {"terms": count}
-    is_shared = not engine.is_alone or ranks != {1}
+    is_shared = not engine.is_alone or any(each > 1 for each in ranks)
     return StepReport(**_exchanged(engine, purpose, own, parts, plans, together=is_shared))
 
 

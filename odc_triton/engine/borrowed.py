@@ -1,7 +1,8 @@
 """A parameter in the shards of another model, a frozen base: this model reads it, and owns none of its memory.
 
-Where whole tensors are views of one memory they are cut for this model's ranks, as if these owned them: what goes by
-owners, such as a fused head's sums, is then computed as without a base, to the same bits.
+Where whole tensors are views of one memory, what is read is cut for this model's ranks, as if these owned it: what goes
+by owners, such as a fused head's sums, is then computed as without a base, to the same bits. `sharded` is always split
+as the base is.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import replace
 import torch
 
 from ..comm.grid import Grid
-from ..comm.layout import ParameterSpec, Region, shard_rows
-from ..comm.memory.heap import SharedMemoryHeap, SymmetricHeap
+from ..comm.layout import ParameterSpec, shard_rows
+from ..comm.memory.heap import SharedMemoryHeap
 from .protocol import Protocol
 from .shard import HeapShard, versions_of
 
@@ -27,17 +28,13 @@ class BorrowedShard(HeapShard):
             lender.spec, names=wanted.names, unit=wanted.unit, master_dtype=lender.spec.compute_dtype, reduce_dtype=None
         )
         heap = lender.heap
-        grid = base.grid if heap.apart else grid
-        super().__init__(spec=spec, number=-1, compute=lender.region, gradient=None, heap=heap, grid=grid)
-        if not heap.apart:
+        super().__init__(spec=spec, number=-1, compute=lender.region, gradient=None, heap=heap, grid=base.grid)
+        if isinstance(heap, SharedMemoryHeap) and not heap.apart:
+            whole, self._rank, self.world = heap.whole(lender.region), grid.shard, grid.shards
+            self.rows = [shard_rows(len(whole), self.world, owner) for owner in range(self.world)]
+            self.compute_shards = [whole[slice(*rows)] for rows in self.rows]
             self._near = frozenset(range(self.world))
         self._wanted, self._lender, self._published = wanted, lender, base.publication.number
-
-    def _owners(self, heap: SymmetricHeap, compute: Region, grid: Grid) -> tuple[int, list[torch.Tensor]]:
-        if heap.apart or not isinstance(heap, SharedMemoryHeap):
-            return super()._owners(heap, compute, grid)
-        whole, ranks = heap.whole(compute), range(grid.shards)
-        return grid.shard, [whole[slice(*shard_rows(len(whole), grid.shards, rank))] for rank in ranks]
 
     @property
     def saved_dtype(self) -> str:
@@ -61,7 +58,7 @@ class BorrowedShard(HeapShard):
 
     def kept_sum(self, name: str, part: int, parts: int, add_up: Callable[[], int]) -> int:
         """`add_up()`, which is of these values: kept for the next model that borrows them under the same name."""
-        key, sums = (self._published, name, part, parts), self._lender.sums
+        key, sums = (self._published, name, self.saved_dtype, part, parts), self._lender.sums
         if key not in sums:
             sums[key] = add_up()
         return sums[key]

@@ -79,7 +79,7 @@ def watch_backward(passes: Passes, output: Any, of_unit: Callable[[], None] | No
     watched = [value for value in tensors_in(output) if value.grad_fn is not None]
     for value in watched:
         value.register_hook(begins)
-    return bool(watched) and (protocol.is_open or protocol.is_alone or in_backward_pass())
+    return bool(watched) and (protocol.is_open or protocol.reads_only or in_backward_pass())
 
 
 class _EndOfBackward(torch.autograd.Function):

@@ -138,9 +138,8 @@ class Member:
             )
 
     def borrow_from(self, base: Member) -> None:
-        """From now on the loss of any rank of `base` is one of this engine's, also while it waits at its barrier."""
+        """From now on the loss of any rank of `base` is one of this engine's."""
         self.base = base
-        self.barrier.guards.append(base.require_peers)
         base.borrowers.add(self)
 
     def refuse_borrowed(self, call: str, instead: str) -> None:

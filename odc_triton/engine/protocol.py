@@ -27,7 +27,7 @@ from ..base.errors import (
 from .member import Member, Phase, Wiring
 from .minibatch import Participant, SameSamples, Tokens
 from .publication import Publication
-from .shard import Shard, Zeros, clear_gradients, reduce_gradients, refuse_edited
+from .shard import Shard, Zeros, clear_gradients, reduce_gradients
 from .steps import OptimizerSteps
 
 Kind = TypeVar("Kind", bound=Participant)
@@ -54,6 +54,8 @@ class Protocol(Member):
     def __init__(self, wiring: Wiring) -> None:
         super().__init__(wiring)
         self.failure: str | None = None
+        self.is_serving = False  # see serving.py
+        self._looked_at, self._reads_only = -1, False
         self.divide_factor: float | None = None  # set_gradient_divide_factor
         self.tokens = Tokens(self.world)
         self.publication = Publication(self)
@@ -74,16 +76,32 @@ class Protocol(Member):
         return self.divide_factor is None and self.tokens.total is None and self.tokens.late_divisor is None
 
     @property
-    def is_alone(self) -> bool:
-        """True if nothing that is sharded trains: this rank reads the others' shards, and waits for none of them."""
-        return not self.trainable() and not any(each.needs_all_ranks for each in self.participants)
+    def reads_only(self) -> bool:
+        """True if nothing that is sharded trains."""
+        if self._looked_at != len(self.shards):  # a parameter has a gradient shard, or will never have one
+            self._looked_at, self._reads_only = len(self.shards), not self.trainable()
+        return self._reads_only
 
-    def meet_in_step(
-        self, purpose: str, message: dict[str, Any], error: BaseException | None = None
-    ) -> list[dict[str, Any]]:
+    @property
+    def trains_beside(self) -> bool:
+        """True if parameters train that are whole on each rank."""
+        return False
+
+    @property
+    def is_alone(self) -> bool:
+        """True if all that trains is this rank's own: it reads the others' shards, and waits for none of them."""
+        return self.reads_only and self.trains_beside and not any(each.needs_all_ranks for each in self.participants)
+
+    def meet_in_step(self, purpose: str, message: dict[str, Any], error: BaseException | None) -> list[dict[str, Any]]:
         """The messages of all ranks that train together, by rank; of one that `is_alone` only its own."""
         if not self.is_alone:
             return self.meet(purpose, message, error)
+        if self.world > 1 and not self.is_serving:
+            self.warn_once(
+                "alone",
+                "nothing that is sharded trains, so each rank has minibatches of its own: mb.tokens are its own, and "
+                "nothing is summed over ranks. If that is meant, put the loop into `with serving(model)`",
+            )
         return [message | {"error": None if error is None else describe(error), "follows": False}]
 
     def register(self, *participants: Participant) -> None:
@@ -184,9 +202,7 @@ class Protocol(Member):
             self._zeros = Zeros(self.shards)
             self._lost = set() if self.phase is Phase.REDUCED else self._zeros.lost(self.shards)
         clear_gradients(self.trainable(), self.streams.first)
-        if self.is_alone:
-            refuse_edited(self.shards)  # others may be reading: nothing is written
-        else:
+        if not self.is_alone:  # else nothing is written, as others may be reading
             self.publication.prepare()
         self.drain("clearing gradients and publishing before a minibatch")
 

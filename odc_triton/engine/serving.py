@@ -25,9 +25,15 @@ def serving(model: nn.Module) -> Iterator[None]:
     of life, so it may take any time; one that shows none is late after the `timeout` of fully_shard. An exception is
     printed at once and raised after that wait. Ctrl-C and `sys.exit` end the other ranks' work too.
 
-    Raises RankLost if a peer's process is gone, DeadlineExceeded for a silent one.
+    Raises RankLost if a peer's process is gone, DeadlineExceeded for a silent one; ValueError, RuntimeError for a model
+    that trains sharded parameters, and inside of another `serving` of it.
     """
     engine = protocol_of(model)
+    if trained := [shard.name for shard in engine.trainable()]:
+        raise ValueError(f"serving is for a frozen model, and this one trains {trained[0]}: serve its base")
+    if engine.is_serving:
+        raise RuntimeError("serving inside of serving: ranks would take the ends of one for those of the other")
+    engine.is_serving = True
     try:
         with engine.barrier.working():
             yield
@@ -44,3 +50,5 @@ def serving(model: nn.Module) -> Iterator[None]:
         raise
     else:
         engine.exchange(_PURPOSE, {})
+    finally:
+        engine.is_serving = False

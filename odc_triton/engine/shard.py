@@ -227,8 +227,8 @@ class HeapShard(Shard):
         self.spec, self.name = spec, spec.name
         self.heap, self._grid, self.region = heap, grid, compute
         self.sums: dict[tuple, int] = {}  # of its values, by what was asked, for models that borrow it
-        self._rank, self.compute_shards = self._owners(heap, compute, grid)
-        self.world, self._near = len(self.compute_shards), heap.near
+        self._rank, self.world, self._near = heap.rank, heap.world, heap.near
+        self.compute_shards = [heap.shard(compute, owner) for owner in range(self.world)]
         own = self.part_of(self.compute_shards[self._rank])
         if spec.has_own_master:
             self.master = torch.empty(own.shape, dtype=getattr(torch, spec.master_dtype), device=heap.device)
@@ -250,10 +250,6 @@ class HeapShard(Shard):
         self._outer_storage = self.sharded.untyped_storage()  # of the DTensor's shell: empty, but `.data = …` swaps it
         self._memory = self.master.data_ptr(), self.master.dtype, self._outer_storage._cdata
         self._reduced: DTensor | None = None
-
-    def _owners(self, heap: SymmetricHeap, compute: Region, grid: Grid) -> tuple[int, list[torch.Tensor]]:
-        """(this rank's number among the owners, the shard of each)."""
-        return heap.rank, [heap.shard(compute, owner) for owner in range(heap.world)]
 
     @property
     def trains(self) -> bool:
@@ -297,6 +293,14 @@ class HeapShard(Shard):
     def part_of(self, shard: torch.Tensor) -> torch.Tensor:
         """The rows that this rank has masters of."""
         return self.parts_of(shard)[self._grid.replica]
+
+    @torch.no_grad()
+    def holds(self, whole: torch.Tensor) -> bool:
+        """True if this rank's rows are those of the whole tensor [N, ...], which may have no values yet."""
+        if whole.is_meta or not whole.is_floating_point():
+            return True
+        own = self.compute_parts()[self._grid.replica]
+        return torch.equal(own, whole.reshape(self.spec.shape)[slice(*self.master_rows)].to(own))
 
     @torch.no_grad()
     def adopt(self, whole: torch.Tensor) -> None:

@@ -120,7 +120,7 @@ class OptimizerSteps(Participant):
 
     def _stepped(self, optimizer: Optimizer) -> list[list[Shard]]:
         """Those of the engine's shards that the optimizer has, by group; of tied ones the first, as p.grad is its."""
-        mine = {id(shard.sharded): shard for shard in reversed(self._engine.shards)}
+        mine = {id(shard.sharded): shard for shard in reversed(self._engine.trainable())}
         return [[mine[id(p)] for p in group["params"] if id(p) in mine] for group in optimizer.param_groups]
 
     def _refuse_originals(self, optimizer: Optimizer) -> None:

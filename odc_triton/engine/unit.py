@@ -272,7 +272,7 @@ class Unit:
                 self.let_go()
             elif self.state is FORWARD and not self.uses:
                 self._enter(KEPT)
-        self.passes.forward_ends(error)
+        self.passes.forward_ends(error, is_watched=backward_follows)
         if error is None and not running:
             self._refuse("the end of a forward")
         if error is None and self.state is SHARDED and not self.passes.protocol.is_open:
@@ -315,6 +315,7 @@ class Passes(Participant):
         self._of_ranks: list[int] = []  # `count` of each rank at the last exit
         self.in_backward = False
         self._graph_is_kept = False  # the backward makes a graph, for its own backward
+        self._has_looked = False
         self._forwards = 0  # units whose forward is running, nested ones included
         self._forward_start_s = self._backward_start_s = 0.0
         self._loss_start_s: float | None = None  # a forward ended there and its backward has not begun
@@ -322,6 +323,8 @@ class Passes(Participant):
     def entry(self, given: None) -> None:
         if self.in_forward:
             raise RuntimeError("a minibatch can't begin inside a forward of the model")
+        if self.in_backward:  # outside of a minibatch, where it raised
+            self._stop_backward()
         for unit in self._units:
             unit.check_places()
         self._refuse_added()
@@ -330,8 +333,6 @@ class Passes(Participant):
 
     def _refuse_added(self) -> None:
         """Raises for parameters that came after fully_shard: each rank would train its own copy of them."""
-        if self.protocol.is_alone:
-            return
         for root in [unit.module for unit in self._units if unit.is_root]:
             known = {id(each) for parameter in self._parameters for each in (parameter.sharded, parameter.leaf)}
             for name, value in root.named_parameters():
@@ -340,6 +341,14 @@ class Passes(Participant):
                         f"{name} was added after fully_shard, so its gradient would stay on this rank and the copies "
                         f"would drift apart: add it before (first get_peft_model, then fully_shard), or freeze it"
                     )
+
+    def _look_once(self) -> None:
+        """At the first backward outside of a minibatch: what its entry would find."""
+        if not self._has_looked:
+            self._refuse_added()
+            for parameter in self._parameters:
+                parameter.follow_requires_grad()
+            self._has_looked = True
 
     def opened(self) -> None:
         self.count = 0
@@ -388,18 +397,18 @@ class Passes(Participant):
         try:
             if protocol.is_open:
                 protocol.events.microbatch = self.count
+            if protocol.is_open or protocol.is_alone:
                 protocol.require_alive(self._owners, f"the shards of all ranks in minibatch {protocol.number}")
-            else:
+            if not protocol.is_open or protocol.is_alone:
                 protocol.publication.wait_readable()
-                if protocol.is_alone:
-                    protocol.require_alive(self._owners, "the shards of all ranks")
         except BaseException:
             self._forwards -= 1
             raise
         protocol.streams.computes_here()
         self._forward_start_s = time.monotonic()
 
-    def forward_ends(self, error: BaseException | None) -> None:
+    def forward_ends(self, error: BaseException | None, *, is_watched: bool = True) -> None:
+        """`is_watched`: a backward through the output would be noticed."""
         protocol = self.protocol
         if not self._forwards:  # `leave` has ended it
             return
@@ -408,16 +417,17 @@ class Passes(Participant):
             return
         now_s = time.monotonic()
         protocol.events.add("forward", self._forward_start_s, now_s)
-        is_allowed = protocol.is_open or (protocol.is_alone and torch.is_grad_enabled())
-        backward_follows = is_allowed and torch.is_grad_enabled() and error is None
+        may_follow = (protocol.is_open or (protocol.reads_only and is_watched)) and torch.is_grad_enabled()
+        backward_follows = may_follow and error is None
         self._loss_start_s = now_s if backward_follows else None
         if not backward_follows:
             self.prefetch.microbatch_ends()
         if error is not None:
             if protocol.is_open:
                 protocol.fail(describe(error))
-        elif not is_allowed:
-            protocol.streams.drain("reading the parameters")
+        elif not protocol.is_open:
+            if not (protocol.is_alone and may_follow):  # in a loop the host would wait for each microbatch
+                protocol.streams.drain("reading the parameters")
             protocol.publication.check_not_torn()
 
     def backward_begins(self, number: int | None) -> None:
@@ -427,9 +437,11 @@ class Passes(Participant):
         if self.in_backward:
             return
         protocol.refuse_in_child("a backward")
-        if not protocol.is_open and not protocol.is_alone:
-            raise RuntimeError("backward outside of a minibatch: put it into `with minibatch(model):`")
-        if number != protocol.number and not protocol.is_alone:
+        if not protocol.is_open:
+            if not protocol.reads_only:
+                raise RuntimeError("backward outside of a minibatch: put it into `with minibatch(model):`")
+            self._look_once()
+        if number != protocol.number and not protocol.reads_only:
             protocol.fail("a backward belonged to a forward outside of the minibatch")
             raise RuntimeError(
                 f"this backward belongs to a forward outside of minibatch {protocol.number}: the parameters have "

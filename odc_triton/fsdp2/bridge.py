@@ -151,6 +151,10 @@ class BridgedEngine(Protocol):
             NoPieces(),
         )
 
+    @property
+    def reads_only(self) -> bool:
+        return False  # backwards are FSDP2's, in minibatches
+
 
 class FsdpModules(Participant):
     """The modules of FSDP2 in the minibatch protocol. Whole parameters come and go by FSDP2's own hooks; hooks on its
@@ -158,7 +162,6 @@ class FsdpModules(Participant):
     """
 
     name = "modules"
-    needs_all_ranks = True  # FSDP2 publishes and reduces together
 
     def __init__(self, model: nn.Module, engine: BridgedEngine) -> None:
         self._engine, self._bridged = engine, engine.bridged

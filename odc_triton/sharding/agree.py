@@ -251,7 +251,12 @@ def own_mesh(ranks: Sequence[int], timeout: Timeout = timedelta(minutes=30), bac
         raise ValueError(f"ranks is {list(ranks)}; give different numbers from 0 to {world - 1}")
     if rank not in numbers:
         raise ValueError(f"own_mesh was given ranks {numbers} on rank {rank}: give each rank those that it trains with")
-    return DeviceMesh.from_group(_group(numbers, timedelta_of(timeout)), backend_of(backend, None).mesh_device)
+    try:
+        group = _group(numbers, timedelta_of(timeout))
+    except dist.DistStoreError as error:
+        others = [each for each in numbers if each != rank]
+        raise DeadlineExceeded(others, f"rank {rank}: not all of ranks {others} called own_mesh({numbers})") from error
+    return DeviceMesh.from_group(group, backend_of(backend, None).mesh_device)
 
 
 def host_name() -> str:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.grid import Grid
 from ..comm.layout import ParameterSpec
@@ -20,7 +19,12 @@ from .backend import Backend
 from .collect import Description, FoundParameter
 
 # What PEFT, checkpoint_wrapper and torch.compile add to the names of what they wrap.
-_WRAPPERS = re.compile(r"^base_model\.model\.|\b(base_layer|original_module|_checkpoint_wrapped_module|_orig_mod)\.")
+_WRAPPERS = re.compile(
+    r"^base_model\.model\.|\b(base_layer|token_adapter|original_module|_checkpoint_wrapped_module|_orig_mod)\."
+)
+
+
+_OF_PEFT = re.compile(r"\.(lora_|modules_to_save\.|token_adapter\.)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,29 +55,33 @@ def plain(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def require_base(base: Any, mesh: DeviceMesh, device: Backend) -> Engine:
-    """The engine of a `base` that a model over `mesh` can borrow from. Raises TypeError, ValueError, RuntimeError."""
+def _require_base(base: Any, grid: Grid, device: Backend) -> Engine:
+    """The engine of a `base` that a model over `grid` can borrow from. Raises TypeError, ValueError, RuntimeError."""
     engine = engine_of(base, "fully_shard(base=)")
     if trained := [shard.name for shard in engine.trainable()]:
         raise ValueError(
             f"base trains {trained[0]}: a base is frozen, call requires_grad_(False) on it before its fully_shard"
         )
-    if outside := sorted({*mesh.mesh.flatten().tolist()} - {*engine.grid.ranks}):
+    if outside := sorted({*grid.ranks} - {*engine.grid.ranks}):
         raise ValueError(f"ranks {outside} of the mesh have no part of base: shard it over all that train on it")
     if (engine.grid.mesh.device_type, engine.heap.apart) != (device.mesh_device, device.apart):
         raise ValueError(f"base is on {engine.grid.mesh.device_type!r} and this model would be on {device.name!r}")
+    if grid.mesh.ndim > engine.grid.mesh.ndim:
+        raise ValueError("mesh has two dimensions and base is sharded over one: give both the same")
     engine.refuse_broken()
     return engine
 
 
-def borrow(base: nn.Module, engine: Engine, described: Description, root: nn.Module, grid: Grid) -> Loan:
+def borrow(base: nn.Module, described: Description, root: nn.Module, *, device: Backend, grid: Grid) -> Loan:
     """Takes what `base` has out of `described`: every frozen parameter, by its name below PEFT's and other wrappers.
     Persistent buffers get the base's values.
 
     Raises ValueError for a frozen parameter that the base does not have like that, and for one of the base's that
     trains here.
     """
-    lenders = {plain(name): each for each in engine.parameters for name in (each.name, *each.spec.names)}
+    engine = _require_base(base, grid, device)
+    of = {id(each.sharded): each for each in engine.parameters}
+    lenders = {plain(name): of[id(value)] for name, value in base.named_parameters(remove_duplicate=False)}
     loan = Loan(base=engine, found=[], shards=[])
     own: list[tuple[FoundParameter, ParameterSpec]] = []
     for entry, spec in zip(described.found, described.specs, strict=True):
@@ -81,12 +89,17 @@ def borrow(base: nn.Module, engine: Engine, described: Description, root: nn.Mod
         if spec.reduce_dtype is not None:
             if lender is not None:
                 raise ValueError(f"{entry.name} trains here, and base has it frozen: freeze it, or train an adapter")
+            if entry.parameter.is_meta and _OF_PEFT.search(entry.name):
+                raise ValueError(
+                    f"{entry.name} is on the meta device, where PEFT can't give it its first values: add adapters by "
+                    f"odc_triton.checkpoint.with_adapter in place of get_peft_model"
+                )
             own.append((entry, spec))
             continue
         if lender is None:
             raise ValueError(
-                f"{entry.name} is frozen and base, a {plain_class(base).__name__}, has no such parameter: build both "
-                f"models from the same folder and options, and freeze what base has only"
+                f"{entry.name} is frozen and base, a {plain_class(base).__name__}, has no such parameter: call "
+                f"fully_shard once, on the whole model, built as base is, and train all that base lacks"
             )
         theirs, mine = [(each.shape, each.compute_dtype) for each in (lender.spec, spec)]
         if theirs != mine:
@@ -94,6 +107,11 @@ def borrow(base: nn.Module, engine: Engine, described: Description, root: nn.Mod
             raise ValueError(
                 f"{entry.name} is {words[0]} here and {words[1]} in base: give both models the same folder, "
                 f"quantisation and mp_policy"
+            )
+        if grid.rank == 0 and not lender.shard.holds(entry.parameter):
+            raise ValueError(
+                f"{entry.name} has other values here than in base: PEFT's initialisation may have changed it (PiSSA, "
+                f"OLoRA), or base is another model"
             )
         loan.found.append(entry)
         loan.shards.append(BorrowedShard(lender.shard, engine, spec, grid))

@@ -35,7 +35,7 @@ from ..nn.operand import ReadsTables
 from .agree import AGREEING, agree, default_mesh, open_barrier, open_heap, refusing, require_module
 from .allocate import Allocation, shards_of
 from .backend import Backend, backend_of
-from .borrow import borrow, require_base
+from .borrow import borrow
 from .collect import SHARDABLE_DTYPES, Description, check_policy, describe, dtype_name
 from .initialize import write_initial_values
 
@@ -136,7 +136,9 @@ def fully_shard(
             described = describe(
                 root, grid.mesh, policy, ignored_params or set(), home=device.mesh_device, exact=exact, units=units
             )
-            loan = None if base is None else borrow(base, require_base(base, mesh, device), described, root, grid)
+            loan = None if base is None else borrow(base, described, root, device=device, grid=grid)
+            if loan is not None:
+                barrier.guards.append(loan.base.require_peers)
             device.check(described.specs)
         plan = _plan(described, grid, device)
         options = {"policy": policy, "debug": debug, "exact": exact, "timeout": timeout, "backend": device.name}

@@ -6,7 +6,9 @@ import gc
 import os
 import re
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from odc_triton.checkpoint.base_model import FILE
 from odc_triton.checkpoint.folder import load_checkpoint, write_checkpoint
 from odc_triton.hf import summed_loss
 from odc_triton.nn.replace import replace_layers
+from odc_triton.objectives import CrossEntropy, evaluate
 from tests.support import ranks, slow, splitting
 from tests.support.adapters import adapted, adapters, frozen, train
 from tests.support.families import causal_lm, with_lora
@@ -43,6 +46,18 @@ def _smaller(model: nn.Module) -> nn.Module:
 def _with_more(model: nn.Module) -> nn.Module:
     model.more = nn.Linear(3, 3).requires_grad_(False)
     return model
+
+
+def _with_other_values(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)  # as PiSSA does
+    return model
+
+
+def _serve(*models: nn.Module) -> None:
+    with ExitStack() as scope:
+        for model in models:
+            scope.enter_context(serving(model))
 
 
 def _refused(rank: int, world: int) -> list[tuple[str, str]]:
@@ -88,6 +103,10 @@ def _refused(rank: int, world: int) -> list[tuple[str, str]]:
             lambda: has(build("qwen2")),
             "embed_tokens.weight trains here, and base has it frozen: freeze it, or train an",
         ),
+        (lambda: has(adapted(_with_other_values)), "lm_head.weight has other values here than in base"),
+        (lambda: has(adapted(lambda model: model.to("meta"))), "with_adapter in place of get_peft_model"),
+        (lambda: has().merge_adapter(), "mesh|DTensor"),
+        (lambda: _serve(has()), "serving is for a frozen model, and this one trains"),
         (lambda: own_mesh([1 - rank]), r"own_mesh was given ranks \[.\] on rank .: give each rank those"),
         (lambda: own_mesh([0, 2]), r"ranks is \[0, 2\]; give different numbers from 0 to 1"),
         (lambda: own_mesh([0, 0]), r"ranks is \[0, 0\]; give different"),
@@ -237,6 +256,47 @@ def _dropped(rank: int, world: int) -> float:
         return max(distances)
 
 
+def _blocks_first(rank: int, world: int) -> float:
+    """A base whose blocks were sharded before it lends each block its own weights."""
+    for block in (base := frozen()).model.layers:
+        fully_shard(block)
+    model, ids = fully_shard(adapted(), mesh=own_mesh([rank]), base=fully_shard(base)), torch.arange(3, 14)[None]
+    with torch.no_grad():
+        return float((model(input_ids=ids).logits - adapted()(input_ids=ids).logits).abs().max())
+
+
+def _beside(rank: int, world: int) -> float:
+    """Adapters in ignored_params: what ends oddly on one rank is not another's, and values are always the last ones."""
+    model, ids = adapted(seed=rank), torch.arange(3, 14)[None]
+    model = fully_shard(model, ignored_params={*adapters(model).values()})
+    late = fully_shard(frozen())
+    with_lora(late)
+    for act in (lambda: minibatch(late).__enter__(), lambda: late(input_ids=ids).logits.mean().backward()):
+        assert "lora_A.default.weight was added after fully_shard" in caught(act)
+    optimizer = torch.optim.AdamW(model.parameters())  # frozen ones too
+    with pytest.warns(UserWarning, match="mb.tokens are its own"), minibatch(model, tokens=1 + rank) as mb:
+        assert mb.tokens == 1 + rank
+    with serving(model):
+        for _ in range(1 + rank):
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+        failing = model(input_ids=ids).logits
+        next(iter(adapters(model).values())).register_hook(lambda _: torch.empty(2**50))
+        assert "memory" in caught(failing.mean().backward)
+        with minibatch(model):
+            model(input_ids=ids)
+        assert evaluate(model, [], CrossEntropy()).terms == 0
+        assert "serving inside of serving" in caught(lambda: _serve(model))
+    time.sleep(0.3 * rank)
+    state = {key: 2 * each for key, each in adapted().state_dict().items() if "lora_" not in key}
+    model.load_state_dict(state, strict=False)
+    (plain := adapted()).load_state_dict(state | adapters(model), strict=False)
+    with minibatch(model), torch.no_grad():  # the others may be late
+        distance = (model(input_ids=ids).logits - plain(input_ids=ids).logits).abs().max()
+        dist.barrier()
+    return float(distance)
+
+
 def _own_adapters(rank: int, world: int) -> float:
     """Each rank writes those that it has in ignored_params."""
     model = fully_shard(own := adapted(seed=rank), ignored_params={*adapters(own).values()})
@@ -247,6 +307,6 @@ def _own_adapters(rank: int, world: int) -> float:
     return splitting.distance(saved, values)
 
 
-@pytest.mark.parametrize("use", [slow(_own_adapters), slow(_split), slow(_experts), slow(_dropped)])
+@pytest.mark.parametrize("use", [_beside, *map(slow, (_blocks_first, _own_adapters, _split, _experts, _dropped))])
 def test_uses(use: Callable[[int, int], float]) -> None:
     assert max(ranks.run(use, 4)) <= 1e-6

@@ -124,7 +124,8 @@ def test_tied_parameters_count_once():
 
 
 def frozen(dtype: torch.dtype) -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(7, 5, dtype=dtype), nn.Linear(5, 9, dtype=dtype)).requires_grad_(False)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 9)).to(dtype).requires_grad_(False)
     model[0].register_buffer("table", torch.zeros(3))
     return model
 
