@@ -69,14 +69,14 @@ FEATURES = {
 
 # (most now, what the plan wants or None). Lines behind an import in a file of the package's own folder, to full 50:
 BEHIND: dict[str, tuple[int, int | None]] = {
-    "from . import fully_shard, minibatch": (9_200, 7_000),
-    "from . import use_odc": (9_200, None),
+    "from . import fully_shard, minibatch": (9_230, 7_000),
+    "from . import use_odc": (9_230, None),
     "from . import replace_layers": (3_350, None),
     "from .balance import MinibatchSampler": (3_650, None),
-    "from .hf import enable_packing, summed_loss": (10_750, None),
-    "from .hf import ODCTrainer": (24_400, None),
+    "from .hf import enable_packing, summed_loss": (10_800, None),
+    "from .hf import ODCTrainer": (24_450, None),
     "from .jobs.train import sft": (32_700, None),
-    "from .jobs.train import grpo": (34_700, None),
+    "from .jobs.train import grpo": (34_800, None),
 }
 # Files that know a feature, and files on a way:
 BUDGETS: dict[str, tuple[int, int | None]] = {
@@ -91,7 +91,7 @@ BUDGETS: dict[str, tuple[int, int | None]] = {
     "Muon": (2, None),
     "background checkpoints": (5, None),
     "hyperparameters": (1, None),
-    "fully_shard": (22, 18),
+    "fully_shard": (23, 18),
     "entry": (11, None),
     "forward": (8, None),
     "gradient, from leaf to owner": (6, None),

@@ -155,8 +155,7 @@ def run_step(
 
     totals, divisor, terms = repeating(once, count) if engine.deterministic else once()
     _learn_nothing(model.parameters())
-    purpose, is_shared = f"sum up minibatch {engine.number}", not engine.is_alone
-    report = _exchanged(engine, purpose, totals.report(divisor), parts, together=is_shared)
+    report = _exchanged(engine, f"sum up minibatch {engine.number}", totals.report(divisor), parts)
     return StepReport(**report, terms=terms, repeats=repeats)
 
 
@@ -185,18 +184,17 @@ def evaluate(
     for packs in minibatches:
         if isinstance(packs, Mapping):
             raise TypeError("minibatches has a pack: give of each minibatch the list of this rank's packs")
+        ranks.add(getattr(getattr(packs, "plan", None), "ranks", 1))
         given = _Given(model, packs, objective)
         count += given.tokens or 0
         plans.append(same.entry(given))
-        ranks.add(getattr(given.plan, "ranks", 1))
         with contextlib.nullcontext() if given.split is None else split_forward(model, given.split):
             for pack in _collated(packs, collate, ahead):
                 for part in parts:
                     part.microbatch()
                 totals.add(*objective.loss(model, _on_device(pack, engine), Terms(number=1, samples=given.samples)))
     own = totals.report(1.0) | {"terms": count}
-    is_shared = not engine.is_alone or any(each > 1 for each in ranks)
-    return StepReport(**_exchanged(engine, purpose, own, parts, plans, together=is_shared))
+    return StepReport(**_exchanged(engine, purpose, own, parts, plans, ranks=max(ranks, default=1)))
 
 
 class _Given:
@@ -254,13 +252,13 @@ def _exchanged(
     parts: Sequence[StepPart],
     plans: Sequence[Any] = (),
     *,
-    together: bool,
+    ranks: int = 1,
 ) -> dict[str, Any]:
     """The step's barrier: `own` numbers, added up over ranks; and the parts' reports. `plans`: as SameSamples has them,
-    which must be those of all ranks. `together`: False if this rank's numbers are its own.
+    which must be those of all ranks. `ranks`: for how many they are.
     """
     message = own | {"parts": [part.report() for part in parts], "plans": plans}
-    messages = engine.exchange(purpose, message) if together else [message]
+    messages = [message] if engine.is_alone and ranks == 1 else engine.exchange(purpose, message)
     for what in ("parts", "plans"):
         if len(counts := {len(theirs[what]) for theirs in messages}) > 1:
             raise RanksDiffer(f"{purpose}: by rank there are {sorted(counts)} {what}: give the same on all ranks")

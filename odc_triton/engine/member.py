@@ -68,6 +68,7 @@ class Member:
         self.base: Member | None = None  # of the frozen model that lends this one its parameters
         self.borrowers: weakref.WeakSet[Member] = weakref.WeakSet()
         self.shards: list[Shard] = []
+        self.reads_only = False  # nothing that is sharded trains
         self._warned: set[str] = set()
         self._pid = os.getpid()
 

@@ -62,6 +62,7 @@ class Engine(Protocol):
             self.streams.watch(parameter.staging)
             if parameter.trains:
                 parameter.listen(self.passes)
+        self.reads_only = not self.trainable()
         rows = [each.rows for each in self.parameters if each.rows is not None]
         for each in rows:
             each.slots = rows[0].slots  # also of those that were sharded before

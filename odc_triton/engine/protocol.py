@@ -55,7 +55,6 @@ class Protocol(Member):
         super().__init__(wiring)
         self.failure: str | None = None
         self.is_serving = False  # see serving.py
-        self._looked_at, self._reads_only = -1, False
         self.divide_factor: float | None = None  # set_gradient_divide_factor
         self.tokens = Tokens(self.world)
         self.publication = Publication(self)
@@ -74,13 +73,6 @@ class Protocol(Member):
     def divides_by_ranks(self) -> bool:
         """True if gradients are divided by the number of ranks, as neither tokens nor a divisor were given."""
         return self.divide_factor is None and self.tokens.total is None and self.tokens.late_divisor is None
-
-    @property
-    def reads_only(self) -> bool:
-        """True if nothing that is sharded trains."""
-        if self._looked_at != len(self.shards):  # a parameter has a gradient shard, or will never have one
-            self._looked_at, self._reads_only = len(self.shards), not self.trainable()
-        return self._reads_only
 
     @property
     def trains_beside(self) -> bool:

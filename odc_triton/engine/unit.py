@@ -399,7 +399,7 @@ class Passes(Participant):
                 protocol.events.microbatch = self.count
             if protocol.is_open or protocol.is_alone:
                 protocol.require_alive(self._owners, f"the shards of all ranks in minibatch {protocol.number}")
-            if not protocol.is_open or protocol.is_alone:
+            if not protocol.is_open or (protocol.reads_only and protocol.is_alone):
                 protocol.publication.wait_readable()
         except BaseException:
             self._forwards -= 1

@@ -151,10 +151,6 @@ class BridgedEngine(Protocol):
             NoPieces(),
         )
 
-    @property
-    def reads_only(self) -> bool:
-        return False  # backwards are FSDP2's, in minibatches
-
 
 class FsdpModules(Participant):
     """The modules of FSDP2 in the minibatch protocol. Whole parameters come and go by FSDP2's own hooks; hooks on its

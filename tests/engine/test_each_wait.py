@@ -72,7 +72,7 @@ WAITS = (
         "an evaluation waits for what peers publish",
         "wait_readable()",
         "tests/engine/test_evaluation.py::test_rank_0_alone_right_after_its_step",
-        after="if not protocol.is_open or protocol.is_alone:",
+        after="if not protocol.is_open or (protocol.reads_only and protocol.is_alone):",
     ),
     Wait(
         "a forward or backward of a unit waits for its parameters",

@@ -84,7 +84,7 @@ def _prepare(rank: int, world: int, wanted: SftOptions) -> tuple:
     rank 0 dies.
     """
     mesh = default_mesh(timedelta(seconds=LONG_S), "cpu", replicas=wanted.replicas)
-    tokenize = sft._tokenize
+    tokenize = sft.tokenize
 
     def slowly(*given: object) -> list[Path]:
         assert _makes_signs()
@@ -95,15 +95,15 @@ def _prepare(rank: int, world: int, wanted: SftOptions) -> tuple:
         os.kill(os.getpid(), signal.SIGKILL)
 
     watched = _on_that_clock if rank == 1 else watched_barrier
-    with mock.patch.object(sft, "_tokenize", slowly), mock.patch.object(prepare, "watched_barrier", watched):
+    with mock.patch.object(sft, "tokenize", slowly), mock.patch.object(prepare, "watched_barrier", watched):
         prepared = sft.prepare(wanted, mesh=mesh)
     if prepared.folder is not None:
         prepared.folder.release()
     assert not _makes_signs()
-    with mock.patch.object(sft, "_tokenize", side_effect=DataError("line 7 is damaged")):
+    with mock.patch.object(sft, "tokenize", side_effect=DataError("line 7 is damaged")):
         failed = _error_of(wanted, mesh)
     assert not _makes_signs()
-    with mock.patch.object(sft, "_tokenize", dies):
+    with mock.patch.object(sft, "tokenize", dies):
         return len(prepared.data), failed, _error_of(wanted, mesh)
 
 
@@ -127,7 +127,7 @@ def _stopped(rank: int, world: int, wanted: SftOptions) -> tuple[str, list[int],
         os.kill(os.getpid(), signal.SIGSTOP)
 
     with (
-        mock.patch.object(sft, "_tokenize", stops),
+        mock.patch.object(sft, "tokenize", stops),
         mock.patch.object(prepare, "watched_barrier", _with_a_short_deadline),
     ):
         return _error_of(wanted, mesh)
