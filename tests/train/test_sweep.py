@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -145,6 +146,42 @@ def test_a_stop_and_a_resumed_sweep(each: int, folder: Path, tmp_path: Path) -> 
         assert _written(wanted.runs[name]) == _written(_alone(wanted, name, tmp_path)), name
 
 
+PLACES = {  # where rank 1 of a group fails: module, name
+    "its log": ("sweep", "open"),
+    "the tokenizer": ("sft", "_readers"),
+    "the data": ("sft", "mix_of"),
+    "the model": ("job", "build_model"),
+    "sharding": ("job", "fully_shard"),
+    "the run": ("sft", "SftRun"),
+    "the report": ("loop", "gather_events"),
+}
+
+
+def _fail(rank: int, world: int, wanted: Sweep, place: str) -> str:
+    module, name = f"odc_triton.jobs.train.{PLACES[place][0]}", PLACES[place][1]
+    real, failures = getattr(import_module(module), name, open), [OSError("no space")] * (rank == 1)
+
+    def failing(*given: Any, **how: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return real(*given, **how)
+
+    with mock.patch(f"{module}.{name}", failing, create=True):
+        return _train(rank, world, wanted)
+
+
+@pytest.mark.parametrize("place", [slow(each) for each in PLACES])
+def test_a_failure_on_one_rank_of_a_group(place: str, folder: Path, tmp_path: Path) -> None:
+    """Its own error is reported, and the group goes on with runs that share a queue."""
+    runs = {"first": {"steps": 6}, "second": {}, "third": {"seed": 1}}
+    wanted = sweep(folder, tmp_path / "sweep", runs, each=2, balance="queue", timeout_minutes=0.3, **EXACT)
+    found = ranks.run(_fail, 2, wanted, place)
+    assert found == ["RuntimeError: 1 of 3 runs failed (first). first: rank 1: no space"] * 2
+    assert _summary(wanted) == {"first": "failed", "second": "ended", "third": "ended"}
+    assert "OSError: no space" in (tmp_path / "sweep" / "first" / "log.txt").read_text()
+    assert jobs.losses(wanted.runs["third"].out) == jobs.losses(_alone(wanted, "third", tmp_path).out)
+
+
 GOOD = "model: base\ndata: d.parquet\nlora-rank: 4\n"
 WRONG = [
     ("grid: {lr: [1e-3]}\nruns: [{lr: 1e-4}]", "row 1 of runs and grid both have lr"),
@@ -176,11 +213,14 @@ def test_a_file(tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text(GOOD.replace("data: d.parquet\n", "") + text)
     found = read_sweep(tmp_path / "s.yaml", SweepOptions(out=str(tmp_path / "out"), resume="auto"))
     assert [*found.runs] == [
-        f"{row}lr={lr},data={data}" for row in ("", "wide,") for lr in (0.001, 0.002) for data in ("x", "x+y.parquet")
+        f"{row}lr={lr},data={data}"
+        for row in ("", "wide,")
+        for lr in (0.001, 0.002)
+        for data in ("a_x.parquet", "a_x.parquet+y.parquet")
     ]
-    last = found.runs["wide,lr=0.002,data=x+y.parquet"]
+    last = found.runs["wide,lr=0.002,data=a_x.parquet+y.parquet"]
     assert (last.lr, last.data, last.lora_rank, last.resume) == (2e-3, ("a/x.parquet", "y.parquet"), 8, "auto")
-    assert Path(last.out) == tmp_path / "out" / "wide,lr=0.002,data=x+y.parquet"
+    assert Path(last.out) == tmp_path / "out" / "wide,lr=0.002,data=a_x.parquet+y.parquet"
     assert found.varied == ("data", "lr", "lora_rank")
     (tmp_path / "s.yaml").write_text(GOOD + "report-to: wandb\nruns: [{lr: 1e-3}]")
     (tracked,) = read_sweep(tmp_path / "s.yaml", SweepOptions(out=str(tmp_path / "many"))).runs.values()
