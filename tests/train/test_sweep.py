@@ -16,8 +16,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from odc_triton.jobs.options.config_file import write_config
 from odc_triton.jobs.train.sft_options import SftOptions
 from odc_triton.jobs.train.sweep_options import Sweep, SweepOptions, read_sweep
+from odc_triton.jobs.train.sweep_report import RunEnd, write_summary
 from tests.support import jobs, ranks, slow
 from tests.support.sft_case import case, write_case
 
@@ -146,19 +148,12 @@ def test_a_stop_and_a_resumed_sweep(each: int, folder: Path, tmp_path: Path) -> 
         assert _written(wanted.runs[name]) == _written(_alone(wanted, name, tmp_path)), name
 
 
-PLACES = {  # where rank 1 of a group fails: module, name
-    "its log": ("sweep", "open"),
-    "the tokenizer": ("sft", "_readers"),
-    "the data": ("sft", "mix_of"),
-    "the model": ("job", "build_model"),
-    "sharding": ("job", "fully_shard"),
-    "the run": ("sft", "SftRun"),
-    "the report": ("loop", "gather_events"),
-}
+# Where rank 1 of a group fails: its log, the tokenizer, the data, sharding, the run, the report.
+PLACES = ["sweep.open", "sft._readers", "sft.mix_of", "job.fully_shard", "sft.SftRun", "loop.gather_events"]
 
 
 def _fail(rank: int, world: int, wanted: Sweep, place: str) -> str:
-    module, name = f"odc_triton.jobs.train.{PLACES[place][0]}", PLACES[place][1]
+    module, name = f"odc_triton.jobs.train.{place}".rsplit(".", 1)
     real, failures = getattr(import_module(module), name, open), [OSError("no space")] * (rank == 1)
 
     def failing(*given: Any, **how: Any) -> Any:
@@ -197,6 +192,13 @@ WRONG = [
     ("runs: [{lora_rank: 0}]", "has no --lora-rank"),
     ("runs: [{out: here}]", "out can't be an option of a run in a sweep"),
     ("", "has one run: give a grid"),
+    ("grid: {lr: [1e-3], lr: [1e-4]}", "lr appears twice"),
+    ("runs: [{lr: 1e-4, eval-every: 1, eval_every: 2}]", "eval-every appears twice"),
+    ("grid: {seed: [1, 1]}", "give each value once"),
+    ("ranks-per-run: 2", "give --ranks-per-run on the command line"),
+    ("run-name: a\ngrid: {seed: [1, 2]}", "run_name would be that of all runs"),
+    ("runs: [{name: data, seed: 1}]", "no run's folder can be called data"),
+    ("grid: {steps: [1]}\nruns: [{epochs: 2.0}]", "--epochs"),
 ]
 
 
@@ -225,3 +227,31 @@ def test_a_file(tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text(GOOD + "report-to: wandb\nruns: [{lr: 1e-3}]")
     (tracked,) = read_sweep(tmp_path / "s.yaml", SweepOptions(out=str(tmp_path / "many"))).runs.values()
     assert tracked.run_group == "many"
+
+
+def test_rows_replace_common_options(tmp_path: Path) -> None:
+    """Their alternatives too; null is the default."""
+    text = "epochs: 2.0\nteacher: big\ngrid: {teacher: [other, null]}\nruns: [{steps: 5}]"
+    (tmp_path / "s.yaml").write_text(GOOD + text)
+    runs = read_sweep(tmp_path / "s.yaml", SweepOptions(out=str(tmp_path / "out"))).runs
+    assert [*runs] == ["steps=5,teacher=other", "steps=5,teacher=none"]
+    assert [(run.steps, run.epochs, run.teacher) for run in runs.values()] == [(5, None, "other"), (5, None, None)]
+
+
+def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Best first, by the last line's losses; the options are those that a run has learned by."""
+    ends = {"diverged": (1.0, None), "worse": (2.0, 0.9), "best": (1.0, 0.5), "equal": (0.5, 0.9)}
+    runs = {name: SftOptions(data="d", model="m", out=str(tmp_path / name), lr=0.1) for name in (*ends, "waits")}
+    for name, (loss, eval_loss) in ends.items():
+        write_config(folder := tmp_path / name / "run.yaml", replace(runs[name], lr=0.25), comment="")
+        lines = [
+            {"step": 1, "loss": at, "eval_loss": each, "seconds": 1.0} for at, each in ((1, 0.1), (loss, eval_loss))
+        ]
+        (folder.parent / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    wanted = Sweep(out=str(tmp_path), ranks_per_run=1, runs=runs, varied=("lr",))
+    with mock.patch("odc_triton.jobs.train.sweep_report.can_draw", return_value=False):
+        write_summary(wanted, [RunEnd(name=name, where="rank 0") for name in ends])
+    rows = json.loads((tmp_path / "sweep.json").read_text())["runs"]
+    assert [row["run"] for row in rows] == ["best", "equal", "worse", "diverged", "waits"]
+    assert [row["lr"] for row in rows] == [0.25] * 4 + [0.1]
+    assert "in their folders. Continue with --resume auto." in capsys.readouterr().out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import typing
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -85,20 +84,15 @@ def read_pairs(path: str | os.PathLike) -> Pairs:
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} has no options: give lines such as 'token-cap: 4096'")
-    for mapping in _mappings(tree):
-        keys = [str(node.value).replace("-", "_") for node, _ in mapping.value]
+    nodes = [tree]
+    for node in nodes:  # all mappings and lists, which are found on the way
+        pairs = node.value if node.id == "mapping" else [(None, each) for each in node.value]
+        nodes += [each for _, each in pairs if each.id != "scalar" and each not in nodes]
+        keys = [str(key.value).replace("-", "_") for key, _ in pairs if key is not None]
         if twice := next((key for key in keys if keys.count(key) > 1), None):
             raise ValueError(f"{path}: {_key(twice)} appears twice; keep one")
     texts = {str(key.value): node.value for key, node in tree.value}
     return [(key, value, texts.get(str(key))) for key, value in values.items()]
-
-
-def _mappings(node: Any) -> Iterator[Any]:
-    """The composed mappings at and below `node`."""
-    if node.id == "mapping":
-        yield node
-    for each in node.value if node.id != "scalar" else ():
-        yield from _mappings(each[1] if node.id == "mapping" else each)
 
 
 def _value(where: str, value: Any, hint: Any) -> Any:

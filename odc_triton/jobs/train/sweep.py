@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import os
 import sys
 import time
 import traceback
@@ -31,6 +32,7 @@ from ...checkpoint.adapted import read_config
 from ...checkpoint.pretrained import expect_weights
 from ...comm.barrier import Barrier
 from ...comm.grid import grid_of
+from ...comm.process_group import STORE
 from ...engine.api import engine_of
 from ...engine.module import Engine
 from ...engine.serving import serving
@@ -49,7 +51,7 @@ from .model import frozen_options, precision, quantise
 from .prepare import on_rank_0
 from .run_options import RunOptions
 from .stop import StopSignal
-from .sweep_options import Sweep, shared
+from .sweep_options import Sweep, same_of
 from .sweep_report import RunEnd, write_summary
 
 _SHOWN_S = 10.0  # between lines about a run
@@ -58,8 +60,9 @@ _OF_THE_DATA = ("data", "eval_data", "tokenizer", "token_cap", "split_sequences"
 
 def check_before_start(sweep: Sweep, ranks: int) -> None:
     """Raises OSError and ValueError for errors that would occur later, with the run's name."""
-    _require_groups(sweep, ranks)
-    if sweep.shared.resume == "never" and (Path(sweep.out) / "sweep.json").exists():
+    if ranks % sweep.ranks_per_run:
+        raise ValueError(f"--ranks is {ranks} and --ranks-per-run {sweep.ranks_per_run}: give a multiple of it")
+    if (Path(sweep.out) / "sweep.json").exists() and all(each.resume == "never" for each in sweep.runs.values()):
         raise FileExistsError(f"{sweep.out} holds another sweep: continue it with --resume auto, or give another --out")
     for name, options in sweep.runs.items():
         try:
@@ -68,33 +71,20 @@ def check_before_start(sweep: Sweep, ranks: int) -> None:
             raise ValueError(f"run {name}: {error}") from error
 
 
-def _require_groups(sweep: Sweep, ranks: int) -> None:
-    if ranks % sweep.ranks_per_run:
-        raise ValueError(f"--ranks is {ranks} and --ranks-per-run {sweep.ranks_per_run}: give a multiple of it")
-
-
 def run_sweep(sweep: Sweep) -> None:
     """`train_all` in a process that the launcher started. A request to stop exits it with 128 + the signal."""
     run_job(train_all, sweep)
 
 
-def run_joined(sweep: Sweep) -> None:
-    """`run_sweep` in a process of torchrun's, where nothing has been checked."""
-    run_job(partial(train_all, is_checked=False), sweep)
-
-
-def train_all(sweep: Sweep, *, is_checked: bool = True) -> None:
-    """Takes part in the sweep as this rank. Every rank of the job calls it. `is_checked`: by `check_before_start`.
+def train_all(sweep: Sweep) -> None:
+    """Takes part in the sweep as this rank. Every rank of the job calls it.
 
     Raises RuntimeError on all ranks, after all runs, if some failed; Interrupted, once the open runs are saved, after
     SIGTERM or Ctrl-C; RankLost and DeadlineExceeded, naming the rank.
     """
     timeout = timedelta(minutes=sweep.timeout_minutes)
     mesh = default_mesh(timeout)
-    _require_groups(sweep, mesh.size())
-    if not is_checked:
-        on_rank_0(lambda: check_before_start(sweep, mesh.size()) or {}, mesh, timeout)
-    order = on_rank_0(partial(_by_cost, sweep), mesh, timeout)["order"]
+    order = on_rank_0(partial(_by_cost, sweep, mesh.size()), mesh, timeout)["order"]
     counter = store_counter(timeout=timeout)
     bases = {key: _load_base(options, mesh, timeout) for key, options in _bases_of(sweep).items()}
     engine = engine_of(next(iter(bases.values())))
@@ -124,8 +114,10 @@ def train_all(sweep: Sweep, *, is_checked: bool = True) -> None:
         raise RuntimeError(f"{len(failed)} of {len(order)} runs failed ({names}). {first.name}: {first.error}")
 
 
-def _by_cost(sweep: Sweep) -> dict[str, Any]:
+def _by_cost(sweep: Sweep, ranks: int) -> dict[str, Any]:
     """The runs' names, costliest first. Prepares all data."""
+    if STORE not in os.environ:  # torchrun's ranks: no launcher has checked
+        check_before_start(sweep, ranks)
     costs: dict[str, float] = {}
     prepared: dict[Any, list[Path]] = {}
     for name, options in sweep.runs.items():
@@ -151,7 +143,7 @@ def _data(sweep: Sweep) -> Path:
 
 
 def _key(options: RunOptions) -> tuple[Any, ...]:
-    return tuple(shared(options).values())
+    return tuple(same_of(options).values())
 
 
 def _bases_of(sweep: Sweep) -> dict[tuple[Any, ...], RunOptions]:
@@ -177,10 +169,9 @@ def _load_base(options: RunOptions, mesh: DeviceMesh, timeout: timedelta) -> nn.
 
 def _turns(counter: StoreCounter, barrier: Barrier | None, stop: StopRequest, runs: int) -> Iterator[int]:
     """The places of the runs that the ranks of `barrier` take (None: this one), until none is left or a rank stops."""
-    is_first = barrier is None or barrier.rank == 0
     while True:
         message = {"stops": stop.signal is not None, "place": runs}
-        if is_first and not message["stops"]:
+        if not message["stops"] and (barrier is None or barrier.rank == 0):
             message["place"] = counter.add("runs", 1) - 1
         messages = [message] if barrier is None else barrier.exchange("take the next run", message)
         if stops := any(theirs["stops"] for theirs in messages):
@@ -252,10 +243,9 @@ class _Runner:
         messages = self.barrier.exchange("the end of a run", {"error": end.error, "is_own": is_own})
         if not (failed := [theirs for theirs in messages if theirs["error"]]):
             return end
-        numbers = [each().number for each in self.openers]
-        messages = self.barrier.exchange("numbers after a failed run", {"numbers": numbers})
-        for which, opener in enumerate(self.openers):
-            for _ in range(numbers[which], max(theirs["numbers"][which] for theirs in messages)):
+        for opener in self.openers:
+            number = opener().number
+            numbers = self.barrier.exchange("the same numbers after a failed run", {"number": number})
+            for _ in range(number, max(theirs["number"] for theirs in numbers)):
                 opener()
-        cause = next((theirs for theirs in failed if theirs["is_own"]), failed[0])
-        return replace(end, status="failed", error=cause["error"])
+        return replace(end, status="failed", error=min(failed, key=lambda theirs: not theirs["is_own"])["error"])

@@ -23,7 +23,6 @@ from ..options.config_file import checked_options, read_pairs, replaced
 from ..options.options import REQUIRED, flag, option, plain_paths, read_options
 from .sft_options import SftOptions
 
-FILES = ("data", "sweep.json", "sweep.html")  # of the sweep, beside the runs' folders
 _OF_THE_SWEEP = ("out", "resume", "replicas", "run_group", "init")
 
 
@@ -51,13 +50,8 @@ class Sweep:
     varied: tuple[str, ...]
 
     @property
-    def shared(self) -> SftOptions:
-        """Any run's, for what all have in common."""
-        return next(iter(self.runs.values()))
-
-    @property
     def timeout_minutes(self) -> float:
-        return self.shared.timeout_minutes
+        return next(iter(self.runs.values())).timeout_minutes
 
 
 def read_sweep(path: str | os.PathLike, options: SweepOptions) -> Sweep:
@@ -72,9 +66,6 @@ def read_sweep(path: str | os.PathLike, options: SweepOptions) -> Sweep:
     grid, rows = {} if grid is None else grid, [{}] if rows is None else rows
     if not isinstance(grid, dict) or not all(isinstance(each, list) and each for each in grid.values()):
         raise ValueError(f"{path}: grid is {grid!r}: give options with lists of values, such as 'lr: [1.0e-4, 3.0e-4]'")
-    for key, values in grid.items():
-        if twice := [each for each in values if values.count(each) > 1]:
-            raise ValueError(f"{path}: grid has {twice[0]} twice for {key}: keep one")
     if not isinstance(rows, list) or not rows or not all(isinstance(each, dict) for each in rows):
         raise ValueError(f"{path}: runs is {rows!r}: give a list of rows of options, such as '- lr: 1.0e-4'")
     if not grid and rows == [{}]:
@@ -89,17 +80,15 @@ def read_sweep(path: str | os.PathLike, options: SweepOptions) -> Sweep:
             if twice := own.keys() & cell.keys():
                 raise ValueError(f"{where} and grid both have {', '.join(sorted(twice))}: keep one")
             changed = (own if named is None else {}) | cell
-            name = _as_folder(
-                ",".join([*([named] if named else []), *(f"{k}={_brief(v)}" for k, v in changed.items())])
-            )
+            name = _as_folder(",".join([named] * bool(named) + [f"{k}={_brief(v)}" for k, v in changed.items()]))
             if name in runs or not name:
-                raise ValueError(f"{where}: two runs are called {name!r}: give rows a name, which is their folder's")
-            if name in FILES or len(name.encode()) > 200:  # file systems take 255
+                raise ValueError(f"{where}: two runs are called {name!r}: give each value once, and rows a name")
+            if name in ("data", "sweep.json", "sweep.html") or len(name.encode()) > 200:  # file systems take 255
                 raise ValueError(f"{where}: no run's folder can be called {name}: give the row a short name")
             runs[name] = _run(f"{where}, run {name}", replaced(SftOptions, common, own | cell), name, options)
-    first, theirs = next((run, shared(run)) for run in runs.values())
+    first, theirs = next((run, same_of(run)) for run in runs.values())
     for name, run in runs.items():
-        for what, mine in shared(run).items():
+        for what, mine in same_of(run).items():
             if mine != theirs[what]:
                 raise ValueError(
                     f"{path}: run {name} has {flag(what)} {mine} and run {next(iter(runs))} has {theirs[what]}: "
@@ -110,11 +99,10 @@ def read_sweep(path: str | os.PathLike, options: SweepOptions) -> Sweep:
     return Sweep(out=options.out, ranks_per_run=options.ranks_per_run, runs=runs, varied=varied)
 
 
-def shared(options: SftOptions) -> dict[str, Any]:
+def same_of(options: SftOptions) -> dict[str, Any]:
     """What all runs have in common: of the base, and the deadline."""
     model = os.path.realpath(options.model) if os.path.exists(options.model) else options.model
-    same = {name: getattr(options, name) for name in ("quantize", "dtype", "timeout_minutes")}
-    return {"model": model} | same
+    return {"model": model} | {name: getattr(options, name) for name in ("quantize", "dtype", "timeout_minutes")}
 
 
 def _run(where: str, given: dict[str, Any], name: str, options: SweepOptions) -> SftOptions:

@@ -18,7 +18,6 @@ from .prepare import CONFIG
 from .sweep_options import Sweep
 
 _CURVES = ("loss", "eval_loss")
-_RANKING = ("eval_loss", "loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +35,14 @@ def write_summary(sweep: Sweep, outcomes: list[RunEnd]) -> None:
     found = {outcome.name: outcome for outcome in outcomes}
     lines = {name: read_metrics(Path(options.out) / "metrics.jsonl") for name, options in sweep.runs.items()}
     rows = [_row(sweep, name, found.get(name), lines[name]) for name in sweep.runs]
-    rows.sort(key=lambda row: (row["status"] != "ended", *(min(math.inf, _number(row[of])) for of in _RANKING)))
+    rows.sort(key=lambda row: (row["status"] != "ended", *(min(math.inf, _number(row[of])) for of in _CURVES[::-1])))
     columns = [name for name in rows[0] if any(row[name] is not None for row in rows)]
     cells = [[row[name] for name in columns] for row in rows]
     folder = Path(sweep.out)
     errors = {outcome.name: outcome.error for outcome in outcomes if outcome.error}
     record = {"runs": rows, "errors": errors, "where": [asdict(outcome) for outcome in outcomes]}
     status = [row["status"] for row in rows]
-    summary = (
-        f"{status.count('ended')} of {len(rows)} runs have ended; each has report.html and adapter/ in its folder."
-    )
+    summary = f"{status.count('ended')} of {len(rows)} runs have ended, with report.html and adapter/ in their folders."
     summary += " Continue with --resume auto." * bool({"stopped", "waiting"} & {*status})
     with contextlib.suppress(OSError):  # a closed pipe
         print(f"{table(cells, columns)}\n{summary}\nsweep.html and sweep.json are in {folder}", flush=True)
