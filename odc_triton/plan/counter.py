@@ -23,8 +23,8 @@ class StoreCounter:
     A store whose host is stopped, not dead, does not answer, and torch's `add` has no deadline: an `Asker` has one.
     """
 
-    def __init__(self, store: dist.Store, timeout_s: float) -> None:
-        self._store, self._timeout_s = store, timeout_s
+    def __init__(self, store: dist.Store, timeout_s: float, number: int = 0) -> None:
+        self._store, self._timeout_s, self.number = store, timeout_s, number
         self._is_lost = False
         self._asker = Asker("odc-counter")
 
@@ -116,4 +116,5 @@ def store_counter(group: dist.ProcessGroup | None = None, timeout: Timeout = tim
     members = "-".join(map(str, dist.get_process_group_ranks(group or dist.group.WORLD)))
     place = f"odc/queues/{uuid.uuid5(uuid.NAMESPACE_OID, members).hex}"
     number = store.add(f"{place}/{dist.get_rank()}", 1)
-    return StoreCounter(dist.PrefixStore(f"{place}/{number}", store.clone()), timedelta_of(timeout).total_seconds())
+    own = dist.PrefixStore(f"{place}/{number}", store.clone())
+    return StoreCounter(own, timedelta_of(timeout).total_seconds(), number)

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,8 +16,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from odc_triton.jobs.options.config_file import write_config
 from odc_triton.jobs.train.sft_options import SftOptions
 from odc_triton.jobs.train.sweep_options import Sweep, SweepOptions, read_sweep
+from odc_triton.jobs.train.sweep_report import RunEnd, write_summary
 from tests.support import jobs, ranks, slow
 from tests.support.sft_case import case, write_case
 
@@ -145,6 +148,36 @@ def test_a_stop_and_a_resumed_sweep(each: int, folder: Path, tmp_path: Path) -> 
         assert _written(wanted.runs[name]) == _written(_alone(wanted, name, tmp_path)), name
 
 
+# Where rank 1 of a group fails: its log, the tokenizer, the data, sharding, the run, the report.
+PLACES = ["sweep.open", "sft._readers", "sft.mix_of", "job.fully_shard", "sft.SftRun", "loop.gather_events"]
+
+
+def _fail(rank: int, world: int, wanted: Sweep, place: str) -> str:
+    module, name = f"odc_triton.jobs.train.{place}".rsplit(".", 1)
+    real, failures = getattr(import_module(module), name, open), [OSError("no space")] * (rank == 1)
+
+    def failing(*given: Any, **how: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return real(*given, **how)
+
+    with mock.patch(f"{module}.{name}", failing, create=True):
+        return _train(rank, world, wanted)
+
+
+@pytest.mark.parametrize("place", [slow(each) for each in PLACES])
+def test_a_failure_on_one_rank_of_a_group(place: str, folder: Path, tmp_path: Path) -> None:
+    """Its own error is reported, and the group goes on with runs that share a queue."""
+    runs = {"first": {"steps": 6}, "second": {}, "third": {"seed": 1}}
+    wanted = sweep(folder, tmp_path / "sweep", runs, each=2, balance="queue", timeout_minutes=0.3, **EXACT)
+    found = ranks.run(_fail, 2, wanted, place)
+    assert found == ["RuntimeError: 1 of 3 runs failed (first). first: rank 1: no space"] * 2
+    assert _summary(wanted) == {"first": "failed", "second": "ended", "third": "ended"}
+    assert "OSError: no space" in (tmp_path / "sweep" / "first" / "log.txt").read_text()
+    each, alone = (jobs.lines(of.out) for of in (wanted.runs["second"], _alone(wanted, "second", tmp_path)))
+    assert [(line["loss"], line["tokens"]) for line in each] == [(line["loss"], line["tokens"]) for line in alone]
+
+
 GOOD = "model: base\ndata: d.parquet\nlora-rank: 4\n"
 WRONG = [
     ("grid: {lr: [1e-3]}\nruns: [{lr: 1e-4}]", "row 1 of runs and grid both have lr"),
@@ -160,6 +193,13 @@ WRONG = [
     ("runs: [{lora_rank: 0}]", "has no --lora-rank"),
     ("runs: [{out: here}]", "out can't be an option of a run in a sweep"),
     ("", "has one run: give a grid"),
+    ("grid: {lr: [1e-3], lr: [1e-4]}", "lr appears twice"),
+    ("runs: [{lr: 1e-4, eval-every: 1, eval_every: 2}]", "eval-every appears twice"),
+    ("grid: {seed: [1, 1]}", "give each value once"),
+    ("ranks-per-run: 2", "give --ranks-per-run on the command line"),
+    ("run-name: a\ngrid: {seed: [1, 2]}", "run_name would be that of all runs"),
+    ("runs: [{name: data, seed: 1}]", "no run's folder can be called data"),
+    ("grid: {steps: [1]}\nruns: [{epochs: 2.0}]", "--epochs"),
 ]
 
 
@@ -176,12 +216,43 @@ def test_a_file(tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text(GOOD.replace("data: d.parquet\n", "") + text)
     found = read_sweep(tmp_path / "s.yaml", SweepOptions(out=str(tmp_path / "out"), resume="auto"))
     assert [*found.runs] == [
-        f"{row}lr={lr},data={data}" for row in ("", "wide,") for lr in (0.001, 0.002) for data in ("x", "x+y.parquet")
+        f"{row}lr={lr},data={data}"
+        for row in ("", "wide,")
+        for lr in (0.001, 0.002)
+        for data in ("a_x.parquet", "a_x.parquet+y.parquet")
     ]
-    last = found.runs["wide,lr=0.002,data=x+y.parquet"]
+    last = found.runs["wide,lr=0.002,data=a_x.parquet+y.parquet"]
     assert (last.lr, last.data, last.lora_rank, last.resume) == (2e-3, ("a/x.parquet", "y.parquet"), 8, "auto")
-    assert Path(last.out) == tmp_path / "out" / "wide,lr=0.002,data=x+y.parquet"
+    assert Path(last.out) == tmp_path / "out" / "wide,lr=0.002,data=a_x.parquet+y.parquet"
     assert found.varied == ("data", "lr", "lora_rank")
     (tmp_path / "s.yaml").write_text(GOOD + "report-to: wandb\nruns: [{lr: 1e-3}]")
     (tracked,) = read_sweep(tmp_path / "s.yaml", SweepOptions(out=str(tmp_path / "many"))).runs.values()
     assert tracked.run_group == "many"
+
+
+def test_rows_replace_common_options(tmp_path: Path) -> None:
+    """Their alternatives too; null is the default."""
+    text = "epochs: 2.0\nteacher: big\ngrid: {teacher: [other, null]}\nruns: [{steps: 5}]"
+    (tmp_path / "s.yaml").write_text(GOOD + text)
+    runs = read_sweep(tmp_path / "s.yaml", SweepOptions(out=str(tmp_path / "out"))).runs
+    assert [*runs] == ["steps=5,teacher=other", "steps=5,teacher=none"]
+    assert [(run.steps, run.epochs, run.teacher) for run in runs.values()] == [(5, None, "other"), (5, None, None)]
+
+
+def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Best first, by the last line's losses; the options are those that a run has learned by."""
+    ends = {"diverged": (1.0, None), "worse": (2.0, 0.9), "best": (1.0, 0.5), "equal": (0.5, 0.9)}
+    runs = {name: SftOptions(data="d", model="m", out=str(tmp_path / name), lr=0.1) for name in (*ends, "waits")}
+    for name, (loss, eval_loss) in ends.items():
+        write_config(folder := tmp_path / name / "run.yaml", replace(runs[name], lr=0.25), comment="")
+        lines = [
+            {"step": 1, "loss": at, "eval_loss": each, "seconds": 1.0} for at, each in ((1, 0.1), (loss, eval_loss))
+        ]
+        (folder.parent / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    wanted = Sweep(out=str(tmp_path), ranks_per_run=1, runs=runs, varied=("lr",))
+    with mock.patch("odc_triton.jobs.train.sweep_report.can_draw", return_value=False):
+        write_summary(wanted, [RunEnd(name=name, where="rank 0") for name in ends])
+    rows = json.loads((tmp_path / "sweep.json").read_text())["runs"]
+    assert [row["run"] for row in rows] == ["best", "equal", "worse", "diverged", "waits"]
+    assert [row["lr"] for row in rows] == [0.25] * 4 + [0.1]
+    assert "in their folders. Continue with --resume auto." in capsys.readouterr().out

@@ -73,6 +73,7 @@ def test_steps_of_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     made, again = first[0][1], second[0][1]
     assert (made["project"], made["name"], made["config"]["ranks"]) == ("odc-triton", "my run", 2)
     assert made["group"] == "sweep"
+    assert made.get("reinit") == ("create_new" if name == "wandb" else None)
     assert first[1:4] == [
         ["log", 1, {"loss": 0.5}],
         ["log", 2, {"loss": 1.0}],

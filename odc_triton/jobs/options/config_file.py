@@ -23,11 +23,12 @@ def read_config(path: str | os.PathLike, kind: type, **others: type) -> dict[str
     Keys are the options' names, `token-cap` or `token_cap`. A null counts as missing. Raises ValueError for a
     file that can't be read, an unknown or repeated key, and a value of another type.
     """
-    return checked_options(path, read_pairs(path), kind, **others)
+    found = checked_options(path, read_pairs(path), kind, **others)
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def checked_options(where: str | os.PathLike, pairs: Pairs, kind: type, **others: type) -> dict[str, Any]:
-    """As `read_config`, of keys and values that `where` has."""
+    """As `read_config`, of keys and values that `where` has, with those that are null."""
     hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name in kind.__dataclass_fields__}
     hints |= others
     found: dict[str, Any] = {}
@@ -43,7 +44,7 @@ def checked_options(where: str | os.PathLike, pairs: Pairs, kind: type, **others
             elif typing.get_origin(without_none(hint)) is typing.Literal and value is not None:
                 value = text
         found[name] = None if value is None else _value(f"{where}: {key}", value, hint)
-    return {name: value for name, value in found.items() if value is not None}
+    return found
 
 
 def written_options(path: str | os.PathLike) -> dict[str, Any]:
@@ -59,9 +60,14 @@ def with_config(kind: type, given: dict[str, Any]) -> dict[str, Any]:
     path = given.get("config")
     if path is None:
         return given
-    found = read_config(expanded(path), kind, ranks=int)
-    taken = {name for pair in getattr(kind, "alternatives", ()) if {*pair} & given.keys() for name in pair}
-    return {name: value for name, value in found.items() if name not in taken} | given
+    return replaced(kind, read_config(expanded(path), kind, ranks=int), given)
+
+
+def replaced(kind: type, options: dict[str, Any], by: dict[str, Any]) -> dict[str, Any]:
+    """`options`, but for those in `by`, which replace their alternatives too."""
+    given = {name for name, value in by.items() if value is not None}
+    taken = {name for pair in getattr(kind, "alternatives", ()) if {*pair} & given for name in pair}
+    return {name: value for name, value in options.items() if name not in taken} | by
 
 
 def read_pairs(path: str | os.PathLike) -> Pairs:
@@ -73,14 +79,18 @@ def read_pairs(path: str | os.PathLike) -> Pairs:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
     except OSError as error:
-        raise ValueError(f"{path} can't be read ({error.strerror}): give a file of options to --config") from error
+        raise ValueError(f"{path} can't be read ({error.strerror}): give a file of options") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} has no options: give lines such as 'token-cap: 4096'")
-    keys = [str(node.value).replace("-", "_") for node, _ in tree.value]
-    if twice := next((key for key in keys if keys.count(key) > 1), None):
-        raise ValueError(f"{path}: {_key(twice)} appears twice; keep one")
+    nodes = [tree]
+    for node in nodes:  # all mappings and lists, which are found on the way
+        pairs = node.value if node.id == "mapping" else [(None, each) for each in node.value]
+        nodes += [each for _, each in pairs if each.id != "scalar" and each not in nodes]
+        keys = [str(key.value).replace("-", "_") for key, _ in pairs if key is not None]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise ValueError(f"{path}: {_key(twice)} appears twice; keep one")
     texts = {str(key.value): node.value for key, node in tree.value}
     return [(key, value, texts.get(str(key))) for key, value in values.items()]
 

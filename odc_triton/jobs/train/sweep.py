@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import os
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,18 +26,20 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...base.errors import in_a_line
+from ...base.errors import OfRanks, describe, in_a_line
 from ...checkpoint import load_pretrained_shards, meta_causal_lm
 from ...checkpoint.adapted import read_config
 from ...checkpoint.pretrained import expect_weights
-from ...comm.grid import Grid, grid_of
+from ...comm.barrier import Barrier
+from ...comm.grid import grid_of
+from ...comm.process_group import STORE
 from ...engine.api import engine_of
 from ...engine.module import Engine
 from ...engine.serving import serving
 from ...nn.operand import kept_dtype
 from ...plan.cost import CostModel
 from ...plan.counter import StoreCounter, store_counter
-from ...sharding.agree import default_mesh, own_mesh, watched_barrier
+from ...sharding.agree import default_mesh, open_barrier, own_mesh, watched_barrier
 from ...sharding.shard_module import fully_shard
 from ..data.dataset import TokenizedDataset
 from ..launcher.launch import Interrupted
@@ -47,7 +51,7 @@ from .model import frozen_options, precision, quantise
 from .prepare import on_rank_0
 from .run_options import RunOptions
 from .stop import StopSignal
-from .sweep_options import Sweep
+from .sweep_options import Sweep, same_of
 from .sweep_report import RunEnd, write_summary
 
 _SHOWN_S = 10.0  # between lines about a run
@@ -56,17 +60,15 @@ _OF_THE_DATA = ("data", "eval_data", "tokenizer", "token_cap", "split_sequences"
 
 def check_before_start(sweep: Sweep, ranks: int) -> None:
     """Raises OSError and ValueError for errors that would occur later, with the run's name."""
-    _require_groups(sweep, ranks)
+    if ranks % sweep.ranks_per_run:
+        raise ValueError(f"--ranks is {ranks} and --ranks-per-run {sweep.ranks_per_run}: give a multiple of it")
+    if (Path(sweep.out) / "sweep.json").exists() and all(each.resume == "never" for each in sweep.runs.values()):
+        raise FileExistsError(f"{sweep.out} holds another sweep: continue it with --resume auto, or give another --out")
     for name, options in sweep.runs.items():
         try:
             sft.check_before_start(options, sweep.ranks_per_run)
         except (ValueError, OSError) as error:
             raise ValueError(f"run {name}: {error}") from error
-
-
-def _require_groups(sweep: Sweep, ranks: int) -> None:
-    if ranks % sweep.ranks_per_run:
-        raise ValueError(f"--ranks is {ranks} and --ranks-per-run {sweep.ranks_per_run}: give a multiple of it")
 
 
 def run_sweep(sweep: Sweep) -> None:
@@ -82,8 +84,7 @@ def train_all(sweep: Sweep) -> None:
     """
     timeout = timedelta(minutes=sweep.timeout_minutes)
     mesh = default_mesh(timeout)
-    _require_groups(sweep, mesh.size())
-    order = on_rank_0(partial(_by_cost, sweep), mesh, timeout)["order"]
+    order = on_rank_0(partial(_by_cost, sweep, mesh.size()), mesh, timeout)["order"]
     counter = store_counter(timeout=timeout)
     bases = {key: _load_base(options, mesh, timeout) for key, options in _bases_of(sweep).items()}
     engine = engine_of(next(iter(bases.values())))
@@ -91,18 +92,20 @@ def train_all(sweep: Sweep) -> None:
     first = engine.rank - engine.rank % each
     own, request = own_mesh(ranks[first : first + each], timeout), StopRequest()
     among = Among(mesh=own, base_of=lambda options: bases[_key(options)], stop=request)
-    runner = _Runner(
-        sweep, among, engine, where=f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
-    )
+    where = f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
     stop, outcomes = StopSignal(engine.require_peers, request), []
-    with handling(stop.on_signal, *STOPS), serving(next(iter(bases.values()))):
-        for place in _turns(counter, grid_of(own), timeout, request, len(order)):
+    group = watched_barrier(grid_of(own), timeout) if each > 1 else contextlib.nullcontext()
+    with handling(stop.on_signal, *STOPS), serving(next(iter(bases.values()))), group as barrier:
+        openers = partial(open_barrier, grid_of(own), timeout), partial(store_counter, own.get_group(), timeout)
+        runner = _Runner(sweep, among, engine, barrier, where, openers)
+        for place in _turns(counter, barrier, request, len(order)):
             outcomes.append(runner.run(order[place], f"[{place + 1}/{len(order)}]"))
+            gc.collect()  # the model, whose memory the next run needs
     mine = [asdict(outcome) for outcome in outcomes] if grid_of(own).rank == 0 else []
     messages = engine.exchange("results", {"rows": mine, "stop": request.signal})
     everyones = [RunEnd(**row) for theirs in messages for row in theirs["rows"]]
     if engine.rank == 0:
-        print(write_summary(sweep, everyones), flush=True)
+        write_summary(sweep, everyones)
     engine.exchange("the table of all runs is written", {})
     if stops := [theirs["stop"] for theirs in messages if theirs["stop"] is not None]:
         raise Interrupted(stops[0])
@@ -111,8 +114,10 @@ def train_all(sweep: Sweep) -> None:
         raise RuntimeError(f"{len(failed)} of {len(order)} runs failed ({names}). {first.name}: {first.error}")
 
 
-def _by_cost(sweep: Sweep) -> dict[str, Any]:
+def _by_cost(sweep: Sweep, ranks: int) -> dict[str, Any]:
     """The runs' names, costliest first. Prepares all data."""
+    if STORE not in os.environ:  # torchrun's ranks: no launcher has checked
+        check_before_start(sweep, ranks)
     costs: dict[str, float] = {}
     prepared: dict[Any, list[Path]] = {}
     for name, options in sweep.runs.items():
@@ -129,7 +134,7 @@ def _by_cost(sweep: Sweep) -> dict[str, Any]:
         taken = (options.steps or 0) * options.samples_per_rank * sweep.ranks_per_run
         costs[name] = epoch * (taken / samples if taken else options.epochs or 1.0)
     order = sorted(costs, key=lambda name: -costs[name])
-    print(f"{len(order)} runs, costliest first: {', '.join(order)}", flush=True)
+    print(f"{len(order)} runs, costliest first by their samples' cost: {', '.join(order)}", flush=True)
     return {"order": order}
 
 
@@ -138,7 +143,7 @@ def _data(sweep: Sweep) -> Path:
 
 
 def _key(options: RunOptions) -> tuple[Any, ...]:
-    return options.model, options.quantize, options.dtype
+    return tuple(same_of(options).values())
 
 
 def _bases_of(sweep: Sweep) -> dict[tuple[Any, ...], RunOptions]:
@@ -162,61 +167,85 @@ def _load_base(options: RunOptions, mesh: DeviceMesh, timeout: timedelta) -> nn.
     return model
 
 
-def _turns(counter: StoreCounter, grid: Grid, timeout: timedelta, stop: StopRequest, runs: int) -> Iterator[int]:
-    """The places of the runs that the ranks of `grid` take, until there are no more or one of them is to stop."""
+def _turns(counter: StoreCounter, barrier: Barrier | None, stop: StopRequest, runs: int) -> Iterator[int]:
+    """The places of the runs that the ranks of `barrier` take (None: this one), until none is left or a rank stops."""
     while True:
         message = {"stops": stop.signal is not None, "place": runs}
-        if grid.rank == 0 and not message["stops"]:
+        if not message["stops"] and (barrier is None or barrier.rank == 0):
             message["place"] = counter.add("runs", 1) - 1
-        messages = [message]
-        if grid.world > 1:
-            with watched_barrier(grid, timeout) as barrier:
-                messages = barrier.exchange("take the next run", message)
-        if messages[0]["place"] >= runs or any(theirs["stops"] for theirs in messages):
+        messages = [message] if barrier is None else barrier.exchange("take the next run", message)
+        if stops := any(theirs["stops"] for theirs in messages):
+            counter.add("runs", runs)  # other groups take no more either
+        if stops or messages[0]["place"] >= runs:
             return
         yield messages[0]["place"]
 
 
 @dataclass(frozen=True)
 class _Runner:
-    """The ranks that train a run together. `base`: the engine of one that all ranks share."""
+    """The ranks that train a run together. `base`: the engine of one that all share; `barrier`: theirs, if several.
+
+    `openers` open their barriers and counters, which each rank numbers; one that fails may have opened fewer.
+    """
 
     sweep: Sweep
     among: Among
     base: Engine
+    barrier: Barrier | None
     where: str
+    openers: tuple[Callable[[], Any], ...]
 
     def run(self, name: str, place: str) -> RunEnd:
         """One run, to its end. What it prints goes to log.txt in its folder. Raises RankLost."""
-        options, shown, is_first = self.sweep.runs[name], sys.stdout, grid_of(self.among.mesh).rank == 0
-        shown_s = time.monotonic()
+        options, shown, grid = self.sweep.runs[name], sys.stdout, grid_of(self.among.mesh)
+        shown_s, log, words, is_own = time.monotonic(), Path(options.out) / "log.txt", "had ended before, after", True
 
         def say(words: str) -> None:
-            if is_first:
-                shown.write(f"{place} {name}: {words}\n")  # in one piece, as other ranks write too
-                shown.flush()
+            if grid.rank == 0:
+                with contextlib.suppress(OSError):  # a closed pipe ends no run
+                    shown.write(f"{place} {name}: {words}\n")  # in one piece, as other ranks write too
+                    shown.flush()
 
         def on_metrics(metrics: Metrics) -> None:
-            nonlocal shown_s
+            nonlocal shown_s, words
+            words = "has ended after"
             if time.monotonic() - shown_s > _SHOWN_S:
                 shown_s = time.monotonic()
                 say(f"step {metrics['step']}, loss {metrics['loss']:.4f}")
 
         say(f"begins on {self.where}")
-        outcome = RunEnd(name=name, where=self.where)
+        end = RunEnd(name=name, where=self.where)
         try:
-            (folder := Path(options.out)).mkdir(parents=True, exist_ok=True)
-            with open(folder / "log.txt", "a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with open(log, "a", encoding="utf-8") as file, contextlib.redirect_stdout(file):
                 metrics = sft.train_sft_among(options, self.among, data=_data(self.sweep), on_metrics=on_metrics)
-            say(f"has ended after step {metrics['step']}")
+            words = f"{words} step {metrics['step']}"
         except Interrupted:
-            outcome = RunEnd(name=name, where=self.where, status="stopped")
-            say("is stopped; continue with --resume auto")
+            end, words = replace(end, status="stopped"), "is stopped; continue with --resume auto"
         except Exception as error:
             for borrower in self.base.borrowers:  # the other ranks of this run may wait for this one
                 borrower.abort(error)
+            if self.barrier is not None:  # or at the next barrier, if the run has no engine yet
+                self.openers[0]().abort(describe(error))
             self.base.require_peers(f"their shards, after run {name} failed")
-            outcome = RunEnd(name=name, where=self.where, status="failed", error=in_a_line(error))
-            say(f"failed, and the other runs go on: {outcome.error}")
-        gc.collect()  # the model, whose memory the next run needs
-        return outcome
+            with contextlib.suppress(OSError), open(log, "a", encoding="utf-8") as file:
+                traceback.print_exc(file=file)
+            cause = f"rank {self.base.rank}: " * (grid.rank > 0) + in_a_line(error)
+            end, is_own = replace(end, status="failed", error=cause), not isinstance(error, OfRanks)
+        end = self._agreed(end, is_own)
+        say(f"failed, and the other runs go on: {end.error}" if end.error else words)
+        return end
+
+    def _agreed(self, end: RunEnd, is_own: bool) -> RunEnd:
+        """That of the group: failed if it is so on any rank, by an error that `is_own`, not a peer's. Collective."""
+        if self.barrier is None:
+            return end
+        messages = self.barrier.exchange("the end of a run", {"error": end.error, "is_own": is_own})
+        if not (failed := [theirs for theirs in messages if theirs["error"]]):
+            return end
+        for opener in self.openers:
+            number = opener().number
+            numbers = self.barrier.exchange("the same numbers after a failed run", {"number": number})
+            for _ in range(number, max(theirs["number"] for theirs in numbers)):
+                opener()
+        return replace(end, status="failed", error=min(failed, key=lambda theirs: not theirs["is_own"])["error"])

@@ -205,6 +205,7 @@ class _WeightsAndBiases(_Tracker):
             config=self._config,
             dir=os.environ.get("WANDB_DIR") or str(self._out),
             resume="allow",
+            reinit="create_new",  # a run before in this process may still be ending
         )
         id_file.parent.mkdir(exist_ok=True)
         id_file.write_text(self._run.id)

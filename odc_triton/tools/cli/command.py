@@ -193,8 +193,8 @@ def _sweep(file: str, ranks: int | None, wanted: Any) -> int:
 
     name, sweep = "odc_triton.jobs.train.sweep", read_sweep(expanded(file), wanted)
     if joined_world() is not None:
-        join_job(name, "run_sweep", sweep, advised=sweep.shared)
-    start_job(name, "run_sweep", sweep, advised=sweep.shared, ranks=ranks)
+        join_job(name, "run_sweep", sweep)
+    start_job(name, "run_sweep", sweep, ranks=ranks)
     return 0
 
 

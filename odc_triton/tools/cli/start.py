@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 from ...base.environment import joined_world
 from ...jobs.launcher.launch import LocalRanks, die_with_parent, end_process, status_of, warn_of_few_cores
 from ...jobs.launcher.signals import STOPS, handling
-from ...jobs.train.run_options import RunOptions
 from ..memory.advice import advising
 
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
@@ -29,16 +28,14 @@ def ending_at_once() -> AbstractContextManager[None]:
     return handling(lambda number, _: os._exit(report_stopped(number)), *STOPS)
 
 
-def join_job(name: str, run: str, options: Any, *, advised: RunOptions | None = None) -> NoReturn:
-    """Calls the function `run` of the module `name` as one rank of the world that torchrun started this process in.
-    `advised`: of whose memory an error that is out of it speaks, by default `options`.
-    """
+def join_job(name: str, run: str, options: Any) -> NoReturn:
+    """Calls the function `run` of the module `name` as one rank of the world that torchrun started this process in."""
     from ...jobs.train.job import run_here
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
     try:
-        run_here(advising(advised or options, joined_world() or 1)(getattr(import_module(name), run)), options)
+        run_here(advising(options, joined_world() or 1)(getattr(import_module(name), run)), options)
     except SystemExit as end:
         end_process(status_of(end))
     end_process(0)
@@ -51,13 +48,11 @@ def default_ranks(device: str = "auto") -> int:
     return max(import_module("torch").cuda.device_count(), 1)
 
 
-def start_job(name: str, run: str, options: Any, *, advised: RunOptions | None = None, ranks: int) -> None:
-    """Checks the options by `check_before_start` of the module `name`, then calls its function `run` on every rank.
-    `advised` as in `join_job`.
-    """
+def start_job(name: str, run: str, options: Any, *, ranks: int) -> None:
+    """Checks the options by `check_before_start` of the module `name`, then calls its function `run` on every rank."""
     has_gpu = any(map(os.path.exists, _GPU_DEVICES))
     job = LocalRanks(ranks, method="spawn" if has_gpu else "fork")
-    with advising(advised or options, ranks), job, handling(job.on_signal, *STOPS):
+    with advising(options, ranks), job, handling(job.on_signal, *STOPS):
         module = _start_and_check(job, name, options) if has_gpu else _check_and_fork(job, name, options)
         warn_of_few_cores(ranks)
         job.run(getattr(module, run), options, timeout_s=60 * options.timeout_minutes)

@@ -20,13 +20,13 @@ _SIGNS = re.compile(r"out ?of ?memory|MemoryError|can(?:'|no)t allocate memory",
 
 
 @contextmanager
-def advising(options: RunOptions, ranks: int) -> Iterator[None]:
-    """An error of a run that has no more memory goes on as a RuntimeError that also says what to change."""
+def advising(options: Any, ranks: int) -> Iterator[None]:
+    """An error of a run (not of a sweep) without memory goes on as a RuntimeError that also says what to change."""
     try:
         yield
     except (OSError, RuntimeError, MemoryError) as error:
         said, advice = in_a_line(error), ""
-        if _SIGNS.search(said):
+        if _SIGNS.search(said) and isinstance(options, RunOptions):
             with suppress(Exception), warnings.catch_warnings():  # the first error counts, whatever comes of this
                 warnings.simplefilter("ignore")
                 advice = _advice(options, ranks)
