@@ -178,13 +178,12 @@ def evaluate(
     of other plans.
     """
     engine, totals, count, plans = protocol_of(model), _Totals(), 0, []
-    same, ranks = SameSamples(engine.rank, engine.world, is_alone=lambda: engine.is_alone), set[int]()
+    same = SameSamples(engine.rank, engine.world, is_alone=lambda: engine.is_alone)
     for part in parts:
         part.minibatch()
     for packs in minibatches:
         if isinstance(packs, Mapping):
             raise TypeError("minibatches has a pack: give of each minibatch the list of this rank's packs")
-        ranks.add(getattr(getattr(packs, "plan", None), "ranks", 1))
         given = _Given(model, packs, objective)
         count += given.tokens or 0
         plans.append(same.entry(given))
@@ -194,7 +193,7 @@ def evaluate(
                     part.microbatch()
                 totals.add(*objective.loss(model, _on_device(pack, engine), Terms(number=1, samples=given.samples)))
     own = totals.report(1.0) | {"terms": count}
-    return StepReport(**_exchanged(engine, purpose, own, parts, plans, ranks=max(ranks, default=1)))
+    return StepReport(**_exchanged(engine, purpose, own, parts, plans))
 
 
 class _Given:
@@ -251,14 +250,12 @@ def _exchanged(
     own: dict[str, Any],
     parts: Sequence[StepPart],
     plans: Sequence[Any] = (),
-    *,
-    ranks: int = 1,
 ) -> dict[str, Any]:
     """The step's barrier: `own` numbers, added up over ranks; and the parts' reports. `plans`: as SameSamples has them,
-    which must be those of all ranks. `ranks`: for how many they are.
+    which must be those of all ranks.
     """
     message = own | {"parts": [part.report() for part in parts], "plans": plans}
-    messages = [message] if engine.is_alone and ranks == 1 else engine.exchange(purpose, message)
+    messages = [message] if engine.is_alone else engine.exchange(purpose, message)
     for what in ("parts", "plans"):
         if len(counts := {len(theirs[what]) for theirs in messages}) > 1:
             raise RanksDiffer(f"{purpose}: by rank there are {sorted(counts)} {what}: give the same on all ranks")

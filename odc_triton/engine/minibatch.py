@@ -57,7 +57,7 @@ class minibatch:
     it, whose error fails the minibatch on all ranks. Ranks that have other samples, or assign them in another way, are
     then found. `tokens` beside it goes before the plan's.
 
-    If nothing that is sharded trains (adapters in ignored_params), ranks have nothing to wait for: each opens
+    Inside of `serving(model)`, where nothing that is sharded trains, ranks have nothing to wait for: each opens
     minibatches of its own, or none at all, and tokens are its own.
 
     Enter: waits until every rank's parameters are readable and its gradient shards are zero. Exit: waits until
@@ -284,17 +284,18 @@ class SameSamples(Participant):
     name = "samples"
 
     def __init__(self, rank: int, world: int, *, is_alone: Callable[[], bool] = lambda: False) -> None:
-        """`is_alone`: whether a plan for this rank alone is right."""
+        """`is_alone`: whether a plan must be for this rank alone."""
         self._rank, self._world, self._is_alone = rank, world, is_alone
 
     def entry(self, given: Planned | None) -> list[Any] | None:
         """[checksum of all ranks' samples, digest of all ranks' packs]."""
-        if given is None or given.plan is None or (given.plan.ranks == 1 and self._is_alone()):
+        if given is None or given.plan is None:
             return None
-        if (self._rank if given.rank is None else given.rank, given.plan.ranks) != (self._rank, self._world):
+        rank, world = (0, 1) if self._is_alone() else (self._rank, self._world)
+        if (rank if given.rank is None else given.rank, given.plan.ranks) != (rank, world):
             raise ValueError(
-                f"the packs are those of rank {given.rank} of {given.plan.ranks}, and this is rank {self._rank} of "
-                f"{self._world}: give the sampler the model's rank and world"
+                f"the packs are those of rank {given.rank} of {given.plan.ranks}, and this is rank {rank} of {world}"
+                f"{' inside of serving' * self._is_alone()}: give the sampler the model's rank and world"
             )
         return [given.plan.checksum, given.plan.digest]
 

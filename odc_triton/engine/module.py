@@ -83,10 +83,6 @@ class Engine(Protocol):
         self.add(inner.parameters)
         inner.optimizers.stop()
 
-    @property
-    def trains_beside(self) -> bool:
-        return any(each.requires_grad for each in self.ignored.values())
-
     def name_parameters(self, root: nn.Module) -> None:
         """Names every parameter as seen from the root."""
         names = {id(value): name for name, value in root.named_parameters()}

@@ -75,25 +75,14 @@ class Protocol(Member):
         return self.divide_factor is None and self.tokens.total is None and self.tokens.late_divisor is None
 
     @property
-    def trains_beside(self) -> bool:
-        """True if parameters train that are whole on each rank."""
-        return False
-
-    @property
     def is_alone(self) -> bool:
-        """True if all that trains is this rank's own: it reads the others' shards, and waits for none of them."""
-        return self.reads_only and self.trains_beside and not any(each.needs_all_ranks for each in self.participants)
+        """True inside of `serving`: this rank reads the others' shards, and waits for none of them."""
+        return self.is_serving and not any(each.needs_all_ranks for each in self.participants)
 
     def meet_in_step(self, purpose: str, message: dict[str, Any], error: BaseException | None) -> list[dict[str, Any]]:
         """The messages of all ranks that train together, by rank; of one that `is_alone` only its own."""
         if not self.is_alone:
             return self.meet(purpose, message, error)
-        if self.world > 1 and not self.is_serving:
-            self.warn_once(
-                "alone",
-                "nothing that is sharded trains, so each rank has minibatches of its own: mb.tokens are its own, and "
-                "nothing is summed over ranks. If that is meant, put the loop into `with serving(model)`",
-            )
         return [message | {"error": None if error is None else describe(error), "follows": False}]
 
     def register(self, *participants: Participant) -> None:

@@ -21,7 +21,8 @@ def serving(model: nn.Module) -> Iterator[None]:
         with serving(model):
             train(model, my_adapter)  # or evaluate, or generate; ranks end in any order
 
-    At its end a rank waits until all ranks are there, as they may still read its shards. While one works it shows signs
+    Inside, forward, backward, `minibatch` and `evaluate` are this rank's own, and wait for no other. At its end a rank
+    waits until all ranks are there, as they may still read its shards. While one works it shows signs
     of life, so it may take any time; one that shows none is late after the `timeout` of fully_shard. An exception is
     printed at once and raised after that wait. Ctrl-C and `sys.exit` end the other ranks' work too.
 

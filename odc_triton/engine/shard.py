@@ -295,14 +295,6 @@ class HeapShard(Shard):
         return self.parts_of(shard)[self._grid.replica]
 
     @torch.no_grad()
-    def holds(self, whole: torch.Tensor) -> bool:
-        """True if this rank's rows are those of the whole tensor [N, ...], which may have no values yet."""
-        if whole.is_meta or not whole.is_floating_point():
-            return True
-        own = self.compute_parts()[self._grid.replica]
-        return torch.equal(own, whole.reshape(self.spec.shape)[slice(*self.master_rows)].to(own))
-
-    @torch.no_grad()
     def adopt(self, whole: torch.Tensor) -> None:
         """Copies this rank's rows of the whole tensor [N, ...] into its master, to be published."""
         self.master.copy_(whole.reshape(self.spec.shape)[slice(*self.master_rows)])

@@ -398,7 +398,8 @@ class Passes(Participant):
             if protocol.is_open:
                 protocol.events.microbatch = self.count
             if protocol.is_open or protocol.is_alone:
-                protocol.require_alive(self._owners, f"the shards of all ranks in minibatch {protocol.number}")
+                where = f" in minibatch {protocol.number}" if protocol.is_open else ""
+                protocol.require_alive(self._owners, f"the shards of all ranks{where}")
             if not protocol.is_open or (protocol.reads_only and protocol.is_alone):
                 protocol.publication.wait_readable()
         except BaseException:

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..comm.grid import Grid
@@ -15,6 +16,8 @@ from ..comm.memory.heap import SymmetricHeap
 from ..engine.api import engine_of
 from ..engine.borrowed import BorrowedShard
 from ..engine.module import Engine, plain_class
+from ..engine.shard import HeapShard
+from ..nn.operand import kept_dtype
 from .backend import Backend
 from .collect import Description, FoundParameter
 
@@ -108,7 +111,7 @@ def borrow(base: nn.Module, described: Description, root: nn.Module, *, device: 
                 f"{entry.name} is {words[0]} here and {words[1]} in base: give both models the same folder, "
                 f"quantisation and mp_policy"
             )
-        if grid.rank == 0 and not lender.shard.holds(entry.parameter):
+        if grid.rank == 0 and not _has_values(lender.shard, entry.parameter):
             raise ValueError(
                 f"{entry.name} has other values here than in base: PEFT's initialisation may have changed it (PiSSA, "
                 f"OLoRA), or base is another model"
@@ -121,11 +124,24 @@ def borrow(base: nn.Module, described: Description, root: nn.Module, *, device: 
     return loan
 
 
+def _has_values(lender: HeapShard, value: nn.Parameter) -> bool:
+    """True if `value`, the whole tensor, has the lender's, or none yet. Of packed ones nothing is known: their bits
+    depend on the machine.
+    """
+    if value.is_meta or kept_dtype(value) is not None:
+        return True
+    return torch.equal(whole := lender.read(), value.detach().to(whole))
+
+
 def _copy_buffers(base: nn.Module, root: nn.Module) -> None:
+    """Into those on the meta device: others have the values that the model was built with."""
     theirs = {plain(name): value for name, value in base.named_buffers()}
     for prefix, module in root.named_modules():
         for key in module._buffers.keys() - module._non_persistent_buffers_set:
             buffer = module._buffers[key]
             found = theirs.get(plain(f"{prefix}.{key}".removeprefix(".")))
-            if buffer is not None and found is not None and found.shape == buffer.shape:
-                module._buffers[key] = found.clone()
+            if buffer is None or found is None or not buffer.is_meta:
+                continue
+            if (found.shape, found.dtype) != (buffer.shape, buffer.dtype):
+                raise ValueError(f"buffer {key} is {buffer.dtype} here and {found.dtype} in base: cast parameters only")
+            module._buffers[key] = found.clone()

@@ -20,7 +20,17 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from bench.whole import whole
-from odc_triton import enable_split, full_parameters, fully_shard, minibatch, offer_policy, own_mesh, publish, serving
+from odc_triton import (
+    MinibatchFailed,
+    enable_split,
+    full_parameters,
+    fully_shard,
+    minibatch,
+    offer_policy,
+    own_mesh,
+    publish,
+    serving,
+)
 from odc_triton.balance import count_target_tokens, pack_collate
 from odc_triton.checkpoint import load_pretrained_shards, save_pretrained
 from odc_triton.checkpoint.base_model import FILE
@@ -28,6 +38,7 @@ from odc_triton.checkpoint.folder import load_checkpoint, write_checkpoint
 from odc_triton.hf import summed_loss
 from odc_triton.nn.replace import replace_layers
 from odc_triton.objectives import CrossEntropy, evaluate
+from odc_triton.plan.plan import Plan
 from tests.support import ranks, slow, splitting
 from tests.support.adapters import adapted, adapters, frozen, train
 from tests.support.families import causal_lm, with_lora
@@ -274,7 +285,9 @@ def _beside(rank: int, world: int) -> float:
     for act in (lambda: minibatch(late).__enter__(), lambda: late(input_ids=ids).logits.mean().backward()):
         assert "lora_A.default.weight was added after fully_shard" in caught(act)
     optimizer = torch.optim.AdamW(model.parameters())  # frozen ones too
-    with pytest.warns(UserWarning, match="mb.tokens are its own"), minibatch(model, tokens=1 + rank) as mb:
+    with minibatch(model, tokens=1 + rank) as mb:  # outside of serving as always
+        assert mb.tokens == sum(range(world + 1))
+    with serving(model), minibatch(model, tokens=1 + rank) as mb:
         assert mb.tokens == 1 + rank
     with serving(model):
         for _ in range(1 + rank):
@@ -285,6 +298,8 @@ def _beside(rank: int, world: int) -> float:
         assert "memory" in caught(failing.mean().backward)
         with minibatch(model):
             model(input_ids=ids)
+        with pytest.raises(MinibatchFailed, match=f"rank 0 of {world}, and this is rank 0 of 1 inside of serving"):
+            minibatch(model, plan=Plan.by_hand([[] for _ in range(world)]).packs(0), tokens=0).__enter__()
         assert evaluate(model, [], CrossEntropy()).terms == 0
         assert "serving inside of serving" in caught(lambda: _serve(model))
     time.sleep(0.3 * rank)

@@ -87,7 +87,8 @@ def train_all(sweep: Sweep) -> None:
     order = on_rank_0(partial(_by_cost, sweep, mesh.size()), mesh, timeout)["order"]
     counter = store_counter(timeout=timeout)
     bases = {key: _load_base(options, mesh, timeout) for key, options in _bases_of(sweep).items()}
-    engine = engine_of(next(iter(bases.values())))
+    engines = [engine_of(each) for each in bases.values()]
+    engine = engines[0]
     ranks, each = engine.grid.ranks, sweep.ranks_per_run
     first = engine.rank - engine.rank % each
     own, request = own_mesh(ranks[first : first + each], timeout), StopRequest()
@@ -97,7 +98,7 @@ def train_all(sweep: Sweep) -> None:
     group = watched_barrier(grid_of(own), timeout) if each > 1 else contextlib.nullcontext()
     with handling(stop.on_signal, *STOPS), serving(next(iter(bases.values()))), group as barrier:
         openers = partial(open_barrier, grid_of(own), timeout), partial(store_counter, own.get_group(), timeout)
-        runner = _Runner(sweep, among, engine, barrier, where, openers)
+        runner = _Runner(sweep, among, engines, barrier, where, openers)
         for place in _turns(counter, barrier, request, len(order)):
             outcomes.append(runner.run(order[place], f"[{place + 1}/{len(order)}]"))
             gc.collect()  # the model, whose memory the next run needs
@@ -183,14 +184,14 @@ def _turns(counter: StoreCounter, barrier: Barrier | None, stop: StopRequest, ru
 
 @dataclass(frozen=True)
 class _Runner:
-    """The ranks that train a run together. `base`: the engine of one that all share; `barrier`: theirs, if several.
+    """The ranks that train a run together. `bases`: the engines of what all share; `barrier`: theirs, if several.
 
     `openers` open their barriers and counters, which each rank numbers; one that fails may have opened fewer.
     """
 
     sweep: Sweep
     among: Among
-    base: Engine
+    bases: list[Engine]
     barrier: Barrier | None
     where: str
     openers: tuple[Callable[[], Any], ...]
@@ -223,14 +224,15 @@ class _Runner:
         except Interrupted:
             end, words = replace(end, status="stopped"), "is stopped; continue with --resume auto"
         except Exception as error:
-            for borrower in self.base.borrowers:  # the other ranks of this run may wait for this one
-                borrower.abort(error)
+            for base in self.bases:
+                for borrower in base.borrowers:  # the other ranks of this run may wait for this one
+                    borrower.abort(error)
             if self.barrier is not None:  # or at the next barrier, if the run has no engine yet
                 self.openers[0]().abort(describe(error))
-            self.base.require_peers(f"their shards, after run {name} failed")
+            self.bases[0].require_peers(f"their shards, after run {name} failed")
             with contextlib.suppress(OSError), open(log, "a", encoding="utf-8") as file:
                 traceback.print_exc(file=file)
-            cause = f"rank {self.base.rank}: " * (grid.rank > 0) + in_a_line(error)
+            cause = f"rank {self.bases[0].rank}: " * (grid.rank > 0) + in_a_line(error)
             end, is_own = replace(end, status="failed", error=cause), not isinstance(error, OfRanks)
         end = self._agreed(end, is_own)
         say(f"failed, and the other runs go on: {end.error}" if end.error else words)
