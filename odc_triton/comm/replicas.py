@@ -1,8 +1,8 @@
 """The collectives of replicas: the sum of gradient shards, and the exchange of the parts of compute shards.
 
-Both use bounded buffers and the process group of the ranks with the same shard index (gloo or NCCL), and start only when
-all of these are known to have arrived. A rank that waits for a collective also checks which ranks are alive, so none
-hangs. Shards use `all_to_all_single` and `all_gather` over parts padded to one size: gloo's reduce-scatter is an
+Both use bounded buffers and the process group of the ranks with the same shard index (gloo or NCCL), and start only
+when all of these are known to have arrived. A rank that waits for a collective also checks which ranks are alive, so
+none hangs. Shards use `all_to_all_single` and `all_gather` over parts padded to one size: gloo's reduce-scatter is an
 all-reduce, of twice the bytes, and can't be waited for without blocking.
 """
 
