@@ -29,6 +29,7 @@ from odc_triton import (
     offer_policy,
     own_mesh,
     publish,
+    register_fsdp_forward_method,
     serving,
 )
 from odc_triton.balance import count_target_tokens, pack_collate
@@ -312,6 +313,20 @@ def _beside(rank: int, world: int) -> float:
     return float(distance)
 
 
+def _generates(rank: int, world: int) -> float:
+    """Over a base and beside one, more often on higher ranks."""
+    model, beside, ids, apart = adapted(), adapted(), torch.arange(3, 14)[None], 0.0
+    how: dict[str, Any] = {"input_ids": ids, "max_new_tokens": 5, "do_sample": False}
+    want, base = adapted().generate(**how), fully_shard(frozen())
+    fully_shard(beside, ignored_params={*adapters(beside).values()})
+    with serving(base), serving(beside), torch.no_grad():
+        for each in (fully_shard(model, mesh=own_mesh([rank]), base=base), beside):
+            register_fsdp_forward_method(each, "generate")
+            for _ in range(1 + rank):
+                apart += float((each.generate(**how) != want).sum())
+    return apart
+
+
 def _own_adapters(rank: int, world: int) -> float:
     """Each rank writes those that it has in ignored_params."""
     model = fully_shard(own := adapted(seed=rank), ignored_params={*adapters(own).values()})
@@ -322,6 +337,8 @@ def _own_adapters(rank: int, world: int) -> float:
     return splitting.distance(saved, values)
 
 
-@pytest.mark.parametrize("use", [_beside, *map(slow, (_blocks_first, _own_adapters, _split, _experts, _dropped))])
+@pytest.mark.parametrize(
+    "use", [_beside, *map(slow, (_blocks_first, _generates, _own_adapters, _split, _experts, _dropped))]
+)
 def test_uses(use: Callable[[int, int], float]) -> None:
     assert max(ranks.run(use, 4)) <= 1e-6
