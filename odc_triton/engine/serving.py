@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ..base.errors import in_a_line
+from ..base.errors import OfRanks, in_a_line
 from .minibatch import protocol_of
 
 _PURPOSE = "the end of `serving`: ranks that are done serve their shards to the others"
@@ -22,9 +22,9 @@ def serving(model: nn.Module) -> Iterator[None]:
             train(model, my_adapter)  # or evaluate, or generate; ranks end in any order
 
     Inside, forward, backward, `minibatch` and `evaluate` are this rank's own, and wait for no other. At its end a rank
-    waits until all ranks are there, as they may still read its shards. While one works it shows signs
-    of life, so it may take any time; one that shows none is late after the `timeout` of fully_shard. An exception is
-    printed at once and raised after that wait. Ctrl-C and `sys.exit` end the other ranks' work too.
+    waits until all ranks are there, as they may still read its shards. While one works it shows signs of life, so it
+    may take any time; one that shows none is late after the `timeout` of fully_shard. An exception is printed at once
+    and raised after that wait. Ctrl-C and `sys.exit` end the other ranks' work too.
 
     Raises RankLost if a peer's process is gone, DeadlineExceeded for a silent one; ValueError, RuntimeError for a model
     that trains sharded parameters, and inside of another `serving` of it.
@@ -41,7 +41,8 @@ def serving(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         if not engine.is_broken:
             words = f"rank {engine.rank} failed and serves its shards until the others are done: {in_a_line(error)}"
-            print(words, file=sys.stderr, flush=True)
+            if not isinstance(error, OfRanks):  # which follows another rank's, who has printed it
+                print(words, file=sys.stderr, flush=True)
             for each in engine.borrowers:  # their groups must not wait for this rank
                 each.abort(error)
             engine.exchange(_PURPOSE, {})

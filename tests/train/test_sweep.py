@@ -80,7 +80,7 @@ def _written(options: SftOptions) -> tuple[bytes, ...]:
 
 
 def _alone(wanted: Sweep, name: str, out: Path) -> SftOptions:
-    """The same run by itself, on as many ranks."""
+    """The same run alone, on the same number of ranks."""
     options = replace(wanted.runs[name], out=str(out / name))
     assert jobs.run(wanted.ranks_per_run, options) == [jobs.ENDED]
     return options
@@ -167,7 +167,7 @@ def _fail(rank: int, world: int, wanted: Sweep, place: str) -> str:
 
 @pytest.mark.parametrize("place", [slow(each) for each in PLACES])
 def test_a_failure_on_one_rank_of_a_group(place: str, folder: Path, tmp_path: Path) -> None:
-    """Its own error is reported, and the group goes on with runs that share a queue."""
+    """The sweep reports that rank's error. The next runs of the group, which share a queue, are right."""
     runs = {"first": {"steps": 6}, "second": {}, "third": {"seed": 1}}
     wanted = sweep(folder, tmp_path / "sweep", runs, each=2, balance="queue", timeout_minutes=0.3, **EXACT)
     found = ranks.run(_fail, 2, wanted, place)

@@ -2,8 +2,9 @@
 
 odc-triton sweep FILE --out DIR --ranks 2
 
-Ranks wait for each other while rank 0 prepares the data, while the base loads, and at the end. In between each group of
-`ranks_per_run` ranks is a job of its own: a run that fails is reported, and its group goes on with the next one.
+Ranks wait for each other while rank 0 prepares the data, while the base loads, and at the end. Between these points
+each group of `ranks_per_run` ranks works as a separate job. If its run fails, the group reports that and takes the next
+one.
 """
 
 from __future__ import annotations
