@@ -47,8 +47,9 @@ out/vllm/.installed: pyproject.toml
 	out/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-# The tests under the oldest, the usual and the newest Python and torch; one pair: make test-matrix PAIRS=3.13-2.15
-PAIRS ?= 3.10-2.11 3.11-2.13 3.13-2.15
+# The tests under the oldest, the usual and the newest Python and torch, and under the oldest transformers and accelerate
+# (constraints-2.13-floor.txt); one pair: make test-matrix PAIRS=3.13-2.15
+PAIRS ?= 3.10-2.11 3.11-2.13 3.11-2.13-floor 3.13-2.15
 test-matrix:
 	tests/matrix $(PAIRS)
 

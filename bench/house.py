@@ -73,8 +73,8 @@ BEHIND: dict[str, tuple[int, int | None]] = {
     "from . import use_odc": (9_230, None),
     "from . import replace_layers": (3_350, None),
     "from .balance import MinibatchSampler": (3_650, None),
-    "from .hf import enable_packing, summed_loss": (10_800, None),
-    "from .hf import ODCTrainer": (24_450, None),
+    "from .hf import enable_packing, summed_loss": (10_830, None),
+    "from .hf import ODCTrainer": (24_480, None),
     "from .jobs.train import sft": (32_700, None),
     "from .jobs.train import grpo": (34_800, None),
 }

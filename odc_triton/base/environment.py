@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
+from packaging.version import Version
+
 
 def joined_world() -> int | None:
     """The number of ranks of the job that torchrun, or the like, started this process for; None: it is no rank.
@@ -56,3 +58,10 @@ def installed(*packages: str) -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def needs_transformers(oldest: str) -> str:
+    """If an older one is installed, "needs transformers 5.17, and 5.6.0 is installed", for an error; else nothing."""
+    found = version("transformers")
+    is_older = Version(found).release < Version(oldest).release
+    return f"needs transformers {oldest}, and {found} is installed" if is_older else ""

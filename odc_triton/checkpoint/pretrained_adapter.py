@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.environment import needs_transformers
 from ..base.errors import in_a_line
 from ..base.untyped import untyped
 from .adapter import merged, merged_layer, origins_of
@@ -30,6 +31,8 @@ class Merge:
         model.hf_device_map = {"": "cpu"}  # of the adapter: else its tensors are read onto the meta device
         kind, way = "an adapter", f"give {base}, or what PEFT's merge_and_unload() makes of both, if it can merge them"
         try:
+            if needs := needs_transformers("5.7"):  # an older one does not say which values it did not find
+                raise ValueError(f"merging {needs}")
             kind = f"an adapter of type {untyped(PeftConfig.from_pretrained(str(source))).peft_type.value}"
             with _quietly():
                 missing = model.load_adapter(str(source)).missing_keys

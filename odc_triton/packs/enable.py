@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from ..base.environment import needs_transformers
 from ..base.untyped import untyped
 from ..nn.modes import evaluating
 from ..plan.entries import Piece
 from ..recurrent.layers import join_documents, recurrent_layers, separate_documents
 from .attention import PREPARED_MASK, REMEDY, PackingUnsupported, packed_attention, packed_mask, tell_by_positions
-from .images import text_positions
+from .images import has_blocks, text_positions
 from .rope import follow_documents
 from .scores import every_token, give_token_scores, gives_token_scores
 
@@ -99,6 +100,8 @@ def enable_packing(model: nn.Module) -> None:
     refuse_prompt_learning(model)
     if not hasattr(model, "set_attn_implementation"):
         raise PackingUnsupported(f"{name} is not a transformers model with a settable attention. {REMEDY}")
+    if has_blocks(model) and (needs := needs_transformers("5.6")):  # an older one trains with a mask of its own only
+        raise PackingUnsupported(f"{name} {needs}. {REMEDY}")
     if any(parameter.is_meta for parameter in model.parameters()):
         try:
             probed = stand_in(model)

@@ -45,6 +45,12 @@ def sees_pictures(model: Any) -> bool:
     return _inputs_of(model) is not None
 
 
+def has_blocks(model: Any) -> bool:
+    """True if a picture's tokens see one another."""
+    family = _inputs_of(model)
+    return family is not None and family.blocks
+
+
 def tower_of(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of the vision tower, without the projector; none for a model of text."""
     return [parameter for name, parameter in model.named_parameters() if re.fullmatch(TOWER, name)]

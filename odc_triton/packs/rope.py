@@ -54,6 +54,8 @@ def _of_documents(module: nn.Module, args: tuple, given: dict[str, Any], output:
             part = F.pad(part, (0, 1), value=piece.length - 1)
         if any("dynamic" in kind for kind in _kinds(module)):  # forgets longer ones at a short batch
             module.forward(**bound | {"position_ids": part.new_zeros(1, 1)})
+            if hasattr(module, "original_inv_freq"):  # before transformers 5.13 it does not
+                module.inv_freq = module.original_inv_freq
         made = module.forward(**bound | {"position_ids": part})
         found.append([each[:, : end - start] for each in ([made] if isinstance(made, Tensor) else made)])
     joined = [torch.cat(parts, dim=1)[0].unflatten(0, positions.shape) for parts in zip(*found, strict=True)]

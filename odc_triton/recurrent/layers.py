@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..base.environment import needs_transformers
 from ..base.untyped import untyped
 from ..plan.entries import Piece, bounds_on_host
 from ..sequence.buffers import CUTS
@@ -32,6 +33,7 @@ from .run import run_documents
 
 _CONVOLUTION = "causal_conv1d_fn"
 _OTHERS = ("mamba_selective_scan", "mamba_inner_fn")
+_OLDEST = "5.17"  # of transformers, whose functions take other arguments before
 _TRANSFORMERS = "5.23"  # from this version on every recurrent layer gets its model's keyword arguments
 
 
@@ -86,6 +88,8 @@ def separate_documents(model: nn.Module) -> None:
     made = []
     for module in layers:
         name, code = type(module).__name__, _code(type(module))
+        if needs := needs_transformers(_OLDEST):
+            raise ValueError(f"{name} {needs}")
         if others := [each for each in _OTHERS if each in _names(type(module))]:
             raise ValueError(f"{name} computes {others[0]}, whose state can't be kept within documents")
         own = vars(module).get("forward")

@@ -11,6 +11,7 @@ import transformers
 
 from odc_triton.balance import CostModel
 from odc_triton.plan.decoder import Decoder, expert_count
+from tests.support.versions import RECURRENT
 
 _SIZES = {
     "hidden_size": 64,
@@ -78,6 +79,7 @@ def config_of(name: str) -> Any:
     return getattr(transformers, f"{family}Config")(**_SIZES | FAMILIES[name][0])
 
 
+@RECURRENT
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_hybrids_layers_and_its_matrices_are_those_of_its_modules(name: str) -> None:
     config, (_, attending, recurring, flops) = config_of(name), FAMILIES[name]

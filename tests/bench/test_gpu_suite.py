@@ -19,6 +19,7 @@ from bench.suites.gpu.plan import ALL_TESTS, LINES, LISTS, LOG, LONGER, OPERATOR
 from bench.suites.gpu.recurrent import FUNCTIONS
 from tests.support import slow
 from tests.support.deadlines import LONG_S
+from tests.support.versions import RECURRENT
 
 
 def says(gpu: Rehearsal, *, count: int = 1) -> Iterator[dict]:
@@ -153,6 +154,7 @@ class Bare(Rehearsal):
     rehearsal = False
 
 
+@RECURRENT
 def test_packages_that_are_not_installed_are_named(tmp_path: Path) -> None:
     lines = list(QUARTER["recurrent"].lines(Bare(), tmp_path, LONG_S))
     assert [line["skipped"].split()[0] for line in lines] == [package for *_, package in FUNCTIONS.values()]

@@ -15,6 +15,7 @@ from odc_triton.balance import pack_collate
 from odc_triton.packs.enable import takes_branches
 from tests.support.families import SIZES, causal_lm
 from tests.support.gradients import assert_same_gradients, gradients_of
+from tests.support.versions import since
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, "factor": 8.0}
@@ -150,6 +151,7 @@ def test_other_rope_by_length_is_refused(limit: int, dtype: torch.dtype, monkeyp
         hf.enable_packing(model)
 
 
+@since("5.17", "no rope of several axes depends on the length")
 def test_positions_of_several_axes_are_refused() -> None:
     """Which in a pack don't tell the rotary embedding of its documents; alone the model is as it was."""
     long = LONG | {"mrope_section": [2, 1, 1]}

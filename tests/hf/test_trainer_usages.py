@@ -24,6 +24,7 @@ from tests.support.trainer_case import (
     sharded_model,
     weights_of,
 )
+from tests.support.versions import is_older
 
 
 def _compare(
@@ -51,7 +52,9 @@ def test_noise_of_the_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_as_plain(tmp_path: Path) -> None:
     """A step of two batches of two samples is one of four."""
-    changes = {"label_smoothing_factor": 0.1, "max_grad_norm": 0.0, "include_num_input_tokens_seen": "non_padding"}
+    smoothing = 0.0 if is_older("5.15") else 0.1  # before, plain Trainer adds up means of microbatches
+    changes = {"label_smoothing_factor": smoothing, "max_grad_norm": 0.0}
+    changes |= {"include_num_input_tokens_seen": "non_padding"}
     # Plain Trainer's loss of an evaluation is a mean of batches.
     evaluated = {"eval_dataset": samples(), "per_device_eval_batch_size": 12, "eval_strategy": "steps", "eval_steps": 2}
     plainly = changes | evaluated | {"eval_on_start": True}

@@ -18,6 +18,7 @@ from tests.support.grpo_case import write_prompts
 from tests.support.hybrids import CONFIGS, hybrid
 from tests.support.jobs import ENDED
 from tests.support.sft_case import write_questions
+from tests.support.versions import RECURRENT
 from tests.train import test_grpo, test_grpo_job, test_jobs
 
 # AdamW makes whole updates of the small gradients of decays, whose rounding differs.
@@ -28,6 +29,7 @@ MORE = {
 }
 
 
+@RECURRENT
 @pytest.mark.parametrize(("name", "table"), [("qwen3_5", {"two ranks": SFT}), *(slow(name, MORE) for name in CONFIGS)])
 def test_sft_as_on_one_rank(name: str, table: dict[str, test_jobs.Job], tmp_path: Path) -> None:
     folder = write_questions(tmp_path / "case")
@@ -36,6 +38,7 @@ def test_sft_as_on_one_rank(name: str, table: dict[str, test_jobs.Job], tmp_path
     test_jobs.test_as_on_one_rank(folder, tmp_path, table)
 
 
+@RECURRENT
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_grpo_as_on_one_rank_and_by_trl(name: str, tmp_path: Path) -> None:

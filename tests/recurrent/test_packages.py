@@ -10,12 +10,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
-from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback as decorate
-from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+from transformers.integrations import hub_kernels
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 
 from odc_triton.recurrent.packages import Documents, PackageUnsupported, convolve, delta_rule, kernel_of, scan
 
+kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+decorate = hub_kernels.use_kernel_func_from_hub_with_fallback
 FUNCTIONS = (kimi.chunk_kimi_delta_attention, nemotron.mamba2_chunk_scan, nemotron.causal_conv1d_fn)
 KDA, SCAN, CONV = (inspect.getclosurevars(function).nonlocals["torch_function"] for function in FUNCTIONS)
 T, N, LENGTHS = 9, 3, [3, 1, 5]

@@ -14,6 +14,7 @@ from odc_triton.jobs.rl.generation import Request, Sampled, SamplingOptions
 from odc_triton.packs.padding import padding_leaks
 from tests.support import ranks
 from tests.support.sampling import log_probabilities
+from tests.support.versions import RECURRENT
 
 COMMON = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
 COMMON |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
@@ -98,6 +99,7 @@ def _assert_the_models(model: nn.Module, made: list[list[Sampled]]) -> None:
     assert (one - other).abs().max() > 0.01
 
 
+@RECURRENT
 @pytest.mark.parametrize(
     ("name", "arguments", "leaks"), [*FAST, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)]
 )

@@ -13,6 +13,7 @@ from odc_triton.hf import enable_packing
 from odc_triton.packs.loss import predictions
 from odc_triton.plan.relatives import find_relatives
 from tests.support.families import causal_lm, make_new_positions
+from tests.support.versions import since
 
 IGNORED = -100
 
@@ -66,9 +67,12 @@ def in_own_dtype(model: nn.Module) -> nn.Module:
 
 FAMILIES = ("Qwen2", "Mistral", "Gemma2", "GptOss", "StableLm", "Nemotron")
 PAIRS = [(family, [*CASES][(at + shift) % len(CASES)]) for shift in (0, 2) for at, family in enumerate(FAMILIES)]
+NEMOTRON = since("5.13", "Nemotron never calls the configured attention")
 
 
-@pytest.mark.parametrize(("family", "case"), PAIRS)
+@pytest.mark.parametrize(
+    ("family", "case"), [pytest.param(*pair, marks=[NEMOTRON] * (pair[0] == "Nemotron")) for pair in PAIRS]
+)
 def test_as_whole_samples(family: str, case: str) -> None:
     torch.manual_seed(0)
     dtype = torch.float32 if family == "GptOss" else torch.float64  # its experts have no fp64

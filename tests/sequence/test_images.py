@@ -19,6 +19,7 @@ from tests.support import ranks
 from tests.support.hybrids import rules_in
 from tests.support.splitting import gradients
 from tests.support.table_models import with_pictures
+from tests.support.versions import is_older
 from tests.support.vision import FAMILIES, alone
 
 SAMPLES = [(30, 2), (25, 2), (12, 1), (20, 0)]  # (tokens of text, pictures)
@@ -99,7 +100,8 @@ def check(*cells: tuple[str, str, str]) -> None:
 
 
 def test_a_sample_is_cut_behind_its_pictures() -> None:
-    check(*((family, deal, "cpu") for family in ("qwen2_5_vl", "gemma3") for deal in ("cut", "shared over ranks")))
+    families = [each for each in ("qwen2_5_vl", "gemma3") if not is_older(FAMILIES[each].since)]
+    check(*((family, deal, "cpu") for family in families for deal in ("cut", "shared over ranks")))
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from odc_triton.tools.memory.footprint import OPTIMIZERS, SCHEMES, memory_plan, 
 from odc_triton.tools.memory.traced import LiveBytes
 from tests.support import ranks, slow
 from tests.support.families import causal_lm
+from tests.support.versions import RECURRENT
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -251,6 +252,7 @@ def hybrid(family: str) -> nn.Module:
     return getattr(transformers, f"{family}ForCausalLM")(config).train()
 
 
+@RECURRENT
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     ("family", "checkpointing"), [("Qwen3_5", False), slow("NemotronH", False), slow("Qwen3_5", True)]
@@ -272,6 +274,7 @@ def test_hybrids_hold_what_is_planned_at_several_lengths(family: str, checkpoint
         assert live.most == pytest.approx(tokens * plan.activation_bytes_per_token, rel=0.03)
 
 
+@RECURRENT
 @pytest.mark.parametrize(("family", "attending", "pair"), [("Qwen3_5", 1, 4 * 8 * (8 + 16)), ("NemotronH", 1, 8 * 129)])
 def test_of_hybrids_rows_are_read_where_there_is_attention_and_states_elsewhere(family, attending, pair):
     """fp32. Channels of the convolutions: 2 * 2 * 8 + 4 * 16 and 8 * 16 + 2 * 2 * 8, of kernels of 4."""
@@ -283,6 +286,7 @@ def test_of_hybrids_rows_are_read_where_there_is_attention_and_states_elsewhere(
     assert states - none == 32 * (4 + 4) * (3 * channels + pair)
 
 
+@RECURRENT
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activations_of_hybrid_mixtures_are_unknown(checkpointing: bool) -> None:
     from transformers import NemotronHConfig, NemotronHForCausalLM
@@ -302,6 +306,7 @@ def _heap_bytes(rank: int, world: int, family: str) -> int:
     return heap.size_bytes - heap._data_offset
 
 
+@RECURRENT
 @pytest.mark.slow
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_hybrids_split_bytes_are_those_that_are_allocated(family: str) -> None:

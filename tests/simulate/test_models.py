@@ -18,6 +18,7 @@ from odc_triton.tools.simulate.study import make_job, rank_settings, usual_links
 from tests.simulate.toys import toy
 from tests.support import slow
 from tests.support.models import MIXTURES, build
+from tests.support.versions import RECURRENT
 from tests.support.vision import FAMILIES
 
 COST = CostModel(quadratic=1e-8, linear=1e-4)
@@ -134,6 +135,7 @@ def test_only_layers_with_attention_cost_it() -> None:
     assert 0 < 2 * half.cost.quadratic == whole.cost.quadratic
 
 
+@RECURRENT
 def test_a_hybrid_is_simulated_by_its_layers(tmp_path: Path) -> None:
     """Of its 3 linear layers to one of attention the pair takes time, but not in the first and the last segment."""
     from transformers import Qwen3_5TextConfig

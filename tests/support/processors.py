@@ -7,18 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
-import transformers
-from packaging.version import Version
 
 from odc_triton.checkpoint.write_pretrained import save_processor as save_processor
 from odc_triton.jobs.data.vision import with_pillow
 from tests.support.chats import make_tokenizer
+from tests.support.versions import since
 
-WITHOUT_TORCHVISION = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"),
-    reason="an older one makes processors with torchvision",
-)
+WITHOUT_TORCHVISION = since("5.23", "processors need torchvision")
 
 _QWEN = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.support.families import SIZES
+from tests.support.versions import is_older
 
 VOCABULARY = 64
 PICTURE = 60  # the token that stands for a part of a picture
@@ -106,15 +108,19 @@ def _norm(module: nn.Module, x: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Family:
     """`title`, `kind`: in docs/models.md. `make`: a random model. `pictures`: the fields of so many pictures, and
-    `tokens`, of each those in the text.
+    `tokens`, of each those in the text; `since`: the first transformers in whose packs it trains.
     """
 
     title: str
     make: Callable[[], nn.Module]
     pictures: Callable[[int, torch.Generator], dict[str, Any]]
     kind: str = "dense, pictures"
+    since: str = "0"
 
     def model(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """The test is skipped where this transformers is too old."""
+        if is_older(self.since):
+            pytest.skip(f"{self.title} needs transformers {self.since}")
         torch.manual_seed(seed)
         model = self.make().to(dtype)
         with torch.no_grad():
@@ -163,6 +169,7 @@ FAMILIES = {
         "Gemma3",
         partial(_made, "Gemma3", _GEMMA3, _SIGLIP, mm_tokens_per_image=4, image_token_index=PICTURE),
         _fixed(4),
+        since="5.6",
     ),
     "idefics3": Family("Idefics3", _idefics("Idefics3"), _fixed(4, masks=True)),
     "smolvlm": Family("SmolVLM", _idefics("SmolVLM"), _fixed(4, masks=True)),

@@ -85,7 +85,7 @@ _SFT = [
         "--lora-targets nosuch: .* This model's linear layers: q_proj, k_proj, v_proj, o_proj",
     ),
     ({"--out": "used"}, "used holds another run: continue it with --resume auto, or give another --out"),
-    ({"--init": "layers.json"}, "layers.json is not the config of a model .* must be equal to .*`layer_types`.*"),
+    ({"--init": "layers.json"}, "layers.json is not the config of a model .* must be equal to .*layer.types.*"),
     (
         {"--data": "long.jsonl", "--samples-per-rank": "1"},
         r"the longest sample has \d{3,} tokens and the model takes at most 256 \(max_position_embeddings\): "

@@ -55,6 +55,6 @@ class PictureRecords(torch.utils.data.Dataset):
         sample = {name: batch[name][0][kept] for name in ("input_ids", "labels", *TOKEN_TYPES) if name in batch}
         sample |= {name: batch[name] for name in PICTURE_FIELDS if name in batch}
         if not sample.keys() & {*TOKEN_TYPES} and self.processor is not None:
-            shown = torch.tensor(self.processor.image_token_ids)
-            sample["mm_token_type_ids"] = torch.isin(sample["input_ids"], shown).long()
+            shown = getattr(self.processor, "image_token_ids", None) or [self.processor.image_token_id]
+            sample["mm_token_type_ids"] = torch.isin(sample["input_ids"], torch.tensor(shown)).long()
         return sample

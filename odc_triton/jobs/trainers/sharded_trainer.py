@@ -8,7 +8,8 @@ takes each process to be alone, unless the arguments have `use_cpu`: every rank 
 is set whenever the model is on the CPU.
 
 [Note: what accelerate wraps] Trainer has accelerate prepare the model, which wraps it in DistributedDataParallel on
-several ranks. With `evaluation_mode` accelerate does not, and from 1.14 on it skips a prepared model.
+several ranks. With `evaluation_mode` accelerate does not, and from 1.14 on it skips a prepared model. Before, this
+trainer's own Accelerator does.
 
 [Note: bf16=True] A model sharded with param_dtype=torch.bfloat16 computes in it already. Any other runs in accelerate's
 autocast, as in plain Trainer, but without the cache of cast weights, which would hold the whole model in bf16.
@@ -53,7 +54,7 @@ from ...sharding.shard_module import fully_shard
 from ...step import Objective, StepPart, StepReport, Sums, Terms, run_step
 from .trainer_checkpoints import SHARDS, find_checkpoint, is_of_a_checkpoint
 
-_ACCELERATE = "1.14.0"
+_ACCELERATE = "1.10.1"
 
 # Optimizers that step inside of the backward, where `p.grad` is None.
 _STEP_IN_BACKWARD = ("lomo", "layerwise")
@@ -184,6 +185,11 @@ class ShardedTrainer(Trainer):
             made["mixed_precision"] = "no"
         made["kwargs_handlers"].append(AutocastKwargs(cache_enabled=False))
         return made
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if not is_accelerate_available("1.14.0"):  # see [Note: what accelerate wraps]
+            self.accelerator.prepare_model = partial(_prepare_once, self.accelerator.prepare_model)
 
     @property
     def _cost(self) -> CostModel:
@@ -436,6 +442,14 @@ def _looking_plain(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         vars(model).update(looks)
+
+
+def _prepare_once(prepare: Callable[..., nn.Module], model: nn.Module, *given: Any, **how: Any) -> nn.Module:
+    """accelerate's `prepare_model`, as it is from 1.14 on."""
+    if not getattr(model, "_is_accelerate_prepared", False):
+        model = prepare(model, *given, **how)
+        model._is_accelerate_prepared = True
+    return model
 
 
 def _in_one_batch(args: TrainingArguments) -> int:

@@ -1,0 +1,47 @@
+"""What needs a newer transformers than the package says so, with both versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from odc_triton.base import environment
+from odc_triton.checkpoint.pretrained_adapter import Merge
+from odc_triton.hf import PackingUnsupported, enable_packing
+from tests.sharding.test_footprint import hybrid
+from tests.support.families import causal_lm
+from tests.support.vision import FAMILIES
+
+
+def _merge() -> None:
+    Merge(causal_lm("Llama"), Path("adapter"), "base")
+
+
+CASES: dict[str, tuple[Callable[[], object], str]] = {
+    "recurrent layers": (
+        lambda: enable_packing(hybrid("Qwen3_5")),
+        r"Qwen3_5GatedDeltaNet needs transformers 5.17, and 5.5.4 is installed\. Commands and trainers pack",
+    ),
+    "pictures that see themselves": (
+        lambda: enable_packing(FAMILIES["gemma3"].make()),
+        r"Gemma3ForConditionalGeneration needs transformers 5.6, and 5.5.4 is installed\. Commands and trainers pack",
+    ),
+    "adapters": (_merge, r"can't be loaded \(merging needs transformers 5.7, and 5.5.4 is installed\): give base"),
+}
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_what_an_older_one_lacks_is_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, said = CASES[what]
+    monkeypatch.setattr(environment, "version", {"transformers": "5.5.4"}.__getitem__)
+    with pytest.raises((PackingUnsupported, ValueError), match=said):
+        tried()
+
+
+def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build of the version itself is not older."""
+    for found, is_older in {"5.9.0": True, "5.10.0": False, "5.10.0.dev0": False, "6.0": False}.items():
+        monkeypatch.setattr(environment, "version", {"transformers": found}.__getitem__)
+        assert bool(environment.needs_transformers("5.10")) == is_older, found
