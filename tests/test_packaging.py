@@ -9,6 +9,7 @@ import pytest
 from odc_triton.tools.cli import command as cli
 
 tomllib = pytest.importorskip("tomllib")  # Python 3.11 has it; the metadata are the same on 3.10
+FLOOR = "constraints-2.13-floor.txt"
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -20,19 +21,30 @@ def test_every_package_is_installed() -> None:
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == found - only_here
 
 
+def _pins(name: str) -> dict[str, str]:
+    return dict(line.split("==") for line in (ROOT / name).read_text().splitlines() if line and line[0] != "#")
+
+
 def test_pins_lie_in_the_open_ranges() -> None:
     from packaging.requirements import Requirement
 
-    pins = dict(
-        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"
-    )
     extras = PROJECT["project"]["optional-dependencies"]
     required = [*PROJECT["project"]["dependencies"], *extras["trainer"], *extras["docs"]]
     ranges = {r.name: r.specifier for r in map(Requirement, required)}
-    assert {"torch", "triton", "transformers"} <= pins.keys()
-    for name, version in pins.items():
-        assert version in ranges[name], name
+    for file in ("constraints.txt", FLOOR):
+        pins = _pins(file)
+        assert {"torch", "triton", "transformers"} <= pins.keys()
+        for name, version in pins.items():
+            assert version in ranges[name], name
     assert all("==" not in str(specifier) for specifier in ranges.values()), "a library pins nothing"
+    for name in ("transformers", "accelerate"):
+        assert str(ranges[name]) == f">={_pins(FLOOR)[name]}", "the oldest that is tested"
+
+
+def test_trainers_refuse_what_their_extra_excludes() -> None:
+    from odc_triton.jobs.trainers import sharded_trainer
+
+    assert _pins(FLOOR)["accelerate"] == sharded_trainer._ACCELERATE
 
 
 def test_help_explains_every_option(capsys, monkeypatch) -> None:

@@ -10,8 +10,11 @@ import pytest
 from odc_triton.base import environment
 from odc_triton.checkpoint.pretrained_adapter import Merge
 from odc_triton.hf import PackingUnsupported, enable_packing
+from odc_triton.jobs.data.records import DataError, Record
+from odc_triton.jobs.train.vision import load_processor, require_processor
 from tests.sharding.test_footprint import hybrid
 from tests.support.families import causal_lm
+from tests.support.sft_case import case, write_case
 from tests.support.vision import FAMILIES
 
 
@@ -45,3 +48,16 @@ def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch) -> No
     for found, is_older in {"5.9.0": True, "5.10.0": False, "5.10.0.dev0": False, "6.0": False}.items():
         monkeypatch.setattr(environment, "version", {"transformers": found}.__getitem__)
         assert bool(environment.needs_transformers("5.10")) == is_older, found
+
+
+def test_text_is_learned_and_pictures_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAMILIES["qwen2_5_vl"].make().config.save_pretrained(write_case(tmp_path))
+    (tmp_path / "processor_config.json").write_text("{}")
+    options = case(tmp_path, model=str(tmp_path), init=None, tokenizer=None)
+    monkeypatch.setattr(environment, "version", {"transformers": "5.5.4"}.__getitem__)
+    assert load_processor(options) is None
+    said = (
+        "line 1 has pictures, and reading them needs transformers 5.23, and 5.5.4 is installed: install that, or leave"
+    )
+    with pytest.raises(DataError, match=said):
+        require_processor(options, [Record(form="text", pictures=("a.png",), where="line 1", characters=1)])

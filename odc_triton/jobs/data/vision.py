@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...base.environment import needs_transformers
 from ...base.files import reading
 from ...checkpoint.adapted import with_tokenizer
 from ...plan.fields import PICTURE_FIELDS, TOKEN_TYPES, values_of
@@ -107,9 +108,8 @@ class PictureProcessor:
         """`fetch`: pictures may be on the network. Raises ValueError for a processor that is not supported."""
         self.processor, self.fetch = processor, fetch
         if getattr(processor, "image_token", None) is None or not hasattr(processor, "get_text_with_replacements"):
-            raise ValueError(
-                f"{type(processor).__name__} has no text that stands for a picture, or transformers is older than 5.23"
-            )
+            needs = needs_transformers("5.23") or "has no text that stands for a picture"
+            raise ValueError(f"{type(processor).__name__} {needs}")
         template = processor.chat_template
         self.template = template.get("default") if isinstance(template, dict) else template  # None: the tokenizer's
         self.mark = processor.image_token

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ...base.environment import needs_transformers
 from ...checkpoint.adapted import read_config
 from ...packs.images import sees_pictures
 from ..data.records import DataError, Record
@@ -40,6 +41,8 @@ def _why_blind(options: SftOptions) -> str | None:
         return f"{source} has no processor for them: give the folder of a model that sees pictures"
     if importlib.util.find_spec("PIL") is None:
         return 'Pillow is not installed: pip install "odc-triton[vision]"'
+    if needs := needs_transformers("5.23"):  # an older one makes processors with torchvision
+        return f"reading them {needs}: install that"
     return None
 
 
