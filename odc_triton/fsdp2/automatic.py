@@ -68,12 +68,30 @@ def _caller() -> str:
 class GradientInWaiting(PendingGradient):
     """`p.grad` while the ranks' sum is not made. Whoever uses it makes it, with all ranks, and gets the sum.
 
-    `number`: of the minibatch whose gradient it is. Where no rank had one, it acts as zeros, and `p.grad` is then None.
+    `number`: of the minibatch whose gradient it is. `adds`: to a gradient that was there; else zeroing it changes
+    nothing, as `p.grad` would be None. Where no rank has a gradient it acts as zeros, and `p.grad` is then None.
     """
 
     automatic: weakref.ref[Automatic]
     number: int
+    adds = False
+    _is_zeroed = False
     _zeros: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, shard: BridgedParameter, automatic: Automatic, number: int, *, zeroed: bool) -> GradientInWaiting:
+        made: Any = cls(shard)
+        made.automatic, made.number, made.adds = weakref.ref(automatic), number, zeroed
+        made.zeroed = zeroed
+        return made
+
+    @property
+    def zeroed(self) -> bool:
+        return self._is_zeroed
+
+    @zeroed.setter
+    def zeroed(self, value: bool) -> None:
+        self._is_zeroed = value and self.adds
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -237,7 +255,7 @@ class Automatic(Participant):
                 f"{engine.number}: read p.grad again, or clone it before the next forward"
             )
 
-    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict) -> tuple[tuple, dict] | None:
         """Ends the minibatch before an optimizer steps; one without a minibatch since its last step joins the others'.
 
         Returns the arguments of `step` that take the place of a closure: it has run.
@@ -250,21 +268,27 @@ class Automatic(Participant):
             changed = (args[0], _once(loss, type(optimizer).__name__), *args[2:]), others
         if self._engine.is_open:
             self._end("step")
-        elif self._shards and self._stepped_at.get(optimizer, -1) == self._engine.number:
+        elif self._is_without(optimizer):
             self._join("step")
         self._stepped_at[optimizer] = self._engine.number
         return changed
+
+    def _is_without(self, optimizer: Optimizer) -> bool:
+        """This rank has no gradients for it since they were zeroed, or since its last step."""
+        shards = self._held_by(optimizer)
+        waiting = any(isinstance(each.sharded.grad, PendingGradient) for each in shards)
+        return waiting or self._stepped_at.get(optimizer, -1) == self._engine.number
 
     def _before_load(self) -> None:
         if self._engine.is_open:
             self._end("load_state_dict")
 
     def _begin(self) -> None:
-        self._kept, zeroed = {}, []
+        self._kept, zeroed = {}, set()
         for each in self._shards:
             gradient = each.sharded.grad
             if isinstance(gradient, PendingGradient):
-                zeroed += [each] * gradient.zeroed
+                zeroed |= {each} if gradient.zeroed else set()
             elif gradient is not None and each.tied_to is None:
                 self._kept[each] = gradient.detach().clone()
         for each in self._shards:
@@ -273,15 +297,14 @@ class Automatic(Participant):
         number = self._engine.number + 1
         self._engine.begin(lambda: {self.name: "eager" if self._is_eager else "lazy"})
         for each in self._shards:
-            self._wait_for(each, number)
-        for each in zeroed:
-            each.sharded.grad.zeroed = True  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+            self._wait_for(each, number, zeroed=each in zeroed)
+        for each in self._kept:
+            each.pending.adds = True  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _wait_for(self, shard: BridgedParameter, number: int) -> None:
+    def _wait_for(self, shard: BridgedParameter, number: int, *, zeroed: bool = False) -> None:
         """`p.grad` is that of minibatch `number`."""
         if shard.tied_to is None:
-            shard.pending = waiting = GradientInWaiting(shard)
-            waiting.automatic, waiting.number = weakref.ref(self), number
+            shard.pending = GradientInWaiting.of(shard, self, number, zeroed=zeroed)
             shard.sharded.grad = None
             shard.show_pending()
 
@@ -340,8 +363,7 @@ class Automatic(Participant):
             return
         for each in shards:
             if not isinstance(each.sharded.grad, PendingGradient | None):
-                self._wait_for(each, self._engine.number + 1)
-                each.pending.zeroed = True
+                self._wait_for(each, self._engine.number + 1, zeroed=True)
         self.rest()
 
     def _forget_zeroed(self) -> None:

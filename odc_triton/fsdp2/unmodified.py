@@ -63,7 +63,7 @@ class Unmodified:
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             follow(module)
-            return super(FSDPModule, module).__call__(*args, **kwargs)
+            return nn.Module.__call__(module, *args, **kwargs)
 
         # Not a forward pre-hook: hooks that it adds to the module would not run in this call.
         FSDPModule.__call__ = call  # pyright: ignore[reportAttributeAccessIssue]
