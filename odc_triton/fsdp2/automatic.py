@@ -188,6 +188,8 @@ class Automatic(Participant):
         self._is_eager = False  # the open minibatch is
         self._task = -1  # autograd's, of the backward that is running
         self._stepped_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        for each in self._shards:
+            each.zero_instead = "Zero it by optimizer.zero_grad() or model.zero_grad(), which are noticed"
         engine.optimizers.before_step = self._before_step
         engine.mute("counts")  # how losses are divided is the program's
         vars(model)["zero_grad"] = partial(self._zero_model, model)
@@ -219,8 +221,14 @@ class Automatic(Participant):
             return
         if torch.is_grad_enabled() and self._shards:
             self._begin()
-        elif any(versions_of(each.sharded) != each.versions for each in self._engine.shards):
-            self._engine.publish()  # what the program wrote, as FSDP2 gathers it
+        else:
+            self._publish_written()
+
+    def _publish_written(self) -> None:
+        """Makes readable what the program wrote into parameters, as it does on all ranks, once none is reading."""
+        if any(versions_of(each.sharded) != each.versions for each in self._engine.shards):
+            self._engine.exchange("parameters were written, other than by an optimizer", {})
+            self._engine.publish()
 
     def before_backward(self) -> None:
         """A backward through a unit's output is running."""
@@ -284,6 +292,7 @@ class Automatic(Participant):
             self._end("load_state_dict")
 
     def _begin(self) -> None:
+        self._publish_written()
         self._kept, zeroed = {}, set()
         for each in self._shards:
             gradient = each.sharded.grad
@@ -299,7 +308,7 @@ class Automatic(Participant):
         for each in self._shards:
             self._wait_for(each, number, zeroed=each in zeroed)
         for each in self._kept:
-            each.pending.adds = True  # pyright: ignore[reportAttributeAccessIssue]
+            each.pending.adds = True
 
     def _wait_for(self, shard: BridgedParameter, number: int, *, zeroed: bool = False) -> None:
         """`p.grad` is that of minibatch `number`."""
@@ -310,6 +319,7 @@ class Automatic(Participant):
 
     def _end(self, kind: Kind) -> None:
         self._ends_at = kind, _caller()
+        zeroed = [each for each in self._shards if each.pending.zeroed]
         try:
             self._engine.end()
         finally:
@@ -320,6 +330,9 @@ class Automatic(Participant):
         for each, before in kept.items():
             gradient = each.sharded.grad
             each.sharded.grad = before if gradient is None else gradient.add_(before)
+        for each in zeroed:
+            if each.sharded.grad is None:
+                each.sharded.grad = torch.zeros_like(each.sharded.detach())
 
     def _join(self, kind: Kind) -> None:
         """A minibatch without a microbatch of this rank."""
@@ -368,9 +381,11 @@ class Automatic(Participant):
 
     def _forget_zeroed(self) -> None:
         """Drops what p.grad had before the minibatch where it was zeroed since."""
-        for each in list(self._kept):
-            if (gradient := each.sharded.grad) is None or getattr(gradient, "zeroed", False):
-                del self._kept[each]
+        for each in self._shards:
+            if each.sharded.grad is None:
+                each.pending.adds = each.pending.zeroed = False
+            if not each.pending.adds or each.pending.zeroed:
+                self._kept.pop(each, None)
 
     def _zero_model(self, model: nn.Module, set_to_none: bool = True) -> None:
         self._before_zero()

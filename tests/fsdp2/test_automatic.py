@@ -175,7 +175,7 @@ def _gradients_are_used_in_many_ways(loop: Loop, step: int, mine: Mine) -> None:
         lambda gradient: gradient * 0.5,
         lambda gradient: torch.stack(torch._foreach_mul([gradient, gradient], 0.25)).sum(0),  # pyright: ignore
         lambda gradient: gradient.data / 2,
-        lambda gradient: gradient.T.T.div(2),
+        lambda gradient: gradient.abs() * gradient.sign() / 2,
         lambda gradient: copy.deepcopy(gradient).mul_(0.5),
         lambda gradient: gradient.to_local().detach() * 0.5 if isinstance(loop.model, FSDPModule) else gradient * 0.5,
     ]
