@@ -194,7 +194,8 @@ class Automatic(Participant):
         engine.mute("counts")  # how losses are divided is the program's
         vars(model)["zero_grad"] = partial(self._zero_model, model)
         model.register_load_state_dict_pre_hook(lambda *_: self._before_load())
-        Zeroing(self).start()
+        self.zeroing = Zeroing(self)
+        self.zeroing.start()
         self.rest()
 
     def follow_sync(self, modules: Iterable[Any]) -> None:

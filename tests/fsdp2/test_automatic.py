@@ -371,4 +371,6 @@ def test_a_loop_does_what_it_does_in_one_process(each: str, trained: dict[str, A
     start = dict(made(name, "").named_parameters())
     assert any(not torch.equal(wanted[key], start[key]) for key in wanted)
     for key, value in wanted.items():
-        torch.testing.assert_close(trained[each][key], value, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            trained[each][key], value, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
+        )

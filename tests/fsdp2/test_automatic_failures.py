@@ -119,7 +119,10 @@ _MISUSES: dict[Callable, tuple[str, ...]] = {
     _a_hook_on_one_rank: ("only on ranks [1] minibatches end with the backward",),
     _a_gradient_of_an_earlier_step: ("a gradient of head.weight was kept from minibatch 0", "read p.grad again"),
     _read_inside_a_backward: ("p.grad of blocks.0.ways.odd.weight is used inside a backward",),
-    _zeroed_by_hand_after_a_backward: ("zeroed inside the minibatch, after a backward", "Zero it by optimizer.zero_grad()"),
+    _zeroed_by_hand_after_a_backward: (
+        "zeroed inside the minibatch, after a backward",
+        "Zero it by optimizer.zero_grad()",
+    ),
 }
 
 
