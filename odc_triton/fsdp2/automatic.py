@@ -269,12 +269,12 @@ class Automatic(Participant):
 
         Returns the arguments of `step` that take the place of a closure: it has run.
         """
-        closure, changed = kwargs.get("closure", args[1] if len(args) > 1 else None), None
+        closure, changed = kwargs.get("closure", next(iter(args[1:]), None)), None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
             others = {name: value for name, value in kwargs.items() if name != "closure"}
-            changed = (args[0], _once(loss, type(optimizer).__name__), *args[2:]), others
+            changed = (optimizer, _once(loss, type(optimizer).__name__), *args[2:]), others
         if self._engine.is_open:
             self._end("step")
         elif self._is_without(optimizer):

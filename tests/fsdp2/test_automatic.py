@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from bench.whole import whole
-from odc_triton import minibatch, use_odc
+from odc_triton import use_odc
 from tests.support import ranks
 from tests.support.bridged import LAYOUTS, batches_of, count_of, loss_of, made
 from tests.support.deadlines import LONG_S
@@ -371,6 +371,4 @@ def test_a_loop_does_what_it_does_in_one_process(each: str, trained: dict[str, A
     start = dict(made(name, "").named_parameters())
     assert any(not torch.equal(wanted[key], start[key]) for key in wanted)
     for key, value in wanted.items():
-        torch.testing.assert_close(
-            trained[each][key], value, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
-        )
+        torch.testing.assert_close(trained[each][key], value, rtol=1e-5, atol=1e-6, msg=f"{key}: {{}}".format)
