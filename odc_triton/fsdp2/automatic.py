@@ -168,7 +168,8 @@ class Counts:
     waits: int = 0
 
     def __str__(self) -> str:
-        return f"{self.minibatches} minibatches, {self.waits} waits"
+        plural = "" if self.minibatches == 1 else "es"
+        return f"{self.minibatches} minibatch{plural}, {self.waits} waits"
 
 
 class Automatic(Participant):
