@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,13 +25,12 @@ from torch.optim import Optimizer
 
 from ..base.errors import RanksDiffer
 from ..engine.minibatch import Participant
+from ..engine.protocol import Protocol
 from ..engine.shard import PendingGradient, versions_of
-from ..engine.unit import in_backward_pass
-from .unit import BridgedParameter
+from ..engine.unit import Passes, in_backward_pass
+from .unit import BridgedParameter, weakly
+from .waiting import GradientInWaiting
 from .zero_grad import Zeroing
-
-if TYPE_CHECKING:
-    from .bridge import BridgedEngine
 
 How = Literal["lazy", "eager"]
 Kind = Literal["gradient", "step", "backward", "zero_grad", "load_state_dict"]
@@ -65,101 +64,6 @@ def _caller() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-class GradientInWaiting(PendingGradient):
-    """`p.grad` while the ranks' sum is not made. Whoever uses it makes it, with all ranks, and gets the sum.
-
-    `number`: of the minibatch whose gradient it is. `adds`: to a gradient that was there; else zeroing it changes
-    nothing, as `p.grad` would be None. Where no rank has a gradient it acts as zeros, and `p.grad` is then None.
-    """
-
-    automatic: weakref.ref[Automatic]
-    number: int
-    adds = False
-    _is_zeroed = False
-    _zeros: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, shard: BridgedParameter, automatic: Automatic, number: int, *, zeroed: bool) -> GradientInWaiting:
-        made: Any = cls(shard)
-        made.automatic, made.number, made.adds = weakref.ref(automatic), number, zeroed
-        made.zeroed = zeroed
-        return made
-
-    @property
-    def zeroed(self) -> bool:
-        return self._is_zeroed
-
-    @zeroed.setter
-    def zeroed(self, value: bool) -> None:
-        self._is_zeroed = value and self.adds
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
-            return super().__torch_function__(func, types, args, kwargs)
-        except _Used:
-            return func(*_settled(args), **_settled(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*_settled(args), **_settled(kwargs or {}))
-
-    @staticmethod
-    def _refuse(*args: Any, **kwargs: Any) -> Any:
-        raise _Used
-
-    def __getattr__(self, name: str) -> Any:
-        """What a DTensor has besides a tensor, as `placements`."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.settled(), name)
-
-    def full_tensor(self, **options: Any) -> Any:
-        return self.settled().full_tensor(**options)
-
-    def to_local(self, **options: Any) -> Any:
-        return self.settled().to_local(**options)
-
-    def redistribute(self, *args: Any, **options: Any) -> Any:
-        return self.settled().redistribute(*args, **options)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.settled().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.settled().clone()
-
-    def __repr__(self) -> str:
-        return f"GradientInWaiting(of minibatch {self.number}: using it sums it over the ranks)"
-
-    def settled(self) -> Any:
-        """The gradient, once all ranks have ended the minibatch."""
-        automatic, shard = self.automatic(), self.shard()
-        if automatic is None or shard is None:
-            raise RuntimeError("the model of this gradient is gone")
-        automatic.use(self.number, shard.name)
-        gradient = shard.sharded.grad
-        if gradient is not None and not isinstance(gradient, PendingGradient):
-            return gradient
-        if self._zeros is None:
-            self._zeros = torch.zeros_like(shard.sharded.detach())
-        return self._zeros
-
-
-class _Used(Exception):
-    """A gradient was used."""
-
-
-def _settled(value: Any) -> Any:
-    if isinstance(value, GradientInWaiting):
-        return value.settled()
-    if isinstance(value, dict):
-        return {name: _settled(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_settled(each) for each in value)
-    return value
-
-
 @dataclass
 class Counts:
     """`minibatches` so far, and how often ranks waited for each other, at their begin and end and elsewhere."""
@@ -177,9 +81,12 @@ class Automatic(Participant):
 
     name = "automatic"
 
-    def __init__(self, model: nn.Module, engine: BridgedEngine, how: How) -> None:
-        self._engine, self._how = engine, how
-        self._shards = [each for each in engine.shards if each.trains]
+    def __init__(
+        self, model: nn.Module, engine: Protocol, passes: Passes, shards: Sequence[BridgedParameter], how: How
+    ) -> None:
+        self._engine, self._passes, self._how = engine, passes, how
+        self._shards = [each for each in shards if each.trains]
+        self._use = weakly(self.use)
         self.counts = Counts()
         self._passed_before = engine.barrier.passed
         self._syncs = True  # set_requires_gradient_sync and set_is_last_backward
@@ -315,7 +222,7 @@ class Automatic(Participant):
     def _wait_for(self, shard: BridgedParameter, number: int, *, zeroed: bool = False) -> None:
         """`p.grad` is that of minibatch `number`."""
         if shard.tied_to is None:
-            shard.pending = GradientInWaiting.of(shard, self, number, zeroed=zeroed)
+            shard.pending = GradientInWaiting.of(shard, self._use, number, zeroed=zeroed)
             shard.sharded.grad = None
             shard.show_pending()
 
@@ -366,7 +273,7 @@ class Automatic(Participant):
     def _before_zero(self) -> None:
         """Gradients of a backward are thrown away: on all ranks."""
         engine = self._engine
-        if engine.is_open and not in_backward_pass() and (engine.failure or engine.passes.count):
+        if engine.is_open and not in_backward_pass() and (engine.failure or self._passes.count):
             self._end("zero_grad")
 
     def _after_zero(self, shards: list[BridgedParameter]) -> None:

@@ -110,7 +110,7 @@ def use_odc(
     _generate_alone(model)
     vars(model)["_odc_engine"] = engine
     if how is not None:
-        engine.automate(Automatic(model, engine, how))
+        engine.automate(Automatic(model, engine, engine.passes, engine.shards, how))
     if grid.rank == 0:
         print(_summary(units, plan, grid, device), file=sys.stderr)
     return model

@@ -26,13 +26,13 @@ from ..engine.unit import Passes
 from .found import FsdpParameter, FsdpUnit
 
 
-def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A hook that keeps nothing alive: the garbage collector does not see what torch's hooks hold."""
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that keeps nothing alive: the garbage collector does not see what torch's hooks and tensors hold."""
     weak = weakref.WeakMethod(method)
 
-    def hook(tensor: Any) -> None:
+    def hook(*args: Any) -> None:
         if (call := weak()) is not None:
-            call(tensor)
+            call(*args)
 
     return hook
 
@@ -76,7 +76,7 @@ class BridgedParameter(Shard):
             self._bound = self._hook = None
         if self._hook is None and tied_to is None and self.trains:
             self._bound = self.sharded
-            self._hook = self.sharded.register_post_accumulate_grad_hook(_weakly(self._take))
+            self._hook = self.sharded.register_post_accumulate_grad_hook(weakly(self._take))
             self.pending: Any = PendingGradient(self)
 
     def comes(self, whole: nn.Parameter) -> None:
@@ -285,7 +285,7 @@ class BridgedUnit:
         module.unshard()
         for each in self.trained:
             each.whole = each.found.registered
-            each.whole.register_post_accumulate_grad_hook(_weakly(each.comes))
+            each.whole.register_post_accumulate_grad_hook(weakly(each.comes))
         laid_out = [each for each in self.parameters if not each.found.is_converted]
         same = [torch.equal(*(w.view(torch.uint8) for w in (each.found.registered, each.read()))) for each in laid_out]
         module.reshard()

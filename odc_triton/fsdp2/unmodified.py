@@ -25,7 +25,7 @@ from .zero_grad import Zeroing
 
 
 @dataclass
-class Report:
+class ProgramReport:
     """`trained`: by model, what its minibatches came to; `refused`: (model, why it stayed on plain FSDP2)."""
 
     trained: list[tuple[str, Counts]] = field(default_factory=list)
@@ -60,9 +60,9 @@ class Unmodified:
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # and what is in them
         self.zeroing = Zeroing(self)
         self._trained: weakref.WeakSet[Automatic] = weakref.WeakSet()
-        self.report = Report()
+        self.report = ProgramReport()
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> ProgramReport:
         follow: Any = torch.compiler.disable(self._follow)
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:

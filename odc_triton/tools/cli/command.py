@@ -343,7 +343,7 @@ def _inspect_data(options: argparse.Namespace) -> int:
 
 
 def _add_run(commands: argparse._SubParsersAction) -> None:
-    from ...run import add_arguments
+    from ...jobs.launcher.program import add_arguments
 
     run = commands.add_parser(
         "run",
@@ -358,8 +358,8 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from ...jobs.launcher.program import words_of
     from ...jobs.options.options import require_ranks
-    from ...run import words_of
 
     if not (options.module or Path(options.script).is_file()):
         raise ValueError(f"there is no file {options.script}: give a Python program, or -m and a module's name")
