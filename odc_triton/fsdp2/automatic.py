@@ -28,9 +28,9 @@ from ..engine.minibatch import Participant
 from ..engine.protocol import Protocol
 from ..engine.shard import PendingGradient, versions_of
 from ..engine.unit import Passes, in_backward_pass
+from .noticed import MAKING_STATES, ZEROING, Noticing
 from .unit import BridgedParameter, weakly
 from .waiting import GradientInWaiting
-from .zero_grad import Zeroing
 
 How = Literal["lazy", "eager"]
 Kind = Literal["gradient", "step", "backward", "zero_grad", "load_state_dict"]
@@ -94,16 +94,16 @@ class Automatic(Participant):
         self._kept: dict[BridgedParameter, torch.Tensor] = {}  # what p.grad had before this minibatch
         self._ends_at: tuple[Kind, str] | None = None  # while it ends
         self._is_eager = False  # the open minibatch is
+        self._makes_states = False  # DCP does, of an optimizer that has not stepped
         self._task = -1  # autograd's, of the backward that is running
         self._stepped_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         for each in self._shards:
             each.zero_instead = "Zero it by optimizer.zero_grad() or model.zero_grad(), which are noticed"
         engine.optimizers.before_step = self._before_step
         engine.mute("counts")  # how losses are divided is the program's
-        vars(model)["zero_grad"] = partial(self._zero_model, model)
+        vars(model)["_apply"] = partial(self._apply_to, model)
         model.register_load_state_dict_pre_hook(lambda *_: self._before_load())
-        self.zeroing = Zeroing(self)
-        self.zeroing.start()
+        self.noticing = [Noticing(self, *each) for each in (*ZEROING, MAKING_STATES)]
         self.rest()
 
     def follow_sync(self, modules: Iterable[Any]) -> None:
@@ -177,6 +177,8 @@ class Automatic(Participant):
 
         Returns the arguments of `step` that take the place of a closure: it has run.
         """
+        if self._makes_states:
+            return None
         closure, changed = kwargs.get("closure", next(iter(args[1:]), None)), None
         if closure is not None:
             with torch.enable_grad():
@@ -258,26 +260,16 @@ class Automatic(Participant):
             if each.sharded.grad is None and each.sharded.requires_grad:
                 self._wait_for(each, self._engine.number + 1)
 
-    def before_zero_grad(self, optimizer: Optimizer) -> None:
-        if self._held_by(optimizer):
-            self._before_zero()
-
-    def after_zero_grad(self, optimizer: Optimizer) -> None:
-        if shards := self._held_by(optimizer):
-            self._after_zero(shards)
-
-    def _held_by(self, optimizer: Optimizer) -> list[BridgedParameter]:
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return [each for each in self._shards if id(each.sharded) in held]
-
-    def _before_zero(self) -> None:
+    def before_zero_grad(self, of: Optimizer | nn.Module) -> None:
         """Gradients of a backward are thrown away: on all ranks."""
         engine = self._engine
-        if engine.is_open and not in_backward_pass() and (engine.failure or self._passes.count):
+        if engine.is_open and not in_backward_pass() and (engine.failure or self._passes.count) and self._held_by(of):
             self._end("zero_grad")
 
-    def _after_zero(self, shards: list[BridgedParameter]) -> None:
-        """`p.grad` of these parameters is None, or zeros."""
+    def after_zero_grad(self, of: Optimizer | nn.Module) -> None:
+        """`p.grad` of its parameters is None, or zeros."""
+        if not (shards := self._held_by(of)):
+            return
         self._forget_zeroed()
         if self._engine.is_open:
             for each in self._shards:
@@ -288,6 +280,11 @@ class Automatic(Participant):
                 self._wait_for(each, self._engine.number + 1, zeroed=True)
         self.rest()
 
+    def _held_by(self, of: Optimizer | nn.Module) -> list[BridgedParameter]:
+        own = of.parameters() if isinstance(of, nn.Module) else chain(*(group["params"] for group in of.param_groups))
+        held = {id(parameter) for parameter in own}
+        return [each for each in self._shards if id(each.sharded) in held]
+
     def _forget_zeroed(self) -> None:
         """Drops what p.grad had before the minibatch where it was zeroed since."""
         for each in self._shards:
@@ -296,10 +293,33 @@ class Automatic(Participant):
             if not each.pending.adds or each.pending.zeroed:
                 self._kept.pop(each, None)
 
-    def _zero_model(self, model: nn.Module, set_to_none: bool = True) -> None:
-        self._before_zero()
-        type(model).zero_grad(model, set_to_none)
-        self._after_zero(self._shards)
+    def before_init_optim_state(self, of: Optimizer) -> None:
+        """DCP leaves an optimizer without states where it finds a gradient, and would then load none."""
+        self._makes_states = True
+        self._drop_waiting(self._held_by(of))
+
+    def after_init_optim_state(self, of: Optimizer) -> None:
+        self._makes_states = False
+        if not self._engine.is_open:
+            self.rest()
+
+    def _apply_to(self, model: nn.Module, convert: Callable[..., Any], recurse: bool = True) -> Any:
+        """`model.to(…)` and its like convert gradients too, which those of the next minibatch are not yet."""
+        if self._engine.is_open:
+            self._end("gradient")
+        zeroed = [each for each in self._shards if getattr(each.sharded.grad, "zeroed", False)]
+        self._drop_waiting(self._shards)
+        try:
+            return type(model)._apply(model, convert, recurse)
+        finally:
+            for each in zeroed:
+                self._wait_for(each, self._engine.number + 1, zeroed=True)
+            self.rest()
+
+    def _drop_waiting(self, shards: list[BridgedParameter]) -> None:
+        for each in shards:
+            if isinstance(each.sharded.grad, PendingGradient) and not self._engine.is_open:
+                each.sharded.grad = None
 
     # ---- the other ranks
 

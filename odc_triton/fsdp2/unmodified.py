@@ -21,7 +21,7 @@ from ..base.errors import DeadlineExceeded, RankLost, in_a_line
 from .automatic import Automatic, Counts
 from .bridge import use_odc
 from .found import comms_of, root_of
-from .zero_grad import Zeroing
+from .noticed import ZEROING, Noticing
 
 
 @dataclass
@@ -58,7 +58,6 @@ class Unmodified:
     def __init__(self, *, eager: bool = False, strict: bool = False) -> None:
         self._automatic, self._strict = "eager" if eager else True, strict
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # and what is in them
-        self.zeroing = Zeroing(self)
         self._trained: weakref.WeakSet[Automatic] = weakref.WeakSet()
         self.report = ProgramReport()
 
@@ -71,7 +70,7 @@ class Unmodified:
 
         # Not a forward pre-hook: hooks that it adds to the module would not run in this call.
         FSDPModule.__call__ = call  # pyright: ignore[reportAttributeAccessIssue]
-        self.zeroing.start()
+        self.noticing = [Noticing(self, *ZEROING[0])]
         return self.report
 
     def __exit__(
@@ -79,7 +78,8 @@ class Unmodified:
     ) -> None:
         del FSDPModule.__call__  # pyright: ignore[reportAttributeAccessIssue]
         for each in (self, *self._trained):
-            each.zeroing.stop()
+            for noticing in each.noticing:
+                noticing.stop()
 
     def before_zero_grad(self, optimizer: Optimizer) -> None:
         """All ranks come here before the first step's forwards, which some may not have."""
