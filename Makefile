@@ -52,7 +52,7 @@ out/vllm/.installed: pyproject.toml
 PROGRAMS := $(patsubst tests/programs/environments/%.sh,out/programs/%/.installed,$(wildcard tests/programs/environments/*.sh))
 test-programs: venv
 	for each in $(PROGRAMS); do $(MAKE) $$each || true; done
-	$(BIN)/python -m pytest tests/programs --session-timeout 0
+	$(BIN)/python -m pytest tests/programs --session-timeout 36000
 
 # `pip` and `python` are the environment's.
 out/programs/%/.installed: tests/programs/environments/%.sh

@@ -9,10 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.programs.harness import RESULTS
+from tests.support.families import causal_lm
+from tests.support.trl_case import tokenizer
 
 _START = pytest.StashKey[float]()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small Qwen3 of 97 words."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    causal_lm("Qwen3", attention=None).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

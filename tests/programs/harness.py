@@ -10,9 +10,9 @@ An environment other than the project's is environments/NAME.sh, which `make tes
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -20,11 +20,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.support.deadlines import LONG_S
 from tests.support.leftovers import environment as finds_the_package
@@ -46,15 +48,17 @@ def script(name: str) -> str:
     return str(Path(__file__).parent / "scripts" / name)
 
 
-def accelerate(config: str) -> tuple[str, ...]:
-    """accelerate's launcher, with a file of scripts/."""
-    return ("-m", "accelerate.commands.launch", "--config_file", script(config), "--main_process_port", "{port}")
+def accelerate(config: str, *options: str) -> tuple[str, ...]:
+    """accelerate's launcher, with a file of scripts/, at a free port."""
+    start = ("-m", "accelerate.commands.launch", "--config_file", script(config), "--main_process_port", "0")
+    return *start, *options
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """`words`: a script and its arguments, or -m, a module and its. In them {out} is the folder of the run, where the
-    program saves its weights: *.safetensors or one *.pt, in it or below it.
+    """`words`: a script and its arguments, or -m, a module and its. In them {out} is the folder of the run. `weights`:
+    where in it the program saves them, by the first pattern that fits: safetensors, torch.save's or folders of DCP.
+    `start`: of the safetensors with which training begins, if they are a file's.
 
     A program that has a line of ours itself, instead of -m odc_triton.run before it, says so by `words_with_odc`.
     """
@@ -64,6 +68,8 @@ class Program:
     words_with_odc: Sequence[str] | None = None
     launcher: Sequence[str] = TORCHRUN
     environment: str = PROJECT
+    weights: Sequence[str] = ("**/*.safetensors", "**/*.pt")
+    start: Path | None = None
     packages: Sequence[str] = ()  # whose versions are recorded, besides torch's
     variables: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = LONG_S
@@ -71,47 +77,52 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """`seconds` with the start; minibatches and waits are those that rank 0 names at its end, None if it does not."""
+    """`seconds` with the start. Minibatches and waits are those that rank 0's last line says, of all models."""
 
+    program: Program
     folder: Path
     seconds: float
     output: str
-    minibatches: int | None
-    waits: int | None
+    minibatches: int
+    waits: int
 
     def weights(self) -> dict[str, torch.Tensor]:
-        files = [file for suffix in ("safetensors", "pt") for file in sorted(self.folder.rglob(f"*.{suffix}"))]
-        assert files, f"no weights in {self.folder}: {_tail(self.output)}"
-        if files[0].suffix == ".pt":
-            return torch.load(files[0], weights_only=True, map_location="cpu")
-        return {name: value for file in files if file.suffix != ".pt" for name, value in load_file(file).items()}
+        return read_weights(self.folder, self.program.weights)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """`difference`: the largest of all weights, between the run without ours and the run with it."""
+    """`difference`: the largest of all weights, between the runs without ours and with it; `moved`: since the start, if
+    that is known.
+    """
 
     program: str
     versions: dict[str, str]
     difference: float
+    moved: float | None
     seconds_plain: float
     seconds_odc: float
-    minibatches: int | None
-    waits: int | None
+    minibatches: int
+    waits: int
 
     def assert_trained(self, *, steps: int, within: float) -> None:
         """One minibatch an optimizer step, two waits each, and the weights of the run without ours."""
         assert (self.minibatches, self.waits) == (steps, 2 * steps)
         assert self.difference <= within
+        assert self.moved is None or self.moved > 1000 * within
 
 
 def run_both(program: Program, folder: Path) -> Outcome:
+    return compared(program, run(program, folder / "plain"), run(program, folder / "odc", with_odc=True))
+
+
+def compared(program: Program, plain: Run, odc: Run) -> Outcome:
     """Also appended to results.json."""
-    plain, odc = run(program, folder / "plain"), run(program, folder / "odc", with_odc=True)
     outcome = Outcome(
         program=program.name,
         versions=versions(program),
         difference=largest_difference(plain.weights(), odc.weights()),
+        moved=largest_difference(read_weights(program.start), plain.weights()) if program.start else None,
         seconds_plain=plain.seconds,
         seconds_odc=odc.seconds,
         minibatches=odc.minibatches,
@@ -129,38 +140,42 @@ def run(program: Program, folder: Path, *, with_odc: bool = False) -> Run:
     words = [*(WITH_ODC if with_odc else ()), *program.words]
     if with_odc and program.words_with_odc is not None:
         words = [*program.words_with_odc]
-    names = {"out": str(folder), "port": str(_free_port())}
-    command = [str(interpreter(program.environment)), *(_filled(word, names) for word in (*program.launcher, *words))]
-    mark, log = uuid.uuid4().hex, folder / "output.log"
-    start_s = time.monotonic()
+    command = [str(interpreter(program.environment)), *program.launcher, *words]
+    command = [word.replace("{out}", str(folder)) for word in command]
+    mark, log, start_s = uuid.uuid4().hex, folder / "output.log", time.monotonic()
+    variables = finds_the_package() | _OFFLINE | program.variables | {_MARK: mark}
     with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=finds_the_package() | _OFFLINE | program.variables | {_MARK: mark},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
         try:
-            status = process.wait(program.timeout_s)
+            given = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            status = subprocess.run(command, cwd=folder, env=variables, timeout=program.timeout_s, **given).returncode
         except subprocess.TimeoutExpired:
             status = f"nothing after {program.timeout_s:g} s"
         finally:
-            _kill(mark)
-            process.wait()
+            for process in psutil.process_iter(["environ"]):  # launchers put ranks into sessions of their own
+                if (process.info["environ"] or {}).get(_MARK) == mark:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
     seconds, said = time.monotonic() - start_s, log.read_text(errors="replace")
     assert status == 0, f"{' '.join(command)}: {status}\n{_tail(said)}"
     last = "".join(re.findall(r"odc-triton run:.*", said)[-1:])
-    minibatches, waits = (re.search(rf"(\d+) {word}", last) for word in ("minibatch", "wait"))
-    return Run(
-        folder=folder,
-        seconds=seconds,
-        output=said,
-        minibatches=int(minibatches[1]) if minibatches else None,
-        waits=int(waits[1]) if waits else None,
-    )
+    minibatches, waits = (sum(map(int, re.findall(rf"(\d+) {word}", last))) for word in ("minibatches", "waits"))
+    return Run(program=program, folder=folder, seconds=seconds, output=said, minibatches=minibatches, waits=waits)
+
+
+def read_weights(folder: Path, patterns: Sequence[str] = ("*.safetensors",)) -> dict[str, torch.Tensor]:
+    paths = next(filter(None, (sorted(folder.glob(pattern)) for pattern in patterns)), [])
+    assert paths, f"no {' or '.join(patterns)} in {folder}"
+    return {name: value for path in paths for name, value in _read(path).items()}
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    if path.is_dir():
+        with TemporaryDirectory() as folder:
+            dcp_to_torch_save(path, whole := f"{folder}/whole")
+            return _read(Path(whole))["model"]
+    return torch.load(path, weights_only=True, map_location="cpu")
 
 
 def largest_difference(plain: Mapping[str, torch.Tensor], odc: Mapping[str, torch.Tensor]) -> float:
@@ -185,24 +200,6 @@ def versions(program: Program) -> dict[str, str]:
     code = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
     command = [interpreter(program.environment), "-c", code, *names]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=LONG_S).stdout)
-
-
-def _filled(word: str, names: Mapping[str, str]) -> str:
-    """Words may be JSON, so only our names are replaced."""
-    return re.sub(r"\{(out|port)\}", lambda found: names[found[1]], word)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def _kill(mark: str) -> None:
-    """All processes of a run: launchers put ranks into sessions of their own."""
-    for process in psutil.process_iter(["environ"]):
-        if (process.info["environ"] or {}).get(_MARK) == mark:
-            process.kill()
 
 
 def _tail(text: str, lines: int = 80) -> str:

@@ -1,45 +1,35 @@
-"""transformers' Trainer: python trainer.py OPTIMIZER OUT."""
+"""transformers' Trainer: trainer.py --model FOLDER [--own_fsdp2] and its own options."""
 
-import sys
+from dataclasses import dataclass
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments, set_seed
+from transformers.distributed import DistributedConfig
 
-set_seed(0)
-optimizer, out = sys.argv[1:]
-sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
-model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False))
-generator = torch.Generator().manual_seed(1)
-lengths = torch.randint(8, 64, (96,), generator=generator).tolist()
-data = [torch.randint(0, 256, (length,), generator=generator).tolist() for length in lengths]
+
+@dataclass
+class ScriptArguments:
+    model: str
+    own_fsdp2: bool = False  # transformers', not accelerate's
 
 
 def collate(rows: list[list[int]]) -> dict[str, torch.Tensor]:
     longest = max(map(len, rows))
-    pads = [longest - len(row) for row in rows]
     return {
-        "input_ids": torch.tensor([row + [0] * pad for row, pad in zip(rows, pads, strict=True)]),
-        "attention_mask": torch.tensor([[1] * len(row) + [0] * pad for row, pad in zip(rows, pads, strict=True)]),
-        "labels": torch.tensor([row + [-100] * pad for row, pad in zip(rows, pads, strict=True)]),
+        "input_ids": torch.tensor([row + [0] * (longest - len(row)) for row in rows]),
+        "attention_mask": torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows]),
+        "labels": torch.tensor([row + [-100] * (longest - len(row)) for row in rows]),
     }
 
 
-args = TrainingArguments(
-    output_dir=out,
-    optim=optimizer,
-    learning_rate=1e-2,
-    per_device_train_batch_size=2,
-    gradient_accumulation_steps=4,
-    max_steps=6,
-    eval_strategy="steps",
-    eval_steps=3,
-    per_device_eval_batch_size=2,
-    logging_steps=1,
-    save_strategy="no",
-    report_to=[],
-    use_cpu=not torch.cuda.is_available(),
-    remove_unused_columns=False,
+script, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
+set_seed(0)
+model = AutoModelForCausalLM.from_pretrained(
+    script.model, distributed_config=DistributedConfig(fsdp_size=2) if script.own_fsdp2 else None
 )
+generator = torch.Generator().manual_seed(1)
+lengths = torch.randint(8, 64, (96,), generator=generator).tolist()
+data = [torch.randint(3, 97, (length,), generator=generator).tolist() for length in lengths]
 trainer = Trainer(model, args, train_dataset=data, eval_dataset=data[:16], data_collator=collate)
-trainer.train()
+trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 trainer.save_model()
