@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.programs.harness import RESULTS
-from tests.support.families import causal_lm
-from tests.support.trl_case import tokenizer
+pytest.register_assert_rewrite("tests.programs.harness")
+from tests.programs.harness import RESULTS  # noqa: E402
+from tests.support.families import causal_lm  # noqa: E402
+from tests.support.trl_case import tokenizer  # noqa: E402
 
 _START = pytest.StashKey[float]()
 

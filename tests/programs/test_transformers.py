@@ -15,9 +15,9 @@ def _options(**options: Any) -> list[str]:
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
-# Two orders of one sum differ by some 1e-9, of which SGD makes lr times as much: 8e-9 was seen in most programs, and 6e-8
-# where it decides how a norm's weight of 1 is rounded. AdamW divides by sqrt(v) + eps: where a gradient is near 0 a step
-# makes up to lr / eps = 1000 times as much of it.
+# Two orders of one sum differ by some 1e-9, of which SGD makes lr times as much: 8e-9 was seen in most programs, 6e-8
+# where it decides how a norm's weight of 1 is rounded. AdamW divides by sqrt(v) + eps: where a gradient is near 0 a
+# step makes up to lr / eps = 1000 times as much of it.
 OPTIMIZERS = {
     "sgd": (_options(optim="sgd", learning_rate=1e-1), 1e-7),
     "adamw": (_options(optim="adamw_torch", learning_rate=1e-2, adam_epsilon=1e-5), 1e-5),
