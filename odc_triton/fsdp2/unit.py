@@ -8,6 +8,7 @@ masters           FSDP2's own sharded parameters, which optimizers step
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +26,17 @@ from ..engine.unit import Passes
 from .found import FsdpParameter, FsdpUnit
 
 
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that keeps nothing alive: the garbage collector does not see what torch's hooks and tensors hold."""
+    weak = weakref.WeakMethod(method)
+
+    def hook(*args: Any) -> None:
+        if (call := weak()) is not None:
+            call(*args)
+
+    return hook
+
+
 class BridgedParameter(Shard):
     """A parameter whose master FSDP2 has; each replica has all of them. `tied_to`: one that has the same sharded
     parameter, and whose `p.grad` is the sum of both.
@@ -40,6 +52,7 @@ class BridgedParameter(Shard):
         self.tied_to: BridgedParameter | None = None
         self.whole: nn.Parameter | None = None  # what modules see while the unit is whole
         self.is_shared = False  # others are tied to it
+        self.has_come = False  # a gradient, on this rank, that FSDP2 has not reduced
         self._bound: nn.Parameter | None = None  # the sharded parameter with our hook
         self._hook: RemovableHandle | None = None
         self._user_hooks: dict[int, Callable] = {}  # during a minibatch
@@ -62,8 +75,13 @@ class BridgedParameter(Shard):
             self._hook.remove()
             self._bound = self._hook = None
         if self._hook is None and tied_to is None and self.trains:
-            self._bound, self._hook = self.sharded, self.sharded.register_post_accumulate_grad_hook(self._take)
-            self._pending = PendingGradient(self)
+            self._bound = self.sharded
+            self._hook = self.sharded.register_post_accumulate_grad_hook(weakly(self._take))
+            self.pending: Any = PendingGradient(self)
+
+    def comes(self, whole: nn.Parameter) -> None:
+        """The whole parameter has got a gradient."""
+        self.has_come = True
 
     @torch.no_grad()
     def _take(self, sharded: DTensorParameter) -> None:
@@ -111,17 +129,26 @@ class BridgedParameter(Shard):
     def gradient_dtype(self) -> torch.dtype:
         return self.sharded.dtype
 
+    @property
+    def _users_hooks(self) -> list[int]:
+        hooks = self.sharded._post_accumulate_grad_hooks or {}
+        return [key for key in hooks if key != getattr(self._hook, "id", None)]
+
+    @property
+    def has_hooks(self) -> bool:
+        """The user has hooks that wait for its gradient."""
+        return self.tied_to is None and bool(self._users_hooks)
+
     def expect_gradient(self) -> None:
         """A minibatch begins: using `p.grad` raises, and hooks wait for the gradient of all ranks."""
         if self.tied_to is None:
-            hooks = self.sharded._post_accumulate_grad_hooks
-            self._user_hooks = {key: hooks.pop(key) for key in list(hooks) if key != getattr(self._hook, "id", None)}
+            self._user_hooks = {key: self.sharded._post_accumulate_grad_hooks.pop(key) for key in self._users_hooks}
         self.show_pending()
 
     def show_pending(self) -> None:
         self._has_way = False
         if self.sharded.grad is None:
-            self.sharded.grad = (self.tied_to or self)._pending
+            self.sharded.grad = (self.tied_to or self).pending
 
     def touch(self) -> None:
         """This rank has added to its gradient."""
@@ -205,7 +232,6 @@ class BridgedUnit:
             for each, part in zip(found.parameters, parts, strict=True)
         ]
         self.trained = [each for each in self.parameters if each.trains]
-        self._used: set[BridgedParameter] = set()  # have a gradient on this rank that FSDP2 has not reduced
         self.gather, self.reduce = _Gather(self), _Reduce(self, zeros)
 
     def connect(self) -> None:
@@ -259,7 +285,7 @@ class BridgedUnit:
         module.unshard()
         for each in self.trained:
             each.whole = each.found.registered
-            each.whole.register_post_accumulate_grad_hook(lambda _, each=each: self._used.add(each))
+            each.whole.register_post_accumulate_grad_hook(weakly(each.comes))
         laid_out = [each for each in self.parameters if not each.found.is_converted]
         same = [torch.equal(*(w.view(torch.uint8) for w in (each.found.registered, each.read()))) for each in laid_out]
         module.reshard()
@@ -271,7 +297,7 @@ class BridgedUnit:
 
     def reduced(self) -> list[BridgedParameter]:
         """Those that FSDP2 reduces now: with a gradient, or, after `set_reduce_scatter_unused_params(True)`, all."""
-        return [each for each in self.trained if each in self._used or self.found.reduces_unused]
+        return [each for each in self.trained if each.has_come or self.found.reduces_unused]
 
     def add(self, gradient: torch.Tensor) -> None:
         """Adds a flat gradient, all owners' shards of what is reduced one after another, to the owners."""
@@ -293,14 +319,15 @@ class BridgedUnit:
         self._transport.add(gradient, self._target, name=name, waited=partial(self._passes.waited, name))
         for each in reduced:
             each.touch()
-        self._used.clear()
+        for each in self.trained:
+            each.has_come = False
 
     def forget(self) -> None:
         """Drops gradients of a backward that began and did not end."""
         for each in self.trained:
             if each.whole is not None:
                 each.whole.grad = None
-        self._used.clear()
+            each.has_come = False
 
 
 class ReducedZeros:

@@ -1,0 +1,48 @@
+"""Runs a program in this process, as `python` would, and lets its FSDP2 models train by on-demand communication."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from pathlib import Path
+
+_STRICT = "an error if something is not trained so, which otherwise stays on plain FSDP2"
+_EAGER = "sum gradients in the backward in which FSDP2 would, for programs whose hooks need them there"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of `python -m odc_triton.run` and `odc-triton run`."""
+    parser.add_argument("--strict", action="store_true", help=_STRICT)
+    parser.add_argument("--eager", action="store_true", help=_EAGER)
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
+    parser.add_argument("script", metavar="SCRIPT", help="the program")
+    parser.add_argument("arguments", metavar="…", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def words_of(options: argparse.Namespace) -> list[str]:
+    """The command line of these options."""
+    flags = {"--strict": options.strict, "--eager": options.eager, "-m": options.module}
+    return [*(flag for flag, on in flags.items() if on), options.script, *options.arguments]
+
+
+def run_program(options: argparse.Namespace) -> None:
+    """Runs it as this process's `__main__`."""
+    from ...fsdp2.unmodified import Unmodified
+
+    sys.argv = [options.script, *options.arguments]
+    report = None
+    try:
+        with Unmodified(eager=options.eager, strict=options.strict) as report:
+            if options.module:
+                sys.path.insert(0, os.getcwd())
+                runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+            else:
+                sys.path.insert(0, str(Path(options.script).resolve().parent))
+                runpy.run_path(options.script, run_name="__main__")
+    finally:
+        if report is not None and os.environ.get("RANK", "0") == "0":
+            print(f"odc-triton run: {report}", file=sys.stderr, flush=True)
+    if options.strict and not report.has_trained:
+        sys.exit("odc-triton run --strict: nothing was trained by on-demand communication")
