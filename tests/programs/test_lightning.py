@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs.harness import Program, compared, largest_difference, run, run_both, script
+from tests.programs.harness import Program, compared, largest_difference, run, script
 
 WITHIN = {"sgd": 1e-12, "adamw": 1e-5}  # in float64, and in float32 as test_transformers.py says
 ONE_PROCESS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")

@@ -1,6 +1,7 @@
-"""A loop of Lightning Fabric: torchrun … fabric.py OPTIMIZER ASSIGNMENT MODEL OUT [CHECKPOINT]. It goes on from CHECKPOINT.
+"""A loop of Lightning Fabric: torchrun … fabric.py OPTIMIZER ASSIGNMENT MODEL OUT [CHECKPOINT]. It goes on from there.
 
-ASSIGNMENT: even, all ranks have equally many sequences of a step; uneven, about equally many tokens, and some have none.
+ASSIGNMENT: even, all ranks have equally many sequences of a step; uneven, about equally many tokens, and some have
+none.
 """
 
 import os
