@@ -9,4 +9,5 @@ samples has `shift_labels` and `pieces` instead. Documents may have pictures, fo
 from ..base.lazy import lazy_names
 
 _OF_TRL = ("ODCDPOTrainer", "ODCGRPOTrainer", "ODCRewardTrainer", "ODCSFTTrainer")  # an optional package
-__getattr__, __dir__, __all__ = lazy_names(__name__, *_OF_TRL)
+_OF_AXOLOTL = ("AxolotlPlugin",)  # another
+__getattr__, __dir__, __all__ = lazy_names(__name__, *_OF_TRL, *_OF_AXOLOTL)

@@ -1,3 +1,4 @@
+from ..jobs.trainers.axolotl_plugin import AxolotlPlugin as AxolotlPlugin
 from ..jobs.trainers.dpo_trainer import ODCDPOTrainer as ODCDPOTrainer
 from ..jobs.trainers.grpo_trainer import ODCGRPOTrainer as ODCGRPOTrainer
 from ..jobs.trainers.reward_trainer import ODCRewardTrainer as ODCRewardTrainer
