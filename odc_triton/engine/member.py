@@ -199,6 +199,10 @@ class Member:
         """Raises RankLost at once if a peer's process is gone. `purpose`: what this rank needs them for."""
         self.require_alive(range(self.world), purpose)
 
+    def mute(self, key: str) -> None:
+        """`warn_once` of this key says nothing."""
+        self._warned.add(key)
+
     def warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:
             self._warned.add(key)

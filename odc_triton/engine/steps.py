@@ -37,7 +37,7 @@ class _Hook:
     free an engine then. So an engine's end removes no hook; the next `OptimizerSteps` do.
     """
 
-    def __init__(self, steps: OptimizerSteps, call: Callable[[OptimizerSteps, Optimizer], None], register: Any) -> None:
+    def __init__(self, steps: OptimizerSteps, call: Callable[..., Any], register: Any) -> None:
         self._steps, self._call = weakref.ref(steps), call
         self.handle = register(self)
         for hook in list(self.handle.hooks_dict_ref().values()):
@@ -45,9 +45,8 @@ class _Hook:
                 hook.handle.remove()
 
     @_disable_dynamo
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (steps := self._steps()) is not None:
-            self._call(steps, optimizer)
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        return None if (steps := self._steps()) is None else self._call(steps, optimizer, args, kwargs)
 
 
 class OptimizerSteps(Participant):
@@ -59,6 +58,8 @@ class OptimizerSteps(Participant):
     arguments: some keep running sums over their own shards in their groups. And only parameters of which each rank has
     rows: some optimizers are given no empty ones.
 
+    `before_step`: called first, with what the step is called with; returns what it is called with instead, or None.
+
     Raises RuntimeError, in the step, for an optimizer that was made before `fully_shard`: it would silently step
     tensors that are not read any more.
     """
@@ -68,6 +69,7 @@ class OptimizerSteps(Participant):
     def __init__(self, engine: Member, publication: Publication) -> None:
         self._engine, self._publication = engine, publication
         self._noted: list[list[dict[str, list]]] = []
+        self.before_step: Callable[[Optimizer, Any, Any], Any] = lambda optimizer, args, kwargs: None
         self.outermost: int | None = None  # the id of the optimizer whose step is running
         self._start_s = 0.0
         self._hooks = (
@@ -79,11 +81,12 @@ class OptimizerSteps(Participant):
         for hook in self._hooks:
             hook.handle.remove()
 
-    def _before(self, optimizer: Optimizer) -> None:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         groups = self._stepped(optimizer)
         if not any(groups):
             self._refuse_originals(optimizer)
-            return
+            return None
+        changed = self.before_step(optimizer, args, kwargs)
         for shard in chain.from_iterable(groups):
             if shard.lost and shard.has_gradient:
                 raise RuntimeError(
@@ -107,8 +110,9 @@ class OptimizerSteps(Participant):
         options = [{name: _values(group.get(name)) for name in compared} for group in optimizer.param_groups]
         held = [[each.name for each in group if each.is_everywhere] for group in groups]
         self._noted.append([{"params": names, **group} for names, group in zip(held, options, strict=True)])
+        return changed
 
-    def _after(self, optimizer: Optimizer) -> None:
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         groups = self._stepped(optimizer)
         for shard in chain.from_iterable(groups):
             shard.stepped = True

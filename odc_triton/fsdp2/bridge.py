@@ -11,7 +11,7 @@ import inspect
 import sys
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -29,7 +29,8 @@ from ..engine.unit import Passes
 from ..sharding.agree import AGREEING, agree, all_came, open_barrier, open_heap, refusing, require_module
 from ..sharding.backend import Backend, backend_of
 from ..sharding.collect import dtype_name
-from .found import FsdpUnit, ModuleOfFsdp, find_units, fsdp_modules, mesh_of, refuse_accumulation
+from .automatic import Automatic, how_of
+from .found import FsdpUnit, ModuleOfFsdp, find_units, fsdp_modules, mesh_of, refuse_accumulation, syncing
 from .unit import BridgedParameter, BridgedUnit, ReducedZeros
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -44,6 +45,7 @@ _CONNECTED = "FSDP2's shards in shared memory"
 def use_odc(
     model: Module,
     *,
+    automatic: bool | Literal["eager"] = False,
     divide_factor: float | None = None,
     timeout: Timeout = timedelta(minutes=30),
     backend: str = "auto",
@@ -53,6 +55,11 @@ def use_odc(
     Call it after `fully_shard` and after the values are loaded, and put the microbatches of a step into
     `with odc_triton.minibatch(model):`. The model stays an FSDPModule, so optimizers, clipping, checkpoints and
     `full_tensor()` work outside of a minibatch as before. Rank 0 prints what was found.
+
+    automatic: True for a loop that stays as it is. A minibatch then begins with the first forward that makes a graph,
+        and ends where a gradient is used or an optimizer steps; `set_requires_gradient_sync` (no_sync) has no effect.
+        Ranks may run different numbers of microbatches, also none. "eager": it ends with the backward in which FSDP2
+        reduces, as it does by itself where parameters have post-accumulate-grad hooks.
 
     divide_factor: what gradients are divided by. By default what `set_gradient_divide_factor` said, else FSDP2's
         default, the number of ranks; with `minibatch(model, tokens=…)` 1.
@@ -67,16 +74,18 @@ def use_odc(
     not come.
     """
     _check_options(model, divide_factor)
+    how = how_of(automatic)
     timeout = timedelta_of(timeout)
     mesh = mesh_of(model)
     device, grid = backend_of(backend, mesh), grid_of(mesh)
     barrier = open_barrier(grid, timeout)
-    with refusing(barrier, AGREEING, call=_CALL):
+    with refusing(barrier, AGREEING, call=_CALL), syncing(model, how is not None):
         units = find_units(model)
         plan = _plan(units, grid, device)
         device.check(list(plan.parameters))
         factor = _divide_factor(units, divide_factor)
     options = {"divide_factor": factor, "timeout": timeout, "backend": device.name, "world": grid.world}
+    options["automatic"] = how
     agreed = agree(barrier, grid, plan, options, device, call=_CALL)
     heap = open_heap(barrier, grid, device, plan, agreed)
     engine = BridgedEngine(
@@ -100,6 +109,8 @@ def use_odc(
     all_came(barrier, _CONNECTED, call=_CALL)
     _generate_alone(model)
     vars(model)["_odc_engine"] = engine
+    if how is not None:
+        engine.automate(Automatic(model, engine, how))
     if grid.rank == 0:
         print(_summary(units, plan, grid, device), file=sys.stderr)
     return model
@@ -123,6 +134,7 @@ class BridgedEngine(Protocol):
         self, model: nn.Module, units: list[FsdpUnit], plan: MemoryLayout, wiring: Wiring, *, adds: Transport
     ) -> None:
         super().__init__(wiring)
+        self.automatic: Automatic | None = None
         self.passes = Passes(self)
         zeros = ReducedZeros()
         self.bridged = [
@@ -151,6 +163,12 @@ class BridgedEngine(Protocol):
             NoPieces(),
         )
 
+    def automate(self, automatic: Automatic) -> None:
+        """From now on minibatches begin and end by themselves."""
+        self.automatic = automatic
+        self.register(automatic)
+        self._modules.automate(automatic)
+
 
 class FsdpModules(Participant):
     """The modules of FSDP2 in the minibatch protocol. Whole parameters come and go by FSDP2's own hooks; hooks on its
@@ -161,6 +179,7 @@ class FsdpModules(Participant):
 
     def __init__(self, model: nn.Module, engine: BridgedEngine) -> None:
         self._engine, self._bridged = engine, engine.bridged
+        self._automatic: Automatic | None = None
         self._has_run = False  # before its first forward FSDP2 has no state to reset
         self._is_torn = False  # a pass began and did not end, and this torch can't reset FSDP2
         self._modules = fsdp_modules(model)
@@ -178,9 +197,16 @@ class FsdpModules(Participant):
             if found is not None and found.accumulates_here:
                 refuse_accumulation(found.name)
 
+        def before_backward() -> None:
+            check_sync()
+            if self._automatic is not None:
+                self._automatic.before_backward()
+
         @apart
         def before(module: Any, args: Any) -> None:
             self._require_whole()
+            if self._automatic is not None:
+                self._automatic.before_forward()
             check_sync()
             if not self._has_run:
                 self.follow()
@@ -197,7 +223,7 @@ class FsdpModules(Participant):
             running.pop()
             error = sys.exc_info()[1] if output is None else None
             if error is None:
-                watch_backward(passes, output, check_sync)
+                watch_backward(passes, output, before_backward)
             passes.forward_ends(error)
             if error is not None and not (passes.in_forward or self._engine.is_open):
                 self._is_torn |= not hasattr(self.module, "reset_iter_state")  # its own hook did not run
@@ -205,6 +231,10 @@ class FsdpModules(Participant):
 
         module.register_forward_pre_hook(before, prepend=True)
         module.register_forward_hook(after, prepend=True, always_call=True)
+
+    def automate(self, automatic: Automatic) -> None:
+        self._automatic = automatic
+        automatic.follow_sync(self._modules)
 
     def _loaded(self, module: Any, keys: Any) -> None:
         """Publishes what load_state_dict wrote, once no rank is still reading the old values."""

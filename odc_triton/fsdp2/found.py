@@ -11,13 +11,15 @@ holds all parameters, in the dtypes that modules compute in; what is reduced hol
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Shard
@@ -295,6 +297,39 @@ def fsdp_modules(model: nn.Module) -> list[ModuleOfFsdp]:
     for module in modules:
         module.reshard()  # a root stays whole after an evaluation
     return modules
+
+
+@contextmanager
+def syncing(model: nn.Module, on: bool) -> Iterator[None]:
+    """If `on`, `set_requires_gradient_sync(True)`, which an error undoes."""
+    groups = [group for module in fsdp_modules(model) for group in _groups(module)] if on else []
+    before = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
+    for group in groups:
+        group.reduce_grads = group.all_reduce_grads = True
+    try:
+        yield
+    except BaseException:
+        for group, reduces, all_reduces in before:
+            group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+        raise
+
+
+def comms_of(model: nn.Module) -> list[Any]:
+    """How each unit communicates."""
+    groups = [group for module in fsdp_modules(model) for group in _groups(module)]
+    return [comm for group in groups for comm in (group._all_gather_comm, group._reduce_scatter_comm)]
+
+
+def root_of(parameters: Iterable[nn.Parameter]) -> ModuleOfFsdp | None:
+    """The outermost module of this process that FSDP2 has sharded and that has the first of these parameters."""
+    first, sharded = next(iter(parameters), None), list(_composable_state._module_state_mapping)
+    those = [module for module in sharded if isinstance(module, FSDPModule) and _has(module, first)]
+    inner = {id(each) for module in those for each in module.modules() if each is not module}
+    return next((cast("ModuleOfFsdp", module) for module in those if id(module) not in inner), None)
+
+
+def _has(module: nn.Module, parameter: nn.Parameter | None) -> bool:
+    return any(each is parameter for each in module.parameters())
 
 
 def replace_comms(model: nn.Module, new: Callable[[Any, str], Any]) -> None:

@@ -63,7 +63,7 @@ class BridgedParameter(Shard):
             self._bound = self._hook = None
         if self._hook is None and tied_to is None and self.trains:
             self._bound, self._hook = self.sharded, self.sharded.register_post_accumulate_grad_hook(self._take)
-            self._pending = PendingGradient(self)
+            self.pending = PendingGradient(self)
 
     @torch.no_grad()
     def _take(self, sharded: DTensorParameter) -> None:
@@ -111,17 +111,26 @@ class BridgedParameter(Shard):
     def gradient_dtype(self) -> torch.dtype:
         return self.sharded.dtype
 
+    @property
+    def _users_hooks(self) -> list[int]:
+        hooks = self.sharded._post_accumulate_grad_hooks or {}
+        return [key for key in hooks if key != getattr(self._hook, "id", None)]
+
+    @property
+    def has_hooks(self) -> bool:
+        """The user has hooks that wait for its gradient."""
+        return self.tied_to is None and bool(self._users_hooks)
+
     def expect_gradient(self) -> None:
         """A minibatch begins: using `p.grad` raises, and hooks wait for the gradient of all ranks."""
         if self.tied_to is None:
-            hooks = self.sharded._post_accumulate_grad_hooks
-            self._user_hooks = {key: hooks.pop(key) for key in list(hooks) if key != getattr(self._hook, "id", None)}
+            self._user_hooks = {key: self.sharded._post_accumulate_grad_hooks.pop(key) for key in self._users_hooks}
         self.show_pending()
 
     def show_pending(self) -> None:
         self._has_way = False
         if self.sharded.grad is None:
-            self.sharded.grad = (self.tied_to or self)._pending
+            self.sharded.grad = (self.tied_to or self).pending
 
     def touch(self) -> None:
         """This rank has added to its gradient."""

@@ -1,0 +1,410 @@
+"""Minibatches that begin and end by themselves: `use_odc(model, automatic=True)`.
+
+A minibatch begins with the first forward that makes a graph. It ends where a gradient is used: by clipping, by a
+GradScaler, by anything that reads `p.grad`, and at the latest by the step of an optimizer that holds one of the
+parameters. So it has all backwards of a step, however often FSDP2 would have reduced, and ranks may run different
+numbers of them. A rank that runs none enters and leaves it where it uses its gradients.
+
+[Note: eager] Where a hook waits for each gradient, or the user asks for it, a minibatch ends with the backward in which
+FSDP2 would reduce, and `p.grad` accumulates over minibatches. Ranks then run as many such backwards as each other.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..base.errors import RanksDiffer
+from ..engine.minibatch import Participant
+from ..engine.shard import PendingGradient, versions_of
+from ..engine.unit import in_backward_pass
+from .unit import BridgedParameter
+from .zero_grad import Zeroing
+
+if TYPE_CHECKING:
+    from .bridge import BridgedEngine
+
+How = Literal["lazy", "eager"]
+Kind = Literal["gradient", "step", "backward", "zero_grad", "load_state_dict"]
+
+_WHERE: dict[Kind, str] = {
+    "gradient": "a gradient was used",
+    "step": "an optimizer stepped",
+    "backward": "a backward ended",
+    "zero_grad": "gradients were zeroed before a step",
+    "load_state_dict": "a state_dict was loaded",
+}
+_OURS = ("torch", "odc_triton")
+
+
+def how_of(automatic: bool | str) -> How | None:
+    """The way that `use_odc(automatic=…)` asks for; None for none. Raises ValueError for another value."""
+    if automatic is False or automatic is None:
+        return None
+    if automatic is True:
+        return "lazy"
+    if automatic == "eager":
+        return "eager"
+    raise ValueError(f'automatic is {automatic!r}; give True, False or "eager"')
+
+
+def _caller() -> str:
+    """The line of the user's program that is running."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class GradientInWaiting(PendingGradient):
+    """`p.grad` while the ranks' sum is not made. Whoever uses it makes it, with all ranks, and gets the sum.
+
+    `number`: of the minibatch whose gradient it is. Where no rank had one, it acts as zeros, and `p.grad` is then None.
+    """
+
+    automatic: weakref.ref[Automatic]
+    number: int
+    _zeros: torch.Tensor | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        except _Used:
+            return func(*_settled(args), **_settled(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*_settled(args), **_settled(kwargs or {}))
+
+    @staticmethod
+    def _refuse(*args: Any, **kwargs: Any) -> Any:
+        raise _Used
+
+    def __getattr__(self, name: str) -> Any:
+        """What a DTensor has besides a tensor, as `placements`."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.settled(), name)
+
+    def full_tensor(self, **options: Any) -> Any:
+        return self.settled().full_tensor(**options)
+
+    def to_local(self, **options: Any) -> Any:
+        return self.settled().to_local(**options)
+
+    def redistribute(self, *args: Any, **options: Any) -> Any:
+        return self.settled().redistribute(*args, **options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.settled().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.settled().clone()
+
+    def __repr__(self) -> str:
+        return f"GradientInWaiting(of minibatch {self.number}: using it sums it over the ranks)"
+
+    def settled(self) -> Any:
+        """The gradient, once all ranks have ended the minibatch."""
+        automatic, shard = self.automatic(), self.shard()
+        if automatic is None or shard is None:
+            raise RuntimeError("the model of this gradient is gone")
+        automatic.use(self.number, shard.name)
+        gradient = shard.sharded.grad
+        if gradient is not None and not isinstance(gradient, PendingGradient):
+            return gradient
+        if self._zeros is None:
+            self._zeros = torch.zeros_like(shard.sharded.detach())
+        return self._zeros
+
+
+class _Used(Exception):
+    """A gradient was used."""
+
+
+def _settled(value: Any) -> Any:
+    if isinstance(value, GradientInWaiting):
+        return value.settled()
+    if isinstance(value, dict):
+        return {name: _settled(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_settled(each) for each in value)
+    return value
+
+
+@dataclass
+class Counts:
+    """`minibatches` so far, and how often ranks waited for each other, at their begin and end and elsewhere."""
+
+    minibatches: int = 0
+    waits: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.minibatches} minibatches, {self.waits} waits"
+
+
+class Automatic(Participant):
+    """Begins and ends the minibatches of one model."""
+
+    name = "automatic"
+
+    def __init__(self, model: nn.Module, engine: BridgedEngine, how: How) -> None:
+        self._engine, self._how = engine, how
+        self._shards = [each for each in engine.shards if each.trains]
+        self.counts = Counts()
+        self._passed_before = engine.barrier.passed
+        self._syncs = True  # set_requires_gradient_sync and set_is_last_backward
+        self._is_last = True
+        self._kept: dict[BridgedParameter, torch.Tensor] = {}  # what p.grad had before this minibatch
+        self._ends_at: tuple[Kind, str] | None = None  # while it ends
+        self._is_eager = False  # the open minibatch is
+        self._task = -1  # autograd's, of the backward that is running
+        self._stepped_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        engine.optimizers.before_step = self._before_step
+        engine.mute("counts")  # how losses are divided is the program's
+        vars(model)["zero_grad"] = partial(self._zero_model, model)
+        model.register_load_state_dict_pre_hook(lambda *_: self._before_load())
+        Zeroing(self).start()
+        self.rest()
+
+    def follow_sync(self, modules: Iterable[Any]) -> None:
+        """From now on FSDP2's own signals are noted, and a backward adds to the owners whatever they say. `modules`:
+        the root, and the others.
+        """
+        root, *units = modules
+        vars(root)["set_requires_gradient_sync"] = self._set_syncs
+        vars(root)["set_is_last_backward"] = self._set_is_last
+        for unit in units:
+            vars(unit)["set_requires_gradient_sync"] = vars(unit)["set_is_last_backward"] = _ignored
+
+    def _set_syncs(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        self._syncs = requires_gradient_sync
+
+    def _set_is_last(self, is_last_backward: bool) -> None:
+        self._is_last = is_last_backward
+
+    # ---- what begins and ends a minibatch
+
+    def before_forward(self) -> None:
+        """A unit's forward is about to run."""
+        if in_backward_pass() or self._engine.is_open:
+            return
+        if torch.is_grad_enabled() and self._shards:
+            self._begin()
+        elif any(versions_of(each.sharded) != each.versions for each in self._engine.shards):
+            self._engine.publish()  # what the program wrote, as FSDP2 gathers it
+
+    def before_backward(self) -> None:
+        """A backward through a unit's output is running."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task or not self._engine.is_open:
+            return
+        self._task = task
+        self._forget_zeroed()
+        queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+        queue(lambda: queue(self._after_backward))  # after FSDP2's own and the engine's
+
+    def _after_backward(self) -> None:
+        self._task = -1
+        if self._is_eager and self._syncs and self._is_last and self._engine.is_open:
+            self._end("backward")
+
+    def use(self, number: int, name: str) -> None:
+        """A gradient of minibatch `number` is used: it ends on all ranks."""
+        engine = self._engine
+        if engine.is_open and engine.number == number:
+            if in_backward_pass():
+                raise RuntimeError(
+                    f"p.grad of {name} is used inside a backward, before the ranks have summed it: use it after the "
+                    f'backward, or in a post-accumulate-grad hook, with use_odc(model, automatic="eager")'
+                )
+            self._end("gradient")
+        elif not engine.is_open and engine.number < number:
+            self._join("gradient")
+        elif engine.number > number:
+            raise RuntimeError(
+                f"a gradient of {name} was kept from minibatch {number} and not used before minibatch "
+                f"{engine.number}: read p.grad again, or clone it before the next forward"
+            )
+
+    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Ends the minibatch before an optimizer steps; one without a minibatch since its last step joins the others'.
+
+        Returns the arguments of `step` that take the place of a closure: it has run.
+        """
+        closure, changed = kwargs.get("closure", args[1] if len(args) > 1 else None), None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            others = {name: value for name, value in kwargs.items() if name != "closure"}
+            changed = (args[0], _once(loss, type(optimizer).__name__), *args[2:]), others
+        if self._engine.is_open:
+            self._end("step")
+        elif self._shards and self._stepped_at.get(optimizer, -1) == self._engine.number:
+            self._join("step")
+        self._stepped_at[optimizer] = self._engine.number
+        return changed
+
+    def _before_load(self) -> None:
+        if self._engine.is_open:
+            self._end("load_state_dict")
+
+    def _begin(self) -> None:
+        self._kept, zeroed = {}, []
+        for each in self._shards:
+            gradient = each.sharded.grad
+            if isinstance(gradient, PendingGradient):
+                zeroed += [each] * gradient.zeroed
+            elif gradient is not None and each.tied_to is None:
+                self._kept[each] = gradient.detach().clone()
+        for each in self._shards:
+            each.sharded.grad = None
+        self._is_eager = self._how == "eager" or any(each.has_hooks for each in self._shards)
+        number = self._engine.number + 1
+        self._engine.begin(lambda: {self.name: "eager" if self._is_eager else "lazy"})
+        for each in self._shards:
+            self._wait_for(each, number)
+        for each in zeroed:
+            each.sharded.grad.zeroed = True  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+
+    def _wait_for(self, shard: BridgedParameter, number: int) -> None:
+        """`p.grad` is that of minibatch `number`."""
+        if shard.tied_to is None:
+            shard.pending = waiting = GradientInWaiting(shard)
+            waiting.automatic, waiting.number = weakref.ref(self), number
+            shard.sharded.grad = None
+            shard.show_pending()
+
+    def _end(self, kind: Kind) -> None:
+        self._ends_at = kind, _caller()
+        try:
+            self._engine.end()
+        finally:
+            self._ends_at = None
+            kept, self._kept = self._kept, {}
+        self.counts.minibatches += 1
+        self.counts.waits = self._engine.barrier.passed - self._passed_before
+        for each, before in kept.items():
+            gradient = each.sharded.grad
+            each.sharded.grad = before if gradient is None else gradient.add_(before)
+
+    def _join(self, kind: Kind) -> None:
+        """A minibatch without a microbatch of this rank."""
+        self._begin()
+        self._end(kind)
+
+    # ---- gradients that are zeroed
+
+    def rest(self) -> None:
+        """No minibatch is open: gradients that are None are the next one's, so that a rank that runs no microbatch
+        does with them what the others do.
+        """
+        for each in self._shards:
+            if each.sharded.grad is None and each.sharded.requires_grad:
+                self._wait_for(each, self._engine.number + 1)
+
+    def before_zero_grad(self, optimizer: Optimizer) -> None:
+        if self._held_by(optimizer):
+            self._before_zero()
+
+    def after_zero_grad(self, optimizer: Optimizer) -> None:
+        if shards := self._held_by(optimizer):
+            self._after_zero(shards)
+
+    def _held_by(self, optimizer: Optimizer) -> list[BridgedParameter]:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [each for each in self._shards if id(each.sharded) in held]
+
+    def _before_zero(self) -> None:
+        """Gradients of a backward are thrown away: on all ranks."""
+        engine = self._engine
+        if engine.is_open and not in_backward_pass() and (engine.failure or engine.passes.count):
+            self._end("zero_grad")
+
+    def _after_zero(self, shards: list[BridgedParameter]) -> None:
+        """`p.grad` of these parameters is None, or zeros."""
+        self._forget_zeroed()
+        if self._engine.is_open:
+            for each in self._shards:
+                each.show_pending()
+            return
+        for each in shards:
+            if not isinstance(each.sharded.grad, PendingGradient | None):
+                self._wait_for(each, self._engine.number + 1)
+                each.pending.zeroed = True
+        self.rest()
+
+    def _forget_zeroed(self) -> None:
+        """Drops what p.grad had before the minibatch where it was zeroed since."""
+        for each in list(self._kept):
+            if (gradient := each.sharded.grad) is None or getattr(gradient, "zeroed", False):
+                del self._kept[each]
+
+    def _zero_model(self, model: nn.Module, set_to_none: bool = True) -> None:
+        self._before_zero()
+        type(model).zero_grad(model, set_to_none)
+        self._after_zero(self._shards)
+
+    # ---- the other ranks
+
+    def entry(self, given: How | None) -> How:
+        if given is None:
+            raise RuntimeError(
+                "this model's minibatches begin and end by themselves, use_odc(model, automatic=True): leave "
+                "`minibatch` out, or `automatic`"
+            )
+        return given
+
+    def entered(self, messages: list[How]) -> None:
+        if len(set(messages)) > 1:
+            eager = [rank for rank, how in enumerate(messages) if how == "eager"]
+            raise RanksDiffer(
+                f"only on ranks {eager} minibatches end with the backward, as of post-accumulate-grad hooks: register "
+                f"them on all ranks or on none"
+            )
+
+    def exit(self) -> tuple[Kind, str]:
+        if self._ends_at is None:
+            raise RuntimeError(
+                "end_minibatch of a model whose minibatches end by themselves, use_odc(model, automatic=True): leave "
+                "it out"
+            )
+        return self._ends_at
+
+    def settle(self, messages: list[tuple[Kind, str]] | None) -> None:
+        if messages is None or len({kind for kind, _ in messages}) == 1:
+            return
+        ends = "; ".join(f"rank {rank}: {_WHERE[kind]}, {place}" for rank, (kind, place) in enumerate(messages))
+        raise RanksDiffer(
+            f"minibatch {self._engine.number} ended in different places. {ends}. Gradients are summed where they are "
+            f"first used, which every rank must do: read, clip, zero and step them on all ranks or on none"
+        )
+
+
+def _ignored(value: bool, *, recurse: bool = True) -> None:
+    """In place of a unit's own signals."""
+
+
+def _once(loss: Any, optimizer: str) -> Callable[[], Any]:
+    """A closure that has run, and returned `loss`."""
+    left = chain([loss])
+
+    def closure() -> Any:
+        for value in left:
+            return value
+        raise RuntimeError(
+            f"{optimizer}.step(closure) calls its closure more than once, with other parameters each time, which can't "
+            f"be combined with on-demand communication: take an optimizer that calls it once"
+        )
+
+    return closure
