@@ -29,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", metavar="…", nargs=argparse.REMAINDER, help="its arguments")
 
 
+def words_of(options: argparse.Namespace) -> list[str]:
+    """The command line of these options."""
+    flags = {"--strict": options.strict, "--eager": options.eager, "-m": options.module}
+    return [*(flag for flag, on in flags.items() if on), options.script, *options.arguments]
+
+
 def run_program(options: argparse.Namespace) -> None:
     """Runs it as this process's `__main__`."""
     from .fsdp2.unmodified import Unmodified

@@ -110,6 +110,7 @@ class Shard(ABC):
     name: str
     sharded: DTensorParameter
     touched = dirty = stepped = lost = False
+    zero_instead = "Call zero_grad() before the `with minibatch(...)` block, or after it"
     versions: tuple[int, int] | None = None  # as of its last publication
 
     @property
@@ -137,7 +138,7 @@ class Shard(ABC):
         if self.touched and self.sharded.grad is gradient and self.sharded.requires_grad:
             raise RuntimeError(
                 f"the gradient of {self.name} was zeroed inside the minibatch, after a backward: what was added to "
-                f"the ranks' sum stays in it. Call zero_grad() before the `with minibatch(...)` block, or after it"
+                f"the ranks' sum stays in it. {self.zero_instead}"
             )
 
     @abstractmethod

@@ -68,12 +68,30 @@ def _caller() -> str:
 class GradientInWaiting(PendingGradient):
     """`p.grad` while the ranks' sum is not made. Whoever uses it makes it, with all ranks, and gets the sum.
 
-    `number`: of the minibatch whose gradient it is. Where no rank had one, it acts as zeros, and `p.grad` is then None.
+    `number`: of the minibatch whose gradient it is. `adds`: to a gradient that was there; else zeroing it changes
+    nothing, as `p.grad` would be None. Where no rank has a gradient it acts as zeros, and `p.grad` is then None.
     """
 
     automatic: weakref.ref[Automatic]
     number: int
+    adds = False
+    _is_zeroed = False
     _zeros: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, shard: BridgedParameter, automatic: Automatic, number: int, *, zeroed: bool) -> GradientInWaiting:
+        made: Any = cls(shard)
+        made.automatic, made.number, made.adds = weakref.ref(automatic), number, zeroed
+        made.zeroed = zeroed
+        return made
+
+    @property
+    def zeroed(self) -> bool:
+        return self._is_zeroed
+
+    @zeroed.setter
+    def zeroed(self, value: bool) -> None:
+        self._is_zeroed = value and self.adds
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -150,7 +168,8 @@ class Counts:
     waits: int = 0
 
     def __str__(self) -> str:
-        return f"{self.minibatches} minibatches, {self.waits} waits"
+        plural = "" if self.minibatches == 1 else "es"
+        return f"{self.minibatches} minibatch{plural}, {self.waits} waits"
 
 
 class Automatic(Participant):
@@ -170,11 +189,14 @@ class Automatic(Participant):
         self._is_eager = False  # the open minibatch is
         self._task = -1  # autograd's, of the backward that is running
         self._stepped_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        for each in self._shards:
+            each.zero_instead = "Zero it by optimizer.zero_grad() or model.zero_grad(), which are noticed"
         engine.optimizers.before_step = self._before_step
         engine.mute("counts")  # how losses are divided is the program's
         vars(model)["zero_grad"] = partial(self._zero_model, model)
         model.register_load_state_dict_pre_hook(lambda *_: self._before_load())
-        Zeroing(self).start()
+        self.zeroing = Zeroing(self)
+        self.zeroing.start()
         self.rest()
 
     def follow_sync(self, modules: Iterable[Any]) -> None:
@@ -201,8 +223,14 @@ class Automatic(Participant):
             return
         if torch.is_grad_enabled() and self._shards:
             self._begin()
-        elif any(versions_of(each.sharded) != each.versions for each in self._engine.shards):
-            self._engine.publish()  # what the program wrote, as FSDP2 gathers it
+        else:
+            self._publish_written()
+
+    def _publish_written(self) -> None:
+        """Makes readable what the program wrote into parameters, as it does on all ranks, once none is reading."""
+        if any(versions_of(each.sharded) != each.versions for each in self._engine.shards):
+            self._engine.exchange("parameters were written, other than by an optimizer", {})
+            self._engine.publish()
 
     def before_backward(self) -> None:
         """A backward through a unit's output is running."""
@@ -237,34 +265,41 @@ class Automatic(Participant):
                 f"{engine.number}: read p.grad again, or clone it before the next forward"
             )
 
-    def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict) -> tuple[tuple, dict] | None:
         """Ends the minibatch before an optimizer steps; one without a minibatch since its last step joins the others'.
 
         Returns the arguments of `step` that take the place of a closure: it has run.
         """
-        closure, changed = kwargs.get("closure", args[1] if len(args) > 1 else None), None
+        closure, changed = kwargs.get("closure", next(iter(args[1:]), None)), None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
             others = {name: value for name, value in kwargs.items() if name != "closure"}
-            changed = (args[0], _once(loss, type(optimizer).__name__), *args[2:]), others
+            changed = (optimizer, _once(loss, type(optimizer).__name__), *args[2:]), others
         if self._engine.is_open:
             self._end("step")
-        elif self._shards and self._stepped_at.get(optimizer, -1) == self._engine.number:
+        elif self._is_without(optimizer):
             self._join("step")
         self._stepped_at[optimizer] = self._engine.number
         return changed
+
+    def _is_without(self, optimizer: Optimizer) -> bool:
+        """This rank has no gradients for it since they were zeroed, or since its last step."""
+        shards = self._held_by(optimizer)
+        waiting = any(isinstance(each.sharded.grad, PendingGradient) for each in shards)
+        return waiting or self._stepped_at.get(optimizer, -1) == self._engine.number
 
     def _before_load(self) -> None:
         if self._engine.is_open:
             self._end("load_state_dict")
 
     def _begin(self) -> None:
-        self._kept, zeroed = {}, []
+        self._publish_written()
+        self._kept, zeroed = {}, set()
         for each in self._shards:
             gradient = each.sharded.grad
             if isinstance(gradient, PendingGradient):
-                zeroed += [each] * gradient.zeroed
+                zeroed |= {each} if gradient.zeroed else set()
             elif gradient is not None and each.tied_to is None:
                 self._kept[each] = gradient.detach().clone()
         for each in self._shards:
@@ -273,20 +308,20 @@ class Automatic(Participant):
         number = self._engine.number + 1
         self._engine.begin(lambda: {self.name: "eager" if self._is_eager else "lazy"})
         for each in self._shards:
-            self._wait_for(each, number)
-        for each in zeroed:
-            each.sharded.grad.zeroed = True  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+            self._wait_for(each, number, zeroed=each in zeroed)
+        for each in self._kept:
+            each.pending.adds = True
 
-    def _wait_for(self, shard: BridgedParameter, number: int) -> None:
+    def _wait_for(self, shard: BridgedParameter, number: int, *, zeroed: bool = False) -> None:
         """`p.grad` is that of minibatch `number`."""
         if shard.tied_to is None:
-            shard.pending = waiting = GradientInWaiting(shard)
-            waiting.automatic, waiting.number = weakref.ref(self), number
+            shard.pending = GradientInWaiting.of(shard, self, number, zeroed=zeroed)
             shard.sharded.grad = None
             shard.show_pending()
 
     def _end(self, kind: Kind) -> None:
         self._ends_at = kind, _caller()
+        zeroed = [each for each in self._shards if each.pending.zeroed]
         try:
             self._engine.end()
         finally:
@@ -297,6 +332,9 @@ class Automatic(Participant):
         for each, before in kept.items():
             gradient = each.sharded.grad
             each.sharded.grad = before if gradient is None else gradient.add_(before)
+        for each in zeroed:
+            if each.sharded.grad is None:
+                each.sharded.grad = torch.zeros_like(each.sharded.detach())
 
     def _join(self, kind: Kind) -> None:
         """A minibatch without a microbatch of this rank."""
@@ -340,15 +378,16 @@ class Automatic(Participant):
             return
         for each in shards:
             if not isinstance(each.sharded.grad, PendingGradient | None):
-                self._wait_for(each, self._engine.number + 1)
-                each.pending.zeroed = True
+                self._wait_for(each, self._engine.number + 1, zeroed=True)
         self.rest()
 
     def _forget_zeroed(self) -> None:
         """Drops what p.grad had before the minibatch where it was zeroed since."""
-        for each in list(self._kept):
-            if (gradient := each.sharded.grad) is None or getattr(gradient, "zeroed", False):
-                del self._kept[each]
+        for each in self._shards:
+            if each.sharded.grad is None:
+                each.pending.adds = each.pending.zeroed = False
+            if not each.pending.adds or each.pending.zeroed:
+                self._kept.pop(each, None)
 
     def _zero_model(self, model: nn.Module, set_to_none: bool = True) -> None:
         self._before_zero()

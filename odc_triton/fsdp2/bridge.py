@@ -235,6 +235,14 @@ class FsdpModules(Participant):
     def automate(self, automatic: Automatic) -> None:
         self._automatic = automatic
         automatic.follow_sync(self._modules)
+        self.module.register_forward_hook(self._after_root)
+
+    def _after_root(self, module: Any, args: Any, output: Any) -> None:
+        """After an evaluation FSDP2 leaves the root whole, and `model.parameters()` would have whole parameters, which
+        a rank without a microbatch in the next step would clip in place of the sharded ones.
+        """
+        if not (torch.is_grad_enabled() or self._engine.is_open):
+            module.reshard()
 
     def _loaded(self, module: Any, keys: Any) -> None:
         """Publishes what load_state_dict wrote, once no rank is still reading the old values."""

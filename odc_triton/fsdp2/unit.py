@@ -8,6 +8,7 @@ masters           FSDP2's own sharded parameters, which optimizers step
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +26,17 @@ from ..engine.unit import Passes
 from .found import FsdpParameter, FsdpUnit
 
 
+def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A hook that keeps nothing alive: the garbage collector does not see what torch's hooks hold."""
+    weak = weakref.WeakMethod(method)
+
+    def hook(tensor: Any) -> None:
+        if (call := weak()) is not None:
+            call(tensor)
+
+    return hook
+
+
 class BridgedParameter(Shard):
     """A parameter whose master FSDP2 has; each replica has all of them. `tied_to`: one that has the same sharded
     parameter, and whose `p.grad` is the sum of both.
@@ -40,6 +52,7 @@ class BridgedParameter(Shard):
         self.tied_to: BridgedParameter | None = None
         self.whole: nn.Parameter | None = None  # what modules see while the unit is whole
         self.is_shared = False  # others are tied to it
+        self.has_come = False  # a gradient, on this rank, that FSDP2 has not reduced
         self._bound: nn.Parameter | None = None  # the sharded parameter with our hook
         self._hook: RemovableHandle | None = None
         self._user_hooks: dict[int, Callable] = {}  # during a minibatch
@@ -62,8 +75,13 @@ class BridgedParameter(Shard):
             self._hook.remove()
             self._bound = self._hook = None
         if self._hook is None and tied_to is None and self.trains:
-            self._bound, self._hook = self.sharded, self.sharded.register_post_accumulate_grad_hook(self._take)
-            self.pending = PendingGradient(self)
+            self._bound = self.sharded
+            self._hook = self.sharded.register_post_accumulate_grad_hook(_weakly(self._take))
+            self.pending: Any = PendingGradient(self)
+
+    def comes(self, whole: nn.Parameter) -> None:
+        """The whole parameter has got a gradient."""
+        self.has_come = True
 
     @torch.no_grad()
     def _take(self, sharded: DTensorParameter) -> None:
@@ -214,7 +232,6 @@ class BridgedUnit:
             for each, part in zip(found.parameters, parts, strict=True)
         ]
         self.trained = [each for each in self.parameters if each.trains]
-        self._used: set[BridgedParameter] = set()  # have a gradient on this rank that FSDP2 has not reduced
         self.gather, self.reduce = _Gather(self), _Reduce(self, zeros)
 
     def connect(self) -> None:
@@ -268,7 +285,7 @@ class BridgedUnit:
         module.unshard()
         for each in self.trained:
             each.whole = each.found.registered
-            each.whole.register_post_accumulate_grad_hook(lambda _, each=each: self._used.add(each))
+            each.whole.register_post_accumulate_grad_hook(_weakly(each.comes))
         laid_out = [each for each in self.parameters if not each.found.is_converted]
         same = [torch.equal(*(w.view(torch.uint8) for w in (each.found.registered, each.read()))) for each in laid_out]
         module.reshard()
@@ -280,7 +297,7 @@ class BridgedUnit:
 
     def reduced(self) -> list[BridgedParameter]:
         """Those that FSDP2 reduces now: with a gradient, or, after `set_reduce_scatter_unused_params(True)`, all."""
-        return [each for each in self.trained if each in self._used or self.found.reduces_unused]
+        return [each for each in self.trained if each.has_come or self.found.reduces_unused]
 
     def add(self, gradient: torch.Tensor) -> None:
         """Adds a flat gradient, all owners' shards of what is reduced one after another, to the owners."""
@@ -302,14 +319,15 @@ class BridgedUnit:
         self._transport.add(gradient, self._target, name=name, waited=partial(self._passes.waited, name))
         for each in reduced:
             each.touch()
-        self._used.clear()
+        for each in self.trained:
+            each.has_come = False
 
     def forget(self) -> None:
         """Drops gradients of a backward that began and did not end."""
         for each in self.trained:
             if each.whole is not None:
                 each.whole.grad = None
-        self._used.clear()
+            each.has_come = False
 
 
 class ReducedZeros:

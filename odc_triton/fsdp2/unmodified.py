@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from ..base.errors import DeadlineExceeded, RankLost, in_a_line
-from .automatic import Counts
+from .automatic import Automatic, Counts
 from .bridge import use_odc
 from .found import comms_of, root_of
 from .zero_grad import Zeroing
@@ -36,7 +36,10 @@ class Report:
         return any(counts.minibatches for _, counts in self.trained)
 
     def __str__(self) -> str:
-        lines = [f"{name} trained by on-demand communication, {counts}" for name, counts in self.trained]
+        lines = [
+            f"{name} {'trained' if counts.minibatches else 'ran'} by on-demand communication, {counts}"
+            for name, counts in self.trained
+        ]
         lines += [f"{name} by plain FSDP2, as {why}" for name, why in self.refused]
         return "; ".join(lines) or "no model of FSDP2 ran, so nothing was changed"
 
@@ -55,7 +58,8 @@ class Unmodified:
     def __init__(self, *, eager: bool = False, strict: bool = False) -> None:
         self._automatic, self._strict = "eager" if eager else True, strict
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # and what is in them
-        self._zeroing = Zeroing(self)
+        self.zeroing = Zeroing(self)
+        self._trained: weakref.WeakSet[Automatic] = weakref.WeakSet()
         self.report = Report()
 
     def __enter__(self) -> Report:
@@ -63,18 +67,19 @@ class Unmodified:
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             follow(module)
-            return super(FSDPModule, module).__call__(*args, **kwargs)
+            return nn.Module.__call__(module, *args, **kwargs)
 
         # Not a forward pre-hook: hooks that it adds to the module would not run in this call.
         FSDPModule.__call__ = call  # pyright: ignore[reportAttributeAccessIssue]
-        self._zeroing.start()
+        self.zeroing.start()
         return self.report
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         del FSDPModule.__call__  # pyright: ignore[reportAttributeAccessIssue]
-        self._zeroing.stop()
+        for each in (self, *self._trained):
+            each.zeroing.stop()
 
     def before_zero_grad(self, optimizer: Optimizer) -> None:
         """All ranks come here before the first step's forwards, which some may not have."""
@@ -103,4 +108,6 @@ class Unmodified:
             if os.environ.get("RANK", "0") == "0":
                 print(f"odc-triton run: {name} trains by plain FSDP2, as {why}", file=sys.stderr)
             return
-        self.report.trained.append((name, vars(root)["_odc_engine"].automatic.counts))
+        automatic = vars(root)["_odc_engine"].automatic
+        self._trained.add(automatic)
+        self.report.trained.append((name, automatic.counts))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from functools import partial
+from functools import wraps
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
@@ -18,24 +18,28 @@ class Notices(Protocol):
 
 
 class _ZeroGrad:
-    """In the place of `Optimizer.zero_grad` while somebody is to be told."""
+    """`function` is in the place of `Optimizer.zero_grad` while somebody is to be told. It is one, not an object with
+    `__get__`, as accelerate asks for its signature.
+    """
 
     def __init__(self) -> None:
-        self._plain = Optimizer.zero_grad
+        self._plain = plain = Optimizer.zero_grad
         self.told: weakref.WeakSet[Any] = weakref.WeakSet()
+        told = self.told
 
-    def __get__(self, optimizer: Optimizer | None, kind: type[Optimizer]) -> Any:
-        return self if optimizer is None else partial(self, optimizer)
+        @wraps(plain)
+        def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+            for each in list(told):
+                each.before_zero_grad(self)
+            plain(self, set_to_none)
+            for each in list(told):
+                each.after_zero_grad(self)
 
-    def __call__(self, optimizer: Optimizer, set_to_none: bool = True) -> None:
-        for each in list(self.told):
-            each.before_zero_grad(optimizer)
-        self._plain(optimizer, set_to_none)
-        for each in list(self.told):
-            each.after_zero_grad(optimizer)
+        self.function = zero_grad
+        vars(zero_grad)["odc_noticed"] = self
 
     def restore(self) -> None:
-        if not self.told and vars(Optimizer)["zero_grad"] is self:
+        if not list(self.told) and vars(Optimizer)["zero_grad"] is self.function:
             Optimizer.zero_grad = self._plain
 
 
@@ -46,10 +50,11 @@ class Zeroing:
         self._who = weakref.ref(who)
 
     def start(self) -> None:
-        noticed = vars(Optimizer)["zero_grad"]
-        if not isinstance(noticed, _ZeroGrad):
+        current = vars(Optimizer)["zero_grad"]
+        noticed = vars(current).get("odc_noticed")
+        if noticed is None or noticed.function is not current:  # another wraps it, and has its attributes
             noticed = _ZeroGrad()
-            Optimizer.zero_grad = noticed  # pyright: ignore[reportAttributeAccessIssue]
+            Optimizer.zero_grad = noticed.function
         noticed.told.add(self._who())
         self._end = weakref.finalize(self._who(), noticed.restore)
         self._noticed = noticed

@@ -27,9 +27,11 @@ class Case:
     backend: str = "auto"
     options: dict[str, Any] = field(default_factory=dict)
     evaluates: bool = False
+    automatic: bool = False
 
     def __str__(self) -> str:
         words = [self.name, self.transform, self.layout, f"{self.world} ranks", self.kind, self.backend]
+        words += ["automatic"] * self.automatic
         words += [f"{self.replicas} replicas"] * (self.replicas > 1) + [f"{k}={v}" for k, v in self.options.items()]
         return ", ".join(word for word in words if word)
 
@@ -45,12 +47,17 @@ CASES = [
     Case(name="branches", backend="cpu-interpreter", world=2),
     Case(name="branches", world=4, options={"reshard_after_forward": 2}),
     Case(name="qwen2", layout="columns", world=4, replicas=2, kind="adamw"),
+    Case(name="qwen2", layout="titan", evaluates=True, automatic=True),
+    Case(name="gpt2-tied", layout="root", world=2, automatic=True),
+    Case(name="qwen2", transform="lora", world=2, kind="adamw", automatic=True),
+    Case(name="qwen2", transform="checkpointing", backend="cpu-sharded", options=RESHARD, automatic=True),
+    Case(name="branches", world=4, replicas=2, automatic=True),
 ]
 
 
 def _call(case: Case) -> tuple:
     how = (case.name, case.transform, case.kind, STEPS, case.layout, case.replicas)
-    return bridged, *how, case.backend, case.options, case.evaluates
+    return bridged, *how, case.backend, case.options, case.evaluates, case.automatic
 
 
 @pytest.mark.parametrize("world", sorted({case.world for case in CASES}))

@@ -154,6 +154,7 @@ def bridged(
     backend: str = "auto",
     options: dict[str, Any] | None = None,
     evaluates: bool = False,
+    automatic: bool = False,
     device: str = "cpu",
 ) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
     """Whole weights after `steps` under `use_odc`, gradient norms, and losses of evaluations between the minibatches,
@@ -167,15 +168,20 @@ def bridged(
     if replicas > 1:
         mesh = init_device_mesh(device, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
     LAYOUTS[layout](model, mesh=mesh, **(options or {}))
-    assert use_odc(model, backend=backend) is model
+    assert use_odc(model, automatic=automatic, backend=backend) is model
     optimizer, norms, losses = optimizer_of(model, kind), [], []
     deal = DEALS[world]
     for step in range(steps):
         batches = [tuple(part.to(device) for part in each) for each in batches_of(name, step, sum(map(len, deal)))]
         mine = [batches[index] for index in deal[rank]]
-        with minibatch(model, tokens=sum(count_of(name, batch) for batch in mine)) as mb:
+        if automatic:
+            total = sum(count_of(name, batch) for batch in batches)
             for batch in mine:
-                (loss_of(name, model, batch) / mb.tokens).backward()
+                (loss_of(name, model, batch) * world / total).backward()
+        else:
+            with minibatch(model, tokens=sum(count_of(name, batch) for batch in mine)) as mb:
+                for batch in mine:
+                    (loss_of(name, model, batch) / mb.tokens).backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
         optimizer.step()
         optimizer.zero_grad()

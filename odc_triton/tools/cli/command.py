@@ -51,6 +51,7 @@ def make_parser(only: str | None = None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     adds = {
         "demo": _add_demo,
+        "run": _add_run,
         "train": _add_train,
         "data": _add_data,
         "sweep": _SWEEP,
@@ -339,6 +340,36 @@ def _inspect_data(options: argparse.Namespace) -> int:
 
     require_token_cap(options)
     return inspect(options)
+
+
+def _add_run(commands: argparse._SubParsersAction) -> None:
+    from ...run import add_arguments
+
+    run = commands.add_parser(
+        "run",
+        help="a program of yours that trains by FSDP2, by on-demand communication",
+        description="Starts ranks on this machine by torchrun, or is one of its ranks, and runs a program without a "
+        "change to it: models that it has sharded by torch's fully_shard train by on-demand communication. With "
+        "another launcher put `-m odc_triton.run` before the program: accelerate launch -m odc_triton.run train.py …",
+    )
+    run.add_argument("--ranks", type=int, metavar="N", help="processes to start (default: one per GPU)")
+    add_arguments(run)
+    run.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from ...jobs.options.options import require_ranks
+    from ...run import words_of
+
+    if not (options.module or Path(options.script).is_file()):
+        raise ValueError(f"there is no file {options.script}: give a Python program, or -m and a module's name")
+    command = [sys.executable, "-m", "odc_triton.run"]
+    if joined_world() is None:
+        require_ranks(ranks := default_ranks() if options.ranks is None else options.ranks)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, which says so at length
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "odc_triton.run"]
+        command[1:] = launcher
+    os.execv(sys.executable, [*command, *words_of(options)])
 
 
 def _add_doctor(commands: argparse._SubParsersAction) -> None:
