@@ -194,6 +194,7 @@ class Automatic(Participant):
         engine.optimizers.before_step = self._before_step
         engine.mute("counts")  # how losses are divided is the program's
         vars(model)["zero_grad"] = partial(self._zero_model, model)
+        vars(model)["_apply"] = partial(self._apply_to_model, model)
         model.register_load_state_dict_pre_hook(lambda *_: self._before_load())
         self.zeroing = Zeroing(self)
         self.zeroing.start()
@@ -393,6 +394,19 @@ class Automatic(Participant):
         self._before_zero()
         type(model).zero_grad(model, set_to_none)
         self._after_zero(self._shards)
+
+    def _apply_to_model(self, model: nn.Module, convert: Callable[..., Any], recurse: bool = True) -> Any:
+        """`model.to(…)` and its like: of gradients too, which those of the next minibatch are not yet."""
+        if self._engine.is_open:
+            self._end("gradient")
+        waiting = [each for each in self._shards if isinstance(each.sharded.grad, PendingGradient)]
+        for each in waiting:
+            each.sharded.grad = None
+        try:
+            return type(model)._apply(model, convert, recurse)
+        finally:
+            for each in waiting:
+                self._wait_for(each, self._engine.number + 1, zeroed=each.pending.zeroed)
 
     # ---- the other ranks
 

@@ -313,6 +313,19 @@ def _weights_written_by_hand(loop: Loop, step: int, mine: Mine) -> None:
             each.mul_(1.1)
 
 
+@program(name="branches", momentum=0.9, weight_decay=0.1)
+def _moved(loop: Loop, step: int, mine: Mine) -> None:
+    """As programs do before they save, and after: to where the model is."""
+    loop.optimizer.zero_grad(set_to_none=step == 1)
+    loop.model.to("cpu")
+    for loss in mine():
+        loss.backward()
+    if step == 2:
+        loop.model.to("cpu")
+    loop.clip()
+    loop.optimizer.step()
+
+
 @program(deals=EVEN)
 def _stepped_twice(loop: Loop, step: int, mine: Mine) -> None:
     for loss in mine():
