@@ -1,7 +1,8 @@
-"""verl's FSDP engine, as its trainers call it: unmodified, and with the lines of examples/recipe_verl.diff."""
+"""verl's FSDP engine, as its trainers call it, and its SFT trainer: unmodified, and with examples/recipe_verl.diff."""
 
 from __future__ import annotations
 
+import random
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -14,11 +15,17 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.programs.harness import Program, Run, interpreter, run, run_both, script
+from tests.support.chats import CHATML, make_tokenizer
 
 RECIPE = Path(__file__).parents[2] / "examples" / "recipe_verl.diff"
 ENVIRONMENT = "verl"
 PACKAGES = ("verl", "transformers")
-PLATFORM = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu"}
+PLATFORM = {
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",  # verl's registry has engines of GPUs only
+    "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
+    "PYTHONPATH": script("."),
+}
 VOCABULARY = 400
 RATES = {"SGD": 1e-2, "AdamW": 1e-3}
 # AdamW divides by the size of gradients, also where that is mostly rounding: of the biases of attention's keys.
@@ -128,3 +135,47 @@ def _train_alone(model: nn.Module, steps: list[Step]) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+
+
+# ---------------------------------------------------------------------- verl.trainer.sft_trainer
+
+SFT = (
+    "data.train_batch_size=16 data.use_dynamic_bsz=True data.max_token_len_per_gpu=150 data.num_workers=0 "
+    "data.ignore_input_ids_mismatch=True model.use_remove_padding=False engine.strategy=fsdp2 optim.lr=1e-3 "
+    "engine.use_torch_compile=False +engine.mixed_precision={param_dtype:fp32,reduce_dtype:fp32} "
+    "+model.override_config.attn_implementation=sdpa trainer.device=cpu trainer.logger=[console] trainer.save_freq=2 "
+    "trainer.total_epochs=2 trainer.resume_mode=disable checkpoint.save_contents=[model,hf_model]"
+)
+
+
+def test_sft_trainer(tmp_path: Path) -> None:
+    """It saves after every second step, and first moves the model to its device."""
+    _model(tmp_path / "model")
+    make_tokenizer(CHATML).save_pretrained(tmp_path / "model")
+    _write_chats(tmp_path / "chats.parquet")
+    files = {"data.train_files": tmp_path / "chats.parquet", "model.path": tmp_path / "model"}
+    program = Program(
+        name="verl's SFT trainer, AdamW",
+        words=[
+            *("-m", "verl.trainer.sft_trainer", *SFT.split(), "trainer.default_local_dir={out}"),
+            *(f"{key}={file}" for key, file in files.items()),
+        ],
+        environment=ENVIRONMENT,
+        packages=PACKAGES,
+        variables=PLATFORM,
+    )
+    outcome = run_both(program, tmp_path)
+    # A wait more than usual: what was moved is published anew, before the third step.
+    assert (outcome.minibatches, outcome.waits) == (4, 9)
+    assert outcome.difference <= WITHIN["AdamW"]
+
+
+def _write_chats(file: Path) -> None:
+    from datasets import Dataset
+
+    words, drawn = ("the", "user", "asks", "and", "the", "assistant", "says", "yes", "no", "again"), random.Random(0)
+
+    def turn(role: str) -> dict[str, str]:
+        return {"role": role, "content": " ".join(drawn.choices(words, k=drawn.randint(1, 30)))}
+
+    Dataset.from_list([{"messages": [turn("user"), turn("assistant")]} for _ in range(32)]).to_parquet(file)
