@@ -252,11 +252,11 @@ class Automatic(Participant):
 
     # ---- gradients that are zeroed
 
-    def rest(self) -> None:
-        """No minibatch is open: gradients that are None are the next one's, so that a rank that runs no microbatch
-        does with them what the others do.
+    def rest(self, shards: Sequence[BridgedParameter] | None = None) -> None:
+        """No minibatch is open: gradients, of `shards` or all, that are None are the next one's, so that a rank that
+        runs no microbatch does with them what the others do.
         """
-        for each in self._shards:
+        for each in self._shards if shards is None else shards:
             if each.sharded.grad is None and each.sharded.requires_grad:
                 self._wait_for(each, self._engine.number + 1)
 
@@ -278,7 +278,7 @@ class Automatic(Participant):
         for each in shards:
             if not isinstance(each.sharded.grad, PendingGradient | None):
                 self._wait_for(each, self._engine.number + 1, zeroed=True)
-        self.rest()
+        self.rest(shards)
 
     def _held_by(self, of: Optimizer | nn.Module) -> list[BridgedParameter]:
         own = of.parameters() if isinstance(of, nn.Module) else chain(*(group["params"] for group in of.param_groups))

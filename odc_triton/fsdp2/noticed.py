@@ -30,9 +30,11 @@ class _Noticed:
         def function(of: Any, *args: Any, **kwargs: Any) -> None:
             for each in list(told):
                 getattr(each, f"before_{name.strip('_')}")(of)
-            plain(of, *args, **kwargs)
-            for each in list(told):
-                getattr(each, f"after_{name.strip('_')}")(of)
+            try:
+                plain(of, *args, **kwargs)
+            finally:
+                for each in list(told):
+                    getattr(each, f"after_{name.strip('_')}")(of)
 
         self.function = function
         vars(function)["odc_noticed"] = self
