@@ -58,10 +58,15 @@ def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:
         return auto.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
 
 
-def auto_class(config: Any) -> Any:
-    """transformers' auto class for `config`: for causal LMs, or for models that see pictures and are no other."""
+def auto_class(config: Any, *, scores: bool = False) -> Any:
+    """transformers' auto class for `config`: for causal LMs, or for models that see pictures and are no other;
+    `scores`: for sequence classifiers.
+    """
     import transformers
     from transformers.models.auto import modeling_auto as auto
+
+    if scores:
+        return transformers.AutoModelForSequenceClassification
 
     seeing = type(config) in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if seeing and type(config) not in auto.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -69,8 +74,9 @@ def auto_class(config: Any) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def meta_causal_lm(*, model: str | None = None, init: str | None = None) -> nn.Module:
+def meta_causal_lm(*, model: str | None = None, init: str | None = None, scores: bool = False) -> nn.Module:
     """A transformers causal LM in fp32 on the meta device, from the folder or hub id `model`, or the config `init`.
+    `scores`: a sequence classifier of one label instead, whose score `model` may lack.
 
     For the config of a model that sees pictures it is the whole one, of AutoModelForImageTextToText.
     `fully_shard` gives it random weights, the same for any number of ranks; `load_pretrained_shards` loads real ones.
@@ -85,9 +91,9 @@ def meta_causal_lm(*, model: str | None = None, init: str | None = None) -> nn.M
         for each in (config, config.get_text_config()):  # which are plain numbers
             vars(each).pop("quantization_config", None)
         with torch.device("meta"):
-            return _made(config, init)
+            return _made(config, init, scores)
     assert model is not None, "of the two one is given"
-    made = _meta_base(model)
+    made = _meta_base(model, scores)
     if (base := base_of(model)) is not None:
         merge = Merge(made, model, base)
         for target, source in list(made.all_tied_weights_keys.items()):
@@ -97,12 +103,12 @@ def meta_causal_lm(*, model: str | None = None, init: str | None = None) -> nn.M
     return made
 
 
-def _meta_base(model: str) -> PreTrainedModel:
+def _meta_base(model: str, scores: bool = False) -> PreTrainedModel:
     """`meta_causal_lm(model=model)` without its adapter."""
     from transformers import GenerationConfig
 
     with torch.device("meta"):
-        made = _made(read_config(model), model)
+        made = _made(read_config(model), model, scores)
     with contextlib.suppress(FileNotFoundError):  # it has no weights, and may get others
         _tie_as_in(PretrainedFiles(weights_folder(model)), made)
     if made.can_generate():
@@ -111,14 +117,16 @@ def _meta_base(model: str) -> PreTrainedModel:
     return made
 
 
-def _made(config: Any, source: str) -> PreTrainedModel:
+def _made(config: Any, source: str, scores: bool = False) -> PreTrainedModel:
     """A causal LM of `config`, read from `source`, with random weights."""
+    if scores:
+        config.num_labels = 1
     try:
-        return auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=False)
+        return auto_class(config, scores=scores).from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # a bad field may make the model's code raise anything
         raise ValueError(
-            f"{source}: transformers can't make a causal LM of this config ({type(error).__name__}: {error}); correct "
-            "its fields"
+            f"{source}: transformers can't make a {'sequence classifier' if scores else 'causal LM'} of this config "
+            f"({type(error).__name__}: {error}); correct its fields"
         ) from error
 
 
@@ -186,10 +194,18 @@ def empty_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 def expect_weights(model: nn.Module) -> None:
     """`load_pretrained_shards` will follow: until then `fully_shard` leaves what is on the meta device 0, and draws no
-    random numbers for it."""
-    for parameter in model.parameters():
-        if parameter.is_meta:
+    random numbers for it, but for a classifier's score, which the files may lack."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta and not _may_lack(model, name):
             vars(parameter)["_is_hf_initialized"] = True
+
+
+def _may_lack(model: nn.Module, name: str) -> bool:
+    """True for a parameter that keeps its random values where the files have none: of a sequence classifier's score."""
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    prefix, part = transformers_part(model)
+    return isinstance(part, GenericForSequenceClassification) and name.removeprefix(prefix).startswith("score.")
 
 
 @dataclass(slots=True)
@@ -221,6 +237,7 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
         places = _places(model)
         sources, unexpected = _sources(empty_copy(transformers_part(model)[1]), files, places.keys())
         base = base_of(source)
+        places = {name: each for name, each in places.items() if name in sources or not _may_lack(model, name)}
         merge = None if base is None else Merge(_meta_base(str(source)), source, base)
         changed = [] if merge is None else merge.changed(sources)
         _check(places, sources, files, model, merge)

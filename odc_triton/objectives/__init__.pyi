@@ -10,6 +10,8 @@ from ..step import evaluate as evaluate
 from ..step import run_step as run_step
 from .cross_entropy import CrossEntropy as CrossEntropy
 from .cross_entropy import Distillation as Distillation
+from .dpo import DPO as DPO
 from .orpo import ORPO as ORPO
+from .reward import BradleyTerry as BradleyTerry
 
 __all__: list[str]

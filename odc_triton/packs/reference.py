@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -61,6 +62,18 @@ class Reference(Participant):
     def settle(self, messages: list[None] | None) -> None:
         if self._own is not None:
             self._own.settle(messages)
+
+
+class AdapterReference:
+    """A PEFT model without its adapters, as a reference of itself, which takes no memory of its own."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        self._policy: Any = policy
+
+    def __call__(self, pack: Mapping[str, object]) -> Tensor | FusedLogits:
+        """As Reference."""
+        with self._policy.disable_adapter():
+            return frozen_logits(self._policy, pack)
 
 
 class Teacher(Reference):

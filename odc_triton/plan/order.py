@@ -94,3 +94,10 @@ class Mix:
                 chosen += (begin + whole * size + own[(epoch * rest + each) % size] for each in range(rest))
             begin += copies * size
         return [chosen[place] for place in shuffled(len(chosen), f"{seed} {epoch}")]
+
+
+def in_passes(mix: Mix, step: int, count: int, *, seed: str) -> list[int]:
+    """What step `step`, from 0, takes: the next `count` of one epoch after another."""
+    places = range(step * count, (step + 1) * count)
+    orders = {epoch: mix.order(epoch, seed) for epoch in {place // len(mix) for place in places}}
+    return [orders[place // len(mix)][place % len(mix)] for place in places]

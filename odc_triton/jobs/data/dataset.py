@@ -51,6 +51,7 @@ class DataOptions:
 
     max_tokens: int = 2048  # of the longest sample, prompt and end token included
     too_long: TooLong = "truncate"  # or stop with an error, or leave it out
+    pairs: bool = False  # records 2i and 2i + 1 are one: both give a sample, or neither
 
     def __post_init__(self) -> None:
         # A sample needs a token to predict and one to predict it from.
@@ -263,18 +264,20 @@ def tokenize_source(
             def write(column: str, values: Any) -> None:
                 files[column].write(np.asarray(values, _COLUMNS[column]).tobytes())
 
+            def encoded() -> Iterator[tuple[Record, Encoded]]:
+                for batch in batches(source):
+                    yield from zip(batch, encode_records(batch, encoder, options.max_tokens), strict=True)
+                    if progress is not None:
+                        progress(summary.records)
+
             write("offsets", 0)
-            for batch in batches(source):
-                encoded = encode_records(batch, encoder, options.max_tokens)
-                for sample in samples_of(zip(batch, encoded, strict=True), options, summary):
-                    write("spans", np.asarray(sample.spans) + (summary.tokens - len(sample.ids)))
-                    write("tokens", sample.ids)
-                    write("offsets", summary.tokens)
-                    spans_written += len(sample.spans)
-                    if shown is not None:
-                        shown.add(sample.pictures, sample.floor)
-                if progress is not None:
-                    progress(summary.records)
+            for sample in samples_of(encoded(), options, summary):
+                write("spans", np.asarray(sample.spans) + (summary.tokens - len(sample.ids)))
+                write("tokens", sample.ids)
+                write("offsets", summary.tokens)
+                spans_written += len(sample.spans)
+                if shown is not None:
+                    shown.add(sample.pictures, sample.floor)
             require_samples(source.name, summary, options)
             shapes = summary.shapes(spans_written)
             columns = {name: (file, _COLUMNS[name], shapes[name]) for name, file in files.items()}
@@ -293,32 +296,43 @@ def samples_of(
     None is cut before the end of its last picture: it is dropped, as too long, instead. Counts in `summary`. Raises
     DataError for too long a sample if the options require it.
     """
-    for record, sample in encoded:
-        ids, spans = sample.ids, sample.spans
-        summary.records += 1
-        too_long = len(ids) > options.max_tokens
-        if too_long:
-            if options.too_long == "error":
-                characters = record.characters - PICTURE_CHARACTERS * len(record.pictures)
-                least = "at least " if characters > CHARACTERS_PER_TOKEN * options.max_tokens else ""
-                raise DataError(
-                    f"{record.where}: {least}{len(ids)} tokens, more than the cap of "
-                    f"{options.max_tokens}; raise --token-cap, or give --truncate or --drop-long"
-                )
-            if options.too_long == "drop" or sample.floor > options.max_tokens:
-                summary.dropped_too_long += 1
-                continue
-            ids = ids[: options.max_tokens]
-            spans = [(start, min(end, len(ids))) for start, end in spans if start < len(ids)]
-        targets = sum(max(end - max(start, 1), 0) for start, end in spans)
-        if targets < 1:
-            summary.dropped_no_target += 1
-            continue
-        summary.samples += 1
-        summary.truncated += too_long
-        summary.target_tokens += targets
-        summary.tokens += len(ids)
-        yield sample._replace(ids=ids, spans=spans)
+    made = (_sample_of(*each, options) for each in encoded)
+    for group in zip(made, made, strict=True) if options.pairs else ((each,) for each in made):
+        summary.records += len(group)
+        dropped = [each for each in group if isinstance(each, str)]
+        if "too long" in dropped:
+            summary.dropped_too_long += len(group)
+        elif dropped:
+            summary.dropped_no_target += len(group)
+        else:
+            for sample, targets, is_cut in group:
+                summary.samples += 1
+                summary.truncated += is_cut
+                summary.target_tokens += targets
+                summary.tokens += len(sample.ids)
+                yield sample
+
+
+def _sample_of(
+    record: Record, sample: Encoded, options: DataOptions
+) -> tuple[Encoded, int, bool] | Literal["too long", "no target"]:
+    """(a record's sample, its targets, whether it was cut), or why it has none."""
+    ids, spans = sample.ids, sample.spans
+    too_long = len(ids) > options.max_tokens
+    if too_long:
+        if options.too_long == "error":
+            characters = record.characters - PICTURE_CHARACTERS * len(record.pictures)
+            least = "at least " if characters > CHARACTERS_PER_TOKEN * options.max_tokens else ""
+            raise DataError(
+                f"{record.where}: {least}{len(ids)} tokens, more than the cap of "
+                f"{options.max_tokens}; raise --token-cap, or give --truncate or --drop-long"
+            )
+        if options.too_long == "drop" or sample.floor > options.max_tokens:
+            return "too long"
+        ids = ids[: options.max_tokens]
+        spans = [(start, min(end, len(ids))) for start, end in spans if start < len(ids)]
+    targets = sum(max(end - max(start, 1), 0) for start, end in spans)
+    return (sample._replace(ids=ids, spans=spans), targets, too_long) if targets else "no target"
 
 
 def require_samples(name: str, summary: DataSummary, options: DataOptions) -> None:
@@ -381,13 +395,16 @@ def mixture(sets: Sequence[PreparedSamples], copies: Sequence[int] | None = None
     return SampleSubset(sets, np.concatenate([np.tile(own, n) for own, n in zip(numbers, copies, strict=True)]))
 
 
-def split_samples(data: TokenizedDataset, evaluation: float, *, seed: int = 0) -> tuple[SampleSubset, SampleSubset]:
-    """(to train on, to evaluate on): disjoint, together all samples.
+def split_samples(
+    data: TokenizedDataset, evaluation: float, *, seed: int = 0, pairs: bool = False
+) -> tuple[SampleSubset, SampleSubset]:
+    """(to train on, to evaluate on): disjoint, together all samples. `pairs`: of samples 2i and 2i + 1.
 
     `evaluation` is a number of samples, 1 or more, or a fraction below 1 (rounded, at least one sample). Raises
     ValueError if a part would be empty.
     """
-    total = len(data)
+    each = 1 + pairs
+    total = len(data) // each
     if not evaluation > 0 or (evaluation >= 1 and evaluation != int(evaluation)):
         raise ValueError(
             f"the evaluation split is {evaluation!r}; give a number of samples, 1 or more, or a fraction below 1"
@@ -403,4 +420,5 @@ def split_samples(data: TokenizedDataset, evaluation: float, *, seed: int = 0) -
     keys = np.fromiter((generator.random() for _ in range(total)), np.float64, total)
     aside = np.zeros(total, bool)
     aside[np.argsort(keys, kind="stable")[:count]] = True
+    aside = aside.repeat(each)
     return SampleSubset([data], np.flatnonzero(~aside)), SampleSubset([data], np.flatnonzero(aside))

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .dataset import DataOptions, TokenizedDataset, tokenize_source
+from .preferences import PairSource
 from .records import DataError
 from .sources import RecordSource, open_source
 from .tokenizer import TextEncoder
@@ -35,7 +36,7 @@ def prepared_path(
     parts = [source.fingerprint(), encoder.fingerprint]
     if None in parts:
         return None
-    key = json.dumps([FORMAT, *parts, options.max_tokens, options.too_long])
+    key = json.dumps([FORMAT, *parts, options.max_tokens, options.too_long, *["pairs"] * options.pairs])
     digest = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:32]
     # The name begins with the source's, for people.
     readable = re.sub(r"[^\w.-]+", "_", Path(source.name).name, flags=re.ASCII)[:60] or "data"
@@ -58,6 +59,8 @@ def prepare_data(
     """
     options = options or DataOptions()
     source = open_source(name)
+    if options.pairs:
+        source = PairSource(source)
     processor = encoder.pictures and encoder.pictures.processor
     if (path := prepared_path(source, encoder, options, folder)) is None:
         raise ValueError(f"{name} or its encoder has no fingerprint, so its samples could not be found again")

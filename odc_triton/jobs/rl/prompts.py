@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from ...plan.order import Mix
+from ...plan.order import Mix, in_passes
 from ..data.messages import read_messages
 from ..data.parts import place_pictures
 from ..data.records import DataError, content_text, kind_of, names_of
@@ -124,10 +124,7 @@ def _prompt_of(where: str, row: Any) -> str | list[dict[str, Any]]:
 
 def prompts_of_step(mix: Mix, step: int, *, per_step: int, seed: int) -> list[int]:
     """The prompts of step `step`, from 0: the next `per_step` of one epoch after another."""
-    count = len(mix)
-    places = range(step * per_step, (step + 1) * per_step)
-    orders = {epoch: mix.order(epoch, f"prompts {seed}") for epoch in {place // count for place in places}}
-    return [orders[place // count][place % count] for place in places]
+    return in_passes(mix, step, per_step, seed=f"prompts {seed}")
 
 
 def completion_seed(seed: int, step: int, prompt: int, generation: int) -> int:

@@ -47,7 +47,6 @@ Stepped = tuple[Rollout, Learned, StepReport, Metrics]  # the last: seconds
 class GrpoRun(Run):
     """Reinforcement learning by GRPO: one step is a rollout and `iterations` updates."""
 
-    kind = "train grpo"
     bar: ClassVar[dict[str, Any]] = {
         "reward": ("reward", ".3f"),
         "length": ("length", ".0f"),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from ...checkpoint import meta_causal_lm, with_adapter
 from ...optim import adamw8bit
@@ -21,6 +22,7 @@ from ...packs.images import TOWER, tower_of
 from ...packs.loss import refuse_router_loss
 from ...plan.cost import CostModel
 from ..options.options import flag
+from .pairs_options import RewardOptions
 from .run_options import RunOptions
 from .sft_options import SftOptions
 
@@ -34,7 +36,13 @@ def build_model(
     PackingUnsupported.
     """
     torch.manual_seed(options.seed)
-    model = meta_causal_lm(model=options.model, init=options.init)
+    scores = isinstance(options, RewardOptions)
+    model = meta_causal_lm(model=options.model, init=options.init, scores=scores)
+    if scores and not isinstance(model, GenericForSequenceClassification):
+        raise ValueError(
+            f"{options.model or options.init}: {type(model).__name__} has no scores of single tokens, which train "
+            f"reward needs: give a decoder whose sequence classifier is transformers' generic one"
+        )
     if options.quantize is not None:
         quantise(model, options.quantize, options.dtype)
     name_special_tokens(model, tokenizer)
@@ -65,7 +73,7 @@ def adapt(model: nn.Module, options: RunOptions, rank: int) -> nn.Module:
     if options.freeze_vision_tower and not tower:
         raise ValueError(f"--freeze-vision-tower: {type(model).__name__} has no vision tower: leave it out")
     if options.lora_rank:
-        model = add_adapters(model, **adapters_of(asdict(options)))
+        model = add_adapters(model, **adapters_of(asdict(options) | {"job": options.job}))
     elif options.freeze_vision_tower:
         for parameter in tower:
             parameter.requires_grad = False
@@ -107,7 +115,7 @@ def frozen_options(options: RunOptions, model: str | None = None) -> RunOptions:
 
 def name_special_tokens(model: nn.Module, tokenizer: Any) -> None:
     """Gives the model's configs the tokenizer's special tokens that they lack: `generate` stops at the end token."""
-    for config in (model.config.get_text_config(), model.generation_config):
+    for config in (model.config.get_text_config(), getattr(model, "generation_config", None)):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if config is not None and getattr(config, name, None) is None:
                 setattr(config, name, getattr(tokenizer, name, None))
@@ -178,6 +186,7 @@ def adapters_of(options: Mapping[str, Any]) -> dict[str, Any]:
         "alpha": options["lora_alpha"],
         "targets": options["lora_targets"],
         "without": TOWER if options.get("freeze_vision_tower") else None,
+        "scores": options.get("job") == RewardOptions.job,
     }
 
 
@@ -188,12 +197,18 @@ def ties_head(model: nn.Module) -> bool:
 
 
 def add_adapters(
-    model: nn.Module, *, rank: int, alpha: float | None, targets: str, without: str | None = None
+    model: nn.Module,
+    *,
+    rank: int,
+    alpha: float | None,
+    targets: str,
+    without: str | None = None,
+    scores: bool = False,
 ) -> nn.Module:
-    """The transformers model inside PEFT's wrapper, with adapters; the rest is frozen.
+    """The transformers model inside PEFT's wrapper, with adapters; the rest is frozen, but for a classifier's score.
 
     `targets`: "all-linear", or names of layers with commas between. `without`: a pattern of the whole names of layers
-    that get none. Raises ImportError without peft, ValueError for names that no layer has.
+    that get none. `scores`: the model is a sequence classifier. Raises ImportError without peft, ValueError for names that no layer has.
     """
     peft = require_peft()
     names = [name.strip() for name in targets.split(",") if name.strip()]
@@ -202,7 +217,7 @@ def add_adapters(
         lora_alpha=2 * rank if alpha is None else alpha,
         target_modules="all-linear" if names == ["all-linear"] else names,
         exclude_modules=without,
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if scores else "CAUSAL_LM",
     )
     try:
         with warnings.catch_warnings():

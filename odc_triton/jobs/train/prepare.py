@@ -129,7 +129,7 @@ def _ended(folder: RunFolder, options: RunOptions, changed: str) -> Metrics:
     written = folder.file("adapter" if options.lora_rank else "model")
     print(
         f"the run in {folder.path} has ended after step {metrics['step']}: {written} has its weights. Nothing was "
-        f"changed. To train on, give more {'--epochs or ' * (options.job == 'sft')}--steps"
+        f"changed. To train on, give more {'--epochs or ' * hasattr(options, 'epochs')}--steps"
         + f"; no step is left for what was changed: {changed}"
         * bool(changed),
         flush=True,

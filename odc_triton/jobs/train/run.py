@@ -56,7 +56,6 @@ class TooManySkipped(RuntimeError):
 class Run(ABC):
     """Model, optimizer and where the run stands; what it learns from is its kind's own."""
 
-    kind: ClassVar[str]  # the command that starts it
     bar: ClassVar[dict[str, tuple[str, str]]]  # what the progress bar shows: metrics with their formats, by label
 
     def __init__(
@@ -82,6 +81,11 @@ class Run(ABC):
         self.recent: deque[list[Event]] = deque(maxlen=SHOWN_MINIBATCHES)
         self.norm = GradientNorm(model)
         self.idle = IdleTime(self.engine.events)
+
+    @property
+    def kind(self) -> str:
+        """The command that starts it."""
+        return f"train {self.options.job}"
 
     # ------------------------------------------------------------------ a step
 

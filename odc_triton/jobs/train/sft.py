@@ -33,6 +33,7 @@ from ..data.dataset import (
     split_samples,
 )
 from ..data.encode import encode_records, never_ends
+from ..data.preferences import PairSource
 from ..data.prepared import prepare_data, prepared_path
 from ..data.records import DataError
 from ..data.sources import RecordSource, open_source
@@ -43,6 +44,7 @@ from .job import Among, OnMetrics, Sharded, load_teacher, main_of, run_job, trai
 from .metrics import Metrics
 from .prepare import Prepared, load_any_tokenizer, mix_of, take_folder
 from .run_folder import RunFolder
+from .sample_options import SampleOptions
 from .sft_options import SftOptions
 from .sft_run import SftRun
 from .vision import load_processor, require_processor
@@ -89,12 +91,12 @@ def _start(options: SftOptions, sharded: Sharded, prepared: Prepared[PreparedSam
     )
 
 
-def check_before_start(options: SftOptions, ranks: int) -> None:
+def check_before_start(options: SampleOptions, ranks: int) -> None:
     """Raises OSError and ValueError for errors that would occur later in the run. Leaves only the folder `out`."""
     sources = [open_source(name) for name in options.data]  # first, as it reports missing files
     options.require_replicas(options.replicas or 1, ranks)
     processor, tokenizer = _readers(options)
-    encoder = TextEncoder.of(processor or tokenizer, fetch=options.fetch_images)
+    encoder = _encoder(options, processor or tokenizer)
     wanted = _wanted(options, ranks // (options.replicas or 1))
     learned = [_begin(source, encoder, wanted, options) for source in sources]
     held_out = [] if options.eval_data is None else [_begin(open_source(options.eval_data), encoder, wanted, options)]
@@ -105,7 +107,7 @@ def check_before_start(options: SftOptions, ranks: int) -> None:
         options,
         ranks,
         tokenizer,
-        longest=max(head.longest for head in (*learned, *held_out)),
+        longest=max(head.longest for head in (*learned, *held_out)) + options.more_tokens,
         largest_token=max(head.largest_token for head in (*learned, *held_out)),
     )
 
@@ -119,7 +121,7 @@ class _Beginning:
     warning: str | None = None
 
 
-def _begin(source: RecordSource, encoder: TextEncoder, wanted: DataOptions, options: SftOptions) -> _Beginning:
+def _begin(source: RecordSource, encoder: TextEncoder, wanted: DataOptions, options: SampleOptions) -> _Beginning:
     """Reads a few records; with pictures the prepared samples, if there are any, as the pictures' files may be gone.
     Raises DataError.
     """
@@ -128,8 +130,8 @@ def _begin(source: RecordSource, encoder: TextEncoder, wanted: DataOptions, opti
         with contextlib.suppress(DataError):  # damaged: prepared again
             made = TokenizedDataset.load(path)
             return _Beginning(longest=int(made.lengths.max()), largest_token=made.largest_token)
-    records = list(islice(source, _RECORDS))
-    if encoder.pictures is None:
+    records = list(islice(PairSource(source) if options.pairs else source, _RECORDS))
+    if encoder.pictures is None and not options.pairs:
         require_processor(options, records)
     encoded, summary = list(encode_records(records, encoder, wanted.max_tokens)), DataSummary()
     samples = list(samples_of(zip(records, encoded, strict=True), wanted, summary))
@@ -142,7 +144,7 @@ def _begin(source: RecordSource, encoder: TextEncoder, wanted: DataOptions, opti
     )
 
 
-def prepare(options: SftOptions, *, mesh: DeviceMesh, data: Path | None = None) -> Prepared[PreparedSamples]:
+def prepare(options: SampleOptions, *, mesh: DeviceMesh, data: Path | None = None) -> Prepared[PreparedSamples]:
     """Rank 0 takes the folder, reads and tokenises once; the others load its files. Collective. `data`: the folder of
     prepared data, by default in the run's own.
     """
@@ -158,18 +160,19 @@ def prepare(options: SftOptions, *, mesh: DeviceMesh, data: Path | None = None) 
     largest = max(each.largest_token for each in sets)
     learned, evaluation = sets[: len(options.data)], sets[len(options.data) :]
     if options.eval_fraction:
-        parts = [split_samples(each, options.eval_fraction, seed=options.seed) for each in learned]
+        how = {"seed": options.seed, "pairs": options.pairs}
+        parts = [split_samples(each, options.eval_fraction, **how) for each in learned]
         learned, evaluation = map(list, zip(*parts, strict=True))
         if folder is not None:
             print(f"{sum(map(len, evaluation))} samples are held out, {sum(map(len, learned))} are learned", flush=True)
-    mix = mix_of(options, [len(each) for each in learned], world)
+    mix = mix_of(options, [len(each) // (1 + options.pairs) for each in learned], world)
     data = _joined(learned, mix.copies)
     return Prepared(
         tokenizer=tokenizer,
         data=data,
         evaluation=_joined(evaluation) if evaluation else None,
         mix=mix,
-        longest=max(int(each.lengths.max()) for each in (*learned, *evaluation)),
+        longest=max(int(each.lengths.max()) for each in (*learned, *evaluation)) + options.more_tokens,
         largest_token=largest,
         identity=taken["identity"],
         folder=folder,
@@ -181,25 +184,30 @@ def _joined(sets: list[TokenizedDataset] | list[SampleSubset], copies: Sequence[
     return sets[0] if len(sets) == 1 else mixture(sets, copies)
 
 
-def _wanted(options: SftOptions, ranks: int) -> DataOptions:
+def _wanted(options: SampleOptions, ranks: int) -> DataOptions:
     """Options of the samples, whose pieces may be on all `ranks` of a replica."""
-    return DataOptions(max_tokens=options.most_tokens(ranks), too_long=options.too_long)
+    most = options.most_tokens(ranks) - options.more_tokens
+    return DataOptions(max_tokens=most, too_long=options.too_long, pairs=options.pairs)
 
 
-def _readers(options: SftOptions) -> tuple[Any | None, Any]:
+def _encoder(options: SampleOptions, reader: Any) -> TextEncoder:
+    return TextEncoder.of(reader, fetch=getattr(options, "fetch_images", False))
+
+
+def _readers(options: SampleOptions) -> tuple[Any | None, Any]:
     """The processor, None for a run of text alone, and the tokenizer."""
-    processor = load_processor(options)
+    processor = None if options.pairs else load_processor(options)
     return processor, load_any_tokenizer(options) if processor is None else processor.tokenizer
 
 
-def tokenize(options: SftOptions, folder: Path, ranks: int, reader: Any = None) -> list[Path]:
+def tokenize(options: SampleOptions, folder: Path, ranks: int, reader: Any = None) -> list[Path]:
     """Prepares the samples in `folder`; returns their files, --eval-data last. `ranks`: of a replica; `reader`: the
     processor or tokenizer, read if it is None.
     """
     if reader is None:
         processor, tokenizer = _readers(options)
         reader = processor or tokenizer
-    encoder, wanted = TextEncoder.of(reader, fetch=options.fetch_images), _wanted(options, ranks)
+    encoder, wanted = _encoder(options, reader), _wanted(options, ranks)
     paths = []
     for source in (*options.data, options.eval_data):
         if source is not None:

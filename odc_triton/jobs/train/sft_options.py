@@ -7,24 +7,19 @@ from typing import ClassVar, Literal
 
 from ...plan.queue import QUEUE
 from ...plan.strategies import SPLITTING, STRATEGIES
-from ..options.options import REQUIRED, option
-from .run_options import RunOptions
+from ..options.options import option
+from .sample_options import SampleOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftOptions(RunOptions):
+class SftOptions(SampleOptions):
     """Supervised fine-tuning."""
 
-    data: tuple[str, ...] = option(
-        REQUIRED,
-        "a file (JSON lines, JSON, Parquet, CSV, Arrow), a folder of them or a hub id; repeatable; docs/data.md",
-    )
-    steps: int | None = option(None, "optimizer steps; instead of --epochs", group="Steps")
-    epochs: float | None = option(None, "passes over the data; 1 if neither this nor --steps is given", group="Steps")
     balance: Literal[tuple(STRATEGIES)] = option(
         "mini",
         "how a step's samples are assigned to the ranks. "
         + "; ".join(f"{name}: {strategy.summary}" for name, strategy in STRATEGIES.items()),
+        group="Steps",
     )
     samples_per_rank: int = option(16, "samples per rank and optimizer step, on average")
     share_prefixes: bool = option(
@@ -32,8 +27,6 @@ class SftOptions(RunOptions):
         "compute once in a microbatch what its samples begin with alike and don't learn, such as a document or the "
         "turns before; samples that share stay together, which is another order of the data",
     )
-    truncate: bool = option(False, "cut samples longer than --token-cap; without it they are an error")
-    drop_long: bool = option(False, "leave out samples longer than --token-cap")
     fetch_images: bool = option(False, "read pictures from http and https addresses in the data, too")
     router_aux_loss: float | None = option(
         None,
@@ -41,25 +34,15 @@ class SftOptions(RunOptions):
         "model's config says",
         group="What is computed",
     )
-    eval_fraction: float = option(0.0, "fraction of --data to hold out for evaluation", group="Evaluation")
 
-    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (
-        *RunOptions.alternatives,
-        *(("steps", "epochs"), ("truncate", "drop_long"), ("eval_data", "eval_fraction")),
-    )
     job: ClassVar[str] = "sft"
     per_rank: ClassVar[str] = "samples_per_rank"
-    shortens: ClassVar[str] = "--truncate or --drop-long"
-    free: ClassVar[frozenset[str]] = RunOptions.free | {"fetch_images"}
-    adjustable: ClassVar[frozenset[str]] = RunOptions.adjustable | {"epochs"}
+    free: ClassVar[frozenset[str]] = SampleOptions.free | {"fetch_images"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_positive("epochs")
         if self.router_aux_loss is not None:
             self._require_not_negative("router_aux_loss")
-        if not 0 <= self.eval_fraction < 1:
-            raise ValueError(f"--eval-fraction is {self.eval_fraction}; it must be at least 0 and less than 1")
 
     def _check_contradictions(self) -> None:
         if self.share_prefixes and self.balance != "mini":
@@ -81,11 +64,3 @@ class SftOptions(RunOptions):
     @property
     def needs_branches(self) -> bool:
         return self.share_prefixes
-
-    @property
-    def evaluates(self) -> bool:
-        return self.eval_data is not None or self.eval_fraction > 0
-
-    @property
-    def too_long(self) -> Literal["error", "truncate", "drop"]:
-        return "truncate" if self.truncate else "drop" if self.drop_long else "error"

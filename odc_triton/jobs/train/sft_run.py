@@ -41,7 +41,6 @@ from .sft_options import SftOptions
 class SftRun(Run):
     """Supervised fine-tuning on `data`, packed."""
 
-    kind = "train sft"
     bar: ClassVar[dict[str, Any]] = {
         "loss": ("loss", ".4f"),
         "targets/s": ("target_tokens_per_s", ".0f"),

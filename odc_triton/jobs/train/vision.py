@@ -13,10 +13,10 @@ from ...packs.images import sees_pictures
 from ..data.records import DataError, Record
 from ..data.tokenizer import require_tokens
 from ..data.vision import has_processor, read_processor
-from .sft_options import SftOptions
+from .sample_options import SampleOptions
 
 
-def load_processor(options: SftOptions) -> Any | None:
+def load_processor(options: SampleOptions) -> Any | None:
     """The processor of a model that sees pictures; None: the run is of text alone. Raises OSError and ValueError."""
     if _why_blind(options) is not None:
         return None
@@ -32,7 +32,7 @@ def load_processor(options: SftOptions) -> Any | None:
     return processor
 
 
-def _why_blind(options: SftOptions) -> str | None:
+def _why_blind(options: SampleOptions) -> str | None:
     """What keeps a run from seeing pictures, and the remedy."""
     model, source = options.model or options.init, options.tokenizer or options.model
     if not sees_pictures(config := read_config(model)):
@@ -46,7 +46,7 @@ def _why_blind(options: SftOptions) -> str | None:
     return None
 
 
-def require_processor(options: SftOptions, records: Iterable[Record]) -> None:
+def require_processor(options: SampleOptions, records: Iterable[Record]) -> None:
     """Raises DataError for a record with pictures, of a run without `load_processor`."""
     seen = next((each for each in records if each.pictures), None)
     if seen is not None:

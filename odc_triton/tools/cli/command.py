@@ -252,6 +252,23 @@ _GRPO = _Command(
     joins=True,
     has_config=True,
 )
+_OF_PAIRS = {
+    name: _Command(
+        help=text,
+        description=f"{text.capitalize()}, of a transformers causal LM: pairs of a chosen and a rejected text or "
+        f"conversation, packed. Starts the ranks on this machine, or joins those of torchrun.",
+        options=f"...jobs.train.pairs_options:{options}",
+        run=partial(_train, "pairs"),
+        has_ranks=True,
+        joins=True,
+        has_config=True,
+    )
+    for name, options, text in (
+        ("dpo", "DpoOptions", "preference pairs by DPO, against the model at the start"),
+        ("orpo", "OrpoOptions", "preference pairs by ORPO, without a reference model"),
+        ("reward", "RewardOptions", "a reward model from preference pairs"),
+    )
+}
 _SWEEP = _Command(
     help="many runs with adapters over one frozen base, each at its own pace",
     description="Runs of `train sft` with adapters, from a YAML file of options with lists or rows. Ranks share one "
@@ -299,6 +316,8 @@ _SIMULATE = _Command(
 def _add_train(commands: argparse._SubParsersAction) -> None:
     jobs = commands.add_parser("train", help="train a model").add_subparsers(dest="job", required=True, metavar="JOB")
     _SFT.add(jobs, "sft")
+    for name, job in _OF_PAIRS.items():
+        job.add(jobs, name)
     _GRPO.add(jobs, "grpo")
 
 

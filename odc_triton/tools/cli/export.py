@@ -73,11 +73,11 @@ def _export(path: Path, options: ExportOptions) -> Path:
     tokenizer = _tokenizer(options)
     if tokenizer is None:
         print(f"{options.out} gets no tokenizer: give --tokenizer to have one in it")
-    model = meta_causal_lm(model=options.model, init=options.init)
-    if tokenizer is not None:
-        name_special_tokens(model, tokenizer)
     state = read_state(path)
     run = state.get("identity", {})
+    model = meta_causal_lm(model=options.model, init=options.init, scores=run.get("job") == "reward")
+    if tokenizer is not None:
+        name_special_tokens(model, tokenizer)
     if state.get("ties_head", ties_head(model)) != ties_head(model):
         raise ValueError(
             f"the head is {'' if state['ties_head'] else 'not '}tied to the embedding in {path}, and in the model here "

@@ -1,0 +1,57 @@
+"""DPO, ORPO and reward models on packed pairs with on-demand communication.
+
+odc-triton train dpo --data FILE --model FOLDER --out DIR --ranks 2
+torchrun --nproc-per-node 2 -m odc_triton.train.dpo --data FILE --model FOLDER --out DIR
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...packs.reference import AdapterReference, Reference
+from ..data.dataset import PreparedSamples
+from .job import OnMetrics, Sharded, load_frozen, main_of, run_job, train
+from .metrics import Metrics
+from .pairs_options import DpoOptions, OrpoOptions, PairOptions, RewardOptions
+from .pairs_run import PairRun
+from .prepare import Prepared
+from .sft import check_before_start as check_before_start
+from .sft import prepare
+
+if TYPE_CHECKING:
+    from ...objectives.dpo import Logits
+
+
+def train_pairs(options: PairOptions, on_metrics: OnMetrics | None = None) -> Metrics:
+    """Runs to the end on this rank and returns the last metrics. Every rank of the job calls it.
+
+    Rank 0's output is as in `train_sft`. Raises as `train_sft`.
+    """
+    return train(options, prepare, _start, on_metrics)
+
+
+def run_pairs(options: PairOptions) -> Metrics:
+    """`train_pairs` in a process that the launcher started. A request to stop exits it with status 128 + the signal."""
+    return run_job(train_pairs, options)
+
+
+def _start(options: PairOptions, sharded: Sharded, prepared: Prepared[PreparedSamples]) -> PairRun:
+    needs_frozen = isinstance(options, DpoOptions) and not options.lora_rank
+    frozen = load_frozen(options, sharded) if needs_frozen else None
+    model, cost = sharded(options)
+    reference: Logits | None = None
+    if isinstance(options, DpoOptions):
+        reference = AdapterReference(model) if frozen is None else Reference(frozen, model)
+    return PairRun(options=options, model=model, reference=reference, prepared=prepared, cost=cost)
+
+
+def main_dpo() -> None:
+    main_of(DpoOptions, run_pairs, "odc_triton.train.dpo")
+
+
+def main_orpo() -> None:
+    main_of(OrpoOptions, run_pairs, "odc_triton.train.orpo")
+
+
+def main_reward() -> None:
+    main_of(RewardOptions, run_pairs, "odc_triton.train.reward")

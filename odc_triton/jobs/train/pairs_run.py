@@ -1,0 +1,146 @@
+"""Learning from preference pairs on one rank: the pairs of a step, and of an evaluation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import nn
+
+from ...engine.api import engine_of
+from ...nn.modes import evaluating
+from ...objectives.dpo import DPO, Logits
+from ...objectives.orpo import ORPO
+from ...objectives.pairs import PairObjective
+from ...objectives.reward import BradleyTerry
+from ...packs.enable import innermost, takes_branches
+from ...packs.loss import NO_ROUTER_LOSS, refuse_router_loss
+from ...packs.reference import Reference
+from ...plan.cost import CostModel
+from ...plan.fields import IGNORED
+from ...plan.order import in_passes
+from ...plan.plan import MinibatchPacks
+from ...plan.planner import Planner
+from ...plan.relatives import find_relatives
+from ...plan.samples import Limits, Samples
+from ...step import evaluate
+from ..data.dataset import PreparedSamples
+from .metrics import Metrics
+from .pairs_options import DpoOptions, OrpoOptions, PairOptions, RewardOptions
+from .prepare import Prepared
+from .run import Run
+
+Rows = Sequence[dict[str, np.ndarray]]
+
+
+class PairRun(Run):
+    """DPO, ORPO or a reward model, on packed pairs."""
+
+    bar: ClassVar[dict[str, Any]] = {
+        "loss": ("loss", ".4f"),
+        "accuracy": ("rewards/accuracies", ".0%"),
+        "margin": ("rewards/margins", ".3f"),
+        "idle": ("idle", ".0%"),
+        "eval": ("eval_loss", ".4f"),
+    }
+    options: PairOptions
+
+    def __init__(
+        self,
+        *,
+        options: PairOptions,
+        model: nn.Module,
+        reference: Logits | None,
+        prepared: Prepared[PreparedSamples],
+        cost: CostModel,
+    ) -> None:
+        """`reference`: of DPO, the logits of a pack by the model at the start."""
+        refuse_router_loss(model, f"which train {options.job} leaves out: {NO_ROUTER_LOSS}")
+        grid = engine_of(model).grid
+        self.data, self.evaluation, self.mix = prepared.data, prepared.evaluation, prepared.mix
+        self.per_step, self.reference, self.cost = options.pairs_per_rank * grid.world, reference, cost
+        epoch_steps = max(len(self.mix) // self.per_step, 1)
+        super().__init__(options=options, model=model, identity=prepared.identity, epoch_steps=epoch_steps)
+        models = [model, *([reference.model] if isinstance(reference, Reference) else ())]
+        self.shares = options.share_prefixes == "auto" and all(takes_branches(innermost(each)) for each in models)
+        limits = Limits(ranks=grid.world, token_cap=options.token_cap, replicas=grid.replicas)
+        self.planner = Planner(limits=limits)
+        self._end = prepared.tokenizer.eos_token_id
+
+    # ------------------------------------------------------------------ a step
+
+    def train_step(self) -> Metrics:
+        start_s, lr, state = time.monotonic(), self.lr, self.state
+        objective = self._objective(self.data)
+        pairs = in_passes(self.mix, state.step, self.per_step, seed=f"pairs {self.options.seed}")
+        report = self.step(lambda: self._packs(objective.samples, pairs), objective, collate=objective.collate)
+        tokens = int(sum(self.data.target_counts[2 * pair : 2 * pair + 2].sum() for pair in pairs))
+        state.tokens += tokens
+        took_s = time.monotonic() - start_s
+        return self.stepped(
+            {
+                "epoch": (state.step + 1) * self.per_step / len(self.mix),
+                **objective.means(report.sums),
+                "lr": lr,
+                "grad_norm": self.norm.total,
+                "tokens": state.tokens,
+                "target_tokens_per_s": tokens / took_s,
+                "idle": self.idle.share,
+                "seconds": took_s,
+            }
+        )
+
+    def _objective(self, data: PreparedSamples) -> PairObjective:
+        options = self.options
+        if isinstance(options, RewardOptions):
+            return BradleyTerry(samples=_Scored(data, self._end), center=options.center)
+        if isinstance(options, OrpoOptions):
+            return ORPO(samples=data, beta=options.beta)
+        assert isinstance(options, DpoOptions)
+        assert self.reference is not None
+        return DPO(samples=data, reference=self.reference, beta=options.beta, kind=options.loss)
+
+    def _packs(self, rows: Rows, pairs: Sequence[int]) -> MinibatchPacks:
+        """This rank's packs of a minibatch of these pairs."""
+        names = [2 * pair + side for pair in pairs for side in (0, 1)]
+        samples = [rows[name] for name in names]
+        planned = Samples.of(
+            self.planner.limits.checked([len(each["input_ids"]) for each in samples]),
+            self.cost,
+            names=names,
+            prefixes=find_relatives(samples) if self.shares else None,
+            groups=[name // 2 for name in names],
+        )
+        return self.planner.packs(planned, self.engine.rank)
+
+    # ------------------------------------------------------------------ evaluation
+
+    @property
+    def evaluates(self) -> bool:
+        return self.evaluation is not None
+
+    def evaluate(self) -> Metrics:
+        objective, purpose = self._objective(self.evaluation), f"evaluation after step {self.state.step}"
+        count = len(objective.samples) // 2
+        parts = [range(first, min(first + self.per_step, count)) for first in range(0, count, self.per_step)]
+        packs = [self._packs(objective.samples, part) for part in parts]
+        with evaluating(self.model):
+            report = evaluate(self.model, packs, objective, purpose=purpose, collate=objective.collate)
+        self.idle.restart()
+        return {f"eval_{name}": value for name, value in objective.means(report.sums).items()}
+
+
+class _Scored(Sequence[dict[str, np.ndarray]]):
+    """Samples of which the last token is scored: its label is that of one token more."""
+
+    def __init__(self, data: PreparedSamples, more: int) -> None:
+        self._data, self._more = data, more
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: Any) -> Any:
+        ids = np.append(self._data[index]["input_ids"], self._more)
+        return {"input_ids": ids, "labels": np.where(np.arange(len(ids)) == len(ids) - 1, ids, IGNORED)}
