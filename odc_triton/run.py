@@ -4,7 +4,8 @@
     accelerate launch --config_file fsdp2.yaml -m odc_triton.run train.py --its options
     accelerate launch --config_file fsdp2.yaml -m odc_triton.run -m its.module --its options
 
-`odc-triton run` starts the ranks as well. The last line on stderr, of rank 0, says what was trained so.
+`odc-triton run` starts the ranks as well. When the program has ended, a line of rank 0 on stderr says what was
+trained so.
 """
 
 from __future__ import annotations

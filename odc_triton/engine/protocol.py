@@ -50,6 +50,7 @@ class Protocol(Member):
     """
 
     deterministic = False
+    backward_belongs = "put it into `with minibatch(model):`"  # what to do about one outside of a minibatch
 
     def __init__(self, wiring: Wiring) -> None:
         super().__init__(wiring)

@@ -153,12 +153,13 @@ class Shard(ABC):
         """
         if (now := versions_of(self.sharded)) == self.versions:
             return False
-        if not self._is_as_published():
+        if not self.is_as_published():
             return True
         self.versions = now
         return False
 
-    def _is_as_published(self) -> bool:
+    def is_as_published(self) -> bool:
+        """True if readers see what this rank's master has: values are compared."""
         pairs = [(compute, master.to(compute.dtype)) for compute, master in self.to_publish()]
         return all(torch.equal(*(each.view(torch.uint8) for each in pair)) for pair in pairs)
 
@@ -340,8 +341,8 @@ class HeapShard(Shard):
         self._check_memory()
         return self._copied
 
-    def _is_as_published(self) -> bool:
-        return super()._is_as_published() and (bool(self._copied) or self._grid.replicas == 1)
+    def is_as_published(self) -> bool:
+        return super().is_as_published() and (bool(self._copied) or self._grid.replicas == 1)
 
     def compute_parts(self) -> list[torch.Tensor]:
         return self.parts_of(self.compute_shards[self._rank])

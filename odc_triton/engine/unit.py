@@ -440,7 +440,7 @@ class Passes(Participant):
         protocol.refuse_in_child("a backward")
         if not protocol.is_open:
             if not protocol.reads_only:
-                raise RuntimeError("backward outside of a minibatch: put it into `with minibatch(model):`")
+                raise RuntimeError(f"backward outside of a minibatch: {self.protocol.backward_belongs}")
             self._look_once()
         if number != protocol.number and not protocol.reads_only:
             protocol.fail("a backward belonged to a forward outside of the minibatch")

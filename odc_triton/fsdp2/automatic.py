@@ -85,7 +85,7 @@ class Automatic(Participant):
         self, model: nn.Module, engine: Protocol, passes: Passes, shards: Sequence[BridgedParameter], how: How
     ) -> None:
         self._engine, self._passes, self._how = engine, passes, how
-        self._shards = [each for each in shards if each.trains]
+        self._trained = [each for each in shards if each.trains]
         self._use = weakly(self.use)
         self.counts = Counts()
         self._passed_before = engine.barrier.passed
@@ -95,16 +95,31 @@ class Automatic(Participant):
         self._ends_at: tuple[Kind, str] | None = None  # while it ends
         self._is_eager = False  # the open minibatch is
         self._makes_states = False  # DCP does, of an optimizer that has not stepped
-        self._task = -1  # autograd's, of the backward that is running
+        self._in_backward = False  # one that is running, or has failed
+        self._reads = False  # `generate` runs, which has looked for what was written
         self._stepped_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         for each in self._shards:
             each.zero_instead = "Zero it by optimizer.zero_grad() or model.zero_grad(), which are noticed"
         engine.optimizers.before_step = self._before_step
         engine.mute("counts")  # how losses are divided is the program's
+        engine.backward_belongs = (
+            "its forward ran before the last minibatch ended, or under no_grad, as by a reentrant checkpoint of the "
+            "whole model: run it again, or all backwards before gradients are used"
+        )
         vars(model)["_apply"] = partial(self._apply_to, model)
         model.register_load_state_dict_pre_hook(lambda *_: self._before_load())
+        for name, method in [*vars(model).items()]:
+            if getattr(getattr(method, "__code__", None), "co_name", "") == "wrapped_method":
+                vars(model)[name] = partial(self._forward_method, method)  # of register_fsdp_forward_method
+            elif name == "generate":
+                vars(model)[name] = partial(self._generate, method)
         self.noticing = [Noticing(self, *each) for each in (*ZEROING, MAKING_STATES)]
         self.rest()
+
+    @property
+    def _shards(self) -> list[BridgedParameter]:
+        """What trains; of tied ones that whose `p.grad` is the others', too."""
+        return [each for each in self._trained if each.tied_to is None]
 
     def follow_sync(self, modules: Iterable[Any]) -> None:
         """From now on FSDP2's own signals are noted, and a backward adds to the owners whatever they say. `modules`:
@@ -126,31 +141,55 @@ class Automatic(Participant):
 
     def before_forward(self) -> None:
         """A unit's forward is about to run."""
-        if in_backward_pass() or self._engine.is_open:
+        if in_backward_pass():
             return
-        if torch.is_grad_enabled() and self._shards:
+        self._in_backward = False
+        if self._engine.is_open or self._passes.in_forward:
+            return
+        if torch.is_grad_enabled() and self._trained:
             self._begin()
-        else:
+        elif not self._reads:
             self._publish_written()
+
+    def _forward_method(self, method: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        self.before_forward()  # before FSDP2 makes the root whole
+        return method(*args, **given)
+
+    def _generate(self, generate: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        """Looks once for what was written, not for each token."""
+        self._publish_written()
+        self._reads = True
+        try:
+            return generate(*args, **given)
+        finally:
+            self._reads = False
 
     def _publish_written(self) -> None:
         """Makes readable what the program wrote into parameters, as it does on all ranks, once none is reading."""
-        if any(versions_of(each.sharded) != each.versions for each in self._engine.shards):
+        if self._engine.is_open:
+            return
+        shards = self._engine.shards
+        if any(versions_of(each.sharded) != each.versions for each in shards) or not all(
+            each.is_as_published()
+            for each in shards  # values: `p.data` and torch._foreach have no versions
+        ):
             self._engine.exchange("parameters were written, other than by an optimizer", {})
             self._engine.publish()
 
     def before_backward(self) -> None:
         """A backward through a unit's output is running."""
-        task = torch._C._current_graph_task_id()
-        if task == self._task or not self._engine.is_open:
+        if self._in_backward or not self._engine.is_open:  # or inside of another, as of a reentrant checkpoint
             return
-        self._task = task
+        self._in_backward = True
         self._forget_zeroed()
         queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(self._after_backward))  # after FSDP2's own and the engine's
 
     def _after_backward(self) -> None:
-        self._task = -1
+        self._in_backward = False
+        for each in self._shards:
+            if each.is_shared and self._engine.is_open:
+                each.show_pending()  # which it does not where FSDP2 may set p.grad twice
         if self._is_eager and self._syncs and self._is_last and self._engine.is_open:
             self._end("backward")
 
@@ -233,6 +272,11 @@ class Automatic(Participant):
         zeroed = [each for each in self._shards if each.pending.zeroed]
         try:
             self._engine.end()
+        except BaseException:
+            for each in self._trained:
+                each.touched = False  # the sums are dropped
+            self.rest()
+            raise
         finally:
             self._ends_at = None
             kept, self._kept = self._kept, {}

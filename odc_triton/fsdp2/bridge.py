@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -29,8 +30,8 @@ from ..engine.unit import Passes
 from ..sharding.agree import AGREEING, agree, all_came, open_barrier, open_heap, refusing, require_module
 from ..sharding.backend import Backend, backend_of
 from ..sharding.collect import dtype_name
-from .automatic import Automatic, how_of
-from .found import FsdpUnit, ModuleOfFsdp, find_units, fsdp_modules, mesh_of, refuse_accumulation, syncing
+from .automatic import Automatic, How, how_of
+from .found import FsdpUnit, ModuleOfFsdp, find_units, fsdp_modules, has_run, mesh_of, refuse_accumulation, syncing
 from .unit import BridgedParameter, BridgedUnit, ReducedZeros
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -75,17 +76,30 @@ def use_odc(
     """
     _check_options(model, divide_factor)
     how = how_of(automatic)
+    return convert(model, automatic=how, divide_factor=divide_factor, timeout=timeout, backend=backend)
+
+
+def convert(
+    model: Module,
+    *,
+    automatic: How | None,
+    divide_factor: float | None = None,
+    timeout: Timeout = timedelta(minutes=30),
+    backend: str = "auto",
+    told: Mapping[str, Any] | None = None,
+) -> Module:
+    """`use_odc`. `told`: by name, what must be the same on all ranks, too."""
     timeout = timedelta_of(timeout)
     mesh = mesh_of(model)
     device, grid = backend_of(backend, mesh), grid_of(mesh)
     barrier = open_barrier(grid, timeout)
-    with refusing(barrier, AGREEING, call=_CALL), syncing(model, how is not None):
+    with refusing(barrier, AGREEING, call=_CALL), syncing(model, automatic is not None):
         units = find_units(model)
         plan = _plan(units, grid, device)
         device.check(list(plan.parameters))
         factor = _divide_factor(units, divide_factor)
     options = {"divide_factor": factor, "timeout": timeout, "backend": device.name, "world": grid.world}
-    options["automatic"] = how
+    options |= {"automatic": automatic, **(told or {})}
     agreed = agree(barrier, grid, plan, options, device, call=_CALL)
     heap = open_heap(barrier, grid, device, plan, agreed)
     engine = BridgedEngine(
@@ -109,8 +123,8 @@ def use_odc(
     all_came(barrier, _CONNECTED, call=_CALL)
     _generate_alone(model)
     vars(model)["_odc_engine"] = engine
-    if how is not None:
-        engine.automate(Automatic(model, engine, engine.passes, engine.shards, how))
+    if automatic is not None:
+        engine.automate(Automatic(model, engine, engine.passes, engine.shards, automatic))
     if grid.rank == 0:
         print(_summary(units, plan, grid, device), file=sys.stderr)
     return model
@@ -180,7 +194,6 @@ class FsdpModules(Participant):
     def __init__(self, model: nn.Module, engine: BridgedEngine) -> None:
         self._engine, self._bridged = engine, engine.bridged
         self._automatic: Automatic | None = None
-        self._has_run = False  # before its first forward FSDP2 has no state to reset
         self._is_torn = False  # a pass began and did not end, and this torch can't reset FSDP2
         self._modules = fsdp_modules(model)
         self.module = self._modules[0]
@@ -208,12 +221,11 @@ class FsdpModules(Participant):
             if self._automatic is not None:
                 self._automatic.before_forward()
             check_sync()
-            if not self._has_run:
+            if not (self._has_run or self._engine.is_open):
                 self.follow()
             if found is not None and found.all_reduces:  # also after set_requires_gradient_sync(True)
                 module.set_requires_all_reduce(False, recurse=False)
             passes.forward_begins()
-            self._has_run |= module is self.module
             running.append(module)
 
         @apart
@@ -232,17 +244,23 @@ class FsdpModules(Participant):
         module.register_forward_pre_hook(before, prepend=True)
         module.register_forward_hook(after, prepend=True, always_call=True)
 
+    @property
+    def _has_run(self) -> bool:
+        """Before the root's first forward FSDP2 has no state to reset."""
+        return has_run(self.module)
+
     def automate(self, automatic: Automatic) -> None:
         self._automatic = automatic
         automatic.follow_sync(self._modules)
         self.module.register_forward_hook(self._after_root)
 
     def _after_root(self, module: Any, args: Any, output: Any) -> None:
-        """After an evaluation FSDP2 leaves the root whole, and `model.parameters()` would have whole parameters, which
-        a rank without a microbatch in the next step would clip in place of the sharded ones.
+        """After an evaluation FSDP2 leaves the root whole, and with `reshard_after_forward=False` all of the model:
+        `model.parameters()` would have whole parameters, which clipping would take in place of the sharded ones.
         """
-        if not (torch.is_grad_enabled() or self._engine.is_open):
-            module.reshard()
+        if not torch.is_grad_enabled():
+            for each in self._modules:
+                each.reshard()
 
     def _loaded(self, module: Any, keys: Any) -> None:
         """Publishes what load_state_dict wrote, once no rank is still reading the old values."""
@@ -260,7 +278,7 @@ class FsdpModules(Participant):
             found = bridged.found
             if found.accumulates_here:
                 refuse_accumulation(found.name)
-            if found.trained and found.divide_factor != 1:
+            if found.trained and found.divide_factor is not bridged.undivided:
                 raise RuntimeError(
                     f"set_gradient_divide_factor({found.divide_factor}) came after use_odc: give it to use_odc, "
                     f"divide_factor=…"
@@ -344,7 +362,10 @@ class NoPieces(Participant):
 def _check_options(model: Any, divide_factor: Any) -> None:
     require_module(model, _CALL)
     if getattr(model, "_odc_engine", None) is not None:
-        raise ValueError(f"{type(model).__name__} trains by on-demand communication already: call use_odc once")
+        raise ValueError(
+            f"{type(model).__name__} trains by on-demand communication already, by use_odc or odc_triton.run: call "
+            f"use_odc once, before the first forward"
+        )
     if divide_factor is not None and not (isinstance(divide_factor, (int, float)) and divide_factor > 0):
         raise ValueError(f"divide_factor is {divide_factor!r}; it must be a positive number")
 
@@ -390,9 +411,13 @@ def _summary(units: list[FsdpUnit], plan: MemoryLayout, grid: Grid, device: Back
     trained = sum(p.sharded.numel() for unit in units for p in unit.trained)
     every = sum(p.sharded.numel() for unit in units for p in unit.parameters)
     share = 1 if device.apart else grid.shards  # else the plan is of all ranks' memory
-    ranks = f"{grid.shards} ranks" + (f", {grid.replicas} replicas" if grid.replicas > 1 else "")
+    counts = [
+        f"{count:,} {noun}{'s' * (count != 1)}"
+        for count, noun in ((len(units), "unit"), (grid.shards, "rank"), (grid.replicas, "replica"))
+    ]
+    ranks = ", ".join(counts[1 : 2 + (grid.replicas > 1)])
     return (
-        f"use_odc: {len(units)} units, {len(plan.parameters)} parameters, {every:,} elements ({trained:,} train), on "
+        f"use_odc: {counts[0]}, {len(plan.parameters)} parameters, {every:,} elements ({trained:,} train), on "
         f"{ranks}. On each rank besides FSDP2's: {plan.compute_bytes // share:,} bytes to read, "
         f"{plan.gradient_bytes // share:,} bytes for gradients"
     )

@@ -314,22 +314,23 @@ def syncing(model: nn.Module, on: bool) -> Iterator[None]:
         raise
 
 
+def has_run(module: ModuleOfFsdp) -> bool:
+    """True after FSDP2 has run a forward of which `module` is the root, or a part."""
+    return module._get_fsdp_state()._is_root is not None
+
+
 def comms_of(model: nn.Module) -> list[Any]:
     """How each unit communicates."""
     groups = [group for module in fsdp_modules(model) for group in _groups(module)]
     return [comm for group in groups for comm in (group._all_gather_comm, group._reduce_scatter_comm)]
 
 
-def root_of(parameters: Iterable[nn.Parameter]) -> ModuleOfFsdp | None:
-    """The outermost module of this process that FSDP2 has sharded and that has the first of these parameters."""
-    first, sharded = next(iter(parameters), None), list(_composable_state._module_state_mapping)
-    those = [module for module in sharded if isinstance(module, FSDPModule) and _has(module, first)]
+def roots_of(parameters: Iterable[nn.Parameter]) -> list[ModuleOfFsdp]:
+    """The outermost modules of this process that FSDP2 has sharded and that have any of these parameters."""
+    wanted, sharded = set(map(id, parameters)), list(_composable_state._module_state_mapping)
+    those = [each for each in sharded if isinstance(each, FSDPModule) and wanted & set(map(id, each.parameters()))]
     inner = {id(each) for module in those for each in module.modules() if each is not module}
-    return next((cast("ModuleOfFsdp", module) for module in those if id(module) not in inner), None)
-
-
-def _has(module: nn.Module, parameter: nn.Parameter | None) -> bool:
-    return any(each is parameter for each in module.parameters())
+    return [cast("ModuleOfFsdp", module) for module in those if id(module) not in inner]
 
 
 def replace_comms(model: nn.Module, new: Callable[[Any, str], Any]) -> None:

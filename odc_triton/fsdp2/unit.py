@@ -50,6 +50,7 @@ class BridgedParameter(Shard):
         """
         self.found, self.name, self._compute, self.gradient, self._rank = found, found.name, compute, gradient, rank
         self.tied_to: BridgedParameter | None = None
+        self.pending: Any = PendingGradient(self)
         self.whole: nn.Parameter | None = None  # what modules see while the unit is whole
         self.is_shared = False  # others are tied to it
         self.has_come = False  # a gradient, on this rank, that FSDP2 has not reduced
@@ -77,7 +78,7 @@ class BridgedParameter(Shard):
         if self._hook is None and tied_to is None and self.trains:
             self._bound = self.sharded
             self._hook = self.sharded.register_post_accumulate_grad_hook(weakly(self._take))
-            self.pending: Any = PendingGradient(self)
+            self.pending = PendingGradient(self)
 
     def comes(self, whole: nn.Parameter) -> None:
         """The whole parameter has got a gradient."""
@@ -203,7 +204,11 @@ class BridgedParameter(Shard):
 
 
 class BridgedUnit:
-    """A unit of FSDP2, gathered and reduced as one: by reads of the owners' memory, and additions to it."""
+    """A unit of FSDP2, gathered and reduced as one: by reads of the owners' memory, and additions to it. `undivided`:
+    FSDP2's divide factor, the object, which the user's 1.0 is not.
+    """
+
+    undivided = float("1")
 
     def __init__(
         self,
@@ -239,7 +244,7 @@ class BridgedUnit:
         for module in self.found.modules:
             module.set_custom_all_gather(self.gather)  # pyright: ignore[reportArgumentType]  # by structure
             module.set_custom_reduce_scatter(self.reduce)  # pyright: ignore[reportArgumentType]
-            module.set_gradient_divide_factor(1.0)
+            module.set_gradient_divide_factor(self.undivided)
             if self.found.gathers_from_fewer:  # all owners' memory is as near
                 module.set_reshard_after_forward(True, recurse=False)
 
@@ -302,7 +307,7 @@ class BridgedUnit:
     def add(self, gradient: torch.Tensor) -> None:
         """Adds a flat gradient, all owners' shards of what is reduced one after another, to the owners."""
         if not self._engine.is_open:
-            raise RuntimeError("backward outside of a minibatch: put it into `with minibatch(model):`")
+            raise RuntimeError(f"backward outside of a minibatch: {self._engine.backward_belongs}")
         reduced, world = self.reduced(), self._heap.world
         sizes = [each.found.padded for each in reduced]
         if gradient.numel() != sum(sizes) * world:

@@ -20,7 +20,7 @@ _HANGS_S = 20.0  # what ends takes less than ten
 
 
 def _ended(*words: str, within_s: float) -> str | None:
-    """What a job printed; None if it had not ended, or gloo has found ranks in different collectives."""
+    """What a job printed; None if it had not ended."""
     command = [*_TORCHRUN, *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     options = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "env": environment}
@@ -29,9 +29,11 @@ def _ended(*words: str, within_s: float) -> str | None:
             said, _ = job.communicate(timeout=within_s)
         except subprocess.TimeoutExpired:
             said = None
+        else:
+            assert job.returncode == 0, said
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
-    return None if job.returncode else said
+    return said
 
 
 @pytest.mark.parametrize("name", ["batches", "picture", "generation"])

@@ -197,7 +197,7 @@ MISUSED = [
         partial(enable_split, tokens=64),
         "was sharded by torch's fully_shard, and enable_split needs a model of odc_triton.fully_shard, which takes the",
     ),
-    (use_odc, "ValueError: FSDPBranches trains by on-demand communication already: call use_odc once"),
+    (use_odc, "ValueError: FSDPBranches trains by on-demand communication already, by use_odc"),
 ]
 
 

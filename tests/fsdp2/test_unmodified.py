@@ -6,19 +6,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from bench.whole import whole
 from odc_triton import minibatch, use_odc
+from odc_triton.base.errors import RanksDiffer
 from odc_triton.fsdp2.unmodified import Unmodified
 from odc_triton.tools.cli import main
 from tests.support import ranks
-from tests.support.bridged import batches_of, count_of, loss_of, made, sharded
+from tests.support.bridged import Branches, batches_of, count_of, loss_of, made, sharded
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2.py"
 NAME = "both branches"
@@ -60,8 +62,7 @@ def test_models_train_by_odc_where_they_can_and_else_by_fsdp2() -> None:
     for report, weights in ranks.run(_trains, 2):
         assert report == (
             "Branches trained by on-demand communication, 2 minibatches, 4 waits; Branches ran by on-demand "
-            "communication, 0 minibatches, 0 waits; Branches by plain FSDP2, as head.weight is offloaded "
-            "to the CPU: leave out offload_policy"
+            "communication, 0 minibatches, 0 waits; Branches by plain FSDP2"
         )
         plain = made(NAME, "")
         optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -75,18 +76,97 @@ def test_models_train_by_odc_where_they_can_and_else_by_fsdp2() -> None:
             torch.testing.assert_close(weights[name], parameter, rtol=1e-5, atol=1e-6)
 
 
-def _is_strict(rank: int, world: int) -> None:
-    with Unmodified(strict=True), pytest.raises(NotImplementedError, match="leave out offload_policy"):
+class _Called(nn.Linear):
+    """Counts calls, as transformers' layers check in theirs whether they are recomputed."""
+
+    calls = 0
+
+    def __call__(self, *given: Any) -> Any:
+        self.calls += 1
+        return super().__call__(*given)
+
+
+class _Scored(Branches):
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x)
+
+
+def _steps(model: nn.Module, forward: Any, batches: list[int], *, zeroes: bool = True) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for each in batches:
+        for _ in range(each):
+            forward(torch.ones(3, 6)).sum().backward()
+        optimizer.step()
+        if zeroes:
+            optimizer.zero_grad()
+
+
+def _others(rank: int, world: int) -> None:
+    with Unmodified(strict=True) as report, pytest.raises(NotImplementedError, match="leave out offload_policy"):
         _train(sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), [rank])
-    fsdp = sharded()
+    assert "by plain FSDP2" in str(report)
+
+    synced = sharded()
+    synced.set_requires_gradient_sync(False)
     with Unmodified() as report:
-        fsdp.set_requires_gradient_sync(False)  # before it is anybody's
-        _train(fsdp, [rank], count_of(NAME, batches_of(NAME, 0, 4)[0]))
-    assert report.has_trained
+        _train(synced, [rank], count_of(NAME, batches_of(NAME, 0, 4)[0]))
+    assert "2 minibatches, 4 waits" in str(report)
+
+    with Unmodified() as report:
+        own = fully_shard(_Called(6, 6))
+        _steps(own, own, [1, 2 * rank])
+        assert own.calls == 1 + 2 * rank
+        with pytest.raises(RuntimeError, match=r"by odc_triton\.run or a plugin: leave one of them out"):
+            Unmodified().__enter__()
+    assert "2 minibatches" in str(report)
+
+    with Unmodified() as report:  # a method that is registered, and a model whose root is not sharded
+        scored = _Scored()
+        for block in scored.blocks:
+            fully_shard(block)
+        fully_shard(scored)
+        register_fsdp_forward_method(scored, "score")
+        _steps(scored, scored.score, [1, 1], zeroes=False)
+        parts = Branches()
+        for block in parts.blocks:
+            fully_shard(block)
+        _steps(parts, parts, [1, 1])
+    assert str(report) == "_Scored by plain FSDP2; _Branch by plain FSDP2"
+    (_, registered), (_, rootless) = report.refused
+    assert "a method of register_fsdp_forward_method runs first" in registered
+    assert "units of Branches are sharded and it is not" in rootless
+
+    with Unmodified() as report:  # rank 1 comes to the model by its own zero_grad
+        zeroed = sharded()
+        zeroed.zero_grad()
+        _steps(zeroed, zeroed, [2, 1] if rank == 0 else [0, 1])
+    assert "2 minibatches, 4 waits" in str(report)
+
+    late = sharded()
+    with Unmodified(), pytest.raises(RanksDiffer, match="optimizer steps before the first forward"):
+        _steps(late, late, [1, 1] if rank == 0 else [0, 1], zeroes=False)
 
 
-def test_strict_raises() -> None:
-    ranks.run(_is_strict, 2)
+def test_what_is_converted_when_and_what_is_not() -> None:
+    ranks.run(_others, 2)
+
+
+ENDS = {  # of a program: its status, and the last line
+    "import sys; sys.exit(0)": ([], 0, "no model of FSDP2 ran in this process, so nothing was changed"),
+    "raise SystemExit(3)": (["--strict"], 3, "no model of FSDP2 ran in this process, so nothing was changed"),
+    "import sys; sys.exit()": (["--strict"], 1, "nothing was trained by on-demand communication, as --strict wants"),
+    "import os, sys; os.chdir('/'); open(__file__); assert os.getcwd() not in sys.path": ([], 0, "so nothing was"),
+}
+
+
+@pytest.mark.parametrize("text", ENDS)
+def test_a_program_ends_as_by_python(text: str, tmp_path: Path) -> None:
+    flags, status, said = ENDS[text]
+    (tmp_path / "program.py").write_text(text)
+    command = [sys.executable, "-m", "odc_triton.run", *flags, "program.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == status, done.stderr
+    assert said in done.stderr.splitlines()[-1]
 
 
 def test_a_wrong_command_line_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,4 +187,4 @@ def test_the_command_line() -> None:
     assert ours.stdout == plain.stdout
     assert ours.stdout.count("loss") == 5
     last = ours.stderr.splitlines()[-1]
-    assert last == "odc-triton run: Qwen2ForCausalLM trained by on-demand communication, 5 minibatches, 10 waits"
+    assert last == "odc-triton: Qwen2ForCausalLM trained by on-demand communication, 5 minibatches, 10 waits"

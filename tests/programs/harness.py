@@ -157,8 +157,8 @@ def run(program: Program, folder: Path, *, with_odc: bool = False) -> Run:
                         process.kill()
     seconds, said = time.monotonic() - start_s, log.read_text(errors="replace")
     assert status == 0, f"{' '.join(command)}: {status}\n{_tail(said)}"
-    last = "".join(re.findall(r"odc-triton run:.*", said)[-1:])
-    minibatches, waits = (sum(map(int, re.findall(rf"(\d+) {word}", last))) for word in ("minibatches", "waits"))
+    last = "".join(re.findall(r"odc-triton: .*(?:by on-demand|by plain|nothing was).*", said)[-1:])
+    minibatches, waits = (sum(map(int, re.findall(rf"(\d+) {word}", last))) for word in ("minibatch", "wait"))
     return Run(program=program, folder=folder, seconds=seconds, output=said, minibatches=minibatches, waits=waits)
 
 

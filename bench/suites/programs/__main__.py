@@ -70,7 +70,7 @@ def _run(arm: str, cells: dict[str, dict[str, Any]], out: Path) -> tuple[dict[st
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [*torchrun, *_ARMS[arm], str(_TRAINER), str(out), str(out / "cells.json")]
     done = subprocess.run(command, env=environment, check=True, stderr=subprocess.PIPE, text=True)
-    said = re.findall(r"^odc-triton run: .*", done.stderr, re.MULTILINE)
+    said = re.findall(r"^odc-triton: .*by on-demand.*", done.stderr, re.MULTILINE)
     return json.loads((out / "seconds.json").read_text()), said[-1] if said else ""
 
 
@@ -99,7 +99,7 @@ def measure(rounds: int, steps: int, folder: Path) -> dict[str, Any]:
         name: _largest_difference(*(folder / "weights" / arm / name for arm in _ARMS)) for name in _weighed(model)
     }
     ratios = {cell: median_ratio(by_arm["odc_triton.run"], by_arm["FSDP2"]) for cell, by_arm in taken.items()}
-    numbers = [int(each) for each in re.findall(r"(\d+) (?:minibatches|waits)", last)]
+    numbers = [int(each) for each in re.findall(r"(\d+) (?:minibatch|wait)", last)]
     waits = sum(numbers[1::2]) / sum(numbers[::2])
     return {"seconds": taken, "of_fsdp2": ratios, "waits_per_step": waits, "differences": compared, "last_line": last}
 

@@ -8,7 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 
-_STRICT = "an error if something is not trained so, which otherwise stays on plain FSDP2"
+_STRICT = "an error if a model stays on plain FSDP2, or if none was trained by on-demand communication"
 _EAGER = "sum gradients in the backward in which FSDP2 would, for programs whose hooks need them there"
 
 
@@ -29,20 +29,23 @@ def words_of(options: argparse.Namespace) -> list[str]:
 
 def run_program(options: argparse.Namespace) -> None:
     """Runs it as this process's `__main__`."""
-    from ...fsdp2.unmodified import Unmodified
+    from ...fsdp2.unmodified import Unmodified, say
 
     sys.argv = [options.script, *options.arguments]
-    report = None
-    try:
-        with Unmodified(eager=options.eager, strict=options.strict) as report:
+    ended: SystemExit | None = None
+    with Unmodified(eager=options.eager, strict=options.strict) as report:
+        try:
             if options.module:
-                sys.path.insert(0, os.getcwd())
                 runpy.run_module(options.script, run_name="__main__", alter_sys=True)
             else:
-                sys.path.insert(0, str(Path(options.script).resolve().parent))
-                runpy.run_path(options.script, run_name="__main__")
-    finally:
-        if report is not None and os.environ.get("RANK", "0") == "0":
-            print(f"odc-triton run: {report}", file=sys.stderr, flush=True)
+                sys.path[0] = str(Path(options.script).resolve().parent)  # `-m` has put the working folder there
+                runpy.run_path(os.path.abspath(options.script), run_name="__main__")
+        except SystemExit as end:
+            ended = end
+    say(report)
+    if ended is not None and ended.code:
+        raise ended
     if options.strict and not report.has_trained:
-        sys.exit("odc-triton run --strict: nothing was trained by on-demand communication")
+        sys.exit("odc-triton: nothing was trained by on-demand communication, as --strict wants")
+    if ended is not None:
+        raise ended

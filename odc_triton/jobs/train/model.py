@@ -208,7 +208,8 @@ def add_adapters(
     """The transformers model inside PEFT's wrapper, with adapters; the rest is frozen, but for a classifier's score.
 
     `targets`: "all-linear", or names of layers with commas between. `without`: a pattern of the whole names of layers
-    that get none. `scores`: the model is a sequence classifier. Raises ImportError without peft, ValueError for names that no layer has.
+    that get none. `scores`: the model is a sequence classifier. Raises ImportError without peft, ValueError for
+    names that no layer has.
     """
     peft = require_peft()
     names = [name.strip() for name in targets.split(",") if name.strip()]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from contextlib import ExitStack
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin  # pyright: ignore[reportMissingImports]
 
-from ...fsdp2.unmodified import Unmodified
+from ...fsdp2.unmodified import Unmodified, say
 
 
 class AxolotlPlugin(BasePlugin):
@@ -22,13 +20,8 @@ class AxolotlPlugin(BasePlugin):
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         self._training = ExitStack()
-        self._training.callback(_say, self._training.enter_context(Unmodified()))
+        self._training.callback(say, self._training.enter_context(Unmodified()))
 
     def post_train(self, cfg: Any, model: Any) -> None:
         """axolotl calls it after training, and again after saving."""
         self._training.close()
-
-
-def _say(report: object) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"odc-triton run: {report}", file=sys.stderr, flush=True)

@@ -366,7 +366,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 
     run = commands.add_parser(
         "run",
-        help="a program of yours that trains by FSDP2, by on-demand communication",
+        help="run a training program that uses FSDP2, by on-demand communication",
         description="Starts ranks on this machine by torchrun, or is one of its ranks, and runs a program without a "
         "change to it: models that it has sharded by torch's fully_shard train by on-demand communication. With "
         "another launcher put `-m odc_triton.run` before the program: accelerate launch -m odc_triton.run train.py …",
@@ -377,13 +377,16 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from ...base.environment import require_world
     from ...jobs.launcher.program import words_of
     from ...jobs.options.options import require_ranks
 
-    if not (options.module or Path(options.script).is_file()):
+    if not (options.module or Path(options.script).exists()):
         raise ValueError(f"there is no file {options.script}: give a Python program, or -m and a module's name")
     command = [sys.executable, "-m", "odc_triton.run"]
-    if joined_world() is None:
+    if (world := joined_world()) is not None:
+        require_world(options.ranks, world)
+    else:
         require_ranks(ranks := default_ranks() if options.ranks is None else options.ranks)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, which says so at length
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "odc_triton.run"]
