@@ -6,11 +6,13 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from odc_triton.jobs.train.grpo_options import GrpoOptions
 from odc_triton.jobs.train.metrics import Metrics, read_metrics
 from odc_triton.jobs.train.run_options import RunOptions
+from odc_triton.jobs.train.sft_options import SftOptions
 from tests.support import ranks
 
 ENDED, STOPPED = "ended", "stopped by SIGTERM"
@@ -26,6 +28,7 @@ def train(
     """
     from odc_triton.jobs.launcher.launch import Interrupted
     from odc_triton.jobs.train.grpo import train_grpo
+    from odc_triton.jobs.train.pairs import train_pairs
     from odc_triton.jobs.train.sft import train_sft
 
     def on_metrics(metrics: Metrics) -> None:
@@ -34,7 +37,7 @@ def train(
 
     ends = []
     for wanted in jobs:
-        job = train_grpo if isinstance(wanted, GrpoOptions) else train_sft
+        job: Any = {GrpoOptions: train_grpo, SftOptions: train_sft}.get(type(wanted), train_pairs)
         try:
             with mock.patch("odc_triton.jobs.train.outcome.can_draw", return_value=draws):
                 job(wanted, on_metrics)

@@ -20,6 +20,7 @@ from ...packs.loss import NO_ROUTER_LOSS, refuse_router_loss
 from ...packs.reference import Reference
 from ...plan.cost import CostModel
 from ...plan.fields import IGNORED
+from ...plan.line import count_tokens
 from ...plan.order import in_passes
 from ...plan.plan import MinibatchPacks
 from ...plan.planner import Planner
@@ -68,6 +69,21 @@ class PairRun(Run):
         limits = Limits(ranks=grid.world, token_cap=options.token_cap, replicas=grid.replicas)
         self.planner = Planner(limits=limits)
         self._end = prepared.tokenizer.eos_token_id
+        for data in (self.data, self.evaluation):
+            if data is not None:
+                self._require_fitting(data)
+
+    def _require_fitting(self, data: PreparedSamples) -> None:
+        """Raises ValueError for a pair that no microbatch can hold."""
+        cap, rows = self.options.token_cap, self._objective(data).samples
+        lengths = (data.lengths + self.options.more_tokens).reshape(-1, 2)
+        for pair in np.flatnonzero(lengths.sum(1) > cap).tolist():
+            shared = find_relatives([rows[2 * pair], rows[2 * pair + 1]]).entries((0, 1)) if self.shares else (0, 1)
+            if (tokens := count_tokens(shared, lengths[pair].tolist())) > cap:
+                raise ValueError(
+                    f"pair {pair} has {tokens} tokens to compute, more than the cap of {cap}, and is one microbatch: "
+                    f"raise --token-cap, or leave the pair out"
+                )
 
     # ------------------------------------------------------------------ a step
 

@@ -17,6 +17,7 @@ from ..data.store import contents
 from ..options.options import flag
 from .grpo_options import GrpoOptions
 from .metrics import read_metrics
+from .pairs_options import DpoOptions, OrpoOptions, RewardOptions
 from .run_options import PATHS, RunOptions
 from .sft_options import SftOptions
 
@@ -189,7 +190,8 @@ def _length(identity: dict[str, Any]) -> list[Any]:
 
 # Options that a job had once, with what they were by default.
 _REMOVED = {"decay_steps": 0, "balance": "mini"}
-_JOBS: dict[str, type[RunOptions]] = {"sft": SftOptions, "grpo": GrpoOptions}
+_KINDS: tuple[type[RunOptions], ...] = (SftOptions, GrpoOptions, DpoOptions, OrpoOptions, RewardOptions)
+_JOBS = {kind.job: kind for kind in _KINDS}
 # The data's origin; files may have moved, so the data are compared.
 _IN_THE_DATA = {"data", "eval_data", "tokenizer"}
 
