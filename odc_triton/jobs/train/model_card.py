@@ -9,15 +9,14 @@ from typing import Any
 from ...base.files import write_file
 from ..data.sources import hub_id_of
 from ..reports.report import table
-from .grpo_options import GrpoOptions
 from .metrics import Metrics
 from .outcome import typed, versions
+from .run_folder import options_of
 from .run_options import PATHS
-from .sft_options import SftOptions
 
 _OURS = "<!-- odc-triton wrote this file, and replaces it as long as this line is in it. -->"
-_SCORES = ("loss", "eval_loss", "reward", "eval_reward", "divergence")
-_NO_ROWS = {*PATHS, "data", "eval_data", "data_weight", "tokenizer", "steps", "epochs"}  # in the text, or only paths
+_TASKS = {"reward": "text-classification"}
+_IN_TEXT = {*PATHS, "data", "eval_data", "data_weight", "tokenizer", "steps", "epochs"}
 
 
 def write_card(folder: str | Path, identity: Mapping[str, Any], steps: Sequence[Metrics]) -> None:
@@ -34,8 +33,7 @@ def write_card(folder: str | Path, identity: Mapping[str, Any], steps: Sequence[
 def _card(folder: Path, identity: Mapping[str, Any], steps: Sequence[Metrics]) -> str:
     from huggingface_hub import ModelCardData
 
-    kind = GrpoOptions if identity.get("job") == GrpoOptions.job else SftOptions
-    here = {each.name for each in folder.iterdir()}
+    job, kind, here = identity.get("job", "sft"), options_of(identity), {each.name for each in folder.iterdir()}
     what, library = ("Adapters", "peft") if "adapter_config.json" in here else ("A model", "transformers")
     sees_images = not here.isdisjoint(("processor_config.json", "preprocessor_config.json"))
     data = [identity["data"]] if isinstance(identity["data"], str) else identity["data"]
@@ -45,22 +43,24 @@ def _card(folder: Path, identity: Mapping[str, Any], steps: Sequence[Metrics]) -
         base_model=base,
         datasets=[*filter(None, map(hub_id_of, data))] or None,
         library_name=library,
-        pipeline_tag="image-text-to-text" if sees_images else "text-generation",
-        tags=["odc-triton", kind.job, *["lora"] * bool(identity.get("lora_rank"))],
+        pipeline_tag=_TASKS.get(job, "image-text-to-text" if sees_images else "text-generation"),
+        tags=["odc-triton", job, *["lora"] * bool(identity.get("lora_rank"))],
     )
     names = {name: on_hub.get(name) or Path(identity[name]).name for name in PATHS if identity.get(name)}
     origin = f"[{base}](https://huggingface.co/{base})" if base else names.get("model", "random weights")
-    defaults = {name: typed(value) for name, value in kind.defaults().items() if name not in _NO_ROWS | kind.free}
-    per_step = {kind.per_step(): identity[kind.per_step()], "lr": identity["lr"]}
-    changed = {name: value for name, value in identity.items() if defaults.get(name, typed(value)) != typed(value)}
-    options = {name.replace("_", " "): typed(value) for name, value in (per_step | changed).items()}
-    options |= {name: names[name] for name in names.keys() & {"teacher"}}
-    scores = {name: line[name] for line in steps for name in _SCORES if line.get(name) is not None}
+    usual = {name: typed(value) for name, value in kind.defaults().items() if name not in _IN_TEXT} | {"lr": None}
+    options = {name: typed(value) for name, value in identity.items() if name in usual or name.endswith("_per_step")}
+    options = {name: value for name, value in options.items() if usual.get(name) != value} | names
+    scores = {name: value for line in steps for name, value in line.items() if _is_score(name) and value is not None}
+    tables = {"Scores": scores, "Options that are not the defaults": options, "Versions": versions()}
+    named = (folder.parent if folder.name in ("model", "adapter") else folder).resolve().name
     text = (
         f"{what} trained from {origin} on {', '.join(hub_id_of(each) or Path(each).name for each in data)} by "
-        f"`odc-triton train {kind.job}` in {steps[-1]['step'] if steps else 0} steps."
+        f"`odc-triton train {job}` in {steps[-1]['step'] if steps else 0} steps."
     )
-    named = (folder.parent if folder.name in ("model", "adapter") else folder).resolve().name
-    tables = {"Scores": scores, "Options that are not the defaults": options, "Versions": versions()}
-    sections = [f"## {title}\n\n{table([*rows.items()], ['', ''])}" for title, rows in tables.items() if rows]
-    return "\n\n".join([f"---\n{front.to_yaml()}\n---\n\n{_OURS}\n\n# {named}", text, *sections]) + "\n"
+    parts = [f"## {title}\n\n{table([*rows.items()], ['', ''])}" for title, rows in tables.items() if rows]
+    return "\n\n".join([f"---\n{front.to_yaml()}\n---", _OURS, f"# {named}", text, *parts]) + "\n"
+
+
+def _is_score(name: str) -> bool:
+    return name in ("loss", "reward", "divergence", "rewards/accuracies") or name.startswith("eval_")

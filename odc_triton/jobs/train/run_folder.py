@@ -190,6 +190,12 @@ def _length(identity: dict[str, Any]) -> list[Any]:
 # Options that a job had once, with what they were by default.
 _REMOVED = {"decay_steps": 0, "balance": "mini"}
 _JOBS: dict[str, type[RunOptions]] = {"sft": SftOptions, "grpo": GrpoOptions}
+
+
+def options_of(identity: dict[str, Any]) -> type[RunOptions]:
+    return _JOBS.get(identity.get("job", "sft"), RunOptions)
+
+
 # The data's origin; files may have moved, so the data are compared.
 _IN_THE_DATA = {"data", "eval_data", "tokenizer"}
 
