@@ -18,6 +18,7 @@ class Hub:
 
     def __init__(self) -> None:
         self.url, self.asked, self.files = "", list[str](), dict[str, bytes]()  # files of the newest commit
+        self.created: dict[str, Any] = {}
         self.faults: dict[str, list[Any]] = {}
         self.user: dict[str, Any] = {"name": "me", "orgs": [{"name": "us"}], "auth": {"accessToken": {"role": "write"}}}
         self.released = threading.Event()
@@ -42,6 +43,8 @@ class Hub:
         if step == "objects/batch":
             sends = [{"upload": {"href": f"{self.url}/lfs/{each['oid']}"}} for each in given["objects"]]
             return {"objects": [each | {"actions": send} for each, send in zip(given["objects"], sends, strict=True)]}
+        if step == "repos/create":
+            self.created = given
         return {"url": f"{self.url}/{given.get('organization') or 'me'}/{given.get('name')}"}
 
 

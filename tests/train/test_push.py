@@ -47,7 +47,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     [
         ({}, None),
         ({"repos/create": [503], "commit": [429]}, None),
-        ({"lfs/": ["cut", 502]}, None),
+        ({"repos/create": ["cut"], "lfs/": ["cut", 502]}, None),
         ({"repos/create": [403]}, "403 Forbidden"),
         ({"commit": [503] * 3}, "503 Service Unavailable"),
         ({"lfs/": ["cut"] * 18}, "RemoteProtocolError: Server disconnected"),
@@ -61,7 +61,8 @@ def test_a_push(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault
     for name, content in FILES.items():
         (folder / name).write_bytes(content)
     if says is None:
-        assert push_folder(folder, "us/run", private=False) == f"{hub.url}/us/run"
+        assert push_folder(folder, "us/run", private=True) == f"{hub.url}/us/run"
+        assert hub.created["visibility"] == "private"
     else:
         with pytest.raises(OSError) as raised:
             push_folder(folder, "us/run", private=True)
@@ -141,7 +142,7 @@ def test_a_model_card(tmp_path: Path, file: str, identity: dict, front: dict, te
     text = " ".join(card.text.split())
     for part in [*texts, "| loss | 0.5 |", "| eval_loss | 1.5 |", "| torch | "]:
         assert part in text
-    assert not re.search("token cap|/home", text)  # a default, a path
+    assert not re.search("token_cap|/home", text)  # a default, a path
     write_card(tmp_path, identity, [])
     own = tmp_path / "README.md"
     assert "in 0 steps" in own.read_text()

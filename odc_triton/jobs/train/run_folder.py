@@ -193,6 +193,7 @@ _JOBS: dict[str, type[RunOptions]] = {"sft": SftOptions, "grpo": GrpoOptions}
 
 
 def options_of(identity: dict[str, Any]) -> type[RunOptions]:
+    """The class of a run's options, by its identity."""
     return _JOBS.get(identity.get("job", "sft"), RunOptions)
 
 
