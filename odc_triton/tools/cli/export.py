@@ -107,7 +107,7 @@ def _export(path: Path, options: ExportOptions) -> Path:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype or run.get("dtype", "fp32")]
     source = options.tokenizer or options.model
     save_pretrained(model, options.out, tokenizer, processor=source, dtype=dtype, merge=options.merge)
-    if run:
+    if "data" in run:  # else it is no checkpoint of a run
         steps = read_metrics(path.absolute().parent.parent / "metrics.jsonl")
         write_card(options.out, run, [line for line in steps if line["step"] <= state["state"]["step"]])
     return path
