@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ def in_tensorboard(folder: Path) -> tuple[Kept, dict[str, list[str]]]:
 
 
 class Recorder:
-    """In the place of wandb or trackio: what it was asked to do, one line of JSON a call."""
+    """In the place of wandb, trackio or swanlab: what it was asked to do, one line of JSON a call."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.id, self.summary = path, "an-id", self
+        self.path, self.id, self.summary, self.echarts = path, "an-id", self, self
 
     def init(self, **how: Any) -> Recorder:
         self._keep("init", how)
@@ -37,16 +38,17 @@ class Recorder:
     def update(self, summary: dict[str, Any]) -> None:
         self._keep("summary", summary)
 
-    def finish(self, **how: Any) -> None:
-        self._keep("finish", how)
+    def finish(self, *status: str, **how: Any) -> None:
+        self._keep("finish", *status, how)
 
-    @staticmethod
-    def Table(columns: list[str], data: list[list[Any]]) -> list[list[Any]]:
-        return [columns, *data]
+    class Table(list):
+        def __init__(self, columns: Sequence[str] = (), data: Sequence[list[Any]] = ()) -> None:
+            self.add(columns, data)
 
-    @staticmethod
-    def Markdown(text: str) -> str:
-        return text
+        def add(self, columns: Sequence[str], data: Sequence[list[Any]]) -> None:
+            self += [columns, *data] if columns else []
+
+    Markdown = Text = str
 
     def _keep(self, *call: Any) -> None:
         with open(self.path, "a") as file:

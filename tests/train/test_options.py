@@ -51,7 +51,10 @@ SFT: list[tuple[dict[str, Any], str]] = [
     ({"teacher": "t", "teacher_weight": 1.5}, "--teacher-weight is 1.5; it must be between 0 and 1"),
     ({"router_aux_loss": -1.0}, "--router-aux-loss is -1.0; it must be at least 0"),
     ({"run_name": "a"}, "--run-name is a: give --report-to too"),
-    ({"report_to": ("mlflow",)}, "--report-to is 'mlflow'; give one of tensorboard, wandb, trackio"),
+    ({"report_to": ("comet",)}, "--report-to is 'comet'; give one of tensorboard, wandb, trackio, mlflow, swanlab"),
+    ({"report_to": ("none", "wandb")}, "--report-to is none and wandb: give none alone"),
+    ({"report_to": ("none",), "run_name": "a"}, "--run-name is a: give --report-to too"),
+    ({"hub_private": True}, "--hub-private is True: give --push-to-hub too"),
 ]
 GRPO: list[tuple[dict[str, Any], str]] = [
     ({"reward": ("vowels",)}, "give module:function"),

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from odc_triton.base import environment
 from odc_triton.jobs.train.sft import check_before_start
 from odc_triton.jobs.train.sft_options import SftOptions
-from odc_triton.jobs.train.trackers import Trackers
+from odc_triton.jobs.train.trackers import Trackers, chosen, require_trackers
 from tests.support import jobs, logged
 from tests.support.deadlines import LONG_S
 from tests.support.sft_case import case, write_case
@@ -50,8 +51,13 @@ def test_a_resumed_run_is_one_chart(folder: Path, tmp_path: Path) -> None:
     assert f"{STEPS} steps over" in texts["final/text_summary"][-1]
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_steps_of_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "stopped", "reinit"),
+    [("wandb", [{"exit_code": 1}], "create_new"), ("trackio", [{}], None), ("swanlab", ["aborted", {}], True)],
+)
+def test_steps_of_a_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, stopped: list, reinit: object
+) -> None:
     """Two steps were logged, and the run goes on after step 1."""
     out = tmp_path / "my run"
     out.mkdir()
@@ -73,19 +79,56 @@ def test_steps_of_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     made, again = first[0][1], second[0][1]
     assert (made["project"], made["name"], made["config"]["ranks"]) == ("odc-triton", "my run", 2)
     assert made["group"] == "sweep"
-    assert made.get("reinit") == ("create_new" if name == "wandb" else None)
+    assert made.get("reinit") == reinit
     assert first[1:4] == [
         ["log", 1, {"loss": 0.5}],
         ["log", 2, {"loss": 1.0}],
         ["log", 2, {"samples": [["step", "prompt", "reward"], [2, "a", None]]}],
     ]
-    assert first[4] == ["finish", {"exit_code": 1} if name == "wandb" else {}]
+    assert first[4] == ["finish", *stopped]
     assert again["resume"] == "allow"
-    assert again.get("id") == ("an-id" if name == "wandb" else None)
+    assert again.get("id") == (None if name == "trackio" else "an-id")
     logs = [call for call in second if call[0] == "log" and "loss" in call[2]]
     assert [(step, line["loss"]) for _, step, line in logs] == [(3, 1.5)], "it keeps what was logged first"
     assert "in words" in json.dumps(second)
     assert second[-1] == ["finish", {}]
+
+
+@pytest.mark.filterwarnings("ignore")  # their own
+@pytest.mark.parametrize("name", ["mlflow", "swanlab"])
+def test_with_their_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, name: str) -> None:
+    """As above, with MLflow's database and SwanLab's files."""
+    package, out = pytest.importorskip(name), tmp_path / "my run"
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs.db")
+    monkeypatch.chdir(tmp_path)  # MLflow's artifacts
+    out.mkdir()
+    options = SftOptions(data="d", init="i", tokenizer="t", out=str(out), report_to=(name,))
+    ids = []
+    for step, seen, steps in ((0, 0, (1, 2)), (1, 2, (2, 3))):
+        started = Trackers(options, ranks=2, step=step, seen=seen)
+        for each in steps:
+            started.log({"step": each, "loss": 0.5 * each + step, "reward/a:b": 1.0})
+        started.log_samples([{"step": steps[-1], "prompt": "a", "reward": None}])
+        if step:
+            started.finish({"step": 3, "loss": 2.5}, "in words")
+        (tracker,) = started._running
+        started.close(within_s=LONG_S)
+        assert not tracker.problem
+        ids.append((out / name / "run-id").read_text())
+        if name == "mlflow":
+            assert package.get_run(ids[0]).info.status == ("FINISHED" if step else "KILLED")
+    assert ids[0] == ids[1]
+    if name == "mlflow":
+        run = package.get_run(ids[0])
+        assert run.data.params["ranks"] == "2"
+        assert "in words" in run.data.tags["mlflow.note.content"]
+        history = package.MlflowClient().get_metric_history(ids[0], "loss")
+        assert [(each.step, each.value) for each in history] == [(1, 0.5), (2, 1.0), (3, 2.5)]
+        assert len(package.artifacts.list_artifacts(run_id=ids[0], artifact_path="samples")) == 2
+    else:
+        assert len([*out.glob(f"swanlab/run-*-{ids[0]}/*.swanlab")]) == 2
+        assert "ERROR" not in "".join(capfd.readouterr())
 
 
 # ------------------------------------------------------------------ trackers that fail
@@ -125,6 +168,7 @@ def test_one_that_hangs(fake: Any, capsys: pytest.CaptureFixture) -> None:
     """It is left at the end, and keeps a bounded queue."""
     answers = threading.Event()
     started = fake(lambda **_: answers.wait(LONG_S))
+    (first,) = started._running
     started.finish({"step": 1, "loss": 1.0}, "words")
     started.close(within_s=0.1)
     said = "odc-triton: wandb had not logged all steps 0.1 s after the end; metrics.jsonl has them\n"
@@ -139,7 +183,9 @@ def test_one_that_hangs(fake: Any, capsys: pytest.CaptureFixture) -> None:
     assert tracker._calls.qsize() == 10_000
     started.close(within_s=LONG_S)  # it is not waited for
     answers.set()
-    tracker._thread.join(LONG_S)
+    for each in (first, tracker):
+        each._thread.join(LONG_S)
+        assert not each._thread.is_alive()
     assert "it is slower than the run, and 10000 calls wait for it" in capsys.readouterr().err
 
 
@@ -147,7 +193,10 @@ def test_one_that_is_not_installed(folder: Path, monkeypatch: pytest.MonkeyPatch
     def version(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert {*chosen(("all", "wandb"))} >= {"tensorboard", "wandb", "trackio"}
+    monkeypatch.setattr(environment, "version", version)
+    with pytest.raises(ImportError, match=r"--report-to all, and none of tensorboard, .*swanlab is installed; run"):
+        require_trackers(("all",))
     with pytest.raises(
         ImportError, match=r'--report-to trackio needs trackio; run: pip install "odc-triton\[trackio\]"'
     ):

@@ -108,11 +108,16 @@ def open_source(name: str) -> RecordSource:
         return _from_folder(local, split)
     if local and os.path.exists(local):
         raise DataError(f"{local} is one file without splits; leave out ':{split}'")
-    place, _, rest = name.partition(":")
-    if _FILE.fullmatch(place) or not _HUB_ID.fullmatch(place):
+    if (hub_id := hub_id_of(name)) is None:
         raise DataError(f"{name} cannot be read: No such file or directory")
-    configuration, _, split = rest.rpartition(":")
-    return _from_hub(name, place, configuration or None, split or "train")
+    configuration, _, split = name[len(hub_id) + 1 :].rpartition(":")
+    return _from_hub(name, hub_id, configuration or None, split or "train")
+
+
+def hub_id_of(name: str) -> str | None:
+    """The id in the name of a data set on the hub; None for local files."""
+    place, is_local = name.partition(":")[0], any(map(os.path.exists, (name, name.rpartition(":")[0])))
+    return None if is_local or _FILE.fullmatch(place) or not _HUB_ID.fullmatch(place) else place
 
 
 def _kind_of_file(path: str) -> str:

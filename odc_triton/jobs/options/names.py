@@ -42,6 +42,8 @@ _NAMES: dict[str, tuple[str, str]] = {
     "vllm_mode": ("engine", ", vllm-server or vllm-colocate"),
     "use_vllm": ("engine", ", vllm-server or vllm-colocate"),
     "wandb_project": ("project", ""),
+    "hub_model_id": ("push_to_hub", ", with the id"),
+    "hub_private_repo": ("hub_private", ""),
     "use_liger_kernel": ("fused_head", ""),
     "ddp_timeout": ("timeout_minutes", ""),
     **dict.fromkeys(("num_processes", "nproc_per_node", "num_gpus", "n_gpus_per_node"), ("ranks", "")),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -38,7 +39,8 @@ from ..options.options import Parser, add_arguments, read_options
 from .loop import Loop, OnMetrics
 from .metrics import Metrics
 from .model import build_model, frozen_options, precision
-from .prepare import HasEnded, Prepared
+from .prepare import HasEnded, Prepared, on_rank_0
+from .push import push_folder
 from .run import Run
 from .run_options import RunOptions
 from .stop import StopSignal
@@ -66,10 +68,30 @@ class Among:
 def train(
     options: RunOptions, prepare: Prepare, start: Start, on_metrics: OnMetrics | None, among: Among | None = None
 ) -> Metrics:
-    """Runs a job on this rank to its end: prepares, shards, runs the result of `start`. Returns the last metrics."""
+    """Runs a job on this rank to its end: prepares, shards, runs the result of `start`, pushes the model. Returns the
+    last metrics.
+    """
     timeout = timedelta(minutes=options.timeout_minutes)
     mesh = default_mesh(timeout, replicas=options.replicas) if among is None else among.mesh
     options.require_replicas(mesh.size(0) if mesh.ndim == 2 else 1, mesh.size())
+    metrics = _train(options, mesh, prepare, start, on_metrics, among)
+    if (repo_id := options.push_to_hub) is not None:
+        folder, how = (
+            Path(options.out) / ("adapter" if options.lora_rank else "model"),
+            {"private": options.hub_private},
+        )
+        on_rank_0(lambda: {"address": push_folder(folder, repo_id, **how)}, mesh, timeout)
+    return metrics
+
+
+def _train(
+    options: RunOptions,
+    mesh: DeviceMesh,
+    prepare: Prepare,
+    start: Start,
+    on_metrics: OnMetrics | None,
+    among: Among | None,
+) -> Metrics:
     try:
         prepared = prepare(options, mesh=mesh)
     except HasEnded as ended:

@@ -12,6 +12,7 @@ from ..checkpoints.background import BackgroundCheckpoints
 from ..checkpoints.steps import Checkpoints
 from ..launcher.launch import Interrupted
 from .metrics import Metrics, MetricsFile, Progress, in_two_lines, read_metrics
+from .model_card import write_card
 from .outcome import gather_events, in_words, save_model, write_report
 from .prepare import Prepared
 from .run import Run, Sample, TooManySkipped
@@ -233,6 +234,7 @@ class Loop:
             summary = in_words(lines, ranks=ranks)
             trackers.finish(metrics, summary)  # they take it while the model is written
             folder = save_model(run, self.out, self.prepared.tokenizer)
+            write_card(folder, run.identity, lines)
             written = write_report(run, lines, events, summary)
             trackers.close(within_s=min(END_S, run.engine.barrier.timeout_s / 2))  # the others wait below
             written = ", ".join([*written, "metrics.jsonl"])

@@ -59,8 +59,8 @@ def write_report(run: Run, metrics: Sequence[Metrics], events: list[Event], summ
         print(f"report.html {why}")
         summary += f"\n\nThis report {why}"
     columns = [name for name in _COLUMNS if _has(metrics, name)]
-    options = {flag(name): _typed(value) for name, value in asdict(run.options).items() if value not in (None, ())}
-    facts, completions = {"Options": options, "Versions": _versions()}, {}
+    options = {flag(name): typed(value) for name, value in asdict(run.options).items() if value not in (None, ())}
+    facts, completions = {"Options": options, "Versions": versions()}, {}
     samples = []
     with contextlib.suppress(OSError, ValueError):  # the run has ended, whatever that file holds
         samples = read_metrics(out / "samples.jsonl")
@@ -81,9 +81,9 @@ def write_report(run: Run, metrics: Sequence[Metrics], events: list[Event], summ
     return written
 
 
-def _typed(value: object) -> str:
+def typed(value: object) -> str:
     """As on a command line."""
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
 def _has(metrics: Sequence[Metrics], name: str) -> bool:
@@ -135,5 +135,5 @@ def _some(metrics: Sequence[Metrics]) -> list[Metrics]:
     return [metrics[round(i * (len(metrics) - 1) / max(count - 1, 1))] for i in range(count)]
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | installed("odc-triton", "torch", "triton", "transformers")

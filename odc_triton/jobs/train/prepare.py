@@ -24,6 +24,7 @@ from ..options.config_file import write_config
 from ..options.options import flag
 from .metrics import Metrics, read_metrics
 from .model import build_model, frozen_options, require_peft
+from .push import require_hub
 from .run_folder import RunFolder, require_same
 from .run_options import RunOptions
 from .trackers import require_trackers
@@ -98,6 +99,8 @@ def take_folder(
     folder = RunFolder(options.out)
 
     def take() -> dict[str, Any]:
+        if options.push_to_hub is not None:
+            require_hub(options.push_to_hub)
         folder.lock(resume=options.resume)
         try:
             identity = options.identity(mesh.size())
@@ -206,6 +209,8 @@ def check_before_start(options: RunOptions, ranks: int, tokenizer: Any, *, longe
     `longest`: tokens of the longest of the first samples; `largest_token`: of these.
     """
     require_trackers(options.report_to)
+    if options.push_to_hub is not None:
+        require_hub(options.push_to_hub)
     if options.optimizer == "adamw-8bit":
         adamw8bit.functional()
     sizes = {"longest": longest, "largest_token": largest_token, "rank": 1}  # not 0, which prints

@@ -192,6 +192,13 @@ def _length(identity: dict[str, Any]) -> list[Any]:
 _REMOVED = {"decay_steps": 0, "balance": "mini"}
 _KINDS: tuple[type[RunOptions], ...] = (SftOptions, GrpoOptions, DpoOptions, OrpoOptions, RewardOptions)
 _JOBS = {kind.job: kind for kind in _KINDS}
+
+
+def options_of(identity: dict[str, Any]) -> type[RunOptions]:
+    """The class of a run's options, by its identity."""
+    return _JOBS.get(identity.get("job", "sft"), RunOptions)
+
+
 # The data's origin; files may have moved, so the data are compared.
 _IN_THE_DATA = {"data", "eval_data", "tokenizer"}
 

@@ -13,7 +13,7 @@ from ...checkpoint.adapted import base_of
 from ..options.options import REQUIRED, flag, option, plain_paths, require_one_model, require_seed, require_token_cap
 
 PATHS = ("model", "init", "teacher")  # compared by what is there
-TrackerName = Literal["tensorboard", "wandb", "trackio"]
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab", "all", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +115,24 @@ class RunOptions:
     )
 
     report_to: tuple[TrackerName, ...] = option(
-        (), "log each step's metrics to a tracker; repeatable", group="Watching the run"
+        (),
+        "log each step's metrics to a tracker; repeatable; all: each that is installed; none: also overrides a YAML",
+        group="Watching the run",
     )
     run_name: str | None = option(None, "the run's name in the tracker; by default that of the folder --out")
-    run_group: str | None = option(None, "the run's group in wandb and trackio; of a sweep's runs the folder of all")
-    project: str | None = option(None, "project in wandb and trackio; by default WANDB_PROJECT, or odc-triton")
+    run_group: str | None = option(
+        None, "the run's group in wandb, trackio, swanlab, and a tag in mlflow; of a sweep's runs the folder of all"
+    )
+    project: str | None = option(
+        None, "project (in mlflow: experiment); by default WANDB_PROJECT or the like, or odc-triton"
+    )
+
+    push_to_hub: str | None = option(
+        None,
+        "at the end push the model to the Hugging Face hub, as OWNER/NAME; a run that has ended too",
+        group="Sharing",
+    )
+    hub_private: bool = option(False, "create it as a private one; by default as the owner's settings say")
 
     # These don't affect the result, so a resumed run may change them.
     free: ClassVar[frozenset[str]] = frozenset(
@@ -128,7 +141,7 @@ class RunOptions:
             *("timeout_minutes", "max_skipped", "eval_every", "replicas"),
             *("gradient_checkpointing", "offload_checkpoints", "fused_head", "expert_cache"),
             *("split_sequences", "split_tokens", "split_cuts", "report_to", "run_name"),
-            *("run_group", "project"),
+            *("run_group", "project", "push_to_hub", "hub_private"),
         )
     )
     # These affect only the steps to come: a resumed run may change them, and says so.
@@ -175,6 +188,10 @@ class RunOptions:
         for name in self.report_to:
             if name not in get_args(TrackerName):
                 raise ValueError(f"--report-to is {name!r}; give one of {', '.join(get_args(TrackerName))}")
+        if "none" in self.report_to:
+            if others := [name for name in self.report_to if name != "none"]:
+                raise ValueError(f"--report-to is none and {', '.join(others)}: give none alone, or leave it out")
+            object.__setattr__(self, "report_to", ())
         self._check_weights()
         if not self.out:
             raise ValueError("--out is empty; give a folder")
@@ -218,7 +235,7 @@ class RunOptions:
                 )
         needs = {"split_tokens": "split_sequences", "lora_alpha": "lora_rank", "lora_targets": "lora_rank"}
         needs |= {"offload_checkpoints": "gradient_checkpointing", "run_name": "report_to", "project": "report_to"}
-        needs |= {"run_group": "report_to"}
+        needs |= {"run_group": "report_to", "hub_private": "push_to_hub"}
         needs |= {"expert_cache": "replace_layers", "quantize": "model"}
         needs |= dict.fromkeys(("teacher_beta", "teacher_temperature", "teacher_weight"), "teacher")
         for name, needed in needs.items():

@@ -23,7 +23,7 @@ from ..options.config_file import checked_options, read_pairs, replaced
 from ..options.options import REQUIRED, flag, option, plain_paths, read_options
 from .sft_options import SftOptions
 
-_OF_THE_SWEEP = ("out", "resume", "replicas", "run_group", "init")
+_OF_THE_SWEEP = ("out", "resume", "replicas", "run_group", "init", "push_to_hub")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def _run(where: str, given: dict[str, Any], name: str, options: SweepOptions) ->
     given = {key: value for key, value in given.items() if value is not None}
     if refused := [each for each in _OF_THE_SWEEP if each in given]:
         raise ValueError(f"{where}: {', '.join(refused)} can't be an option of a run in a sweep: leave it out")
-    group = {"run_group": Path(options.out).name} if given.get("report_to") else {}
+    group = {"run_group": Path(options.out).name} if {*given.get("report_to", ())} - {"none"} else {}
     given = given | group | {"out": str(Path(options.out) / name), "resume": options.resume}
     try:
         run = read_options(SftOptions, given)

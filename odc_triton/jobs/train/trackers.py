@@ -1,4 +1,4 @@
-"""Trackers of a run: TensorBoard, Weights & Biases, Trackio. Rank 0 logs to each, and no step waits for one.
+"""Trackers of a run: TensorBoard, wandb, Trackio, MLflow, SwanLab. Rank 0 logs to each, and no step waits for one.
 
 Each tracker has a thread and a bounded queue. One that raises, or falls behind by more than its queue holds, is
 reported once on stderr, and the run continues without it.
@@ -8,16 +8,17 @@ reported once on stderr, and the run continues without it.
 | TensorBoard | the steps after the checkpoint are purged from OUT/tensorboard | as text |
 | wandb | the same run id, kept in OUT/wandb/run-id | the run's summary |
 | Trackio | the newest run of that name | as text |
+| MLflow | the same run id, kept in OUT/mlflow/run-id | the run's description |
+| SwanLab | the same run id, kept in OUT/swanlab/run-id | as text |
 
-wandb and Trackio can't overwrite a step: they keep the values that were logged first, and repeated steps are not logged
-again.
+All but TensorBoard can't overwrite a step: they keep the values that were logged first, and repeated steps are not
+logged again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import math
 import os
 import queue
@@ -29,6 +30,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ...base.environment import installed
 from ...base.errors import in_a_line
 from ..reports.report import table
 from .metrics import without_nan
@@ -40,13 +42,23 @@ _MOST_CALLS = 10_000  # that wait for a tracker
 
 def require_trackers(names: Sequence[str]) -> None:
     """Raises ImportError with the remedy for a tracker whose package is not installed."""
-    for name in names:
-        distribution = _KINDS[name].distribution
-        try:
-            importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            remedy = f'run: pip install "odc-triton[{name}]"'
-            raise ImportError(f"--report-to {name} needs {distribution}; {remedy}") from None
+    for name in chosen(names):
+        if not _has(distribution := _KINDS[name].distribution):
+            raise ImportError(f'--report-to {name} needs {distribution}; run: pip install "odc-triton[{name}]"')
+    if names and not chosen(names):
+        raise ImportError(
+            f'--report-to all, and none of {", ".join(_KINDS)} is installed; run: pip install "odc-triton[tensorboard]"'
+        )
+
+
+def _has(distribution: str) -> bool:
+    return installed(distribution)[distribution] != "not installed"
+
+
+def chosen(names: Sequence[str]) -> list[str]:
+    """The trackers of `--report-to`, each once; `all` stands for those that are installed."""
+    every = [name for name, kind in _KINDS.items() if "all" in names and _has(kind.distribution)]
+    return [*dict.fromkeys([*every, *(name for name in names if name != "all")])]
 
 
 class Trackers:
@@ -57,7 +69,7 @@ class Trackers:
 
     def __init__(self, options: RunOptions, *, ranks: int, step: int = 0, seen: int = 0) -> None:
         config = asdict(options) | {"ranks": ranks}
-        self._running = [_KINDS[name](options, config, step, seen) for name in dict.fromkeys(options.report_to)]
+        self._running = [_KINDS[name](options, config, step, seen) for name in chosen(options.report_to)]
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Logs a step's metrics, those that are finite numbers."""
@@ -161,6 +173,21 @@ class _Tracker:
     def _stop(self) -> None:
         self._run.finish()
 
+    def _kept_id(self) -> str | None:
+        """The id that the start before has kept. None: this is another run, to which all steps are new."""
+        if self._seen and self._id_file.exists():
+            return self._id_file.read_text().strip()
+        self._seen = 0
+        return None
+
+    def _keep_id(self, made: str) -> None:
+        self._id_file.parent.mkdir(exist_ok=True)
+        self._id_file.write_text(made)
+
+    @property
+    def _id_file(self) -> Path:
+        return self._out / self.name / "run-id"
+
 
 class _TensorBoard(_Tracker):
     """Event files in OUT/tensorboard."""
@@ -195,21 +222,17 @@ class _WeightsAndBiases(_Tracker):
     name = distribution = module = "wandb"
 
     def _start(self) -> None:
-        id_file = self._out / "wandb" / "run-id"
-        resumes = self._seen > 0 and id_file.exists()
         self._run = self._package.init(
             project=self._options.project or os.environ.get("WANDB_PROJECT") or "odc-triton",
             name=self._options.run_name or os.environ.get("WANDB_NAME") or self._out.name,
             group=self._options.run_group or os.environ.get("WANDB_RUN_GROUP"),
-            id=id_file.read_text().strip() if resumes else None,
+            id=self._kept_id(),
             config=self._config,
             dir=os.environ.get("WANDB_DIR") or str(self._out),
             resume="allow",
             reinit="create_new",  # a run before in this process may still be ending
         )
-        id_file.parent.mkdir(exist_ok=True)
-        id_file.write_text(self._run.id)
-        self._seen = self._seen if resumes else 0
+        self._keep_id(self._run.id)
 
     def finish(self, step: int, metrics: dict[str, float], words: str) -> None:
         self._run.summary.update({**metrics, "words": words})
@@ -239,7 +262,75 @@ class _Trackio(_Tracker):
         self._stop()
 
 
-_KINDS: dict[str, type[_Tracker]] = {kind.name: kind for kind in (_TensorBoard, _WeightsAndBiases, _Trackio)}
+class _MLflow(_Tracker):
+    """A run of MLflow, in the store of the user's environment. MLflow has an active run for each thread."""
+
+    name = module = "mlflow"
+    distribution = "mlflow-skinny"  # mlflow needs it, and where there is a server it is enough
+
+    def _start(self) -> None:
+        if (kept := self._kept_id()) is not None:
+            self._package.start_run(kept)  # its parameters can't be changed
+            return
+        project = self._options.project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "odc-triton"
+        group = self._options.run_group
+        run = self._package.start_run(
+            experiment_id=self._package.set_experiment(project).experiment_id,
+            run_name=self._options.run_name or self._out.name,
+            tags=None if group is None else {"group": group},
+        )
+        self._keep_id(run.info.run_id)
+        self._package.log_params({name: value for name, value in self._config.items() if value is not None})
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if step > self._seen:
+            self._package.log_metrics(metrics, step=step)
+
+    def log_samples(self, step: int, columns: list[str], rows: list[list[Any]]) -> None:
+        self._package.log_text(table(rows, columns), f"samples/step-{step:08d}.md")
+
+    def finish(self, step: int, metrics: dict[str, float], words: str) -> None:
+        self._package.set_tag("mlflow.note.content", _final(metrics, words))
+        self._package.end_run()
+
+    def _stop(self) -> None:
+        self._package.end_run("KILLED")
+
+
+class _SwanLab(_Tracker):
+    """A run of SwanLab. Account, server and mode come from the user's environment."""
+
+    name = distribution = module = "swanlab"
+
+    def _start(self) -> None:
+        self._run = self._package.init(
+            project=self._options.project or os.environ.get("SWANLAB_PROJ_NAME") or "odc-triton",
+            name=self._options.run_name or os.environ.get("SWANLAB_EXP_NAME") or self._out.name,
+            group=self._options.run_group,
+            id=self._kept_id(),
+            config=self._config,
+            log_dir=os.environ.get("SWANLAB_LOG_DIR") or str(self._out / "swanlab"),
+            resume="allow",
+            reinit=True,  # it has one run in a process, and one before may not have ended
+        )
+        self._keep_id(self._run.id)
+
+    def log_samples(self, step: int, columns: list[str], rows: list[list[Any]]) -> None:
+        samples = self._package.echarts.Table()
+        samples.add(columns, rows)
+        self.log(step, {"samples": samples})
+
+    def finish(self, step: int, metrics: dict[str, float], words: str) -> None:
+        self._run.log({"final": self._package.Text(_final(metrics, words))}, step=step)
+        self._run.finish()
+
+    def _stop(self) -> None:
+        self._run.finish("aborted")
+
+
+_KINDS: dict[str, type[_Tracker]] = {
+    kind.name: kind for kind in (_TensorBoard, _WeightsAndBiases, _Trackio, _MLflow, _SwanLab)
+}
 
 
 def _final(metrics: dict[str, float], words: str) -> str:

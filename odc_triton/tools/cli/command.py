@@ -203,6 +203,10 @@ def _export(checkpoint: str, wanted: Any) -> int:
     from .export import export
 
     print(f"{wanted.out} has the model of {export(checkpoint, wanted)}")
+    if wanted.push_to_hub is not None:
+        from ...jobs.train.push import push_folder
+
+        push_folder(Path(wanted.out), wanted.push_to_hub, private=wanted.hub_private)
     return 0
 
 

@@ -23,6 +23,9 @@ class ExportOptions:
     dtype: Literal["fp32", "bf16"] | None = option(None, "dtype of the weights that are written; by default the run's")
     merge: bool = option(False, "for a run with --lora-rank: the whole model, with its adapters added to it")
 
+    push_to_hub: str | None = option(None, "push the folder to the Hugging Face hub, as OWNER/NAME")
+    hub_private: bool = option(False, "create it as a private one; by default as the owner's settings say")
+
     def __post_init__(self) -> None:
         plain_paths(self, "out", "model", "init", "tokenizer")
         if self.model is not None or self.init is not None:
@@ -40,8 +43,11 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     the model is unknown, and FileNotFoundError if there is no checkpoint, or a file in run.yaml is missing.
     """
     from ...jobs.checkpoints.steps import newest_in
+    from ...jobs.train.push import require_hub
 
     require_new_folder(options.out)  # before work that takes minutes
+    if options.push_to_hub is not None:
+        require_hub(options.push_to_hub)
     path = Path(expanded(checkpoint))
     if (path / ".metadata").exists():
         return _export(path, options)
@@ -64,7 +70,9 @@ def _export(path: Path, options: ExportOptions) -> Path:
     from ...checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
     from ...checkpoint.base_model import FILE
     from ...checkpoint.folder import load_checkpoint, read_state
+    from ...jobs.train.metrics import read_metrics
     from ...jobs.train.model import adapters_of, add_adapters, name_special_tokens, quantise, ties_head
+    from ...jobs.train.model_card import write_card
     from ...sharding.shard_module import fully_shard
 
     if path.resolve() in Path(options.out).resolve().parents:
@@ -99,6 +107,9 @@ def _export(path: Path, options: ExportOptions) -> Path:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype or run.get("dtype", "fp32")]
     source = options.tokenizer or options.model
     save_pretrained(model, options.out, tokenizer, processor=source, dtype=dtype, merge=options.merge)
+    if "data" in run:  # else it is no checkpoint of a run
+        steps = read_metrics(path.absolute().parent.parent / "metrics.jsonl")
+        write_card(options.out, run, [line for line in steps if line["step"] <= state["state"]["step"]])
     return path
 
 
