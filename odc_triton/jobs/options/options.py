@@ -6,6 +6,7 @@ import argparse
 import os
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +33,11 @@ def expanded(path: str | os.PathLike) -> str:
     if (found := os.path.expanduser(text)).startswith("~"):
         raise ValueError(f"{text} begins with the home of a user who does not exist: give another path, or ./{text}")
     return found
+
+
+def parts_of(given: str | Sequence[str]) -> tuple[str, ...]:
+    """The parts of a repeatable option that commas may separate too."""
+    return tuple(part.strip() for each in ([given] if isinstance(given, str) else given) for part in each.split(","))
 
 
 def plain_paths(options: Any, *names: str) -> None:

@@ -49,7 +49,7 @@ class _Number(NamedTuple):
         return self.value == other.value or (is_rounded and round(self.value, 6) == round(other.value, 6))
 
 
-class _Row(NamedTuple):
+class _Several(NamedTuple):
     brackets: str  # "": a set
     numbers: list[_Number]
 
@@ -100,14 +100,14 @@ def same_answer(reference: str, answer: str) -> bool | None:
         return one.equals(other)
     if isinstance(one, str) and isinstance(other, str):  # products of letters to math_verify
         return (len(one) == 1 or None) if one == other else None if sorted(one) == sorted(other) else False
-    if not (isinstance(one, _Row) and isinstance(other, _Row)) or len(one.numbers) != len(other.numbers):
+    if not (isinstance(one, _Several) and isinstance(other, _Several)) or len(one.numbers) != len(other.numbers):
         return False
     if bool(one.brackets) != bool(other.brackets):
         return None
     return one.brackets == other.brackets and all(map(_Number.equals, one.numbers, other.numbers))
 
 
-def _value(text: str) -> _Number | _Row | str | None:
+def _value(text: str) -> _Number | _Several | str | None:
     if len(text) > LONGEST:
         return None
     for pattern, by in _REPLACED:
@@ -130,7 +130,7 @@ def _value(text: str) -> _Number | _Row | str | None:
         numbers = sorted({each.value: each for each in numbers}.values(), key=lambda each: each.value)
     elif brackets != "()" and not (len(numbers) == 2 and numbers[0].value < numbers[1].value):  # no interval
         return None
-    return _Row(brackets, numbers) if len(numbers) > 1 else numbers[0]
+    return _Several(brackets, numbers) if len(numbers) > 1 else numbers[0]
 
 
 def _number(text: str) -> _Number | None:

@@ -136,7 +136,8 @@ def _columns(options: GrpoOptions, found: list[Prompts]) -> list[str] | None:
 
 
 def _rewards(options: GrpoOptions) -> Rewards:
-    return Rewards(options.reward, weights=options.reward_weight or None, timeout_s=options.reward_timeout_s)
+    limits = {"timeout_s": options.reward_timeout_s, "max_new_tokens": options.max_new_tokens}
+    return Rewards(options.reward, weights=options.reward_weight or None, **limits)
 
 
 def _start(options: GrpoOptions, sharded: Sharded, prepared: Prepared[Prompts]) -> GrpoRun:
