@@ -40,6 +40,21 @@ def parts_of(given: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(part.strip() for each in ([given] if isinstance(given, str) else given) for part in each.split(","))
 
 
+def columns_of(given: str | Sequence[str]) -> dict[str, str]:
+    """The columns of data, by their new names, of `--map NAME=COLUMN`. Raises ValueError."""
+    found: dict[str, str] = {}
+    for part in parts_of(given):
+        name, equals, column = (each.strip() for each in part.partition("="))
+        if not (name and equals and column) or "=" in column:
+            raise ValueError(f"--map is {part!r}; give NAME=COLUMN, as in --map prompt=question,completion=answer")
+        if name in found:
+            raise ValueError(f"--map gives {found[name]!r} and {column!r} the name {name!r}: keep one of them")
+        if column in found.values():
+            raise ValueError(f"--map gives {column!r} two names: keep one of them")
+        found[name] = column
+    return found
+
+
 def plain_paths(options: Any, *names: str) -> None:
     """For a dataclass's `__post_init__`: the options `names`, text or Path objects, become `expanded` ones."""
     for name in names:

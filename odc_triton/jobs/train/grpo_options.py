@@ -133,12 +133,12 @@ class GrpoOptions(RunOptions):
                 f"or neither"
             )
         for given, name in [*(("reward", each) for each in self.reward), ("rollout", self.rollout)]:
-            if name is not None and not _FUNCTION.fullmatch(name) and not (given == "reward" and name in NAMES):
-                close = difflib.get_close_matches(name, NAMES, n=1) if given == "reward" else []
-                meant = f"did you mean {close[0]}? Otherwise give" if close else "give"
-                also = f"{', '.join(NAMES)} or " if given == "reward" else ""
+            known = NAMES if given == "reward" else ()
+            if name is not None and not _FUNCTION.fullmatch(name) and name not in known:
+                close = [f"did you mean {each}? Else " for each in difflib.get_close_matches(name, known, n=1)]
                 raise ValueError(
-                    f"--{given} is {name!r}; {meant} {also}module:function, as in --{given} my_tools:{given}"
+                    f"--{given} is {name!r}; {''.join(close)}give module:function, as in --{given} my_tools:{given}"
+                    + f", or one of {', '.join(known)}" * bool(known)
                 )
         if self.reward_weight and len(self.reward_weight) != len(self.reward):
             raise ValueError(

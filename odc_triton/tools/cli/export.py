@@ -75,6 +75,8 @@ def _export(path: Path, options: ExportOptions) -> Path:
         print(f"{options.out} gets no tokenizer: give --tokenizer to have one in it")
     state = read_state(path)
     run = state.get("identity", {})
+    if tokenizer is not None and (template := run.get("contents", {}).get("chat_template")):
+        tokenizer.chat_template = template
     model = meta_causal_lm(model=options.model, init=options.init, scores=run.get("job") == "reward")
     if tokenizer is not None:
         name_special_tokens(model, tokenizer)
@@ -99,6 +101,8 @@ def _export(path: Path, options: ExportOptions) -> Path:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype or run.get("dtype", "fp32")]
     source = options.tokenizer or options.model
     save_pretrained(model, options.out, tokenizer, processor=source, dtype=dtype, merge=options.merge)
+    if run.get("chat_template"):
+        (Path(options.out) / "chat_template.json").unlink(missing_ok=True)
     return path
 
 
