@@ -32,7 +32,9 @@ _NUMBER = re.compile(
 )
 _WORDS = re.compile(r"(?:\\text\w*\{)?\(?([A-Za-z][A-Za-z ]*)\)?\}?")
 # Words that are values, and what math_verify takes in references and not in answers.
-_ODD = re.compile(r"inf|sqrt|pct|nan|zoo|\\(?:frac|sqrt|log_)\s?\d|\^\s?\(|/\s*0|\{0\}|\\approx|_", re.IGNORECASE)
+_ODD = re.compile(
+    r"(?<!\\)(?:inf|sqrt)|pct|nan|zoo|\\(?:frac|sqrt|log_)\s?\d|\^\s?\(|/\s*0|\{0\}|\\approx|_", re.IGNORECASE
+)
 
 
 class _Number(NamedTuple):
