@@ -121,7 +121,8 @@ def _prompt_of(where: str, row: Any) -> str | list[dict[str, Any]]:
     if not isinstance(row, dict):
         raise DataError(f"{where}: {kind_of(row)}, not an object with 'prompt', text or messages")
     if row.get("prompt") is None:
-        raise DataError(f"{where}: needs 'prompt', text or messages; it has {names_of(row)}")
+        has = f"it has {names_of(row)}: --map prompt=COLUMN names one of them"
+        raise DataError(f"{where}: needs 'prompt', text or messages; {has}")
     if isinstance(row["prompt"], str):
         return row["prompt"]
     messages, pictures = place_pictures(where, row, read_messages(where, row, "prompt"))
