@@ -57,11 +57,17 @@ def test_a_million_characters(text: str):
 
 
 def test_rewards_by_name(capfd: pytest.CaptureFixture[str]):
-    texts = ["<think>a</think> \\boxed{72}", "#### 71", "\\boxed{x + y}", "<think>72</think>", "\\boxed{72}"]
+    texts = [
+        "<think>a</think> \\boxed{72}",
+        "<think>a<think>b</think> #### 71",
+        "\\boxed{x + y}",
+        "<think>72</think>",
+        "\\boxed{72}",
+    ]
     given = [*texts[:1], [{"role": "assistant", "content": texts[1]}], *texts[2:]]
     columns = {"answer": ["48/2 = 24\n#### 72"] * 4 + [None], "solution": [None] * 4 + ["\\boxed{72.0}"]}
-    with closing(Rewards(["accuracy", "format", "length"], timeout_s=LONG_S, max_new_tokens=10)) as rewards:
-        scores = rewards.score(["p"] * 5, given, [[0] * n for n in (1, 8, 9, 10, 11)], columns)
+    with closing(Rewards(["accuracy", "format", "length"], timeout_s=LONG_S, max_new_tokens=20)) as rewards:
+        scores = rewards.score(["p"] * 5, given, [[0] * n for n in (1, 16, 18, 20, 21)], columns)
     assert [[None if each != each else each for each in one] for one in scores] == [
         [1, 0, None, 0, 1],
         [1, 0, 0, 0, 0],
