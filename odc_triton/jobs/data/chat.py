@@ -85,7 +85,7 @@ class ChatTemplate:
                 0,
                 "messages need a tokenizer with a chat template, and this one has "
                 "none; put the template of the model's instruction-tuned sibling into its folder "
-                "(chat_template.jinja), or render the conversations to 'prompt' and 'completion'",
+                "(chat_template.jinja), give --chat-template, or render the conversations to 'prompt' and 'completion'",
             ) from error
         given = self._template or self._tokenizer.chat_template
         templates = given.values() if isinstance(given, dict) else [given]  # one of several may be for tools

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .dataset import DataOptions, TokenizedDataset, tokenize_source
@@ -49,16 +49,17 @@ def prepare_data(
     options: DataOptions | None = None,
     *,
     folder: str | os.PathLike,
+    columns: Mapping[str, str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> TokenizedDataset:
-    """The samples of the source `name` (see `sources.open_source`), from `folder` if they were prepared before.
+    """The samples of a source (see `sources.open_source`), from `folder` if they were prepared before.
 
     One rank of a machine calls it; the others `TokenizedDataset.load` the `path` of the result, and share its pages.
     Raises DataError for unusable data, and for data that change while they are read; OSError if `folder` can't be
     written; ValueError if source or encoder has no fingerprint.
     """
     options = options or DataOptions()
-    source = open_source(name)
+    source = open_source(name, columns)
     if options.pairs:
         source = PairSource(source)
     processor = encoder.pictures and encoder.pictures.processor

@@ -14,7 +14,7 @@ from typing import Any
 from ...base.hub import hub_problem
 from .forms import record_of
 from .json_files import Value, library, opened, read_json, unpacked
-from .records import DataError, Record
+from .records import DataError, Record, names_of
 from .tables import LOADED, keep_encoded, read_table, without_nulls
 
 # The form of a hub id; a name with a file's suffix is taken for a file.
@@ -91,7 +91,42 @@ class RecordRows(RecordSource):
         return self._fingerprint
 
 
-def open_source(name: str) -> RecordSource:
+class RenamedRecords(RecordSource):
+    """The records of `source`, each with the fields that `columns` names, by new name, under these names."""
+
+    def __init__(self, source: RecordSource, columns: Mapping[str, str]) -> None:
+        self.name, self._source, self._columns = source.name, source, dict(columns)
+
+    def rows(self) -> Iterator[tuple[str, Any, str | None]]:
+        for where, value, folder in self._source.rows():
+            yield where, self._renamed(where, value) if isinstance(value, dict) else value, folder
+
+    def _renamed(self, where: str, fields: dict[str, Any]) -> dict[str, Any]:
+        old = {*self._columns.values()}
+        for name, column in self._columns.items():
+            if column not in fields:
+                raise DataError(f"{where}: there is no {column!r} for --map {name}={column}; it has {names_of(fields)}")
+            if name in fields and name not in old:
+                raise DataError(
+                    f"{where}: has {name!r} already, so --map {name}={column} makes two: rename that one too, as in "
+                    f"--map {name}={column},other={name}"
+                )
+        made = {name: value for name, value in fields.items() if name not in old}
+        made |= {name: fields[column] for name, column in self._columns.items()}
+        return made if getattr(self._source, "kind", None) == "JSON" else without_nulls(made)
+
+    def fingerprint(self) -> str | None:
+        found = self._source.fingerprint()
+        return None if found is None else f"{found}\n{sorted(self._columns.items())}"
+
+
+def open_source(name: str, columns: Mapping[str, str] | None = None) -> RecordSource:
+    """`_opened`, with the fields that `columns` names, by new name, under these names."""
+    source = _opened(name)
+    return RenamedRecords(source, columns) if columns else source
+
+
+def _opened(name: str) -> RecordSource:
     """The source of that name: a file; `folder[:split]`, of files or saved by `save_to_disk`; or `hub-id[:split]`
     or `hub-id:configuration:split`, a data set on the hub. The split is "train" by default.
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +32,26 @@ def expanded(path: str | os.PathLike) -> str:
         raise TypeError(f"{path!r} is not text")
     if (found := os.path.expanduser(text)).startswith("~"):
         raise ValueError(f"{text} begins with the home of a user who does not exist: give another path, or ./{text}")
+    return found
+
+
+def parts_of(given: str | Sequence[str]) -> tuple[str, ...]:
+    """The parts of a repeatable option that commas may separate too."""
+    return tuple(part.strip() for each in ([given] if isinstance(given, str) else given) for part in each.split(","))
+
+
+def columns_of(given: str | Sequence[str]) -> dict[str, str]:
+    """The columns of data, by their new names, of `--map NAME=COLUMN`. Raises ValueError."""
+    found: dict[str, str] = {}
+    for part in parts_of(given):
+        name, equals, column = (each.strip() for each in part.partition("="))
+        if not (name and equals and column) or "=" in column:
+            raise ValueError(f"--map is {part!r}; give NAME=COLUMN, as in --map prompt=question,completion=answer")
+        if name in found:
+            raise ValueError(f"--map gives {found[name]!r} and {column!r} the name {name!r}: keep one of them")
+        if column in found.values():
+            raise ValueError(f"--map gives {column!r} two names: keep one of them")
+        found[name] = column
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -13,7 +13,7 @@ from ...plan.order import Mix, in_passes
 from ..data.messages import read_messages
 from ..data.parts import place_pictures
 from ..data.records import DataError, content_text, kind_of, names_of
-from ..data.sources import open_source
+from ..data.sources import RecordSource, open_source
 from ..data.tokenizer import TextEncoder
 
 _NOT_COLUMNS = ("prompt", "completion", "completions", "prompts", "completion_ids")  # as in TRL
@@ -64,15 +64,23 @@ def joined_prompts(sets: Sequence[Prompts], copies: Sequence[int]) -> Prompts:
     return Prompts(prompts, ", ".join(each.name for each in sets))
 
 
-def read_prompts(name: str, tokenizer: Any, *, most_tokens: int, drop_long: bool = False, first: int = 0) -> Prompts:
-    """The prompts of any source (see `open_source`): records with `prompt`, text or messages.
+def read_prompts(
+    name: str,
+    tokenizer: Any,
+    *,
+    most_tokens: int,
+    drop_long: bool = False,
+    first: int = 0,
+    columns: Mapping[str, str] | None = None,
+) -> Prompts:
+    """The prompts of any source and its `columns` (see `open_source`): records with `prompt`, text or messages.
 
     `most_tokens`: of a prompt; longer ones are dropped if `drop_long`. `first`: the number to read, 0 for all.
 
     Raises DataError with file and line for an unusable prompt, and if none is left.
     """
     prompts, dropped = [], 0
-    for where, given, columns, ids in _encoded(name, tokenizer, first):
+    for where, given, others, ids in _encoded(open_source(name, columns), tokenizer, first):
         if len(ids) > most_tokens:
             if not drop_long:
                 raise DataError(
@@ -83,15 +91,15 @@ def read_prompts(name: str, tokenizer: Any, *, most_tokens: int, drop_long: bool
             continue
         if not ids:
             raise DataError(f"{where}: the prompt has no tokens; write at least one word")
-        prompts.append(Prompt(ids=ids, given=given, columns=columns))
+        prompts.append(Prompt(ids=ids, given=given, columns=others))
     if not prompts and not (first and dropped):  # later ones may fit
         raise DataError(f"{name} has no prompt that fits: each of its {dropped} has more than {most_tokens} tokens")
     return Prompts(prompts, name, dropped=dropped)
 
 
-def _encoded(name: str, tokenizer: Any, first: int) -> Iterator[tuple[str, Any, dict, list[int]]]:
+def _encoded(source: RecordSource, tokenizer: Any, first: int) -> Iterator[tuple[str, Any, dict, list[int]]]:
     """(name in errors, prompt, columns, tokens) of each record."""
-    encoder, rows = TextEncoder.of(tokenizer), islice(open_source(name).rows(), first or None)
+    encoder, rows = TextEncoder.of(tokenizer), islice(source.rows(), first or None)
     records = [
         (where, _prompt_of(where, row), {k: v for k, v in row.items() if k not in _NOT_COLUMNS})
         for where, row, _ in rows
@@ -113,7 +121,8 @@ def _prompt_of(where: str, row: Any) -> str | list[dict[str, Any]]:
     if not isinstance(row, dict):
         raise DataError(f"{where}: {kind_of(row)}, not an object with 'prompt', text or messages")
     if row.get("prompt") is None:
-        raise DataError(f"{where}: needs 'prompt', text or messages; it has {names_of(row)}")
+        has = f"it has {names_of(row)}: --map prompt=COLUMN names one of them"
+        raise DataError(f"{where}: needs 'prompt', text or messages; {has}")
     if isinstance(row["prompt"], str):
         return row["prompt"]
     messages, pictures = place_pictures(where, row, read_messages(where, row, "prompt"))

@@ -30,6 +30,7 @@ from typing import Any, Literal
 
 from ...base.errors import TRACEBACK
 from ..launcher.launch import die_with_parent, how_it_ended
+from .named_rewards import NAMES, missing_columns, named_reward
 
 _LENGTH = struct.Struct("!Q")
 _END_S = 2.0  # for exit handlers of the functions' modules
@@ -50,7 +51,8 @@ class ProcessEnded(Exception):
 
 
 class RewardProcess:
-    """A new process that imports the functions `names`, each a "module:function", and calls them on request.
+    """A new process that imports the functions `names`, each a "module:function" or one of `NAMES`, which are made with
+    `settings`, and calls them on request.
 
     It is another program with its own session: it shares no memory, lock or file with the rank, and Ctrl-C does not
     reach it. The kernel kills it when the thread that started it ends; the functions' child processes are killed with
@@ -60,7 +62,14 @@ class RewardProcess:
     `timeout_s` seconds.
     """
 
-    def __init__(self, names: list[str], columns: list[str] | None = None, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        names: list[str],
+        columns: list[str] | None = None,
+        *,
+        timeout_s: float,
+        settings: Mapping[str, float],
+    ) -> None:
         self._channel, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -72,7 +81,8 @@ class RewardProcess:
                 start_new_session=True,
             )
         try:
-            problem = self._ask(json.dumps([names, columns]).encode(), time.monotonic() + timeout_s)
+            wanted = json.dumps([names, columns, settings]).encode()
+            problem = self._ask(wanted, time.monotonic() + timeout_s)
         except BaseException:
             self.kill()
             raise
@@ -160,9 +170,13 @@ def serve(descriptor: int, parent_pid: int) -> None:
 def _serve(channel: socket.socket) -> None:
     functions: list[Callable] = []
     problem = None
-    names, columns = json.loads(_receive(channel))
+    names, columns, settings = json.loads(_receive(channel))
     for name in names:
-        found = find_function("reward", name, columns)
+        if name in NAMES:
+            found = missing_columns(name, columns or ()) if columns is not None else None
+            found = found or named_reward(name, **settings)
+        else:
+            found = find_function("reward", name, columns)
         if isinstance(found, str):
             problem = problem or found
         else:

@@ -19,7 +19,8 @@ class RewardFailed(RuntimeError):
 
 
 class Rewards:
-    """Reward functions, each named "module:function", with TRL's signature, so that TRL's users can reuse theirs:
+    """Reward functions, each one of `named_rewards.NAMES`, or a "module:function" with TRL's signature, so that TRL's
+    users can reuse theirs:
 
         def exact(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
             return [float(text == right) for text, right in zip(completions, answer)]
@@ -31,15 +32,20 @@ class Rewards:
     All functions run in one process. The first call starts it, and it ends when this process does. If a function takes
     more than `timeout_s` seconds for a batch, the process is killed, and the next call restarts it. Call from one
     thread that lives as long as this object, as the kernel kills the process when that thread ends. `weights`: of each
-    function, by default 1.
+    function, by default 1. `max_new_tokens`: of a completion, for `length`.
     """
 
     def __init__(
-        self, names: Sequence[str], *, weights: Sequence[float] | None = None, timeout_s: float = 60.0
+        self,
+        names: Sequence[str],
+        *,
+        weights: Sequence[float] | None = None,
+        timeout_s: float = 60.0,
+        max_new_tokens: int = 512,
     ) -> None:
         self.names = list(names)
         self.weights = [1.0] * len(self.names) if weights is None else [float(weight) for weight in weights]
-        self.timeout_s = timeout_s
+        self.timeout_s, self.max_new_tokens = timeout_s, max_new_tokens
         self._process: RewardProcess | None = None
 
     def check(self, columns: list[str] | None = None) -> None:
@@ -89,7 +95,8 @@ class Rewards:
     def _running(self, columns: list[str] | None = None) -> RewardProcess:
         if self._process is None:
             try:
-                self._process = RewardProcess(self.names, columns, timeout_s=_START_S)
+                settings = {"timeout_s": self.timeout_s, "max_new_tokens": self.max_new_tokens}
+                self._process = RewardProcess(self.names, columns, timeout_s=_START_S, settings=settings)
             except ProcessEnded as end:
                 raise ValueError(f"while importing the rewards {', '.join(self.names)} {end}") from None
             except TimeoutError:

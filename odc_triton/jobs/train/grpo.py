@@ -125,6 +125,7 @@ def _read(options: GrpoOptions, tokenizer: Any, ranks: int, *, first: int = 0) -
     """The prompts of each --data, and of --eval-data if any. `ranks`: of a replica."""
     most_tokens = options.most_tokens(ranks) - options.max_new_tokens
     how = {"most_tokens": most_tokens, "drop_long": options.drop_long, "first": first}
+    how |= {"columns": options.columns}
     return [read_prompts(name, tokenizer, **how) for name in (*options.data, options.eval_data) if name]
 
 
@@ -136,7 +137,8 @@ def _columns(options: GrpoOptions, found: list[Prompts]) -> list[str] | None:
 
 
 def _rewards(options: GrpoOptions) -> Rewards:
-    return Rewards(options.reward, weights=options.reward_weight or None, timeout_s=options.reward_timeout_s)
+    limits = {"timeout_s": options.reward_timeout_s, "max_new_tokens": options.max_new_tokens}
+    return Rewards(options.reward, weights=options.reward_weight or None, **limits)
 
 
 def _start(options: GrpoOptions, sharded: Sharded, prepared: Prepared[Prompts]) -> GrpoRun:

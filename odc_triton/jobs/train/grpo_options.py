@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from ..options.options import REQUIRED, option
+from ..options.options import REQUIRED, option, parts_of
+from ..rl.named_rewards import NAMES
 from .run_options import RunOptions
 
 _FUNCTION = re.compile(r"[\w.]+:\w+")
@@ -48,8 +50,8 @@ class GrpoOptions(RunOptions):
 
     reward: tuple[str, ...] = option(
         (),
-        "module:function of a reward f(prompts, completions, **columns) -> numbers; repeatable; needed without "
-        "--teacher",
+        f"{', '.join(NAMES)}, or module:function of a reward f(prompts, completions, **columns) -> numbers; "
+        "repeatable; needed without --teacher",
         group="Rewards",
     )
     reward_weight: tuple[float, ...] = option((), "weight of each --reward, in their order; repeatable; 1 by default")
@@ -112,6 +114,7 @@ class GrpoOptions(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "reward", parts_of(self.reward))
         self._require_positive("reward_timeout_s", "generations", "max_new_tokens", "temperature", "decode_at_once")
         if not 0 < self.vllm_memory < 1:
             raise ValueError(f"--vllm-memory is {self.vllm_memory}; it must be between 0 and 1")
@@ -119,7 +122,8 @@ class GrpoOptions(RunOptions):
         self._require_not_negative("kl", "eval_samples", "show_every")
         if not self.reward and self.teacher is None:
             raise ValueError(
-                "--reward is missing: give --reward module:function, as in --reward my_rewards:length, or a --teacher"
+                f"--reward is missing: give {', '.join(NAMES)} or module:function, as in --reward my_rewards:exact, "
+                f"or a --teacher"
             )
         if self.teacher is not None and bool(self.reward) != (self.teacher_weight < 1):
             what = ", ".join(self.reward) or "missing"
@@ -129,8 +133,13 @@ class GrpoOptions(RunOptions):
                 f"or neither"
             )
         for given, name in [*(("reward", each) for each in self.reward), ("rollout", self.rollout)]:
-            if name is not None and not _FUNCTION.fullmatch(name):
-                raise ValueError(f"--{given} is {name!r}; give module:function, as in --{given} my_tools:{given}")
+            known = NAMES if given == "reward" else ()
+            if name is not None and not _FUNCTION.fullmatch(name) and name not in known:
+                close = [f"did you mean {each}? Else " for each in difflib.get_close_matches(name, known, n=1)]
+                raise ValueError(
+                    f"--{given} is {name!r}; {''.join(close)}give module:function, as in --{given} my_tools:{given}"
+                    + f", or one of {', '.join(known)}" * bool(known)
+                )
         if self.reward_weight and len(self.reward_weight) != len(self.reward):
             raise ValueError(
                 f"--reward-weight is given {len(self.reward_weight)} times and --reward {len(self.reward)} times: give "

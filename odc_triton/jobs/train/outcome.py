@@ -36,6 +36,8 @@ def save_model(run: Run, out: Path, tokenizer: Any) -> Path:
     folder = out / ("adapter" if run.options.lora_rank else "model")
     source = run.options.tokenizer or run.options.model
     save_pretrained(run.model, folder, tokenizer, processor=source, overwrite=True)
+    if run.options.chat_template is not None:
+        (folder / "chat_template.json").unlink(missing_ok=True)  # of the source's processor, which would come first
     return folder
 
 

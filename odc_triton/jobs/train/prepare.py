@@ -19,6 +19,7 @@ from ...plan.order import Mix
 from ...sharding.agree import watched_barrier
 from ..checkpoints.steps import newest_in
 from ..data.records import DataError
+from ..data.templates import with_template
 from ..data.tokenizer import read_tokenizer
 from ..options.config_file import write_config
 from ..options.options import flag
@@ -59,8 +60,8 @@ class HasEnded(Exception):
 
 
 def load_any_tokenizer(options: RunOptions) -> Any:
-    """The run's tokenizer: the given one, or the model's."""
-    return read_tokenizer(options.tokenizer or options.model)
+    """The run's tokenizer: the given one, or the model's, with the run's chat template."""
+    return with_template(read_tokenizer(options.tokenizer or options.model), options.chat_template)
 
 
 def mix_of(options: RunOptions, sizes: Sequence[int], ranks: int) -> Mix:

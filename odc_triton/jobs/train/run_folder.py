@@ -215,7 +215,7 @@ def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: Path) 
     if jobs[0] != jobs[1]:
         raise ValueError(f"the run in {where} is one of train {jobs[0]}, not of train {jobs[1]}: give another --out")
     options = _JOBS[jobs[1]]
-    defaults = options.defaults()
+    defaults = {name: [] if value == () else value for name, value in options.defaults().items()}
     saved = _REMOVED | defaults | saved
     wanted = _REMOVED | wanted
     files = [where / "data" / name for name in saved.get("prepared", ()) if "prepared" in wanted]

@@ -10,9 +10,19 @@ from typing import Any, ClassVar, Literal, get_args
 
 from ...base.files import fingerprint
 from ...checkpoint.adapted import base_of
-from ..options.options import REQUIRED, flag, option, plain_paths, require_one_model, require_seed, require_token_cap
+from ..data.templates import TEMPLATES, read_template
+from ..options.options import (
+    REQUIRED,
+    columns_of,
+    flag,
+    option,
+    plain_paths,
+    require_one_model,
+    require_seed,
+    require_token_cap,
+)
 
-PATHS = ("model", "init", "teacher")  # compared by what is there
+PATHS = ("model", "init", "teacher", "chat_template")  # compared by what is there
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab", "all", "none"]
 
 
@@ -24,10 +34,17 @@ class RunOptions:
     data_weight: tuple[float, ...] = option(
         (), "how often an epoch takes each sample of a --data; one for each --data, in order; 1 by default"
     )
+    map: tuple[str, ...] = option(
+        (),
+        "NAME=COLUMN: what a column of the data is called here, as in prompt=question,completion=answer; repeatable",
+    )
     out: str = option(REQUIRED, "folder for metrics, checkpoints, report and the trained model")
     model: str | None = option(None, "a transformers causal LM: local folder or hub id; this or --init is required")
     init: str | None = option(None, "config.json of a model to start with random weights, instead of --model")
     tokenizer: str | None = option(None, "folder, hub id or tokenizer.json; by default the model's")
+    chat_template: str | None = option(
+        None, f"jinja file, or one of {', '.join(TEMPLATES)}, in place of the tokenizer's own chat template"
+    )
 
     steps: int | None = option(None, "optimizer steps", group="Steps")
     token_cap: int = option(4096, "most tokens in one pack, which is one microbatch; sets the memory needed")
@@ -161,6 +178,9 @@ class RunOptions:
         plain_paths(self, "data", "eval_data", "out", "resume", "tokenizer", *PATHS)
         if isinstance(self.data, str):
             object.__setattr__(self, "data", (self.data,))
+        object.__setattr__(self, "map", tuple(sorted(f"{name}={old}" for name, old in columns_of(self.map).items())))
+        if self.chat_template is not None:
+            read_template(self.chat_template)
         require_one_model(self)
         self._require_positive("steps", "lr", "clip_norm", "timeout_minutes", "lora_alpha", "keep", "replicas")
         self._require_positive("teacher_temperature", "teacher_weight")
@@ -263,6 +283,11 @@ class RunOptions:
             )
 
     @property
+    def columns(self) -> dict[str, str]:
+        """The data's columns that have another name here, by that name."""
+        return columns_of(self.map)
+
+    @property
     def checkpoint_interval_s(self) -> float:
         """Most seconds of training without a checkpoint; 0: any."""
         default = 0.0 if self.checkpoint_every else 10.0
@@ -300,6 +325,9 @@ class RunOptions:
         for name in PATHS:
             if wanted[name] is not None and Path(wanted[name]).is_dir() and (base := base_of(wanted[name])):
                 wanted["contents"][name] += fingerprint(base) or base
+        if self.chat_template is not None:
+            wanted["contents"]["chat_template"] = read_template(self.chat_template)  # `export` reads it
+        wanted["map"] = list(self.map)
         weights = wanted.pop("data_weight")
         if len(self.data) == 1:
             return wanted | {"data": self.data[0]}

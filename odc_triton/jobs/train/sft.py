@@ -93,13 +93,14 @@ def _start(options: SftOptions, sharded: Sharded, prepared: Prepared[PreparedSam
 
 def check_before_start(options: SampleOptions, ranks: int) -> None:
     """Raises OSError and ValueError for errors that would occur later in the run. Leaves only the folder `out`."""
-    sources = [open_source(name) for name in options.data]  # first, as it reports missing files
+    sources = [open_source(name, options.columns) for name in options.data]  # first, as it reports missing files
     options.require_replicas(options.replicas or 1, ranks)
     processor, tokenizer = _readers(options)
     encoder = _encoder(options, processor or tokenizer)
     wanted = _wanted(options, ranks // (options.replicas or 1))
     learned = [_begin(source, encoder, wanted, options) for source in sources]
-    held_out = [] if options.eval_data is None else [_begin(open_source(options.eval_data), encoder, wanted, options)]
+    others = [] if options.eval_data is None else [open_source(options.eval_data, options.columns)]
+    held_out = [_begin(source, encoder, wanted, options) for source in others]
     for source, head in zip(sources, learned, strict=True):
         if head.warning is not None:
             print(f"{source.name}: {head.warning}", file=sys.stderr)
@@ -216,6 +217,7 @@ def tokenize(options: SampleOptions, folder: Path, ranks: int, reader: Any = Non
                 encoder,
                 wanted,
                 folder=folder,
+                columns=options.columns,
                 progress=_now_and_then(source),
             )
             seen = "" if data.pictures is None else f"; {sum(map(bool, data.pictures))} of the samples have pictures"

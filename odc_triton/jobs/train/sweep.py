@@ -57,6 +57,7 @@ from .sweep_report import RunEnd, write_summary
 
 _SHOWN_S = 10.0  # between lines about a run
 _OF_THE_DATA = ("data", "eval_data", "tokenizer", "token_cap", "split_sequences", "too_long", "fetch_images")
+_OF_THE_DATA += ("map", "chat_template")
 
 
 def check_before_start(sweep: Sweep, ranks: int) -> None:

@@ -11,6 +11,7 @@ from ...base.environment import needs_transformers
 from ...checkpoint.adapted import read_config
 from ...packs.images import sees_pictures
 from ..data.records import DataError, Record
+from ..data.templates import with_template
 from ..data.tokenizer import require_tokens
 from ..data.vision import has_processor, read_processor
 from .sample_options import SampleOptions
@@ -21,7 +22,7 @@ def load_processor(options: SampleOptions) -> Any | None:
     if _why_blind(options) is not None:
         return None
     source, config = options.tokenizer or options.model, read_config(options.model or options.init)
-    processor = read_processor(source)
+    processor = with_template(read_processor(source), options.chat_template)
     require_tokens(processor.tokenizer, source)
     token = getattr(config, "image_token_id", None)
     if token not in (known := getattr(processor, "image_token_ids", [token])):

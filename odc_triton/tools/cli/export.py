@@ -83,6 +83,8 @@ def _export(path: Path, options: ExportOptions) -> Path:
         print(f"{options.out} gets no tokenizer: give --tokenizer to have one in it")
     state = read_state(path)
     run = state.get("identity", {})
+    if tokenizer is not None and (template := run.get("contents", {}).get("chat_template")):
+        tokenizer.chat_template = template
     model = meta_causal_lm(model=options.model, init=options.init, scores=run.get("job") == "reward")
     if tokenizer is not None:
         name_special_tokens(model, tokenizer)
@@ -110,6 +112,8 @@ def _export(path: Path, options: ExportOptions) -> Path:
     if "data" in run:  # else it is no checkpoint of a run
         steps = read_metrics(path.absolute().parent.parent / "metrics.jsonl")
         write_card(options.out, run, [line for line in steps if line["step"] <= state["state"]["step"]])
+    if run.get("chat_template"):
+        (Path(options.out) / "chat_template.json").unlink(missing_ok=True)
     return path
 
 

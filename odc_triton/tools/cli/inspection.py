@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -17,8 +17,10 @@ from ...checkpoint.adapted import read_config
 from ...jobs.data.dataset import DataOptions, DataSummary, TokenizedDataset, tokenize_source
 from ...jobs.data.encode import encode_records, never_ends
 from ...jobs.data.sources import RecordSource, open_source
+from ...jobs.data.templates import with_template
 from ...jobs.data.tokenizer import TextEncoder, read_tokenizer
 from ...jobs.data.vision import has_processor, read_processor
+from ...jobs.options.options import columns_of
 from ...plan.cost import CostModel
 from ...plan.fields import IGNORED
 from ...plan.order import Mix
@@ -142,20 +144,22 @@ def main(options: argparse.Namespace) -> int:
     epoch.
     """
     names, weights = options.files, options.data_weight
-    encoder = TextEncoder.of(_reader(options.tokenizer, names), fetch=options.fetch_images)
+    columns = columns_of(options.map)
+    reader = with_template(_reader(options.tokenizer, names, columns), options.chat_template)
+    encoder = TextEncoder.of(reader, fetch=options.fetch_images)
     config = None if options.model is None else read_config(options.model).get_text_config()
     cost = CostModel.paper_7b() if config is None else CostModel.from_config(config)
     how = {"token_cap": options.token_cap, "vocabulary": config and config.vocab_size, "cost": cost}
-    found = [inspect_data(open_source(name), encoder, **how) for name in names]
+    found = [inspect_data(open_source(name, columns), encoder, **how) for name in names]
     pages = [*map(str, found), *([_epoch(found, weights)] if len(names) > 1 or weights else [])]
     print("\n\n\n".join(pages))
     return int(any(each.tokens_outside for each in found))
 
 
-def _reader(tokenizer: str, names: Sequence[str]) -> Any:
+def _reader(tokenizer: str, names: Sequence[str], columns: Mapping[str, str]) -> Any:
     """The tokenizer, or, for data with pictures, the processor beside it."""
     may_have_one = has_processor(tokenizer) or not Path(tokenizer).exists()  # a hub id
-    if may_have_one and any(record.pictures for name in names for record in open_source(name)):
+    if may_have_one and any(record.pictures for name in names for record in open_source(name, columns)):
         return read_processor(tokenizer)
     return read_tokenizer(tokenizer)
 
