@@ -7,7 +7,6 @@ import io
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -25,17 +24,11 @@ from tests.support.sft_case import case, write_case
 
 # The eval_loss after each step: the fourth is the best until the last.
 LOSSES = {1: 5.0, 2: 3.0, 3: 4.0, 4: 2.5, 5: 3.0, 6: math.nan, 7: 9.0, 8: 2.0}
-TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_case(tmp_path_factory.mktemp("best"), config=TINY, records=16, characters=60)
 
 
 def options(folder: Path, out: Path, **changes: object) -> SftOptions:
-    wanted = {"steps": 8, "schedule": "constant", "samples_per_rank": 4, "keep": 1, "checkpoint_every": 1}
-    wanted |= {"eval_fraction": 0.3, "eval_every": 1, "early_stopping": 2, "keep_best": True, "resume": "auto"}
+    wanted = {"steps": 8, "schedule": "constant", "keep": 1, "checkpoint_every": 1, "eval_fraction": 0.3}
+    wanted |= {"eval_every": 1, "early_stopping": 2, "keep_best": True, "resume": "auto", "samples_per_rank": 2}
     return case(folder, out=str(out), **wanted | changes)
 
 
@@ -57,63 +50,49 @@ def train(rank: int, world: int, wanted: SftOptions, killed_at: int = 0) -> tupl
     return ended, printed.getvalue()
 
 
-def model_of(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(out / "model" / "model.safetensors")
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(value, other[name]) for name, value in one.items())
-
-
 def saved(out: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (out / "checkpoints").glob("step-*"))
 
 
-def test_a_run_ends_early_with_the_best_model(folder: Path, tmp_path: Path) -> None:
+def test_a_run_ends_early_with_the_best_model(tmp_path: Path) -> None:
     """To the bit that of the best step, also if it was killed after an evaluation, before that was saved."""
-    plain = {"early_stopping": 0, "keep_best": False, "eval_every": 0}
-    for steps in (4, 6):
-        assert train(0, 1, options(folder, tmp_path / str(steps), **plain, steps=steps))[0] == ENDED
-    best, last = (model_of(tmp_path / str(steps)) for steps in (4, 6))
-    assert not same(best, last)
-    for killed_at in (4, 6):
-        wanted = options(folder, out := tmp_path / f"killed at {killed_at}")
-        assert train(0, 1, wanted, killed_at)[0] == "RuntimeError: killed"
-        assert saved(out) == [{4: 2, 6: 4}[killed_at], killed_at - 1], "the best one so far, and the newest"
+    folder, models = write_case(tmp_path, config={"hidden_size": 16}, records=16, characters=60), {}
+    rows = {"best": (4, 0), "last": (6, 0), "killed at 4": (8, 4), "killed at 6": (8, 6)}  # steps, and where killed
+    for name, (steps, killed_at) in rows.items():
+        plain = {} if killed_at else {"early_stopping": 0, "keep_best": False, "eval_every": 0}
+        wanted = options(folder, out := tmp_path / name, steps=steps, **plain)
+        if killed_at:
+            assert train(0, 1, wanted, killed_at)[0] == "RuntimeError: killed"
+            assert saved(out) == [{4: 2, 6: 4}[killed_at], killed_at - 1], "the best one so far, and the newest"
         ended, said = train(0, 1, wanted)
         assert ended == ENDED
-        assert "It ended early, before step 8: eval_loss has not improved in 2 evaluations in a row" in said
-        assert "The model is that of step 4, the best, with eval_loss 2.5000 (--keep-best)." in said
-        assert len(jobs.lines(out)) == 6
-        assert saved(out) == [4, 6], "one is the newest, and one the best"
-        assert same(model_of(out), best)
+        models[name] = load_file(out / "model" / "model.safetensors")
+        if killed_at:
+            assert "It ended early, before step 8: eval_loss has not improved in 2 evaluations in a row" in said
+            assert "The model is that of step 4, the best, with eval_loss 2.5000 (--keep-best)." in said
+            assert (len(jobs.lines(out)), saved(out)) == (6, [4, 6])
+        assert all(torch.equal(value, models["best"][key]) for key, value in models[name].items()) == (name != "last")
     assert "has ended after step 6" in train(0, 1, wanted)[1]
-    assert "--early-stopping was 2 and is 0" in train(0, 1, on := replace(wanted, early_stopping=0))[1]
-    assert (len(jobs.lines(out)), saved(out)) == (8, [8])
-    assert "has ended after step 8" in train(0, 1, on)[1]
-    branch = replace(
-        wanted, out=str(tmp_path / "branch"), resume=str(tmp_path / "killed at 4/checkpoints/step-00000006")
-    )
-    said = train(0, 1, replace(branch, early_stopping=0))[1]
-    assert "step-00000004 is gone: of the evaluations to come the best one is kept" in said
+    branch = {"out": str(tmp_path / "branch"), "resume": str(out / "checkpoints" / "step-00000006")}
+    assert "step-00000004 is gone" in (said := train(0, 1, replace(wanted, **branch, early_stopping=0))[1])
     assert "that of step 8" in said
+    assert "--early-stopping was 2 and is 0" in train(0, 1, replace(wanted, early_stopping=0))[1]
+    assert (len(jobs.lines(out)), saved(out)) == (8, [8])
 
 
 @pytest.mark.slow
-def test_all_ranks_end_together(folder: Path, tmp_path: Path) -> None:
-    outcomes = ranks.run(train, 2, options(folder, tmp_path / "out", samples_per_rank=2, checkpoint_background=True))
-    assert [ended for ended, _ in outcomes] == [ENDED, ENDED]
-    assert (len(jobs.lines(tmp_path / "out")), saved(tmp_path / "out")) == (6, [4, 6])
+def test_all_ranks_end_together(tmp_path: Path) -> None:
+    wanted = options(write_case(tmp_path), out := tmp_path / "out", checkpoint_background=True)
+    assert [ended for ended, _ in ranks.run(train, 2, wanted)] == [ENDED, ENDED]
+    assert (len(jobs.lines(out)), saved(out)) == (6, [4, 6])
 
 
-def test_which_evaluation_is_better() -> None:
-    run = SimpleNamespace(state=RunState(), was_skipped=False, measure="eval_reward", more_is_better=True)
-    for step, (reward, best, stale) in enumerate(
-        [(math.nan, 0, 1), (0.2, 2, 0), (0.2, 2, 1), (0.5, 4, 0), (0.1, 4, 1), (None, 4, 1)], start=1
-    ):
-        run.state.step = step
+def test_which_reward_is_better() -> None:
+    run = mock.Mock(state=RunState(), was_skipped=False, measure=GrpoRun.measure, more_is_better=GrpoRun.more_is_better)
+    for reward, best, stale in [(math.nan, 0, 1), (0.2, 2, 0), (0.2, 2, 1), (0.5, 4, 0), (0.1, 4, 1), (None, 4, 1)]:
+        run.state.step += 1
         GrpoRun.judge(run, {} if reward is None else {"eval_reward": reward})
-        assert (run.state.best_step, run.state.stale) == (best, stale), f"step {step}"
+        assert (run.state.best_step, run.state.stale) == (best, stale)
     run.was_skipped = True
     GrpoRun.judge(run, {"eval_reward": 1.0})
     assert run.state.best_step == 4, "the weights are those of another step"

@@ -64,7 +64,9 @@ def build_model(
     if why and rank == 0:
         print(why, flush=True)
     if recomputes:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Its newer name warns of the older one.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     model = adapt(model, options, rank)
     if options.split_sequences:
         compute_in_chunks(model)

@@ -102,7 +102,7 @@ def take_folder(
     def take() -> dict[str, Any]:
         folder.lock(resume=options.resume)
         try:
-            identity = _identity(options, folder, mesh.size(), mesh.device_type)
+            identity = identity_of(options, folder, mesh.size(), mesh.device_type)
             changed = _check_resumed(options, folder, identity)  # before all the data are read
             if folder.goes_on(options.resume) and folder.has_ended(identity):
                 return {"ended": _ended(folder, options, changed)}
@@ -168,7 +168,7 @@ def on_rank_0(make: Callable[[], dict[str, Any]], mesh: DeviceMesh, timeout: tim
     return message["made"]
 
 
-def _identity(options: RunOptions, folder: RunFolder, ranks: int, device: str) -> dict[str, Any]:
+def identity_of(options: RunOptions, folder: RunFolder, ranks: int, device: str) -> dict[str, Any]:
     """With the dtype of compute: without --dtype that of the run which goes on, if there is one."""
     saved: dict[str, Any] = {}
     if options.dtype is None and options.resume != "never":
@@ -241,6 +241,6 @@ def check_before_start(options: RunOptions, ranks: int, tokenizer: Any, *, longe
     folder.lock(resume=options.resume)
     try:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        _check_resumed(options, folder, _identity(options, folder, ranks, device))
+        _check_resumed(options, folder, identity_of(options, folder, ranks, device))
     finally:
         folder.release()
