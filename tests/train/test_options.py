@@ -26,8 +26,14 @@ SFT: list[tuple[dict[str, Any], str]] = [
     ({"eval_data": "a", "eval_fraction": 0.5}, "give one of them"),
     ({"eval_every": 5}, "nothing to evaluate on: give --eval-data"),
     ({"early_stopping": -1}, "--early-stopping is -1; it must be at least 0"),
-    ({"early_stopping": 2, "eval_every": 5}, "--early-stopping is 2 and compares evaluations: give --eval-data, or"),
-    ({"keep_best": True}, "--keep-best is True and compares evaluations: give --eval-data and --eval-every, or"),
+    (
+        {"early_stopping": 2, "eval_every": 5},
+        "--early-stopping is 2 and compares evaluations: give --eval-data or --eval-fraction, or",
+    ),
+    (
+        {"keep_best": True},
+        "--keep-best is True and compares evaluations: give --eval-data or --eval-fraction and --eval-every, or",
+    ),
     ({"keep_best": True, "eval_fraction": 0.5}, "compares evaluations: give --eval-every, or leave it out"),
     ({"eval_fraction": 1.0}, "--eval-fraction is 1.0"),
     ({"lora_alpha": 8.0}, "--lora-alpha is 8.0: give --lora-rank too"),

@@ -132,7 +132,7 @@ def _ended(folder: RunFolder, options: RunOptions, changed: str) -> Metrics:
     print(
         f"the run in {folder.path} has ended after step {metrics['step']}: {written} has its weights. Nothing was "
         f"changed. To train on, give more {'--epochs or ' * hasattr(options, 'epochs')}--steps"
-        + ", or another --early-stopping" * bool(options.early_stopping)
+        + ", or after an early end another --early-stopping" * bool(options.early_stopping)
         + f"; no step is left for what was changed: {changed}" * bool(changed),
         flush=True,
     )

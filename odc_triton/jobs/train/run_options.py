@@ -239,7 +239,8 @@ class RunOptions:
         for name, needed in needs.items():
             if getattr(self, name) != self.defaults()[name] and not getattr(self, needed):
                 raise ValueError(f"{flag(name)} is {getattr(self, name)}: give {flag(needed)} too, or leave it out")
-        absent = ["--eval-data"] * (not self.evaluates) + ["--eval-every"] * (not self.eval_every)
+        data = "--eval-data" + " or --eval-fraction" * hasattr(self, "eval_fraction")
+        absent = [data] * (not self.evaluates) + ["--eval-every"] * (not self.eval_every)
         for name in ("early_stopping", "keep_best"):
             if absent and (value := getattr(self, name)):
                 raise ValueError(
