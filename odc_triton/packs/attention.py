@@ -131,6 +131,7 @@ def tell_by_positions(model: nn.Module, args: tuple, given: dict[str, Any]) -> t
     return args, given | {"position_ids": positions}
 
 
+@torch._disable_dynamo  # the documents differ in every forward
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
@@ -159,7 +160,6 @@ def packed_attention(
     mask = None if attention_mask is not None and attention_mask.shape == PREPARED_MASK else attention_mask
     if (is_causal := options.get("is_causal")) is None:
         is_causal = getattr(module, "is_causal", True)
-    # Without pop: after it torch.compile has no guard on what else is in `options`, and reuses a graph without pieces.
     known = {name: options[name] for name in _KEYWORDS if name in options}
     others = {name: value for name, value in options.items() if name not in known and name != "is_causal"}
     if "pieces" not in known:

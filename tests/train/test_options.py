@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
+from odc_triton.jobs.train.model import recomputes_activations
 from odc_triton.jobs.train.optimizers import make_schedule
 from tests.support import grpo_case, sft_case
 
@@ -23,6 +25,16 @@ SFT: list[tuple[dict[str, Any], str]] = [
     ({"drop_long": True}, "--truncate is True and --drop-long is True; give one of them"),
     ({"eval_data": "a", "eval_fraction": 0.5}, "give one of them"),
     ({"eval_every": 5}, "nothing to evaluate on: give --eval-data"),
+    ({"early_stopping": -1}, "--early-stopping is -1; it must be at least 0"),
+    (
+        {"early_stopping": 2, "eval_every": 5},
+        "--early-stopping is 2 and compares evaluations: give --eval-data or --eval-fraction, or",
+    ),
+    (
+        {"keep_best": True},
+        "--keep-best is True and compares evaluations: give --eval-data or --eval-fraction and --eval-every, or",
+    ),
+    ({"keep_best": True, "eval_fraction": 0.5}, "compares evaluations: give --eval-every, or leave it out"),
     ({"eval_fraction": 1.0}, "--eval-fraction is 1.0"),
     ({"lora_alpha": 8.0}, "--lora-alpha is 8.0: give --lora-rank too"),
     ({"lora_targets": "q_proj"}, "--lora-targets is q_proj: give --lora-rank too"),
@@ -72,6 +84,10 @@ GRPO: list[tuple[dict[str, Any], str]] = [
     ({"engine": "vllm-colocate"}, "give --model"),
     ({"temperature": 0.0}, "temperature is 0.0; it must be positive"),
     ({"vllm_memory": 1.5}, "between 0 and 1"),
+    (
+        {"reward": (), "teacher": "t", "teacher_weight": 1.0, "keep_best": True, "eval_every": 1, "eval_data": "a"},
+        "--keep-best is True and compares eval_reward: give --reward, or leave it out",
+    ),
     ({"eval_samples": 2}, "--eval-samples is 2 and there is no --eval-data: give it"),
 ]
 
@@ -118,3 +134,25 @@ def test_schedules(changes: dict, wanted: dict[int, float]) -> None:
 def test_rollouts_overlap_where_they_can(changes: dict[str, Any], overlaps: bool) -> None:
     options = grpo_case.case(HERE.parent, data=str(HERE), **{"overlap_rollout": "auto"} | changes)
     assert options.overlaps == overlaps
+
+
+def test_what_is_chosen_by_the_device() -> None:
+    """The dtype; and that activations are recomputed, where those of a pack would take 4.95 GB or more of 16."""
+    on = {"data": str(HERE), "token_cap": 4096}
+    config = AutoConfig.for_model("qwen2", hidden_size=840, num_hidden_layers=24)
+    for changes, device, gb, wanted in [
+        ({}, "cuda", 24, False),
+        ({}, "cuda", 16, True),
+        ({"token_cap": 8192}, "cuda", 24, True),
+        ({"dtype": "fp32"}, "cuda", 24, True),
+        ({"gradient_checkpointing": False}, "cuda", 16, False),
+        ({"gradient_checkpointing": True}, "cuda", 24, True),
+        ({}, "cpu", 0, False),
+    ]:
+        options = sft_case.case(HERE.parent, **on | changes).on(device)
+        assert options.dtype == changes.get("dtype", "bf16" if device == "cuda" else "fp32")
+        found, said = recomputes_activations(config, options, int(gb * 1e9))
+        assert found == wanted, (changes, gb)
+        assert ("--no-gradient-checkpointing turns it off" in said) == (
+            found and "gradient_checkpointing" not in changes
+        )

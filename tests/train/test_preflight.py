@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "file").touch()
     (folder / "used").mkdir()
     (folder / "used" / "metrics.jsonl").write_text('{"step": 1}\n')
-    saved = {"identity": SftOptions(data="hub", init="config.json", tokenizer="t", out="run").identity(1)}
+    saved = {"identity": SftOptions(data="hub", init="config.json", tokenizer="t", out="run", dtype="fp32").identity(1)}
     saved["identity"]["prepared"] = ["digest"]
     checkpoint = folder / "run" / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)

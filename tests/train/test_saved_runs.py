@@ -22,7 +22,8 @@ from odc_triton import fully_shard
 from odc_triton.hf import ODCTrainer, enable_packing
 from odc_triton.jobs.data.store import contents
 from odc_triton.jobs.train.metrics import read_metrics
-from odc_triton.jobs.train.run_folder import require_same
+from odc_triton.jobs.train.prepare import identity_of
+from odc_triton.jobs.train.run_folder import RunFolder, require_same
 from odc_triton.jobs.train.sft_options import SftOptions
 from tests.support import jobs, ranks
 from tests.support.sft_case import write_case
@@ -120,6 +121,19 @@ def test_an_option_that_a_saved_run_lacks_had_its_default() -> None:
     require_same(saved, wanted, where=Path("out"))
     with pytest.raises(ValueError, match=r"--eval-fraction was 0.0 and is 0.5"):
         require_same(saved, wanted | {"eval_fraction": 0.5}, where=Path("out"))
+
+
+def test_a_saved_run_keeps_its_dtype(saved: Path) -> None:
+    """Older versions computed in fp32 by default, on GPUs too: without --dtype such a run goes on so."""
+    folder = RunFolder(saved / "sft" / "out")
+    folder.lock(resume="auto")
+    newest = str(next((saved / "lora" / "out" / "checkpoints").glob("step-*")))
+    rows = [("auto", None, folder, "fp32"), ("auto", "bf16", folder, "bf16")]
+    rows += [(newest, None, new := RunFolder(saved / "new"), "fp32"), ("never", None, new, "bf16")]
+    for resume, given, at, dtype in rows:
+        wanted = SftOptions(data="hub/name", model="model", out=str(at.path), resume=resume, dtype=given)
+        assert identity_of(wanted, at, 2, "cuda")["dtype"] == dtype
+    folder.release()
 
 
 def test_other_samples_are_another_run(saved: Path) -> None:

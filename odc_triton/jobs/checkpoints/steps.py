@@ -46,6 +46,7 @@ class Checkpoints:
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
         self.folder, self.keep = Path(folder), keep
+        self.best: Path | None = None  # never removed
         self._lock: ByteLocks | None = None
         self._left: list[Path] = []  # leftovers of killed runs, until they are removed
         if rank is None:
@@ -125,10 +126,12 @@ class Checkpoints:
         return 1 + max((_number(path, damaged=-1) for path in _folders(self.folder)), default=-1)
 
     def prune(self, newest: Path) -> None:
-        """Removes the oldest ones beyond `keep`, and never `newest`. Only rank 0 calls it."""
+        """Removes the oldest ones beyond `keep`, and never `newest` and `best`. Only rank 0 calls it."""
         others = [path for path in _folders(self.folder) if path != newest]
         others.sort(key=lambda path: _number(path, damaged=-1))
         for path in others[: max(0, len(others) - self.keep + 1)]:
+            if path == self.best:
+                continue
             going = unfinished(path, "removing")
             with contextlib.suppress(OSError):  # the next save tries again
                 os.rename(path, going)

@@ -70,7 +70,8 @@ class TransformersEngine(CompletionEngine):
         )
         # Transformers can't compute the routers' loss of a cache's tokens.
         given = {"output_router_logits": False} if router_weight(model) else {}
-        with evaluating(model), self._whole():
+        # Compiled blocks would get a graph of each length of the cache.
+        with evaluating(model), self._whole(), torch.compiler.set_stance("force_eager"):
             made = model.generate(
                 input_ids=ids,
                 attention_mask=there,

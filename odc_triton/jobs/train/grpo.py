@@ -66,7 +66,7 @@ def check_before_start(options: GrpoOptions, ranks: int) -> None:
             )
         config = read_config(options.model if options.init is None else options.init)
         server = PolicyServer(options.vllm_server)
-        server.check(config=config, dtype=_DTYPES[options.dtype], tokens=largest["longest"])
+        server.check(config=config, dtype=_DTYPES[options.on("cpu").dtype], tokens=largest["longest"])
     rewards = _rewards(options)
     try:
         try:

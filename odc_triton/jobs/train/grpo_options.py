@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from ..options.options import REQUIRED, option, parts_of
+from ..options.options import REQUIRED, flag, option, parts_of
 from ..rl.named_rewards import NAMES
 from .run_options import RunOptions
 
@@ -193,6 +193,9 @@ class GrpoOptions(RunOptions):
             )
         if self.eval_samples and self.eval_data is None:
             raise ValueError(f"--eval-samples is {self.eval_samples} and there is no --eval-data: give it")
+        for name in ("early_stopping", "keep_best"):
+            if (value := getattr(self, name)) and not self.reward:
+                raise ValueError(f"{flag(name)} is {value} and compares eval_reward: give --reward, or leave it out")
         super()._check_contradictions()
 
     def identity(self, world: int) -> dict[str, Any]:

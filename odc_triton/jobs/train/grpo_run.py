@@ -47,6 +47,8 @@ Stepped = tuple[Rollout, Learned, StepReport, Metrics]  # the last: seconds
 class GrpoRun(Run):
     """Reinforcement learning by GRPO: one step is a rollout and `iterations` updates."""
 
+    measure = "eval_reward"
+    more_is_better = True
     bar: ClassVar[dict[str, Any]] = {
         "reward": ("reward", ".3f"),
         "length": ("length", ".0f"),

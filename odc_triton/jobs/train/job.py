@@ -38,7 +38,7 @@ from ..options.config_file import with_config
 from ..options.options import Parser, add_arguments, read_options
 from .loop import Loop, OnMetrics
 from .metrics import Metrics
-from .model import build_model, frozen_options, precision
+from .model import build_model, compile_blocks, frozen_options, precision
 from .prepare import HasEnded, Prepared, on_rank_0
 from .push import push_folder
 from .run import Run
@@ -96,6 +96,7 @@ def _train(
         prepared = prepare(options, mesh=mesh)
     except HasEnded as ended:
         return ended.metrics
+    options = replace(options, dtype=prepared.identity["dtype"])
     try:
         base_of = None if among is None else among.base_of
         run = start(options, partial(_sharded, prepared=prepared, mesh=mesh, base_of=base_of), prepared)
@@ -137,13 +138,18 @@ def _sharded(
     base = None if base_of is None else base_of(options)
     rank, timeout = grid_of(mesh).rank, timedelta(minutes=options.timeout_minutes)
     sizes = {"longest": prepared.longest, "largest_token": prepared.largest_token}
-    model, cost = build_model(options, prepared.tokenizer, **sizes, rank=1 if frozen else rank)  # only rank 0 prints
+    on_gpu = mesh.device_type == "cuda"
+    memory_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if on_gpu else 0
+    how: dict[str, Any] = {"rank": 1 if frozen else rank, "memory_bytes": memory_bytes}  # only rank 0 prints
+    model, cost = build_model(options, prepared.tokenizer, **sizes, **how)
     if frozen:
         model.requires_grad_(False)
+    elif options.compile:
+        compile_blocks(model)
     if options.model is not None:
         expect_weights(model)
     exact = options.exact or None  # None: by torch.use_deterministic_algorithms
-    how: Any = {"timeout": timeout, "exact": exact, "expert_cache_bytes": options.expert_cache}
+    how = {"timeout": timeout, "exact": exact, "expert_cache_bytes": options.expert_cache}
     model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype), base=base, **how)
     require_written(model)
     if not frozen:

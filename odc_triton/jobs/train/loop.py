@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from ...base.errors import CheckpointCorrupt, CheckpointFailed, MinibatchFailed, OdcError, RolloutFailed
 from ..checkpoints.background import BackgroundCheckpoints
 from ..checkpoints.steps import Checkpoints
@@ -92,7 +94,7 @@ class Loop:
         run = self.run
         self._resume()
         metrics: Metrics = {"step": run.state.step, "tokens": run.state.tokens}
-        if run.steps <= min(run.state.step, self.prepared.ended_step):
+        if run.is_over and min(run.steps, run.state.step) <= self.prepared.ended_step:
             if self._is_first:
                 self.prepared.folder.end(self.prepared.ended_step)  # for these options too
             return metrics
@@ -103,7 +105,7 @@ class Loop:
             self._records = Records(run, self.on_metrics)
             print(run.in_words(), flush=True)
         with Progress(total=run.steps, done=run.state.step, shown=self._is_first and self._is_shown) as progress:
-            while run.state.step < run.steps and run.stop is None:
+            while not run.is_over and run.stop is None:
                 self.clock.ahead_s, run.samples = self._evaluations_s(), []
                 made = run.train_step()
                 if made is None:
@@ -112,7 +114,9 @@ class Loop:
                 metrics = made
                 if self._evaluates(run.state.step):
                     begun_s = time.monotonic()
-                    metrics |= run.evaluate()
+                    with torch.compiler.set_stance("force_eager"):  # else it compiles anew, for the other mode
+                        metrics |= run.evaluate()
+                    run.judge(metrics)
                     self._evaluation_s = time.monotonic() - begun_s
                 if self._records is not None:
                     self._records.write(metrics, run.samples)
@@ -123,12 +127,12 @@ class Loop:
                 try:
                     self._save_where_due()
                 except CheckpointFailed as error:
-                    if run.state.step < run.steps:
+                    if not run.is_over:
                         raise
                     unsaved = error  # the model may still be written
                 self.clock.restart()
         self.background.wait()
-        if run.stop is not None and run.state.step < run.steps:
+        if run.stop is not None and not run.is_over:
             if self._is_first:
                 saved = f"saved in {self.checkpoints.folder / f'step-{run.state.step:08d}'}"
                 if self.saved_step != run.state.step:
@@ -172,13 +176,25 @@ class Loop:
         changed = run.resume(saved, where=Path(self.prepared.branch or path).absolute().parent.parent)
         self.saved_step = run.state.step
         run.idle.restart()
+        state = run.state
+        if run.options.keep_best and state.best_step and not self._best.is_dir():
+            if self._is_first:  # of a run without --keep-best, or in the folder that this one branches off
+                print(f"{self._best} is gone: of the evaluations to come the best one is kept", flush=True)
+            state.best, state.best_step = None, 0
         if self._is_first:
             if changed:
                 print(f"changed for the steps to come: {changed}", flush=True)
-            if run.state.step < run.steps:
-                print(f"continuing after step {run.state.step} of {run.steps}, from {path}", flush=True)
+            if not run.is_over:
+                print(f"continuing after step {state.step} of {run.steps}, from {path}", flush=True)
             else:
-                print(f"all {run.steps} steps are done already, in {path}", flush=True)
+                early = f"the run ended early, after step {state.step}"
+                done = early if state.step < run.steps else f"all {run.steps} steps are done already"
+                print(f"{done}, in {path}", flush=True)
+
+    @property
+    def _best(self) -> Path:
+        """The checkpoint of the best evaluation."""
+        return self.checkpoints.path_of(self.run.state.best_step)
 
     def _evaluates(self, step: int) -> bool:
         run, every = self.run, self.run.options.eval_every
@@ -191,7 +207,7 @@ class Loop:
         return self._evaluation_s * sum(self._evaluates(self.run.state.step + more) for more in (1, 2))
 
     def _save_where_due(self) -> None:
-        """Saves by the clock or every so many steps, at the end, and when the run is stopped.
+        """Saves by the clock or every so many steps, the best so far, at the end, and when the run is stopped.
 
         A step may have been skipped because of the weights themselves. So after a skipped step only the end or a stop
         saves, and only sound weights, and no older checkpoint is removed.
@@ -202,12 +218,13 @@ class Loop:
         if self.background.is_idle:
             self.clock.end()
         due = self.clock.is_due or (options.checkpoint_every > 0 and run.state.step % options.checkpoint_every == 0)
-        last = options.saves and run.state.step == run.steps
-        stops = run.stop is not None and run.state.step < run.steps
+        last = options.saves and run.is_over
+        stops = run.stop is not None and not run.is_over
+        is_best = options.keep_best and run.state.best_step == run.state.step
         if run.was_skipped:
             if (last or stops) and run.is_sound():
                 self._save(prune=False, ends=True)
-        elif due or last or stops:
+        elif due or last or stops or is_best:
             self._save(prune=True, ends=last or stops)
 
     def _save(self, *, prune: bool, ends: bool) -> None:
@@ -216,10 +233,12 @@ class Loop:
         step = run.state.step
         how = {"optimizer": run.optimizer, "state": run.position(), "step": step, "prune": prune}
         self.clock.begin()
+        self.background.wait(quiet_s=0.0)  # what it saves may still need the former best one
+        if run.options.keep_best:
+            self.checkpoints.best = self._best
         if self._in_background and not ends:
             self.background.save(**how)
         else:
-            self.background.wait(quiet_s=0.0)
             self.checkpoints.save(model=run.model, **how)
             self.clock.end()
         self.saved_step = step
@@ -228,10 +247,12 @@ class Loop:
     def _finish(self, metrics: Metrics, *, is_saved: bool) -> None:
         run = self.run
         events = gather_events(run)
+        if run.options.keep_best and run.state.best_step not in (0, run.state.step):
+            self.checkpoints.load(self._best, model=run.model, optimizer=None)
         if self._records is not None:
             trackers, ranks = self._records.trackers, run.engine.world
             lines = read_metrics(self.out / "metrics.jsonl")
-            summary = in_words(lines, ranks=ranks)
+            summary = in_words(lines, ranks=ranks) + run.end_in_words()
             trackers.finish(metrics, summary)  # they take it while the model is written
             folder = save_model(run, self.out, self.prepared.tokenizer)
             write_card(folder, run.identity, lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from ...checkpoint import meta_causal_lm, with_adapter
+from ...comm.layout import find_units
 from ...optim import adamw8bit
 from ...packs.attention import PackingUnsupported
 from ...packs.chunks import compute_in_chunks
@@ -28,12 +29,12 @@ from .sft_options import SftOptions
 
 
 def build_model(
-    options: RunOptions, tokenizer: Any, *, longest: int, largest_token: int, rank: int
+    options: RunOptions, tokenizer: Any, *, longest: int, largest_token: int, rank: int, memory_bytes: int = 0
 ) -> tuple[nn.Module, CostModel]:
     """The model before `fully_shard`, without weights, and the cost of its samples.
 
-    `longest`: tokens of the longest sample. Raises ValueError for samples that the model can't take, and
-    PackingUnsupported.
+    `longest`: tokens of the longest sample; `memory_bytes`: of the GPU that computes, 0 on CPUs. Raises ValueError for
+    samples that the model can't take, and PackingUnsupported.
     """
     torch.manual_seed(options.seed)
     scores = isinstance(options, RewardOptions)
@@ -59,8 +60,13 @@ def build_model(
             f"--share-prefixes: {type(model).__name__} does not pass on to its attention what samples of a pack share, "
             f"or has rope by length: leave it out"
         )
-    if options.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    recomputes, why = recomputes_activations(model.config, options, memory_bytes)
+    if why and rank == 0:
+        print(why, flush=True)
+    if recomputes:
+        # Its newer name warns of the older one.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     model = adapt(model, options, rank)
     if options.split_sequences:
         compute_in_chunks(model)
@@ -83,7 +89,37 @@ def adapt(model: nn.Module, options: RunOptions, rank: int) -> nn.Module:
     return model
 
 
-def quantise(model: nn.Module, method: str, dtype: str) -> None:
+def recomputes_activations(config: Any, options: RunOptions, memory_bytes: int) -> tuple[bool, str]:
+    """Whether gradient checkpointing is on, and why, if the options don't say so.
+
+    By default on a GPU, if a pack's activations would take more than a quarter of its memory. In bf16 a layer keeps
+    about 60 bytes for each token and element of the hidden size: see `activation_bytes_per_token` in tools/memory.
+    """
+    if options.gradient_checkpointing is not None or not memory_bytes:
+        return bool(options.gradient_checkpointing), ""
+    text = config.get_text_config()
+    per_token = 60 * getattr(text, "hidden_size", 0) * getattr(text, "num_hidden_layers", 0)
+    n_bytes = per_token * options.token_cap * (1 if options.dtype == "bf16" else 2)
+    if n_bytes <= memory_bytes / 4:
+        return False, ""
+    return True, (
+        f"activations are recomputed in the backward, as those of a pack would take about {n_bytes / 1e9:.3g} of the "
+        f"GPU's {memory_bytes / 1e9:.3g} GB; --no-gradient-checkpointing turns it off"
+    )
+
+
+def compile_blocks(model: nn.Module, backend: str | Callable = "inductor") -> None:
+    """Compiles each block, for packs of any length. Attention is outside of the graphs: its documents differ.
+
+    A checkpointed layer is compiled in parts, as its call, with the checkpoint inside, can't be left for attention.
+    """
+    for name in find_units(innermost(model)):
+        block = innermost(model).get_submodule(name)
+        for part in block.children() if getattr(block, "gradient_checkpointing", False) else [block]:
+            part.compile(backend=backend, dynamic=True)
+
+
+def quantise(model: nn.Module, method: str, dtype: str | None) -> None:
     """`checkpoint.quantise.quantise_on_meta` by a run's options. Raises ImportError without bitsandbytes."""
     adamw8bit.functional(needed_by="--quantize")
     from ...checkpoint.quantise import quantise_on_meta
@@ -121,7 +157,7 @@ def name_special_tokens(model: nn.Module, tokenizer: Any) -> None:
                 setattr(config, name, getattr(tokenizer, name, None))
 
 
-def precision(dtype: str) -> MixedPrecisionPolicy | None:
+def precision(dtype: str | None) -> MixedPrecisionPolicy | None:
     """For "bf16", compute in bf16; masters and sums of gradients are fp32."""
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16) if dtype == "bf16" else None
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...checkpoint.folder import MANIFEST, Manifest, read_state
@@ -104,7 +106,7 @@ def take_folder(
             require_hub(options.push_to_hub)
         folder.lock(resume=options.resume)
         try:
-            identity = options.identity(mesh.size())
+            identity = identity_of(options, folder, mesh.size(), mesh.device_type)
             changed = _check_resumed(options, folder, identity)  # before all the data are read
             if folder.goes_on(options.resume) and folder.has_ended(identity):
                 return {"ended": _ended(folder, options, changed)}
@@ -134,8 +136,8 @@ def _ended(folder: RunFolder, options: RunOptions, changed: str) -> Metrics:
     print(
         f"the run in {folder.path} has ended after step {metrics['step']}: {written} has its weights. Nothing was "
         f"changed. To train on, give more {'--epochs or ' * hasattr(options, 'epochs')}--steps"
-        + f"; no step is left for what was changed: {changed}"
-        * bool(changed),
+        + ", or after an early end another --early-stopping" * bool(options.early_stopping)
+        + f"; no step is left for what was changed: {changed}" * bool(changed),
         flush=True,
     )
     return metrics
@@ -168,6 +170,16 @@ def on_rank_0(make: Callable[[], dict[str, Any]], mesh: DeviceMesh, timeout: tim
         number, text = message["error"]
         raise _ERRORS[number](text)
     return message["made"]
+
+
+def identity_of(options: RunOptions, folder: RunFolder, ranks: int, device: str) -> dict[str, Any]:
+    """With the dtype of compute: without --dtype that of the run which goes on, if there is one."""
+    saved: dict[str, Any] = {}
+    if options.dtype is None and options.resume != "never":
+        with contextlib.suppress(OSError, ValueError, KeyError):  # `_check_resumed` says what is wrong
+            goes_on = folder.goes_on(options.resume)
+            saved = (folder.identity if goes_on else read_state(Path(options.resume))["identity"]) or {}
+    return options.identity(ranks) | {"dtype": saved.get("dtype") or options.on(device).dtype}
 
 
 def _check_resumed(options: RunOptions, folder: RunFolder, identity: dict[str, Any]) -> str:
@@ -234,6 +246,7 @@ def check_before_start(options: RunOptions, ranks: int, tokenizer: Any, *, longe
     folder = RunFolder(options.out)
     folder.lock(resume=options.resume)
     try:
-        _check_resumed(options, folder, options.identity(ranks))
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        _check_resumed(options, folder, identity_of(options, folder, ranks, device))
     finally:
         folder.release()

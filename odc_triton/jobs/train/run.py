@@ -46,6 +46,9 @@ class RunState:
     tokens: int = 0  # targets learned so far, all ranks
     skipped: int = 0  # steps whose loss or gradient was not finite
     repeated: int = 0  # minibatches that were run again as exact sums did not fit their scales
+    best: float | None = None  # evaluation by `Run.measure`
+    best_step: int = 0  # after which it was made; 0: there is none
+    stale: int = 0  # evaluations since
     sampler: dict[str, Any] = field(default_factory=dict)
 
 
@@ -56,6 +59,8 @@ class TooManySkipped(RuntimeError):
 class Run(ABC):
     """Model, optimizer and where the run stands; what it learns from is its kind's own."""
 
+    measure: ClassVar[str] = "eval_loss"  # by which evaluations are compared
+    more_is_better: ClassVar[bool] = False
     bar: ClassVar[dict[str, tuple[str, str]]]  # what the progress bar shows: metrics with their formats, by label
 
     def __init__(
@@ -112,6 +117,24 @@ class Run(ABC):
     @abstractmethod
     def evaluates(self) -> bool:
         """True if there is held-out data."""
+
+    def judge(self, metrics: Metrics) -> None:
+        """Compares an evaluation with the best one. One after a skipped step, with the weights of another step, doesn't
+        count.
+        """
+        state, value = self.state, metrics.get(self.measure)
+        if value is None or self.was_skipped:
+            return
+        is_better = state.best is None or (value > state.best if self.more_is_better else value < state.best)
+        if math.isfinite(value) and is_better:
+            state.best, state.best_step, state.stale = value, state.step, 0
+        else:
+            state.stale += 1
+
+    @property
+    def is_over(self) -> bool:
+        """True after the last step, or if the evaluations have not become better for as long as the run waits."""
+        return self.state.step >= self.steps or 0 < self.options.early_stopping <= self.state.stale
 
     def shown(self, metrics: Metrics) -> dict[str, str]:
         """The progress bar's view of a step's metrics."""
@@ -185,6 +208,19 @@ class Run(ABC):
             f"{trained:,} of {total:,} parameters, ranks: {self.engine.world} ({self.engine.heap.device.type}), "
             f"{options.dtype}, steps: {self.steps}{warms * (options.warmup_steps >= self.steps)}, checkpoints: {every}"
         )
+
+    def end_in_words(self) -> str:
+        """Why the run ended before its last step, and which step's model it keeps, if so."""
+        state, text = self.state, ""
+        if state.step < self.steps:
+            text += (
+                f" It ended early, before step {self.steps}: {self.measure} has not improved in {state.stale} "
+                f"evaluations in a row (--early-stopping)."
+            )
+        if self.options.keep_best:
+            which = f"best, with {self.measure} {state.best:.4f}" if state.best_step else "last: none was finite"
+            text += f" The model is that of step {state.best_step or state.step}, the {which} (--keep-best)."
+        return text
 
     # ------------------------------------------------------------------ what is saved
 

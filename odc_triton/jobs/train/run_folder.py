@@ -108,6 +108,11 @@ class RunFolder:
         return resumes
 
     @property
+    def identity(self) -> dict[str, Any] | None:
+        """After `lock`: that of the run here, if there is one."""
+        return self._record()["identity"] if self._holds_run() else None
+
+    @property
     def branch(self) -> str | None:
         """After `take`: the checkpoint of another run that this one began with."""
         return self._record().get("branch")
@@ -185,7 +190,9 @@ class RunFolder:
 
 
 def _length(identity: dict[str, Any]) -> list[Any]:
-    return [identity.get(name) for name in ("steps", "epochs")]
+    """Of a run that may end early also after how many evaluations."""
+    early = identity.get("early_stopping")
+    return [identity.get(name) for name in ("steps", "epochs")] + [early] * bool(early)
 
 
 # Options that a job had once, with what they were by default.

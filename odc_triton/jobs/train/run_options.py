@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from ...base.files import fingerprint
 from ...checkpoint.adapted import base_of
@@ -23,6 +23,7 @@ from ..options.options import (
 )
 
 PATHS = ("model", "init", "teacher", "chat_template")  # compared by what is there
+Options = TypeVar("Options", bound="RunOptions")
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab", "all", "none"]
 
 
@@ -84,10 +85,17 @@ class RunOptions:
     freeze_vision_tower: bool = option(
         False, "of a model that sees pictures train only the projector and the text; no adapters in the tower"
     )
-    dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute; masters and sums of gradients are fp32")
+    dtype: Literal["fp32", "bf16"] | None = option(
+        None, "dtype of compute; masters and sums of gradients are fp32; by default bf16 on GPUs, fp32 on CPUs"
+    )
     exact: bool = option(False, "sum gradients exactly: every run with the same ranks and packs has the same bits")
-    gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, more time")
+    gradient_checkpointing: bool | None = option(
+        None,
+        "recompute activations in backward: less memory, more time; by default on GPUs, if those of a pack would take "
+        "more than a quarter of the memory",
+    )
     offload_checkpoints: bool = option(False, "what gradient checkpointing keeps waits in the host's memory")
+    compile: bool = option(False, "compile the model's blocks by torch.compile, once for packs of any length")
     replace_layers: bool = option(False, "attention, embedding, expert and linear layers read from and add to owners")
     expert_cache: int = option(
         0, "bytes on each GPU for other ranks' experts, each copied once a minibatch; needs --replace-layers"
@@ -112,6 +120,12 @@ class RunOptions:
 
     eval_data: str | None = option(None, "what to evaluate on, in the same forms as --data", group="Evaluation")
     eval_every: int = option(0, "steps between evaluations, besides the last one; 0: only the last")
+    early_stopping: int = option(
+        0, "evaluations in a row without a better eval_loss, of grpo eval_reward, after which the run ends; 0: off"
+    )
+    keep_best: bool = option(
+        False, "write the model of the best evaluation at the end, and never remove its checkpoint before that"
+    )
 
     checkpoint_minutes: float | None = option(
         None,
@@ -156,7 +170,7 @@ class RunOptions:
         (
             *("out", "resume", "checkpoint_minutes", "checkpoint_every", "checkpoint_background", "keep"),
             *("timeout_minutes", "max_skipped", "eval_every", "replicas"),
-            *("gradient_checkpointing", "offload_checkpoints", "fused_head", "expert_cache"),
+            *("gradient_checkpointing", "offload_checkpoints", "fused_head", "expert_cache", "compile"),
             *("split_sequences", "split_tokens", "split_cuts", "report_to", "run_name"),
             *("run_group", "project", "push_to_hub", "hub_private"),
         )
@@ -165,7 +179,7 @@ class RunOptions:
     adjustable: ClassVar[frozenset[str]] = frozenset(
         (
             *("steps", "lr", "schedule", "warmup_steps", "lr_floor", "weight_decay", "clip_norm"),
-            *("teacher_beta", "teacher_temperature", "teacher_weight"),
+            *("teacher_beta", "teacher_temperature", "teacher_weight", "early_stopping", "keep_best"),
         )
     )
     # Only one of each may be set.
@@ -187,7 +201,8 @@ class RunOptions:
         self._require_not_negative("warmup_steps", "weight_decay", "checkpoint_every", "expert_cache")
         if self.checkpoint_minutes is not None:
             self._require_not_negative("checkpoint_minutes")
-        self._require_not_negative("eval_every", "max_skipped", "lora_rank", "split_tokens", "split_cuts")
+        self._require_not_negative("eval_every", "early_stopping", "max_skipped")
+        self._require_not_negative("lora_rank", "split_tokens", "split_cuts")
         self._require_positive(self.per_rank)
         require_token_cap(self)
         require_seed(self)
@@ -261,9 +276,20 @@ class RunOptions:
         for name, needed in needs.items():
             if getattr(self, name) != self.defaults()[name] and not getattr(self, needed):
                 raise ValueError(f"{flag(name)} is {getattr(self, name)}: give {flag(needed)} too, or leave it out")
+        data = "--eval-data" + " or --eval-fraction" * hasattr(self, "eval_fraction")
+        absent = [data] * (not self.evaluates) + ["--eval-every"] * (not self.eval_every)
+        for name in ("early_stopping", "keep_best"):
+            if absent and (value := getattr(self, name)):
+                raise ValueError(
+                    f"{flag(name)} is {value} and compares evaluations: give {' and '.join(absent)}, or leave it out"
+                )
         if self.eval_every and not self.evaluates:
             raise ValueError(f"--eval-every is {self.eval_every} and there is nothing to evaluate on: give --eval-data")
         self.require_replicas(self.replicas or 1)
+
+    def on(self: Options, device: str) -> Options:
+        """With a dtype, by default that for ranks on `device`, "cuda" or "cpu"."""
+        return self if self.dtype else replace(self, dtype="bf16" if device == "cuda" else "fp32")
 
     def most_tokens(self, ranks: int) -> int:
         """Of a sample, whose pieces may be on all `ranks` of a replica, each of at most `token_cap` tokens."""

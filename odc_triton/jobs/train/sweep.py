@@ -86,6 +86,7 @@ def train_all(sweep: Sweep) -> None:
     """
     timeout = timedelta(minutes=sweep.timeout_minutes)
     mesh = default_mesh(timeout)
+    sweep = replace(sweep, runs={name: each.on(mesh.device_type) for name, each in sweep.runs.items()})
     order = on_rank_0(partial(_by_cost, sweep, mesh.size()), mesh, timeout)["order"]
     counter = store_counter(timeout=timeout)
     bases = {key: _load_base(options, mesh, timeout) for key, options in _bases_of(sweep).items()}

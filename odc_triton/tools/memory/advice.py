@@ -37,6 +37,9 @@ def advising(options: Any, ranks: int) -> Iterator[None]:
 
 def _advice(options: RunOptions, ranks: int) -> str:
     """Bytes per rank of the trained model, and with the options that lower them most."""
+    import torch
+
+    options = options.on("cuda" if torch.cuda.is_available() else "cpu")
     planned, lora = _planner(options), {} if options.lora_rank else {"lora_rank": 16}
     now = planned(options, ranks)
     changes = [{"gradient_checkpointing": True}, {"offload_checkpoints": True}, {"token_cap": options.token_cap // 2}]
