@@ -12,6 +12,7 @@ from odc_triton import DeadlineExceeded, MinibatchFailed, RankLost, __version__
 from odc_triton.base.errors import RolloutFailed, describe, in_a_line
 from odc_triton.jobs.options.names import _NAMES, instead
 from odc_triton.jobs.train.grpo_options import GrpoOptions
+from odc_triton.jobs.train.pairs_options import DpoOptions
 from odc_triton.jobs.train.sft_options import SftOptions
 from odc_triton.tools.cli.command import main, make_parser
 
@@ -58,7 +59,7 @@ def test_shortened_options_are_refused(words: str, capsys: pytest.CaptureFixture
 
 
 def test_every_option_that_a_hint_names_exists() -> None:
-    kinds = (SftOptions, GrpoOptions)
+    kinds = (SftOptions, GrpoOptions, DpoOptions)
     known = {each.name for kind in kinds for each in fields(kind)} | {"ranks"}
     assert {option for options, _ in _NAMES.values() for option in options.split()} <= known
 
@@ -119,7 +120,8 @@ UNKNOWN = "unrecognized arguments: "
         ([*SFT, "--token-capp", "8"], f"{UNKNOWN}--token-capp 8; did you mean --token-cap?"),
         (
             ["train", "grpo", "--eval-fraction", "0.1"],
-            f"{UNKNOWN}--eval-fraction 0.1; --eval-fraction is of odc-triton train sft, not of odc-triton train grpo\n",
+            f"{UNKNOWN}--eval-fraction 0.1; --eval-fraction is of odc-triton train sft, odc-triton train dpo, odc-triton "
+            f"train orpo, odc-triton train reward, not of odc-triton train grpo\n",
         ),
         (
             [*SFT, "--output-dir", "x", "--bf16", "--packing"],
@@ -127,7 +129,10 @@ UNKNOWN = "unrecognized arguments: "
             f"bf16; there is no --packing here: samples are always packed, up to --token-cap\n",
         ),
         (["train", "grpo", "--batch-size=8"], "; --batch-size is --prompts-per-rank here, of a step: the product"),
-        ([*SFT, "--beta", "1"], f"{UNKNOWN}--beta 1\n"),  # --kl, which train sft does not have
+        (
+            [*SFT, "--beta", "1"],
+            "--beta is of odc-triton train dpo, odc-triton train orpo, not of odc-triton train sft\n",
+        ),
         (["train", "grpo", "--beta", "1"], "; --beta is --kl here\n"),
         ([*SFT, "--ranks", "0"], "--ranks is 0; give at least 1"),
         ([*SFT, "--ranks", "100000"], "--ranks is 100000 and there "),

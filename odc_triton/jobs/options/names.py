@@ -14,9 +14,13 @@ _NAMES: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("dataset_name", "dataset", "datasets", "train_file", "train_files"), ("data", "")),
     **dict.fromkeys(("eval_dataset", "validation_file"), ("eval_data", "")),
     "val_set_size": ("eval_fraction", ", a fraction"),
-    **dict.fromkeys(("batch_size", "per_device_train_batch_size"), ("samples_per_rank prompts_per_rank", _PER_STEP)),
-    **dict.fromkeys(("micro_batch_size", "train_batch_size"), ("samples_per_rank prompts_per_rank", _PER_STEP)),
-    "gradient_accumulation_steps": ("samples_per_rank prompts_per_rank", _PER_STEP),
+    **dict.fromkeys(
+        ("batch_size", "per_device_train_batch_size"), ("samples_per_rank prompts_per_rank pairs_per_rank", _PER_STEP)
+    ),
+    **dict.fromkeys(
+        ("micro_batch_size", "train_batch_size"), ("samples_per_rank prompts_per_rank pairs_per_rank", _PER_STEP)
+    ),
+    "gradient_accumulation_steps": ("samples_per_rank prompts_per_rank pairs_per_rank", _PER_STEP),
     "max_steps": ("steps", ""),
     **dict.fromkeys(("num_train_epochs", "num_epochs"), ("epochs steps", "")),
     **dict.fromkeys(("max_seq_length", "max_seq_len", "max_length"), ("token_cap", ", of a pack; see --truncate")),
@@ -31,6 +35,8 @@ _NAMES: dict[str, tuple[str, str]] = {
     **dict.fromkeys(("max_grad_norm", "gradient_clipping"), ("clip_norm", "")),
     "optim": ("optimizer", ""),
     **dict.fromkeys(("lora_r", "use_peft", "adapter"), ("lora_rank", ", a number; without it all is trained")),
+    "load_in_4bit": ("quantize", " nf4"),
+    "load_in_8bit": ("quantize", " int8"),
     "finetuning_type": ("lora_rank", ", for LoRA; without it all is trained"),
     **dict.fromkeys(("lora_target_modules", "lora_target"), ("lora_targets", "")),
     **dict.fromkeys(("bf16", "fp16", "torch_dtype", "mixed_precision"), ("dtype", ", fp32 or bf16")),
@@ -51,7 +57,6 @@ _NAMES: dict[str, tuple[str, str]] = {
 _NONE = {
     "samples are always packed, up to --token-cap": "packing sample_packing padding_free",
     "every step is logged": "logging_steps logging_strategy",
-    "weights are not quantised; --lora-rank with --dtype bf16 needs the least memory": "load_in_4bit load_in_8bit",
     "everything is always sharded": "fsdp fsdp_config deepspeed",
     "attention is that of packs": "attn_implementation flash_attn flash_attention use_flash_attention_2",
     "LoRA has no dropout": "lora_dropout",
@@ -59,13 +64,21 @@ _NONE = {
 }
 
 
-def instead(word: str, names: Collection[str]) -> str:
-    """What to write for `word`, which is none of the options `names`: text that goes on a message, maybe empty."""
+def by_another_name(word: str, names: Collection[str]) -> str:
+    """Which of the options `names` others call `word`: text that goes on a message, empty if none."""
     plain, *others = (each.lstrip("-").replace("-", "_") for each in (word, *names))
     written = dict(zip(others, names, strict=True))
     options, note = _NAMES.get(plain, ("", ""))
-    if here := next((option for option in options.split() if option in written), None):
-        return f"; {word} is {written[here]} here{note}"
+    here = next((option for option in options.split() if option in written), None)
+    return "" if here is None else f"; {word} is {written[here]} here{note}"
+
+
+def instead(word: str, names: Collection[str]) -> str:
+    """What to write for `word`, which is none of the options `names`: text that goes on a message, maybe empty."""
+    if found := by_another_name(word, names):
+        return found
+    plain, *others = (each.lstrip("-").replace("-", "_") for each in (word, *names))
+    written = dict(zip(others, names, strict=True))
     if why := next((why for why, known in _NONE.items() if plain in known.split()), None):
         return f"; there is no {word} here: {why}"
     close = difflib.get_close_matches(plain, written, n=1)

@@ -16,7 +16,7 @@ from typing import Any
 from ... import __version__
 from ...base.environment import joined_world
 from ...base.errors import in_a_line
-from ...jobs.options.names import instead
+from ...jobs.options.names import by_another_name, instead
 from ...jobs.options.options import Parser, expanded
 from .start import default_ranks, ending_at_once, join_job, report_stopped, start_job
 
@@ -100,7 +100,9 @@ def _did_you_mean(
     """Suggestions for mistyped options, or the commands that have them."""
     hints = []
     for word in [word.partition("=")[0] for word in unknown if word.startswith("--")]:
-        if others := [each.prog for each in commands if word in each._option_string_actions]:
+        if found := by_another_name(word, chosen._option_string_actions):
+            hints.append(found)
+        elif others := [each.prog for each in commands if word in each._option_string_actions]:
             hints.append(f"; {word} is of {', '.join(others)}, not of {chosen.prog}")
         else:
             hints.append(instead(word, chosen._option_string_actions))
