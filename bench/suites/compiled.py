@@ -21,6 +21,7 @@ from odc_triton.balance import pack_collate
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.jobs.reports.report import table
 from odc_triton.jobs.train.model import compile_blocks
+from odc_triton.packs.attention import attend_outside_of_graphs
 
 from ..provenance import about, options_of, save_parts
 
@@ -42,6 +43,7 @@ def model_of(size: str, checkpoints: bool, how: str) -> Any:
         compile_blocks(model)
     elif how == "padded":
         for block in model.model.layers:
+            attend_outside_of_graphs(block)
             block.compile(dynamic=False)
     return fully_shard(model)
 

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..base.untyped import untyped
 from ..plan.entries import Piece, bounds_on_host
 from ..sequence.attention import AttentionOfJoined, AttentionOfTree, SeenRows, parts_of, takes
 from ..sequence.flash import FlashAttentionOfTree
@@ -131,7 +132,6 @@ def tell_by_positions(model: nn.Module, args: tuple, given: dict[str, Any]) -> t
     return args, given | {"position_ids": positions}
 
 
-@torch._disable_dynamo  # the documents differ in every forward
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
@@ -157,9 +157,23 @@ def packed_attention(
     Raises PackingUnsupported for a model that can't take packs (no boundaries, an argument that would be
     dropped), ValueError for inputs that are not a pack (documents in a row under a mask that joins them).
     """
+    attend = _outside_of_graphs if getattr(module, "_odc_outside_of_graphs", False) else _packed_attention
+    return attend(module, query, key, value, attention_mask, **options)
+
+
+def attend_outside_of_graphs(block: nn.Module) -> None:
+    """Compiled blocks then have no graph for each number of documents; with a checkpoint inside of them none at all."""
+    for module in map(untyped, block.modules()):
+        module._odc_outside_of_graphs = True
+
+
+def _packed_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
     mask = None if attention_mask is not None and attention_mask.shape == PREPARED_MASK else attention_mask
     if (is_causal := options.get("is_causal")) is None:
         is_causal = getattr(module, "is_causal", True)
+    # Without pop: after it torch.compile has no guard on what else is in `options`, and reuses a graph without pieces.
     known = {name: options[name] for name in _KEYWORDS if name in options}
     others = {name: value for name, value in options.items() if name not in known and name != "is_causal"}
     if "pieces" not in known:
@@ -170,6 +184,9 @@ def packed_attention(
     if (split := getattr(module, "_odc_split", None)) is not None:
         split.on_attention(module, key, value, call.pieces)
     return _attend(call), None
+
+
+_outside_of_graphs = torch._disable_dynamo(_packed_attention)
 
 
 def _attend(call: _Call) -> Tensor:

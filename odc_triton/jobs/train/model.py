@@ -16,7 +16,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from ...checkpoint import meta_causal_lm, with_adapter
 from ...comm.layout import find_units
 from ...optim import adamw8bit
-from ...packs.attention import PackingUnsupported
+from ...packs.attention import PackingUnsupported, attend_outside_of_graphs
 from ...packs.chunks import compute_in_chunks
 from ...packs.enable import enable_packing, innermost, takes_branches
 from ...packs.images import TOWER, tower_of
@@ -114,7 +114,7 @@ def compile_blocks(model: nn.Module, backend: str | Callable = "inductor") -> No
     A checkpointed layer is compiled in parts, as its call, with the checkpoint inside, can't be left for attention.
     """
     for name in find_units(innermost(model)):
-        block = innermost(model).get_submodule(name)
+        attend_outside_of_graphs(block := innermost(model).get_submodule(name))
         for part in block.children() if getattr(block, "gradient_checkpointing", False) else [block]:
             part.compile(backend=backend, dynamic=True)
 
