@@ -129,7 +129,7 @@ UNKNOWN = "unrecognized arguments: "
             f"bf16; there is no --packing here: samples are always packed, up to --token-cap\n",
         ),
         (["train", "grpo", "--batch-size=8"], "; --batch-size is --prompts-per-rank here, of a step: the product"),
-        ([*SFT, "--beta", "1"], "; --beta is of odc-triton train dpo, odc-triton train orpo, not of odc-triton train"),
+        ([*SFT, "--beta", "1"], "; --beta is of odc-triton train dpo, odc-triton train orpo, not of "),
         (["train", "grpo", "--beta", "1"], "; --beta is --kl here\n"),
         ([*SFT, "--ranks", "0"], "--ranks is 0; give at least 1"),
         ([*SFT, "--ranks", "100000"], "--ranks is 100000 and there "),
