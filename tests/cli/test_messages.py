@@ -120,8 +120,8 @@ UNKNOWN = "unrecognized arguments: "
         ([*SFT, "--token-capp", "8"], f"{UNKNOWN}--token-capp 8; did you mean --token-cap?"),
         (
             ["train", "grpo", "--eval-fraction", "0.1"],
-            f"{UNKNOWN}--eval-fraction 0.1; --eval-fraction is of odc-triton train sft, odc-triton train dpo, odc-triton "
-            f"train orpo, odc-triton train reward, not of odc-triton train grpo\n",
+            f"{UNKNOWN}--eval-fraction 0.1; --eval-fraction is of odc-triton train sft, odc-triton train dpo, "
+            f"odc-triton train orpo, odc-triton train reward, not of odc-triton train grpo\n",
         ),
         (
             [*SFT, "--output-dir", "x", "--bf16", "--packing"],
