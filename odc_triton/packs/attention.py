@@ -15,6 +15,9 @@ empty one, which `packed_attention` treats as None.
 [Note: told by positions] StableLM's and Nemotron's layers drop arguments that they don't know, but pass the very tensor
 position_ids on, also when checkpointing computes them again. So what tells of pieces is its attribute. Each forward
 has a tensor of its own: the attribute never outlives its pack.
+
+[Note: keys by index] An indexer (DeepSeek-V3.2, GLM-5, HY-V4) chooses the keys of each query: it needs a mask, and
+gives `indices`. Its packs have transformers' mask of their documents, and cost the pack's square, as its scores do.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ def packed_mask(
     """The mask counterpart of `packed_attention` (transformers' `AttentionMaskInterface`).
 
     None, for a causal forward without padding or cache: `packed_attention` then separates the documents.
-    The library's SDPA mask (bool [B, 1, q_length, kv_length], or None) for anything else.
+    The library's SDPA mask (bool [B, 1, q_length, kv_length], or None) for anything else, and [Note: keys by index].
 
     Raises PackingUnsupported for a causal mask with an overlay of the model's own (`use_vmap`).
     """
@@ -70,7 +73,8 @@ def packed_mask(
         # transformers adds blocks of tokens that see each other (`block_sequence_ids`) without `use_vmap`.
         if use_vmap or library["mask_function"].__qualname__.startswith("or_masks"):
             raise PackingUnsupported(f"its causal mask has an overlay that a pack would drop. {REMEDY}")
-        return None
+        if "indexed_attention" not in (getattr(library["config"], "layer_types", None) or ()):
+            return None
     return sdpa_mask(
         q_length=q_length,
         kv_length=kv_length,
@@ -154,8 +158,11 @@ def packed_attention(
 
     `image_blocks`: as of `pack_collate`, in one row. Each of a block's queries also sees those after it in the block.
 
+    `indices` (int, [B, T, chosen]), with a mask: the keys that a query sees; see [Note: keys by index].
+
     Raises PackingUnsupported for a model that can't take packs (no boundaries, an argument that would be
-    dropped), ValueError for inputs that are not a pack (documents in a row under a mask that joins them).
+    dropped), ValueError for inputs that are not a pack (documents in a row under a mask that joins them),
+    NotImplementedError for pieces of samples whose keys are chosen by an indexer.
     """
     attend = _outside_of_graphs if getattr(module, "_odc_outside_of_graphs", False) else _packed_attention
     return attend(module, query, key, value, attention_mask, **options)
@@ -178,15 +185,29 @@ def _packed_attention(
     others = {name: value for name, value in options.items() if name not in known and name != "is_causal"}
     if "pieces" not in known:
         known |= getattr(known.get("position_ids"), "_odc_pack", {})
+    chosen, split = others.get("indices"), getattr(module, "_odc_split", None)
+    if chosen is not None and (split is not None or any(known.get("pieces") or ())):
+        raise NotImplementedError(
+            f"{type(module).__name__} chooses keys by an indexer, which does not see those of other ranks or samples: "
+            f"train it on unsplit samples, without shared prefixes"
+        )
+    if chosen is not None and mask is not None:
+        mask = _of_chosen(mask, others.pop("indices"))
     call = _Call(
         module=module, query=query, key=key, value=value, mask=mask, is_causal=is_causal, others=others, **known
     )
-    if (split := getattr(module, "_odc_split", None)) is not None:
+    if split is not None:
         split.on_attention(module, key, value, call.pieces)
     return _attend(call), None
 
 
 _outside_of_graphs = torch._disable_dynamo(_packed_attention)
+
+
+def _of_chosen(mask: Tensor, indices: Tensor) -> Tensor:
+    """`mask`, [B, 1, T, keys], without the keys that are not among a query's `indices`, which may name masked ones."""
+    chosen = torch.zeros_like(mask, dtype=torch.bool).scatter(-1, indices[:, None].long(), True)
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 def _attend(call: _Call) -> Tensor:
@@ -212,7 +233,11 @@ def _refuse_leak(call: _Call) -> None:
     if call.length == 1 or call.length != call.key.shape[2]:
         return  # decoding, a cache, cross attention: a pack has none of them
     positions, mask = call.position_ids, call.mask
-    seen = call.cu_seq_lens_q is not None and len(call.cu_seq_lens_q) - 1 > call.batch
+    ends = call.cu_seq_lens_q
+    seen = ends is not None and len(ends) - 1 > call.batch
+    if seen and ends is not None and positions is None and mask is not None and call.batch == 1:
+        token = torch.arange(call.length, device=ends.device)
+        seen, positions = False, (token - ends[torch.bucketize(token, ends, right=True) - 1])[None]
     if not seen and positions is not None and positions.ndim == 2 and positions.shape[1] == call.length:
         leak = positions.diff(dim=-1) != 1  # [1 or B, T - 1]
         if mask is not None:
