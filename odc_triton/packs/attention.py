@@ -45,11 +45,20 @@ from .document_attention import AttentionTerms, eager, of_document, one_length, 
 # Keyword arguments that change attention's result and that a pack does not support.
 _UNSUPPORTED_IN_PACKS = ("position_bias", "sinks", "indices", "block_indices", "cache")
 PREPARED_MASK = (1, 1, 0, 0)  # the shape; see [Note: a prepared mask]
+_JOINED = (
+    "{} was given several documents in a row {}, so they would see one another. Leave attention_mask out of a pack (it "
+    "has no padding)."
+)
 REMEDY = "Commands and trainers pack: train it in your own loop, one sequence per microbatch (packing off)."
 
 
 class PackingUnsupported(RuntimeError):
     """The model can't be trained on packs: documents would see each other, or results would change."""
+
+
+def chooses_keys(config: Any) -> bool:
+    """True for a text config of a model by [Note: keys by index]."""
+    return "indexed_attention" in (getattr(config, "layer_types", None) or ())
 
 
 def packed_mask(
@@ -73,7 +82,7 @@ def packed_mask(
         # transformers adds blocks of tokens that see each other (`block_sequence_ids`) without `use_vmap`.
         if use_vmap or library["mask_function"].__qualname__.startswith("or_masks"):
             raise PackingUnsupported(f"its causal mask has an overlay that a pack would drop. {REMEDY}")
-        if "indexed_attention" not in (getattr(library["config"], "layer_types", None) or ()):
+        if not chooses_keys(library["config"]):
             return None
     return sdpa_mask(
         q_length=q_length,
@@ -134,6 +143,17 @@ def tell_by_positions(model: nn.Module, args: tuple, given: dict[str, Any]) -> t
     positions = given["position_ids"].view_as(given["position_ids"])
     positions._odc_pack = {name: given[name] for name in _OF_PACKS if given.get(name) is not None}
     return args, given | {"position_ids": positions}
+
+
+def refuse_masked_documents(model: nn.Module, args: tuple, given: dict[str, Any]) -> None:
+    """A pre-hook of a model by [Note: keys by index], whose attention is not told of positions. Raises ValueError for
+    several documents in a row under an attention_mask, which would join them.
+    """
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    if positions is not None and mask is not None and positions.shape == mask.shape:
+        real = mask[:, 1:].bool() & mask[:, :-1].bool()
+        if bool((real & (positions.diff(dim=-1) != 1)).any()):
+            raise ValueError(_JOINED.format(type(model).__name__, "with an attention_mask that joins them"))
 
 
 def packed_attention(
@@ -247,10 +267,7 @@ def _refuse_leak(call: _Call) -> None:
         seen = bool(leak.any())
     if seen:
         how = "without causal attention" if mask is None else "with an attention_mask that joins them"
-        raise ValueError(
-            f"{type(call.module).__name__} was given several documents in a row {how}, so they would see one "
-            f"another. Leave attention_mask out of a pack (it has no padding)."
-        )
+        raise ValueError(_JOINED.format(type(call.module).__name__, how))
 
 
 def _check_pack(call: _Call) -> None:

@@ -25,7 +25,16 @@ from ..base.untyped import untyped
 from ..nn.modes import evaluating
 from ..plan.entries import Piece
 from ..recurrent.layers import join_documents, recurrent_layers, separate_documents
-from .attention import PREPARED_MASK, REMEDY, PackingUnsupported, packed_attention, packed_mask, tell_by_positions
+from .attention import (
+    PREPARED_MASK,
+    REMEDY,
+    PackingUnsupported,
+    chooses_keys,
+    packed_attention,
+    packed_mask,
+    refuse_masked_documents,
+    tell_by_positions,
+)
 from .images import has_blocks, text_positions
 from .rope import follow_documents
 from .scores import every_token, give_token_scores, gives_token_scores
@@ -103,6 +112,8 @@ def enable_packing(model: nn.Module) -> None:
         raise PackingUnsupported(f"{name} is not a transformers model with a settable attention. {REMEDY}")
     if has_blocks(model) and (needs := needs_transformers("5.6")):  # an older one trains with a mask of its own only
         raise PackingUnsupported(f"{name} {needs}. {REMEDY}")
+    if hasattr(text := untyped(model).config.get_text_config(), "index_topk") and (needs := needs_transformers("5.20")):
+        raise PackingUnsupported(f"{name} ({text.model_type}), whose indexer chooses keys, {needs}. {REMEDY}")
     if any(parameter.is_meta for parameter in model.parameters()):
         try:
             probed = stand_in(model)
@@ -143,6 +154,8 @@ def enable_packing(model: nn.Module) -> None:
 
 
 def _separate(model: nn.Module) -> None:
+    if chooses_keys(untyped(model).config.get_text_config()):
+        innermost(model).register_forward_pre_hook(refuse_masked_documents, with_kwargs=True)
     try:
         separate_documents(innermost(model))
     except ValueError as error:

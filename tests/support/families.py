@@ -152,7 +152,7 @@ FAMILIES = {
         kind="dense, tied, windows",
         title="Gemma4 unified, text",
         config="TextConfig",
-        sizes=_WINDOW | _BOTH | _HEAD | {"global_head_dim": 16},
+        sizes=_WINDOW | _BOTH | _HEAD | {"global_head_dim": 24},
     ),
     "Gemma3n": Family(
         kind="dense, tied, windows, shared keys",
