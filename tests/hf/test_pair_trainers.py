@@ -111,16 +111,11 @@ def _columns(start: str) -> dict[str, list[float]]:
 
 
 def _uncompared(changes: dict[str, Any]) -> tuple[str, ...]:
-    """Metrics that are others in TRL: not of a fused head, means of batches, pairs of nearly the same rewards, as of a
-    policy and its reference in TRL 1.15, which attend differently.
-    """
-    import trl
-
+    """Metrics that are others in TRL: not of a fused head, means of batches, pairs of nearly the same rewards."""
     if "gradient_accumulation_steps" in changes:
         return ("entropy", *_NOT_FUSED, "min_reward", "max_reward")
     accuracies = ("rewards/accuracies", "eval_rewards/accuracies", "accuracy", "eval_accuracy")
-    close = "bf16" in changes or trl.__version__.startswith("1.15.")
-    return (*_NOT_FUSED * ("fused" in changes), *accuracies * close)
+    return _NOT_FUSED if "fused" in changes else accuracies if "bf16" in changes else ()
 
 
 @pytest.mark.parametrize(
