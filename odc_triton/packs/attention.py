@@ -145,15 +145,20 @@ def tell_by_positions(model: nn.Module, args: tuple, given: dict[str, Any]) -> t
     return args, given | {"position_ids": positions}
 
 
-def refuse_masked_documents(model: nn.Module, args: tuple, given: dict[str, Any]) -> None:
-    """A pre-hook of a model by [Note: keys by index], whose attention is not told of positions. Raises ValueError for
-    several documents in a row under an attention_mask, which would join them.
+def keep_documents(model: nn.Module, args: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """A pre-hook of a model by [Note: keys by index]: transformers' mask separates documents by position_ids if there
+    is neither an attention_mask nor a cache, which a training forward makes too. Raises ValueError for what joins them.
     """
-    positions, mask = given.get("position_ids"), given.get("attention_mask")
-    if positions is not None and mask is not None and positions.shape == mask.shape:
-        real = mask[:, 1:].bool() & mask[:, :-1].bool()
-        if bool((real & (positions.diff(dim=-1) != 1)).any()):
-            raise ValueError(_JOINED.format(type(model).__name__, "with an attention_mask that joins them"))
+    positions, mask, ends = (given.get(name) for name in ("position_ids", "attention_mask", "cu_seq_lens_q"))
+    if positions is None and ends is not None and len(ends) > 2:
+        raise ValueError(f"{type(model).__name__} was given the bounds of several documents: give position_ids too")
+    if positions is None or (mask is not None and mask.shape != positions.shape):
+        return None
+    restarts = positions.diff(dim=-1) != 1
+    if mask is not None and bool((restarts & mask[:, 1:].bool() & mask[:, :-1].bool()).any()):
+        raise ValueError(_JOINED.format(type(model).__name__, "with an attention_mask that joins them"))
+    fresh = mask is None and given.get("past_key_values") is None
+    return (args, given | {"use_cache": False}) if fresh and bool(restarts.any()) else None
 
 
 def packed_attention(
@@ -212,7 +217,7 @@ def _packed_attention(
             f"train it on unsplit samples, without shared prefixes"
         )
     if chosen is not None and mask is not None:
-        mask = _of_chosen(mask, others.pop("indices"))
+        mask, _ = _of_chosen(mask, others.pop("indices")), known.pop("cu_seq_lens_q", None)  # `mask` has documents
     call = _Call(
         module=module, query=query, key=key, value=value, mask=mask, is_causal=is_causal, others=others, **known
     )
@@ -253,11 +258,7 @@ def _refuse_leak(call: _Call) -> None:
     if call.length == 1 or call.length != call.key.shape[2]:
         return  # decoding, a cache, cross attention: a pack has none of them
     positions, mask = call.position_ids, call.mask
-    ends = call.cu_seq_lens_q
-    seen = ends is not None and len(ends) - 1 > call.batch
-    if seen and ends is not None and positions is None and mask is not None and call.batch == 1:
-        token = torch.arange(call.length, device=ends.device)
-        seen, positions = False, (token - ends[torch.bucketize(token, ends, right=True) - 1])[None]
+    seen = call.cu_seq_lens_q is not None and len(call.cu_seq_lens_q) - 1 > call.batch
     if not seen and positions is not None and positions.ndim == 2 and positions.shape[1] == call.length:
         leak = positions.diff(dim=-1) != 1  # [1 or B, T - 1]
         if mask is not None:

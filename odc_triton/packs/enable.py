@@ -30,9 +30,9 @@ from .attention import (
     REMEDY,
     PackingUnsupported,
     chooses_keys,
+    keep_documents,
     packed_attention,
     packed_mask,
-    refuse_masked_documents,
     tell_by_positions,
 )
 from .images import has_blocks, text_positions
@@ -155,7 +155,7 @@ def enable_packing(model: nn.Module) -> None:
 
 def _separate(model: nn.Module) -> None:
     if chooses_keys(untyped(model).config.get_text_config()):
-        innermost(model).register_forward_pre_hook(refuse_masked_documents, with_kwargs=True)
+        innermost(model).register_forward_pre_hook(keep_documents, with_kwargs=True)
     try:
         separate_documents(innermost(model))
     except ValueError as error:

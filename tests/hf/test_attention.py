@@ -51,7 +51,7 @@ def test_pack_equals_each_document_alone(name):
     pack = make_pack()
     weight = torch.randn(sum(LENGTHS), 97, generator=torch.Generator().manual_seed(2))
 
-    logits = packed(**hf.model_inputs(pack)).logits[0]
+    logits = packed(**hf.model_inputs(pack) | {"use_cache": True}).logits[0]
     (logits * weight).sum().backward()
 
     starts = torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
