@@ -61,8 +61,8 @@ out/programs/%/.installed: tests/programs/environments/%.sh
 		{ sh -eu $< && pip install --no-deps --editable .; } >out/programs/$*.log 2>&1 || { tail -n 1 out/programs/$*.log; exit 1; }
 	touch $@
 
-# The tests under the oldest, the usual and the newest Python and torch, and under the oldest transformers and accelerate
-# (constraints-2.13-floor.txt); one pair: make test-matrix PAIRS=3.13-2.15
+# The tests under the oldest, the usual and the newest Python and torch, and under the oldest transformers, accelerate
+# and TRL (constraints-2.13-floor.txt); one pair: make test-matrix PAIRS=3.13-2.15
 PAIRS ?= 3.10-2.11 3.11-2.13 3.11-2.13-floor 3.13-2.15
 test-matrix:
 	tests/matrix $(PAIRS)

@@ -29,7 +29,7 @@ def test_pins_lie_in_the_open_ranges() -> None:
     from packaging.requirements import Requirement
 
     extras = PROJECT["project"]["optional-dependencies"]
-    required = [*PROJECT["project"]["dependencies"], *extras["trainer"], *extras["docs"]]
+    required = [*PROJECT["project"]["dependencies"], *extras["trl"], *extras["docs"]]
     ranges = {r.name: r.specifier for r in map(Requirement, required)}
     for file in ("constraints.txt", FLOOR):
         pins = _pins(file)
@@ -42,9 +42,16 @@ def test_pins_lie_in_the_open_ranges() -> None:
 
 
 def test_trainers_refuse_what_their_extra_excludes() -> None:
+    from packaging.requirements import Requirement
+
     from odc_triton.jobs.trainers import sharded_trainer
+    from odc_triton.jobs.trainers.trl_metrics import MINORS
 
     assert _pins(FLOOR)["accelerate"] == sharded_trainer._ACCELERATE
+    *_, trl = map(Requirement, PROJECT["project"]["optional-dependencies"]["trl"])
+    for minor in range(30):
+        assert (f"1.{minor}.0" in trl.specifier) == (f"1.{minor}" in MINORS)
+    assert _pins(FLOOR)["trl"] == f"{MINORS[0]}.0", "the oldest that is tested"
 
 
 def test_help_explains_every_option(capsys, monkeypatch) -> None:

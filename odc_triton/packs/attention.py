@@ -15,6 +15,9 @@ empty one, which `packed_attention` treats as None.
 [Note: told by positions] StableLM's and Nemotron's layers drop arguments that they don't know, but pass the very tensor
 position_ids on, also when checkpointing computes them again. So what tells of pieces is its attribute. Each forward
 has a tensor of its own: the attribute never outlives its pack.
+
+[Note: keys by index] An indexer (DeepSeek-V3.2, GLM-5, HY-V4) chooses the keys of each query: it needs a mask, and
+gives `indices`. Its packs have transformers' mask of their documents, and cost the pack's square, as its scores do.
 """
 
 from __future__ import annotations
@@ -42,11 +45,20 @@ from .document_attention import AttentionTerms, eager, of_document, one_length, 
 # Keyword arguments that change attention's result and that a pack does not support.
 _UNSUPPORTED_IN_PACKS = ("position_bias", "sinks", "indices", "block_indices", "cache")
 PREPARED_MASK = (1, 1, 0, 0)  # the shape; see [Note: a prepared mask]
+_JOINED = (
+    "{} was given several documents in a row {}, so they would see one another. Leave attention_mask out of a pack (it "
+    "has no padding)."
+)
 REMEDY = "Commands and trainers pack: train it in your own loop, one sequence per microbatch (packing off)."
 
 
 class PackingUnsupported(RuntimeError):
     """The model can't be trained on packs: documents would see each other, or results would change."""
+
+
+def chooses_keys(config: Any) -> bool:
+    """True for a text config of a model by [Note: keys by index]."""
+    return "indexed_attention" in (getattr(config, "layer_types", None) or ())
 
 
 def packed_mask(
@@ -61,7 +73,7 @@ def packed_mask(
     """The mask counterpart of `packed_attention` (transformers' `AttentionMaskInterface`).
 
     None, for a causal forward without padding or cache: `packed_attention` then separates the documents.
-    The library's SDPA mask (bool [B, 1, q_length, kv_length], or None) for anything else.
+    The library's SDPA mask (bool [B, 1, q_length, kv_length], or None) for anything else, and [Note: keys by index].
 
     Raises PackingUnsupported for a causal mask with an overlay of the model's own (`use_vmap`).
     """
@@ -70,7 +82,8 @@ def packed_mask(
         # transformers adds blocks of tokens that see each other (`block_sequence_ids`) without `use_vmap`.
         if use_vmap or library["mask_function"].__qualname__.startswith("or_masks"):
             raise PackingUnsupported(f"its causal mask has an overlay that a pack would drop. {REMEDY}")
-        return None
+        if not chooses_keys(library["config"]):
+            return None
     return sdpa_mask(
         q_length=q_length,
         kv_length=kv_length,
@@ -132,6 +145,22 @@ def tell_by_positions(model: nn.Module, args: tuple, given: dict[str, Any]) -> t
     return args, given | {"position_ids": positions}
 
 
+def keep_documents(model: nn.Module, args: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """A pre-hook of a model by [Note: keys by index]: transformers' mask separates documents by position_ids if there
+    is neither an attention_mask nor a cache, which a training forward makes too. Raises ValueError for what joins them.
+    """
+    positions, mask, ends = (given.get(name) for name in ("position_ids", "attention_mask", "cu_seq_lens_q"))
+    if positions is None and ends is not None and len(ends) > 2:
+        raise ValueError(f"{type(model).__name__} was given the bounds of several documents: give position_ids too")
+    if positions is None or (mask is not None and mask.shape != positions.shape):
+        return None
+    restarts = positions.diff(dim=-1) != 1
+    if mask is not None and bool((restarts & mask[:, 1:].bool() & mask[:, :-1].bool()).any()):
+        raise ValueError(_JOINED.format(type(model).__name__, "with an attention_mask that joins them"))
+    fresh = mask is None and given.get("past_key_values") is None
+    return (args, given | {"use_cache": False}) if fresh and bool(restarts.any()) else None
+
+
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
@@ -154,8 +183,11 @@ def packed_attention(
 
     `image_blocks`: as of `pack_collate`, in one row. Each of a block's queries also sees those after it in the block.
 
+    `indices` (int, [B, T, chosen]), with a mask: the keys that a query sees; see [Note: keys by index].
+
     Raises PackingUnsupported for a model that can't take packs (no boundaries, an argument that would be
-    dropped), ValueError for inputs that are not a pack (documents in a row under a mask that joins them).
+    dropped), ValueError for inputs that are not a pack (documents in a row under a mask that joins them),
+    NotImplementedError for pieces of samples whose keys are chosen by an indexer.
     """
     attend = _outside_of_graphs if getattr(module, "_odc_outside_of_graphs", False) else _packed_attention
     return attend(module, query, key, value, attention_mask, **options)
@@ -178,15 +210,29 @@ def _packed_attention(
     others = {name: value for name, value in options.items() if name not in known and name != "is_causal"}
     if "pieces" not in known:
         known |= getattr(known.get("position_ids"), "_odc_pack", {})
+    chosen, split = others.get("indices"), getattr(module, "_odc_split", None)
+    if chosen is not None and (split is not None or any(known.get("pieces") or ())):
+        raise NotImplementedError(
+            f"{type(module).__name__} chooses keys by an indexer, which does not see those of other ranks or samples: "
+            f"train it on unsplit samples, without shared prefixes"
+        )
+    if chosen is not None and mask is not None:
+        mask, _ = _of_chosen(mask, others.pop("indices")), known.pop("cu_seq_lens_q", None)  # `mask` has documents
     call = _Call(
         module=module, query=query, key=key, value=value, mask=mask, is_causal=is_causal, others=others, **known
     )
-    if (split := getattr(module, "_odc_split", None)) is not None:
+    if split is not None:
         split.on_attention(module, key, value, call.pieces)
     return _attend(call), None
 
 
 _outside_of_graphs = torch._disable_dynamo(_packed_attention)
+
+
+def _of_chosen(mask: Tensor, indices: Tensor) -> Tensor:
+    """`mask`, [B, 1, T, keys], without the keys that are not among a query's `indices`, which may name masked ones."""
+    chosen = torch.zeros_like(mask, dtype=torch.bool).scatter(-1, indices[:, None].long(), True)
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 def _attend(call: _Call) -> Tensor:
@@ -222,10 +268,7 @@ def _refuse_leak(call: _Call) -> None:
         seen = bool(leak.any())
     if seen:
         how = "without causal attention" if mask is None else "with an attention_mask that joins them"
-        raise ValueError(
-            f"{type(call.module).__name__} was given several documents in a row {how}, so they would see one "
-            f"another. Leave attention_mask out of a pack (it has no padding)."
-        )
+        raise ValueError(_JOINED.format(type(call.module).__name__, how))
 
 
 def _check_pack(call: _Call) -> None:

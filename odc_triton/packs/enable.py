@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -24,7 +25,16 @@ from ..base.untyped import untyped
 from ..nn.modes import evaluating
 from ..plan.entries import Piece
 from ..recurrent.layers import join_documents, recurrent_layers, separate_documents
-from .attention import PREPARED_MASK, REMEDY, PackingUnsupported, packed_attention, packed_mask, tell_by_positions
+from .attention import (
+    PREPARED_MASK,
+    REMEDY,
+    PackingUnsupported,
+    chooses_keys,
+    keep_documents,
+    packed_attention,
+    packed_mask,
+    tell_by_positions,
+)
 from .images import has_blocks, text_positions
 from .rope import follow_documents
 from .scores import every_token, give_token_scores, gives_token_scores
@@ -102,6 +112,8 @@ def enable_packing(model: nn.Module) -> None:
         raise PackingUnsupported(f"{name} is not a transformers model with a settable attention. {REMEDY}")
     if has_blocks(model) and (needs := needs_transformers("5.6")):  # an older one trains with a mask of its own only
         raise PackingUnsupported(f"{name} {needs}. {REMEDY}")
+    if hasattr(text := untyped(model).config.get_text_config(), "index_topk") and (needs := needs_transformers("5.20")):
+        raise PackingUnsupported(f"{name} ({text.model_type}), whose indexer chooses keys, {needs}. {REMEDY}")
     if any(parameter.is_meta for parameter in model.parameters()):
         try:
             probed = stand_in(model)
@@ -142,6 +154,8 @@ def enable_packing(model: nn.Module) -> None:
 
 
 def _separate(model: nn.Module) -> None:
+    if chooses_keys(untyped(model).config.get_text_config()):
+        innermost(model).register_forward_pre_hook(keep_documents, with_kwargs=True)
     try:
         separate_documents(innermost(model))
     except ValueError as error:
@@ -315,7 +329,7 @@ def _packed(config: Any) -> str | dict[str, Any]:
     return given | {"": ATTENTION_NAME} | ours
 
 
-_HEAD_WIDTHS = ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size")
+_HEAD_WIDTHS = ("num_attention_heads", "num_key_value_heads", "hidden_size")
 _VOCABULARY = 64
 
 
@@ -358,24 +372,34 @@ def _shorten(config: Any) -> None:
     few = min(layers, 2)
     if isinstance(kinds, list):
         few = max(few, *(kinds.index(kind) + 1 for kind in set(kinds)))
+    # As many layers again, where the last ones attend to keys and values of the first (Gemma 3n).
+    times = 2 if (shares := getattr(config, "num_kv_shared_layers", 0)) else 1
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and len(value) == layers:
-            setattr(config, name, value[:few])
-    config.num_hidden_layers = few
-    config.vocab_size = min(config.vocab_size, _VOCABULARY)
+            setattr(config, name, value[:few] * times)
+    config.num_hidden_layers = few * times
+    if shares:
+        config.num_kv_shared_layers = few
+    for name in ("vocab_size", "vocab_size_per_layer_input"):
+        if isinstance(size := getattr(config, name, None), int):
+            setattr(config, name, min(size, _VOCABULARY))
     for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(config, token, None)
+        with contextlib.suppress(StrictDataclassFieldValidationError):  # CWM's bos_token_id is a number
+            setattr(config, token, None)
 
 
 def _narrow(config: Any) -> None:
     sizes: list[Any] = [getattr(config, name, None) for name in _HEAD_WIDTHS]
-    heads, groups, width, inner = sizes
+    heads, groups, width = sizes
     if not all(isinstance(each, int) for each in sizes) or heads % groups or width % heads:
         return
     few = max(1, 2 // (heads // groups))  # heads of keys and values; two heads of queries or more
     config.num_key_value_heads = few = min(few, groups)
     config.num_attention_heads = few * (heads // groups)
     config.hidden_size = config.num_attention_heads * (width // heads)
-    config.intermediate_size = min(inner, 64)
-    if isinstance(getattr(config, "moe_intermediate_size", None), int):
-        config.moe_intermediate_size = min(config.moe_intermediate_size, 32)
+    for name, most in (("intermediate_size", 64), ("moe_intermediate_size", 32)):
+        inner = getattr(config, name, None)  # Gemma 3n has one of each layer, Solar-Open none
+        if isinstance(inner, int):
+            setattr(config, name, min(inner, most))
+        elif isinstance(inner, list):
+            setattr(config, name, [min(each, most) for each in inner])

@@ -63,6 +63,11 @@ def test_config_attributes_that_may_be_missing_and_experts():
     assert experts.linear - dense.linear == 6 * 2 * 3 * 32 * 128
     wide = CostModel.from_config(SimpleNamespace(**{**full, "head_dim": 16}))
     assert wide.quadratic == 2 * dense.quadratic
+    # Gemma 3n's widths are a list, and what Gemma 4's layers differ in it refuses to say of them all.
+    assert CostModel.from_config(SimpleNamespace(**{**full, "intermediate_size": [96, 160]})) == dense
+    layers = {"per_layer_config": [SimpleNamespace(head_dim=width) for width in (8, 24)]}
+    differing = SimpleNamespace(**full, **layers, per_layer_attributes={"head_dim"})
+    assert CostModel.from_config(differing) == wide
 
 
 def test_a_config_without_sizes_is_refused_by_the_attributes_name():

@@ -31,6 +31,10 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: enable_packing(FAMILIES["gemma3"].make()),
         r"Gemma3ForConditionalGeneration needs transformers 5.6, and 5.5.4 is installed\. Commands and trainers pack",
     ),
+    "chosen keys": (
+        lambda: enable_packing(causal_lm("GlmMoeDsa")),
+        r"GlmMoeDsaForCausalLM \(glm_moe_dsa\), whose indexer chooses keys, needs transformers 5.20, and 5.5.4 is inst",
+    ),
     "adapters": (_merge, r"can't be loaded \(merging needs transformers 5.7, and 5.5.4 is installed\): give base"),
 }
 

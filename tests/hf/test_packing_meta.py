@@ -17,13 +17,18 @@ LARGE = {
     "Qwen3Moe": {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 8},
     "Mistral": {"sliding_window": 4096},
     "GPT2": {},
+    "Gemma3nText": {"hidden_size": 256, "head_dim": 32},  # its last 15 layers have the keys of others
+    "Cwm": {},
+    "SolarOpen": {"n_routed_experts": 8},
 }
 
 
 def _on_meta(name: str, **options: object) -> nn.Module:
     config = getattr(transformers, f"{name}Config")(**options)
     with torch.device("meta"):
-        return getattr(transformers, f"{name}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")(config)
+        return getattr(
+            transformers, f"{name.removesuffix('Text')}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}"
+        )(config)
 
 
 @pytest.mark.parametrize("name", LARGE)

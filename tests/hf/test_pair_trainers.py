@@ -324,7 +324,7 @@ def _refusals(rank: int, world: int, folder: str) -> None:
     with pytest.raises(MinibatchFailed, match="use_weighting needs all probabilities"):
         make("DPO", case.sharded("DPO", None, fused=True), {"use_weighting": True}, ref_model=reference).train()
     trl.__version__ = "1.17.0"
-    with pytest.raises(ImportError, match=r"ODCDPOTrainer is written for TRL 1.16.\*, and 1.17.0 is here"):
+    with pytest.raises(ImportError, match=r"ODCDPOTrainer is written for TRL 1.15 or 1.16, and 1.17.0 is here"):
         make("DPO")
 
 

@@ -63,6 +63,11 @@ def _unpacked(words: str, short: str, **others: tuple[str, str]) -> Refused:
 _CAPPED = {"fused head": ("caps its logits by a tanh", "no: it caps its logits, which needs them")}
 _BIAS = {"fused head": ("it has a bias", "no: its head has a bias")}
 _NEVER = _unpacked("it never called the configured attention function", "it never calls the attention that it is given")
+_BLOCKS = _unpacked(
+    "uses `block_indices`, which a pack drops", "its indexer chooses blocks of a row, not of a document"
+)
+_NO_AUTO = {"simulate": ("for this kind of AutoModel", "no: AutoModelForCausalLM does not know its config")}
+_INDEX = {"splits": ("chooses keys by an indexer", "no: its indexer does not see other ranks' keys")}
 _CHUNKS = _unpacked("passes neither position_ids nor cu_seq_lens_q", "its attention is not told where documents begin")
 _STATE = _unpacked(
     "computes mamba_selective_scan, whose state", "a pack's documents can't be told apart in its state"
@@ -95,6 +100,16 @@ _ROUTED = {
     "first_k_dense_replace": 1,
 }
 _GROUPS = {"n_group": 2, "topk_group": 1}
+_LITE = {key: value for key, value in (_LATENT | _ROUTED).items() if key != "first_k_dense_replace"} | {
+    "num_key_value_heads": 4,
+    "mlp_layer_types": ["dense", "sparse"],
+}
+# Keys chosen by an indexer: fewer than documents have, from so many heads that no two keys score alike.
+_INDEXED = _LITE | {"index_topk": 4, "index_head_dim": 8, "index_n_heads": 16}
+_SHARED_INDEX = _INDEXED | {"indexer_types": ["full", "shared"]}
+_SPARSE_BLOCKS = {"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 2} | {
+    "layer_types": ["full_attention", "minimax_m3_sparse"]
+}
 
 
 def _without_dropout(*names: str) -> dict[str, float]:
@@ -105,6 +120,7 @@ FAMILIES = {
     "Llama": Family(kind="dense", fuses=True),
     "Mistral": Family(kind="dense, windows", fuses=True, sizes=_WINDOW),
     "Ministral": Family(kind="dense, windows", sizes=_WINDOW | _BOTH | _HEAD),
+    "Ministral3": Family(kind="dense", sizes=_HEAD),
     "Qwen2": Family(kind="dense", fuses=True),
     "Qwen2, tied": Family(kind="dense, tied", of="Qwen2", fuses=True, sizes={"tie_word_embeddings": True}),
     "Qwen2, windows": Family(
@@ -132,6 +148,23 @@ FAMILIES = {
         | _HEAD
         | {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "global_head_dim": 16},
     ),
+    "Gemma4Unified": Family(
+        kind="dense, tied, windows",
+        title="Gemma4 unified, text",
+        config="TextConfig",
+        sizes=_WINDOW | _BOTH | _HEAD | {"global_head_dim": 24},
+    ),
+    "Gemma3n": Family(
+        kind="dense, tied, windows, shared keys",
+        title="Gemma3n, text",
+        config="TextConfig",
+        sizes=_WINDOW
+        | _HEAD
+        | {"layer_types": 2 * _BOTH["layer_types"], "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+        | {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8}
+        | {"laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
+        refused=_CAPPED,
+    ),
     "Phi": Family(kind="dense", refused=_BIAS),
     "Phi3": Family(kind="dense, windows", title="Phi3 (Phi-4)", sizes=_WINDOW),
     "Olmo": Family(kind="dense", title="OLMo"),
@@ -148,6 +181,8 @@ FAMILIES = {
     "Exaone4": Family(kind="dense, windows", sizes=_WINDOW | _BOTH),
     "Ernie4_5": Family(kind="dense", title="Ernie4.5", sizes=_HEAD),
     "Nemotron": Family(kind="dense"),
+    "Apertus": Family(kind="dense"),
+    "Cwm": Family(kind="dense, windows", title="CWM", sizes=_WINDOW | _BOTH | _HEAD),
     "GPT2": Family(
         kind="dense, tied",
         title="GPT-2",
@@ -186,6 +221,50 @@ FAMILIES = {
         kind="mixture", title="DeepSeek-V3", sizes=_LATENT | _ROUTED | _GROUPS | {"num_key_value_heads": 4}
     ),
     "Glm4Moe": Family(kind="mixture", title="GLM-4.5 (Glm4Moe)", sizes=_ROUTED | _GROUPS | _HEAD),
+    "Glm4MoeLite": Family(kind="mixture", title="GLM-4.7-Flash (Glm4MoeLite)", sizes=_LITE | _GROUPS),
+    "DeepseekV32": Family(kind="mixture, indexer", title="DeepSeek-V3.2", sizes=_INDEXED | _GROUPS, refused=_INDEX),
+    "GlmMoeDsa": Family(
+        kind="mixture, indexer", title="GLM-5 (GlmMoeDsa)", sizes=_SHARED_INDEX | _GROUPS, refused=_INDEX
+    ),
+    "HYV4": Family(kind="mixture, indexer, sinks", title="HY-V4", sizes=_SHARED_INDEX | _GROUPS, refused=_INDEX),
+    "MiniMaxM2": Family(kind="mixture", title="MiniMax-M2", sizes=_LOCAL_EXPERTS | _HEAD),
+    "MiniMaxM3VL": Family(
+        kind="mixture, indexer of blocks",
+        title="MiniMax-M3, text",
+        config="TextConfig",
+        sizes=_LOCAL_EXPERTS
+        | _HEAD
+        | _SPARSE_BLOCKS
+        | {"dense_intermediate_size": 48, "shared_intermediate_size": 24, "rotary_dim": 8}
+        | {"mlp_layer_types": ["dense", "sparse"]},
+        refused=_BLOCKS,
+    ),
+    "Mistral4": Family(
+        kind="mixture",
+        title="Mistral Small 4 (Mistral4)",
+        sizes=_LATENT | _ROUTED | _GROUPS | {"num_key_value_heads": 4},
+        refused=_NO_AUTO,
+    ),
+    "Ernie4_5_Moe": Family(
+        kind="mixture, tied",
+        title="Ernie4.5-MoE",
+        sizes={"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1},
+    ),
+    "HunYuanMoEV1": Family(kind="mixture", title="Hunyuan-MoE", sizes=_HEAD | {"num_experts": 5, "moe_topk": 2}),
+    "Afmoe": Family(
+        kind="mixture, windows",
+        title="AFMoE (Trinity)",
+        sizes=_EXPERTS | _HEAD | _WINDOW | _BOTH | {"num_dense_layers": 1, "num_shared_experts": 1},
+    ),
+    "Laguna": Family(
+        kind="mixture, windows",
+        sizes=_SHARED_EXPERT | _HEAD | _WINDOW | _BOTH | {"mlp_layer_types": ["dense", "sparse"]},
+    ),
+    "SolarOpen": Family(
+        kind="mixture",
+        title="Solar-Open",
+        sizes=_ROUTED | _GROUPS | _HEAD | {"first_k_dense_replace": None, "intermediate_size": None},
+    ),
     "GraniteMoe": Family(kind="mixture", title="Granite-MoE", sizes=_LOCAL_EXPERTS),
     "Llama4": Family(
         kind="mixture, chunks",

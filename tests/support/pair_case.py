@@ -121,6 +121,8 @@ def trainer_of(kind: str, ours: bool, world: int, folder: str, start: str | None
         if lora == "ref":
             model.delete_adapter("ref")  # TRL adds it
         args |= {"train_sampling_strategy": "sequential"}
+        if kind == "DPO":  # else TRL 1.15's reference attends by another implementation than its policy
+            args["model_init_kwargs"] = {"attn_implementation": model.config._attn_implementation}
     if other is not None:
         own["ref_model"] = sharded(kind, other) if ours else model_of(other)
     held_out = dataset([*range(PAIRS)], columns)

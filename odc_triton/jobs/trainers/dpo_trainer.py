@@ -30,7 +30,7 @@ from .trl_metrics import GET_TRL, TRL
 try:
     from trl import DPOConfig, DPOTrainer
 except ImportError as error:
-    raise ImportError(f"ODCDPOTrainer needs TRL {TRL}*: {GET_TRL}") from error
+    raise ImportError(f"ODCDPOTrainer needs TRL {TRL}: {GET_TRL}") from error
 
 _LOGPS = ["ref_chosen_logps", "ref_rejected_logps"]
 

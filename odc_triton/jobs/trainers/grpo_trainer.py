@@ -58,7 +58,7 @@ try:
 
     from .grpo_vllm import ShardedVllmGeneration
 except ImportError as error:
-    raise ImportError(f"ODCGRPOTrainer needs TRL {TRL}*: {GET_TRL}") from error
+    raise ImportError(f"ODCGRPOTrainer needs TRL {TRL}: {GET_TRL}") from error
 
 _BY_ROWS = ("grpo", "sapo", "luspo", "dr_grpo")
 

@@ -23,7 +23,7 @@ from .trl_metrics import GET_TRL, TRL
 try:
     from trl import RewardConfig, RewardTrainer
 except ImportError as error:
-    raise ImportError(f"ODCRewardTrainer needs TRL {TRL}*: {GET_TRL}") from error
+    raise ImportError(f"ODCRewardTrainer needs TRL {TRL}: {GET_TRL}") from error
 
 
 class ODCRewardTrainer(PairTrainer, RewardTrainer):

@@ -8,7 +8,7 @@ from .trl_metrics import GET_TRL, TRL
 try:
     from trl import SFTTrainer
 except ImportError as error:
-    raise ImportError(f"ODCSFTTrainer needs TRL {TRL}*: {GET_TRL}") from error
+    raise ImportError(f"ODCSFTTrainer needs TRL {TRL}: {GET_TRL}") from error
 
 
 class ODCSFTTrainer(ODCTrainer, SFTTrainer):

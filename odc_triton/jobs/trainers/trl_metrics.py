@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ...step import StepPart
 
-TRL, GET_TRL = "1.16.", 'pip install "odc-triton[trl]"'
+MINORS, GET_TRL = ("1.15", "1.16"), 'pip install "odc-triton[trl]"'
+TRL = " or ".join(MINORS)
 
 
 def check_given(name: str, args: Any, config: type, share_prefixes: str) -> None:
@@ -30,8 +31,8 @@ def check_given(name: str, args: Any, config: type, share_prefixes: str) -> None
     """
     import trl
 
-    if not trl.__version__.startswith(TRL):
-        raise ImportError(f"{name} is written for TRL {TRL}*, and {trl.__version__} is here: {GET_TRL}")
+    if ".".join(trl.__version__.split(".")[:2]) not in MINORS:
+        raise ImportError(f"{name} is written for TRL {TRL}, and {trl.__version__} is here: {GET_TRL}")
     if not isinstance(args, config):
         raise TypeError(f"args is a {type(args).__name__}; give a trl.{config.__name__}")
     if share_prefixes not in ("auto", "off"):
