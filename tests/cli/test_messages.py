@@ -105,7 +105,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_has_the_commands_in_the_order_of_use() -> None:
     (commands,) = (action.choices for action in make_parser()._actions if isinstance(action.choices, dict))
-    wanted = "demo run train data sweep export bench simulate profile tune doctor"
+    wanted = "demo run new train data sweep export bench simulate profile tune doctor"
     assert [*commands] == wanted.split()
 
 

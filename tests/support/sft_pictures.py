@@ -15,9 +15,9 @@ from tests.support.vision import FAMILIES
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 40, 230), "white": (240, 240, 240)}
 
 
-def write_model(folder: Path, family: str, *, weights: bool = False) -> Path:
-    """Config and processor, and with `weights` random ones."""
-    processor = make_processor(family)
+def write_model(folder: Path, family: str, *, weights: bool = False, like: str | None = None) -> Path:
+    """Config and processor, by default the family's own, and with `weights` random ones."""
+    processor = make_processor(like or family)
     folder.mkdir(parents=True)
     save_processor(processor, folder)
     model = FAMILIES[family].model()

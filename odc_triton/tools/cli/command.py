@@ -52,6 +52,7 @@ def make_parser(only: str | None = None) -> argparse.ArgumentParser:
     adds = {
         "demo": _add_demo,
         "run": _add_run,
+        "new": _add_new,
         "train": _add_train,
         "data": _add_data,
         "sweep": _SWEEP,
@@ -325,6 +326,13 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     for name, job in _OF_PAIRS.items():
         job.add(jobs, name)
     _GRPO.add(jobs, "grpo")
+
+
+def _add_new(commands: argparse._SubParsersAction) -> None:
+    new = commands.add_parser("new", help="write a YAML file for a first run, with what each option means")
+    new.add_argument("job", choices=("sft", "grpo", "dpo"), help="what the file is for: `odc-triton train JOB`")
+    new.add_argument("file", nargs="?", metavar="FILE", help="file to write, not there yet (default: JOB.yaml)")
+    new.set_defaults(run=lambda options: import_module(".new", __package__).main(options))
 
 
 def _add_data(commands: argparse._SubParsersAction) -> None:
