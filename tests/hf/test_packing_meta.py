@@ -9,6 +9,7 @@ from torch import nn
 
 from odc_triton.hf import PackingUnsupported, enable_packing
 from odc_triton.packs.enable import ATTENTION_NAME, stand_in
+from tests.support import slow
 from tests.support.versions import since
 
 # As large ones are configured, but for the number of experts.
@@ -31,7 +32,10 @@ def _on_meta(name: str, **options: object) -> nn.Module:
         )(config)
 
 
-@pytest.mark.parametrize("name", LARGE)
+SLOW = ("Gemma3nText", "Cwm", "SolarOpen")  # a second each
+
+
+@pytest.mark.parametrize("name", [slow(name) if name in SLOW else name for name in LARGE])
 def test_large_models(name: str) -> None:
     model = _on_meta(name, **LARGE[name])
     random_state = torch.get_rng_state()
