@@ -1,0 +1,12 @@
+"""Prints what llama.cpp continues a prompt with, and how probable it is, as JSON: llama_cpp.py FILE PROMPT."""
+
+import json
+import sys
+
+import xllamacpp
+
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.n_parallel, params.warmup = sys.argv[1], 256, 1, False
+asked = {"prompt": sys.argv[2], "n_predict": 6, "temperature": 0, "n_probs": 1}
+said = xllamacpp.Server(params).handle_completions(asked)["choices"][0]["logprobs"]["content"]
+print(json.dumps({"ids": [token["id"] for token in said], "log_probs": [token["logprob"] for token in said]}))
