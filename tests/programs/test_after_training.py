@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_case(folder, records=8).joinpath("data.jsonl").rename(folder / "held_out.jsonl")
     commands = [
         f"python {script('small_qwen2.py')} llama.cpp/models/ggml-vocab-qwen2.gguf base",
-        "odc-triton train sft --data held_out.jsonl --model base --out out/run --ranks 2 --steps 2 --token-cap 256",
+        "odc-triton train sft --data held_out.jsonl --model base --out out/run --ranks 2 --steps 2 --samples-per-rank 2",
     ]
     for block in blocks(ROOT / "docs" / "after_training.md"):
         if block["file"]:
