@@ -25,7 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_case(folder, records=8).joinpath("data.jsonl").rename(folder / "held_out.jsonl")
     commands = [
         f"python {script('small_qwen2.py')} llama.cpp/models/ggml-vocab-qwen2.gguf base",
-        "odc-triton train sft --data held_out.jsonl --model base --out out/run --ranks 2 --steps 2 --samples-per-rank 2",
+        "odc-triton train sft --data held_out.jsonl --model base --out out/run --ranks 2 --steps 2 --samples-per-rank 2"
+        " --lr 0.01 --warmup-steps 0",
     ]
     for block in blocks(ROOT / "docs" / "after_training.md"):
         if block["file"]:
@@ -63,4 +64,4 @@ def test_gguf(folder: Path) -> None:
     said = json.loads((folder / "out/said.json").read_text())
     prompt = AutoTokenizer.from_pretrained(folder / "out/run/model")("Apache License").input_ids
     expected = _log_probs(folder, [*prompt, *said["ids"]])[len(prompt) - 1 :]
-    torch.testing.assert_close(torch.tensor(said["log_probs"]), expected, rtol=0, atol=1e-3)  # its K and V are in fp16
+    torch.testing.assert_close(torch.tensor(said["log_probs"]), expected, rtol=0, atol=1e-4)  # fp32, other sums
