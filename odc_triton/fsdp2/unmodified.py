@@ -28,14 +28,16 @@ from .noticed import ZEROING, Noticing
 
 @dataclass
 class ProgramReport:
-    """`trained`: by model, what its minibatches came to; `refused`: (model, why it stayed on plain FSDP2)."""
+    """`trained`: by model, what its minibatches came to; `refused`: (model, why it stayed on plain FSDP2);
+    `own`: models that the program itself gave to use_odc."""
 
     trained: list[tuple[str, Counts]] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)
+    own: list[str] = field(default_factory=list)
 
     @property
     def has_trained(self) -> bool:
-        return any(counts.minibatches for _, counts in self.trained)
+        return bool(self.own) or any(counts.minibatches for _, counts in self.trained)
 
     def __str__(self) -> str:
         lines = [
@@ -43,6 +45,7 @@ class ProgramReport:
             for name, counts in self.trained
         ]
         lines += [f"{name} by plain FSDP2" for name, _ in self.refused]
+        lines += [f"{name} by the program's own use_odc" for name in self.own]
         return "; ".join(lines) or "no model of FSDP2 ran in this process, so nothing was changed"
 
 
@@ -117,7 +120,9 @@ class Unmodified:
         roots = roots_of(module.parameters())
         for root in roots:
             self._known.update(root.modules())
-        if roots and getattr(roots[0], "_odc_engine", None) is None:  # else the program has called use_odc
+        if roots and getattr(roots[0], "_odc_engine", None) is not None:
+            self.report.own.append(_name(roots[0]))
+        elif roots:
             self._convert(roots[0], self._obstacle(module, roots[0]))
 
     def _obstacle(self, module: nn.Module, root: ModuleOfFsdp) -> str | None:
@@ -138,7 +143,7 @@ class Unmodified:
         return None
 
     def _convert(self, root: nn.Module, obstacle: str | None) -> None:
-        name, comms = type(root).__name__.removeprefix("FSDP"), comms_of(root)
+        name, comms = _name(root), comms_of(root)
         held = set(map(id, root.parameters()))
         steps = [
             count
@@ -160,3 +165,7 @@ class Unmodified:
         automatic = vars(root)["_odc_engine"].automatic
         self._trained.add(automatic)
         self.report.trained.append((name, automatic.counts))
+
+
+def _name(root: nn.Module) -> str:
+    return type(root).__name__.removeprefix("FSDP")

@@ -62,7 +62,7 @@ def test_models_train_by_odc_where_they_can_and_else_by_fsdp2() -> None:
     for report, weights in ranks.run(_trains, 2):
         assert report == (
             "Branches trained by on-demand communication, 2 minibatches, 4 waits; Branches ran by on-demand "
-            "communication, 0 minibatches, 0 waits; Branches by plain FSDP2"
+            "communication, 0 minibatches, 0 waits; Branches by plain FSDP2; Branches by the program's own use_odc"
         )
         plain = made(NAME, "")
         optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

@@ -88,7 +88,12 @@ def test_all_ranks_end_together(tmp_path: Path) -> None:
 
 
 def test_which_reward_is_better() -> None:
-    run = mock.Mock(state=RunState(), was_skipped=False, measure=GrpoRun.measure, more_is_better=GrpoRun.more_is_better)
+    given = {
+        "options": mock.Mock(early_stopping=2),
+        "measure": GrpoRun.measure,
+        "more_is_better": GrpoRun.more_is_better,
+    }
+    run = mock.Mock(state=RunState(), was_skipped=False, **given)
     for reward, best, stale in [(math.nan, 0, 1), (0.2, 2, 0), (0.2, 2, 1), (0.5, 4, 0), (0.1, 4, 1), (None, 4, 1)]:
         run.state.step += 1
         GrpoRun.judge(run, {} if reward is None else {"eval_reward": reward})

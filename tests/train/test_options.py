@@ -65,7 +65,6 @@ SFT: list[tuple[dict[str, Any], str]] = [
     ({"run_name": "a"}, "--run-name is a: give --report-to too"),
     ({"report_to": ("comet",)}, "--report-to is 'comet'; give one of tensorboard, wandb, trackio, mlflow, swanlab"),
     ({"report_to": ("none", "wandb")}, "--report-to is none and wandb: give none alone"),
-    ({"report_to": ("none",), "run_name": "a"}, "--run-name is a: give --report-to too"),
     ({"hub_private": True}, "--hub-private is True: give --push-to-hub too"),
 ]
 GRPO: list[tuple[dict[str, Any], str]] = [

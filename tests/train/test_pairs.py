@@ -13,11 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from odc_triton.jobs.data.dataset import TokenizedDataset, split_samples
-from odc_triton.jobs.data.preferences import pair_of
+from odc_triton.jobs.data.dataset import DataOptions, TokenizedDataset, split_samples, tokenize_source
+from odc_triton.jobs.data.preferences import PairSource, pair_of
 from odc_triton.jobs.data.records import DataError
+from odc_triton.jobs.data.sources import RecordRows
 from odc_triton.jobs.data.tokenizer import TextEncoder, load_tokenizer
 from odc_triton.jobs.train.pairs_options import DpoOptions, OrpoOptions, PairOptions, RewardOptions
+from odc_triton.jobs.train.pairs_run import _Scored
 from odc_triton.plan.order import Mix, in_passes
 from odc_triton.tools.cli import main
 from tests.support import jobs
@@ -30,6 +32,8 @@ QUESTION, GOOD, BAD = (
 ROWS: list[tuple[dict[str, Any], tuple[Any, Any, Any]]] = [  # a row: its prompt, what is chosen, what is rejected
     ({"prompt": "2 + 2? ", "chosen": "4", "rejected": "5"}, ("2 + 2? ", "4", "5")),
     ({"chosen": "2 + 2 is 4", "rejected": "2 + 2 is 5"}, ("2 + 2 is", " 4", " 5")),
+    ({"chosen": "It is yellow", "rejected": "It is yelp"}, ("It is", " yellow", " yelp")),
+    ({"prompt": [QUESTION], "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}, ([QUESTION], [GOOD], [BAD])),
     ({"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD]}, ([QUESTION], [GOOD], [BAD])),
     ({"prompt": "2 + 2?", "chosen": [GOOD], "rejected": [BAD]}, ([QUESTION], [GOOD], [BAD])),
     ({"prompt": "2 + 2?", "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}, ([QUESTION], [GOOD], [BAD])),
@@ -44,9 +48,10 @@ REFUSED: list[tuple[Any, str]] = [
     ({"prompt": "a", "completion": "b"}, "row 0: has no 'chosen' and no 'rejected'"),
     ({"prompt": "a", "chosen": "b", "rejected": None}, "row 0: has no 'rejected'"),
     ({"chosen": "b", "rejected": [BAD]}, "'chosen' is a string and 'rejected' is a list"),
-    ({"prompt": "a", "chosen": 1, "rejected": "b"}, "row 0, chosen: 'completion' must be a string, not a number"),
-    ({"prompt": [QUESTION], "chosen": "b", "rejected": "c"}, "row 0, chosen: 'prompt' is a list and 'completion' is"),
-    ({"chosen": [QUESTION], "rejected": []}, "row 0, chosen: "),
+    ({"prompt": "a", "chosen": 1, "rejected": "b"}, "row 0, chosen: 'chosen' must be a string, not a number"),
+    ({"prompt": [QUESTION], "chosen": "b", "rejected": "c"}, "row 0, chosen: 'prompt' is a list and 'chosen' is"),
+    ({"chosen": [QUESTION], "rejected": []}, "begin with different messages, or have none, and there is no 'prompt'"),
+    ({"chosen": CHAT, "rejected": [QUESTION, BAD]}, "give the turns before them as 'prompt'"),
 ]
 
 
@@ -203,6 +208,40 @@ def test_adapters_load_in_plain_peft(job: str, folder: Path, runs: dict[str, Pat
     assert seen[-1]["eval_loss"] == pytest.approx(want.item(), rel=1e-5)
 
 
+def test_a_pair_is_cut_or_left_out_as_one(folder: Path) -> None:
+    """Both texts fit in a microbatch; equal texts have nothing to learn."""
+    encoder = TextEncoder.of(load_tokenizer(folder / "tokenizer.json"))
+    rows = [("a", "long " * 40, "b"), ("a", "b", "c"), ("a", "same", "same"), ("a", "x " * 30, "y " * 30)]
+    table = [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in rows]
+    for too_long, counts in (("truncate", (6, 0, 2)), ("drop", (2, 4, 2))):
+        path, source = folder / f"{too_long}.npz", PairSource(RecordRows(table, "rows"))
+        wanted = DataOptions(max_tokens=50, too_long=too_long, pairs=True)  # pyright: ignore[reportArgumentType]
+        made = tokenize_source(source, encoder, path, wanted)
+        assert (made.samples, made.dropped_too_long, made.dropped_no_target) == counts
+        assert (TokenizedDataset.load(path).lengths.reshape(-1, 2).sum(1) <= 50).all()
+
+
+def test_a_reward_model_is_scored_where_transformers_scores_it(folder: Path) -> None:
+    """Its padding may be what ends texts."""
+    data: Any = [{"input_ids": torch.tensor(ids).numpy()} for ids in ([5, 6, 7], [5, 6, 0], [0, 0, 8], [5])]
+    rows = _Scored(data, 0)
+    assert [row["input_ids"].tolist() for row in rows] == [[5, 6, 7, 0], [5, 6, 0], [0, 0, 8, 0], [5, 0]]
+    config = AutoConfig.from_pretrained(folder / "config.json", num_labels=1, pad_token_id=0)
+    model: Any = AutoModelForSequenceClassification.from_config(config).eval()
+    for given, row in zip(data, rows, strict=True):
+        hidden = model.model(torch.from_numpy(row["input_ids"])[None]).last_hidden_state
+        scored = model(torch.from_numpy(given["input_ids"])[None]).logits[0]
+        torch.testing.assert_close(scored, model.score(hidden)[0, -2])
+
+
+@pytest.mark.parametrize("job", KINDS)
+def test_a_step_across_two_passes_may_have_a_pair_twice(job: str, folder: Path) -> None:
+    changes = {"pairs_per_rank": 30, "steps": 3, "token_cap": 4000, "out": str(folder / "out" / f"{job}-twice")}
+    wanted = options(folder, job, **changes)
+    assert jobs.run(1, wanted) == [jobs.ENDED]
+    assert len(jobs.lines(wanted.out)) == 3
+
+
 WRONG = [
     (["--data", "alone.jsonl"], "has no 'chosen' and no 'rejected'"),
     (["--split-sequences"], "--split-sequences is True, and train dpo has none"),
@@ -210,7 +249,7 @@ WRONG = [
     (["--beta", "0"], "--beta is 0.0; it must be positive and finite"),
     (["--pairs-per-rank", "1000"], "an epoch has 35 pairs and one step takes 1000 on each of 1 ranks"),
     (["--token-cap", "20"], "raise --token-cap, or give --truncate or --drop-long"),
-    (["--token-cap", "130"], "pair 4 has 138 tokens to compute, more than the cap of 130, and is one microbatch"),
+    (["--token-cap", "130"], "tokens, more than the cap of 65, half of that of a pair, 130; raise --token-cap"),
 ]
 
 

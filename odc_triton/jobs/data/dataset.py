@@ -51,7 +51,7 @@ class DataOptions:
 
     max_tokens: int = 2048  # of the longest sample, prompt and end token included
     too_long: TooLong = "truncate"  # or stop with an error, or leave it out
-    pairs: bool = False  # records 2i and 2i + 1 are one: both give a sample, or neither
+    pairs: bool = False  # records 2i and 2i + 1 are one: both give a sample, or neither; together of max_tokens
 
     def __post_init__(self) -> None:
         # A sample needs a token to predict and one to predict it from.
@@ -296,8 +296,13 @@ def samples_of(
     None is cut before the end of its last picture: it is dropped, as too long, instead. Counts in `summary`. Raises
     DataError for too long a sample if the options require it.
     """
-    made = (_sample_of(*each, options) for each in encoded)
-    for group in zip(made, made, strict=True) if options.pairs else ((each,) for each in made):
+    records = iter(encoded)
+    for given in zip(records, records, strict=True) if options.pairs else ((each,) for each in records):
+        fits = sum(len(sample.ids) for _, sample in given) <= options.max_tokens
+        most = options.max_tokens if fits else options.max_tokens // len(given)
+        group = [_sample_of(*each, options, most) for each in given]
+        if options.pairs and given[0][1].ids[:most] == given[1][1].ids[:most]:
+            group = ["no target", "no target"]
         summary.records += len(group)
         dropped = [each for each in group if isinstance(each, str)]
         if "too long" in dropped:
@@ -314,22 +319,23 @@ def samples_of(
 
 
 def _sample_of(
-    record: Record, sample: Encoded, options: DataOptions
+    record: Record, sample: Encoded, options: DataOptions, most: int
 ) -> tuple[Encoded, int, bool] | Literal["too long", "no target"]:
-    """(a record's sample, its targets, whether it was cut), or why it has none."""
+    """(a record's sample of at most `most` tokens, its targets, whether it was cut), or why it has none."""
     ids, spans = sample.ids, sample.spans
-    too_long = len(ids) > options.max_tokens
+    too_long = len(ids) > most
     if too_long:
         if options.too_long == "error":
             characters = record.characters - PICTURE_CHARACTERS * len(record.pictures)
             least = "at least " if characters > CHARACTERS_PER_TOKEN * options.max_tokens else ""
+            half = f", half of that of a pair, {options.max_tokens}" * options.pairs
             raise DataError(
-                f"{record.where}: {least}{len(ids)} tokens, more than the cap of "
-                f"{options.max_tokens}; raise --token-cap, or give --truncate or --drop-long"
+                f"{record.where}: {least}{len(ids)} tokens, more than the cap of {most}{half}; raise --token-cap, or "
+                f"give --truncate or --drop-long"
             )
-        if options.too_long == "drop" or sample.floor > options.max_tokens:
+        if options.too_long == "drop" or sample.floor > most:
             return "too long"
-        ids = ids[: options.max_tokens]
+        ids = ids[:most]
         spans = [(start, min(end, len(ids))) for start, end in spans if start < len(ids)]
     targets = sum(max(end - max(start, 1), 0) for start, end in spans)
     return (sample._replace(ids=ids, spans=spans), targets, too_long) if targets else "no target"

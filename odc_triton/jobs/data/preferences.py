@@ -50,26 +50,38 @@ def pair_of(where: str, value: Any) -> tuple[Record, Record]:
             f"as lists of messages"
         )
     if are_lists and not isinstance(prompt, list):
-        prompt, chosen, rejected = _of_messages(prompt, chosen, rejected)
+        prompt, chosen, rejected = _of_messages(where, prompt, chosen, rejected)
+    elif isinstance(prompt, list) and are_lists and chosen[: len(prompt)] == rejected[: len(prompt)] == prompt:
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     elif prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
         common = "".join(_while_equal(chosen, rejected))
-        prompt = common.removesuffix(" ")  # which belongs to the words after it, as in TRL
+        ends = [common.rfind(space) for space in (" ", "\n", "\t")]  # the space belongs to the word after it, as in TRL
+        prompt = common[: max(0, *ends)]
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     others = {name: fields[name] for name in ("tools", "images", "image") if name in fields}
-    made = [
-        record_of(f"{where}, {name}", {"prompt": prompt, "completion": completion, **others})
-        for name, completion in (("chosen", chosen), ("rejected", rejected))
-    ]
+    made = []
+    for name, completion in (("chosen", chosen), ("rejected", rejected)):
+        try:
+            made.append(record_of(f"{where}, {name}", {"prompt": prompt, "completion": completion, **others}))
+        except DataError as error:
+            raise DataError(str(error).replace("'completion'", repr(name))) from error
     if made[0].pictures:
         raise DataError(f"{where}: has images, which pairs can't have yet: leave them out")
     return made[0], made[1]
 
 
-def _of_messages(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+def _of_messages(
+    where: str, prompt: Any, chosen: list[Any], rejected: list[Any]
+) -> tuple[list[Any], list[Any], list[Any]]:
     """Whole conversations, or turns after the user's `prompt`, as (the messages that both begin with, the others)."""
     first = [each[0] for each in (chosen, rejected) if each and isinstance(each[0], dict)]
     if isinstance(prompt, str) and [each.get("role") for each in first] == ["assistant"] * 2:
         return [{"role": "user", "content": prompt}], chosen, rejected
+    if chosen[:1] != rejected[:1] or not chosen:
+        raise DataError(
+            f"{where}: 'chosen' and 'rejected' begin with different messages, or have none, and there is no 'prompt': "
+            f"give the turns before them as 'prompt'"
+        )
     same = sum(1 for _ in _while_equal(chosen[:-1], rejected[:-1]))  # the last turn is learned, also if it is the same
     return chosen[:same], chosen[same:], rejected[same:]
 

@@ -71,6 +71,10 @@ def require_one_model(options: Any) -> None:
     """Raises ValueError unless exactly one of `model` and `init` is set, to a path of its own kind."""
     if (options.model is None) == (options.init is None):
         raise ValueError("give either --model or --init (a config.json)")
+    if options.model is not None and (Path(options.model) / "run.json").exists():
+        found = next((name for name in ("model", "adapter") if (Path(options.model) / name).is_dir()), None)
+        where = "which has no model yet" if found is None else f"whose model is {Path(options.model) / found}"
+        raise ValueError(f"--model is {options.model}, the folder of a run, {where}")
     if options.model is not None and Path(options.model).is_file():
         raise ValueError(
             f"--model is {options.model}, a file: give the model's folder or hub id; for random weights --init CONFIG"

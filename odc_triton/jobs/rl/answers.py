@@ -14,7 +14,7 @@ LONGEST = 300  # characters of an answer
 _GAP, _LIST_GAP = 10, 70  # characters between boxes that are one answer, and between those of a list
 _LISTED = re.compile(r".*?(?:\b(?:and|or)\b|,|;).*", re.DOTALL)
 _SAID = re.compile(r"\banswer(?: is\b|:)[\s:*]*", re.IGNORECASE)
-_SENTENCE = re.compile(r"\$([^$\n]+)\$|\\\((.+?)\\\)|(.*?)(?:\.(?:\s|$)|\*\*|\n|$)")
+_SENTENCE = re.compile(r"\$([^$\n]*[^$\s\\])\$(?!\d)|\\\((.+?)\\\)|(.*?)(?:\.(?:\s|$)|\*\*|\n|$)")
 _UNITS = "cm|mm|km|m|kg|g|ft|feet|inch|mile|meter|liter|hour|minute|min|second|day|month|year|degree|unit|square|acre"
 _UNITS += "|gallon|pound|lb|mph|cent|coin|student|apple|pm|am"
 _REPLACED = (  # what does not change a value
@@ -57,19 +57,24 @@ class _Several(NamedTuple):
 
 
 def final_answer(text: str) -> str | None:
-    r"""What a text gives as its answer: in its last \boxed{}, after its last ####, or after "answer is" or "answer:".
-    What follows </think> counts first. None: it gives none.
+    r"""What a text gives as its answer: in its last \boxed{}, after its last ####, or after "answer is" or "answer:";
+    the last of these with a number in it. What follows </think> counts first. None: it gives none.
     """
     for part in (text.rpartition("</think>")[2], text):
         if boxed := _boxed(part):
             return boxed
         _, mark, rest = part.rpartition("####")
-        if not mark and (said := [*_SAID.finditer(part)][-1:]):
-            mark, rest = "is", part[said[0].end() :]
-        found = mark and _SENTENCE.match(rest.lstrip()[: 2 * LONGEST])
-        if found and (answer := next((each.strip(" *") for each in found.groups() if each), "")):
-            return answer
+        said = [part[each.end() :][: 4 * LONGEST] for each in reversed([*_SAID.finditer(part)])]
+        answers = [answer for each in (rest if mark else "", *said) if (answer := _sentence(each))]
+        if answers:  # a heading, or "this answer is right", has no number
+            return next((each for each in answers if re.search(r"\d", each)), answers[0])
     return None
+
+
+def _sentence(text: str) -> str:
+    """What a text begins with: a formula between dollars, or up to the end of a sentence."""
+    found = _SENTENCE.match(text.lstrip(" *\t\n")[: 2 * LONGEST])
+    return next((each.strip(" *") for each in found.groups() if each), "") if found else ""
 
 
 def _boxed(text: str) -> str:
@@ -82,9 +87,10 @@ def _boxed(text: str) -> str:
             last += 1
         if last == end:  # it never ends
             return ",".join(reversed(found)) or text[first : first + 2 * LONGEST]
-        content, between = text[first:last].strip(), text[last + 1 : end][:_LIST_GAP]
+        content, between = text[first:last].strip(), text[last + 1 : end]
         is_repeated = found[-1:] == [content]
-        if found and len(between) >= _GAP and (is_repeated or not _LISTED.fullmatch(between)):
+        is_apart = is_repeated or len(between) >= _LIST_GAP or not _LISTED.fullmatch(between)
+        if found and len(between) >= _GAP and is_apart:
             break
         found += [] if is_repeated else [content]
         end = start

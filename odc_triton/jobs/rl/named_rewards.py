@@ -76,13 +76,15 @@ class _Accuracy:
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         deadline = time.monotonic() + self._seconds
         given = [columns[name] for name in REFERENCES if name in columns]
-        rows = [next((each for each in row if each is not None), None) for row in zip(*given, strict=True)]
+        rows = [next((each for each in row if each not in (None, "")), None) for row in zip(*given, strict=True)]
         rows = rows or [None] * len(completions)
         found = [self._compare(*pair, deadline) for pair in zip(rows, completions, strict=True)]
         self._seen, self._open = self._seen + len(found), self._open + found.count(None)
         if self._open >= 2 * self._said and self._open:  # a line each time that they have doubled
             self._said = self._open
             remedy = "; pip install math-verify compares more" if self._verifier is None else ""
+            if without := sum(not isinstance(each, (str, int, float)) for each in rows):
+                remedy = f"; in this batch {without} rows have no 'answer' or 'solution'"
             print(f"reward accuracy: {self._open} of {self._seen} answers are not compared{remedy}", file=sys.stderr)
         return [None if each is None else float(each) for each in found]
 
@@ -97,7 +99,9 @@ class _Accuracy:
             return False
         if self._verifier is None:
             return same_answer(reference, answer)
-        return self._verifier.compare(reference, answer, min(_COMPARISON_S, deadline - time.monotonic()))
+        left_s = deadline - time.monotonic()
+        found = self._verifier.compare(reference, answer, min(_COMPARISON_S, left_s))
+        return None if found is False and left_s < _COMPARISON_S and time.monotonic() >= deadline else found
 
 
 class _Verifier:

@@ -50,8 +50,10 @@ class GrpoOptions(RunOptions):
 
     reward: tuple[str, ...] = option(
         (),
-        f"{', '.join(NAMES)}, or module:function of a reward f(prompts, completions, **columns) -> numbers; "
-        "repeatable; needed without --teacher",
+        "accuracy: the answer, in a box or after #### or 'answer is', is that of the column `answer` or `solution`; "
+        "format: <think>…</think>, then an answer; length: 0, down to -1 near --max-new-tokens; or module:function of "
+        "a reward f(prompts, completions, **columns) -> numbers; "
+        "repeatable, or with commas; needed without --teacher",
         group="Rewards",
     )
     reward_weight: tuple[float, ...] = option((), "weight of each --reward, in their order; repeatable; 1 by default")

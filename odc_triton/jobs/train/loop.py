@@ -187,7 +187,9 @@ class Loop:
             if not run.is_over:
                 print(f"continuing after step {state.step} of {run.steps}, from {path}", flush=True)
             else:
-                early = f"the run ended early, after step {state.step}"
+                early = (
+                    f"the run ended early (--early-stopping is {run.options.early_stopping}), after step {state.step}"
+                )
                 done = early if state.step < run.steps else f"all {run.steps} steps are done already"
                 print(f"{done}, in {path}", flush=True)
 
@@ -200,7 +202,8 @@ class Loop:
         run, every = self.run, self.run.options.eval_every
         if not run.evaluates or step == run.steps:
             return run.evaluates
-        return run.stop is None and every > 0 and step % every == 0
+        counts = run.options.keep_best or run.options.early_stopping  # else it would be missing after the resume
+        return (run.stop is None or bool(counts)) and every > 0 and step % every == 0
 
     def _evaluations_s(self) -> float:
         """Of this step and the next, by the last one's: before the next checkpoint can be saved, if not now."""
@@ -248,14 +251,19 @@ class Loop:
         run = self.run
         events = gather_events(run)
         if run.options.keep_best and run.state.best_step not in (0, run.state.step):
-            self.checkpoints.load(self._best, model=run.model, optimizer=None)
+            try:
+                self.checkpoints.load(self._best, model=run.model, optimizer=None)
+            except CheckpointCorrupt as error:
+                raise CheckpointCorrupt(
+                    f"{error} Without --keep-best the same command writes the last step's model"
+                ) from error
         if self._records is not None:
             trackers, ranks = self._records.trackers, run.engine.world
             lines = read_metrics(self.out / "metrics.jsonl")
             summary = in_words(lines, ranks=ranks) + run.end_in_words()
             trackers.finish(metrics, summary)  # they take it while the model is written
             folder = save_model(run, self.out, self.prepared.tokenizer)
-            write_card(folder, run.identity, lines)
+            write_card(folder, run.identity, [line for line in lines if line["step"] <= run.kept_step])
             written = write_report(run, lines, events, summary)
             trackers.close(within_s=min(END_S, run.engine.barrier.timeout_s / 2))  # the others wait below
             written = ", ".join([*written, "metrics.jsonl"])

@@ -47,6 +47,8 @@ def build_model(
     if options.quantize is not None:
         quantise(model, options.quantize, options.dtype)
     name_special_tokens(model, tokenizer)
+    if scores and model.config.get_text_config().pad_token_id is None:  # else transformers takes one text at a time
+        model.config.pad_token_id = model.config.get_text_config().pad_token_id = tokenizer.eos_token_id
     check_fit(model, longest, largest_token, remedy=options.shortens)
     cost = CostModel.from_config(model.config.get_text_config())
     try:

@@ -60,7 +60,8 @@ def write_report(run: Run, metrics: Sequence[Metrics], events: list[Event], summ
         why = 'has no pictures, as matplotlib is not installed; run: pip install "odc-triton[plot]"'
         print(f"report.html {why}")
         summary += f"\n\nThis report {why}"
-    columns = [name for name in _COLUMNS if _has(metrics, name)]
+    more = dict.fromkeys(name for line in metrics for name in line if "rewards/" in name)
+    columns = [name for name in (*_COLUMNS, *more) if _has(metrics, name)]
     options = {flag(name): typed(value) for name, value in asdict(run.options).items() if value not in (None, ())}
     facts, completions = {"Options": options, "Versions": versions()}, {}
     samples = []

@@ -20,7 +20,6 @@ from ...packs.loss import NO_ROUTER_LOSS, refuse_router_loss
 from ...packs.reference import Reference
 from ...plan.cost import CostModel
 from ...plan.fields import IGNORED
-from ...plan.line import count_tokens
 from ...plan.order import in_passes
 from ...plan.plan import MinibatchPacks
 from ...plan.planner import Planner
@@ -68,30 +67,17 @@ class PairRun(Run):
         self.shares = options.share_prefixes == "auto" and all(takes_branches(innermost(each)) for each in models)
         limits = Limits(ranks=grid.world, token_cap=options.token_cap, replicas=grid.replicas)
         self.planner = Planner(limits=limits)
-        self._end = prepared.tokenizer.eos_token_id
-        for data in (self.data, self.evaluation):
-            if data is not None:
-                self._require_fitting(data)
-
-    def _require_fitting(self, data: PreparedSamples) -> None:
-        """Raises ValueError for a pair that no microbatch can hold."""
-        cap, rows = self.options.token_cap, self._objective(data).samples
-        lengths = (data.lengths + self.options.more_tokens).reshape(-1, 2)
-        for pair in np.flatnonzero(lengths.sum(1) > cap).tolist():
-            shared = find_relatives([rows[2 * pair], rows[2 * pair + 1]]).entries((0, 1)) if self.shares else (0, 1)
-            if (tokens := count_tokens(shared, lengths[pair].tolist())) > cap:
-                raise ValueError(
-                    f"pair {pair} has {tokens} tokens to compute, more than the cap of {cap}, and is one microbatch: "
-                    f"raise --token-cap, or leave the pair out"
-                )
+        self._padding = innermost(model).config.get_text_config().pad_token_id
 
     # ------------------------------------------------------------------ a step
 
     def train_step(self) -> Metrics:
         start_s, lr, state = time.monotonic(), self.lr, self.state
-        objective = self._objective(self.data)
         pairs = in_passes(self.mix, state.step, self.per_step, seed=f"pairs {self.options.seed}")
-        report = self.step(lambda: self._packs(objective.samples, pairs), objective, collate=objective.collate)
+        every = self._samples(self.data)
+        rows = [every[2 * pair + side] for pair in pairs for side in (0, 1)]  # a pair may be of two passes
+        objective = self._objective(rows)
+        report = self.step(lambda: self._packs(rows, range(len(pairs))), objective, collate=objective.collate)
         tokens = int(sum(self.data.target_counts[2 * pair : 2 * pair + 2].sum() for pair in pairs))
         state.tokens += tokens
         took_s = time.monotonic() - start_s
@@ -108,15 +94,18 @@ class PairRun(Run):
             }
         )
 
-    def _objective(self, data: PreparedSamples) -> PairObjective:
+    def _samples(self, data: PreparedSamples) -> Rows:
+        return _Scored(data, self._padding) if isinstance(self.options, RewardOptions) else data  # pyright: ignore
+
+    def _objective(self, rows: Rows) -> PairObjective:
         options = self.options
         if isinstance(options, RewardOptions):
-            return BradleyTerry(samples=_Scored(data, self._end), center=options.center)
+            return BradleyTerry(samples=rows, center=options.center)
         if isinstance(options, OrpoOptions):
-            return ORPO(samples=data, beta=options.beta)
+            return ORPO(samples=rows, beta=options.beta)
         assert isinstance(options, DpoOptions)
         assert self.reference is not None
-        return DPO(samples=data, reference=self.reference, beta=options.beta, kind=options.loss)
+        return DPO(samples=rows, reference=self.reference, beta=options.beta, kind=options.loss)
 
     def _packs(self, rows: Rows, pairs: Sequence[int]) -> MinibatchPacks:
         """This rank's packs of a minibatch of these pairs."""
@@ -138,10 +127,11 @@ class PairRun(Run):
         return self.evaluation is not None
 
     def evaluate(self) -> Metrics:
-        objective, purpose = self._objective(self.evaluation), f"evaluation after step {self.state.step}"
-        count = len(objective.samples) // 2
+        assert self.evaluation is not None
+        rows, purpose = self._samples(self.evaluation), f"evaluation after step {self.state.step}"
+        objective, count = self._objective(rows), len(rows) // 2
         parts = [range(first, min(first + self.per_step, count)) for first in range(0, count, self.per_step)]
-        packs = [self._packs(objective.samples, part) for part in parts]
+        packs = [self._packs(rows, part) for part in parts]
         with evaluating(self.model):
             report = evaluate(self.model, packs, objective, purpose=purpose, collate=objective.collate)
         self.idle.restart()
@@ -149,14 +139,18 @@ class PairRun(Run):
 
 
 class _Scored(Sequence[dict[str, np.ndarray]]):
-    """Samples of which the last token is scored: its label is that of one token more."""
+    """Samples up to the token that transformers scores, the last that is no `padding`, which may be what ends a text;
+    and one token more, whose label asks for the score.
+    """
 
-    def __init__(self, data: PreparedSamples, more: int) -> None:
-        self._data, self._more = data, more
+    def __init__(self, data: PreparedSamples, padding: int) -> None:
+        self._data, self._padding = data, padding
 
     def __len__(self) -> int:
         return len(self._data)
 
     def __getitem__(self, index: Any) -> Any:
-        ids = np.append(self._data[index]["input_ids"], self._more)
+        ids = self._data[index]["input_ids"]
+        last = int(np.flatnonzero(ids != self._padding).max(initial=0))
+        ids = np.append(ids[: last + 1], self._padding)
         return {"input_ids": ids, "labels": np.where(np.arange(len(ids)) == len(ids) - 1, ids, IGNORED)}

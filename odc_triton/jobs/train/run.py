@@ -129,12 +129,17 @@ class Run(ABC):
         if math.isfinite(value) and is_better:
             state.best, state.best_step, state.stale = value, state.step, 0
         else:
-            state.stale += 1
+            state.stale += bool(self.options.early_stopping)
 
     @property
     def is_over(self) -> bool:
         """True after the last step, or if the evaluations have not become better for as long as the run waits."""
         return self.state.step >= self.steps or 0 < self.options.early_stopping <= self.state.stale
+
+    @property
+    def kept_step(self) -> int:
+        """The step whose weights the run's model has."""
+        return (self.options.keep_best and self.state.best_step) or self.state.step
 
     def shown(self, metrics: Metrics) -> dict[str, str]:
         """The progress bar's view of a step's metrics."""
@@ -218,8 +223,12 @@ class Run(ABC):
                 f"evaluations in a row (--early-stopping)."
             )
         if self.options.keep_best:
-            which = f"best, with {self.measure} {state.best:.4f}" if state.best_step else "last: none was finite"
-            text += f" The model is that of step {state.best_step or state.step}, the {which} (--keep-best)."
+            which = (
+                f"best, with {self.measure} {state.best:.4f}"
+                if state.best_step
+                else "last: of no evaluation a checkpoint is left"
+            )
+            text += f" The model is that of step {self.kept_step}, the {which} (--keep-best)."
         return text
 
     # ------------------------------------------------------------------ what is saved

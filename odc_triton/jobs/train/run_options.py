@@ -226,7 +226,8 @@ class RunOptions:
         if "none" in self.report_to:
             if others := [name for name in self.report_to if name != "none"]:
                 raise ValueError(f"--report-to is none and {', '.join(others)}: give none alone, or leave it out")
-            object.__setattr__(self, "report_to", ())
+            for name, value in {"report_to": (), "project": None, "run_name": None, "run_group": None}.items():
+                object.__setattr__(self, name, value)
         self._check_weights()
         if not self.out:
             raise ValueError("--out is empty; give a folder")

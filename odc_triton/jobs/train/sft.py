@@ -187,7 +187,7 @@ def _joined(sets: list[TokenizedDataset] | list[SampleSubset], copies: Sequence[
 
 def _wanted(options: SampleOptions, ranks: int) -> DataOptions:
     """Options of the samples, whose pieces may be on all `ranks` of a replica."""
-    most = options.most_tokens(ranks) - options.more_tokens
+    most = options.most_tokens(ranks) - options.more_tokens * (1 + options.pairs)
     return DataOptions(max_tokens=most, too_long=options.too_long, pairs=options.pairs)
 
 

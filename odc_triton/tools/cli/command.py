@@ -397,8 +397,11 @@ def _run(options: argparse.Namespace) -> int:
     from ...jobs.launcher.program import words_of
     from ...jobs.options.options import require_ranks
 
-    if not (options.module or Path(options.script).exists()):
+    script = Path(options.script)
+    if not (options.module or script.is_file() or (script / "__main__.py").is_file()):
         raise ValueError(f"there is no file {options.script}: give a Python program, or -m and a module's name")
+    if "--ranks" in options.arguments and options.ranks is None:
+        print("odc-triton: --ranks is after the program and goes to it; ranks are chosen before it", file=sys.stderr)
     command = [sys.executable, "-m", "odc_triton.run"]
     if (world := joined_world()) is not None:
         require_world(options.ranks, world)

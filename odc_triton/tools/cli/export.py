@@ -53,7 +53,7 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
         return _export(path, options)
     while (newest := newest_in(path) or newest_in(path / "checkpoints")) is not None:
         try:
-            return _export(newest, options)
+            return _export(_best_or(newest), options)
         except (OSError, OdcError):
             if newest.exists():
                 raise
@@ -62,6 +62,15 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     raise FileNotFoundError(
         f"{path} is neither a checkpoint (step-…), nor a folder of them, nor a run's folder with any{''.join(models)}"
     )
+
+
+def _best_or(newest: Path) -> Path:
+    """Of a run with --keep-best the checkpoint of its best evaluation, which is there beside the newest."""
+    from ...checkpoint.folder import read_state
+
+    state = read_state(newest)
+    best = newest.parent / f"step-{state.get('state', {}).get('best_step', 0):08d}"
+    return best if state.get("identity", {}).get("keep_best") and best.is_dir() else newest
 
 
 def _export(path: Path, options: ExportOptions) -> Path:
