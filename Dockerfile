@@ -2,7 +2,7 @@
 # Debian 12, which has the same packages of the same names, on a CPU; FROM and a GPU were not tried.
 #
 #     docker build -t odc-triton .
-#     docker run --gpus all --volume "$PWD:/work" odc-triton odc-triton doctor
+#     docker run --gpus all --volume "$PWD:/workspace" odc-triton odc-triton doctor
 #
 # torch's wheels bring CUDA's libraries of their own, and Triton's its assembler: the base gives what the driver needs.
 ARG CUDA=13.0.1
@@ -21,4 +21,4 @@ ENV PIP_CONSTRAINT=/odc-triton/constraints.txt
 RUN pip install ".[demo]"
 RUN odc-triton --version
 
-WORKDIR /work
+WORKDIR /workspace
