@@ -112,4 +112,4 @@ def test_final_answers(text: str, answer: str) -> None:
 def test_rows_without_an_answer_are_named(capfd: pytest.CaptureFixture[str]) -> None:
     reward = named_rewards.named_reward("accuracy", max_new_tokens=8, timeout_s=60)
     assert reward(completions=["#### 5", "#### 6"], answer=["5", None], solution=["", ""]) == [1.0, None]
-    assert "1 rows have no 'answer' or 'solution'" in capfd.readouterr().err
+    assert "1 completions of this batch are of rows without 'answer' or 'solution'" in capfd.readouterr().err

@@ -84,7 +84,7 @@ class _Accuracy:
             self._said = self._open
             remedy = "; pip install math-verify compares more" if self._verifier is None else ""
             if without := sum(not isinstance(each, (str, int, float)) for each in rows):
-                remedy = f"; in this batch {without} rows have no 'answer' or 'solution'"
+                remedy = f"; {without} completions of this batch are of rows without 'answer' or 'solution'"
             print(f"reward accuracy: {self._open} of {self._seen} answers are not compared{remedy}", file=sys.stderr)
         return [None if each is None else float(each) for each in found]
 
