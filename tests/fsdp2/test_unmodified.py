@@ -182,7 +182,8 @@ def test_the_command_line() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [sys.executable, "-m", "odc_triton.tools.cli", "run", "--ranks", "2", "--strict", str(EXAMPLE)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    plain = subprocess.run([*torchrun, str(EXAMPLE)], capture_output=True, text=True, check=True, env=environment)
+    # Not `check`: torch 2.13's gloo sometimes aborts a rank that has printed all, as its process ends.
+    plain = subprocess.run([*torchrun, str(EXAMPLE)], capture_output=True, text=True, env=environment)
     ours = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert ours.stdout == plain.stdout
     assert ours.stdout.count("loss") == 5
