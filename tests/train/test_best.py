@@ -18,6 +18,7 @@ from odc_triton.jobs.train.grpo_run import GrpoRun
 from odc_triton.jobs.train.run import RunState
 from odc_triton.jobs.train.sft_options import SftOptions
 from odc_triton.jobs.train.sft_run import SftRun
+from odc_triton.tools.cli.export import ExportOptions, export
 from tests.support import jobs, ranks
 from tests.support.jobs import ENDED
 from tests.support.sft_case import case, write_case
@@ -72,6 +73,12 @@ def test_a_run_ends_early_with_the_best_model(tmp_path: Path) -> None:
             assert "The model is that of step 4, the best, with eval_loss 2.5000 (--keep-best)." in said
             assert (len(jobs.lines(out)), saved(out)) == (6, [4, 6])
         assert all(torch.equal(value, models["best"][key]) for key, value in models[name].items()) == (name != "last")
+    card = (out / "model" / "README.md").read_text()
+    assert "in 4 steps" in card
+    assert "2.5" in card
+    export(str(out), ExportOptions(out=str(tmp_path / "exported")))
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert all(torch.equal(value, models["best"][key]) for key, value in exported.items())
     assert "has ended after step 6" in train(0, 1, wanted)[1]
     branch = {"out": str(tmp_path / "branch"), "resume": str(out / "checkpoints" / "step-00000006")}
     assert "step-00000004 is gone" in (said := train(0, 1, replace(wanted, **branch, early_stopping=0))[1])
@@ -98,6 +105,9 @@ def test_which_reward_is_better() -> None:
         run.state.step += 1
         GrpoRun.judge(run, {} if reward is None else {"eval_reward": reward})
         assert (run.state.best_step, run.state.stale) == (best, stale)
+    run.options.early_stopping = 0
+    GrpoRun.judge(run, {"eval_reward": 0.0})
+    assert run.state.stale == 1, "a run without it never ends early, also if it is given later"
     run.was_skipped = True
     GrpoRun.judge(run, {"eval_reward": 1.0})
     assert run.state.best_step == 4, "the weights are those of another step"
