@@ -59,7 +59,7 @@ def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:
 
 
 def auto_class(config: Any, *, scores: bool = False) -> Any:
-    """transformers' auto class for `config`: for causal LMs, or for models that see pictures and are no other;
+    """transformers' auto class for `config`: for causal LMs, or for vision-language models that are no other;
     `scores`: for sequence classifiers.
     """
     import transformers

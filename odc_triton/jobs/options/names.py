@@ -66,8 +66,7 @@ _NONE = {
 
 def by_another_name(word: str, names: Collection[str]) -> str:
     """Which of the options `names` others call `word`: text that goes on a message, empty if none."""
-    plain, *others = (each.lstrip("-").replace("-", "_") for each in (word, *names))
-    written = dict(zip(others, names, strict=True))
+    plain, written = _plain(word), {_plain(each): each for each in names}
     options, note = _NAMES.get(plain, ("", ""))
     here = next((option for option in options.split() if option in written), None)
     return "" if here is None else f"; {word} is {written[here]} here{note}"
@@ -77,9 +76,12 @@ def instead(word: str, names: Collection[str]) -> str:
     """What to write for `word`, which is none of the options `names`: text that goes on a message, maybe empty."""
     if found := by_another_name(word, names):
         return found
-    plain, *others = (each.lstrip("-").replace("-", "_") for each in (word, *names))
-    written = dict(zip(others, names, strict=True))
+    plain, written = _plain(word), {_plain(each): each for each in names}
     if why := next((why for why, known in _NONE.items() if plain in known.split()), None):
         return f"; there is no {word} here: {why}"
     close = difflib.get_close_matches(plain, written, n=1)
     return f"; did you mean {written[close[0]]}?" if close else ""
+
+
+def _plain(option: str) -> str:
+    return option.lstrip("-").replace("-", "_")
