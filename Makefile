@@ -35,7 +35,7 @@ TORCHTITAN := torchtitan==0.3.0 torchdata==0.11.0 torch_checkpointing==0.1.1 spm
 out/torchtitan-0.3.0/torchtitan/__init__.py: | venv
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target out/torchtitan-0.3.0 $(TORCHTITAN)
 
-# With vLLM itself, in an environment of its own: it wants its own torch and transformers. What comes with it for pictures
+# With vLLM itself, in an environment of its own: it wants its own torch and transformers. What comes with it for images
 # and sound is built for another torch.
 test-vllm: out/vllm/.installed
 	out/vllm/bin/python -m pytest tests/vllm

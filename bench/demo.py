@@ -1,4 +1,4 @@
-"""The demo: four ways to train one model on the same real text, side by side, with a table and a picture.
+"""The demo: four ways to train one model on the same real text, side by side, with a table and an image.
 
 One sample a rank, of very unequal lengths: nothing can be dealt better, so ranks wait, unless the longest is cut.
 Everything is fixed here before anything is measured: the text (the running Python's standard library), the lengths into
@@ -67,7 +67,7 @@ MINIBATCHES = 40
 EQUAL_LENGTHS = [512] * 4  # of the pack that measures the overhead
 OVERHEAD_REPEATS = 4
 LOSS_TOLERANCE = 1e-3
-SHOWN = range(WARM_UP, WARM_UP + 4)  # minibatches in the picture
+SHOWN = range(WARM_UP, WARM_UP + 4)  # minibatches in the image
 
 
 def text_of(folder: Path) -> np.ndarray:
@@ -272,7 +272,7 @@ def write_outputs(out: Path, report: dict, results: Sequence[Measured]) -> None:
         "work": f"{report['minibatches']} minibatches after {report['warm_up_minibatches']} to warm up, "
         f"{report['tokens']:,} tokens, {SAMPLES_PER_RANK} sample per rank of at most {report['token_cap']} tokens, "
         f"{report['ranks']} ranks of 1 thread",
-        "idle": "time in no busy span or blocked in a barrier or collective, or for a piece, transfers included",
+        "idle": "time in no busy span or blocked in a barrier or collective, or for a segment, transfers included",
         "waited for a core": "time in which a rank's computing thread could run and other threads had the cores; a "
         f"minibatch with over {quiet.MOST_WAITING:.0%} of it is measured anew",
     }

@@ -40,8 +40,8 @@ FEATURES = {
         r"(?i:exact|\w*_exact|exact_?\w+)|MinibatchToRepeat|repeat(ed|ing)",
     ),
     "split sequences": Feature(
-        ("sequence/*", "recurrent/*", "plan/pieces.py", "plan/cuts.py", "plan/split.py"),
-        r"enable_split|split_(tokens|sequences|across_hosts|forward|bytes)|SplitPlan|(No)?Pieces?|blocked_on",
+        ("sequence/*", "recurrent/*", "plan/segments.py", "plan/cuts.py", "plan/split.py"),
+        r"enable_split|split_(tokens|sequences|across_hosts|forward|bytes)|SplitPlan|(No)?Segments?|blocked_on",
     ),
     "hybrids": Feature(
         ("recurrent/*", "plan/recurrence.py", "plan/cuts.py"),
@@ -53,11 +53,11 @@ FEATURES = {
     ),
     "images": Feature(
         (
-            *("packs/pictures.py", "packs/images.py", "plan/tower.py", "jobs/train/vision.py"),
-            "jobs/trainers/picture_records.py",
-            *(f"jobs/data/{name}.py" for name in ("pictures", "shown", "parts", "vision")),
+            *("packs/image_fields.py", "packs/images.py", "plan/tower.py", "jobs/train/vision.py"),
+            "jobs/trainers/image_records.py",
+            *(f"jobs/data/{name}.py" for name in ("image_files", "shown", "parts", "vision")),
         ),
-        r"(?i:\w*(pictures|picture_|vision|tower)\w*)|PictureProcessor|images|image_blocks",
+        r"(?i:\w*(images|image_|vision|tower)\w*)|VisionProcessor|image_blocks",
     ),
     "replicas": Feature(("comm/replicas.py", "comm/peers.py"), r"(?i:\w*replicas?(_\w+)?)|PeerStatus"),
     "bridge to FSDP2": Feature(("fsdp2/*",), r"Bridged\w*|use_odc"),
@@ -85,7 +85,7 @@ BUDGETS: dict[str, tuple[int, int | None]] = {
     "split sequences": (31, 16),
     "hybrids": (25, None),
     "shared prefixes": (24, 10),
-    "images": (28, 16),
+    "images": (31, 16),
     "replicas": (36, 22),
     "bridge to FSDP2": (3, None),
     "Muon": (2, None),

@@ -47,7 +47,7 @@ def _tree_per_rank(
                 room, start = token_cap, 0
             room -= lengths[sample] - start
             packs[-1].append(sample)
-            costs[-1] += cost.piece(start, lengths[sample])
+            costs[-1] += cost.segment(start, lengths[sample])
     return [
         MinibatchPacks(relatives.entries(packs[at]) for at in sorted(own, key=lambda at: -costs[at]))
         for own in balanced_partition(costs, ranks)

@@ -74,7 +74,7 @@ class Setting:
 
 
 class Variant(ABC):
-    """One model under one way to train. `balance` names how its samples are dealt; SPLIT: the longest in pieces."""
+    """One model under one way to train. `balance` names how its samples are dealt; SPLIT: the longest in segments."""
 
     name: ClassVar[str]
     balance: ClassVar[str]

@@ -171,7 +171,7 @@ def evaluate(
     parts: Sequence[StepPart] = (),
 ) -> StepReport:
     """The objective's loss over minibatches, not divided, and its terms, of all ranks: no minibatch, one barrier, and
-    another for each that holds pieces of samples. The model's mode, `eval()`, is the caller's.
+    another for each that holds segments of samples. The model's mode, `eval()`, is the caller's.
 
     `minibatches`: this rank's packs of each, planned alike on all ranks. `purpose`: of the barrier, for errors. Other
     arguments are `run_step`'s; terms that are known last count as none. Raises RanksDiffer, after the last, for packs
@@ -204,7 +204,7 @@ class _Given:
 
     def __init__(self, model: nn.Module, packs: Any, objective: Objective) -> None:
         self.rank, self.plan = getattr(packs, "rank", None), getattr(packs, "plan", None)
-        self.split = None if self.plan is None else self.plan.segments
+        self.split = None if self.plan is None else self.plan.split
         self.samples: int = getattr(packs, "samples", 0)
         terms = objective.terms(model, packs)
         if terms is None:
@@ -288,7 +288,7 @@ def _collated(packs: Any, collate: Callable[[Any], Any] | None, ahead: bool) -> 
 
 
 def one_ahead(make: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-    """`make` of each item, in order. While one is used, a thread makes the next: reading and resizing a picture takes
+    """`make` of each item, in order. While one is used, a thread makes the next: reading and resizing an image takes
     about as long as its step in the vision tower.
     """
     with ThreadPoolExecutor(max_workers=1) as thread:

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from odc_triton.tools.cli.command import main
 from tests.support import slow
 from tests.support.chats import CHATML, make_tokenizer
-from tests.support.processors import encoded_picture
-from tests.support.sft_pictures import write_model
+from tests.support.processors import encoded_image
+from tests.support.sft_images import write_model
 
 CONFIGS = Path(__file__).parent.parent / "examples" / "configs"
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
@@ -34,7 +34,7 @@ def _row(source: str, number: int) -> dict[str, Any]:
     asked, answer = f"the user asks {number}", "yes and no " * (1 + number % 9)
     chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     parts = [{"index": None, "text": asked, "type": "text"}, {"index": 0, "text": None, "type": "image"}]
-    image = "data:image/png;base64," + base64.b64encode(encoded_picture(seed=number)).decode()
+    image = "data:image/png;base64," + base64.b64encode(encoded_image(seed=number)).decode()
     rows: dict[str, dict[str, Any]] = {
         "openai/gsm8k": {"question": asked, "answer": f"{answer}\n#### {number}"},
         "trl-lib/ultra": {"chosen": chat, "rejected": [chat[0], {**chat[1], "content": "no"}], "score_chosen": 6.0},

@@ -129,7 +129,7 @@ def test_each_script_runs_as_its_first_line_says(example: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", ["loop.py", "replace_layers.py", "pictures.py"])
+@pytest.mark.parametrize("example", ["loop.py", "replace_layers.py", "images.py"])
 def test_the_blocks_of_the_readme_run(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     losses = [_numbers("loss", _run(example, world)) for world in (1, 2)]

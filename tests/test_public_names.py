@@ -17,7 +17,7 @@ PUBLIC = {
     "odc_triton": "DeadlineExceeded MinibatchFailed MixedPrecisionPolicy OdcError RankLost RanksDiffer begin_minibatch "
     "end_minibatch full_parameters fully_shard log_probs memory_plan minibatch publish register_fsdp_forward_method "
     "replace_layers verify",
-    "odc_triton.balance": "BALANCES CostModel Limits MinibatchSampler PackedDataset Piece Plan QueuedPacks Samples "
+    "odc_triton.balance": "BALANCES CostModel Limits MinibatchSampler PackedDataset Segment Plan QueuedPacks Samples "
     "TowerCost assign assign_one balanced_partition best_fit_decreasing count_target_tokens find_relatives floor_of "
     "make_plan pack pack_collate queue_packs refine store_counter to_device values_of",
     "odc_triton.checkpoint": "load_causal_lm load_pretrained_shards meta_causal_lm save_pretrained with_adapter",

@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes.md train mixed samples as one process does, with pictures on some ranks only."""
+"""The recipes of docs/recipes.md train mixed samples as one process does, with images on some ranks only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.vision import FAMILIES, alone
 
 FAMILY = FAMILIES["qwen2_5_vl"]
 EXAMPLES = Path(__file__).parent.parent / "examples"
-_SIZES = [(9, 2), (5, 0), (12, 1), (7, 0)]  # of one step's samples: tokens of text, pictures
+_SIZES = [(9, 2), (5, 0), (12, 1), (7, 0)]  # of one step's samples: tokens of text, images
 _STEPS = ([[0, 1, 2], [3]], [[2], [1, 3]], [[], [0]])  # by step, each rank's samples
 _RATE = 0.1
 

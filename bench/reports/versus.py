@@ -2,7 +2,7 @@
 
     exact     exact sums over plain ones
     bridge    a model of torch's fully_shard under use_odc, beside FSDP2 and our own engine
-    split     the longest samples in pieces, beside LB-Mini, FSDP2 in two settings and DDP
+    split     the longest samples in segments, beside LB-Mini, FSDP2 in two settings and DDP
     lengths   all baselines over ODC + LB-Mini, on three distributions of lengths: who gains and who does not
 
 2 ranks, minibatch by minibatch in turn, with the optimizer step. Models, lengths and minibatches were fixed before

@@ -89,10 +89,10 @@ def trained(experts: int, chosen: int, auxiliary: float, steps: int) -> tuple[di
     return said | {"last_loss": statistics.mean(losses[steps - 50 : steps]), "kept_loss": kept_loss}, routed
 
 
-def draw(routed: Sequence[Tensor], tokens: int, pieces: int, numbers: random.Random) -> Tensor:
-    """A pack of as many tokens of each of `pieces` documents, from anywhere within them."""
-    each = tokens // pieces
-    found = numbers.choices([document for document in routed if document.shape[1] >= each], k=pieces)
+def draw(routed: Sequence[Tensor], tokens: int, segments: int, numbers: random.Random) -> Tensor:
+    """A pack of as many tokens of each of `segments` documents, from anywhere within them."""
+    each = tokens // segments
+    found = numbers.choices([document for document in routed if document.shape[1] >= each], k=segments)
     starts = [numbers.randint(0, document.shape[1] - each) for document in found]
     return torch.cat([document[:, at : at + each] for document, at in zip(found, starts, strict=True)], 1)
 
@@ -108,12 +108,12 @@ def fullest(shares: Tensor, owners: int) -> float:
     return shares.unflatten(-1, (owners, -1)).sum(-1).amax(-1).mean().item()
 
 
-def count(routed: Sequence[Tensor], experts: int, tokens: int, pieces: int, *, draws: int = 128) -> dict[str, Any]:
+def count(routed: Sequence[Tensor], experts: int, tokens: int, segments: int, *, draws: int = 128) -> dict[str, Any]:
     """Means over layers and packs; `low` and `high`: 10% and 90% of packs, each the mean of its layers. `ranks_8`: the
     fullest of 8 owners' share over 8 such packs, one a rank, in times of an even one; `ranks_64`: of 64 over 64.
     """
     numbers = random.Random(0)
-    shares = torch.stack([loads(draw(routed, tokens, pieces, numbers), experts) for _ in range(draws)])
+    shares = torch.stack([loads(draw(routed, tokens, segments, numbers), experts) for _ in range(draws)])
     hits = (shares > 0).float().mean(2)
     low, high = hits.mean(1).quantile(torch.tensor([0.1, 0.9])).tolist()
     found = {"hit": hits.mean().item(), "low": low, "high": high, "hit_by_layer": hits.mean(0).tolist()}
@@ -129,12 +129,12 @@ def routing(steps: int) -> dict[str, Any]:
         names = {"experts": experts, "chosen": chosen, "auxiliary": auxiliary}
         said.append(names | how)
         torch.manual_seed(0)
-        ways = [(key, routed, pieces) for key, pieces in PIECES.items()]
+        ways = [(key, routed, segments) for key, segments in PIECES.items()]
         if auxiliary == 0.001:
             ways.append(("uniform", [torch.rand(1, 100_000, experts).topk(chosen).indices], 1))
-        for tokens, (key, of, pieces) in product(PACKS, ways):
+        for tokens, (key, of, segments) in product(PACKS, ways):
             row = names | {"documents": key, "tokens": tokens, "expected": 1 - (1 - chosen / experts) ** tokens}
-            rows.append(row | count(of, experts, tokens, pieces))
+            rows.append(row | count(of, experts, tokens, segments))
     return {"models": said, "rows": rows}
 
 

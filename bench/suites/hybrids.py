@@ -42,8 +42,8 @@ from odc_triton.jobs.launcher.launch import launch
 from odc_triton.packs.collate import count_target_tokens
 from odc_triton.plan.decoder import Decoder
 from odc_triton.plan.line import Strip, zigzag
-from odc_triton.plan.pieces import SplitPlan
 from odc_triton.plan.planner import SPLIT
+from odc_triton.plan.segments import SplitPlan
 from odc_triton.recurrent.layers import recurrent_layers
 from odc_triton.recurrent.packages import Function
 from odc_triton.recurrent.rules import DeltaRule, add_reads
@@ -137,7 +137,7 @@ def over_bounds(work: HybridWork, ranks: int, unsplit: Sequence[float], split: S
         costs = [cost.sequence(int(data.lengths[index])) for index in samples]
         largest, even = largest + max(costs), even + sum(costs) / ranks
         plan = harness.deal(work, data, samples, SPLIT, cost, ranks=ranks)[0].split
-        for each in [] if plan is None else [planned.piece for planned in plan.pieces]:
+        for each in [] if plan is None else [planned.segment for planned in plan.segments]:
             if each.start and each.stop < data.lengths[each.sample]:
                 pairs += cost.pair * len(each) / ranks
     bounds = {"bound": largest / even, "bound_with_pairs": largest / (even + pairs), "pairs_share": pairs / even}

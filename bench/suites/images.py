@@ -1,8 +1,8 @@
-"""Models with pictures on two real ranks: FSDP2 with dummy pictures beside ours, by three ways to balance.
+"""Models with images on two real ranks: FSDP2 with dummy images beside ours, by three ways to balance.
 
     python -m bench.suites.images bench/results/images.json [--rounds 23]
 
-The mixture is bench/data/pictures.json. Each way with packs at its best pack size of a few, found on the first
+The mixture is bench/data/images.json. Each way with packs at its best pack size of a few, found on the first
 minibatches; then all in turn, minibatch by minibatch, with the optimizer step. Before that all compute the same
 gradient, or it raises. Bounds are FLOPs: FSDP2's ranks wait for each other in each microbatch, in the tower and in the
 text's layers; ours once, for the fuller rank. FSDP2 also sends parameters in each microbatch: how much slower that is
@@ -27,7 +27,7 @@ from odc_triton.jobs.reports.report import table
 from .. import quiet
 from ..demo import RANKS, WARM_UP
 from ..harness import Measured, deal, disturbed, median_ratio, single_thread_environment
-from ..pictures import AT_ENDS, BY_TEXT, CONFIG, DUMMIES, FILE, MINIBATCHES, PATCH_VALUES, SAMPLES, PictureWork, read
+from ..images_data import AT_ENDS, BY_TEXT, CONFIG, DUMMIES, FILE, MINIBATCHES, PATCH_VALUES, SAMPLES, ImageWork, read
 from ..provenance import about, save_parts
 from ..variants import Fsdp2, Fsdp2NoReshard, Odc, Variant
 from .prefixes import Arm, memory, run
@@ -39,19 +39,19 @@ COUNTED_RANKS = (8, 16)
 
 
 class Fsdp2Dummies(Fsdp2):
-    name = "FSDP2 + dummy pictures + global packing"
+    name = "FSDP2 + dummy images + global packing"
     balance = "global" + DUMMIES
 
 
 class Fsdp2DummiesNoReshard(Fsdp2NoReshard):
-    name = "FSDP2 no reshard + dummy pictures + LB-Mini"
+    name = "FSDP2 no reshard + dummy images + LB-Mini"
     balance = "mini" + AT_ENDS
 
 
 class Fsdp2Unbalanced(Fsdp2):
     """One sample a microbatch, each rank the samples that it happens to have."""
 
-    name = "FSDP2 + dummy pictures, not balanced"
+    name = "FSDP2 + dummy images, not balanced"
     balance = "local" + DUMMIES
 
 
@@ -69,15 +69,15 @@ PACKED = (Fsdp2Dummies, Fsdp2DummiesNoReshard, OdcByText, Odc)
 UNPACKED = (Fsdp2Unbalanced, OdcUnbalanced)
 
 
-def work_of(minibatches: int, ranks: int = RANKS) -> PictureWork:
+def work_of(minibatches: int, ranks: int = RANKS) -> ImageWork:
     """With the samples per rank that two ranks have."""
     samples, total = SAMPLES // RANKS * ranks, sum(map(len, read()))
     drawn = [[*range(first, first + samples)] for first in range(0, total - samples + 1, samples)][:minibatches]
-    work = PictureWork(dataset=str(FILE), config=CONFIG, minibatches=drawn, token_cap=0)
+    work = ImageWork(dataset=str(FILE), config=CONFIG, minibatches=drawn, token_cap=0)
     return replace(work, token_cap=max(work.data().lengths))
 
 
-def flops(arm: Arm, work: PictureWork, ranks: int = RANKS) -> float:
+def flops(arm: Arm, work: ImageWork, ranks: int = RANKS) -> float:
     """Of what no rank can do before another's, over all minibatches that count. Heads compute learned tokens only."""
     (kind, cap), cost, tower, data, total = arm, work.cost(), work.tower(), work.data(), 0.0
     for samples in work.minibatches[WARM_UP:]:
@@ -96,7 +96,7 @@ def flops(arm: Arm, work: PictureWork, ranks: int = RANKS) -> float:
     return total
 
 
-def counted(work: PictureWork, ranks: int = RANKS) -> dict[Arm, float]:
+def counted(work: ImageWork, ranks: int = RANKS) -> dict[Arm, float]:
     arms = [(kind, work.token_cap * most) for most in PACKS for kind in PACKED]
     return {arm: flops(arm, work, ranks) for arm in [*arms, *((kind, work.token_cap) for kind in UNPACKED)]}
 
@@ -116,7 +116,7 @@ def times(arms: Sequence[Arm], results: Sequence[Measured]) -> dict[Arm, list[fl
     return {arm: each.seconds[WARM_UP:] for arm, each in zip(arms, results, strict=True)}
 
 
-def measure(work: PictureWork, of: dict[Arm, float]) -> dict[str, Any]:
+def measure(work: ImageWork, of: dict[Arm, float]) -> dict[str, Any]:
     """`of`: what is counted."""
     first = replace(work, minibatches=work.minibatches[: WARM_UP + SWEPT])
     packed = [arm for arm in of if arm[0] in PACKED]

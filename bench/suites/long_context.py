@@ -127,7 +127,7 @@ def peak(layers: int, length: int) -> dict[str, float]:
     shared = (engine.heap.size_bytes + engine.participant(SequenceExchange).buffers.heap.size_bytes) // world
     found = gather(watch.private_bytes - before + kept)
     dist.destroy_process_group()
-    own = max(sum(len(each.piece) for each in packs.split.pieces if each.rank == of) for of in range(world))
+    own = max(sum(len(each.segment) for each in packs.split.segments if each.rank == of) for of in range(world))
     plan = memory_plan(
         build(layers, "meta"), world, tokens_per_microbatch=own, gradient_checkpointing=True, split_tokens=tokens
     )

@@ -170,7 +170,7 @@ class Turns(GrpoRun):
         cost, prompt = self.cost, len(slot.prompt.ids)
         shared = prompt - 1 if self.shares_prefixes else 0
         lengths = [prompt + self.sampler.completions.lengths[seed] for seed in slot.seeds]
-        return cost.sequence(shared) + math.fsum(cost.piece(shared, each) for each in lengths)
+        return cost.sequence(shared) + math.fsum(cost.segment(shared, each) for each in lengths)
 
 
 def use_cores(cores: Sequence[int]) -> None:

@@ -119,8 +119,8 @@ def flops(arm: Arm, work: Work) -> float:
             of_ranks.append(0.0)
             for pack in packs:
                 ends, positions = pack["cu_seq_lens_q"].tolist(), pack["position_ids"][0].tolist()
-                pieces = [cost.piece(positions[a], positions[b - 1] + 1) for a, b in pairwise(ends)]
-                of_ranks[-1] += sum(pieces) - head * (len(positions) - len(pack["target_positions"]))
+                segments = [cost.segment(positions[a], positions[b - 1] + 1) for a, b in pairwise(ends)]
+                of_ranks[-1] += sum(segments) - head * (len(positions) - len(pack["target_positions"]))
         total += max(of_ranks)
     return total
 

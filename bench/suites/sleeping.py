@@ -24,9 +24,9 @@ from torch import nn
 from odc_triton.base.events import total_s
 from odc_triton.engine.api import engine_of
 from odc_triton.engine.minibatch import minibatch
-from odc_triton.plan.entries import Piece
-from odc_triton.plan.pieces import SplitPlan
+from odc_triton.plan.entries import Segment
 from odc_triton.plan.planner import SPLIT
+from odc_triton.plan.segments import SplitPlan
 from odc_triton.sequence.buffers import KVBuffers, LayerShape
 from odc_triton.sequence.exchange import SequenceExchange, Span
 from odc_triton.sequence.layer import LayerSplit, RowsOfOthers
@@ -51,7 +51,7 @@ class Ran:
     index: int
     start_s: float
     end_s: float
-    stalled_s: float = 0.0  # waiting for other ranks' pieces: for flags inside of waves
+    stalled_s: float = 0.0  # waiting for other ranks' segments: for flags inside of waves
 
 
 class Gate:
@@ -156,7 +156,7 @@ class SleepingLayer(nn.Module):
         self.sleeper = sleeper
         self.seconds = 0.0  # for the next microbatch's forward and backward
         self.side: LayerSplit | None = None
-        self.spans: list[Span] = []  # the next microbatch's pieces
+        self.spans: list[Span] = []  # the next microbatch's segments
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.spans:
@@ -268,13 +268,13 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], float]:
     return ran, empty_s
 
 
-def spans_of(exchange: SequenceExchange | None, sizes: Sequence[int | Piece]) -> list[Span]:
-    """The pieces of a pack of such documents in which other ranks have a part."""
-    pieces = [each if isinstance(each, Piece) else None for each in sizes]
-    if exchange is None or not any(pieces):
+def spans_of(exchange: SequenceExchange | None, sizes: Sequence[int | Segment]) -> list[Span]:
+    """The segments of a pack of such documents in which other ranks have a part."""
+    segments = [each if isinstance(each, Segment) else None for each in sizes]
+    if exchange is None or not any(segments):
         return []
-    ends = accumulate(len(each) if isinstance(each, Piece) else each for each in sizes)
-    return exchange.spans([0, *ends], pieces)
+    ends = accumulate(len(each) if isinstance(each, Segment) else each for each in sizes)
+    return exchange.spans([0, *ends], segments)
 
 
 def main_of_rank(cells: Sequence[Cell], name: str) -> tuple[list[Ran], float]:

@@ -1,4 +1,4 @@
-"""Jobs of a small model on pieces of samples, for host_faults.py: plans, samples, one minibatch, its ranks."""
+"""Jobs of a small model on segments of samples, for host_faults.py: plans, samples, one minibatch, its ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
 from odc_triton.engine.api import engine_of
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.jobs.launcher.launch import die_with_parent, end_process
-from odc_triton.plan.entries import Entry, Piece
+from odc_triton.plan.entries import Entry, Segment
 from odc_triton.plan.plan import Plan
 
 from .hosts_net import INTERFACE, Hosts
@@ -32,7 +32,7 @@ LAYERS = 3
 VOCABULARY = 97
 _PORT = 29500  # on a host of the job's own
 TOKENS = 400  # of each rank, more than any plan here lets others read
-RIDER_TOKENS = 29  # of a whole sample beside pieces, in a job with a fault
+RIDER_TOKENS = 29  # of a whole sample beside segments, in a job with a fault
 
 Dealt = list[list[list[Entry]]]
 
@@ -51,14 +51,14 @@ class Deal:
         self.lengths.append(length)
         return len(self.lengths) - 1
 
-    def pieces(self, lengths: list[int]) -> list[Piece]:
-        """A new sample in pieces."""
+    def segments(self, lengths: list[int]) -> list[Segment]:
+        """A new sample in segments."""
         sample, ends = self.whole(sum(lengths)), [0, *accumulate(lengths)]
-        return [Piece(sample, start, stop) for start, stop in pairwise(ends)]
+        return [Segment(sample, start, stop) for start, stop in pairwise(ends)]
 
 
 def deal_evenly(numbers: random.Random, ranks: int, replicas: int) -> Deal:
-    """Two waves of each replica, in which each rank has two pieces and a whole sample; some have whole samples after
+    """Two waves of each replica, in which each rank has two segments and a whole sample; some have whole samples after
     them.
 
     A wave is one sample that goes up and down the ranks, so that each waits for all others and they for it; or a ring
@@ -75,10 +75,10 @@ def _deal_evenly(deal: Deal, packs_of: Dealt, numbers: random.Random) -> None:
     for _ in range(2):
         lengths = [numbers.randint(4, 20) for _ in range(2 * ranks)]
         if numbers.random() < 0.5:
-            pieces = deal.pieces(lengths)
-            pairs = [[pieces[rank], pieces[-1 - rank]] for rank in range(ranks)]
+            segments = deal.segments(lengths)
+            pairs = [[segments[rank], segments[-1 - rank]] for rank in range(ranks)]
         else:
-            rows = [deal.pieces(lengths[2 * rank : 2 * rank + 2]) for rank in range(ranks)]
+            rows = [deal.segments(lengths[2 * rank : 2 * rank + 2]) for rank in range(ranks)]
             pairs = [[rows[rank][0], rows[rank - 1][1]] for rank in range(ranks)]
         for packs, pair in zip(packs_of, pairs, strict=True):
             packs.append([*pair, deal.whole(RIDER_TOKENS)])

@@ -20,7 +20,7 @@ from odc_triton.tools.cli.command import make_parser  # noqa: E402
     ("text", "rst"),
     [
         ("Adds `x` to *y_.", r"Adds \ ``x``\  to \*y\_."),
-        ("See [Note: waves].", r"See the note on waves in \ ``odc_triton/plan/pieces.py``\ ."),
+        ("See [Note: waves].", r"See the note on waves in \ ``odc_triton/plan/segments.py``\ ."),
         ("See docs/exact.md.", r"See \ :doc:`/exact`\ ."),
         ("a: one\n    more\nb: other", "* \\ ``a``\\ : one more\n* \\ ``b``\\ : other"),
         ("a, b: both", "* \\ ``a``\\ , \\ ``b``\\ : both"),

@@ -25,9 +25,9 @@ JOBS = {
     ),
     "grpo": ("--data", "prompts.jsonl", "--reward", VOWELS, "--generations", "2", "--max-new-tokens", "8"),
 }
-CURVE = {"sft": "loss, eval_loss.", "grpo": "reward."}  # how a picture's text begins
+CURVE = {"sft": "loss, eval_loss.", "grpo": "reward."}  # how an image's text begins
 
-# Of each picture its text, and how many colours it has; 0 if a part of it was not drawn.
+# Of each image its text, and how many colours it has; 0 if a part of it was not drawn.
 _COLOURS = """images => images.map(image => {
   const canvas = document.createElement('canvas');
   [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];

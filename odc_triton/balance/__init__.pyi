@@ -4,7 +4,7 @@ from ..packs.collate import pack_collate as pack_collate
 from ..packs.collate import to_device as to_device
 from ..plan.cost import CostModel as CostModel
 from ..plan.counter import store_counter as store_counter
-from ..plan.entries import Piece as Piece
+from ..plan.entries import Segment as Segment
 from ..plan.fields import values_of as values_of
 from ..plan.packing import best_fit_decreasing as best_fit_decreasing
 from ..plan.packing import pack as pack

@@ -29,7 +29,7 @@ _OF_A_MODEL = re.compile(
     r"added_tokens|vocab|chat_template)\.json|chat_template\.jinja|additional_chat_templates|vocab\.txt|merges\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
 )
 # Of a processor, besides its tokenizer's.
-_OF_PICTURES = (
+_OF_IMAGES = (
     "processor_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
@@ -50,7 +50,7 @@ def save_pretrained(
 ) -> None:
     """Writes config, safetensors and tokenizer, or processor, of a sharded transformers model, for plain transformers.
 
-    `processor`: a folder or hub id, whose files for pictures are copied, if it has any.
+    `processor`: a folder or hub id, whose files for images are copied, if it has any.
 
     Only rank 0 calls it, outside of a minibatch, while the others wait. Of a PEFT model it writes the adapter, or with
     `merge` the whole model, into which PEFT's code merges it. Everything trained is written. Parameters are saved in
@@ -94,7 +94,7 @@ def _copy_processor(source: str | Path, folder: Path) -> None:
     from huggingface_hub import try_to_load_from_cache
 
     source = with_tokenizer(source) if Path(source).is_dir() else source  # nothing is asked of the hub at a run's end
-    for name in _OF_PICTURES:
+    for name in _OF_IMAGES:
         found = Path(source, name)
         if not Path(source).exists():
             with contextlib.suppress(ValueError):  # for a folder that is gone

@@ -52,7 +52,7 @@ class minibatch:
 
     `tokens`: this rank's target tokens; `mb.tokens` is then their sum over all ranks and gradients are summed.
     Without it gradients are divided by the world size, as FSDP2 does, and `mb.tokens` raises RuntimeError. Give it
-    on all ranks or on none. `split`: `packs.split`, the plan of packs that hold pieces of sequences (`enable_split`).
+    on all ranks or on none. `split`: `packs.split`, the plan of packs that hold segments of sequences (`enable_split`).
     `plan`: in place of both, what a MinibatchSampler yields or `pack_collate` makes of it, or a function that returns
     it, whose error fails the minibatch on all ranks. Ranks that have other samples, or assign them in another way, are
     then found. `tokens` beside it goes before the plan's.

@@ -174,7 +174,7 @@ class BridgedEngine(Protocol):
             RefusesDeterminism(_IN_ANY_ORDER),
             self._modules,
             Trained(self.shards),
-            NoPieces(),
+            NoSegments(),
         )
 
     def automate(self, automatic: Automatic) -> None:
@@ -346,7 +346,7 @@ class FsdpModules(Participant):
             module.reshard()
 
 
-class NoPieces(Participant):
+class NoSegments(Participant):
     """Refuses minibatches that split sequences."""
 
     name = "split"

@@ -89,16 +89,16 @@ class Distillation(CrossEntropy):
     """`teacher.weight` times the divergence from the teacher's distributions, and the rest of CrossEntropy.
 
     Sums: also `divergence`, over target tokens; `token_loss` is the mix. `teacher`: see packs/reference.py. Raises
-    ValueError for an evaluation of packs with pieces, which a teacher reads in minibatches only.
+    ValueError for an evaluation of packs with segments, which a teacher reads in minibatches only.
     """
 
     teacher: Teacher
 
     def terms(self, model: nn.Module, packs: Any) -> Any:
         plan = getattr(packs, "plan", None)
-        if not torch.is_grad_enabled() and plan is not None and plan.segments is not None:
+        if not torch.is_grad_enabled() and plan is not None and plan.split is not None:
             raise ValueError(
-                "a teacher reads no pieces of samples in an evaluation: evaluate by CrossEntropy, or whole samples"
+                "a teacher reads no segments of samples in an evaluation: evaluate by CrossEntropy, or whole samples"
             )
         return super().terms(model, packs)
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from ..nn.head import log_probs
 from ..packs.loss import predictions
-from ..plan.entries import Entry, Piece, begins
-from ..plan.pieces import reads_of
+from ..plan.entries import Entry, Segment, begins
+from ..plan.segments import reads_of
 from ..step import Sums, Terms
 from .pairs import PairObjective
 
@@ -45,34 +45,34 @@ class ORPO(PairObjective):
     """
 
     beta: float = 0.1
-    _readers: dict[Piece, Tensor] = field(default_factory=dict, init=False, repr=False)  # of this minibatch
+    _readers: dict[Segment, Tensor] = field(default_factory=dict, init=False, repr=False)  # of this minibatch
 
     def terms(self, model: nn.Module, packs: Any) -> int:
         """T of the chosen samples that begin on this rank."""
         super().terms(model, packs)
-        planned = [] if packs.split is None else [each.piece for each in packs.split.pieces]
-        self._count_readers([*planned, *(self._piece(entry) for pack in packs for entry in pack)])
-        return sum(self._piece(sample).stop - 1 for sample in self._chosen(packs))
+        planned = [] if packs.split is None else [each.segment for each in packs.split.segments]
+        self._count_readers([*planned, *(self._segment(entry) for pack in packs for entry in pack)])
+        return sum(self._segment(sample).stop - 1 for sample in self._chosen(packs))
 
-    def _count_readers(self, pieces: Sequence[Piece]) -> None:
-        """By piece, of each token of its sample that it predicts: see [Note: readers]."""
-        reads = reads_of({*pieces})
+    def _count_readers(self, segments: Sequence[Segment]) -> None:
+        """By segment, of each token of its sample that it predicts: see [Note: readers]."""
+        reads = reads_of({*segments})
         self._readers.clear()
-        self._readers.update((each, torch.zeros(self._piece(each.sample).stop, dtype=torch.int64)) for each in reads)
-        for piece, before in ((each, reads[each]) for each in reads if each.sample % 2 == 0):
-            for holder, low, high in (*(before if begins(piece) else ()), (piece, piece.start, piece.stop)):
+        self._readers.update((each, torch.zeros(self._segment(each.sample).stop, dtype=torch.int64)) for each in reads)
+        for segment, before in ((each, reads[each]) for each in reads if each.sample % 2 == 0):
+            for holder, low, high in (*(before if begins(segment) else ()), (segment, segment.start, segment.stop)):
                 self._readers[holder][low + 1 : high + 1] += 1
 
     def collate(self, entries: Sequence[Entry]) -> dict[str, Any]:
         """PairObjective's, and of its n targets `readers`, [n]."""
-        pieces = [*map(self._piece, entries)]
-        if missing := {*pieces} - self._readers.keys():
+        segments = [*map(self._segment, entries)]
+        if missing := {*segments} - self._readers.keys():
             raise RuntimeError(f"{missing.pop()} is of no minibatch of this ORPO: give run_step collate=orpo.collate")
-        readers = [self._readers[piece][self._scored(piece)] for piece in pieces]
+        readers = [self._readers[segment][self._scored(segment)] for segment in segments]
         return super().collate(entries) | {"readers": torch.cat(readers).double()}
 
-    def _scored(self, piece: Piece) -> Tensor:
-        return self._completion(piece) | (self._readers[piece] > 0)
+    def _scored(self, segment: Segment) -> Tensor:
+        return self._completion(segment) | (self._readers[segment] > 0)
 
     def loss(self, model: nn.Module, pack: Mapping[str, Any], terms: Terms) -> tuple[Tensor, Sums]:
         logp = log_probs(*predictions(model, pack)).logp.double()

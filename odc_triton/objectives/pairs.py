@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..packs.collate import pack_collate
 from ..packs.loss import NO_ROUTER_LOSS, refuse_router_loss
-from ..plan.entries import Entry, Piece, begins, number_of
+from ..plan.entries import Entry, Segment, begins, number_of
 from ..plan.fields import IGNORED
 from ..plan.plan import MinibatchPacks
 from ..sequence.sums import SampleSums
@@ -54,14 +54,14 @@ class PairObjective(Objective):
         return [number_of(each) for pack in packs for each in pack if begins(each) and number_of(each) % 2 == 0]
 
     def _require_pairs(self, packs: MinibatchPacks) -> None:
-        waves = {} if packs.split is None else {each.piece.sample: each.wave for each in packs.split.pieces}
+        waves = {} if packs.split is None else {each.segment.sample: each.wave for each in packs.split.segments}
         for here in ({*map(number_of, pack)} for pack in packs):
             for sample in sorted(here):
                 pair, other = f"pair {sample // 2}", sample ^ 1
                 row = self.samples[sample] if sample < len(self.samples) else {}
                 if row.get("labels") is None or len(row["labels"]) != len(row["input_ids"]):
                     raise ValueError(f"{pair}: sample {sample} has no label for each of its input_ids: give labels")
-                if not self._completion(self._piece(sample)).any():
+                if not self._completion(self._segment(sample)).any():
                     raise ValueError(
                         f"{pair}: the completion of sample {sample} has no tokens to predict: drop the pair"
                     )
@@ -77,16 +77,16 @@ class PairObjective(Objective):
         some here 1 + 2p + (0: chosen, 1: rejected). `lengths`, [P, 2]: of whole completions; `share`, [P]: the part of
         the chosen one that is here, so that a pair on several ranks counts once.
         """
-        pieces = [*map(self._piece, entries)]
-        pairs = [*dict.fromkeys(each.sample // 2 for each in pieces if self._completion(each).any())]
+        segments = [*map(self._segment, entries)]
+        pairs = [*dict.fromkeys(each.sample // 2 for each in segments if self._completion(each).any())]
         rows, places = [], []
-        for entry, piece in zip(entries, pieces, strict=True):
-            sample, completion, scored = self.samples[piece.sample], self._completion(piece), self._scored(piece)
+        for entry, segment in zip(entries, segments, strict=True):
+            sample, completion, scored = self.samples[segment.sample], self._completion(segment), self._scored(segment)
             labels = torch.as_tensor(sample["input_ids"]).where(scored, IGNORED)
-            rows.append({**sample, "labels": labels, "piece": entry if isinstance(entry, Piece) else None})
-            place = 1 + 2 * pairs.index(piece.sample // 2) + piece.sample % 2 if completion.any() else 0
+            rows.append({**sample, "labels": labels, "segment": entry if isinstance(entry, Segment) else None})
+            place = 1 + 2 * pairs.index(segment.sample // 2) + segment.sample % 2 if completion.any() else 0
             places.append(completion[scored] * place)
-        whole = [[self._completion(self._piece(2 * pair + side)).sum() for side in (0, 1)] for pair in pairs]
+        whole = [[self._completion(self._segment(2 * pair + side)).sum() for side in (0, 1)] for pair in pairs]
         place, lengths = torch.cat(places), torch.tensor(whole, dtype=torch.float64).view(-1, 2)
         share = place.bincount(minlength=1 + lengths.numel())[1::2] / lengths[:, 0]
         return {**pack_collate([rows])[0], "place": place, "lengths": lengths, "share": share, "pairs": tuple(pairs)}
@@ -98,7 +98,7 @@ class PairObjective(Objective):
         if self.sums is None or not pack["pairs"]:
             return found
         own = dict(zip(pack["pairs"], found.detach(), strict=True))
-        whole = self.sums.over_ranks(own, lambda piece: bool(self._completion(piece).any()), lambda each: each // 2)
+        whole = self.sums.over_ranks(own, lambda segment: bool(self._completion(segment).any()), lambda each: each // 2)
         return found + (torch.stack([*whole.values()]) - found.detach())
 
     def counted(self, pack: Mapping[str, Any], of_pairs: Mapping[str, Tensor]) -> Sums:
@@ -118,19 +118,19 @@ class PairObjective(Objective):
             raise ValueError("no pair was computed: there are no means")
         return {name: value / sums["pairs"] for name, value in sums.items() if name != "pairs"}
 
-    def _piece(self, entry: Entry) -> Piece:
-        return entry if isinstance(entry, Piece) else Piece(entry, 0, len(self.samples[entry]["input_ids"]))
+    def _segment(self, entry: Entry) -> Segment:
+        return entry if isinstance(entry, Segment) else Segment(entry, 0, len(self.samples[entry]["input_ids"]))
 
-    def _scored(self, piece: Piece) -> Tensor:
-        """Of each token of the whole sample: is it a target, that `piece` predicts?"""
-        return self._completion(piece)
+    def _scored(self, segment: Segment) -> Tensor:
+        """Of each token of the whole sample: is it a target, that `segment` predicts?"""
+        return self._completion(segment)
 
-    def _completion(self, piece: Piece) -> Tensor:
-        """Of each token of the whole sample: is it of the completion, and does `piece` predict it?"""
-        if piece.sample not in self._learned:
-            self._learned[piece.sample] = torch.as_tensor(self.samples[piece.sample]["labels"]) != IGNORED
-        found = self._learned[piece.sample].clone()
-        found[: piece.start + 1] = found[piece.stop + 1 :] = False
+    def _completion(self, segment: Segment) -> Tensor:
+        """Of each token of the whole sample: is it of the completion, and does `segment` predict it?"""
+        if segment.sample not in self._learned:
+            self._learned[segment.sample] = torch.as_tensor(self.samples[segment.sample]["labels"]) != IGNORED
+        found = self._learned[segment.sample].clone()
+        found[: segment.start + 1] = found[segment.stop + 1 :] = False
         return found
 
 

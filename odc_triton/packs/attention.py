@@ -13,7 +13,7 @@ the device once in each forward. It passes a mask of four dimensions through. So
 empty one, which `packed_attention` treats as None.
 
 [Note: told by positions] StableLM's and Nemotron's layers drop arguments that they don't know, but pass the very tensor
-position_ids on, also when checkpointing computes them again. So what tells of pieces is its attribute. Each forward
+position_ids on, also when checkpointing computes them again. So what tells of segments is its attribute. Each forward
 has a tensor of its own: the attribute never outlives its pack.
 
 [Note: keys by index] An indexer (DeepSeek-V3.2, GLM-5, HY-V4) chooses the keys of each query: it needs a mask, and
@@ -35,7 +35,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..base.untyped import untyped
-from ..plan.entries import Piece, bounds_on_host
+from ..plan.entries import Segment, bounds_on_host
 from ..sequence.attention import AttentionOfJoined, AttentionOfTree, SeenRows, parts_of, takes
 from ..sequence.flash import FlashAttentionOfTree
 from ..sequence.layer import LayerSplit, RowsOfOthers
@@ -107,7 +107,7 @@ class _Call(AttentionTerms):
     position_ids: Tensor | None = None
     cu_seq_lens_q: Tensor | None = None
     max_length_q: int | None = None
-    pieces: Sequence[Piece | None] | None = None
+    segments: Sequence[Segment | None] | None = None
     image_blocks: Sequence[tuple[int, int, int]] = ()
     others: dict[str, Any]
 
@@ -120,8 +120,8 @@ class _Call(AttentionTerms):
         return self.query.shape[2]
 
     @property
-    def has_pieces(self) -> bool:
-        return self.pieces is not None and any(piece is not None for piece in self.pieces)
+    def has_segments(self) -> bool:
+        return self.segments is not None and any(segment is not None for segment in self.segments)
 
     @property
     def may_be_pack(self) -> bool:
@@ -129,17 +129,18 @@ class _Call(AttentionTerms):
 
 
 _KEYWORDS = tuple(each.name for each in fields(_Call) if each.default is not MISSING)
-_OF_PACKS = ("cu_seq_lens_q", "max_length_q", "pieces", "image_blocks")
+_OF_PACKS = ("cu_seq_lens_q", "max_length_q", "segments", "image_blocks")
 
 
 def tell_by_positions(model: nn.Module, args: tuple, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """A pre-hook of a model's forward: [Note: told by positions]. Raises ValueError for pieces without position_ids."""
+    """A pre-hook of a model's forward: [Note: told by positions]. Raises ValueError for segments without
+    position_ids."""
     mask = given.get("attention_mask")
     is_masked = mask is not None and getattr(mask, "shape", None) != PREPARED_MASK
-    if given.get("pieces") is None and (is_masked or given.get("position_ids") is None):
+    if given.get("segments") is None and (is_masked or given.get("position_ids") is None):
         return None  # see [Note: what is not a pack]
     if given.get("position_ids") is None:
-        raise ValueError(f"{type(model).__name__} was given pieces of samples: give position_ids too, by name")
+        raise ValueError(f"{type(model).__name__} was given segments of samples: give position_ids too, by name")
     positions = given["position_ids"].view_as(given["position_ids"])
     positions._odc_pack = {name: given[name] for name in _OF_PACKS if given.get(name) is not None}
     return args, given | {"position_ids": positions}
@@ -178,8 +179,9 @@ def packed_attention(
     `scaling` and `dropout` are honoured. Calls that are not of a pack (a cache, a mask, `is_causal=False`) go to the
     library's SDPA, with all other options: [Note: what is not a pack].
 
-    `pieces`: for each document its `Piece` of a sample, None if it is whole. A piece's queries see the keys of all
-    tokens before it, which other pieces of this pack compute, or those of other ranks, which publish them (sequence/).
+    `segments`: for each document its `Segment` of a sample, None if it is whole. A segment's queries see the keys of
+    all tokens before it, which other segments of this pack compute, or those of other ranks, which publish them
+    (sequence/).
 
     `image_blocks`: as of `pack_collate`, in one row. Each of a block's queries also sees those after it in the block.
 
@@ -187,7 +189,7 @@ def packed_attention(
 
     Raises PackingUnsupported for a model that can't take packs (no boundaries, an argument that would be
     dropped), ValueError for inputs that are not a pack (documents in a row under a mask that joins them),
-    NotImplementedError for pieces of samples whose keys are chosen by an indexer.
+    NotImplementedError for segments of samples whose keys are chosen by an indexer.
     """
     attend = _outside_of_graphs if getattr(module, "_odc_outside_of_graphs", False) else _packed_attention
     return attend(module, query, key, value, attention_mask, **options)
@@ -205,13 +207,14 @@ def _packed_attention(
     mask = None if attention_mask is not None and attention_mask.shape == PREPARED_MASK else attention_mask
     if (is_causal := options.get("is_causal")) is None:
         is_causal = getattr(module, "is_causal", True)
-    # Without pop: after it torch.compile has no guard on what else is in `options`, and reuses a graph without pieces.
+    # Without pop: after it torch.compile has no guard on what else is in `options`, and reuses a graph without
+    # segments.
     known = {name: options[name] for name in _KEYWORDS if name in options}
     others = {name: value for name, value in options.items() if name not in known and name != "is_causal"}
-    if "pieces" not in known:
+    if "segments" not in known:
         known |= getattr(known.get("position_ids"), "_odc_pack", {})
     chosen, split = others.get("indices"), getattr(module, "_odc_split", None)
-    if chosen is not None and (split is not None or any(known.get("pieces") or ())):
+    if chosen is not None and (split is not None or any(known.get("segments") or ())):
         raise NotImplementedError(
             f"{type(module).__name__} chooses keys by an indexer, which does not see those of other ranks or samples: "
             f"train it on unsplit samples, without shared prefixes"
@@ -222,7 +225,7 @@ def _packed_attention(
         module=module, query=query, key=key, value=value, mask=mask, is_causal=is_causal, others=others, **known
     )
     if split is not None:
-        split.on_attention(module, key, value, call.pieces)
+        split.on_attention(module, key, value, call.segments)
     return _attend(call), None
 
 
@@ -236,14 +239,14 @@ def _of_chosen(mask: Tensor, indices: Tensor) -> Tensor:
 
 
 def _attend(call: _Call) -> Tensor:
-    if not call.has_pieces and not (call.may_be_pack and call.length > 1):
+    if not call.has_segments and not (call.may_be_pack and call.length > 1):
         if call.image_blocks:
             raise ValueError(f"{type(call.module).__name__} was given image_blocks, which are of a pack, with a mask")
         _refuse_leak(call)
         return _by_eager(call) if call.need_eager else _by_library(call)
     _check_pack(call)
-    if call.has_pieces:
-        out = _of_pieces(call)
+    if call.has_segments:
+        out = _of_segments(call)
     else:
         ends = _ends(call)
         out = _of_rows(call) if ends is None else _of_documents(call, ends)
@@ -274,7 +277,7 @@ def _refuse_leak(call: _Call) -> None:
 def _check_pack(call: _Call) -> None:
     """Raises if a pack's call has an argument that would be dropped, or no documents' bounds."""
     name = type(call.module).__name__
-    if call.has_pieces and not (call.may_be_pack and call.batch == 1):
+    if call.has_segments and not (call.may_be_pack and call.batch == 1):
         raise ValueError(f"{name} was given parts of samples with a mask or a cache, or without causal attention")
     for argument in _UNSUPPORTED_IN_PACKS:
         if call.others.get(argument) is not None:
@@ -287,7 +290,7 @@ def _check_pack(call: _Call) -> None:
 
 
 def _with_blocks(call: _Call, out: Tensor) -> Tensor:
-    """`out`, [1, T, H, D], with other rows of the pictures' tokens: they see their whole picture."""
+    """`out`, [1, T, H, D], with other rows of the images' tokens: they see their whole image."""
     parts, done = [], 0
     for first, start, stop in call.image_blocks:
         keys, values = (each[:, :, first:stop] for each in (call.key, call.value))
@@ -351,23 +354,23 @@ def _by_kernel(call: _Call, ends: Tensor, longest: int | None) -> Tensor:
 
 
 @torch._disable_dynamo  # its exchange with other ranks must run in every forward, not once during tracing
-def _of_pieces(call: _Call) -> Tensor:
-    """One row of documents, some of them pieces of samples, which see other rows of the pack or of other ranks."""
-    name, ends, pieces = type(call.module).__name__, call.cu_seq_lens_q, call.pieces or ()
+def _of_segments(call: _Call) -> Tensor:
+    """One row of documents, some of them segments of samples, which see other rows of the pack or of other ranks."""
+    name, ends, segments = type(call.module).__name__, call.cu_seq_lens_q, call.segments or ()
     split: LayerSplit | None = getattr(call.module, "_odc_split", None)
     if call.dropout:
-        raise PackingUnsupported(f"{name} has attention dropout, which is not supported for pieces of samples")
+        raise PackingUnsupported(f"{name} has attention dropout, which is not supported for segments of samples")
     if ends is None:
         raise PackingUnsupported(f"{name} does not pass cu_seq_lens_q to its attention. {REMEDY}")
     bounds, window = bounds_on_host(ends, call.length), call.sliding_window
     query, key, value = call.query, call.key, call.value
-    if len(bounds) - 1 != len(pieces):
-        raise ValueError(f"the pack has {len(bounds) - 1} documents and pieces for {len(pieces)}")
+    if len(bounds) - 1 != len(segments):
+        raise ValueError(f"the pack has {len(bounds) - 1} documents and segments for {len(segments)}")
     plan = None if split is None else split.exchange.plan
-    spans = split.exchange.spans(bounds, pieces) if split is not None and plan else []
+    spans = split.exchange.spans(bounds, segments) if split is not None and plan else []
     runs = split.runs(spans, window) if split is not None and spans else []
     try:
-        seen = rows_before(bounds, pieces, plan=plan, runs=runs, window=window)
+        seen = rows_before(bounds, segments, plan=plan, runs=runs, window=window)
     except ValueError as error:
         give = "minibatch(model, tokens=…, split=packs.split), or to evaluate split_forward(model, packs.split)"
         how = "call enable_split(model, tokens=…) after fully_shard" if split is None else f"give the plan, {give}"
@@ -409,7 +412,7 @@ def _joined(
         q = query[:, :, start:end]
         k, v = (torch.cat([sources[2 * at + kind][:, :, low:high] for at, low, high in rows], 2) for kind in (0, 1))
         if others:
-            assert call.cu_seq_lens_q is not None, "`_of_pieces` requires it"
+            assert call.cu_seq_lens_q is not None, "`_of_segments` requires it"
             longest = max(end - start for start, end in pairwise(bounds[first : past + 1]))
             q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
             parts.append(varlen(q, k, v, call.cu_seq_lens_q[first : past + 1] - start, longest, call)[None])

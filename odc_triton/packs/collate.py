@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..plan.entries import Piece
+from ..plan.entries import Segment
 from ..plan.fields import IGNORED
 from ..plan.plan import MinibatchPacks
 from ..plan.queue import QueuedPacks
-from .pictures import PackImages, Pictures, join
+from .image_fields import PackImages, SampleImages, join
 
 # Inputs of transformers' models that packs have no place for.
 _REFUSED = ("inputs_embeds", "seq_idx", "decoder_input_ids", "encoder_outputs", "input_features", "past_key_values")
@@ -22,8 +22,8 @@ _REFUSED = ("inputs_embeds", "seq_idx", "decoder_input_ids", "encoder_outputs", 
 class PackedDataset(torch.utils.data.Dataset):
     """A map-style data set that is indexed by packs: `packed[[3, 1]]` is `[dataset[3], dataset[1]]`.
 
-    With it, a DataLoader whose `batch_sampler` is a `MinibatchSampler` fetches a list of packs per minibatch. A `Piece`
-    in a pack gives its sample with the piece under "piece", which `pack_collate` cuts out.
+    With it, a DataLoader whose `batch_sampler` is a `MinibatchSampler` fetches a list of packs per minibatch. A
+    `Segment` in a pack gives its sample with the segment under "segment", which `pack_collate` cuts out.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -32,13 +32,13 @@ class PackedDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, pack: Sequence[int | Piece]) -> list[Any]:
+    def __getitem__(self, pack: Sequence[int | Segment]) -> list[Any]:
         return [
-            {**self.dataset[entry.sample], "piece": entry} if isinstance(entry, Piece) else self.dataset[entry]
+            {**self.dataset[entry.sample], "segment": entry} if isinstance(entry, Segment) else self.dataset[entry]
             for entry in pack
         ]
 
-    def __getitems__(self, packs: Sequence[Sequence[int | Piece]]) -> MinibatchPacks:
+    def __getitems__(self, packs: Sequence[Sequence[int | Segment]]) -> MinibatchPacks:
         """Called by a DataLoader for a minibatch. Raises ValueError for a work queue."""
         if isinstance(packs, QueuedPacks):
             raise ValueError(
@@ -50,15 +50,15 @@ class PackedDataset(torch.utils.data.Dataset):
 
 class _PackTargets(PackImages, total=False):
     labels: torch.Tensor  # int64 [1, T], aligned with the ids
-    shift_labels: torch.Tensor  # int64 [1, T], of the token after each: instead of labels, in a pack with pieces
-    pieces: tuple[Piece | None, ...]  # of each document
+    shift_labels: torch.Tensor  # int64 [1, T], of the token after each: instead of labels, in a pack with segments
+    segments: tuple[Segment | None, ...]  # of each document
 
 
 class Pack(_PackTargets):
     """One microbatch as a model's input: documents end to end, T tokens. See `pack_collate`."""
 
     input_ids: torch.Tensor  # int64 [1, T]
-    position_ids: torch.Tensor  # int64 [1, T], from 0 in each document; of a piece those in its sample
+    position_ids: torch.Tensor  # int64 [1, T], from 0 in each document; of a segment those in its sample
     cu_seq_lens_q: torch.Tensor  # int32 [documents + 1], from 0 to T; as what follows, a GPU would wait for it
     cu_seq_lens_k: torch.Tensor  # the same
     max_length_q: int  # tokens of the longest document
@@ -73,9 +73,9 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
     """Per pack of samples one model input, its documents end to end. No packs give an empty list.
 
     A sample has `input_ids` and, optionally, `labels` aligned with them (-100: not learned), as lists or 1-D
-    tensors of one length; without labels every token is learned. With pictures it has what its model's processor makes
+    tensors of one length; without labels every token is learned. With images it has what its model's processor makes
     of them for one text, without the dimension of the batch: `pixel_values`, `image_grid_thw`, `pixel_attention_mask`,
-    and `mm_token_type_ids` or `token_type_ids`, 1 for a picture's tokens. With `position_ids` a sample may be several
+    and `mm_token_type_ids` or `token_type_ids`, 1 for an image's tokens. With `position_ids` a sample may be several
     documents: as in transformers one begins where they don't go on by 1, and labels say whether its first token is
     learned. Keys that are no inputs of transformers' models are left out.
 
@@ -85,21 +85,21 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
     names: `cu_seq_lens_q` and `_k`, int32 `[documents + 1]` from 0 to T, `max_length_q` and `_k`, the longest one's
     tokens. For `summed_loss`: `target_positions`, whose next label is learned. `to_device` moves a pack.
 
-    With pictures it has their fields, joined along dim 0; `mm_token_type_ids`, `[1, T]`; `image_blocks`, of each run of
-    a picture's tokens its document's first row, its first and the row after it; if they have grids
-    `mrope_position_ids`, `[3, 1, T]`. Of a sample in pieces only one has all of its pictures.
+    With images it has their fields, joined along dim 0; `mm_token_type_ids`, `[1, T]`; `image_blocks`, of each run of
+    an image's tokens its document's first row, its first and the row after it; if they have grids
+    `mrope_position_ids`, `[3, 1, T]`. Of a sample in segments only one has all of its images.
 
-    With pieces it has `pieces`, a `Piece` or None for each document; positions that count in the sample; and instead of
-    `labels` `shift_labels`, where position t has the label of the token after it, as a model that shifted them itself
-    would lose the last target of every piece.
+    With segments it has `segments`, a `Segment` or None for each document; positions that count in the sample; and
+    instead of `labels` `shift_labels`, where position t has the label of the token after it, as a model that shifted
+    them itself would lose the last target of every segment.
 
     The list is what `minibatch(model, plan=…)` takes: its `tokens` are the packs' targets. Made of a MinibatchSampler's
-    packs it has their `plan`; `split`, the part of it about pieces, None if no piece reads another pack's; `samples`,
-    the number of all ranks', 0 if it is unknown.
+    packs it has their `plan`; `split`, the part of it about segments, None if no segment reads another pack's;
+    `samples`, the number of all ranks', 0 if it is unknown.
 
     Raises ValueError for an empty pack, a sample without tokens, ids that are not 1-D integers, labels of another
-    length, other inputs of a model, a piece beyond its sample, a branch off a sample of the pack with other tokens,
-    videos, and pictures that don't fit their tokens, one another or a piece, naming pack and sample.
+    length, other inputs of a model, a segment beyond its sample, a branch off a sample of the pack with other tokens,
+    videos, and images that don't fit their tokens, one another or a segment, naming pack and sample.
     """
     made = MinibatchPacks.like(packs, (_collate(pack, at) for at, pack in enumerate(packs)))
     made.tokens = sum(len(pack["target_positions"]) for pack in made)
@@ -139,8 +139,8 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
         )
     if not pack:
         raise ValueError(f"pack {index} has no samples: leave it out of the list")
-    input_ids, position_ids, labels, pieces, documents = [], [], [], [], []
-    texts: dict[int, torch.Tensor] = {}  # of samples in pieces, whole
+    input_ids, position_ids, labels, segments, documents = [], [], [], [], []
+    texts: dict[int, torch.Tensor] = {}  # of samples in segments, whole
     for place, sample in enumerate(pack):
         where = f"pack {index}, sample {place}"
         if "input_ids" not in sample:
@@ -154,36 +154,36 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
                 f"{where}: {len(targets)} labels for {len(ids)} input_ids; give one label per token, "
                 f"{IGNORED} where nothing is learned, not shifted"
             )
-        start, stop, pictures = 0, len(ids), Pictures.of(sample, len(ids), where)
-        pieces.append(piece := sample.get("piece"))
-        if piece is not None:
-            start, stop = piece.start, piece.stop
+        start, stop, images = 0, len(ids), SampleImages.of(sample, len(ids), where)
+        segments.append(segment := sample.get("segment"))
+        if segment is not None:
+            start, stop = segment.start, segment.stop
             if stop > len(ids):
-                raise ValueError(f"{where}: {piece} are beyond its {len(ids)} tokens")
-            texts[piece.sample] = ids
-            pieces[-1] = replace(piece, length=len(ids))
+                raise ValueError(f"{where}: {segment} are beyond its {len(ids)} tokens")
+            texts[segment.sample] = ids
+            segments[-1] = replace(segment, length=len(ids))
         if refused := [name for name in _REFUSED if sample.get(name) is not None]:
             raise ValueError(f"{where} has {refused[0]}, which packs can't give to the model: leave it out")
         positions, target = torch.arange(len(ids)), torch.cat([targets[1:], torch.tensor([IGNORED])])  # of the next one
         if sample.get("position_ids") is not None:
             positions = _ids(sample["position_ids"], f"{where}: position_ids")
-            if len(positions) != len(ids) or (piece is not None and positions.tolist() != [*range(len(ids))]):
+            if len(positions) != len(ids) or (segment is not None and positions.tolist() != [*range(len(ids))]):
                 raise ValueError(
                     f"{where}: {len(positions)} position_ids for {len(ids)} input_ids; give one per token, and to a "
                     f"sample that ranks share or that shares its prefix only those from 0 up"
                 )
-            pieces += [None] * int((positions.diff() != 1).sum())  # one for each document
-        documents.append((pictures, start, stop))
+            segments += [None] * int((positions.diff() != 1).sum())  # one for each document
+        documents.append((images, start, stop))
         input_ids.append(ids[start:stop])
         position_ids.append(positions[start:stop])
         labels.append(target[start:stop])
-    for piece in pieces:
-        if piece is not None and piece.parent in texts:
-            text, other = (texts[each][: piece.start] for each in (piece.sample, piece.parent))
+    for segment in segments:
+        if segment is not None and segment.parent in texts:
+            text, other = (texts[each][: segment.start] for each in (segment.sample, segment.parent))
             if not torch.equal(text, other):
                 raise ValueError(
-                    f"pack {index}: sample {piece.sample} has other tokens than sample {piece.parent}, which it "
-                    f"branches off at {piece.start}: give find_relatives of these samples"
+                    f"pack {index}: sample {segment.sample} has other tokens than sample {segment.parent}, which it "
+                    f"branches off at {segment.start}: give find_relatives of these samples"
                 )
     bounds = [0, *accumulate(map(len, input_ids))]
     positions, shifted = torch.cat(position_ids), torch.cat(labels)
@@ -201,8 +201,8 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
         "target_positions": (shifted != IGNORED).nonzero().flatten(),
         **join(documents, bounds, f"pack {index}"),
     }
-    if any(pieces):
-        made["shift_labels"], made["pieces"] = shifted[None], tuple(pieces)
+    if any(segments):
+        made["shift_labels"], made["segments"] = shifted[None], tuple(segments)
     else:
         made["labels"] = torch.cat([torch.tensor([IGNORED]), shifted[:-1]])[None]
     return made

@@ -23,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from ..base.environment import needs_transformers
 from ..base.untyped import untyped
 from ..nn.modes import evaluating
-from ..plan.entries import Piece
+from ..plan.entries import Segment
 from ..recurrent.layers import join_documents, recurrent_layers, separate_documents
 from .attention import (
     PREPARED_MASK,
@@ -267,7 +267,7 @@ def _probe_branches(model: nn.Module, ids: Tensor, wanted: Tensor, tolerance: fl
         found = model(
             input_ids=torch.cat([ids, ids[:, start:]], dim=1),
             position_ids=text_positions(innermost(model), torch.cat([positions, positions[start:]])[None]),
-            pieces=(Piece(0, 0, length), Piece(1, start, length, parent=0)),
+            segments=(Segment(0, 0, length), Segment(1, start, length, parent=0)),
             use_cache=False,
             **every_token(innermost(model)),
             **bounds,

@@ -1,4 +1,4 @@
-"""Models that see pictures: what each family's forward takes besides text."""
+"""Models that see images: what each family's forward takes besides text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..plan.fields import PICTURE_FIELDS
+from ..plan.fields import IMAGE_FIELDS
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Inputs:
-    """`mrope`: positions in text, time, height and width. `blocks`: a picture's tokens see one another. `batch`: its
+    """`mrope`: positions in text, time, height and width. `blocks`: an image's tokens see one another. `batch`: its
     pixel values have a dimension more, of rows."""
 
     mrope: bool = False
@@ -40,13 +40,13 @@ def _inputs_of(model: Any) -> _Inputs | None:
     return _FAMILIES.get(getattr(getattr(model, "config", model), "model_type", ""))
 
 
-def sees_pictures(model: Any) -> bool:
-    """True for a model, or its config, of a family whose pictures packs may have."""
+def sees_images(model: Any) -> bool:
+    """True for a model, or its config, of a family whose images packs may have."""
     return _inputs_of(model) is not None
 
 
 def has_blocks(model: Any) -> bool:
-    """True if a picture's tokens see one another."""
+    """True if an image's tokens see one another."""
     family = _inputs_of(model)
     return family is not None and family.blocks
 
@@ -66,10 +66,10 @@ def text_positions(model: nn.Module, positions: Tensor) -> Tensor:
     return positions if family is None or not family.mrope else positions.expand(4, *positions.shape)
 
 
-def picture_inputs(model: nn.Module, pack: Mapping[str, Any], *, packed: bool) -> dict[str, Any]:
-    """The positions, and the inputs for the pictures, of a pack. `packed`: the model has our attention.
+def image_inputs(model: nn.Module, pack: Mapping[str, Any], *, packed: bool) -> dict[str, Any]:
+    """The positions, and the inputs for the images, of a pack. `packed`: the model has our attention.
 
-    Raises ValueError for pictures if its family is none of those that are supported.
+    Raises ValueError for images if its family is none of those that are supported.
     """
     family, positions = _inputs_of(model), pack.get("position_ids")
     inputs = {} if positions is None else {"position_ids": text_positions(model, positions)}
@@ -79,10 +79,10 @@ def picture_inputs(model: nn.Module, pack: Mapping[str, Any], *, packed: bool) -
         return inputs
     if family is None:
         raise ValueError(
-            f"this pack has pictures, and {type(model).__name__} is of none of the families whose packs may have them: "
+            f"this pack has images, and {type(model).__name__} is of none of the families whose packs may have them: "
             f"{', '.join(_FAMILIES)}. Call the model yourself inside the minibatch, with its processor's inputs"
         )
-    for name in PICTURE_FIELDS:
+    for name in IMAGE_FIELDS:
         if name in pack:
             inputs[name] = pack[name][None] if family.batch else pack[name]
     if family.blocks:

@@ -12,45 +12,45 @@ from torch import Tensor, nn
 
 from ..nn.head import FusedLogits, divergence
 from ..nn.modes import evaluating
-from ..plan.fields import IGNORED, PICTURE_FIELDS, TOKEN_TYPES
+from ..plan.fields import IGNORED, IMAGE_FIELDS, TOKEN_TYPES
 from .attention import PREPARED_MASK
 from .enable import innermost, is_packed, refuse_prompt_learning, takes_branches, takes_prepared_mask
-from .images import picture_inputs, sees_pictures
+from .images import image_inputs, sees_images
 from .router_loss import router_losses, router_weight
 
 NO_ROUTER_LOSS = "set model.config.output_router_logits = False"
-TAKEN = ("input_ids", "attention_mask", "position_ids", "labels", *PICTURE_FIELDS)  # of a sample
+TAKEN = ("input_ids", "attention_mask", "position_ids", "labels", *IMAGE_FIELDS)  # of a sample
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def model_inputs(pack: Mapping[str, Any], model: nn.Module | None = None) -> dict[str, Any]:
     """The inputs of a training forward of `pack`.
 
-    Its ids, positions and pieces; its pictures, as `model` takes them; its cumulative lengths if it has them
+    Its ids, positions and segments; its images, as `model` takes them; its cumulative lengths if it has them
     (`cu_seq_lens_q`, `max_length_q`, ..., transformers' names) and `model`, if given, takes them; and no cache, which
     would hold every layer's keys and values unused. With `model`, after `enable_packing`: see [Note: a prepared mask].
 
-    Raises RuntimeError for pieces of samples on a `model` with another attention, which would ignore them, and
-    ValueError for pictures on a model of a family that is not supported, and for the model's other inputs.
+    Raises RuntimeError for segments of samples on a `model` with another attention, which would ignore them, and
+    ValueError for images on a model of a family that is not supported, and for the model's other inputs.
     """
-    if model is not None and "pieces" in pack and not is_packed(innermost(model)):
+    if model is not None and "segments" in pack and not is_packed(innermost(model)):
         raise RuntimeError(
-            "this pack holds pieces of samples, and the model's attention would take them for whole samples: call "
+            "this pack holds segments of samples, and the model's attention would take them for whole samples: call "
             "odc_triton.hf.enable_packing(model) before fully_shard, and enable_split(model, tokens=…) after it"
         )
-    branch = next((each for each in pack.get("pieces", ()) if each is not None and each.parent is not None), None)
+    branch = next((each for each in pack.get("segments", ()) if each is not None and each.parent is not None), None)
     if model is not None and branch is not None and not takes_branches(innermost(model)):
         raise RuntimeError(
             f"in this pack {branch} branch off sample {branch.parent}, and {type(innermost(model)).__name__} does not "
-            f"pass pieces to odc_triton's packed attention, or has rope by length: train it on whole samples"
+            f"pass segments to odc_triton's packed attention, or has rope by length: train it on whole samples"
         )
     if model is not None and (more := untaken(model) & pack.keys() - {*_BOUNDS}):
         raise ValueError(f"the pack has {', '.join(sorted(more))}, inputs that packs have no place for: leave them out")
     bounds = _BOUNDS if model is None or _takes_bounds(model) else ()
-    names = ("input_ids", "position_ids", "pieces", *bounds)
+    names = ("input_ids", "position_ids", "segments", *bounds)
     inputs: dict[str, Any] = {name: pack[name] for name in names if name in pack} | {"use_cache": False}
     if model is not None:
-        inputs |= picture_inputs(innermost(model), pack, packed=is_packed(innermost(model)))
+        inputs |= image_inputs(innermost(model), pack, packed=is_packed(innermost(model)))
     if model is not None and all(name in inputs for name in _BOUNDS) and takes_prepared_mask(innermost(model)):
         inputs["attention_mask"] = inputs["input_ids"].new_empty(PREPARED_MASK, dtype=torch.bool)
     return inputs
@@ -58,7 +58,7 @@ def model_inputs(pack: Mapping[str, Any], model: nn.Module | None = None) -> dic
 
 def untaken(model: nn.Module) -> frozenset[str]:
     """The inputs that plain transformers would pass to the model from a data set, and packs have no place for."""
-    types = TOKEN_TYPES if sees_pictures(innermost(model)) else ()
+    types = TOKEN_TYPES if sees_images(innermost(model)) else ()
     return frozenset(_parameters(model)) - {*TAKEN, *types} | {"label_ids"}
 
 
@@ -126,7 +126,7 @@ def summed_losses(model: nn.Module, pack: Mapping[str, Any]) -> tuple[Tensor, Te
 
     `packs.samples`: of all ranks in the minibatch; what a MinibatchSampler yields has it, and `pack_collate` keeps it.
 
-    Raises ValueError as `summed_loss`, for a model without routers' logits, and for packs with pieces of samples.
+    Raises ValueError as `summed_loss`, for a model without routers' logits, and for packs with segments of samples.
     """
     logits, targets, router = router_predictions(model, pack, bool(router_weight(model)))
     return F.cross_entropy(logits.float(), targets, reduction="sum"), router

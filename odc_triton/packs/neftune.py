@@ -17,15 +17,15 @@ def embedding_noise(model: nn.Module, alpha: float | None, pack: Mapping[str, An
     """Within the block, a training forward of `pack` adds uniform noise of up to alpha / sqrt(L * D) to the embeddings.
 
     L: tokens of a token's sample. D: width of the embeddings. Without `alpha` nothing is added. Raises ValueError for
-    pieces of samples.
+    segments of samples.
     """
     if alpha is None:
         yield
         return
-    if "pieces" in pack:
+    if "segments" in pack:
         raise ValueError(
-            "neftune_noise_alpha is set, and this pack has pieces of samples, which don't know their sample's length: "
-            "leave it out"
+            "neftune_noise_alpha is set, and this pack has segments of samples, which don't know their sample's "
+            "length: leave it out"
         )
     lengths = pack["cu_seq_lens_q"].diff()
 

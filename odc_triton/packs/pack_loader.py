@@ -38,7 +38,7 @@ class PackLoader(DataLoader):
 def measured(
     dataset: Any, indices: Sequence[int] | None = None, *, untaken: Set[str] = frozenset()
 ) -> tuple[list[int], list[int], list[list[int]]]:
-    """Of each sample its tokens, those up to its last picture's, and `values_of` its pictures; reads each sample once.
+    """Of each sample its tokens, those up to its last image's, and `values_of` its images; reads each sample once.
 
     Raises TypeError or ValueError for a data set without lengths or token ids, or with fields of the names `untaken`.
     """
@@ -58,7 +58,7 @@ def measured(
         if more := sorted(name for name in untaken if sample.get(name) is not None):
             raise ValueError(
                 f"sample {index} has {', '.join(more)}, which the trainer would leave out, as packs have no place for "
-                f"other inputs of the model than ids, labels and pictures: remove the column, or give it as labels"
+                f"other inputs of the model than ids, labels and images: remove the column, or give it as labels"
             )
         lengths.append(len(sample["input_ids"]))
         floors.append(floor_of(sample))
@@ -91,12 +91,12 @@ def _plain(value: Any) -> Any:
     return type(value).__name__ if to_plain is None else str(to_plain())
 
 
-def tower_costs(model: nn.Module, pictures: list[list[int]] | None) -> list[float] | None:
-    """What each sample costs besides its tokens; None if no sample has pictures. `pictures`: by sample `values_of`."""
-    if pictures is None or not any(pictures):
+def tower_costs(model: nn.Module, images: list[list[int]] | None) -> list[float] | None:
+    """What each sample costs besides its tokens; None if no sample has images. `images`: by sample `values_of`."""
+    if images is None or not any(images):
         return None
     tower = TowerCost.from_config(innermost(model).config, trained=trains_tower(model))
-    return [tower.sample(values) for values in pictures]
+    return [tower.sample(values) for values in images]
 
 
 def refuse_drawn(dataset: Any, lengths: Sequence[int]) -> None:

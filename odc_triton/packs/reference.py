@@ -17,7 +17,7 @@ from .loss import frozen_logits
 class Reference(Participant):
     """A sharded model that is never stepped, called with a pack after the forward of the one that is, `policy`.
 
-    If `enable_split` was called on both models, its ranks read pieces by the policy's plan. In each wave they run the
+    If `enable_split` was called on both models, its ranks read segments by the policy's plan. In each wave they run the
     policy's forward, this model's, and the backward, so [Note: waves] holds. After a minibatch that failed, the next
     would fail too.
     """
@@ -31,7 +31,7 @@ class Reference(Participant):
         if self._own is None:
             return
         engines[0].register(self)
-        # A rank that waits for a piece of one model may hold up pieces of the other.
+        # A rank that waits for a segment of one model may hold up segments of the other.
         policys = engines[0].barrier.blocked_on
         policys.append(self._own.sync.waits.blocked_on)
         self._engine.barrier.blocked_on = policys  # no list of a former policy, which would keep that alive

@@ -1,7 +1,7 @@
 """Rotary frequencies of each document of a pack, for rope that has others beyond a model's original length.
 
 transformers chooses them ("dynamic", "longrope") by the largest position of a whole batch, and "dynamic" keeps those of
-the longest batch so far. Here each document gets those that it has alone in a model that has seen no other; a piece
+the longest batch so far. Here each document gets those that it has alone in a model that has seen no other; a segment
 of a sample those of the whole sample. Padded batches and steps of generation keep transformers' choice.
 """
 
@@ -47,11 +47,11 @@ def _of_documents(module: nn.Module, args: tuple, given: dict[str, Any], output:
     else:
         starts = F.pad(positions.diff(dim=1) != 1, (1, 0), value=True).flatten().nonzero().flatten()
         bounds = [*starts.tolist(), positions.numel()]
-    pieces, found = told.get("pieces") or [None] * (len(bounds) - 1), []
-    for (start, end), piece in zip(pairwise(bounds), pieces, strict=True):
+    segments, found = told.get("segments") or [None] * (len(bounds) - 1), []
+    for (start, end), segment in zip(pairwise(bounds), segments, strict=True):
         part = positions.reshape(1, -1)[:, start:end]
-        if piece is not None:
-            part = F.pad(part, (0, 1), value=piece.length - 1)
+        if segment is not None:
+            part = F.pad(part, (0, 1), value=segment.length - 1)
         if any("dynamic" in kind for kind in _kinds(module)):  # forgets longer ones at a short batch
             module.forward(**bound | {"position_ids": part.new_zeros(1, 1)})
             if hasattr(module, "original_inv_freq"):  # before transformers 5.13 it does not

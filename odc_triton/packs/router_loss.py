@@ -28,15 +28,15 @@ def router_weight(model: nn.Module) -> float:
 def router_losses(model: nn.Module, layers: Sequence[Tensor], pack: Mapping[str, Any]) -> Tensor:
     """The auxiliary losses of the pack's D documents, [D] in fp32. `layers`: the routers' logits, [T, E] each.
 
-    Raises ValueError for a model without routers' logits, for reentrant checkpointing, and for pieces of samples.
+    Raises ValueError for a model without routers' logits, for reentrant checkpointing, and for segments of samples.
     """
     name, tokens = type(innermost(model)).__name__, pack["input_ids"].numel()
     if any(each.shape[:-1] != (tokens,) for each in layers) or not layers:
         raise ValueError(f"{name} does not return its routers' logits by token: set router_aux_loss_coef to 0")
     if torch.is_grad_enabled() and not any(each.requires_grad for each in layers):
         raise ValueError(f"{name}'s routers' logits have no gradient: checkpoint with use_reentrant=False")
-    if "pieces" in pack or "cu_seq_lens_q" not in pack:
-        what = "pieces of samples" if "pieces" in pack else "no cu_seq_lens_q"
+    if "segments" in pack or "cu_seq_lens_q" not in pack:
+        what = "segments of samples" if "segments" in pack else "no cu_seq_lens_q"
         raise ValueError(
             f"a router's auxiliary loss has means over a sample's tokens, and this pack has {what}: give packs of "
             f"whole samples, of pack_collate"

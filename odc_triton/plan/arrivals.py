@@ -78,7 +78,7 @@ class Arrivals:
             self.rest |= sorted(lengths.items())
         elif lengths:
             members = deque(sorted(lengths.items(), key=lambda it: (-it[1], it[0])))
-            cost = self.cost.sequence(shared) + math.fsum(self.cost.piece(shared, each) for each in lengths.values())
+            cost = self.cost.sequence(shared) + math.fsum(self.cost.segment(shared, each) for each in lengths.values())
             self._pool.append(_Group(members, shared, cost))
             self._cost += cost
         if self.keeps and not self.left and self._is_coarse():
@@ -96,7 +96,7 @@ class Arrivals:
             self.packs[self._free.popleft()].append(self._pack())
 
     def _is_coarse(self) -> bool:
-        """True if a pack may cost more than an even part of what is left, so that pieces are better; or if groups may
+        """True if a pack may cost more than an even part of what is left, so that segments are better; or if groups may
         share what is not known here.
         """
         most = math.fsum(group.left for group in self._pool) / self.ranks
@@ -124,12 +124,12 @@ class Arrivals:
             start = 0  # the first of a group in a pack is whole
             while group.members:
                 number, stop = group.members[0]
-                more = self.cost.piece(start, stop)
+                more = self.cost.segment(start, stop)
                 if pack and not fits and (tokens + stop - start > self.token_cap or cost + more > most):
                     break
                 group.members.popleft()
                 pack.append(number)
                 tokens, cost, start = tokens + stop - start, cost + more, group.shared
-                group.left -= self.cost.piece(group.shared, stop)
+                group.left -= self.cost.segment(group.shared, stop)
         self._pool = [group for group in self._pool if group.members]
         return pack

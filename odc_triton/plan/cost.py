@@ -79,7 +79,7 @@ class CostModel:
         """Of a segment between two others of its sample."""
         return replace(self, linear=self.linear + self.pair, pair=0.0) if self.pair else self
 
-    def piece(self, start: int, stop: int, learned: int = 0) -> float:
+    def segment(self, start: int, stop: int, learned: int = 0) -> float:
         """Cost of a document's tokens `start` to `stop`, which attend to all of its tokens before them.
 
         Those before `learned` predict no target.
@@ -88,10 +88,10 @@ class CostModel:
         return (self.quadratic * (start + stop) + self.linear) * (stop - start) - self.head * without
 
     def reach(self, start: int, cost: float, learned: int = 0) -> float:
-        """The token up to which a document's tokens from `start` cost `cost`: where `piece` is inverted."""
+        """The token up to which a document's tokens from `start` cost `cost`: where `segment` is inverted."""
         linear = self.linear
         if start < learned:
-            if cost < (before := self.piece(start, learned, learned)):
+            if cost < (before := self.segment(start, learned, learned)):
                 linear -= self.head
             else:
                 start, cost = learned, cost - before

@@ -1,4 +1,4 @@
-"""What a pack holds: samples, and pieces of samples."""
+"""What a pack holds: samples, and segments of samples."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Segment:
     """Tokens `start` up to, not including, `stop` of a sample. Raises ValueError if it is empty, or no branch.
 
-    `parent`: of the first piece of a branch, the sample that it branches off: that begins with the same `start` tokens
-    and computes token `start` - 1. None: the piece before this one is of the same sample. `length`: the sample's
-    tokens, in a collated pack.
+    `parent`: of the first segment of a branch, the sample that it branches off: that begins with the same `start`
+    tokens and computes token `start` - 1. None: the segment before this one is of the same sample. `length`: the
+    sample's tokens, in a collated pack.
     """
 
     sample: int
@@ -35,17 +35,17 @@ class Piece:
         return f"tokens {self.start}..{self.stop - 1} of sample {self.sample}"
 
 
-Entry = int | Piece  # of a pack: a whole sample, or a piece of one
+Entry = int | Segment  # of a pack: a whole sample, or a segment of one
 
 
 def number_of(entry: Entry) -> int:
     """The number of an entry's sample."""
-    return entry.sample if isinstance(entry, Piece) else entry
+    return entry.sample if isinstance(entry, Segment) else entry
 
 
 def begins(entry: Entry) -> bool:
-    """True for a whole sample, and for the first piece of one: of each sample there is one such entry."""
-    return not isinstance(entry, Piece) or entry.start == 0 or entry.parent is not None
+    """True for a whole sample, and for the first segment of one: of each sample there is one such entry."""
+    return not isinstance(entry, Segment) or entry.start == 0 or entry.parent is not None
 
 
 def named(entry: Entry, names: Sequence[int]) -> Entry:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .cost import CostModel
-from .entries import Entry, Piece, number_of
+from .entries import Entry, Segment, number_of
 
-LEAST_TOKENS = 64  # of a piece: fewer cost more to wait for than to compute
+LEAST_TOKENS = 64  # of a segment: fewer cost more to wait for than to compute
 _ROUNDS = 4  # of cuts, each by what the pairs of the one before cost
 _BY_TOKENS = CostModel(quadratic=0.0, linear=1.0)
 
@@ -21,8 +21,8 @@ _BY_TOKENS = CostModel(quadratic=0.0, linear=1.0)
 class Strip(NamedTuple):
     """Tokens `start` up to, not including, `stop` of a sample; it branches off `parent` at `start`, if that is not 0.
 
-    `learned`: the first that predicts a target. `floor`: its first tokens, those up to its last picture's, that are not
-    cut. `extra`: what these cost besides; the sample's first piece has all of it.
+    `learned`: the first that predicts a target. `floor`: its first tokens, those up to its last image's, that are not
+    cut. `extra`: what these cost besides; the sample's first segment has all of it.
     """
 
     sample: int
@@ -35,7 +35,7 @@ class Strip(NamedTuple):
 
     def price(self, cost: CostModel, start: int = 0, stop: int | None = None) -> float:
         """Of its sample's tokens `start` to `stop`; by default of the whole sample."""
-        return cost.piece(start, self.stop if stop is None else stop, self.learned) + self.extra * (start == 0)
+        return cost.segment(start, self.stop if stop is None else stop, self.learned) + self.extra * (start == 0)
 
     def reach(self, cost: CostModel, price: float) -> float:
         """The token up to which it costs `price`; in proportion where it is not cut."""
@@ -55,7 +55,7 @@ def cut_line(
     *,
     whole: bool = False,
 ) -> list[list[Entry]]:
-    """By rank, its part of the line, cut in proportion to `shares`, in pieces of `least` tokens or more.
+    """By rank, its part of the line, cut in proportion to `shares`, in segments of `least` tokens or more.
 
     `cost`: None for a line of tokens. `whole`: what is learned of a sample stays in one. Parts that make pairs (see
     `CostModel`) get less of the line: how much less depends on the cut, so it is found in a few rounds.
@@ -100,7 +100,7 @@ def _cut(
             if (at, end) == (0, stop) and sample not in parents:
                 parts[rank].append(sample)
             elif end > at:
-                parts[rank].append(Piece(sample, at, end, parent if at == start else None))
+                parts[rank].append(Segment(sample, at, end, parent if at == start else None))
             if end < stop:
                 rank += 1
             at = end
@@ -118,13 +118,13 @@ def _nearest_cut(place: float, at: int, stop: int, first: int, last: int) -> int
 
 def zigzag(strip: Strip, ranks: int, least: int) -> list[list[Entry]] | None:
     """A sample in twice as many parts of equal tokens, of which a rank has one from the first and one from the last, so
-    that all ranks' cost the same. None if a part would have less than `least` tokens, or its pictures don't fit one.
+    that all ranks' cost the same. None if a part would have less than `least` tokens, or its images don't fit one.
     """
     if strip.start or strip.stop < 2 * ranks * least or strip.floor * 2 * ranks > strip.stop:
         return None
     cuts = [strip.stop * at // (2 * ranks) for at in range(2 * ranks + 1)]
     cuts.pop(ranks)  # the last rank's are adjacent
-    parts: list[list[Entry]] = [[Piece(strip.sample, *bounds)] for bounds in pairwise(cuts)]
+    parts: list[list[Entry]] = [[Segment(strip.sample, *bounds)] for bounds in pairwise(cuts)]
     outer = zip(parts[: ranks - 1], parts[: ranks - 1 : -1], strict=True)
     return [*(first + last for first, last in outer), parts[ranks - 1]]
 
@@ -175,7 +175,7 @@ def _cuts(
 
 
 def count_tokens(entries: Sequence[Entry], lengths: Sequence[int]) -> int:
-    return sum(len(each) if isinstance(each, Piece) else lengths[each] for each in entries)
+    return sum(len(each) if isinstance(each, Segment) else lengths[each] for each in entries)
 
 
 def price(entries: Sequence[Entry], strips: Sequence[Strip] | Mapping[int, Strip], cost: CostModel) -> float:
@@ -185,7 +185,7 @@ def price(entries: Sequence[Entry], strips: Sequence[Strip] | Mapping[int, Strip
 
     def of(each: Entry) -> float:
         strip = strips[number_of(each)]
-        if not isinstance(each, Piece):
+        if not isinstance(each, Segment):
             return strip.price(cost)
         pairs = cost.pair and each.start and each.stop < strip.stop and each.parent not in own
         return strip.price(cost.between if pairs else cost, each.start, each.stop)

@@ -48,7 +48,8 @@ class Mix:
     epochs have the same size, and the counts of a set's samples differ by at most one after any number of epochs.
 
     Samples are numbered one set after the other. A set whose samples an epoch takes more than once has several
-    numbers for each, `copies`, so that no number occurs twice in an epoch: packs and pieces identify samples by number.
+    numbers for each, `copies`, so that no number occurs twice in an epoch: packs and segments identify samples by
+    number.
 
     Raises ValueError for weights that don't match the sets, are not positive, or take no sample.
     """

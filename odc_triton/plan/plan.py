@@ -11,10 +11,10 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
-from .entries import Entry, Piece, begins, number_of
+from .entries import Entry, Segment, begins, number_of
 from .packing import packed
-from .pieces import Groups, PacksOfRanks, SplitPlan
 from .samples import Samples
+from .segments import Groups, PacksOfRanks, SplitPlan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,7 +25,7 @@ class Plan:
         `ready_cost`: of these, on the slowest rank, where it is known.
     unpacked: by rank, places of samples that it packs itself, and computes after those.
     queue: packs that ranks take at run time after those; None if there is no queue.
-    segments: who computes which part of what several ranks compute; None if no rank needs what another computes.
+    split: who computes which part of what several ranks compute; None if no rank needs what another computes.
     estimate: the step's cost; infinite where it is not compared.
     checksum: of the samples, None if they are unknown: ranks with another one have other samples.
 
@@ -38,7 +38,7 @@ class Plan:
     samples: Samples | None = None
     token_cap: int = 0
     ready_cost: float = 0.0
-    segments: SplitPlan | None = None
+    split: SplitPlan | None = None
     estimate: float = math.inf
     checksum: int | None = None
 
@@ -47,19 +47,19 @@ class Plan:
         cls, ready: PacksOfRanks, *, replicas: int = 1, contents: str = "", groups: Groups | None = None
     ) -> Plan:
         """Of all ranks' packs. Raises as `SplitPlan.of`, and ValueError for a sample that is there twice."""
-        plain = [[[e if isinstance(e, Piece) else operator.index(e) for e in pack] for pack in own] for own in ready]
-        whole = Counter(e for own in plain for pack in own for e in pack if not isinstance(e, Piece))
+        plain = [[[e if isinstance(e, Segment) else operator.index(e) for e in pack] for pack in own] for own in ready]
+        whole = Counter(e for own in plain for pack in own for e in pack if not isinstance(e, Segment))
         if twice := [sample for sample, count in whole.items() if count > 1]:
             raise ValueError(f"sample {twice[0]} is there twice: each sample is in one pack of one rank")
         ready = plain
-        return cls(ready=ready, segments=SplitPlan.of(ready, replicas=replicas, contents=contents, groups=groups))
+        return cls(ready=ready, split=SplitPlan.of(ready, replicas=replicas, contents=contents, groups=groups))
 
     @cached_property
     def digest(self) -> str:
         """Of all ranks' packs and segments: ranks with another one assign their samples in another way."""
         self._require_packs()
-        segments = None if self.segments is None else self.segments.digest
-        return sha256(repr((self.ready, self.unpacked, self.queue, segments)).encode()).hexdigest()[:16]
+        split = None if self.split is None else self.split.digest
+        return sha256(repr((self.ready, self.unpacked, self.queue, split)).encode()).hexdigest()[:16]
 
     @cached_property
     def count(self) -> int:
@@ -133,7 +133,7 @@ class MinibatchPacks(list):
     @property
     def split(self) -> SplitPlan | None:
         """The plan of all ranks' segments, None if no pack needs another."""
-        return None if self.plan is None else self.plan.segments
+        return None if self.plan is None else self.plan.split
 
     @property
     def samples(self) -> int:

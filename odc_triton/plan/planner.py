@@ -103,7 +103,7 @@ class Planner:
 
     @property
     def reads_others(self) -> bool:
-        """True if ranks may compute pieces of one sample, or of samples that share tokens."""
+        """True if ranks may compute segments of one sample, or of samples that share tokens."""
         return bool(self.limits.split_tokens or self.limits.readable)
 
     def packs(self, samples: Samples, rank: int) -> MinibatchPacks | QueuedPacks:

@@ -124,7 +124,7 @@ class QueuedPacks:
                 ...
 
     `packs`: the shared ones. `waves`: by rank, its parts of the waves, which it runs before it takes a pack.
-    `split`: the plan of the pieces in them, None without pieces. `samples`: in the minibatch. `tokens`: this rank's
+    `split`: the plan of the segments in them, None without segments. `samples`: in the minibatch. `tokens`: this rank's
     targets, see `own_part`, None if the sampler does not know them.
 
     Take them inside the minibatch: ranks start together at its entry, and at its exit an incomplete one (a rank died, a
@@ -135,7 +135,7 @@ class QueuedPacks:
     def __init__(self, plan: Plan, *, key: str, counter: Counter, rank: int) -> None:
         self.plan, self.rank = plan, rank
         assert plan.queue is not None, "the plan has no queue"
-        self.packs, self.split = plan.queue, plan.segments
+        self.packs, self.split = plan.queue, plan.split
         self.samples, self.checksum = plan.count, plan.checksum
         self.waves = [[*filter(None, own)] for own in plan.ready]
         self.taken: list[int] = []  # places in `packs` that this rank took
@@ -149,7 +149,7 @@ class QueuedPacks:
         """Samples whose tokens this rank counts: together the ranks' parts hold each of the minibatch's samples once.
 
         `minibatch(tokens=…)` needs tokens before the first pack is taken, and only their sum over the ranks matters.
-        So a sample in pieces is counted whole, by one rank: its pieces have its targets, each once.
+        So a sample in segments is counted whole, by one rank: its segments have its targets, each once.
         """
         entries = (each for packs in (*self.waves, self.packs) for pack in packs for each in pack)
         return sorted({*map(number_of, entries)})[self.rank :: self.plan.ranks]

@@ -17,21 +17,21 @@ import numpy as np
 
 from .cost import CostModel
 from .entries import Entry
-from .fields import IGNORED, PICTURE_FIELDS, TOKEN_TYPES
+from .fields import IGNORED, IMAGE_FIELDS, TOKEN_TYPES
 from .line import Strip, cut_line
 
 LEAST_SHARED = 32  # tokens: computing fewer again takes no longer than reading them
 _MEET = 4  # relatives in an average minibatch: as many need not be kept together
 _COMPARED = 1 << 24  # tokens that are held at a time
-_MARKED = 8  # first tokens of a sample with pictures, which are compared together with a digest of these
+_MARKED = 8  # first tokens of a sample with images, which are compared together with a digest of these
 
 
 @dataclass(frozen=True, slots=True)
 class Relatives:
     """Of samples by number. `lengths`: their tokens; `order`: the samples in the order of their tokens; `place`: of
     each in it; `shared`: by place, the tokens that a sample shares with the one before it; `free`: by sample, the
-    tokens before its first target, 0 if it has a picture after that; `contents`: by sample, a hash of all that it
-    shares with others; `floors`: by sample, the tokens up to and including its last picture's.
+    tokens before its first target, 0 if it has an image after that; `contents`: by sample, a hash of all that it
+    shares with others; `floors`: by sample, the tokens up to and including its last image's.
     """
 
     lengths: list[int]
@@ -151,8 +151,8 @@ def first_own(alike: int) -> int:
 def find_relatives(samples: Sequence[Mapping[str, Any]], progress: Callable[[int], None] | None = None) -> Relatives:
     """Compares the samples' tokens. `samples`: as `pack_collate` takes them, with `input_ids` and maybe `labels`.
 
-    Only tokens that are not learned are shared: a sample without labels shares none. Samples with pictures share only
-    if they begin with the same tokens and pictures (`pixel_values`, …) up to the first token after the last of these,
+    Only tokens that are not learned are shared: a sample without labels shares none. Samples with images share only
+    if they begin with the same tokens and images (`pixel_values`, …) up to the first token after the last of these,
     which is where the first may branch off. Samples are read one by one, those
     that begin alike more than once; `progress` is called with the number read so far.
     """
@@ -172,7 +172,7 @@ def find_relatives(samples: Sequence[Mapping[str, Any]], progress: Callable[[int
             progress(read := read + 1)
         tokens = np.asarray(each["input_ids"][start : start + most]).astype(">i4")  # a copy
         if start == 0 and floors[sample]:
-            tokens[:_MARKED] ^= np.frombuffer(_pictures_digest(each, floors[sample]), ">i4")[: len(tokens)]
+            tokens[:_MARKED] ^= np.frombuffer(_images_digest(each, floors[sample]), ">i4")[: len(tokens)]
         return tokens.tobytes()
 
     todo = [(0, count, 0)] if count else []  # of places whose samples share so many tokens
@@ -202,17 +202,17 @@ def find_relatives(samples: Sequence[Mapping[str, Any]], progress: Callable[[int
 
 
 def floor_of(sample: Mapping[str, Any]) -> int:
-    """The tokens of a sample (see `pack_collate`) up to and including its last picture's; 0 without pictures."""
+    """The tokens of a sample (see `pack_collate`) up to and including its last image's; 0 without images."""
     if sample.get("pixel_values") is None:
         return 0
     types = next((sample[name] for name in TOKEN_TYPES if sample.get(name) is not None), ())
     return int(np.flatnonzero(types).max(initial=-1)) + 1
 
 
-def _pictures_digest(sample: Mapping[str, Any], floor: int) -> bytes:
-    """32 bytes: of the pictures, and of the tokens up to the first after them."""
+def _images_digest(sample: Mapping[str, Any], floor: int) -> bytes:
+    """32 bytes: of the images, and of the tokens up to the first after them."""
     found = hashlib.sha256(np.asarray(sample["input_ids"][: floor + 1], dtype=">i4").tobytes())
-    for name in PICTURE_FIELDS:
+    for name in IMAGE_FIELDS:
         if (value := sample.get(name)) is not None:
             values = np.ascontiguousarray(value.float() if hasattr(value, "float") else value)  # numpy has no bf16
             found.update(f"{name} {floor} {values.dtype} {values.shape}".encode())

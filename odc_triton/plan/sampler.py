@@ -32,7 +32,7 @@ class MinibatchSampler:
     epoch, and one after a `break`, or after `load_state_dict`, finishes the current epoch.
 
     With balance "queue" it yields `QueuedPacks` instead, whose packs the ranks take at run time, except those
-    with pieces. Position and samples are the same; a DataLoader, which would take them all at once, cannot be used.
+    with segments. Position and samples are the same; a DataLoader, which would take them all at once, cannot be used.
 
     Args:
         lengths: tokens of each sample of the data set, or of all data sets, one after the other.
@@ -43,16 +43,16 @@ class MinibatchSampler:
         seed: of the shuffle; the same on every rank.
         rank, world: default to the environment's RANK and WORLD_SIZE, then to 0 and 1.
         cost: defaults to `CostModel.paper_7b()`; better is `CostModel.from_config(model.config)`.
-        extra: of each sample, what it costs besides its tokens, in the units of `cost`: of a model with pictures
+        extra: of each sample, what it costs besides its tokens, in the units of `cost`: of a model with images
         `TowerCost.sample`.
-        floors: of each sample, the tokens up to and including its last picture's; before that it is not cut. By default
+        floors: of each sample, the tokens up to and including its last image's; before that it is not cut. By default
         those of `relatives`.
         targets: of each sample, its learned tokens but its first; `minibatch(model, plan=packs)` then knows their sum.
         drop_last: leave out an epoch's last minibatch if it is not full.
         counter: shared by the ranks of a queue, for this sampler alone; by default `store_counter()`, made when the
         first minibatch is yielded.
         split: split the longest samples over ranks if that should gain at least 5% (balance "mini" or "queue"). Packs
-        may then hold a `Piece`, samples may be longer than `token_cap`, and a minibatch's `.split` is the plan for
+        may then hold a `Segment`, samples may be longer than `token_cap`, and a minibatch's `.split` is the plan for
         `minibatch(split=…)`. An int: of each rank, the most tokens whose keys and values others may read, that
         is `enable_split`'s `tokens`; a minibatch whose samples over the cap need more raises ValueError. True:
         `readable_tokens`, about 0.4 of the longest sample, and enough for any minibatch of these lengths.
@@ -62,7 +62,7 @@ class MinibatchSampler:
         mix: of several data sets, how often an epoch takes each sample; `lengths` has all their numbers. By default an
         epoch takes each sample once.
         relatives: `find_relatives` of the data set (balance "mini"): what samples share is computed once in each pack
-        that has several of them, so packs may hold a `Piece` with a `parent`. Another order of samples than without:
+        that has several of them, so packs may hold a `Segment` with a `parent`. Another order of samples than without:
         families are shuffled, not samples, so relatives are learned in the same step. A family larger than a minibatch
         goes over several; what so many samples share that several meet in any minibatch does not make them a family.
 

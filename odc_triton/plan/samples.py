@@ -110,7 +110,7 @@ class Samples:
             if not 0 <= cut <= length:
                 raise ValueError(
                     f"of {len(cuts)} floors for {len(tokens)} samples one is {cut}, of {length} tokens: give "
-                    "of each the tokens up to its last picture's, 0 without pictures"
+                    "of each the tokens up to its last image's, 0 without images"
                 )
         if learned is not None:
             learned = _checked_targets(learned, tokens)

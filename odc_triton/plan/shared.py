@@ -20,14 +20,14 @@ from itertools import chain
 
 from .cost import CostModel
 from .cuts import most_cuts
-from .entries import Entry, Piece, named
+from .entries import Entry, Segment, named
 from .line import LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price
 from .packing import best_fit, packed
 from .partition import BALANCED, balanced_partition
-from .pieces import SplitPlan, apart_from_their_group
 from .plan import Plan
 from .relatives import Relatives
 from .samples import Limits, Samples
+from .segments import SplitPlan, apart_from_their_group
 
 _HALVINGS = 12  # of the range in which the least load of the fullest rank is searched
 _LEAST_GAIN = 0.05
@@ -46,7 +46,7 @@ class SharedAssignment:
 
 
 def shared_plan(samples: Samples, limits: Limits) -> Plan:
-    """Assigns samples that share tokens. None is cut or branched off before its last picture's last token.
+    """Assigns samples that share tokens. None is cut or branched off before its last image's last token.
 
     The extra cost is of a sample's first tokens, also where others share them. With `limits.readable` 0 no tree lies on
     several ranks. Deterministic: every rank gets the same result.
@@ -84,7 +84,7 @@ def shared_plan(samples: Samples, limits: Limits) -> Plan:
         raise ValueError(
             f"{f'sample {names[0]}' if group is None else f'group {group}{of_samples}'} has {problem.needed[at]} "
             f"tokens, over the token_cap of {limits.token_cap}, and can't be cut over {limits.shards} ranks, of each "
-            f"of which others may read {limits.readable} tokens{places}, in pieces of {LEAST_TOKENS} or more: raise "
+            f"of which others may read {limits.readable} tokens{places}, in segments of {LEAST_TOKENS} or more: raise "
             f"the cap or the tokens to read, or truncate or drop samples"
         )
     packs = [[[named(each, samples.names) for each in entries] for entries in of_rank] for of_rank in found.packs]
@@ -94,7 +94,7 @@ def shared_plan(samples: Samples, limits: Limits) -> Plan:
         samples=samples,
         ready=packs,
         estimate=found.estimate,
-        segments=SplitPlan.of(packs, replicas=limits.replicas, contents=contents, groups=by_name),
+        split=SplitPlan.of(packs, replicas=limits.replicas, contents=contents, groups=by_name),
     )
 
 
@@ -182,7 +182,7 @@ class _SharedProblem:
         apart = apart_from_their_group(found.packs, self.groups)
 
         def whole(each: Entry) -> Entry:
-            return Piece(each, 0, self.lengths[each]) if not isinstance(each, Piece) and each in apart else each
+            return Segment(each, 0, self.lengths[each]) if not isinstance(each, Segment) and each in apart else each
 
         packs = [[[*map(whole, pack)] for pack in of_rank] for of_rank in found.packs]
         if SplitPlan.of(packs, groups=self.groups) is not None:

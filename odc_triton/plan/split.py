@@ -5,7 +5,7 @@ every rank the same, and the remaining samples are small.
 
 [Note: line rule] The k longest sequences are laid end to end on a line of cost, which is cut into one part per rank. A
 part may hold the end of one sequence and the beginning of the next. If the whole samples fit the same microbatches, the
-parts make up for them: a rank with many gets a small part, or none. Keys and values of earlier pieces cross links, so
+parts make up for them: a rank with many gets a small part, or none. Keys and values of earlier segments cross links, so
 k should be small, and the longest sequences are laid first or last, whichever lets others read fewer tokens; if those
 are too many, a few sequences are each cut over all ranks. Of all k that are tried the one with the least estimate wins,
 if it is 5% better than LB-Mini: smaller gains are noise, in measured runs such plans gained nothing.
@@ -21,12 +21,12 @@ from itertools import chain, cycle, zip_longest
 import numpy as np
 
 from .cost import CostModel
-from .entries import Entry, Piece, named
+from .entries import Entry, Segment, named
 from .line import LEAST_TOKENS, Strip, count_tokens, cut_line, lay_waves, price, zigzag
 from .partition import BALANCED, balanced_partition, longest_first
-from .pieces import SplitPlan
 from .plan import Plan
 from .samples import Limits, Samples
+from .segments import SplitPlan
 
 Waves = list[list[list[Entry]]]  # by wave and rank
 
@@ -53,7 +53,7 @@ class SplitAssignment:
 
 
 def split_plan(samples: Samples, limits: Limits, *, ride: bool = True) -> Plan:
-    """Assigns samples, the costliest in pieces. One may be longer than the token cap, as long as its pieces fit.
+    """Assigns samples, the costliest in segments. One may be longer than the token cap, as long as its segments fit.
 
     `ride`: whole samples may share the wave's microbatches if all fit; not for the work queue, as such samples are
     fixed, and the plan has each rank's waves alone. Deterministic: every rank gets the same result.
@@ -80,7 +80,7 @@ def split_plan(samples: Samples, limits: Limits, *, ride: bool = True) -> Plan:
         ready_cost=best.waves_cost,
         unpacked=best.whole,
         estimate=best.estimate,
-        segments=SplitPlan.of(by_rank, replicas=limits.replicas),
+        split=SplitPlan.of(by_rank, replicas=limits.replicas),
     )
 
 
@@ -142,12 +142,12 @@ def readable_tokens(
 
     0.4 of the longest sample gives nearly all of the gain; on few ranks it is the first part of that sample, cut
     evenly. Samples over the cap must be split: with this number a plan never raises for up to `samples` of
-    `lengths`, at any `cost`, unless `floors` (see there) leave no cut. A quarter of that part is more than pieces of
+    `lengths`, at any `cost`, unless `floors` (see there) leave no cut. A quarter of that part is more than segments of
     equal tokens need; without it minibatches nearly all over the cap were up to 28% slower.
     """
     longest, ranks, samples = max(lengths), ranks // replicas, -(-samples // replicas)
     first_part = cost.reach(0, cost.between.sequence(longest) / ranks) + LEAST_TOKENS
-    # A read piece of equal tokens is at most half of the least piece longer than planned: see _nearest_cut.
+    # A read segment of equal tokens is at most half of the least segment longer than planned: see _nearest_cut.
     least = math.ceil(1.5 * _least_tokens(token_cap))
     rows = zip(lengths, [0] * len(lengths) if floors is None else floors, strict=True)
     over = (max(math.ceil(length / ranks), least, floor) for length, floor in rows if length > token_cap)
@@ -156,7 +156,7 @@ def readable_tokens(
 
 
 def _least_tokens(token_cap: int) -> int:
-    """The least tokens of a piece, small enough that a sample over the cap can be split."""
+    """The least tokens of a segment, small enough that a sample over the cap can be split."""
     return max(1, min(LEAST_TOKENS, token_cap // 2))
 
 
@@ -218,9 +218,9 @@ class _Problem:
             sample = strips[most.index(max(most)) if max(most) > self.token_cap else 0]
             raise ValueError(
                 f"sample {self.names[sample.sample]} has {sample.stop} tokens, over the token_cap of "
-                f"{self.token_cap}, and others may read {self.tokens} tokens of each rank, but this minibatch's pieces "
-                f"need {needed}: raise the cap or the tokens to read, or truncate or drop the sample"
-                + f"; the tokens of its pictures, within the first {sample.floor}, can't be cut"
+                f"{self.token_cap}, and others may read {self.tokens} tokens of each rank, but this minibatch's "
+                f"segments need {needed}: raise the cap or the tokens to read, or truncate or drop the sample"
+                + f"; the tokens of its images, within the first {sample.floor}, can't be cut"
                 * bool(sample.floor)
             )
         return self.assign(over, waves)
@@ -229,7 +229,7 @@ class _Problem:
         """Numbers of sequences to split, fewest first, with their waves: those whose lower bound is near the least.
 
         Lower bounds of the step are an even part of the line plus the costliest remaining sample, and an even share.
-        Those whose pieces exceed the limits are left out. First comes the fewest that is enough for a line that makes
+        Those whose segments exceed the limits are left out. First comes the fewest that is enough for a line that makes
         up for the others: none of them costs more than an even share. It is nearly always even, and has the fewest
         tokens to read.
         """
@@ -291,11 +291,11 @@ class _Problem:
         """The most tokens that others read of one rank."""
         return self._most(waves, len)
 
-    def _most(self, waves: Waves, of: Callable[[Piece], int]) -> int:
-        """The most of one rank's pieces that others read."""
+    def _most(self, waves: Waves, of: Callable[[Segment], int]) -> int:
+        """The most of one rank's segments that others read."""
 
         def read(each: Entry) -> int:
-            return of(each) if isinstance(each, Piece) and each.stop < self.lengths[each.sample] else 0
+            return of(each) if isinstance(each, Segment) and each.stop < self.lengths[each.sample] else 0
 
         return max(sum(map(read, chain.from_iterable(parts))) for parts in zip(*waves, strict=True))
 
@@ -306,7 +306,7 @@ class _Problem:
         if rest:
             parts = balanced_partition(self.costs[count:], self.ranks)
             whole = [[rest[i] for i in part] for part in parts]
-        # All ride with the pieces, or none: a rank with more in the wave's microbatch delays the whole wave.
+        # All ride with the segments, or none: a rank with more in the wave's microbatch delays the whole wave.
         if len(waves) == 1 and self.may_ride and (together := self._riding(count, waves[0], whole)):
             waves, whole = [together], [[] for _ in range(self.ranks)]
         # A wave lasts as long as its costliest microbatch.
@@ -331,5 +331,5 @@ class _Problem:
         shares = ([each + more * level for each in missing] for more in (0.0, 0.5, 2.0))
         how = (self._line, self._fan) if 1 < count <= _FANNED else (self._line,)
         cuts = (cut(self.order[:count], each) for each in shares for cut in how)
-        ways = ([[*pieces, *own] for pieces, own in zip(cut, whole, strict=True)] for cut in chain(cuts, [wave]))
+        ways = ([[*segments, *own] for segments, own in zip(cut, whole, strict=True)] for cut in chain(cuts, [wave]))
         return next(filter(self._fit, ways), None)

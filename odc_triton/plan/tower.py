@@ -1,4 +1,4 @@
-"""TowerCost: the cost of a sample's pictures in a model's vision tower, by the numbers of their pixel values. Pure."""
+"""TowerCost: the cost of a sample's images in a model's vision tower, by the numbers of their pixel values. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TowerCost:
     window: int = 0
 
     def sample(self, values: Sequence[int]) -> float:
-        """Cost of the pictures of a sample, as `values_of` gives them; 0 for no pictures."""
+        """Cost of the images of a sample, as `values_of` gives them; 0 for no images."""
         patches = [each / self.values for each in values]
         return math.fsum((self.quadratic * n + self.windowed * min(n, self.window) + self.linear) * n for n in patches)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..plan.entries import Piece
+from ..plan.entries import Segment
 from ..sequence.exchange import Span
 from ..sequence.layer import LayerSplit
 from .documents import Document
@@ -25,23 +25,23 @@ def convolve_documents(
     spans: Sequence[Span],
 ) -> Tensor:
     """`inputs` and the result: [1, channels, T]. `function`: the convolution of one document; `rows`: those before a
-    token that it needs. `spans`: the pieces of a plan over ranks.
+    token that it needs. `spans`: the segments of a plan over ranks.
 
     One call on all documents, laid end to end with the rows before each.
     """
     own, others = inputs.transpose(1, 2), None
     if side is not None and spans:
-        own, others = _exchanged(own, rows, {each.piece: each for each in documents}, side, spans)
-    sources, first_of = [own], {each.piece: each for each in documents}
+        own, others = _exchanged(own, rows, {each.segment: each for each in documents}, side, spans)
+    sources, first_of = [own], {each.segment: each for each in documents}
     zeros, past = own.shape[1], own.shape[1] + 1  # the index of a row of zeros, and of the next further row
     taken: list[range | list[int]] = []
     kept: list[range] = []
     end = 0
     for document in documents:
         before: list[int] = []
-        further = iter([] if others is None or document.piece is None else others.of(document.piece))
+        further = iter([] if others is None or document.segment is None else others.of(document.segment))
         for holder, low, high in document.before(rows):
-            if isinstance(holder, Piece):
+            if isinstance(holder, Segment):
                 before.extend(range(first_of[holder].row(low), first_of[holder].row(high)))
             else:
                 (found,) = next(further)
@@ -60,17 +60,17 @@ def _indices(parts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def _exchanged(
-    own: Tensor, rows: int, documents: dict[Piece | None, Document], side: LayerSplit, spans: Sequence[Span]
+    own: Tensor, rows: int, documents: dict[Segment | None, Document], side: LayerSplit, spans: Sequence[Span]
 ) -> tuple[Tensor, Others]:
     """`own`, [1, T, channels], once it is published, and the rows of other ranks."""
     shown, at, here = [], 0, []
     for span in spans:
-        document = documents[span.piece]
+        document = documents[span.segment]
         for token in document.shown:
-            # What a piece shorter than that lacks is not read.
+            # What a segment shorter than that lacks is not read.
             end = document.row(token)
             shown += [own.shape[1]] * (rows - (end - document.first)) + [*range(max(end - rows, document.first), end)]
-        here.append(Span(span.piece, at, at := at + rows * len(document.shown)))
+        here.append(Span(span.segment, at, at := at + rows * len(document.shown)))
     padded = F.pad(own, (0, 0, 0, 1))
     at_cuts = padded.index_select(1, _indices([shown], own.device).long())[:, None]
     _, own = side.publish([at_cuts], here, None, own)

@@ -1,9 +1,9 @@
 """A recurrent layer's two sides of an exchange over ranks.
 
-[Note: rows, states] Such a layer is two in the exchange, in this order: the rows before each piece, which its
+[Note: rows, states] Such a layer is two in the exchange, in this order: the rows before each segment, which its
 convolution needs, then the states of its recurrence. Each publishes what it has before it waits for others', so what
-[Note: waves] in plan/pieces.py says of layers holds for both: a piece's states need the rows before it, and no state of
-another piece, as (A, B) are the same for any state that comes in.
+[Note: waves] in plan/segments.py says of layers holds for both: a segment's states need the rows before it, and no
+state of another segment, as (A, B) are the same for any state that comes in.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan.entries import Piece
-from ..plan.pieces import Read
+from ..plan.entries import Segment
+from ..plan.segments import Read
 from ..sequence.exchange import Span
 from ..sequence.layer import LayerSplit, RowsOfOthers
 
@@ -31,9 +31,9 @@ class Others:
             before = RowsOfOthers(side, spans, self._runs, None, dtypes)
             self._found = _ReadOthers.apply(before, self._kinds, anchor)
 
-    def of(self, piece: Piece) -> list[tuple[Tensor, ...]]:
-        """For each read of `piece` its rows, [1, heads, rows, width], of each kind; none if it is not in the plan."""
-        return [self._rows(read) for read in self._plan.reads(piece)] if self._plan.find(piece) is not None else []
+    def of(self, segment: Segment) -> list[tuple[Tensor, ...]]:
+        """For each read of `segment` its rows, [1, heads, rows, width], of each kind; none if it is not in the plan."""
+        return [self._rows(read) for read in self._plan.reads(segment)] if self._plan.find(segment) is not None else []
 
     def _rows(self, read: Read) -> tuple[Tensor, ...]:
         of_holder = ((at, run) for at, run in enumerate(self._runs) if run.holder == read.holder)

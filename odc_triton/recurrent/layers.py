@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ..base.environment import needs_transformers
 from ..base.untyped import untyped
-from ..plan.entries import Piece, bounds_on_host
+from ..plan.entries import Segment, bounds_on_host
 from ..sequence.buffers import CUTS
 from ..sequence.exchange import Span
 from ..sequence.layer import RecurrentHook, RecurrentSplit
@@ -39,7 +39,7 @@ _TRANSFORMERS = "5.23"  # from this version on every recurrent layer gets its mo
 
 @dataclass(frozen=True)
 class _RecurrentPack:
-    """What our functions get besides transformers' arguments. `spans`: the pieces of a plan over ranks."""
+    """What our functions get besides transformers' arguments. `spans`: the segments of a plan over ranks."""
 
     module: nn.Module
     documents: Sequence[Document]
@@ -47,15 +47,15 @@ class _RecurrentPack:
     spans: list[Span]
 
     @classmethod
-    def of(cls, module: nn.Module, bounds: list[int], pieces: Sequence[Piece | None] | None) -> _RecurrentPack:
-        if pieces is not None and len(bounds) - 1 != len(pieces):
-            raise ValueError(f"the pack has {len(bounds) - 1} documents and pieces for {len(pieces)}")
+    def of(cls, module: nn.Module, bounds: list[int], segments: Sequence[Segment | None] | None) -> _RecurrentPack:
+        if segments is not None and len(bounds) - 1 != len(segments):
+            raise ValueError(f"the pack has {len(bounds) - 1} documents and segments for {len(segments)}")
         split = getattr(module, "_odc_split", None)
         exchange = split.rows.exchange if isinstance(split, RecurrentSplit) else None
-        if exchange is None or exchange.plan is None or pieces is None:
-            return cls(module, documents_of(bounds, pieces), split, [])
-        documents = documents_of(bounds, pieces, plan=exchange.plan, cuts=exchange.cuts, rank=exchange.rank)
-        return cls(module, documents, split, exchange.spans(bounds, pieces))
+        if exchange is None or exchange.plan is None or segments is None:
+            return cls(module, documents_of(bounds, segments), split, [])
+        documents = documents_of(bounds, segments, plan=exchange.plan, cuts=exchange.cuts, rank=exchange.rank)
+        return cls(module, documents, split, exchange.spans(bounds, segments))
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
@@ -151,7 +151,7 @@ def _forward(
     hidden_states: Tensor,
     *args: Any,
     cu_seq_lens_q: Tensor | None = None,
-    pieces: Sequence[Piece | None] | None = None,
+    segments: Sequence[Segment | None] | None = None,
     by_package: bool,
     **given: Any,
 ) -> Tensor:
@@ -159,9 +159,9 @@ def _forward(
     also where they don't run.
     """
     split = getattr(module, "_odc_split", None)
-    has_pieces = pieces is not None and (any(pieces) or not isinstance(split, RecurrentSplit | None))
-    if has_pieces or (cu_seq_lens_q is not None and not _are_rows(cu_seq_lens_q, *hidden_states.shape[:2])):
-        return _of_pack(module, hidden_states, cu_seq_lens_q, pieces, given)
+    has_segments = segments is not None and (any(segments) or not isinstance(split, RecurrentSplit | None))
+    if has_segments or (cu_seq_lens_q is not None and not _are_rows(cu_seq_lens_q, *hidden_states.shape[:2])):
+        return _of_pack(module, hidden_states, cu_seq_lens_q, segments, given)
     if by_package and not hidden_states.is_cuda:
         return _within_documents(_code(type(module)))(module, hidden_states, *args, **given)
     return type(module).forward(module, hidden_states, *args, **given)
@@ -194,7 +194,7 @@ def _of_pack(
     module: nn.Module,
     hidden_states: Tensor,
     ends: Tensor | None,
-    pieces: Sequence[Piece | None] | None,
+    segments: Sequence[Segment | None] | None,
     given: dict[str, Any],
 ) -> Tensor:
     rows, length = hidden_states.shape[:2]
@@ -202,7 +202,7 @@ def _of_pack(
     # Nothing goes on from a pack's documents later.
     given = given | {name: None for name in ("cache_params", "past_key_values", "attention_mask") if name in given}
     forward, row = _within_documents(_code(type(module))), hidden_states.reshape(1, rows * length, -1)
-    return forward(module, row, **given, odc_pack=_RecurrentPack.of(module, bounds, pieces)).reshape(rows, length, -1)
+    return forward(module, row, **given, odc_pack=_RecurrentPack.of(module, bounds, segments)).reshape(rows, length, -1)
 
 
 def _convolution(

@@ -1,12 +1,13 @@
-"""Recurrences of transformers' layers: a document's run from a state, and what a piece needs whose state is not known.
+"""Recurrences of transformers' layers: a document's run from a state, and what a segment needs whose state is not
+known.
 
-All of them are affine in the state S that comes in: out = local + reads S, and S becomes A S + B. So a piece computes
+All of them are affine in the state S that comes in: out = local + reads S, and S becomes A S + B. So a segment computes
 `local`, `reads` and (A, B) before it knows S, by one call of the layer's own function for the delta rules, whose state
 has a column for each column of the values:
 
     rule([v | 0], from [0 | I]) = [local | reads],  and its last state is [B | A]
 
-Of Mamba-2 A is a number per head, and `reads` are C times the decay since the piece's first token.
+Of Mamba-2 A is a number per head, and `reads` are C times the decay since the segment's first token.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Rule(ABC):
 
 
 def add_reads(local: Tensor, reads: Tensor, state: Tensor) -> Tensor:
-    """What comes out of a piece that began with `state`."""
+    """What comes out of a segment that began with `state`."""
     return local + torch.einsum("bthk,bhkv->bthv", reads.to(state.dtype), state).to(local.dtype)
 
 

@@ -1,7 +1,8 @@
-"""A recurrence over the documents of a pack, and over pieces of samples whose states other ranks have.
+"""A recurrence over the documents of a pack, and over segments of samples whose states other ranks have.
 
 Documents are cut where others go on from them; parts whose states are known run in one call, where a package has one
-for several documents. Over ranks a piece that is between those of other ranks runs as an affine function of its state.
+for several documents. Over ranks a segment that is between those of other ranks runs as an affine function of its
+state.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..plan.entries import Piece
+from ..plan.entries import Segment
 from ..sequence.exchange import Span
 from ..sequence.layer import LayerSplit
 from .documents import Document
 from .exchange import Others
 from .rules import Affine, Rule, add_reads
 
-_Place = tuple[Piece, int]  # a piece, and a token up to which it was computed
+_Place = tuple[Segment, int]  # a segment, and a token up to which it was computed
 
 
 class _Stretch(NamedTuple):
@@ -33,7 +34,7 @@ class _Stretch(NamedTuple):
 
 
 def run_documents(rule: Rule, documents: Sequence[Document], side: LayerSplit | None, spans: Sequence[Span]) -> Tensor:
-    """What comes out of all rows of a pack, [1, T, heads, width]. `spans`: the pieces of a plan over ranks."""
+    """What comes out of all rows of a pack, [1, T, heads, width]. `spans`: the segments of a plan over ranks."""
     run = _PackRun(rule, documents)
     if side is None or not spans:
         run.advance(documents)
@@ -72,8 +73,8 @@ class _PackRun:
     def _stretches(self, document: Document) -> list[_Stretch]:
         found, first, before = [], document.first, document.base
         for token in document.ends:
-            assert document.piece is not None, "others go on from it"
-            after = (document.piece, token)
+            assert document.segment is not None, "others go on from it"
+            after = (document.segment, token)
             found.append(_Stretch(document, first, document.row(token), before, after))
             first, before = document.row(token), after
         if not found or first < document.end:
@@ -85,21 +86,21 @@ class _PackRun:
         return self._start(part.document, state) if part.first == part.document.first else state
 
     def _start(self, document: Document, state: Tensor | None) -> Tensor | None:
-        """The state before a document. `state`: after the last piece of the pack before it."""
-        for rows in [] if self._others is None or document.piece is None else self._others.of(document.piece):
+        """The state before a document. `state`: after the last segment of the pack before it."""
+        for rows in [] if self._others is None or document.segment is None else self._others.of(document.segment):
             step = self._rule.of_rows(rows)
             state = step.b if state is None else self._rule.after(state, step)
         return state
 
     def over_ranks(self, side: LayerSplit, spans: Sequence[Span]) -> None:
         """Runs what needs no other rank; publishes states, or what becomes of them; then runs the others."""
-        # What goes on from another piece of the pack begins later.
-        ordered = sorted(self._documents, key=lambda each: 0 if each.piece is None else each.piece.start)
-        waiting: dict[Piece | None, Document] = {}
+        # What goes on from another segment of the pack begins later.
+        ordered = sorted(self._documents, key=lambda each: 0 if each.segment is None else each.segment.start)
+        waiting: dict[Segment | None, Document] = {}
         for each in ordered:
             if each.follows_others or (each.base is not None and each.base[0] in waiting):
-                waiting[each.piece] = each
-        self.advance(each for each in ordered if each.piece is None or each.piece not in waiting)
+                waiting[each.segment] = each
+        self.advance(each for each in ordered if each.segment is None or each.segment not in waiting)
         for each in waiting.values():
             if each.shown:
                 self._affine[each.first] = self._as_affine(each)
@@ -111,7 +112,7 @@ class _PackRun:
             state = self._start(each, None if each.base is None else self._states[each.base])
             assert state is not None, "it follows others"
             self._out[each.first] = add_reads(*self._affine[each.first], state)
-            for place in ((each.piece, token) for token in each.ends if each.piece is not None):
+            for place in ((each.segment, token) for token in each.ends if each.segment is not None):
                 self._states[place] = self._rule.after(state, self._steps[place])
 
     def _as_affine(self, document: Document) -> tuple[Tensor, Tensor]:
@@ -126,14 +127,14 @@ class _PackRun:
 
     def _exchange(self, side: LayerSplit, spans: Sequence[Span]) -> Others:
         """Publishes the states of `spans`; what has come out already then depends on that."""
-        documents, shape = {each.piece: each for each in self._documents}, side.exchange.buffers.shapes[side.layer]
+        documents, shape = {each.segment: each for each in self._documents}, side.exchange.buffers.shapes[side.layer]
         dtype, inputs = getattr(torch, shape.dtype), self._rule.inputs
         rows = [[inputs[0].new_empty(1, shape.heads, 0, width, dtype=dtype) for width in shape.widths]]
         own, at = [], 0
         for span in spans:
-            shown = documents[span.piece].shown
-            own.append(Span(span.piece, at, at := at + len(shown)))
-            for place in ((span.piece, token) for token in shown):
+            shown = documents[span.segment].shown
+            own.append(Span(span.segment, at, at := at + len(shown)))
+            for place in ((span.segment, token) for token in shown):
                 step = self._steps.get(place) or self._rule.known(self._states[place])
                 rows.append([each.flatten(2).unsqueeze(2) for each in step])
         both = [torch.cat(kind, dim=2) for kind in zip(*rows, strict=True)]

@@ -2,8 +2,8 @@
 
 A second heap of the model's ranks. For the `tokens` of each rank, in buffers that layers of one shape take in turn:
 
-keys, values        [tokens, heads, D] in the compute dtype: rows that their rank writes and later pieces read
-their gradients     the same in `sum_dtype`: rows that later pieces add to and their rank takes
+keys, values        [tokens, heads, D] in the compute dtype: rows that their rank writes and later segments read
+their gradients     the same in `sum_dtype`: rows that later segments add to and their rank takes
 
 A recurrent layer counts as two, of which the first has a convolution's input, [rows, 1, channels], and the second
 states, (A, B) [cuts, heads, elements]: `rows_per_cut` of them for each of a rank's `cuts` (plan/cuts.py).
@@ -32,7 +32,7 @@ import torch
 
 from ..comm.layout import place_regions
 from ..comm.memory.heap import Status, SymmetricHeap
-from ..plan.pieces import PlannedPiece
+from ..plan.segments import PlannedSegment
 
 RUN_TOKENS = 65_536  # of other ranks, that attention reads at once
 CUTS = 8  # of a rank, after which others go on, in a minibatch
@@ -140,15 +140,15 @@ class KVBuffers:
         by_slot = dict(zip(self.slots, layers, strict=True)).values()
         self._buffers = [[*islice(buffers, len(layer.widths) * (1 + gradients))] for layer in by_slot]
 
-    def rows(self, layer: int, kind: int, piece: PlannedPiece, start: int, stop: int) -> torch.Tensor:
-        """Tokens `start` to `stop` of the sample, which are in `piece`, a view [stop - start, heads, D]; in a recurrent
-        layer rows of cuts: see `CutPlan`.
+    def rows(self, layer: int, kind: int, segment: PlannedSegment, start: int, stop: int) -> torch.Tensor:
+        """Tokens `start` to `stop` of the sample, which are in `segment`, a view [stop - start, heads, D]; in a
+        recurrent layer rows of cuts: see `CutPlan`.
         """
-        first = piece.offset + start - piece.piece.start
-        return self._buffers[self.slots[layer]][kind][piece.rank][first : first + stop - start]
+        first = segment.offset + start - segment.segment.start
+        return self._buffers[self.slots[layer]][kind][segment.rank][first : first + stop - start]
 
-    def gradient_rows(self, layer: int, kind: int, piece: PlannedPiece, start: int, stop: int) -> torch.Tensor:
-        return self.rows(layer, len(self.shapes[layer].widths) + kind, piece, start, stop)
+    def gradient_rows(self, layer: int, kind: int, segment: PlannedSegment, start: int, stop: int) -> torch.Tensor:
+        return self.rows(layer, len(self.shapes[layer].widths) + kind, segment, start, stop)
 
     def flags(self, flag: Flag, rank: int) -> torch.Tensor:
         """The flags that others have set for `rank`: int64 [writer, layer]."""

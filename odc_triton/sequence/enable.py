@@ -1,4 +1,4 @@
-"""`enable_split`: a sharded model computes pieces of sequences, whose ranks read each other's keys and values."""
+"""`enable_split`: a sharded model computes segments of sequences, whose ranks read each other's keys and values."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..base.untyped import untyped
 from ..engine.api import engine_of
 from ..engine.module import plain_class
 from ..nn.modes import evaluating
-from ..plan.entries import Piece
-from ..plan.pieces import SplitPlan
+from ..plan.entries import Segment
+from ..plan.segments import SplitPlan
 from .attention import Pair
 from .buffers import CUTS, IN_FLIGHT, KVBuffers, LayerShape
 from .exchange import SequenceExchange
@@ -43,7 +43,7 @@ def enable_split(model: nn.Module, tokens: int, *, cuts: int = CUTS, layers_in_f
     least that number.
 
     Raises TypeError for a model that is not sharded, ValueError for numbers below 1, NotImplementedError for what
-    can't be split (attention that is not `enable_packing`'s or gets no `pieces`), RanksDiffer if arguments differ.
+    can't be split (attention that is not `enable_packing`'s or gets no `segments`), RanksDiffer if arguments differ.
     """
     engine = engine_of(model, "enable_split")
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
@@ -95,13 +95,13 @@ def set_sides(layers: Sequence[tuple[nn.Module, LayerShape]], exchange: Sequence
 
 @contextlib.contextmanager
 def split_forward(model: nn.Module, split: SplitPlan | None) -> Iterator[None]:
-    """Forwards of packs with pieces outside of a minibatch, without gradients: to evaluate, for log-probabilities.
+    """Forwards of packs with segments outside of a minibatch, without gradients: to evaluate, for log-probabilities.
 
         with torch.no_grad(), split_forward(model, packs.split):
             losses = [summed_loss(model, pack) for pack in packs]
 
-    Collective: every rank enters, with the same plan, and runs its packs in their order; None where no pack has pieces.
-    Raises as `minibatch` does; PeerFailed if another rank raised.
+    Collective: every rank enters, with the same plan, and runs its packs in their order; None where no pack has
+    segments. Raises as `minibatch` does; PeerFailed if another rank raised.
     """
     engine = engine_of(model, "split_forward")
     if engine.is_open:
@@ -135,7 +135,7 @@ def split_forward(model: nn.Module, split: SplitPlan | None) -> Iterator[None]:
     try:
         yield
         exchange.leave()
-        engine.drain("forwards on pieces of samples")
+        engine.drain("forwards on segments of samples")
         failed = False
     finally:
         if failed:
@@ -168,12 +168,12 @@ class _Recorder(AttentionHook, RecurrentHook):
         self.seen: list[tuple[nn.Module, LayerShape]] = []
 
     def on_attention(
-        self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, pieces: Sequence[Piece | None] | None
+        self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, segments: Sequence[Segment | None] | None
     ) -> None:
-        if pieces is None:
+        if segments is None:
             raise NotImplementedError(
-                f"{type(module).__name__} is not told which documents are pieces of samples, as its model passes on "
-                f"neither pieces nor the position_ids that it was given: train it on whole samples"
+                f"{type(module).__name__} is not told which documents are segments of samples, as its model passes on "
+                f"neither segments nor the position_ids that it was given: train it on whole samples"
             )
         if any(each is module for each, _ in self.seen):
             raise NotImplementedError(f"{type(module).__name__} attends twice in one forward, which can't be split")
@@ -205,7 +205,7 @@ def sides_of(model: nn.Module) -> list[tuple[nn.Module, LayerShape]]:
     inputs: dict[str, Any] = {
         "input_ids": torch.zeros(1, 1, dtype=torch.long, device=device),  # one token can't be two documents
         "position_ids": torch.zeros(1, 1, dtype=torch.long, device=device),
-        "pieces": [None],
+        "segments": [None],
         "use_cache": False,
     }
     for module in modules:

@@ -1,12 +1,12 @@
-"""Pieces of samples in a minibatch, on one rank: attention publishes, reads, adds and collects.
+"""Segments of samples in a minibatch, on one rank: attention publishes, reads, adds and collects.
 
-Per layer, for the pieces of one microbatch (see [Note: waves] in plan/pieces.py):
+Per layer, for the segments of one microbatch (see [Note: waves] in plan/segments.py):
 
-forward     publish  writes keys and values of the own pieces that others read, and says so
+forward     publish  writes keys and values of the own segments that others read, and says so
             read     waits for those before them on other ranks, and reads them
 backward    read     reads them again
             add      adds their gradients to the ranks that hold them, and says so
-            collect  waits for the additions of other ranks' pieces, and takes them
+            collect  waits for the additions of other ranks' segments, and takes them
 
 [Note: reused buffers] Where buffers serve several layers, a layer's rows are written again in its recomputation. Before
 a buffer is written in a forward, this rank waits until others have read the layer that has it. In a backward it need
@@ -30,8 +30,8 @@ from ..engine.minibatch import Participant
 from ..engine.transport import Streams
 from ..engine.unit import in_backward_pass
 from ..plan.cuts import CutPlan, cuts_of, most_cuts
-from ..plan.entries import Piece
-from ..plan.pieces import PlannedPiece, Read, SplitPlan, within
+from ..plan.entries import Segment
+from ..plan.segments import PlannedSegment, Read, SplitPlan, within
 from .buffers import RUN_TOKENS, Flag
 from .fetched import Fetched, Rows, SharedRows
 from .sync import HostSync, OwnFlag, Wait
@@ -40,15 +40,15 @@ from .tree import runs_of
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A piece, and which rows of the pack it is."""
+    """A segment, and which rows of the pack it is."""
 
-    piece: Piece
+    segment: Segment
     first: int
     end: int
 
 
-class PieceState(Enum):
-    """Of a piece in a layer."""
+class SegmentState(Enum):
+    """Of a segment in a layer."""
 
     PENDING = 0  # its forward has not run
     FORWARD = 1  # its forward ran, and nothing follows
@@ -68,7 +68,7 @@ class _InBuffer:
 
 
 class SequenceExchange(Participant):
-    """Pieces of sequences in the minibatch protocol. `plan`: of the open minibatch, this replica's part; None while
+    """Segments of sequences in the minibatch protocol. `plan`: of the open minibatch, this replica's part; None while
     nothing is split there.
 
     `tokens`: of each rank, the most tokens that others may read.
@@ -89,7 +89,7 @@ class SequenceExchange(Participant):
         numbers: Sequence[int] | None = None,
     ) -> None:
         """`streams`: its own, to copy and to add beside what the engine copies and adds. `in_order`: ranks add to a
-        piece in their order, so that its gradients have the same bits in every run. `numbers`: of the layers, in the
+        segment in their order, so that its gradients have the same bits in every run. `numbers`: of the layers, in the
         model.
         """
         self._grid = grid
@@ -99,13 +99,13 @@ class SequenceExchange(Participant):
         self.numbers = range(self.buffers.layers) if numbers is None else numbers
         self.plan: SplitPlan | None = None
         self._next: SplitPlan | None = None  # once all ranks have entered
-        self._own: list[PlannedPiece] = []
+        self._own: list[PlannedSegment] = []
         self._epochs = 0  # used up by former plans: two per wave
         # The most cuts of a rank; None: any, as no layer recurs.
         self.split_cuts = self.buffers.cuts if any(shape.rows_per_cut for shape in self.buffers.shapes) else None
         self._plans: list[SplitPlan | CutPlan] = []  # by layer
-        self.cuts: dict[Piece, tuple[int, ...]] = {}  # of the plan
-        self._states: dict[Piece, list[PieceState]] = {}  # of own pieces, by layer
+        self.cuts: dict[Segment, tuple[int, ...]] = {}  # of the plan
+        self._states: dict[Segment, list[SegmentState]] = {}  # of own segments, by layer
         self._written: dict[int, _InBuffer] = {}  # by buffer, in this plan
         self._must_clear = False
         self._forward_only = False
@@ -173,17 +173,17 @@ class SequenceExchange(Participant):
             kinds = [(shape.rows_per_cut, shape.states) for shape in self.buffers.shapes]
             at_cuts = {kind: CutPlan(plan, kind[0], states=kind[1]) for kind in kinds if kind[0]}
             self._plans = [at_cuts.get(kind, plan) for kind in kinds]
-        self._states = {planned.piece: [PieceState.PENDING] * self.buffers.layers for planned in self._own}
+        self._states = {planned.segment: [SegmentState.PENDING] * self.buffers.layers for planned in self._own}
         self._written.clear()
         if plan is not None:
             self.sync.begin()
 
     def failed(self) -> None:
-        """Ends the waits of ranks that need this one's pieces, also of a plan that only they have yet."""
+        """Ends the waits of ranks that need this one's segments, also of a plan that only they have yet."""
         self.sync.fail()
 
     def leave(self) -> None:
-        """Raises RuntimeError if pieces of the plan are missing on this rank."""
+        """Raises RuntimeError if segments of the plan are missing on this rank."""
         if self.plan is not None and (missing := self._missing_before(self.plan.waves)) is not None:
             raise RuntimeError(missing)
 
@@ -191,20 +191,20 @@ class SequenceExchange(Participant):
         for planned in self._own:
             if planned.wave >= wave:
                 continue
-            states = self._states[planned.piece]
-            if PieceState.PENDING in states:
+            states = self._states[planned.segment]
+            if SegmentState.PENDING in states:
                 return (
-                    f"{planned.piece} were not computed, and other ranks need them: run every pack of the minibatch, "
+                    f"{planned.segment} were not computed, and other ranks need them: run every pack of the minibatch, "
                     f"in their order"
                 )
             of_layers = zip(self.numbers, states, strict=True)
-            layers = [*dict.fromkeys(number for number, state in of_layers if state is PieceState.BACKWARD)]
-            if layers or (PieceState.NO_GRAD in states and PieceState.DONE not in states):
+            layers = [*dict.fromkeys(number for number, state in of_layers if state is SegmentState.BACKWARD)]
+            if layers or (SegmentState.NO_GRAD in states and SegmentState.DONE not in states):
                 where = f" in layers {layers}" if 0 < len(layers) < len({*self.numbers}) else ""
                 return (
-                    f"{planned.piece} had no backward{where}, and other ranks wait for it: call backward for each pack "
-                    f"before the next one's forward, on a loss that depends on all layers, also for a pack without "
-                    f"targets (0 * logits.sum() does)"
+                    f"{planned.segment} had no backward{where}, and other ranks wait for it: call backward for each "
+                    f"pack before the next one's forward, on a loss that depends on all layers, also for a pack "
+                    f"without targets (0 * logits.sum() does)"
                 )
         return None
 
@@ -220,103 +220,103 @@ class SequenceExchange(Participant):
         self.plan = None
 
     def _epoch(self, spans: Sequence[Span], *, backward: bool) -> int:
-        """Of a pass of the pieces of one microbatch, which are of one wave: odd for a forward."""
-        return self._epochs + 2 * self._planned(spans[0].piece).wave + 1 + backward
+        """Of a pass of the segments of one microbatch, which are of one wave: odd for a forward."""
+        return self._epochs + 2 * self._planned(spans[0].segment).wave + 1 + backward
 
-    def spans(self, bounds: Sequence[int], pieces: Sequence[Piece | None]) -> list[Span]:
-        """The pack's pieces that are in the plan. Raises RuntimeError for pieces that need others and are not."""
-        if len(bounds) - 1 != len(pieces):
+    def spans(self, bounds: Sequence[int], segments: Sequence[Segment | None]) -> list[Span]:
+        """The pack's segments that are in the plan. Raises RuntimeError for segments that need others and are not."""
+        if len(bounds) - 1 != len(segments):
             raise RuntimeError(
-                f"the pack has {len(bounds) - 1} documents, but says for {len(pieces)} which pieces they are"
+                f"the pack has {len(bounds) - 1} documents, but says for {len(segments)} which segments they are"
             )
         spans = [
-            Span(piece, first, end)
-            for piece, first, end in zip(pieces, bounds[:-1], bounds[1:], strict=True)
-            if piece is not None and self.plan is not None and self.plan.find(piece) is not None
+            Span(segment, first, end)
+            for segment, first, end in zip(segments, bounds[:-1], bounds[1:], strict=True)
+            if segment is not None and self.plan is not None and self.plan.find(segment) is not None
         ]
         for span in spans:
-            self._planned(span.piece)
+            self._planned(span.segment)
         return spans
 
     def _check_order(self, spans: list[Span]) -> None:
         """Rules 1 and 2 of [Note: waves]."""
-        wave, here = self._planned(spans[0].piece).wave, {span.piece for span in spans}
+        wave, here = self._planned(spans[0].segment).wave, {span.segment for span in spans}
         if (missing := self._missing_before(wave)) is not None:
             raise RuntimeError(missing)
         for planned in self._own:
-            if (planned.wave == wave) != (planned.piece in here):
+            if (planned.wave == wave) != (planned.segment in here):
                 raise RuntimeError(
-                    f"{planned.piece} and {spans[0].piece} are not in the packs that the plan has them in"
+                    f"{planned.segment} and {spans[0].segment} are not in the packs that the plan has them in"
                 )
 
     def _rows(self, layer: int) -> str:
         shape = self.buffers.shapes[layer]
         return "states" if shape.states else "rows" if shape.rows_per_cut else "keys and values"
 
-    def gradients(self, layer: int, piece: Piece, reader: Piece | None = None) -> str:
+    def gradients(self, layer: int, segment: Segment, reader: Segment | None = None) -> str:
         """Their name in messages."""
         of = f"{self._rows(layer)} of " if self.buffers.shapes[layer].rows_per_cut else ""
-        return f"gradients of {of}{piece}{f' from {reader}' if reader else ''} in layer {self.numbers[layer]}"
+        return f"gradients of {of}{segment}{f' from {reader}' if reader else ''} in layer {self.numbers[layer]}"
 
     def of(self, layer: int) -> SplitPlan | CutPlan:
         """The plan of a layer's rows."""
-        assert self.plan is not None, "there are pieces, and no plan"
+        assert self.plan is not None, "there are segments, and no plan"
         return self._plans[layer]
 
-    def _planned(self, piece: Piece, layer: int = 0) -> PlannedPiece:
-        planned = self.of(layer).find(piece)
+    def _planned(self, segment: Segment, layer: int = 0) -> PlannedSegment:
+        planned = self.of(layer).find(segment)
         if planned is None or planned.rank != self.rank:
             raise RuntimeError(
-                f"{piece} are not this rank's in the minibatch's plan: give minibatch() the split of the packs that it "
-                f"runs"
+                f"{segment} are not this rank's in the minibatch's plan: give minibatch() the split of the packs that "
+                f"it runs"
             )
         return planned
 
-    def reads(self, layer: int, piece: Piece, window: int | None) -> list[Read]:
-        """What a piece reads. `window`: the tokens that a query sees, itself included."""
-        return within(window, piece, self.of(layer).reads(piece))
+    def reads(self, layer: int, segment: Segment, window: int | None) -> list[Read]:
+        """What a segment reads. `window`: the tokens that a query sees, itself included."""
+        return within(window, segment, self.of(layer).reads(segment))
 
-    def readers(self, layer: int, piece: Piece, window: int | None) -> list[PlannedPiece]:
-        """The pieces of other ranks that read `piece`."""
-        others = [each for each in self.of(layer).readers(piece) if each.rank != self.rank]
+    def readers(self, layer: int, segment: Segment, window: int | None) -> list[PlannedSegment]:
+        """The segments of other ranks that read `segment`."""
+        others = [each for each in self.of(layer).readers(segment) if each.rank != self.rank]
         if window is None:
             return others
-        reads = {each: self.reads(layer, each.piece, window) for each in others}
-        return [each for each in others if any(read.holder.piece == piece for read in reads[each])]
+        reads = {each: self.reads(layer, each.segment, window) for each in others}
+        return [each for each in others if any(read.holder.segment == segment for read in reads[each])]
 
     def runs(self, layer: int, spans: Iterable[Span], window: int | None) -> list[Read]:
-        """All that these pieces read of other ranks."""
-        reads = (read for span in spans for read in self.reads(layer, span.piece, window))
+        """All that these segments read of other ranks."""
+        reads = (read for span in spans for read in self.reads(layer, span.segment, window))
         # A cut has few rows.
         return runs_of(reads, self.rank, RUN_TOKENS if self.buffers.shapes[layer].rows_per_cut else self.run_tokens)
 
     def start(self, layer: int, spans: list[Span], *, trains: bool) -> None:
-        """The forward of these pieces in that layer; `trains`: their keys or values need gradients.
+        """The forward of these segments in that layer; `trains`: their keys or values need gradients.
 
         Raises RuntimeError where other ranks would wait for ever, or read what changes under them.
         """
         for span in spans:
-            if self._states[span.piece][layer] is not PieceState.PENDING:
+            if self._states[span.segment][layer] is not SegmentState.PENDING:
                 raise RuntimeError(
-                    f"{span.piece} were computed before, and other ranks may have read them: run a pack with pieces "
-                    f"once in a minibatch; forwards without gradients go before or after it, into split_forward"
+                    f"{span.segment} were computed before, and other ranks may have read them: run a pack with "
+                    "segments once in a minibatch; forwards without gradients go before or after it, into split_forward"
                 )
         if layer == 0:
             self._check_order(spans)
         if self._forward_only or (torch.is_grad_enabled() and not trains):
-            state = PieceState.FORWARD
+            state = SegmentState.FORWARD
         else:
-            state = PieceState.BACKWARD if torch.is_grad_enabled() else PieceState.NO_GRAD
+            state = SegmentState.BACKWARD if torch.is_grad_enabled() else SegmentState.NO_GRAD
         for span in spans:
-            self._states[span.piece][layer] = state
+            self._states[span.segment][layer] = state
 
     def _require_first(self, layer: int, spans: list[Span]) -> None:
         """Other ranks wait for one addition: a later one would be lost, or stay for the next minibatch."""
         for span in spans:
-            if self._states[span.piece][layer] is PieceState.DONE:
+            if self._states[span.segment][layer] is SegmentState.DONE:
                 raise RuntimeError(
-                    f"{span.piece} had a backward already, and other ranks have taken their gradients from it: call "
-                    f"backward once for a pack with pieces, on the sum of its losses"
+                    f"{span.segment} had a backward already, and other ranks have taken their gradients from it: call "
+                    f"backward once for a pack with segments, on the sum of its losses"
                 )
 
     def publish(self, layer: int, spans: list[Span], window: int | None, rows: Rows, *, again: bool = False) -> None:
@@ -327,16 +327,16 @@ class SequenceExchange(Participant):
         if again and self.buffers.stays[layer]:
             return
         epoch = self._epoch(spans, backward=again)
-        readers = [each for span in spans for each in reversed(self.readers(layer, span.piece, window))]
+        readers = [each for span in spans for each in reversed(self.readers(layer, span.segment, window))]
         whom = {
-            each.rank: f"{each.piece} to read {self._rows(layer)} of layer {self.numbers[layer]}" for each in readers
+            each.rank: f"{each.segment} to read {self._rows(layer)} of layer {self.numbers[layer]}" for each in readers
         }
         self._empty(layer, epoch)
         self._written[self.buffers.slots[layer]] = _InBuffer(layer, epoch, spans, whom)
         for span in spans:
-            planned = self._planned(span.piece, layer)
+            planned = self._planned(span.segment, layer)
             for kind, each in enumerate(rows):
-                place = self.buffers.rows(layer, kind, planned, span.piece.start, span.piece.start + planned.read)
+                place = self.buffers.rows(layer, kind, planned, span.segment.start, span.segment.start + planned.read)
                 place.copy_(each[span.first : span.first + planned.read])
         self.sync.signal(Flag.PUBLISHED, whom, layer, epoch)
 
@@ -349,7 +349,7 @@ class SequenceExchange(Participant):
             doing = (Flag.PUBLISHED, layer, epoch)
             self.streams.go_on()
             self._wait_for(Flag.READ, former.layer, former.epoch, former.whom, sets_next=doing)()
-        elif any(self._states[span.piece][former.layer] is not PieceState.DONE for span in former.spans):
+        elif any(self._states[span.segment][former.layer] is not SegmentState.DONE for span in former.spans):
             raise RuntimeError(
                 f"layer {self.numbers[layer]} is computed again before the backward of layer "
                 f"{self.numbers[former.layer]}, whose keys and values "
@@ -362,8 +362,8 @@ class SequenceExchange(Participant):
         written, epoch = self._written[self.buffers.slots[layer]], self._epoch(spans, backward=True)
         if not self.buffers.stays[layer] and (written.layer, written.epoch) != (layer, epoch):
             raise RuntimeError(
-                f"layer {self.numbers[layer]} was not computed again in the backward of {spans[0].piece}, and its keys "
-                f"and values are gone: checkpoint every layer that attends, or call enable_split(model, tokens=…, "
+                f"layer {self.numbers[layer]} was not computed again in the backward of {spans[0].segment}, and its "
+                f"keys and values are gone: checkpoint every layer that attends, or call enable_split(model, tokens=…, "
                 f"layers_in_flight={len({*self.numbers})})"
             )
 
@@ -376,7 +376,7 @@ class SequenceExchange(Participant):
         if backward:
             return kind(held, dtypes, self.streams)
         epoch = self._epoch(spans, backward=in_backward_pass() and not self.buffers.stays[layer])
-        whom = {run.holder.rank: f"{self._rows(layer)} of {run.holder.piece} in layer {self.numbers[layer]}"}
+        whom = {run.holder.rank: f"{self._rows(layer)} of {run.holder.segment} in layer {self.numbers[layer]}"}
         return kind(held, dtypes, self.streams, self._wait_for(Flag.PUBLISHED, layer, epoch, whom))
 
     def have_read(self, layer: int, spans: list[Span], runs: Sequence[Read]) -> None:
@@ -407,11 +407,11 @@ class SequenceExchange(Participant):
         """The other ranks that add to what this one reads, and what they do."""
         found: dict[int, str] = {}
         for holder in dict.fromkeys(run.holder for run in runs):
-            for reader in self.of(layer).readers(holder.piece):
+            for reader in self.of(layer).readers(holder.segment):
                 if reader.rank not in (self.rank, holder.rank) and any(
-                    read.holder == holder for read in self.reads(layer, reader.piece, window)
+                    read.holder == holder for read in self.reads(layer, reader.segment, window)
                 ):
-                    found[reader.rank] = self.gradients(layer, holder.piece, reader.piece)
+                    found[reader.rank] = self.gradients(layer, holder.segment, reader.segment)
         return found
 
     def collect(
@@ -420,20 +420,20 @@ class SequenceExchange(Participant):
         """The gradients of the pack's keys and values, [T, heads, D] or None, with what others have added."""
         self._require_first(layer, spans)
         self.require_written(layer, spans)
-        readers_of = [self.readers(layer, span.piece, window) for span in spans]
+        readers_of = [self.readers(layer, span.segment, window) for span in spans]
         if any(readers_of):
             gradients = [None if each is None else each.clone() for each in gradients]
         self.streams.go_on()
         for span, readers in zip(spans, readers_of, strict=True):
-            self._states[span.piece][layer] = PieceState.DONE
+            self._states[span.segment][layer] = SegmentState.DONE
             if not readers:
                 continue
-            whom = {each.rank: self.gradients(layer, span.piece, each.piece) for each in reversed(readers)}
+            whom = {each.rank: self.gradients(layer, span.segment, each.segment) for each in reversed(readers)}
             self._wait_for(Flag.ADDED, layer, self._epoch(spans, backward=True), whom)()
-            planned = self._planned(span.piece, layer)
+            planned = self._planned(span.segment, layer)
             for kind, whole in enumerate(gradients):
-                stop = span.piece.start + planned.read
-                place = self.buffers.gradient_rows(layer, kind, planned, span.piece.start, stop)
+                stop = span.segment.start + planned.read
+                place = self.buffers.gradient_rows(layer, kind, planned, span.segment.start, stop)
                 if whole is not None:
                     own = whole[span.first : span.first + planned.read]
                     own.copy_(own.to(place.dtype) + place)
@@ -457,7 +457,7 @@ class Additions:
 
     def _add(self, run: Read, kind: int, rows: torch.Tensor) -> None:
         place = self._exchange.buffers.gradient_rows(self._shown.layer, kind, *run)
-        purpose = self._exchange.gradients(self._shown.layer, run.holder.piece)
+        purpose = self._exchange.gradients(self._shown.layer, run.holder.segment)
         self._exchange.sync.add(self._shown, run.holder.rank, place, rows, purpose)
 
     def end(self) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..engine.unit import in_backward_pass
-from ..plan.entries import Piece
-from ..plan.pieces import Read
+from ..plan.entries import Segment
+from ..plan.segments import Read
 from .attention import Pair, RowsBefore, by_head, by_token
 from .exchange import SequenceExchange, Span
 
@@ -20,9 +20,9 @@ class AttentionHook:
     """The object at an attention module's `_odc_split`, which each call of its attention calls first."""
 
     def on_attention(
-        self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, pieces: Sequence[Piece | None] | None
+        self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, segments: Sequence[Segment | None] | None
     ) -> None:
-        """`pieces`: None if the module does not pass them on."""
+        """`segments`: None if the module does not pass them on."""
 
 
 class RecurrentHook:
@@ -54,7 +54,7 @@ class LayerSplit(AttentionHook):
         return _Publish.apply(self, spans, window, len(rows), *rows, *passed)
 
     def runs(self, spans: list[Span], window: int | None = None) -> list[Read]:
-        """All that these pieces read of other ranks."""
+        """All that these segments read of other ranks."""
         return self.exchange.runs(self.layer, spans, window)
 
 

@@ -1,13 +1,13 @@
-"""Sums over the tokens of whole samples whose pieces are on several ranks, for losses that need them: ratios of whole
+"""Sums over the tokens of whole samples whose segments are on several ranks, for losses that need them: ratios of whole
 sequences; and over those of groups of samples (`Samples.groups`): pairs. Each rank writes its part into memory of the
 host, also on GPUs, and waits for the others'.
 
 [Note: a wait between forward and backward] A rank writes its parts when the forward of its pack is done, before it
 waits for any. The forward needs other ranks' forwards alone, so every rank of the wave writes; and none is in its
-backward, where ranks wait for additions, before it has. So in [Note: waves] in plan/pieces.py
+backward, where ranks wait for additions, before it has. So in [Note: waves] in plan/segments.py
 attend(last layer) < write < wait < all of the backward, and waits still can't form a circle. Ranks that compute nothing
-of the wave's samples are not asked. A group over ranks is of one wave, as a tree is, also if none of its pieces reads
-another; of one that is in one pack the plan has no pieces, and its rank waits for none.
+of the wave's samples are not asked. A group over ranks is of one wave, as a tree is, also if none of its segments reads
+another; of one that is in one pack the plan has no segments, and its rank waits for none.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..base.errors import PeerFailed
 from ..comm.layout import place_regions
 from ..comm.memory.heap import SharedMemoryHeap
 from ..engine.api import engine_of
-from ..plan.entries import Piece
-from ..plan.pieces import PlannedPiece
+from ..plan.entries import Segment
+from ..plan.segments import PlannedSegment
 from .exchange import SequenceExchange
 
 _MOST = 2  # sums of a sample, or group
@@ -44,7 +44,7 @@ class SampleSums:
         self._exchange = exchange
         near, barrier = exchange.buffers.heap, state.barrier
         self._rank, self._first, self._world = near.rank, near.first, barrier.world
-        token = state.exchange("sums over pieces", {"token": uuid.uuid4().hex})[0]["token"]
+        token = state.exchange("sums over segments", {"token": uuid.uuid4().hex})[0]["token"]
         # Of a sample and rank: the number of the plan once its sums are there, then these.
         (region,), size_bytes = place_regions(
             [((samples, near.world, 1 + _MOST), "float64", 8)], world=near.world, apart=False
@@ -62,7 +62,7 @@ class SampleSums:
         barrier.blocked_on.append(self.blocked_on)
 
     def over_ranks(
-        self, own: Mapping[int, torch.Tensor], counts: Callable[[Piece], bool], group_of: Callable[[int], int] = int
+        self, own: Mapping[int, torch.Tensor], counts: Callable[[Segment], bool], group_of: Callable[[int], int] = int
     ) -> dict[int, torch.Tensor]:
         """By sample, sums over the tokens of all ranks: of `own`, 1 or 2 of each sample [k], in fp64, which are over
         this rank's tokens. They have the same bits on all ranks, and no gradients. `group_of`: of a sample, for sums by
@@ -73,37 +73,37 @@ class SampleSums:
 
         A loss made of these is there on each of the ranks: report it on one, or divided among them.
 
-        Each rank with a piece that `counts` calls it with that sample, or group, once in a microbatch, after the
+        Each rank with a segment that `counts` calls it with that sample, or group, once in a microbatch, after the
         forward. Waits for the device if there is one. Raises RankLost, DeadlineExceeded, PeerFailed, which name rank
         and sample, and ValueError for a group that is planned as several.
         """
         plan, sync = self._exchange.plan, self._exchange.sync
-        pieces = () if plan is None else [each for each in plan.pieces if group_of(each.piece.sample) in own]
-        others = [each for each in pieces if each.rank != self._rank and counts(each.piece)]
+        segments = () if plan is None else [each for each in plan.segments if group_of(each.segment.sample) in own]
+        others = [each for each in segments if each.rank != self._rank and counts(each.segment)]
         if not others:
             return {**own}
-        if len({each.wave for each in pieces}) > 1:
+        if len({each.wave for each in segments}) > 1:
             raise ValueError(f"samples of groups {[*own]} are in several waves: make the plan with these groups")
-        self._state.drain("the forward of pieces")
-        places: dict[int, int] = {}  # of a group's parts: at its first sample with pieces, on all ranks
+        self._state.drain("the forward of segments")
+        places: dict[int, int] = {}  # of a group's parts: at its first sample with segments, on all ranks
         ranks: dict[int, set[int]] = {}
-        for each in pieces:
-            places.setdefault(group_of(each.piece.sample), each.piece.sample)
-            if counts(each.piece):
-                ranks.setdefault(group_of(each.piece.sample), set()).add(each.rank)
+        for each in segments:
+            places.setdefault(group_of(each.segment.sample), each.segment.sample)
+            if counts(each.segment):
+                ranks.setdefault(group_of(each.segment.sample), set()).add(each.rank)
         for group, place in places.items():
             self._parts[place, self._rank, 1 : 1 + len(own[group])] = own[group].cpu()
             self._parts[place, self._rank, 0] = sync.number
         wave = sync.number << 16 | others[0].wave + 1
         self._show(wave)
         for each in others:
-            self._wait_for(each, places[group_of(each.piece.sample)], wave)
+            self._wait_for(each, places[group_of(each.segment.sample)], wave)
         found = {group: self._parts[places[group], sorted(of), 1:].sum(0) for group, of in ranks.items()}
         return {group: found[group][: len(each)].to(each) if group in found else each for group, each in own.items()}
 
-    def _wait_for(self, other: PlannedPiece, place: int, wave: int) -> None:
+    def _wait_for(self, other: PlannedSegment, place: int, wave: int) -> None:
         rank, sync = self._first + other.rank, self._exchange.sync
-        purpose, shown_s = f"the sums over {other.piece}", time.monotonic() + _SHOWN_S
+        purpose, shown_s = f"the sums over {other.segment}", time.monotonic() + _SHOWN_S
 
         def missing() -> list[int]:
             if self._parts[place, other.rank, 0] == sync.number:

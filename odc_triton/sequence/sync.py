@@ -8,7 +8,7 @@ module may be loaded or memory allocated behind it, the queue of launches may be
 long as nothing would hang if all work of a rank, on whatever streams, ran one after another in the order in which it
 was enqueued. So: never enqueue a wait before the work that a peer needs to set that flag. Of each layer and wave a rank
 enqueues its publication before it reads, and its additions before it collects, which is also the order on the host, and
-which [Note: waves] in plan/pieces.py shows to end.
+which [Note: waves] in plan/segments.py shows to end.
 The staged kernel obeys it too: copies are enqueued before the kernel that waits for them (kernels/staged.py).
 """
 
@@ -185,7 +185,7 @@ class HostSync:
             heap.unlock(layer, owner)
 
     def fail(self) -> None:
-        """Ends the waits of ranks that need this one's pieces."""
+        """Ends the waits of ranks that need this one's segments."""
         self.buffers.failed.show(self.number)
 
     def check(self) -> None:

@@ -76,7 +76,7 @@ class ProfileOptions:
 def run_profile(options: ProfileOptions) -> dict[str, Any]:
     """Runs and measures the minibatches on this rank; returns seconds by category, wall time and tokens.
 
-    Every rank of the job calls it. Each writes torch's own trace; rank 0 also writes the picture and the events' trace.
+    Every rank of the job calls it. Each writes torch's own trace; rank 0 also writes the image and the events' trace.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from odc_triton.balance import CostModel, MinibatchSampler, assign, find_relatives
-from odc_triton.plan.entries import Entry, Piece
+from odc_triton.plan.entries import Entry, Segment
 from odc_triton.plan.order import Mix
 from odc_triton.plan.plan import Plan
 from odc_triton.plan.planner import SHARED, Planner, make_plan
@@ -118,13 +118,13 @@ def _taken(of_ranks: Sequence[Any]) -> Iterator[str]:
 
 
 def _plan(whole: Plan) -> str:
-    plan = whole.segments
+    plan = whole.split
     return f"plan {plan.digest} of {plan.waves} waves, read {plan.tokens}" if plan else "no plan"
 
 
 def _packs(packs: Sequence[Sequence[Entry]]) -> str:
     def told(entry: Entry) -> str:
-        if not isinstance(entry, Piece):
+        if not isinstance(entry, Segment):
             return str(entry)
         return f"{entry.sample}[{entry.start}:{entry.stop}]" + f"<{entry.parent}" * (entry.parent is not None)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from odc_triton.balance import count_target_tokens, pack_collate, to_device
-from odc_triton.plan.entries import Piece
+from odc_triton.plan.entries import Segment
 
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -28,12 +28,12 @@ def test_a_pack_is_its_documents_end_to_end():
     assert second["labels"].tolist() == [4, 5]  # the caller's tensors are left alone
 
 
-def test_a_sample_of_several_documents_beside_a_piece():
+def test_a_sample_of_several_documents_beside_a_segment():
     several = {"input_ids": [7, 8, 9], "position_ids": [0, 1, 0]}
-    piece = Piece(5, 0, 2)
-    (packed,) = pack_collate([[several, {"input_ids": [4, 5], "piece": piece}]])
+    segment = Segment(5, 0, 2)
+    (packed,) = pack_collate([[several, {"input_ids": [4, 5], "segment": segment}]])
     assert packed["cu_seq_lens_q"].tolist() == [0, 2, 3, 5]
-    assert packed["pieces"] == (None, None, piece)
+    assert packed["segments"] == (None, None, segment)
     assert packed["shift_labels"].tolist() == [[8, 9, -100, 5, -100]]
 
 
@@ -74,10 +74,10 @@ def test_labels_default_to_the_input_and_targets_are_counted():
         ([{"input_ids": [1, 0], "attention_mask": [1, 0]}], "sample 0 is padded"),
         ([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}], "sample 0 is padded"),
         ([{"input_ids": [1, 2], "position_ids": [0]}], "sample 0: 1 position_ids for 2 input_ids"),
-        ([{"input_ids": [1, 2], "position_ids": [1, 2], "piece": Piece(0, 0, 2)}], "only those from 0 up"),
+        ([{"input_ids": [1, 2], "position_ids": [1, 2], "segment": Segment(0, 0, 2)}], "only those from 0 up"),
         ([{"input_ids": [1, 2], "position_ids": [[0, 1]] * 3}], "sample 0: position_ids has shape"),
         ([{"input_ids": [1, 2], "inputs_embeds": [[0.5], [1]]}], "sample 0 has inputs_embeds, which packs can't"),
-        ([{"input_ids": [1, 2], "token_type_ids": [0, 1]}], "tokens of pictures and no pixel_values"),
+        ([{"input_ids": [1, 2], "token_type_ids": [0, 1]}], "tokens of images and no pixel_values"),
         ([{"input_ids": []}], "pack 1, sample 0: input_ids has shape"),
         ([{"input_ids": [[1, 2]]}], r"shape \(1, 2\)"),
         ([{"input_ids": [1.5, 2.0]}], "dtype torch.float32"),

@@ -17,12 +17,12 @@ def test_a_pack_costs_the_sum_of_its_documents_and_not_the_square_of_its_tokens(
 
 
 @pytest.mark.parametrize("quadratic", [0.0, 0.02])
-def test_tokens_without_a_target_cost_no_head_and_reach_inverts_piece(quadratic: float) -> None:
+def test_tokens_without_a_target_cost_no_head_and_reach_inverts_segment(quadratic: float) -> None:
     cost = CostModel(quadratic=quadratic, linear=3.0, head=2.0)
-    assert cost.piece(4, 10, 7) == pytest.approx(quadratic * (100 - 16) + 3 * 6 - 2 * 3)
+    assert cost.segment(4, 10, 7) == pytest.approx(quadratic * (100 - 16) + 3 * 6 - 2 * 3)
     for start, learned in ((0, 0), (0, 30), (20, 30), (40, 30)):
         for stop in (start, start + 5, start + 25):
-            assert cost.reach(start, cost.piece(start, stop, learned), learned) == pytest.approx(stop)
+            assert cost.reach(start, cost.segment(start, stop, learned), learned) == pytest.approx(stop)
     with pytest.raises(ValueError, match=r"CostModel.head is 3.0, of linear 3.0"):
         CostModel(quadratic=0.0, linear=3.0, head=3.0)
 

@@ -1,4 +1,4 @@
-"""Groups of samples, such as pairs: each is in one pack, or in pieces of one wave over the ranks of a replica."""
+"""Groups of samples, such as pairs: each is in one pack, or in segments of one wave over the ranks of a replica."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, Plan
-from odc_triton.plan.entries import Entry, Piece, number_of
+from odc_triton.plan.entries import Entry, Segment, number_of
 from odc_triton.plan.line import count_tokens
 from odc_triton.plan.planner import SHARED, make_plan
 from odc_triton.plan.relatives import find_relatives
@@ -34,10 +34,10 @@ def check_groups(plan: Plan, groups: list[int | None], limits: Limits) -> None:
                 homes.setdefault(groups[number_of(entry)], {})[entry] = rank, number
     for group in homes.keys() - {None}:
         if len({*homes[group].values()}) > 1:
-            parts = [plan.segments.find(entry) for entry in homes[group]]
+            parts = [plan.split.find(entry) for entry in homes[group]]
             assert None not in parts, "a rank does not know of the others"
             assert len({each.wave for each in parts}) == len({each.rank // limits.shards for each in parts}) == 1
-    assert plan.segments is None or max(plan.segments.tokens) <= limits.readable
+    assert plan.split is None or max(plan.split.tokens) <= limits.readable
 
 
 @settings(max_examples=60)
@@ -72,19 +72,19 @@ ASSIGNED = [
     ([600, 300, 550, 350], [1, 1, 2, 2], 0, [[[0, 1]], [[2, 3]]]),
     ([600, 300, 500], [1, 1, None], 0, [[[0, 1]], [[2]]]),
     # Cut between its samples: nothing is read, and both ranks know of the group.
-    ([700, 700], [5, 5], 1, [[[Piece(0, 0, 700)]], [[Piece(1, 0, 700)]]]),
+    ([700, 700], [5, 5], 1, [[[Segment(0, 0, 700)]], [[Segment(1, 0, 700)]]]),
     # So it is where others may read too little for an even cut.
-    ([900, 600], [5, 5], 1, [[[Piece(0, 0, 900)]], [[Piece(1, 0, 600)]]]),
-    # The sample that is not cut is a piece too.
-    ([400, 800], [5, 5], 900, [[[Piece(0, 0, 400), Piece(1, 0, 200)]], [[Piece(1, 200, 800)]]]),
+    ([900, 600], [5, 5], 1, [[[Segment(0, 0, 900)]], [[Segment(1, 0, 600)]]]),
+    # The sample that is not cut is a segment too.
+    ([400, 800], [5, 5], 900, [[[Segment(0, 0, 400), Segment(1, 0, 200)]], [[Segment(1, 200, 800)]]]),
     # With the fourth on their line the three over the cap would have more tokens to read.
     (
         [*[1500, 300] * 3, 100, 100],
         [0, 0, 1, 1, 2, 2, 3, 3],
         2750,
         [
-            [*([Piece(at, 0, 900)] for at in (0, 2, 4)), [6, 7]],
-            [[Piece(at, 900, 1500), Piece(at + 1, 0, 300)] for at in (0, 2, 4)],
+            [*([Segment(at, 0, 900)] for at in (0, 2, 4)), [6, 7]],
+            [[Segment(at, 900, 1500), Segment(at + 1, 0, 300)] for at in (0, 2, 4)],
         ],
     ),
 ]
@@ -101,7 +101,7 @@ def test_assigned(lengths: list[int], groups: list[int | None], tokens: int, pac
     named = make_plan(Samples.of(lengths, cost, groups=groups, names=range(50, 50 + len(lengths))), limits, SHARED)
     entries = [each for own in named.ready for pack in own for each in pack]
     assert {*map(number_of, entries)} == {*range(50, 50 + len(lengths))}
-    assert (named.segments is None) == (plan.segments is None)
+    assert (named.split is None) == (plan.split is None)
 
 
 def test_a_pair_whose_prompt_nobody_may_read_shares_nothing() -> None:
@@ -128,5 +128,5 @@ def test_groups_that_can_not_be_kept_are_refused() -> None:
     for balance in ("queue", "micro", "split"):
         with pytest.raises(ValueError, match=f"balance '{balance}' can't keep groups of samples together: use 'mini'"):
             make_plan(Samples.of([6, 6], COST, groups=[0, 0]), Limits(ranks=2, token_cap=10), balance)
-    with pytest.raises(ValueError, match=r"sample 1 is whole, its group in several packs: give Piece\(1, 0, …\)"):
-        Plan.by_hand([[[Piece(0, 0, 5)]], [[1]]], groups={0: 4, 1: 4})
+    with pytest.raises(ValueError, match=r"sample 1 is whole, its group in several packs: give Segment\(1, 0, …\)"):
+        Plan.by_hand([[[Segment(0, 0, 5)]], [[1]]], groups={0: 4, 1: 4})

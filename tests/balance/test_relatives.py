@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, MinibatchSampler
-from odc_triton.plan.entries import Piece
+from odc_triton.plan.entries import Segment
 from odc_triton.plan.order import Mix, in_families
 from odc_triton.plan.relatives import Relatives, find_relatives
 from tests.balance.test_shared import LEAST, SAMPLES, common, group, sample, shown
@@ -97,8 +97,8 @@ def sampler(**change) -> MinibatchSampler:
     return MinibatchSampler(**{"lengths": LENGTHS, "relatives": RELATIVES, **usual, **change})
 
 
-def entries(packs: list) -> list[Piece]:
-    return [Piece(each, 0, LENGTHS[each]) if isinstance(each, int) else each for pack in packs for each in pack]
+def entries(packs: list) -> list[Segment]:
+    return [Segment(each, 0, LENGTHS[each]) if isinstance(each, int) else each for pack in packs for each in pack]
 
 
 def minibatches(world: int = 2, **change) -> list[list[int]]:
@@ -140,7 +140,7 @@ def test_with_weights_drop_last_and_split() -> None:
     for _ in range(2):
         packs = [[each for pack in of for each in pack] for of in with_mix]
         assert [len(of) for of in packs] == [10] * 3
-        assert any(isinstance(each, Piece) for of in packs for each in of)
+        assert any(isinstance(each, Segment) for of in packs for each in of)
     assert minibatches(split=True) == minibatches()
 
 
@@ -176,7 +176,7 @@ def test_savings() -> None:
     assert find_relatives(samples).savings(cost, token_cap=100) == (0, 0)
 
 
-# ---------------------------------------------------------------- pictures
+# ---------------------------------------------------------------- images
 
 
 PROMPT = [*range(10, 60)]
@@ -186,26 +186,26 @@ PROMPT = [*range(10, 60)]
     ("other", "start"),
     [
         (shown(PROMPT, [7] * 5, [(40, 1)]), 49),
-        (shown(PROMPT[:41], [7] * 5, [(40, 1)]), 0),  # branches off within the picture's tokens
+        (shown(PROMPT[:41], [7] * 5, [(40, 1)]), 0),  # branches off within the image's tokens
         (shown(PROMPT[:42], [7] * 5, [(40, 1)]), 41),
-        (shown(PROMPT, [7] * 5, [(40, 2)]), 0),  # another picture
+        (shown(PROMPT, [7] * 5, [(40, 2)]), 0),  # another image
         (shown(PROMPT, [7] * 5, [(45, 1)]), 0),
         (shown(PROMPT, [7] * 5), 0),
-        (shown([*PROMPT[:40], 9, *PROMPT[41:]], [7] * 5), 0),  # the picture's token, spelled
+        (shown([*PROMPT[:40], 9, *PROMPT[41:]], [7] * 5), 0),  # the image's token, spelled
         (shown(PROMPT, [7] * 5, [(40, 1), (48, 1)]), 0),  # one more after what is shared
-        (shown(PROMPT, [7] * 5, [(40, 1)], learned=20), 0),  # learned before the picture
+        (shown(PROMPT, [7] * 5, [(40, 1)], learned=20), 0),  # learned before the image
         (shown(PROMPT, [7] * 5, [(40, 1)], learned=5), 44),
     ],
 )
 def test_who_branches_off(other: dict, start: int) -> None:
     samples = [shown(PROMPT, [6] * 5, [(40, 1)]), other]
     relatives = find_relatives(samples)
-    starts = [each.start for each in relatives.entries([0, 1]) if isinstance(each, Piece)]
+    starts = [each.start for each in relatives.entries([0, 1]) if isinstance(each, Segment)]
     assert max(starts, default=0) == start
 
 
-def test_the_plans_digest_has_the_pictures() -> None:
-    """Else ranks that read other pictures would not notice."""
+def test_the_plans_digest_has_the_images() -> None:
+    """Else ranks that read other images would not notice."""
     pairs = [[shown(PROMPT, [answer] * 5, [(40, number)]) for answer in (6, 7)] for number in (1, 2)]
     one, other = map(find_relatives, pairs)
     assert one.shared.tolist() == other.shared.tolist() == [0, 50]
@@ -213,7 +213,7 @@ def test_the_plans_digest_has_the_pictures() -> None:
 
 
 @pytest.mark.parametrize("change", ["bf16", "mask", "grid", "none"])
-def test_all_fields_of_pictures_count(change: str) -> None:
+def test_all_fields_of_images_count(change: str) -> None:
     def made(answer: int, changed: bool) -> dict:
         each = {**shown(PROMPT, [answer] * 5, [(40, 1)]), "token_type_ids": None}
         each["token_type_ids"] = each.pop("mm_token_type_ids")  # as Gemma3's processor calls it
@@ -234,5 +234,5 @@ def test_all_fields_of_pictures_count(change: str) -> None:
 def test_floors_of_a_part() -> None:
     samples = [{**shown(PROMPT, [5]), "token_type_ids": [1] * 51}, shown(PROMPT, [6], [(40, 1)])]
     relatives = find_relatives(samples)
-    assert relatives.floors == [0, 41], "types of a text are not those of pictures"
+    assert relatives.floors == [0, 41], "types of a text are not those of images"
     assert relatives.among([1, 0]).floors == [41, 0]

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, PackedDataset, pack_collate
 from odc_triton.plan.cuts import most_cuts
-from odc_triton.plan.entries import Piece
-from odc_triton.plan.pieces import reads_of
+from odc_triton.plan.entries import Segment
 from odc_triton.plan.planner import assign, make_plan
 from odc_triton.plan.relatives import LEAST_SHARED, find_relatives, floor_of
 from odc_triton.plan.samples import Limits, Samples
+from odc_triton.plan.segments import reads_of
 from odc_triton.sequence.tree import rows_before
 from tests.support.planned import shared
 
@@ -30,15 +30,15 @@ def sample(prompt: list[int], answer: list[int]) -> dict[str, list[int]]:
     return {"input_ids": prompt + answer, "labels": [IGNORED] * len(prompt) + answer}
 
 
-def shown(prompt: list[int], answer: list[int], pictures: list[tuple[int, int]] = (), learned: int = 0) -> dict:
-    """`pictures`: (place, number), the number a picture's content; its token is 9, at that place of all tokens."""
+def shown(prompt: list[int], answer: list[int], images: list[tuple[int, int]] = (), learned: int = 0) -> dict:
+    """`images`: (place, number), the number an image's content; its token is 9, at that place of all tokens."""
     ids = prompt + answer
     sample: dict[str, Any] = {"labels": [IGNORED] * (len(prompt) - learned) + ids[len(prompt) - learned :]}
-    if pictures:
-        places = [place for place, _ in pictures]
+    if images:
+        places = [place for place, _ in images]
         ids = [9 if at in places else token for at, token in enumerate(ids)]
-        values = [np.full((2, 3), number, dtype=np.float32) for _, number in pictures]
-        sample |= {"pixel_values": np.concatenate(values), "image_grid_thw": np.array([[1, 1, 2]] * len(pictures))}
+        values = [np.full((2, 3), number, dtype=np.float32) for _, number in images]
+        sample |= {"pixel_values": np.concatenate(values), "image_grid_thw": np.array([[1, 1, 2]] * len(images))}
         sample["mm_token_type_ids"] = [int(at in places) for at in range(len(ids))]
     return sample | {"input_ids": ids}
 
@@ -73,29 +73,33 @@ def test_each_token_is_computed_once_in_a_pack(samples: list[dict], numbers: obj
         chosen = chosen[: max(len(chosen) // 2, 1)]
     with mock.patch("odc_triton.plan.relatives.LEAST_SHARED", LEAST):
         entries = find_relatives(samples).entries(chosen)
-    pieces = [each if isinstance(each, Piece) else Piece(each, 0, len(samples[each]["input_ids"])) for each in entries]
-    assert sorted(each.sample for each in pieces) == sorted(chosen)
-    starts = {each.sample: each.start for each in pieces}
-    for at, piece in enumerate(pieces):
-        before = [each.sample for each in pieces[:at]]
-        assert piece.start == first_own(samples, before, piece.sample)
-        assert piece.stop == len(samples[piece.sample]["input_ids"])
-        assert (piece.parent in before) == (piece.start > 0)
-        assert piece.parent is None or starts[piece.parent] < piece.start, "that one does not compute the last of them"
+    segments = [
+        each if isinstance(each, Segment) else Segment(each, 0, len(samples[each]["input_ids"])) for each in entries
+    ]
+    assert sorted(each.sample for each in segments) == sorted(chosen)
+    starts = {each.sample: each.start for each in segments}
+    for at, segment in enumerate(segments):
+        before = [each.sample for each in segments[:at]]
+        assert segment.start == first_own(samples, before, segment.sample)
+        assert segment.stop == len(samples[segment.sample]["input_ids"])
+        assert (segment.parent in before) == (segment.start > 0)
+        assert segment.parent is None or starts[segment.parent] < segment.start, (
+            "that one does not compute the last of them"
+        )
     (pack,) = pack_collate([PackedDataset(samples)[entries]])
     rows = pack["input_ids"][0].tolist()
     ends = pack["cu_seq_lens_q"].tolist()
-    before = rows_before(ends, pack.get("pieces", [None] * len(pieces)), plan=None, runs=[], window=None)
-    for piece, (first, end), earlier in zip(pieces, pairwise(ends), before, strict=True):
+    before = rows_before(ends, pack.get("segments", [None] * len(segments)), plan=None, runs=[], window=None)
+    for segment, (first, end), earlier in zip(segments, pairwise(ends), before, strict=True):
         seen = [token for _, low, high in earlier for token in rows[low:high]]
-        assert seen + rows[first:end] == samples[piece.sample]["input_ids"]
+        assert seen + rows[first:end] == samples[segment.sample]["input_ids"]
         assert all(high <= first for _, _, high in earlier)
 
 
-_PICTURES = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 1)), max_size=2, unique_by=lambda it: it[0])
+_IMAGES = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 1)), max_size=2, unique_by=lambda it: it[0])
 SHOWN = st.lists(
     st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=6), st.lists(st.integers(0, 1), min_size=1, max_size=6))
-    .flatmap(lambda it: st.tuples(st.just(it), _PICTURES))
+    .flatmap(lambda it: st.tuples(st.just(it), _IMAGES))
     .map(lambda it: shown(*it[0], sorted(each for each in it[1] if each[0] < len(it[0][0] + it[0][1])))),
     min_size=1,
     max_size=10,
@@ -121,7 +125,7 @@ IN_WAVES_WITHOUT_READS = [
 
 
 def contents(each: dict, tokens: int) -> list:
-    """The first tokens, a picture's with its number."""
+    """The first tokens, an image's with its number."""
     numbers = iter(each["pixel_values"][::2, 0].tolist() if "pixel_values" in each else ())
     types = each.get("mm_token_type_ids", [0] * len(each["input_ids"]))
     return [(token, next(numbers) if of else None) for token, of in zip(each["input_ids"], types, strict=True)][:tokens]
@@ -133,7 +137,7 @@ def contents(each: dict, tokens: int) -> list:
 @example(ON_ONE_RANK, 2, 18, 3.0, 1)
 @example(IN_WAVES_WITHOUT_READS, 2, 12, 3.0, 1)
 def test_assigned(samples: list[dict], ranks: int, token_cap: int, microbatch: float, tokens: int) -> None:
-    """Every token of every sample is computed once in each tree that has it, within the limits and no picture cut; no
+    """Every token of every sample is computed once in each tree that has it, within the limits and no image cut; no
     way is better.
     """
     cost = CostModel(quadratic=0.01, linear=1.0, microbatch=microbatch)
@@ -149,42 +153,42 @@ def test_assigned(samples: list[dict], ranks: int, token_cap: int, microbatch: f
         over_ranks = shared(lengths, relatives, **how, tokens=tokens)
 
     def price(pack: list) -> float:
-        pieces = [each if isinstance(each, Piece) else Piece(each, 0, lengths[each]) for each in pack]
-        assert sum(map(len, pieces)) <= token_cap
-        own = sum(0.01 * (each.stop**2 - each.start**2) + len(each) for each in pieces)
-        return microbatch + own + sum(extra[each.sample] for each in pieces if each.start == 0)
+        segments = [each if isinstance(each, Segment) else Segment(each, 0, lengths[each]) for each in pack]
+        assert sum(map(len, segments)) <= token_cap
+        own = sum(0.01 * (each.stop**2 - each.start**2) + len(each) for each in segments)
+        return microbatch + own + sum(extra[each.sample] for each in segments if each.start == 0)
 
     for made in (apart, over_ranks):
         assert relatives.floors == floors
         assert len(made.ready) == ranks
         real = max(sum(map(price, of_rank)) for of_rank in made.ready)
-        assert made.estimate == pytest.approx(real) if made.segments is None else made.estimate >= real * (1 - 1e-9)
+        assert made.estimate == pytest.approx(real) if made.split is None else made.estimate >= real * (1 - 1e-9)
         check_tokens(samples, floors, [each for of_rank in made.ready for pack in of_rank for each in pack])
     dense = assign(lengths, balance="mini", **how)
     alone = max(sum(map(price, packs)) for packs in dense)
     assert over_ranks.estimate <= apart.estimate * (1 + 1e-9)
     assert apart.estimate <= alone * (1 + 1e-9)
-    assert apart.segments is None
-    if over_ranks.segments is not None:
-        assert max(over_ranks.segments.tokens) <= tokens
+    assert apart.split is None
+    if over_ranks.split is not None:
+        assert max(over_ranks.split.tokens) <= tokens
 
 
 def check_tokens(samples: list[dict], floors: list[int], entries: list) -> None:
-    pieces = [each for each in entries if isinstance(each, Piece)]
-    ids = {each: samples[each.sample]["input_ids"] for each in pieces}
-    for piece, before in reads_of(pieces).items():
-        assert [read.high for read in before[-1:]] == [piece.start] * (piece.start > 0)
+    segments = [each for each in entries if isinstance(each, Segment)]
+    ids = {each: samples[each.sample]["input_ids"] for each in segments}
+    for segment, before in reads_of(segments).items():
+        assert [read.high for read in before[-1:]] == [segment.start] * (segment.start > 0)
         read = [ids[read.holder][at] for read in before for at in range(read.low, read.high)]
-        assert read == ids[piece][: piece.start]
-        assert piece.start == 0 or piece.start >= floors[piece.sample]
-        if piece.parent is not None:
-            assert piece.start >= floors[piece.parent]
-            assert contents(samples[piece.sample], piece.start) == contents(samples[piece.parent], piece.start)
+        assert read == ids[segment][: segment.start]
+        assert segment.start == 0 or segment.start >= floors[segment.sample]
+        if segment.parent is not None:
+            assert segment.start >= floors[segment.parent]
+            assert contents(samples[segment.sample], segment.start) == contents(samples[segment.parent], segment.start)
     own = {each: (0, len(samples[each]["input_ids"])) for each in entries if isinstance(each, int)}
-    for piece in sorted(pieces, key=lambda each: each.start):
-        first, end = own.get(piece.sample, (piece.start, piece.start))
-        assert end == piece.start
-        own[piece.sample] = first, piece.stop
+    for segment in sorted(segments, key=lambda each: each.start):
+        first, end = own.get(segment.sample, (segment.start, segment.start))
+        assert end == segment.start
+        own[segment.sample] = first, segment.stop
     assert sorted(own) == list(range(len(samples)))
     assert all(end == len(samples[each]["input_ids"]) for each, (_, end) in own.items())
 
@@ -196,14 +200,14 @@ def test_a_group_over_the_cap() -> None:
     how = {"token_cap": 1000, "cost": cost}
     made = shared(lengths, relatives, ranks=2, tokens=2000, **how)
     entries = [each for of_rank in made.ready for pack in of_rank for each in pack]
-    assert sum(len(each) if isinstance(each, Piece) else lengths[each] for each in entries) == 1250 + 251 + 100
+    assert sum(len(each) if isinstance(each, Segment) else lengths[each] for each in entries) == 1250 + 251 + 100
     small = how | {"token_cap": 700}
     assert shared(lengths, relatives, ranks=2, tokens=2000, **small).estimate == math.inf
     for limits, computed in ((how, 1601), (small, 2600)):
         within = Limits(ranks=2, token_cap=limits["token_cap"], split_tokens=2000)
         plan = make_plan(Samples.of(lengths, cost, prefixes=relatives), within)
         packs = [pack for rank in range(2) for pack in plan.packs(rank)]
-        tokens = [sum(len(e) if isinstance(e, Piece) else lengths[e] for e in pack) for pack in packs]
+        tokens = [sum(len(e) if isinstance(e, Segment) else lengths[e] for e in pack) for pack in packs]
         assert sum(tokens) == computed
         assert max(tokens) <= limits["token_cap"]
     with pytest.raises(ValueError, match="over the token_cap of 1000"):
@@ -217,14 +221,14 @@ def test_a_group_is_cut_over_ranks() -> None:
     lengths, relatives = [1250] * 8, find_relatives(samples)
     made = shared(lengths, relatives, **how, tokens=1000)
     assert made.estimate == pytest.approx((1000 + 8 * 250) / 2 / 0.95, rel=0.01)
-    assert made.segments.tokens == [999, 0]
+    assert made.split.tokens == [999, 0]
     headless = shared(lengths, relatives, **how | {"cost": CostModel(quadratic=0.0, linear=1.0, head=0.5)}, tokens=1200)
     learned = [sum(min(len(each), each.stop - 999) for each in pack) for (pack,) in headless.ready]
     assert learned[0] + 999 / 2 == pytest.approx(learned[1], rel=0.01), "a prompt has no head"
     for tokens in (0, 998):  # too few
-        assert shared(lengths, relatives, **how, tokens=tokens).segments is None
-    assert shared(lengths, relatives, **how, tokens=1000, split_cuts=0).segments is None
-    most = most_cuts(made.segments)[0]
+        assert shared(lengths, relatives, **how, tokens=tokens).split is None
+    assert shared(lengths, relatives, **how, tokens=1000, split_cuts=0).split is None
+    most = most_cuts(made.split)[0]
     assert shared(lengths, relatives, **how, tokens=1000, split_cuts=most).packs(0) == made.packs(0)
     for replicas, count in ((2, 2), (4, 0)):  # of four ranks
         made = shared(
@@ -236,18 +240,18 @@ def test_a_group_is_cut_over_ranks() -> None:
         )
         homes = (
             [
-                {each.rank * replicas // 4 for each in made.segments.pieces if each.piece.sample // 8 == family}
+                {each.rank * replicas // 4 for each in made.split.segments if each.segment.sample // 8 == family}
                 for family in range(2)
             ]
-            if made.segments
+            if made.split
             else []
         )
         assert sorted(map(list, homes)) == [[0], [1]][:count]
-        assert made.segments is None or made.segments.replicas == replicas, "a model with replicas refuses others"
+        assert made.split is None or made.split.replicas == replicas, "a model with replicas refuses others"
     other = find_relatives([*samples[:-1], sample([1] + [1000] * 999, [7] * 250)])
     assert (
-        shared(lengths, other, **how, tokens=1000).segments.contents
-        != shared(lengths, relatives, **how, tokens=1000).segments.contents
+        shared(lengths, other, **how, tokens=1000).split.contents
+        != shared(lengths, relatives, **how, tokens=1000).split.contents
     )
 
 
@@ -264,7 +268,7 @@ def test_a_group_is_cut_where_a_rank_would_wait() -> None:
         assert want <= made.estimate <= want + 10, "a branch computes the last shared token too"
     few = group(LEAST_SHARED - 1, 50, 4)
     made = shared([len(few[0]["input_ids"])] * 4, find_relatives(few), ranks=2, token_cap=10_000, cost=cost)
-    assert not any(isinstance(each, Piece) for of_rank in made.ready for pack in of_rank for each in pack)
+    assert not any(isinstance(each, Segment) for of_rank in made.ready for pack in of_rank for each in pack)
 
 
 def test_tokens_that_are_learned_are_not_shared() -> None:
@@ -279,19 +283,23 @@ def test_every_rank_gets_its_part_under_the_users_names() -> None:
     rows = Samples.of(lengths, CostModel.paper_7b(), names=names, prefixes=find_relatives(samples))
     both = [*map(make_plan(rows, Limits(ranks=2, token_cap=10_000)).packs, range(2))]
     entries = [each for packs in both for pack in packs for each in pack]
-    assert sorted(each.sample if isinstance(each, Piece) else each for each in entries) == list(names)
-    assert {each.parent for each in entries if isinstance(each, Piece)} - {None} <= set(names)
-    assert sum(isinstance(each, Piece) and each.parent is not None for each in entries) == 6
+    assert sorted(each.sample if isinstance(each, Segment) else each for each in entries) == list(names)
+    assert {each.parent for each in entries if isinstance(each, Segment)} - {None} <= set(names)
+    assert sum(isinstance(each, Segment) and each.parent is not None for each in entries) == 6
     assert both[0].split is None
 
 
 def test_a_branch_without_what_it_branches_off_is_refused() -> None:
     samples = group(100, 50, 3)
-    for entries in ([Piece(1, 99, 150, 0)], [Piece(1, 99, 150, 0), 0], [Piece(0, 0, 150), Piece(2, 99, 150, 1)]):
+    for entries in (
+        [Segment(1, 99, 150, 0)],
+        [Segment(1, 99, 150, 0), 0],
+        [Segment(0, 0, 150), Segment(2, 99, 150, 1)],
+    ):
         (pack,) = pack_collate([PackedDataset(samples)[entries]])
         ends = pack["cu_seq_lens_q"].tolist()
-        with pytest.raises(ValueError, match=r"branch off sample \d, and no piece here computes its token 98"):
-            rows_before(ends, pack["pieces"], plan=None, runs=[], window=None)
+        with pytest.raises(ValueError, match=r"branch off sample \d, and no segment here computes its token 98"):
+            rows_before(ends, pack["segments"], plan=None, runs=[], window=None)
 
 
 def test_wrong_relatives_and_limits_are_refused() -> None:
@@ -308,7 +316,7 @@ def test_wrong_relatives_and_limits_are_refused() -> None:
     with pytest.raises(ValueError, match="relatives are of other samples than the 3 lengths"):
         shared([150, 150, 149], relatives, **how)
     with pytest.raises(ValueError, match="branches off nothing: give another sample as parent"):
-        Piece(1, 0, 50, 0)
+        Segment(1, 0, 50, 0)
     other = [samples[0], sample([7] * 100, [8] * 50), samples[2]]
     with pytest.raises(
         ValueError, match="pack 0: sample 1 has other tokens than sample 0, which it branches off at 99"

@@ -1,5 +1,5 @@
 """Cutting the longest sequences over ranks: every token once, within the limits, evenly, at the estimated cost, and no
-circle of waits. Also with several replicas, and with pictures, which are not cut.
+circle of waits. Also with several replicas, and with images, which are not cut.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, MinibatchSampler, assign
 from odc_triton.plan.cuts import most_cuts
-from odc_triton.plan.entries import Entry, Piece, number_of
+from odc_triton.plan.entries import Entry, Segment, number_of
 from odc_triton.plan.line import Strip, cut_line
 from odc_triton.plan.line import price as line_price
-from odc_triton.plan.pieces import SplitPlan
 from odc_triton.plan.plan import Plan
 from odc_triton.plan.queue import OwnCounter
+from odc_triton.plan.segments import SplitPlan
 from odc_triton.plan.split import readable_tokens
 from odc_triton.tools.simulate.study import NAMED, named_lengths
 from tests.support.planned import split
@@ -32,22 +32,22 @@ FLAT = COSTS[-1]
 Dealt = list[list[list[Entry]]]  # by rank, then microbatch
 
 
-def piece_of(entry: Entry, lengths: list[int]) -> Piece:
-    return entry if isinstance(entry, Piece) else Piece(entry, 0, lengths[entry])
+def segment_of(entry: Entry, lengths: list[int]) -> Segment:
+    return entry if isinstance(entry, Segment) else Segment(entry, 0, lengths[entry])
 
 
 def tokens_of(pack: list[Entry], lengths: list[int]) -> int:
-    return sum(len(piece_of(each, lengths)) for each in pack)
+    return sum(len(segment_of(each, lengths)) for each in pack)
 
 
 def price(pack: list[Entry], given: dict) -> float:
-    """A piece costs what its document costs up to its end, less what it costs up to its beginning; the first one also
-    what its sample's pictures cost.
+    """A segment costs what its document costs up to its end, less what it costs up to its beginning; the first one also
+    what its sample's images cost.
     """
     cost, extra = given["cost"], given.get("extra") or [0.0] * len(given["lengths"])
-    pieces = [piece_of(each, given["lengths"]) for each in pack]
-    own = math.fsum(cost.sequence(each.stop) - cost.sequence(each.start) for each in pieces)
-    return cost.microbatch + own + math.fsum(extra[each.sample] for each in pieces if each.start == 0)
+    segments = [segment_of(each, given["lengths"]) for each in pack]
+    own = math.fsum(cost.sequence(each.stop) - cost.sequence(each.start) for each in segments)
+    return cost.microbatch + own + math.fsum(extra[each.sample] for each in segments if each.start == 0)
 
 
 def step_time(dealt: Dealt, given: dict) -> float:
@@ -102,13 +102,13 @@ def check(given: dict, dealt: Dealt, planned: SplitPlan | None) -> float:
     for rank, packs in enumerate(dealt):
         for pack in packs:
             assert 0 < tokens_of(pack, lengths) <= token_cap
-            for each in (piece_of(each, lengths) for each in pack):
+            for each in (segment_of(each, lengths) for each in pack):
                 least = min(64, token_cap // 2, lengths[each.sample])
                 assert len(each) >= least or each.start == floors[each.sample]
                 parts[each.sample].append((each.start, each.stop))
                 homes[each.sample].add(rank // (ranks // replicas))
                 read[rank] += len(each) * (each.stop < lengths[each.sample])
-                assert each.start == 0 or each.start >= floors[each.sample], "pictures are not cut"
+                assert each.start == 0 or each.start >= floors[each.sample], "images are not cut"
     assert sorted(parts) == list(range(len(lengths)))
     for sample, found in parts.items():
         found.sort()
@@ -126,7 +126,7 @@ def check(given: dict, dealt: Dealt, planned: SplitPlan | None) -> float:
 
 
 def check_buffers(plan: SplitPlan) -> None:
-    """A replica's part is numbered from 0, and no two of its pieces that others read share a row."""
+    """A replica's part is numbered from 0, and no two of its segments that others read share a row."""
     shards, found = plan.ranks // plan.replicas, []
     for replica in range(plan.replicas):
         part = plan.of_replica(replica)
@@ -135,11 +135,11 @@ def check_buffers(plan: SplitPlan) -> None:
             assert not any(tokens)
             continue
         assert (part.ranks, part.replicas, part.tokens) == (shards, 1, tokens)
-        found += [(replica * shards + each.rank, each.piece, each.wave) for each in part.pieces]
+        found += [(replica * shards + each.rank, each.segment, each.wave) for each in part.segments]
         for rank in range(shards):
             spans = sorted((each.offset, each.offset + each.read) for each in part.of_rank(rank) if each.read)
             assert [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), tokens[rank]]
-    assert sorted(found, key=str) == sorted(((each.rank, each.piece, each.wave) for each in plan.pieces), key=str)
+    assert sorted(found, key=str) == sorted(((each.rank, each.segment, each.wave) for each in plan.segments), key=str)
 
 
 def packs_of(deal: Plan) -> Dealt:
@@ -148,7 +148,7 @@ def packs_of(deal: Plan) -> Dealt:
 
 def checked(given: dict) -> Plan:
     deal = split(**given)
-    check(given, packs_of(deal), deal.segments)
+    check(given, packs_of(deal), deal.split)
     return deal
 
 
@@ -156,7 +156,7 @@ def checked(given: dict) -> Plan:
 
 
 @st.composite
-def minibatches(draw: st.DrawFn, *, replicas: bool = True, pictures: bool = True) -> dict:
+def minibatches(draw: st.DrawFn, *, replicas: bool = True, images: bool = True) -> dict:
     shards, groups = draw(st.integers(1, 9)), draw(st.sampled_from([1, 1, 2, 3, 4])) if replicas else 1
     ranks, token_cap = shards * groups, draw(st.sampled_from([90, 1000, 70_000]))
     longest = draw(st.sampled_from([token_cap // 2, token_cap, min(2, shards) * token_cap, shards * token_cap]))
@@ -183,7 +183,7 @@ def minibatches(draw: st.DrawFn, *, replicas: bool = True, pictures: bool = True
             microbatch=draw(st.sampled_from([0.0, cost.sequence(token_cap // 4)])),
         ),
     }
-    if pictures and draw(st.booleans()):
+    if images and draw(st.booleans()):
         floors = [draw(st.sampled_from([0, min(length, 50), length // 3, length])) for length in lengths]
         most = draw(st.sampled_from([0.1, 1.0, 5.0])) * cost.sequence(longest)
         found |= {"floors": floors, "extra": [draw(st.floats(0, most)) if floor else 0.0 for floor in floors]}
@@ -229,7 +229,7 @@ def test_every_token_once_within_the_limits_at_the_estimated_cost(given: dict, c
         ):
             return
         deal = split(**given)  # only the tokens to read were missing
-    time = check(given, packs_of(deal), deal.segments)
+    time = check(given, packs_of(deal), deal.split)
     as_planned = lock_step_time(deal, given)
     assert time <= as_planned * (1 + 1e-9)
     # Of whole samples the estimate counts the fewest packs that could hold them.
@@ -240,7 +240,7 @@ def test_every_token_once_within_the_limits_at_the_estimated_cost(given: dict, c
     for rank, packs in enumerate(packs_of(deal)):
         waves = [*filter(None, deal.ready[rank])]
         assert packs[: len(waves)] == waves
-        assert not any(isinstance(each, Piece) for pack in packs[len(waves) :] for each in pack)
+        assert not any(isinstance(each, Segment) for pack in packs[len(waves) :] for each in pack)
         prices = [price(pack, given) for pack in packs[len(waves) :]]
         assert prices == sorted(prices, reverse=True), "costliest first"
     if max(lengths) <= cap:
@@ -255,7 +255,7 @@ def test_every_token_once_within_the_limits_at_the_estimated_cost(given: dict, c
 
 
 @settings(max_examples=150)
-@given(minibatches(pictures=False), st.randoms(use_true_random=False))
+@given(minibatches(images=False), st.randoms(use_true_random=False))
 def test_readable_tokens_are_enough_for_any_minibatch(given: dict, chance: random.Random) -> None:
     data, samples = given.pop("lengths"), chance.randint(1, 2 * given["ranks"])
     tokens = readable_tokens(data, samples=samples, **given)
@@ -263,7 +263,7 @@ def test_readable_tokens_are_enough_for_any_minibatch(given: dict, chance: rando
 
 
 @settings(max_examples=60)
-@given(minibatches(replicas=False, pictures=False), st.booleans(), st.randoms(use_true_random=False))
+@given(minibatches(replicas=False, images=False), st.booleans(), st.randoms(use_true_random=False))
 def test_with_a_queue_every_token_once_in_any_order_of_taking(given: dict, few: bool, chance: random.Random) -> None:
     ranks, lengths = given["ranks"], given["lengths"]
     options = {name: given[name] for name in ("lengths", "token_cap", "cost")}
@@ -323,7 +323,7 @@ def test_parts_that_make_pairs_get_fewer_tokens(length: int, ranks: int, much: f
         low, high = (low, middle) if end_of(middle := (low + high) / 2) >= length else (middle, high)
     parts = cut_line([Strip(0, 0, length)], [1.0] * ranks, cost, 1)
     prices = [line_price(part, [Strip(0, 0, length)], cost) for part in parts]
-    assert max(prices) <= 1.02 * high + between.piece(length - 1, length)
+    assert max(prices) <= 1.02 * high + between.segment(length - 1, length)
     equal = cut_line([Strip(0, 0, length)], [1.0] * ranks, base, 1)
     if ranks == 2:  # none makes a pair
         assert parts == equal
@@ -339,7 +339,7 @@ def test_a_plan_that_knows_of_pairs_is_not_worse_than_one_that_does_not(lengths:
     given = {"lengths": lengths, "ranks": ranks, "token_cap": 10**6, "tokens": 10**6}
     strips = [Strip(at, 0, length) for at, length in enumerate(lengths)]
     plain, aware = split(**given, cost=COST), split(**given, cost=cost)
-    check(given | {"cost": COST}, packs_of(aware), aware.segments)
+    check(given | {"cost": COST}, packs_of(aware), aware.split)
     waves = zip(*plain.ready, strict=True)
     worse = math.fsum(max(line_price(part, strips, cost) for part in wave) for wave in waves)
     worse += max(cost.sequence(0) + math.fsum(cost.sequence(lengths[i]) for i in own) for own in plain.unpacked)
@@ -347,21 +347,21 @@ def test_a_plan_that_knows_of_pairs_is_not_worse_than_one_that_does_not(lengths:
 
 
 @settings(max_examples=40)
-@given(minibatches(pictures=False), st.integers(0, 3))
+@given(minibatches(images=False), st.integers(0, 3))
 @example({"lengths": [1000] * 3, "ranks": 3, "replicas": 1, "token_cap": 400, "cost": COST}, 1)
 def test_others_go_on_at_no_more_places_than_have_room(given: dict, cuts: int) -> None:
     """Or it is said that samples over the cap need more."""
     given |= {"tokens": 10 * max(given["lengths"])}
     free = split(**given)
-    most = 0 if free.segments is None else most_cuts(free.segments)[0]
+    most = 0 if free.split is None else most_cuts(free.split)[0]
     try:
         found = split(**given, split_cuts=cuts)
     except ValueError as error:
         assert f"split_cuts is {cuts}: give --split-cuts, or" in str(error)  # noqa: PT017
         assert most > cuts
         return
-    check(given, packs_of(found), found.segments)
-    assert found.segments is None or most_cuts(found.segments)[0] <= cuts
+    check(given, packs_of(found), found.split)
+    assert found.split is None or most_cuts(found.split)[0] <= cuts
     if most <= cuts:
         assert found.estimate <= free.estimate
 
@@ -371,11 +371,11 @@ def test_others_go_on_at_no_more_places_than_have_room(given: dict, cuts: int) -
 
 @pytest.mark.parametrize(("length", "ranks"), [(140, 8), (70_000, 8), (70_000, 2)])
 def test_readable_tokens_are_enough_to_cut_one_long_sample(length: int, ranks: int) -> None:
-    """Of 140 tokens on 8 ranks a part has 18, but no piece has fewer than 64."""
+    """Of 140 tokens on 8 ranks a part has 18, but no segment has fewer than 64."""
     for cost in COSTS:
         options = {"ranks": ranks, "token_cap": 70_000, "cost": cost}
         tokens = readable_tokens([length], samples=1, **options)
-        assert split([length], tokens=tokens, **options).segments is not None
+        assert split([length], tokens=tokens, **options).split is not None
 
 
 def test_samples_of_less_than_an_even_share_are_split_if_whole_ones_are_uneven() -> None:
@@ -388,7 +388,7 @@ def test_a_replica_with_too_many_samples_over_the_cap_gives_some_away() -> None:
     """By cost alone one replica has the longest sample, and the other all the rest."""
     given = {"lengths": [8000, *[1001] * 39], "ranks": 16, "replicas": 2, "token_cap": 1000, "cost": COSTS[1]}
     deal = checked(given | {"tokens": readable_tokens(samples=40, **given)})
-    homes = {(each.piece.sample, each.rank // 8) for each in deal.segments.pieces}
+    homes = {(each.segment.sample, each.rank // 8) for each in deal.split.segments}
     assert sorted(home for _, home in homes) == [0] * 20 + [1] * 20
 
 
@@ -400,7 +400,7 @@ def share_of_bound(name: str, samples: int, *, ranks: int, replicas: int = 1, se
     deal = split(**given)
     costs = [COST.sequence(length) for length in lengths]
     bound = max(math.fsum(costs) / ranks, max(costs) * replicas / ranks)
-    return bound / check(given, packs_of(deal), deal.segments)
+    return bound / check(given, packs_of(deal), deal.split)
 
 
 @pytest.mark.parametrize(
@@ -423,26 +423,26 @@ def test_ranks_come_near_an_even_share(
     assert min(shares) >= min(share, 0.9)
 
 
-# ------------------------------------------------------------------ pictures
+# ------------------------------------------------------------------ images
 
 
-def test_a_line_is_cut_by_the_cost_of_pictures_and_after_them() -> None:
+def test_a_line_is_cut_by_the_cost_of_images_and_after_them() -> None:
     """The first 100 tokens cost 500 more; so do the other 500."""
     strip = Strip(0, 0, 600, floor=100, extra=500.0)
-    halves = [[Piece(0, 0, 300)], [Piece(0, 300, 600)]]
+    halves = [[Segment(0, 0, 300)], [Segment(0, 300, 600)]]
     assert cut_line([strip], [8.0, 3.0], FLAT) == halves
     assert cut_line([strip], [1.0, 1.0], None) == halves, "of tokens"
     for shares in ([1.0, 1.2], [4.0, 7.0]):
-        assert cut_line([strip], shares, FLAT) == [[Piece(0, 0, 100)], [Piece(0, 100, 600)]], "at the floor"
+        assert cut_line([strip], shares, FLAT) == [[Segment(0, 0, 100)], [Segment(0, 100, 600)]], "at the floor"
     assert cut_line([strip], [1.0, 9.0], FLAT) == [[], [0]]
     late = strip._replace(floor=580)
-    assert cut_line([late], [9.0, 1.0], FLAT) == [[Piece(0, 0, 580)], [Piece(0, 580, 600)]], "few tokens are left"
+    assert cut_line([late], [9.0, 1.0], FLAT) == [[Segment(0, 0, 580)], [Segment(0, 580, 600)]], "few tokens are left"
     two = cut_line([strip, Strip(1, 0, 1100)], [1.0, 1.0], FLAT)
     assert two == [[0], [1]], "what comes after is further on"
 
 
-def test_ranks_make_up_for_pictures() -> None:
-    """A sample of 1000 tokens whose pictures cost as much, and one of 1000: 1500 for each rank."""
+def test_ranks_make_up_for_images() -> None:
+    """A sample of 1000 tokens whose images cost as much, and one of 1000: 1500 for each rank."""
     how = {"ranks": 2, "token_cap": 2000, "cost": FLAT, "tokens": 1000}
     deal = split([1000, 1000], **how, extra=[0.0, 1000.0], floors=[0, 10])
     assert deal.estimate == 1500
@@ -459,10 +459,10 @@ def test_ranks_make_up_for_pictures() -> None:
             [9, 330],
             [0, 101],
             400,
-            "sample 7 has 330 .*; the tokens of its pictures, within the first 101, can't be cut",
+            "sample 7 has 330 .*; the tokens of its images, within the first 101, can't be cut",
         ),
         ([390, 380, 370], [100, 101, 99], 400, "sample 7 has 380 tokens, .* within the first 101, can't be cut"),
-        ([9, 391], [0, 91], 50, "others may read 50 tokens .* need 98: .* pictures, within the first 91, can't"),
+        ([9, 391], [0, 91], 50, "others may read 50 tokens .* need 98: .* images, within the first 91, can't"),
         ([9, 400], [0, 0], 50, r"need 100: raise the cap or the tokens to read, or truncate or drop the sample$"),
     ],
 )
@@ -476,7 +476,7 @@ def test_samples_over_the_cap(lengths: list[int], floors: list[int], tokens: int
             split(**given, names=[6, 7, 8])
 
 
-def test_readable_tokens_are_enough_for_long_pictures() -> None:
+def test_readable_tokens_are_enough_for_long_images() -> None:
     given = {"lengths": [190, 180, 110], "floors": [95, 98, 100], "ranks": 4, "token_cap": 100, "cost": FLAT}
     tokens = readable_tokens(samples=3, **given)
     assert tokens >= 95 + 98 + 100
@@ -494,7 +494,7 @@ def test_readable_tokens_are_enough_for_long_pictures() -> None:
         ({"token_cap": 0}, "token_cap is 0"),
         ({"replicas": 3}, "replicas is 3: give a divisor of the 4 ranks"),
         ({"extra": [1.0] * 3}, "extra has 3 costs for 2 samples"),
-        ({"floors": [3]}, "of 1 floors for 2 samples one is .* up to its last picture's"),
+        ({"floors": [3]}, "of 1 floors for 2 samples one is .* up to its last image's"),
         ({"floors": [3, 8]}, "of 2 floors for 2 samples one is 8, of 7 tokens"),
         ({"floors": [-1, 3]}, "one is -1"),
         ({"lengths": [37, 7]}, r"lengths\[0\] is 37 tokens, over the 36 of 4 ranks that share memory, each with a tok"),
@@ -510,26 +510,29 @@ def test_refusals(changed: dict, words: str) -> None:
 
 # ------------------------------------------------------------------ plans made by hand
 
-P = Piece
+P = Segment
 
 
 @pytest.mark.parametrize(
     ("dealt", "words"),
     [
         ([[[P(0, 0, 5)], [P(1, 0, 3)]], [[P(1, 3, 4)], [P(0, 5, 6)]]], "ranks compute samples [0, 1] in different ord"),
-        ([[[P(0, 0, 5)], [P(0, 5, 6)]]], "rank 0 has pieces of samples [0], which are computed together, in two packs"),
-        ([[[P(0, 0, 5)]], [[P(0, 6, 7)]]], "the pieces of sample 0 leave out its tokens 5..5"),
-        ([[[P(3, 2, 5)]], [[P(3, 5, 7)]]], "the pieces of sample 3 leave out its tokens 0..1"),
-        ([[[P(0, 0, 5)]], [[P(0, 4, 7)]]], "the pieces of sample 0 hold twice its tokens 4..4"),
+        (
+            [[[P(0, 0, 5)], [P(0, 5, 6)]]],
+            "rank 0 has segments of samples [0], which are computed together, in two packs",
+        ),
+        ([[[P(0, 0, 5)]], [[P(0, 6, 7)]]], "the segments of sample 0 leave out its tokens 5..5"),
+        ([[[P(3, 2, 5)]], [[P(3, 5, 7)]]], "the segments of sample 3 leave out its tokens 0..1"),
+        ([[[P(0, 0, 5)]], [[P(0, 4, 7)]]], "the segments of sample 0 hold twice its tokens 4..4"),
         ([[[P(0, 0, 5)]], [[P(0, 0, 5)]]], "tokens 0..4 of sample 0 are in two packs"),
-        ([[[P(0, 0, 5)]], [[1]]], "tokens 0..4 of sample 0 are its only piece"),
-        ([[[P(0, 0, 5)]], [[P(0, 5, 7), 0]]], "sample 0 is in the packs both whole and in pieces"),
-        ([[[P(2, 4, 6, 1)]], [[P(1, 3, 7, 0)]]], "tokens 3..6 of sample 1 branch off sample 0, and no piece here"),
-        ([[[0]], [[P(1, 3, 7, 0)]]], "give all pieces of sample 0, as Piece(0, 0, …) if it is whole"),
-        ([[[P(0, 0, 2)]], [[P(1, 3, 7, 0)]]], "tokens 3..6 of sample 1 branch off sample 0, and no piece here"),
-        ([[[P(0, 0, 2), P(0, 3, 9)]], [[P(1, 5, 7, 0)]]], "the pieces of sample 0 leave out its tokens 2..2"),
-        ([[[P(0, 0, 9)], [P(1, 5, 7, 0)]], [[P(2, 5, 9, 0)]]], "rank 0 has pieces of samples [0, 1, 2], which are"),
-        ([[[P(0, 0, 5), P(1, 3, 7, 0)]], [[2], [P(3, 4, 9)]]], "the pieces of sample 3 leave out its tokens 0..3"),
+        ([[[P(0, 0, 5)]], [[1]]], "tokens 0..4 of sample 0 are its only segment"),
+        ([[[P(0, 0, 5)]], [[P(0, 5, 7), 0]]], "sample 0 is in the packs both whole and in segments"),
+        ([[[P(2, 4, 6, 1)]], [[P(1, 3, 7, 0)]]], "tokens 3..6 of sample 1 branch off sample 0, and no segment here"),
+        ([[[0]], [[P(1, 3, 7, 0)]]], "give all segments of sample 0, as Segment(0, 0, …) if it is whole"),
+        ([[[P(0, 0, 2)]], [[P(1, 3, 7, 0)]]], "tokens 3..6 of sample 1 branch off sample 0, and no segment here"),
+        ([[[P(0, 0, 2), P(0, 3, 9)]], [[P(1, 5, 7, 0)]]], "the segments of sample 0 leave out its tokens 2..2"),
+        ([[[P(0, 0, 9)], [P(1, 5, 7, 0)]], [[P(2, 5, 9, 0)]]], "rank 0 has segments of samples [0, 1, 2], which are"),
+        ([[[P(0, 0, 5), P(1, 3, 7, 0)]], [[2], [P(3, 4, 9)]]], "the segments of sample 3 leave out its tokens 0..3"),
     ],
 )
 def test_wrong_plans(dealt: list, words: str) -> None:
@@ -541,12 +544,12 @@ def test_waves_zigzag_and_riders() -> None:
     dealt = [[[P(0, 0, 4), P(0, 8, 12), 5], [P(1, 0, 2)]], [[7], [P(0, 4, 8)], [P(1, 2, 9)]]]
     plan = SplitPlan.of(dealt)
     assert plan.waves == 2
-    assert {each.piece.sample: each.wave for each in plan.pieces} == {0: 0, 1: 1}
+    assert {each.segment.sample: each.wave for each in plan.segments} == {0: 0, 1: 1}
     assert plan.tokens == [6, 4]
     assert [(each.offset, each.read) for each in plan.of_rank(0)] == [(0, 4), (4, 0), (4, 2)]
-    with pytest.raises(ValueError, match=r"Piece\(sample=0, start=4, stop=4, parent=None\) has no tokens"):
-        Piece(0, 4, 4)
-    with pytest.raises(ValueError, match=r"has pieces on ranks of replicas \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"Segment\(sample=0, start=4, stop=4, parent=None\) has no tokens"):
+        Segment(0, 4, 4)
+    with pytest.raises(ValueError, match=r"has segments on ranks of replicas \[0, 1\]"):
         SplitPlan.of(dealt, replicas=2)
     with pytest.raises(ValueError, match="2 ranks can't be split into 3 equal replicas"):
         SplitPlan.of(dealt, replicas=3)

@@ -17,10 +17,10 @@ from odc_triton.balance import (
     find_relatives,
     pack_collate,
 )
-from odc_triton.plan.entries import Entry, Piece
-from odc_triton.plan.pieces import SplitPlan
+from odc_triton.plan.entries import Entry, Segment
 from odc_triton.plan.plan import MinibatchPacks
 from odc_triton.plan.queue import OwnCounter
+from odc_triton.plan.segments import SplitPlan
 from tests.balance.test_relatives import PROMPT
 from tests.balance.test_shared import shown
 from tests.support.planned import split
@@ -69,14 +69,14 @@ def test_loaders_keep_plan_and_targets(world: int, replicas: int, workers: int) 
         learned += sum(map(count_target_tokens, minibatch))
         for pack in (pack for packs in minibatch for pack in packs):
             seen += pack["input_ids"][0].tolist()
-        for pack in (pack for packs in minibatch for pack in packs if "pieces" in pack):
+        for pack in (pack for packs in minibatch for pack in packs if "segments" in pack):
             ids, shifted, positions = (pack[name][0] for name in ("input_ids", "shift_labels", "position_ids"))
             assert torch.equal(ids, ids // 10_000 * 10_000 + positions)
             known = shifted != IGNORED
-            assert torch.equal(shifted[known], ids[known] + 1), "a piece's last position predicts the next piece"
+            assert torch.equal(shifted[known], ids[known] + 1), "a segment's last position predicts the next segment"
             assert torch.equal(known.nonzero().flatten(), pack["target_positions"])
             starts = positions[pack["cu_seq_lens_q"][:-1].long()].tolist()
-            assert starts == [0 if each is None else each.start for each in pack["pieces"]]
+            assert starts == [0 if each is None else each.start for each in pack["segments"]]
     assert were_split
     assert sorted(seen) == [10_000 * at + place for at, length in enumerate(LENGTHS) for place in range(length)]
     assert learned == sum(targets([[at]]) for at in range(len(LENGTHS)))
@@ -113,7 +113,7 @@ def test_a_queue_holds_the_whole_samples_and_counts_each_target_once() -> None:
         wave = [*mine.waves[0], *mine.waves[1]]
         were_split.append(mine.split is not None)
         assert len(wave) == 2 * were_split[-1]
-        assert all(isinstance(each, Piece) for pack in wave for each in pack), "nothing rides: the rest can be taken"
+        assert all(isinstance(each, Segment) for pack in wave for each in pack), "nothing rides: the rest can be taken"
         counted = sum(targets([[index]]) for index in mine.own_part() + theirs.own_part())
         assert targets([*theirs, *mine]) == targets(wave) + targets(mine.packs) == counted
         assert mine.taken == [], "the other rank was first and took all"
@@ -128,12 +128,12 @@ def test_small_samples_share_a_pack_by_what_waves_cost_too() -> None:
     assert len(queued.packs) == 1
 
 
-def test_a_pack_of_pieces_has_no_labels_and_survives_a_pickle() -> None:
-    (pack,) = pickle.loads(pickle.dumps(pack_collate(DATA.__getitems__(MinibatchPacks([[Piece(0, 5, 90), 2]])))))
-    assert pack["pieces"] == (Piece(0, 5, 90), None)
+def test_a_pack_of_segments_has_no_labels_and_survives_a_pickle() -> None:
+    (pack,) = pickle.loads(pickle.dumps(pack_collate(DATA.__getitems__(MinibatchPacks([[Segment(0, 5, 90), 2]])))))
+    assert pack["segments"] == (Segment(0, 5, 90), None)
     assert "labels" not in pack
     with pytest.raises(ValueError, match=r"pack 0, sample 0: tokens 5\.\.4000 of sample 0 are beyond its 4000 tokens"):
-        pack_collate(DATA.__getitems__([[Piece(0, 5, 4001)]]))
+        pack_collate(DATA.__getitems__([[Segment(0, 5, 4001)]]))
 
 
 @pytest.mark.parametrize("balance", ["mini", "queue"])
@@ -151,7 +151,7 @@ def test_each_sample_has_its_own_floor_and_cost(balance: str) -> None:
         own = [[of[name] for name in names] for of in (lengths, floors, extra)]
         limits = {"ranks": 4, "tokens": samplers[0].split_tokens, "names": names, "ride": balance == "mini"}
         deal = split(own[0], floors=own[1], extra=own[2], **how, **limits)
-        assert deal.segments.digest == of_ranks[0].split.digest
+        assert deal.split.digest == of_ranks[0].split.digest
         found = of_ranks if balance == "mini" else [[*filter(None, own)] for own in of_ranks[0].waves]
         assert [*found] == [deal.packs(rank) for rank in range(4)]
 
@@ -161,6 +161,6 @@ def test_floors_are_those_of_relatives() -> None:
     how = {"samples_per_rank": 2, "token_cap": 200, "rank": 0, "world": 1, "relatives": relatives, "cost": COST}
     assert MinibatchSampler(lengths, **how)._samples.earliest_cuts == [41, 41]
     ((pack,),) = MinibatchSampler(lengths, **how, floors=[41, 41], extra=[1.0, 1.0])
-    assert pack == [Piece(0, 0, 55), Piece(1, 49, 55, 0)]
+    assert pack == [Segment(0, 0, 55), Segment(1, 49, 55, 0)]
     with pytest.raises(ValueError, match="relatives are of samples with other floors"):
         MinibatchSampler(lengths, **how, floors=[40, 41])

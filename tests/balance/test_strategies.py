@@ -96,12 +96,12 @@ def test_too_few_samples_for_equal_counts_are_refused_with_the_remedy():
 @pytest.mark.parametrize("balance", [*BALANCES, "queue"])
 @given(st.data())
 def test_every_dealing_holds_every_sample_once_under_the_cap(balance, data):
-    """A picture may cost as much as two long samples: whoever has it gets less of the rest, and it comes first."""
+    """An image may cost as much as two long samples: whoever has it gets less of the rest, and it comes first."""
     ranks = data.draw(st.integers(1, 6))
     lengths = data.draw(lengths_lists)
     lengths += [1] * (-len(lengths) % ranks)  # a multiple of the ranks works under every balance
-    pictures = st.lists(st.floats(0, 2 * COST.sequence(CAP)), min_size=len(lengths), max_size=len(lengths))
-    extra = data.draw(st.none() | pictures)
+    images = st.lists(st.floats(0, 2 * COST.sequence(CAP)), min_size=len(lengths), max_size=len(lengths))
+    extra = data.draw(st.none() | images)
     how = {"ranks": ranks, "token_cap": CAP, "cost": COST, "extra": extra}
     costs = COST.samples(lengths, extra)
 

@@ -16,7 +16,7 @@ SIDE, PATCH = 64, 4  # pixels; 256 patches, so that a class token is little
 
 
 def tower(family: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """A model of wide pictures, and the fields of two of them, of different sizes where the family has that."""
+    """A model of wide images, and the fields of two of them, of different sizes where the family has that."""
     from tests.support.vision import FAMILIES
 
     small = FAMILIES[family].model()
@@ -78,7 +78,7 @@ def test_values_of_a_sample(sample: dict, values: list[int]) -> None:
     assert values_of(sample) == values
 
 
-def test_a_config_without_pictures_or_sizes_is_refused_by_name() -> None:
+def test_a_config_without_images_or_sizes_is_refused_by_name() -> None:
     with pytest.raises(
         ValueError, match="SimpleNamespace has no vision_config and text_config: give that of a whole model"
     ):

@@ -1,4 +1,4 @@
-"""The report: pictures read by pixels, pages parsed."""
+"""The report: images read by pixels, pages parsed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_html_is_one_page_with_everything_escaped(tmp_path):
     assert page.startswith("<!DOCTYPE html>\n<html lang=")
     tags = tags_of(page)
     assert [tags[tag] for tag in ("p", "tr", "th", "td", "dt", "img", "script", "link")] == [2, 2, 2, 2, 1, 2, 0, 0]
-    # Title, heading, paragraph, head, cell, title of curves, facts, fact and its value; words of pictures: one and two.
+    # Title, heading, paragraph, head, cell, title of curves, facts, fact and its value; words of images: one and two.
     assert page.count(html.escape(HOSTILE)) == 9 + 1 + 2
     assert "5.00 s, 10.0% idle" in page
     assert not re.search(r"(?i)https?://|@import|url\(", page)

@@ -1,4 +1,4 @@
-"""Six ways to train models with pictures have the same gradient."""
+"""Six ways to train models with images have the same gradient."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import pictures
+from bench import images_data
 from bench.harness import Measured, Work, compare
-from bench.pictures import PictureWork
+from bench.images_data import ImageWork
 from bench.suites import images
 from bench.suites.images import (
     Fsdp2Dummies,
@@ -27,16 +27,16 @@ SIZES = [(30, ()), (9, ("4x8", "8x8")), (40, ()), (12, ("6x4",)), (25, ()), (70,
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> PictureWork:
+def small(tmp_path: Path) -> ImageWork:
     """A minibatch of one sample a rank, and one of three."""
-    text = pictures.CONFIG["text_config"] | {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 48}
+    text = images_data.CONFIG["text_config"] | {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 48}
     text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [2, 2, 4]}
     tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
-    tower = pictures.CONFIG["vision_config"] | tower | {"fullatt_block_indexes": [1]}
-    config = pictures.CONFIG | {"text_config": text, "vision_config": tower}
+    tower = images_data.CONFIG["vision_config"] | tower | {"fullatt_block_indexes": [1]}
+    config = images_data.CONFIG | {"text_config": text, "vision_config": tower}
     (tmp_path / "sizes.json").write_text(json.dumps({"minibatches": [SIZES]}))
     drawn = [[0, 1], [2, 3, 4, 5, 6, 7]]
-    return PictureWork(dataset=str(tmp_path / "sizes.json"), config=config, minibatches=drawn, token_cap=95)
+    return ImageWork(dataset=str(tmp_path / "sizes.json"), config=config, minibatches=drawn, token_cap=95)
 
 
 def compared(rank: int, world: int, work: Work, caps: tuple[int, ...]) -> list[Measured]:
@@ -44,7 +44,7 @@ def compared(rank: int, world: int, work: Work, caps: tuple[int, ...]) -> list[M
 
 
 @pytest.mark.slow  # the suite checks it too
-def test_all_ways_have_the_same_gradient(small: PictureWork) -> None:
+def test_all_ways_have_the_same_gradient(small: ImageWork) -> None:
     results = ranks.run(compared, 2, small, (95,) * len(KINDS))[0]
     assert 0 < max(each.apart for each in results) <= images.MOST_APART
     losses = np.array([each.losses for each in results])

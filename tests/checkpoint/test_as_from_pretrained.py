@@ -135,7 +135,7 @@ def of_bert(folder: Path) -> None:
     )
 
 
-def of_pictures(folder: Path) -> None:
+def of_images(folder: Path) -> None:
     """Its embeddings are tied by the whole model's config, above those of its parts."""
     model = FAMILIES["qwen2_vl"].make(tie_word_embeddings=True)
     model.save_pretrained(folder)
@@ -172,7 +172,7 @@ MORE = {
         0,
     ),
     "BERT, one pair of two differs": (of_bert, 1),
-    "pictures, tied, that differ": (of_pictures, 0),
+    "images, tied, that differ": (of_images, 0),
 }
 
 

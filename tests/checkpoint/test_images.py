@@ -1,4 +1,4 @@
-"""Models that see pictures, in Hugging Face folders: read by rows, written for plain transformers."""
+"""Models that see images, in Hugging Face folders: read by rows, written for plain transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from odc_triton.packs.loss import model_inputs
 from tests.support import ranks, slow
 from tests.support.vision import FAMILIES, alone
 
-SIZES = [(9, 2), (7, 0), (8, 1)]  # tokens of text, pictures
+SIZES = [(9, 2), (7, 0), (8, 1)]  # tokens of text, images
 
 
 def plain(folder: Path) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Clients that connect and say nothing keep greetings waiting for none; statuses that come in pieces."""
+"""Clients that connect and say nothing keep greetings waiting for none; statuses that come in segments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_silent_clients_keep_nobody_waiting() -> None:
         assert next(greetings(listener, 10, time.monotonic() + 0.05), None) is None
 
 
-def test_statuses_may_come_in_pieces() -> None:
+def test_statuses_may_come_in_segments() -> None:
     peers = PeerStatus.__new__(PeerStatus)
     peers._unread, peers._far_status = {1: b""}, {1: [0] * 16}
     said = _STATUS.pack(3, 7) + _STATUS.pack(4, 2**40) + _STATUS.pack(3, 8)

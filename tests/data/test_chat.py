@@ -15,7 +15,17 @@ from odc_triton.jobs.data.encode import encode_records, never_ends
 from odc_triton.jobs.data.records import DataError
 from odc_triton.jobs.data.sources import open_source
 from odc_triton.jobs.data.tokenizer import TextEncoder
-from tests.support.chats import CHATML, MARKED, MARKED_WORDS, SPACED, THINKING, WRITERS, Pieces, chatml, make_tokenizer
+from tests.support.chats import (
+    CHATML,
+    MARKED,
+    MARKED_WORDS,
+    SPACED,
+    THINKING,
+    WRITERS,
+    Segments,
+    chatml,
+    make_tokenizer,
+)
 from tests.support.records import samples_of, tokenized, write_lines
 from tests.support.tokenized import tokenize_file
 
@@ -32,11 +42,11 @@ def said(*contents: str) -> list[dict]:
     return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(contents)]
 
 
-def expected(tokenizer, pieces: Pieces) -> tuple[list[int], list[int], bool]:
+def expected(tokenizer, segments: Segments) -> tuple[list[int], list[int], bool]:
     """(ids, labels, whether some token lies across a boundary of what is learned), from the text alone."""
-    text = "".join(part for part, _ in pieces)
+    text = "".join(part for part, _ in segments)
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-    learned = np.concatenate([np.full(len(part), flag) for part, flag in pieces])
+    learned = np.concatenate([np.full(len(part), flag) for part, flag in segments])
     labels, across = [], False
     for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
         flags = learned[begin:end]
@@ -206,12 +216,12 @@ def test_what_follows_a_turn_by_its_number_is_learned_with_it(tmp_path):
     tokenizer = make_tokenizer(suffixed)
     for turns, ends_with_user in ((12, False), (13, False), (13, True)):
         talk = said(*["why", "yes"] * turns)[: 2 * turns - ends_with_user]
-        pieces = []
+        segments = []
         for number, each in enumerate(talk, start=1):
             tail = f"--{number}--" * (number % 6 == 0)
             is_learned = each["role"] == "assistant"
-            pieces += [(f"<|im_start|>{each['role']}\n", False), (f"{each['content']}<|im_end|>\n{tail}", is_learned)]
-        wanted = [expected(tokenizer, pieces)[:2]]
+            segments += [(f"<|im_start|>{each['role']}\n", False), (f"{each['content']}<|im_end|>\n{tail}", is_learned)]
+        wanted = [expected(tokenizer, segments)[:2]]
         assert samples_of(tokenized(tmp_path, {"messages": talk}, encoder=TextEncoder.of(tokenizer))) == wanted
 
 
@@ -269,8 +279,8 @@ def test_turns_that_no_shorter_conversation_has(tmp_path):
     tokenizer = make_tokenizer(NUMBERED)
     talk = said(*["why", "yes and no"] * 20)
     numbered = [{**each, "role": f"{each['role']}{at}"} for at, each in enumerate(talk, 1)]
-    pieces = chatml(numbered)
-    wanted = [(text, text == "yes and no<|im_end|>\n") for text, _ in pieces]
+    segments = chatml(numbered)
+    wanted = [(text, text == "yes and no<|im_end|>\n") for text, _ in segments]
     data = tokenized(tmp_path, {"messages": talk}, encoder=TextEncoder.of(tokenizer))
     assert samples_of(data) == [expected(tokenizer, wanted)[:2]]
 
@@ -285,9 +295,9 @@ def test_odd_orders_of_turns(tokenizers, tmp_path, learned_from):
             {"prompt": talk[:learned_from], "completion": talk[learned_from:]} if learned_from else {"messages": talk}
         )
         known = len(write(talk[:learned_from]))
-        pieces = [(text, learned and at >= known) for at, (text, learned) in enumerate(write(talk))]
+        segments = [(text, learned and at >= known) for at, (text, learned) in enumerate(write(talk))]
         data = tokenized(tmp_path, record, encoder=TextEncoder.of(tokenizers[name]))
-        assert samples_of(data) == [expected(tokenizers[name], pieces)[:2]]
+        assert samples_of(data) == [expected(tokenizers[name], segments)[:2]]
 
 
 def test_other_fields_reach_the_template(tmp_path):

@@ -184,8 +184,8 @@ def test_of_a_prompt_and_completion_the_completions_turns_are_learned(tmp_path, 
     wanted = []
     for record in records:
         known = len(write(record["prompt"]))
-        pieces = [(text, learned and at >= known) for at, (text, learned) in enumerate(write(talk))]
-        wanted.append(expected(tokenizer, pieces)[:2])
+        segments = [(text, learned and at >= known) for at, (text, learned) in enumerate(write(talk))]
+        wanted.append(expected(tokenizer, segments)[:2])
     found = samples_of(tokenized(tmp_path, *records, encoder=TextEncoder.of(tokenizer)))
     assert found == wanted
     assert len({tuple(labels) for _, labels in found}) == 3  # (2, 3): only a turn of the user is between them

@@ -1,4 +1,4 @@
-"""Records with pictures: each form's messages and pictures, and what is refused."""
+"""Records with images: each form's messages and images, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 
 from odc_triton.jobs.data.encode import batches
 from odc_triton.jobs.data.forms import record_of
-from odc_triton.jobs.data.pictures import PictureError, read_picture
+from odc_triton.jobs.data.image_files import ImageError, read_image
 from odc_triton.jobs.data.records import DataError
 from odc_triton.jobs.data.sources import open_source
-from tests.support.processors import encoded_picture, picture
+from tests.support.processors import encoded_image, image
 
-PNG = encoded_picture()
+PNG = encoded_image()
 CODED = base64.b64encode(PNG).decode()
 IMAGE = {"type": "image"}
 ASKS = {"type": "text", "text": "What?"}
@@ -64,42 +64,42 @@ FORMS = {
         ],
         ["a", "b"],
     ),
-    "no picture": ({"messages": asked(ASKS), "images": [], "image": ""}, asked(ASKS), []),
+    "no image": ({"messages": asked(ASKS), "images": [], "image": ""}, asked(ASKS), []),
     "the mark alone": ({"messages": asked("an <image> tag")}, asked("an <image> tag"), []),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forms(form):
-    fields, messages, pictures = FORMS[form]
+    fields, messages, images = FORMS[form]
     found = record(fields)
     assert found.messages == messages
-    assert list(found.pictures) == pictures
+    assert list(found.images) == images
 
 
 WRONG = {
     "part without a type": (asked({"text": "a"}), {}, "message 0, part 0 is no object with a \"type\".* it has 'text'"),
     "text without text": (asked({"type": "text"}), {}, "part 0 is a text without 'text'; it has 'type'"),
-    "video": (asked({"type": "video", "video": "a.mp4"}), {}, "has the type 'video'; only texts and pictures"),
-    "two in a part": (asked(IMAGE | {"path": "a", "url": "b"}), {}, "give one picture a part"),
-    "a number": (asked(IMAGE | {"image": 7}), {}, "part 0: a picture is a path, .* not a number"),
+    "video": (asked({"type": "video", "video": "a.mp4"}), {}, "has the type 'video'; only texts and images"),
+    "two in a part": (asked(IMAGE | {"path": "a", "url": "b"}), {}, "give one image a part"),
+    "a number": (asked(IMAGE | {"image": 7}), {}, "part 0: an image is a path, .* not a number"),
     "cut base64": (asked(IMAGE | {"base64": CODED[:-3]}), {}, "part 0: its base64 is damaged: .*"),
     "data URL of text": (asked(IMAGE | {"url": "data:image/svg+xml,<svg/>"}), {}, "a data URL must be base64"),
-    "empty path": (asked(IMAGE | {"path": ""}), {}, "'' is the path of no picture"),
-    "half a surrogate pair": (asked(IMAGE), {"image": "a\ud800"}, r"'a\\ud800' is the path of no picture"),
+    "empty path": (asked(IMAGE | {"path": ""}), {}, "'' is the path of no image"),
+    "half a surrogate pair": (asked(IMAGE), {"image": "a\ud800"}, r"'a\\ud800' is the path of no image"),
     "assistant": (
         [asked(ASKS)[0], {"role": "assistant", "content": [IMAGE]}],
         {"image": "a"},
-        "message 1 of the assistant has a picture",
+        "message 1 of the assistant has an image",
     ),
     "more places": (
         asked(IMAGE, IMAGE),
         {"images": ["a"]},
-        "1 pictures in 'images' and its messages have 2 places",
+        "1 images in 'images' and its messages have 2 places",
     ),
-    "fewer places": (asked(IMAGE), {"images": ["a", "b"]}, "2 pictures in 'images' and its messages have 1 places"),
+    "fewer places": (asked(IMAGE), {"images": ["a", "b"]}, "2 images in 'images' and its messages have 1 places"),
     "both fields": (asked(IMAGE), {"images": ["a"], "image": "b"}, "has 'images' and also 'image'; keep one"),
-    "opened by Pillow": (asked(IMAGE), {"image": picture()}, "picture 1 of 'image': a picture is a path, .* not Image"),
+    "opened by Pillow": (asked(IMAGE), {"image": image()}, "image 1 of 'image': an image is a path, .* not Image"),
 }
 
 
@@ -111,8 +111,8 @@ def test_wrong_records_are_named(wrong):
 
 
 @pytest.mark.parametrize("fields", [{"text": "a"}, {"prompt": "a", "completion": "b"}])
-def test_only_messages_have_pictures(fields):
-    with pytest.raises(DataError, match="FILE, line 3: has 'images', and only 'messages' can have pictures"):
+def test_only_messages_have_images(fields):
+    with pytest.raises(DataError, match="FILE, line 3: has 'images', and only 'messages' can have images"):
         record(fields | {"images": ["a.png"]})
 
 
@@ -132,19 +132,19 @@ def test_image_columns_stay_encoded(tmp_path, kind):
     place = tmp_path / "data.parquet"
     made.to_parquet(place) if kind == "parquet" else made.save_to_disk(tmp_path / "saved")
     (found,) = open_source(str(place if kind == "parquet" else tmp_path / "saved"))
-    assert found.pictures == (PNG,)
+    assert found.images == (PNG,)
     assert found.messages[0]["content"] == [IMAGE, ASKS]
     assert found.folder == str(tmp_path if kind == "parquet" else tmp_path / "saved")
 
 
-def test_batches_hold_few_pictures():
+def test_batches_hold_few_images():
     one = record(FORMS["TRL"][0])
     assert [len(each) for each in batches([one] * 120)] == [50, 50, 20]
 
 
 def test_videos_and_other_addresses_are_refused() -> None:
     messages = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A cat."}]
-    with pytest.raises(DataError, match="here: has 'videos'; only texts and pictures"):
+    with pytest.raises(DataError, match="here: has 'videos'; only texts and images"):
         record_of("here", {"messages": messages, "videos": ["a.mp4"]})
-    with pytest.raises(PictureError, match="only http and https"):
-        read_picture("ftp://host/a.png", None, fetch=True)
+    with pytest.raises(ImageError, match="only http and https"):
+        read_image("ftp://host/a.png", None, fetch=True)

@@ -10,7 +10,7 @@ from odc_triton.jobs.data.records import DataError
 from odc_triton.jobs.data.sources import RecordFiles
 from odc_triton.jobs.data.tokenizer import TextEncoder
 from tests.data.test_chat import expected
-from tests.support.chats import CHATML, MARKED, Pieces, make_tokenizer
+from tests.support.chats import CHATML, MARKED, Segments, make_tokenizer
 from tests.support.records import samples_of, tokenized, write_lines
 
 # As Qwen 2.5 writes them: tools in a message of the system, answers of tools in one of the user, neighbours together.
@@ -47,22 +47,22 @@ MESSAGES = [
 ]
 
 
-def qwen(messages: list[dict], tools: list[dict]) -> Pieces:
-    pieces = [
+def qwen(messages: list[dict], tools: list[dict]) -> Segments:
+    segments = [
         ("<|im_start|>system" + "".join(f"\n{json.dumps(each)}" for each in tools) + "<|im_end|>\n", False)
     ] * bool(tools)
     for at, message in enumerate(messages):
         if message["role"] == "tool":
             opens, closes = messages[at - 1]["role"] != "tool", messages[at + 1]["role"] != "tool"
             answer = f"\n<a>{message['content']}</a>"
-            pieces.append((opens * "<|im_start|>user" + answer + closes * "<|im_end|>\n", False))
+            segments.append((opens * "<|im_start|>user" + answer + closes * "<|im_end|>\n", False))
             continue
-        pieces.append((f"<|im_start|>{message['role']}\n", False))
+        segments.append((f"<|im_start|>{message['role']}\n", False))
         calls = [f"<call>{json.dumps(each['function'])}</call>" for each in message.get("tool_calls", [])]
         said = [message["content"]] if message.get("content") else []
         text = "\n".join(said + ["".join(calls)] * bool(calls))
-        pieces.append((f"{text}<|im_end|>\n", message["role"] == "assistant"))
-    return pieces
+        segments.append((f"{text}<|im_end|>\n", message["role"] == "assistant"))
+    return segments
 
 
 @pytest.mark.parametrize("way", TEMPLATES)

@@ -1,4 +1,4 @@
-"""Processors of models that see pictures: read from a folder, with Pillow."""
+"""Processors of models that see images: read from a folder, with Pillow."""
 
 from __future__ import annotations
 

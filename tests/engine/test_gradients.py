@@ -35,7 +35,7 @@ class WatchedLock:
         self._lock.release()
 
 
-@pytest.fixture(params=["whole", "by pieces"])
+@pytest.fixture(params=["whole", "by segments"])
 def place(request: pytest.FixtureRequest) -> tuple[SharedMemoryHeap, LockedTransport, torch.Tensor, Add]:
     """One rank's heap and accumulator, its shard, and what adds 1 to each element of it."""
     heap = SharedMemoryHeap(rank=0, world=1, size_bytes=4096, locks=1, token="unused", timeout_s=LONG_S)
@@ -126,15 +126,15 @@ class _LockedFor:
         return 1
 
 
-@pytest.mark.parametrize("by_pieces", [False, True])
+@pytest.mark.parametrize("by_segments", [False, True])
 def test_waits_for_locks_are_reported_and_have_the_deadline_each(
-    by_pieces: bool, monkeypatch: pytest.MonkeyPatch
+    by_segments: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heap, waits = _LockedFor(0.75, 1.5), []
     monkeypatch.setattr(accumulate, "time", heap)
     shards = [torch.zeros(1, 2), torch.zeros(2, 2)]
     adder, target = LockedTransport(heap, Streams(), 1.0), Target(number=0, shards=shards, rank=0)
-    if by_pieces:
+    if by_segments:
         add = adder.sink(target, name="w", waited=waits.extend)
         for owner, shard in enumerate(shards):
             add(owner, 0, torch.ones_like(shard))

@@ -79,7 +79,7 @@ def _hooks(rank: int, world: int) -> dict[str, Any]:
     run("none", {})
     run("entry", {"entry": RuntimeError("not now")} if one else {})
     run("entered", {"entered": RanksDiffer("plans differ")})
-    run("leave", {"leave": RuntimeError("pieces are missing")} if one else {})
+    run("leave", {"leave": RuntimeError("segments are missing")} if one else {})
     run("settle", {"settle": Refused("it does not fit")})
     run("exit", {"exit": RuntimeError("no sums")} if one else {})
     probe.message = {1, 2} if one else None
@@ -103,7 +103,7 @@ def test_hooks_and_their_errors() -> None:
         calls, text, has_gradient = found["leave"]
         failed = [("failed",)] if rank == 1 else []
         assert (calls, has_gradient) == ([*entry, *opened, ("leave",), *failed, ("exit",), ("settle", None)], False)
-        assert "rank 1: RuntimeError: pieces are missing" in text
+        assert "rank 1: RuntimeError: segments are missing" in text
         calls, text, has_gradient = found["exit"]
         assert (calls[-2:], has_gradient) == ([("exit",), ("settle", None)], False)
         assert "rank 1: RuntimeError: no sums" in text
@@ -162,7 +162,7 @@ def _late(rank: int, world: int) -> dict[str, Any]:
     found["hooks"] = [each for each in probe.calls if each[0] in ("entry", "opened")]
     with minibatch(model, tokens=1):
         try:
-            model._odc_engine.give(pictures="a plan")
+            model._odc_engine.give(videos="a plan")
         except RuntimeError as error:
             found["unknown"] = str(error)
     return found
@@ -182,4 +182,4 @@ def test_what_is_known_late() -> None:
         assert "divide_by has 0.0; give a finite number above 0" in found["by 0"]
         assert found["too late"].startswith("divide_by outside of its minibatch")
         assert found["hooks"] == [("entry", None), ("opened",), ("entry", "a plan"), ("opened",)]
-        assert found["unknown"].startswith("this minibatch was given a pictures")
+        assert found["unknown"].startswith("this minibatch was given a videos")

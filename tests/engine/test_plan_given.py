@@ -1,4 +1,4 @@
-"""`minibatch(model, plan=packs)`: targets, pieces and the samples' checksum come from the packs of a sampler."""
+"""`minibatch(model, plan=packs)`: targets, segments and the samples' checksum come from the packs of a sampler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from odc_triton import begin_minibatch, fully_shard, minibatch
-from odc_triton.balance import MinibatchSampler, PackedDataset, Piece, Plan, count_target_tokens, pack_collate
+from odc_triton.balance import MinibatchSampler, PackedDataset, Plan, Segment, count_target_tokens, pack_collate
 from odc_triton.plan.plan import MinibatchPacks
 from odc_triton.plan.queue import OwnCounter
 from tests.support import ranks
@@ -58,13 +58,13 @@ def _raises() -> MinibatchPacks:
 
 def _refusals(rank: int, world: int) -> list[str]:
     model, packs = fully_shard(net()), next(iter(_epoch(rank, world)))
-    pieces = Plan.by_hand([[[Piece(0, 0, 2)]], [[Piece(0, 2, 3)]]]).packs(rank)
+    segments = Plan.by_hand([[[Segment(0, 0, 2)]], [[Segment(0, 2, 3)]]]).packs(rank)
     given = (
         {"plan": next(iter(_epoch(rank, world, seed=rank)))},
-        {"plan": packs, "split": pieces.split},
+        {"plan": packs, "split": segments.split},
         {"plan": [[1]]},
-        {"plan": pieces},
-        {"plan": pieces, "tokens": 1},
+        {"plan": segments},
+        {"plan": segments, "tokens": 1},
         {"plan": next(iter(_epoch(0, world)))},
         {"plan": next(iter(_epoch(rank, world, balance="micro" if rank else "mini")))},
         {"plan": _raises if rank else packs},

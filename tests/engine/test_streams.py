@@ -202,7 +202,7 @@ def test_owners_are_read_side_by_side() -> None:
         done.reach()
         arrived.append([owner for owner in range(5) if not gathered.whole[0][owner].isnan().any()])
     assert arrived == [[0, 1, 3], [0, 1, 2, 3, 4]]
-    assert [[piece.owner for piece in copies] for copies in gathered._large] == [[1, 3, 0], [2, 4]]
+    assert [[segment.owner for segment in copies] for copies in gathered._large] == [[1, 3, 0], [2, 4]]
     assert torch.equal(gathered.whole[0], torch.cat(shards))
 
 

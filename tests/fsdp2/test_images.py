@@ -1,4 +1,4 @@
-"""Pictures under `use_odc`: batches of which only some ranks' have any, where FSDP2's ranks wait for each other."""
+"""Images under `use_odc`: batches of which only some ranks' have any, where FSDP2's ranks wait for each other."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.support import ranks, slow
 from tests.support.splitting import gradients
 from tests.support.vision import FAMILIES, alone
 
-PICTURES = (2, 0)  # of each rank's sample
+IMAGES = (2, 0)  # of each rank's sample
 
 
 def loss_of(model: nn.Module, family: str, rank: int) -> torch.Tensor:
     """Summed over the targets of the rank's sample."""
-    sample = FAMILIES[family].sample(9, PICTURES[rank], seed=rank)
+    sample = FAMILIES[family].sample(9, IMAGES[rank], seed=rank)
     return F.cross_entropy(alone(model, sample)[:-1], torch.tensor(sample["labels"])[1:], reduction="sum")
 
 

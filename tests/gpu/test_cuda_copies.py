@@ -18,8 +18,8 @@ def test_a_batch(near: int) -> None:
     sources = [torch.empty(count, device="cuda", dtype=torch.uint8) for count in (1, 7, 4096, 2**20, 3 * 2**20 + 1)]
     out = torch.zeros(sum(rows.nbytes for rows in sources), device="cuda", dtype=torch.uint8)
     ends = torch.tensor([rows.nbytes for rows in sources]).cumsum(0).tolist()
-    pieces = [(end - rows.nbytes, rows) for end, rows in zip(ends, sources, strict=True)]
-    batch = Batch.of(pieces, near=near)
+    segments = [(end - rows.nbytes, rows) for end, rows in zip(ends, sources, strict=True)]
+    batch = Batch.of(segments, near=near)
     stream = torch.cuda.Stream()
     torch.cuda._sleep(10**8)
     for rows in sources:

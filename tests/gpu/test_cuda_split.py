@@ -1,4 +1,4 @@
-"""Split sequences on a GPU: pieces on two or three ranks against whole samples on one."""
+"""Split sequences on a GPU: segments on two or three ranks against whole samples on one."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def _whole(setup: Setup) -> tuple[list[float], dict, dict]:
 
 
 def test_bf16_is_as_good_as_on_whole_samples() -> None:
-    """Against fp32, pieces in bf16 may be 1.2 times as far off as whole samples in bf16."""
+    """Against fp32, segments in bf16 may be 1.2 times as far off as whole samples in bf16."""
     exact = Setup(backend="cuda", family="Llama", scale=16, sizes=(("max_position_embeddings", 1024),))
     half = replace(exact, half=True)
     want = _whole(exact)[1]
-    whole, pieces = _whole(half)[1], ranks.run(_on_gpu, 2, half, False)[0][1]
-    assert distance(pieces, want) <= 1.2 * distance(whole, want)
+    whole, segments = _whole(half)[1], ranks.run(_on_gpu, 2, half, False)[0][1]
+    assert distance(segments, want) <= 1.2 * distance(whole, want)
 
 
 def _without_host_waits(rank: int, world: int) -> dict[str, torch.Tensor]:

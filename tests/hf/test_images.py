@@ -1,4 +1,4 @@
-"""Packs with pictures: as plain transformers sees each sample alone, and as one process trains them."""
+"""Packs with images: as plain transformers sees each sample alone, and as one process trains them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.support.hybrids import rules_in
 from tests.support.models import build
 from tests.support.parity import TRANSFORMS
 from tests.support.splitting import gradients
-from tests.support.table_models import with_pictures
+from tests.support.table_models import with_images
 from tests.support.vision import FAMILIES, alone
 
-# Text only, several pictures, one; by rank and microbatch: a rank without pictures, and one without samples.
+# Text only, several images, one; by rank and microbatch: a rank without images, and one without samples.
 SIZES = [(9, 0), (12, 2), (10, 1), (7, 0), (8, 3), (15, 0)]
 DEALS = {1: [[[0, 1], [2, 3], [4, 5]]], 2: [[[1, 2], [4]], [[0, 3, 5]]], 3: [[[0, 1]], [], [[2, 3], [4], [5]]]}
 
@@ -126,7 +126,7 @@ def check(family: str, change: str, world: int, dtype: torch.dtype, backend: str
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
-def test_ranks_with_and_without_pictures_train_together(family: str) -> None:
+def test_ranks_with_and_without_images_train_together(family: str) -> None:
     check(family, "none", 2, torch.float64, "cpu")
 
 
@@ -134,7 +134,7 @@ def test_ranks_with_and_without_pictures_train_together(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "change"),
     [
-        pytest.param(family, change, marks=with_pictures(family, ("trains", "packs") if change == "none" else [change]))
+        pytest.param(family, change, marks=with_images(family, ("trains", "packs") if change == "none" else [change]))
         for family in FAMILIES
         for change in CHANGES
     ],

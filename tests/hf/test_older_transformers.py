@@ -27,7 +27,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: enable_packing(hybrid("Qwen3_5")),
         r"Qwen3_5GatedDeltaNet needs transformers 5.17, and 5.5.4 is installed\. Commands and trainers pack",
     ),
-    "pictures that see themselves": (
+    "images that see themselves": (
         lambda: enable_packing(FAMILIES["gemma3"].make()),
         r"Gemma3ForConditionalGeneration needs transformers 5.6, and 5.5.4 is installed\. Commands and trainers pack",
     ),
@@ -54,14 +54,12 @@ def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch) -> No
         assert bool(environment.needs_transformers("5.10")) == is_older, found
 
 
-def test_text_is_learned_and_pictures_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_learned_and_images_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FAMILIES["qwen2_5_vl"].make().config.save_pretrained(write_case(tmp_path))
     (tmp_path / "processor_config.json").write_text("{}")
     options = case(tmp_path, model=str(tmp_path), init=None, tokenizer=None)
     monkeypatch.setattr(environment, "version", {"transformers": "5.5.4"}.__getitem__)
     assert load_processor(options) is None
-    said = (
-        "line 1 has pictures, and reading them needs transformers 5.23, and 5.5.4 is installed: install that, or leave"
-    )
+    said = "line 1 has images, and reading them needs transformers 5.23, and 5.5.4 is installed: install that, or leave"
     with pytest.raises(DataError, match=said):
-        require_processor(options, [Record(form="text", pictures=("a.png",), where="line 1", characters=1)])
+        require_processor(options, [Record(form="text", images=("a.png",), where="line 1", characters=1)])

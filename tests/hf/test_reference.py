@@ -1,5 +1,5 @@
-"""A reference model's forwards on pieces, in the policy's minibatch: a rank that fails, dies or stands still there, or
-that holds up others there by what it waits for in the policy, is named by all others.
+"""A reference model's forwards on segments, in the policy's minibatch: a rank that fails, dies or stands still there,
+or that holds up others there by what it waits for in the policy, is named by all others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.splitting import Dealt, P, Setup, build, step_on
 
 EVERYWHERE: Dealt = [[[P(0, 0, 10)]], [[P(0, 10, 30)]], [[P(0, 30, 41)]]]
 TWO: Dealt = [[[P(0, 0, 20)]], [[P(0, 20, 41)]], []]
-# Rank 1 needs pieces of rank 0 alone, which needs those of rank 2.
+# Rank 1 needs segments of rank 0 alone, which needs those of rank 2.
 CHAIN: Dealt = [[[P(0, 13, 41), P(2, 0, 13)]], [[P(2, 13, 30)]], [[P(0, 0, 13)]]]
 
 

@@ -79,11 +79,11 @@ def test_refused() -> None:
     dense.config.output_router_logits, dense.config.router_aux_loss_coef = True, 0.1
     (pack,) = pack_collate([samples()[:2]])
     one = {"input_ids": pack["input_ids"], "labels": pack["labels"]}
-    (branch,) = pack_collate([[sample | {"piece": piece} for sample, piece in _branches()]])
+    (branch,) = pack_collate([[sample | {"segment": segment} for sample, segment in _branches()]])
     for wrong, given, words in (
         (dense, pack, "Qwen2ForCausalLM does not return its routers' logits by token: set router_aux_loss_coef to 0"),
         (model, one, "this pack has no cu_seq_lens_q: give packs of whole samples, of pack_collate"),
-        (model, branch, "this pack has pieces of samples: give packs of whole samples"),
+        (model, branch, "this pack has segments of samples: give packs of whole samples"),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             hf.summed_losses(wrong, given)
@@ -93,11 +93,11 @@ def test_refused() -> None:
 
 
 def _branches() -> list[tuple[dict[str, list[int]], Any]]:
-    from odc_triton.plan.entries import Piece
+    from odc_triton.plan.entries import Segment
 
     first = samples()[1]
     ids = [*first["input_ids"][:6], 5, 7, 8]
-    return [(first, Piece(0, 0, len(first["input_ids"]))), ({"input_ids": ids}, Piece(1, 6, 9, parent=0))]
+    return [(first, Segment(0, 0, len(first["input_ids"]))), ({"input_ids": ids}, Segment(1, 6, 9, parent=0))]
 
 
 # ------------------------------------------------------------------ in a training loop of one's own

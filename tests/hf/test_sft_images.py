@@ -1,4 +1,4 @@
-"""ODCSFTTrainer on TRL's own data sets with pictures, against SFTTrainer alone."""
+"""ODCSFTTrainer on TRL's own data sets with images, against SFTTrainer alone."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch import nn
 from odc_triton import fully_shard
 from odc_triton.balance import MinibatchSampler
 from odc_triton.hf import ODCSFTTrainer, ODCTrainer, enable_packing
-from odc_triton.jobs.trainers.picture_records import PictureRecords
+from odc_triton.jobs.trainers.image_records import ImageRecords
 from tests.support import ranks
-from tests.support.processors import make_processor, picture
-from tests.support.sft_pictures import fit_vocabulary
+from tests.support.processors import image, make_processor
+from tests.support.sft_images import fit_vocabulary
 from tests.support.trainer_case import arguments, assert_weights_alike, weights_of
 from tests.support.trl_case import COMMON, environment
 from tests.support.vision import FAMILIES
 
 COMPARED = {"loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "eval_loss"}
-PICTURES = [2, 0, 0, 1, 0, 0]  # of each record; a step has two
+IMAGES = [2, 0, 0, 1, 0, 0]  # of each record; a step has two
 
 
 def records(kind: str) -> list[dict[str, Any]]:
     """As TRL's documentation has them."""
     made = []
-    for index, count in enumerate(PICTURES):
+    for index, count in enumerate(IMAGES):
         asked = [{"role": "user", "content": f"What are these {index}?"}]
         answer = [{"role": "assistant", "content": f"Noise {'again ' * index}."}]
         turns = {"messages": asked + answer} if kind == "messages" else {"prompt": asked, "completion": answer}
-        made.append(turns | {"images": [picture(20 + 4 * index, 12, seed) for seed in range(count)]})
+        made.append(turns | {"images": [image(20 + 4 * index, 12, seed) for seed in range(count)]})
     return made
 
 
@@ -106,9 +106,9 @@ def test_records_become_samples(tmp_path: Path) -> None:
     processor.tokenizer.pad_token = processor.tokenizer.eos_token
     parts = [{"type": "image"}, {"type": "text", "text": "What?"}]
     data = [
-        {"messages": [{"role": "user", "content": parts}], "images": [picture()]},
+        {"messages": [{"role": "user", "content": parts}], "images": [image()]},
         {"messages": [{"role": "user", "content": parts[1:]}], "images": None},
-        {"messages": [{"role": "user", "content": parts}], "image": picture(), "images": ["one too many"]},
+        {"messages": [{"role": "user", "content": parts}], "image": image(), "images": ["one too many"]},
     ]
     model = model_for("llava", processor)
     enable_packing(model)
@@ -125,4 +125,4 @@ def test_records_become_samples(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"record 2 can't be collated \(.*: correct it, or give a data_collator"):
         trainer._samples(data)[2]
     with pytest.raises(ValueError, match=r"record 1: the data_collator returned no labels: "):
-        PictureRecords(data, lambda batch: {"input_ids": torch.ones(1, 1)}, processor)[1]
+        ImageRecords(data, lambda batch: {"input_ids": torch.ones(1, 1)}, processor)[1]

@@ -1,4 +1,4 @@
-"""ODCTrainer on samples with pictures, against transformers' own Trainer on whole models."""
+"""ODCTrainer on samples with images, against transformers' own Trainer on whole models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.processors import make_processor
 from tests.support.trainer_case import arguments, assert_weights_alike, logs, weights_of
 from tests.support.vision import FAMILIES, alone
 
-# Tokens of text, pictures: a step has two samples, so that at most steps a rank has no picture.
+# Tokens of text, images: a step has two samples, so that at most steps a rank has no image.
 SIZES = [(9, 2), (17, 0), (26, 0), (12, 1), (7, 0), (15, 0)]
 
 
@@ -101,8 +101,8 @@ def test_as_plain(tmp_path: Path) -> None:
 
 
 def test_costs_count_the_tower(tmp_path: Path) -> None:
-    """Texts alike: without the pictures' costs any two of them would go to a rank. A frozen tower costs a third. And no
-    sample would be cut before its last picture.
+    """Texts alike: without the images' costs any two of them would go to a rank. A frozen tower costs a third. And no
+    sample would be cut before its last image.
     """
     model = sharded()
     data = FAMILY.samples([(9, 3), (9, 0), (9, 0), (9, 0)])
@@ -121,7 +121,7 @@ def test_costs_count_the_tower(tmp_path: Path) -> None:
 
 
 def test_costs_of_a_stream_count_the_tower(tmp_path: Path) -> None:
-    """The sample with pictures is alone on its rank. It has as many tokens as each of the others."""
+    """The sample with images is alone on its rank. It has as many tokens as each of the others."""
     (seen,) = FAMILY.samples([(9, 3)])
     data = [seen, *FAMILY.samples([(len(seen["input_ids"]), 0)] * 3)]
     assert len({len(each["input_ids"]) for each in data}) == 1
@@ -141,7 +141,7 @@ def test_padded_rows_are_refused(tmp_path: Path) -> None:
     trainer = ODCTrainer(sharded("llava"), arguments(str(tmp_path)), eval_dataset=data)
     trainer.compute_metrics = lambda found: {}
     for evaluate in (trainer.evaluate, lambda: trainer.predict(data)):
-        with pytest.raises(ValueError, match="sees pictures, and compute_metrics and predict pad batches"):
+        with pytest.raises(ValueError, match="sees images, and compute_metrics and predict pad batches"):
             evaluate()
 
 

@@ -121,13 +121,13 @@ def test_classifiers_without_scores_of_tokens_are_refused() -> None:
         enable_packing(model)
 
 
-def test_noise_in_pieces_of_samples_is_refused(tmp_path: Path) -> None:
+def test_noise_in_segments_of_samples_is_refused(tmp_path: Path) -> None:
     from odc_triton.balance import MinibatchSampler, find_relatives
     from odc_triton.hf import ODCTrainer
 
     sampler = MinibatchSampler(LENGTHS, 4, max(LENGTHS), relatives=find_relatives(samples()))
     args = arguments(str(tmp_path), neftune_noise_alpha=5.0)
-    with pytest.raises(ValueError, match="neftune_noise_alpha with pieces of samples"):
+    with pytest.raises(ValueError, match="neftune_noise_alpha with segments of samples"):
         ODCTrainer(sharded_model(), args, train_dataset=samples(), sampler=sampler)
 
 

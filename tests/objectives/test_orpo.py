@@ -39,11 +39,11 @@ CASES = {
     "no pack on one rank": (2, (2,), 150, False, 0, (43, set())),
     "pairs over ranks": (2, ALL, 60, False, 200, (349, {0, 1, 3})),
     "a prompt's part on one rank": (2, (1,), 50, True, 100, (54, {1})),
-    "all in pieces": (2, ALL, 30, True, 200, (236, {*ALL})),
+    "all in segments": (2, ALL, 30, True, 200, (236, {*ALL})),
 }
 
 
-@mock.patch("odc_triton.plan.shared.LEAST_TOKENS", 2)  # of a piece
+@mock.patch("odc_triton.plan.shared.LEAST_TOKENS", 2)  # of a segment
 def planned(case: str, grouped: bool = True) -> Plan:
     world, pairs, cap, shares, read, _ = CASES[case]
     names = [2 * pair + side for pair in pairs for side in (0, 1)]
@@ -82,7 +82,7 @@ def _errors(rank: int, world: int, backend: str) -> dict[tuple[str, str], float]
     orpo = ORPO(samples=SAMPLES, beta=BETA, sums=SampleSums(model, samples=len(SAMPLES)))
     for case, (_, pairs, *_, expected) in [each for each in CASES.items() if each[1][0] == world]:
         plan = planned(case)
-        over = {each.piece.sample // 2 for each in plan.segments.pieces} if plan.segments else set()
+        over = {each.segment.sample // 2 for each in plan.split.segments} if plan.split else set()
         assert (sum(count_tokens(pack, LENGTHS) for own in plan.ready for pack in own), over) == expected
         with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):  # of TRL's loss, and the model's rope
             want, packs = by_trl(pairs), plan.packs(rank)

@@ -78,7 +78,7 @@ def test_documents_stay_apart(models: tuple[nn.Module, nn.Module], way: str) -> 
     assert (found - want).abs().max() <= 1e-5 * want.abs().max()
 
 
-@pytest.mark.parametrize("given", [{}, {"pieces": [None]}], ids=["plain", "one document"])
+@pytest.mark.parametrize("given", [{}, {"segments": [None]}], ids=["plain", "one document"])
 @torch.no_grad()
 def test_a_cache_has_the_states_of_a_document(models: tuple[nn.Module, nn.Module], given: dict[str, Any]) -> None:
     packed, plain = models

@@ -33,7 +33,7 @@ CUTS: dict[str, Dealt] = {
     "one token first": DEALS["one token first"],
     "one token last": DEALS["one token last"],
     "three": [[[P(0, 0, 14), 3]], [[P(0, 14, 27)], [1]], [[P(0, 27, 41), 2]]],
-    # Pieces shorter than the convolution's kernel: the rows before the next one are of two pieces, or too few.
+    # Segments shorter than the convolution's kernel: the rows before the next one are of two segments, or too few.
     "one token between": [[[P(0, 0, 20)], [1]], [[P(0, 20, 21), 3]], [[P(0, 21, 41)], [2]]],
     "two tokens, then one": [[[P(0, 0, 2), 1]], [[P(0, 2, 3)], [3]], [[P(0, 3, 41)], [2]]],
     "one token each": [[[P(0, 0, 1), P(0, 3, 4), 3]], [[P(0, 1, 2), P(0, 4, 41)], [1]], [[P(0, 2, 3), 2]]],
@@ -50,13 +50,13 @@ CUTS: dict[str, Dealt] = {
     ],
     "unequal counts": [[[P(0, 0, 30)]], [[P(0, 30, 41)], [1], [2], [3]]],
     "a rank without work": [[[P(0, 0, 20), 1]], [[P(0, 20, 41), 2], [3]], []],
-    "a rank without pieces": [[[P(0, 0, 20), 1]], [[P(0, 20, 41), 2]], [[3]]],
+    "a rank without segments": [[[P(0, 0, 20), 1]], [[P(0, 20, 41), 2]], [[3]]],
     "whole samples": [[[0, 1], [2]], [[3]]],
     # Prefixes.
     "tree": DEALS["tree"],
     "cut tree": DEALS["cut tree"],
     "tree in rounds": DEALS["tree waves"],
-    "tree within a pack, beside pieces": [[[P(1, 0, 17), P(0, 0, 24), P(3, 7, 9, 1)]], [[2, P(0, 24, 41)]]],
+    "tree within a pack, beside segments": [[[P(1, 0, 17), P(0, 0, 24), P(3, 7, 9, 1)]], [[2, P(0, 24, 41)]]],
     "branches of branches": [
         [[_ROOT_CUT[0], _BRANCH[2], _BRANCH[4]]],
         [[_ROOT_CUT[1], _BRANCH[6], _BRANCH[8]]],

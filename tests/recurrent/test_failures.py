@@ -1,4 +1,5 @@
-"""What goes wrong between pieces of a hybrid's samples: every rank hears the cause, or names the rank that is gone."""
+"""What goes wrong between segments of a hybrid's samples: every rank hears the cause, or names the rank that is
+gone."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from odc_triton.balance import PackedDataset, pack_collate
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.packs.attention import PackingUnsupported
 from odc_triton.packs.loss import model_inputs
-from odc_triton.plan.entries import Entry, Piece
+from odc_triton.plan.entries import Entry, Segment
 from odc_triton.recurrent.layers import recurrent_layers
 from tests.support import slow
 from tests.support.gradients import assert_same_gradients, gradients_of
@@ -23,7 +23,7 @@ from tests.support.parity import TRANSFORMS
 from tests.support.vision import FAMILIES
 
 Samples = list[dict[str, Any]]
-FP32, FP64, IGNORED, P = torch.float32, torch.float64, -100, Piece
+FP32, FP64, IGNORED, P = torch.float32, torch.float64, -100, Segment
 # Shorter than the convolution's kernel, longer than a chunk of the rule, of one token.
 LENGTHS = (2, 67, 1, 9)
 
@@ -62,7 +62,7 @@ def check(
     assert loss.item() == pytest.approx(want.loss, rel=tolerance)
     for at, own in enumerate(logits):
         entry = entries[at] if entries else at
-        number, start = (entry.sample, entry.start) if isinstance(entry, Piece) else (entry, 0)
+        number, start = (entry.sample, entry.start) if isinstance(entry, Segment) else (entry, 0)
         alone = want.logits[number][start : start + len(own)]
         assert (own - alone).abs().max() <= tolerance * alone.abs().max(), f"logits of {entry}"
     assert_same_gradients(gradients_of(model), want.gradients, tolerance, floor=1e-3 * tolerance)

@@ -12,7 +12,7 @@ import torch
 
 from odc_triton.engine.transport import Streams
 from odc_triton.plan.cuts import CutPlan
-from odc_triton.plan.pieces import SplitPlan
+from odc_triton.plan.segments import SplitPlan
 from odc_triton.recurrent.convolution import convolve_documents
 from odc_triton.recurrent.documents import documents_of
 from odc_triton.recurrent.rules import Affine, Rule
@@ -23,7 +23,7 @@ from odc_triton.sequence.layer import LayerSplit
 from tests.sequence import test_walk
 from tests.sequence.test_walk import Deal, Steps, stuck
 
-KERNEL = 3  # rows before a token, and their number at a cut; some pieces are shorter
+KERNEL = 3  # rows before a token, and their number at a cut; some segments are shorter
 ORDER = ("publish rows", "read rows", "publish states", "read states")
 BACKWARD = ("add states", "collect states", "add rows", "collect rows")
 DEALS = [deal for waves in test_walk.WAVES.values() for deal in waves]
@@ -37,12 +37,12 @@ def steps_of(deal: Deal, forward: tuple[str, ...] = ORDER, backward: tuple[str, 
 
     def awaited(rank: int, call: str) -> set[tuple[int, int]]:
         kind, what = call.split()
-        own = [each.piece for each in plan.of_rank(rank)]
+        own = [each.segment for each in plan.of_rank(rank)]
         if kind == "read":
-            others = {read.holder.rank for piece in own for read in plans[what].reads(piece)}
+            others = {read.holder.rank for segment in own for read in plans[what].reads(segment)}
             return {(other, calls.index(f"publish {what}")) for other in others}
         if kind == "collect":
-            others = {reader.rank for piece in own for reader in plans[what].readers(piece)}
+            others = {reader.rank for segment in own for reader in plans[what].readers(segment)}
             return {(other, calls.index(f"add {what}")) for other in others}
         return set()
 

@@ -19,7 +19,7 @@ from odc_triton.jobs.rl.prompts import Prompt, completion_seed, prompts_of_step,
 from odc_triton.jobs.rl.rollout import PromptSlot, Rollout
 from odc_triton.packs.collate import Pack
 from odc_triton.packs.loss import predictions
-from odc_triton.plan.entries import Piece
+from odc_triton.plan.entries import Segment
 from odc_triton.plan.fields import IGNORED
 from odc_triton.plan.order import Mix
 from odc_triton.step import Terms
@@ -137,7 +137,7 @@ def test_the_divergence_is_of_the_policy_from_the_reference() -> None:
     torch.testing.assert_close(loss.sum(), 0.5 * want)
 
 
-def test_pieces_predict_each_token_once() -> None:
+def test_segments_predict_each_token_once() -> None:
     """A sample of 4 prompt tokens and 8 of a completion, two of them from outside, cut anywhere."""
     labels = [IGNORED] * 4 + [4, 5, IGNORED, IGNORED, 8, 9, 10, 11]
     learned = Learned(
@@ -149,9 +149,9 @@ def test_pieces_predict_each_token_once() -> None:
     )
     assert learned.predicted(0) == slice(0, 6)
     for cut in range(1, 12):
-        first, second = (learned.predicted(Piece(0, *edges)) for edges in ((0, cut), (cut, 12)))
+        first, second = (learned.predicted(Segment(0, *edges)) for edges in ((0, cut), (cut, 12)))
         assert [*range(6)[first], *range(6)[second]] == list(range(6))
-        # The piece's last position predicts the next piece's first token.
+        # The segment's last position predicts the next segment's first token.
         assert first.stop == sum(label != IGNORED for label in labels[: cut + 1])
 
 

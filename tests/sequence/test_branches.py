@@ -100,7 +100,7 @@ def test_a_model_that_drops_the_argument_is_refused(monkeypatch: pytest.MonkeyPa
     enable_packing(model)
     samples = CASES["a group"]
     (pack,) = pack_collate([PackedDataset(samples)[find_relatives(samples).entries(range(3))]])
-    with pytest.raises(RuntimeError, match="StableLmForCausalLM does not pass pieces to"):
+    with pytest.raises(RuntimeError, match="StableLmForCausalLM does not pass segments to"):
         predictions(model, pack)
 
 
@@ -122,15 +122,15 @@ def test_graphs_of_whole_samples_are_not_reused() -> None:
     assert all((found[name] - each).abs().max() <= 1e-12 * each.abs().max() + 1e-14 for name, each in want.items())
 
 
-def test_what_positions_tell_of_pieces_is_of_one_forward() -> None:
+def test_what_positions_tell_of_segments_is_of_one_forward() -> None:
     model = causal_lm("StableLm").double()
     enable_packing(model)
     samples = CASES["a group"]
     (pack,) = pack_collate([PackedDataset(samples)[find_relatives(samples).entries(range(3))]])
     ids, positions = pack["input_ids"], pack["position_ids"]
     alone = model(input_ids=ids, position_ids=positions).logits
-    told = model(input_ids=ids, position_ids=positions, pieces=pack["pieces"], cu_seq_lens_q=pack["cu_seq_lens_q"])
+    told = model(input_ids=ids, position_ids=positions, segments=pack["segments"], cu_seq_lens_q=pack["cu_seq_lens_q"])
     assert not torch.equal(told.logits, alone)
     assert torch.equal(model(input_ids=ids, position_ids=positions).logits, alone)
     with pytest.raises(ValueError, match="give position_ids too, by name"):
-        model(ids, None, positions, pieces=pack["pieces"])
+        model(ids, None, positions, segments=pack["segments"])

@@ -1,4 +1,4 @@
-"""Forwards of pieces without gradients, outside of a minibatch: the losses of whole samples."""
+"""Forwards of segments without gradients, outside of a minibatch: the losses of whole samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from odc_triton import minibatch, split_forward
 from odc_triton.balance import pack_collate
 from odc_triton.hf import summed_loss
-from odc_triton.plan.pieces import SplitPlan
+from odc_triton.plan.segments import SplitPlan
 from tests.support import ranks
 from tests.support.refusals import caught
 from tests.support.splitting import DEALS, Setup, build, packs_of, samples, sharded, step_on

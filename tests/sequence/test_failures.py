@@ -1,4 +1,5 @@
-"""What goes wrong while ranks compute pieces of a sample: every rank hears the cause, and the next minibatch works."""
+"""What goes wrong while ranks compute segments of a sample: every rank hears the cause, and the next minibatch
+works."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ import torch
 from odc_triton import MinibatchFailed, enable_split, fully_shard, minibatch
 from odc_triton.balance import CostModel, PackedDataset, count_target_tokens, pack_collate
 from odc_triton.hf import summed_loss
-from odc_triton.plan.entries import Piece
-from odc_triton.plan.pieces import SplitPlan
+from odc_triton.plan.entries import Segment
 from odc_triton.plan.plan import MinibatchPacks, Plan
 from odc_triton.plan.relatives import find_relatives
+from odc_triton.plan.segments import SplitPlan
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.planned import shared
@@ -158,11 +159,11 @@ def _wrong_calls(rank: int, world: int) -> None:
         "the plan is of 3 ranks; make it for the 2 ranks of this model",
         lambda: one(split=SplitPlan.of(DEALS["zigzag"])),
     )
-    many = SplitPlan.of([[[Piece(0, 0, 40)]], [[Piece(0, 40, 41)]]])
+    many = SplitPlan.of([[[Segment(0, 0, 40)]], [[Segment(0, 40, 41)]]])
     refused(
         "lets others read 40 tokens of rank 0, and there is room for 30: give enable_split(", lambda: one(split=many)
     )
-    other = SplitPlan.of([[[Piece(0, 0, 20)]], [[Piece(0, 20, 41)]]])
+    other = SplitPlan.of([[[Segment(0, 0, 20)]], [[Segment(0, 20, 41)]]])
     refused("RanksDiffer: the ranks split sequences by 2 different plans", lambda: one(split=plan if rank else other))
     refused("(none on rank 0, ", lambda: one(split=plan if rank else None))
     # And after all of it a minibatch works.
@@ -185,7 +186,7 @@ def _with_other_tokens(rank: int, world: int) -> list[str]:
         own = [{"input_ids": row, "labels": [-100] * 60 + row[60:]} for row in rows]
         how = {"ranks": world, "token_cap": 400, "cost": CostModel(quadratic=0.0, linear=1.0), "tokens": 99}
         made = shared([69] * 6, find_relatives(own), **how)
-        assert sum(made.segments.tokens) > 0, "the prompt is computed once"
+        assert sum(made.split.tokens) > 0, "the prompt is computed once"
         packs = pack_collate(PackedDataset(own).__getitems__(made.packs(rank)))
 
         def step(packs: MinibatchPacks = packs) -> None:

@@ -1,4 +1,4 @@
-"""Samples with pictures in pieces over ranks, and samples that share pictures: as one process trains them whole."""
+"""Samples with images in segments over ranks, and samples that share images: as one process trains them whole."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from odc_triton import enable_split, fully_shard, minibatch
 from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
 from odc_triton.hf import enable_packing
 from odc_triton.packs.loss import model_inputs
-from odc_triton.plan.entries import Entry, Piece
+from odc_triton.plan.entries import Entry, Segment
 from odc_triton.plan.plan import Plan
 from tests.support import ranks
 from tests.support.hybrids import rules_in
 from tests.support.splitting import gradients
-from tests.support.table_models import with_pictures
+from tests.support.table_models import with_images
 from tests.support.versions import is_older
 from tests.support.vision import FAMILIES, alone
 
-SAMPLES = [(30, 2), (25, 2), (12, 1), (20, 0)]  # (tokens of text, pictures)
+SAMPLES = [(30, 2), (25, 2), (12, 1), (20, 0)]  # (tokens of text, images)
 
 
 def samples(family: str) -> list[dict[str, Any]]:
-    """The second begins as the first, with the same pictures."""
+    """The second begins as the first, with the same images."""
     made = FAMILIES[family].samples(SAMPLES)
     floor = floor_of(made[0])
     made[1] = dict(made[0])
@@ -46,12 +46,12 @@ def floor_of(sample: dict[str, Any]) -> int:
 def deals(family: str) -> dict[str, list[list[list[Entry]]]]:
     made = samples(family)
     floor, ends = floor_of(made[0]), [len(each["input_ids"]) for each in made]
-    branch = Piece(1, floor + 3, ends[1], parent=0)
+    branch = Segment(1, floor + 3, ends[1], parent=0)
     return {
-        "cut": [[[Piece(0, 0, floor), 3], [1]], [[2, Piece(0, floor, ends[0])]]],
-        "cut later": [[[2, Piece(0, 0, floor + 9)]], [[Piece(0, floor + 9, ends[0])], [1, 3]]],
-        "shared in a pack": [[[2, Piece(0, 0, ends[0]), branch]], [[3]]],
-        "shared over ranks": [[[2, Piece(0, 0, floor + 5)]], [[Piece(0, floor + 5, ends[0]), branch, 3]]],
+        "cut": [[[Segment(0, 0, floor), 3], [1]], [[2, Segment(0, floor, ends[0])]]],
+        "cut later": [[[2, Segment(0, 0, floor + 9)]], [[Segment(0, floor + 9, ends[0])], [1, 3]]],
+        "shared in a pack": [[[2, Segment(0, 0, ends[0]), branch]], [[3]]],
+        "shared over ranks": [[[2, Segment(0, 0, floor + 5)]], [[Segment(0, floor + 5, ends[0]), branch, 3]]],
     }
 
 
@@ -99,12 +99,12 @@ def check(*cells: tuple[str, str, str]) -> None:
             assert max(off.values()) <= 1e-10, sorted(off.items(), key=lambda item: -item[1])[:5]
 
 
-def test_a_sample_is_cut_behind_its_pictures() -> None:
+def test_a_sample_is_cut_behind_its_images() -> None:
     families = [each for each in ("qwen2_5_vl", "gemma3") if not is_older(FAMILIES[each].since)]
     check(*((family, deal, "cpu") for family in families for deal in ("cut", "shared over ranks")))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [pytest.param(each, marks=with_pictures(each, ["splits"])) for each in FAMILIES])
-def test_every_family_in_pieces(family: str) -> None:
+@pytest.mark.parametrize("family", [pytest.param(each, marks=with_images(each, ["splits"])) for each in FAMILIES])
+def test_every_family_in_segments(family: str) -> None:
     check(*((family, deal, backend) for deal in deals(family) for backend in ("cpu", "cpu-sharded")))

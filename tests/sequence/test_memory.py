@@ -13,7 +13,7 @@ from odc_triton.balance import PackedDataset, pack_collate
 from odc_triton.engine.api import engine_of
 from odc_triton.hf import compute_in_chunks, enable_packing, offload_checkpoints, summed_loss
 from odc_triton.plan.line import Strip, zigzag
-from odc_triton.plan.pieces import SplitPlan
+from odc_triton.plan.segments import SplitPlan
 from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.tools.memory.footprint import memory_plan
 from odc_triton.tools.memory.traced import LiveBytes

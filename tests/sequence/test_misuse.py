@@ -97,7 +97,7 @@ def _attention_frozen(rank: int, world: int, trained: str) -> str:
 
 
 def _left_out(rank: int, world: int) -> str:
-    """Rank 0 runs no pack; the other needs its pieces."""
+    """Rank 0 runs no pack; the other needs its segments."""
     model = sharded(SETUP, rank)
     packs = packs_of(SETUP, rank)
     said = "nothing"
@@ -204,14 +204,14 @@ def test_autocast() -> None:
         assert max(offs) < (3e-2 if case[-1] == "train" else 1e-5), case
 
 
-def test_layers_that_do_not_tell_attention_of_pieces_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_do_not_tell_attention_of_segments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     make_new_positions(monkeypatch)
     model = build(Setup(family="StableLm"), replaced=False)
-    with pytest.raises(NotImplementedError, match=r"StableLmAttention is not told which documents are pieces"):
+    with pytest.raises(NotImplementedError, match=r"StableLmAttention is not told which documents are segments"):
         enable_split(fully_shard(model), tokens=8)
 
 
-def test_another_attention_would_ignore_pieces() -> None:
+def test_another_attention_would_ignore_segments() -> None:
     model = build(SETUP, replaced=False)
     model.set_attn_implementation("sdpa")
     with pytest.raises(RuntimeError, match=r"call odc_triton.hf.enable_packing\(model\) before fully_shard"):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from odc_triton.engine.transport import DeviceStreams, Streams
-from odc_triton.plan.entries import Piece
-from odc_triton.plan.pieces import SplitPlan
+from odc_triton.plan.entries import Segment
+from odc_triton.plan.segments import SplitPlan
 from odc_triton.sequence.attention import AttentionOfJoined, AttentionOfTree, SeenRows, parts_of
 from odc_triton.sequence.buffers import Flag, LayerShape
 from odc_triton.sequence.exchange import SequenceExchange, Span
@@ -19,8 +19,8 @@ from odc_triton.sequence.sync import Wait
 from tests.support.simulated import SimulatedDevice
 
 TOKENS = 40
-PLAN = SplitPlan.of([[[Piece(0, start, start + 10)]] for start in range(0, TOKENS, 10)])
-RANK, SPAN = 2, Span(Piece(0, 20, 30), 0, 10)  # it reads what ranks 0 and 1 have, and rank 3 reads what it has
+PLAN = SplitPlan.of([[[Segment(0, start, start + 10)]] for start in range(0, TOKENS, 10)])
+RANK, SPAN = 2, Span(Segment(0, 20, 30), 0, 10)  # it reads what ranks 0 and 1 have, and rank 3 reads what it has
 
 
 class Peers:
@@ -43,8 +43,8 @@ class Peers:
             tokens=TOKENS,
             shapes=[LayerShape(heads=1, widths=(1, 1), dtype="float32")] * 2,
             heap=SimpleNamespace(apart=apart),
-            rows=lambda _layer, kind, piece, start, stop: self.rows["PUBLISHED"][kind, start:stop],
-            gradient_rows=lambda _layer, kind, _piece, start, stop: self.rows["ADDED"][kind, start:stop],
+            rows=lambda _layer, kind, segment, start, stop: self.rows["PUBLISHED"][kind, start:stop],
+            gradient_rows=lambda _layer, kind, _segment, start, stop: self.rows["ADDED"][kind, start:stop],
         )
 
     def begin(self) -> None:
@@ -80,7 +80,7 @@ def _two(value: float, tokens: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _own(rows: torch.Tensor) -> set[float]:
-    return set(rows[:, SPAN.piece.start : SPAN.piece.stop].flatten().tolist())
+    return set(rows[:, SPAN.segment.start : SPAN.segment.stop].flatten().tolist())
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -108,7 +108,7 @@ def test_a_buffer_is_written_after_others_have_read_the_layer_before(apart: bool
     exchange.collect(1, [SPAN], None, _two(4.0))
     exchange.publish(0, [SPAN], None, _two(2.0), again=True)
     assert peers.done == ["wait ADDED", "signal PUBLISHED"]
-    exchange._planned = lambda *_: replace(PLAN.pieces[2], wave=1)
+    exchange._planned = lambda *_: replace(PLAN.segments[2], wave=1)
     exchange.publish(0, [SPAN], None, _two(2.0))
     assert peers.done[2:] == ["signal PUBLISHED"]
 
@@ -117,7 +117,7 @@ def test_a_buffer_is_written_after_others_have_read_the_layer_before(apart: bool
 def test_keys_and_values_are_read_after_their_flags_have_come(apart: bool) -> None:
     exchange, peers = _exchange(apart=apart)
     runs = exchange.runs(0, [SPAN], None)
-    assert runs == [(PLAN.pieces[0], 0, 10), (PLAN.pieces[1], 10, 20)]
+    assert runs == [(PLAN.segments[0], 0, 10), (PLAN.segments[1], 10, 20)]
     for run in runs:
         found = exchange.read(0, [SPAN], run, [torch.float64] * 2)
         found.start()

@@ -68,10 +68,10 @@ def test_as_whole_samples() -> None:
         Setup(deal="one token first", dtype=FP64),
         Setup(family="Qwen3", change="reentrant", empty_start=True),
         Setup(family="Gemma2", deal="zigzag", backend="cpu-sharded"),
-        # Its layers get the pieces with the position ids.
+        # Its layers get the segments with the position ids.
         Setup(family="StableLm", dtype=FP64, change="checkpointing"),
         Setup(family="DeepseekV3", deal="zigzag"),  # experts, and keys wider than values
-        Setup(deal="no pieces"),
+        Setup(deal="no segments"),
         Setup(change="frozen", backend="cpu-sharded"),
         Setup(family="Qwen3", change="layers", deal="zigzag", backend="cpu-sharded"),
         Setup(deal="cut tree", prefix=8, backend="cpu-sharded"),
@@ -80,7 +80,7 @@ def test_as_whole_samples() -> None:
         replace(REUSED, dtype=FP64, in_flight=2),
         replace(REUSED, family="GptOss", backend="cpu-sharded", deal="cut tree", prefix=8, change="reentrant"),
         replace(REUSED, family="Llama", deal="tree waves", prefix=8, change="lora+checkpointing"),
-        # A piece has the rotary frequencies of its whole sample.
+        # A segment has the rotary frequencies of its whole sample.
         Setup(family="Phi3", rope="longrope", deal="zigzag", dtype=FP64),
     )
 
@@ -106,7 +106,7 @@ def _as_on_a_gpu(setup: Setup) -> tuple[list[list[int]], list[int]]:
     return [*longest], [*calls]
 
 
-def test_whole_documents_beside_a_piece_are_one_call_of_the_kernel() -> None:
+def test_whole_documents_beside_a_segment_are_one_call_of_the_kernel() -> None:
     """In two layers, forward and backward."""
     setup = Setup(family="Mistral", deal="one token first", backend="cpu-sharded", dtype=FP64)
     assert _as_on_a_gpu(setup)[0] == [[], [40, 30] * 4]
@@ -163,13 +163,13 @@ def test_every_family_and_change(setups: list[Setup]) -> None:
 
 
 def test_bf16_is_as_good_as_on_whole_samples() -> None:
-    """Against fp32, pieces in bf16 may be 1.2 times as far off as whole samples in bf16."""
+    """Against fp32, segments in bf16 may be 1.2 times as far off as whole samples in bf16."""
     exact = Setup(family="Llama", scale=4)
     half = replace(exact, half=True)
     want = plain(exact)[1]
     ((_, whole, _),) = ranks.run(run, 1, replace(half, deal="whole"))
-    (_, pieces, _), _ = ranks.run(run, 2, half)
-    assert 1e-3 < distance(pieces, want) <= 1.2 * distance(whole, want)
+    (_, segments, _), _ = ranks.run(run, 2, half)
+    assert 1e-3 < distance(segments, want) <= 1.2 * distance(whole, want)
 
 
 def _watched(rank: int, world: int, setup: Setup) -> tuple[list[str], int, int]:
@@ -205,4 +205,4 @@ def test_who_looks_at_flags_and_that_nobody_asks_the_store() -> None:
     assert all(purpose.startswith("gradients of tokens 0..9 of sample 2 from") for purpose in first)
     assert len(first) == 2 * 2  # two readers, two layers
     assert any(purpose.startswith("keys and values of tokens 0..9 of sample 2") for purpose in second)
-    assert all(purpose.startswith("keys and values") for purpose in last), "nobody reads a last piece"
+    assert all(purpose.startswith("keys and values") for purpose in last), "nobody reads a last segment"

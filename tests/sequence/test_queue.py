@@ -96,7 +96,7 @@ def _fails_once(rank: int, world: int, fault: str) -> str:
     model, minibatches = begin(rank, world)
 
     def loss_of(model: torch.nn.Module, pack: Pack) -> torch.Tensor:
-        fails = rank == 1 if fault == "piece" else pack["input_ids"].shape[1] == LENGTHS[3]
+        fails = rank == 1 if fault == "segment" else pack["input_ids"].shape[1] == LENGTHS[3]
         return (raises_in_forward if fails else summed_loss)(model, pack)
 
     said, queued = "nothing", next(minibatches)
@@ -113,9 +113,9 @@ def _fails_once(rank: int, world: int, fault: str) -> str:
 
 def test_a_microbatch_that_fails() -> None:
     """Every rank hears the cause alone, and the next minibatch has all its packs."""
-    of_piece, of_whole = ranks.run_all(3, (_fails_once, "piece"), (_fails_once, "whole"))
-    for said in of_piece:
+    of_segment, of_whole = ranks.run_all(3, (_fails_once, "segment"), (_fails_once, "whole"))
+    for said in of_segment:
         assert "rank 1: OutOfMemoryError: no memory for 3 GiB" in said
     for said in of_whole:
         assert "OutOfMemoryError: no memory for 3 GiB" in said
-    assert not any("PeerFailed" in said for said in of_piece + of_whole)
+    assert not any("PeerFailed" in said for said in of_segment + of_whole)

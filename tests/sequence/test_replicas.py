@@ -15,7 +15,7 @@ import torch
 from odc_triton import minibatch, split_forward
 from odc_triton.balance import pack_collate
 from odc_triton.hf import summed_loss
-from odc_triton.plan.pieces import PlannedPiece, SplitPlan
+from odc_triton.plan.segments import PlannedSegment, SplitPlan
 from tests.sequence.test_exact import assert_same_bits, exact_gradients
 from tests.sequence.test_failures import assert_cause_alone, fails_once, right_after
 from tests.sequence.test_parity import assert_alike
@@ -38,7 +38,7 @@ from tests.support.splitting import (
 from tests.support.tree_cells import Cell, dense, joined, on_ranks
 
 SETUP = Setup(deal="2x2", replicas=2)
-# Replica 0 has no pieces.
+# Replica 0 has no segments.
 AWAY: Dealt = [[[0, 1]], [[3]], [[P(2, 0, 10)]], [[P(2, 10, 30)]]]
 OTHER: Dealt = [*DEALS["2x2"][:2], [[P(2, 0, 12)], [1]], [[P(2, 12, 30)]]]  # replica 0 as in DEALS
 # Three additions to what rank 0 has, one of them its own: their order changes bits.
@@ -115,11 +115,11 @@ def test_a_replicas_part_is_as_its_own_plan(deal: Dealt, replicas: int) -> None:
         assert _in_waves(part) == _in_waves(alone)
 
 
-def _in_waves(plan: SplitPlan | None) -> list[PlannedPiece]:
+def _in_waves(plan: SplitPlan | None) -> list[PlannedSegment]:
     """Those of a replica have the numbers that they have among all."""
-    pieces = [] if plan is None else plan.pieces
-    numbers = sorted({each.wave for each in pieces})
-    return [replace(each, wave=numbers.index(each.wave)) for each in pieces]
+    segments = [] if plan is None else plan.segments
+    numbers = sorted({each.wave for each in segments})
+    return [replace(each, wave=numbers.index(each.wave)) for each in segments]
 
 
 def test_as_whole_samples(found: dict[str, list[Any]]) -> None:
@@ -129,7 +129,7 @@ def test_as_whole_samples(found: dict[str, list[Any]]) -> None:
 def test_trees_as_whole_samples_each_on_one_replica(found: dict[str, list[Any]]) -> None:
     assert_as_dense(TREES, joined(found["trees"]), dense(TREES))
     astray = [[[P(0, 0, 9)]], [[P(1, 5, 9, 0)]], [[P(2, 6, 9, 1)]], []]
-    words = r"sample \d has pieces on ranks of replicas \[0, 1\].*: keep a sample, and all that branch off it, on one"
+    words = r"sample \d has segments on ranks of replicas \[0, 1\].*: keep a sample, and all that branch off it, on one"
     with pytest.raises(ValueError, match=words):
         SplitPlan.of(astray, replicas=2)
 
@@ -151,7 +151,7 @@ def test_a_plan_for_other_replicas_is_refused_and_plans_differ_by_any_replica(fo
         assert f"(rank 2: {refusal}" in said["train, for one replica on rank 2"]
 
 
-def test_evaluation_and_a_replica_without_pieces(found: dict[str, list[Any]]) -> None:
+def test_evaluation_and_a_replica_without_segments(found: dict[str, list[Any]]) -> None:
     model = build(SETUP, replaced=False)
     with torch.no_grad():
         want = sum(summed_loss(model, pack).item() for pack in pack_collate([[each] for each in samples(SETUP)]))

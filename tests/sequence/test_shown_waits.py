@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from odc_triton.comm.barrier import Barrier
 from odc_triton.comm.memory.heap import STATUS_SLOTS, StatusBoard
-from odc_triton.plan.entries import Piece
+from odc_triton.plan.entries import Segment
 from odc_triton.sequence.sync import OwnFlag, ShownWaits, Wait
 from tests.sequence.test_walk import recorded
 
-LAYERS, FIRST = 3, 3  # the first rank of the replica that computes pieces
+LAYERS, FIRST = 3, 3  # the first rank of the replica that computes segments
 
 
 class Board(StatusBoard):
@@ -36,7 +36,7 @@ class Board(StatusBoard):
         return True
 
 
-# By sample, the ranks of its pieces in their order.
+# By sample, the ranks of its segments in their order.
 DEALS = [
     [[0, 1]],
     [[2, 0, 1]],
@@ -55,11 +55,11 @@ def test_the_rank_that_stands_still_is_found(deal: list[list[int]], in_order: bo
     rank of another replica, at the exit, blames that rank alone.
     """
     world = 1 + max(map(max, deal))
-    dealt: list[list[Piece]] = [[] for _ in range(world)]
+    dealt: list[list[Segment]] = [[] for _ in range(world)]
     for sample, owners in enumerate(deal):
         for at, rank in enumerate(owners):
-            dealt[rank].append(Piece(sample, at, at + 1))
-    found = recorded([[pieces] for pieces in dealt], LAYERS, in_order=in_order, in_flight=in_flight)
+            dealt[rank].append(Segment(sample, at, at + 1))
+    found = recorded([[segments] for segments in dealt], LAYERS, in_order=in_order, in_flight=in_flight)
     programs = [[each if isinstance(each, Wait) else each[0] for each in done] for done in found]
     for victim, first_or_last in product(range(world), (min, max)):
         for stops_at, last in enumerate(programs[victim]):

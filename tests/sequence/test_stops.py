@@ -1,4 +1,4 @@
-"""A rank is killed or stands still while others compute pieces with it: all others name it and no other, on all
+"""A rank is killed or stands still while others compute segments with it: all others name it and no other, on all
 replicas.
 """
 

@@ -1,5 +1,5 @@
-"""Sums over the pieces of a sample, between a pack's forward and its backward: they are right in every minibatch, and a
-rank that fails, dies or stands still there is named by all others.
+"""Sums over the segments of a sample, between a pack's forward and its backward: they are right in every minibatch, and
+a rank that fails, dies or stands still there is named by all others.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from odc_triton import MinibatchFailed, enable_split, fully_shard
 from odc_triton.base.errors import OfRanks
 from odc_triton.hf import summed_loss
-from odc_triton.plan.entries import Piece
-from odc_triton.plan.pieces import SplitPlan
+from odc_triton.plan.entries import Segment
+from odc_triton.plan.segments import SplitPlan
 from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.sequence.sums import SampleSums
 from tests.support import ranks, slow
@@ -31,24 +31,24 @@ Groups = tuple[tuple[int, int], ...]  # (sample, group)
 
 
 def with_sums(sums: SampleSums, deal: Dealt, factor: float = 1.0, groups: Groups = (), seen: Any = None) -> Loss:
-    """A pack's loss; before it the tokens of pieces, `factor` times, are summed over ranks, without last pieces of all
-    samples but the first; or those of groups. `seen`: to be filled with the sums.
+    """A pack's loss; before it the tokens of segments, `factor` times, are summed over ranks, without last segments of
+    all samples but the first; or those of groups. `seen`: to be filled with the sums.
     """
-    pieces = [each for of_rank in deal for pack in of_rank for each in pack if isinstance(each, Piece)]
+    segments = [each for of_rank in deal for pack in of_rank for each in pack if isinstance(each, Segment)]
     label = {sample: sample for sample in range(len(LENGTHS))} | dict(groups)
 
-    def counts(piece: Piece) -> bool:
-        return bool(groups) or piece.stop < LENGTHS[piece.sample] or piece.sample == 0
+    def counts(segment: Segment) -> bool:
+        return bool(groups) or segment.stop < LENGTHS[segment.sample] or segment.sample == 0
 
     def loss_of(model: torch.nn.Module, pack: dict) -> torch.Tensor:
         loss = summed_loss(model, pack)
         own: dict[int, torch.Tensor] = {}
-        for piece in filter(None, pack.get("pieces", ())):
-            if counts(piece):
-                one = torch.tensor([len(piece), 1.0], dtype=torch.float64)
-                own[label[piece.sample]] = own.get(label[piece.sample], 0.0) + factor * one
+        for segment in filter(None, pack.get("segments", ())):
+            if counts(segment):
+                one = torch.tensor([len(segment), 1.0], dtype=torch.float64)
+                own[label[segment.sample]] = own.get(label[segment.sample], 0.0) + factor * one
         for group, found in sums.over_ranks(own, counts, label.__getitem__).items():
-            some = [len(each) for each in pieces if label[each.sample] == group and counts(each)]
+            some = [len(each) for each in segments if label[each.sample] == group and counts(each)]
             assert found.tolist() == pytest.approx([factor * sum(some), factor * len(some)], rel=1e-15), group
             if seen is not None:
                 seen[group] = found.tolist()

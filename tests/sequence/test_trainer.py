@@ -33,19 +33,19 @@ def _train(
     assert "forward" in vars(model.model.layers[0].mlp), "in chunks"
     trainer.train()
     waits = [event for event in model._odc_engine.events.drain() if "in layer" in event.label]
-    pieces = sum(packs.split is not None for packs in trainer._sampler)
+    segments = sum(packs.split is not None for packs in trainer._sampler)
     assert any(packs.split is not None for packs in trainer.get_eval_dataloader()) == split
     losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
     losses.append(trainer.evaluate()["eval_loss"])
     assert split or not waits
-    return {name: value.clone() for name, value in full_parameters(model)}, losses, pieces
+    return {name: value.clone() for name, value in full_parameters(model)}, losses, segments
 
 
 @pytest.mark.parametrize(("setup", "world"), [(SETUP, 2), slow(REPLICAS, 4)], ids=["one replica", "two replicas"])
 def test_as_on_whole_samples(tmp_path: Path, setup: Setup, world: int) -> None:
     outcomes = ranks.run_all(world, *((_train, str(tmp_path), setup, split) for split in (True, False)))
-    for (weights, losses, pieces), (want, want_losses, none) in zip(*outcomes, strict=True):
-        assert (pieces > 0, none) == (True, 0)
+    for (weights, losses, segments), (want, want_losses, none) in zip(*outcomes, strict=True):
+        assert (segments > 0, none) == (True, 0)
         assert losses == pytest.approx(want_losses, rel=1e-5)
         assert whole_model_error(weights, want) <= 1e-5  # fp32 sums in another order
 

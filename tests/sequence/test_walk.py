@@ -15,8 +15,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from odc_triton.engine.transport import Streams
-from odc_triton.plan.entries import Entry, Piece
-from odc_triton.plan.pieces import PlannedPiece, SplitPlan
+from odc_triton.plan.entries import Entry, Segment
+from odc_triton.plan.segments import PlannedSegment, SplitPlan
 from odc_triton.sequence.buffers import Flag, LayerShape
 from odc_triton.sequence.exchange import SequenceExchange
 from odc_triton.sequence.layer import LayerSplit, RowsOfOthers
@@ -24,25 +24,25 @@ from odc_triton.sequence.sync import OwnFlag, Wait
 from tests.support.relatives import reads
 
 RANKS, LAYERS = 3, 2
-Pieces = tuple[Piece, ...]
+Segments = tuple[Segment, ...]
 Deal = list[list[list[Entry]]]
 Steps = list[list[list[tuple[int, int]]]]  # by rank and step, the (rank, step) that must be done before
 
 
-def tree(*branches: tuple[int, int]) -> Pieces:
+def tree(*branches: tuple[int, int]) -> Segments:
     """Sample 0, then samples 1, 2, … that branch off (sample, token)."""
-    return (Piece(0, 0, 9), *(Piece(n, start, 9, of) for n, (of, start) in enumerate(branches, 1)))
+    return (Segment(0, 0, 9), *(Segment(n, start, 9, of) for n, (of, start) in enumerate(branches, 1)))
 
 
-TREES: dict[str, Pieces] = {
+TREES: dict[str, Segments] = {
     "a group": tree(*[(0, 4)] * 5),
     "three levels": tree((0, 4), (1, 6), (0, 4), (3, 6), (3, 6)),
     "turns": tree((0, 3), (1, 4), (2, 5), (3, 6), (4, 7)),
-    "a prefix in two pieces": (Piece(0, 0, 3), Piece(0, 3, 9), *tree((0, 2), (0, 4), (0, 4), (0, 6))[1:]),
-    "a branch in two pieces": (
-        Piece(0, 0, 9),
-        Piece(1, 4, 6, 0),
-        Piece(1, 6, 9),
+    "a prefix in two segments": (Segment(0, 0, 3), Segment(0, 3, 9), *tree((0, 2), (0, 4), (0, 4), (0, 6))[1:]),
+    "a branch in two segments": (
+        Segment(0, 0, 9),
+        Segment(1, 4, 6, 0),
+        Segment(1, 6, 9),
         *tree((0, 4), (1, 5), (1, 6), (1, 8))[2:],
     ),
 }
@@ -57,11 +57,12 @@ def steps_of(
     collects_first: bool = False,
     empties_late: bool = False,
 ) -> Steps:
-    """What ranks do in the packs with pieces, layer by layer: publish, attend; then, from the last layer on, publish
+    """What ranks do in the packs with segments, layer by layer: publish, attend; then, from the last layer on, publish
     and attend again if the layer's buffer has served another since, add, collect.
 
-    `in_order`: a rank adds after lower ones that add to the same pieces (exact sums). `in_flight`: before it publishes,
-    a rank waits until others have attended to the layer that has the buffer. The others drop rule 3, or this one.
+    `in_order`: a rank adds after lower ones that add to the same segments (exact sums). `in_flight`: before it
+    publishes, a rank waits until others have attended to the layer that has the buffer. The others drop rule 3, or this
+    one.
     """
     forward = ("attend", "publish") if waits_first else ("publish", "attend")
     backward = ("collect", "add") if collects_first else ("add", "collect")
@@ -69,35 +70,35 @@ def steps_of(
     for layer in reversed(range(LAYERS)):
         again = ("publish again", "attend again") if layer + in_flight < LAYERS else ()
         calls += itertools.product([layer], (*again, *backward))
-    packs = [[pack for pack in packs if isinstance(pack[0], Piece)] for packs in deal]
-    pieces = [piece for of_rank in packs for pack in of_rank for piece in pack]
-    sources = {piece: reads(pieces, piece) for piece in pieces}
-    readers = {piece: [each for each in pieces if piece in sources[each]] for piece in pieces}
+    packs = [[pack for pack in packs if isinstance(pack[0], Segment)] for packs in deal]
+    segments = [segment for of_rank in packs for pack in of_rank for segment in pack]
+    sources = {segment: reads(segments, segment) for segment in segments}
+    readers = {segment: [each for each in segments if segment in sources[each]] for segment in segments}
     place = {
-        (piece, *call): (rank, number * len(calls) + at)
+        (segment, *call): (rank, number * len(calls) + at)
         for rank, of_rank in enumerate(packs)
         for number, pack in enumerate(of_rank)
-        for piece in pack
+        for segment in pack
         for at, call in enumerate(calls)
     }
 
-    rank_of = {piece: rank for (piece, _, _), (rank, _) in place.items()}
+    rank_of = {segment: rank for (segment, _, _), (rank, _) in place.items()}
 
-    def awaited(rank: int, pack: Pieces, layer: int, kind: str) -> Iterator[tuple[int, int]]:
-        for piece in pack:
-            added = [(source, each) for source in sources[piece] for each in readers[source] if in_order]
+    def awaited(rank: int, pack: Segments, layer: int, kind: str) -> Iterator[tuple[int, int]]:
+        for segment in pack:
+            added = [(source, each) for source in sources[segment] for each in readers[source] if in_order]
             others = {
-                "publish": [(each, "attend") for each in readers[piece]],
-                "attend": [(each, "publish") for each in sources[piece]],
+                "publish": [(each, "attend") for each in readers[segment]],
+                "attend": [(each, "publish") for each in sources[segment]],
                 "publish again": [],
-                "attend again": [(each, "publish again") for each in sources[piece]],
+                "attend again": [(each, "publish again") for each in sources[segment]],
                 # What is on the source's own rank is added to it by autograd.
                 "add": [
                     (each, "add")
                     for source, each in added
                     if rank_of[source] not in (rank, rank_of[each]) and rank_of[each] < rank
                 ],
-                "collect": [(each, "add") for each in readers[piece]],
+                "collect": [(each, "add") for each in readers[segment]],
             }
             of = layer - in_flight + empties_late if kind == "publish" else layer
             if of >= 0:
@@ -141,7 +142,7 @@ class Recorded:
     def begin(self) -> None:
         pass
 
-    def rows(self, layer: int, kind: int, piece: PlannedPiece, start: int, stop: int) -> torch.Tensor:
+    def rows(self, layer: int, kind: int, segment: PlannedSegment, start: int, stop: int) -> torch.Tensor:
         return torch.zeros(stop - start, 1, 1)
 
     gradient_rows = rows
@@ -181,9 +182,9 @@ def recorded(
     for sync, packs in zip(of_ranks, deal, strict=True):
         exchange = SequenceExchange(sync, Streams(), grid=None, in_order=in_order)
         exchange.begin(plan)
-        for pieces in (pack for pack in packs if isinstance(pack[0], Piece)):
-            bounds = [0, *itertools.accumulate(map(len, pieces))]
-            spans = exchange.spans(bounds, pieces)
+        for segments in (pack for pack in packs if isinstance(pack[0], Segment)):
+            bounds = [0, *itertools.accumulate(map(len, segments))]
+            spans = exchange.spans(bounds, segments)
             rows = torch.zeros(1, 1, bounds[-1], 1, requires_grad=True)
 
             def attend(rows: torch.Tensor, layer: int, exchange=exchange, spans=spans) -> torch.Tensor:
@@ -227,12 +228,12 @@ def steps_of_code(deal: Deal, *, in_order: bool, in_flight: int) -> Steps:
     ]
 
 
-def waves_of(tree: Pieces) -> list[Deal]:
+def waves_of(tree: Segments) -> list[Deal]:
     """The tree over the ranks in every way that makes others wait for others, one of each: [rank][0] is a pack."""
     found: dict[object, Deal] = {}
     for ranks in itertools.product(range(RANKS), repeat=len(tree)):
         rank_of = dict(zip(tree, ranks, strict=True))
-        waits = frozenset((rank_of[piece], rank_of[of]) for piece in tree for of in reads(tree, piece))
+        waits = frozenset((rank_of[segment], rank_of[of]) for segment in tree for of in reads(tree, segment))
         deal = [[[each for each in tree if rank_of[each] == rank]] for rank in range(RANKS)]
         found.setdefault(frozenset((rank, of) for rank, of in waits if rank != of), deal)
     return [deal for waits, deal in found.items() if waits]
@@ -241,7 +242,7 @@ def waves_of(tree: Pieces) -> list[Deal]:
 def after(first: Deal, second: Deal) -> Deal:
     """Two trees as two waves, and whole samples before, between and after them."""
 
-    def renamed(pack: list[Piece]) -> list[Piece]:
+    def renamed(pack: list[Segment]) -> list[Segment]:
         parents = [None if each.parent is None else 10 + each.parent for each in pack]
         return [replace(each, sample=10 + each.sample, parent=of) for each, of in zip(pack, parents, strict=True)]
 
@@ -253,7 +254,7 @@ def after(first: Deal, second: Deal) -> Deal:
 
 
 def in_two_packs(deal: Deal) -> Iterator[Deal]:
-    """Without rule 1: a rank's pieces of its first wave in two microbatches, either piece first."""
+    """Without rule 1: a rank's segments of its first wave in two microbatches, either segment first."""
     for rank, packs in enumerate(deal):
         pack = packs[1] if len(packs) > 2 else ()
         for at in range(len(pack)) if len(pack) > 1 else ():
@@ -276,9 +277,11 @@ DEALS = [after(wave, second[at % len(second)]) for first, second in PAIRS for at
 def test_no_plan_can_stop() -> None:
     for at, deal in enumerate(DEALS):
         plan = SplitPlan.of(deal)
-        pieces = [each for packs in deal for pack in packs for each in pack if isinstance(each, Piece)]
-        for piece in pieces:
-            assert {each.holder.piece: (each.low, each.high) for each in plan.reads(piece)} == reads(pieces, piece)
+        segments = [each for packs in deal for pack in packs for each in pack if isinstance(each, Segment)]
+        for segment in segments:
+            assert {each.holder.segment: (each.low, each.high) for each in plan.reads(segment)} == reads(
+                segments, segment
+            )
         assert plan.waves == 2
         # Every plan in one of two ways. Waits in the order of ranks are more than without.
         assert stuck(steps_of(deal, in_order=at % 2 == 0, in_flight=1 + at % 3 % LAYERS)) is None, deal
@@ -305,7 +308,10 @@ def test_without_a_rule_in_a_layer_a_plan_stops(rule: str) -> None:
 @pytest.mark.parametrize(
     ("without", "words"),
     [
-        (in_two_packs, r"rank \d has pieces of samples .* which are computed together, in two packs: put all of them"),
+        (
+            in_two_packs,
+            r"rank \d has segments of samples .* which are computed together, in two packs: put all of them",
+        ),
         (in_another_order, r"ranks compute samples .* in different orders and would wait for each other"),
     ],
 )

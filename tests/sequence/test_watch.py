@@ -11,8 +11,8 @@ import torch
 
 from odc_kernels import streams
 from odc_triton.engine.transport import DeviceStreams, Streams
-from odc_triton.plan.entries import Piece
-from odc_triton.plan.pieces import SplitPlan
+from odc_triton.plan.entries import Segment
+from odc_triton.plan.segments import SplitPlan
 from odc_triton.sequence import sync
 from odc_triton.sequence.buffers import Flag, LayerShape
 from odc_triton.sequence.exchange import SequenceExchange, Span
@@ -109,22 +109,22 @@ def test_streams_of_a_gpu_are_not_of_the_pool_that_programs_use(monkeypatch: pyt
     streams._pull_stream.cache_clear()
 
 
-MINE = Piece(0, 8, 20)
+MINE = Segment(0, 8, 20)
 ROWS = (torch.zeros(12, 1, 1), torch.zeros(12, 1, 1))
 
 
 def exchange_of_rank_1(*, layers: int = 1) -> tuple[SequenceExchange, SplitPlan]:
-    """Rank 1 reads rank 0's piece, and rank 2 reads both. Nothing is sent: the order alone counts. One buffer serves
+    """Rank 1 reads rank 0's segment, and rank 2 reads both. Nothing is sent: the order alone counts. One buffer serves
     all layers.
     """
     place = buffers()
     place.rank, place.world, place.tokens, place.layers, place.heap.apart = 1, 3, 30, layers, False
     place.slots, place.stays = [0] * layers, [layer == layers - 1 for layer in range(layers)]
     place.shapes = [LayerShape(heads=1, widths=(1, 1), dtype="float32")] * layers
-    place.rows = place.gradient_rows = lambda _layer, _kind, _piece, start, stop: torch.zeros(stop - start, 1, 1)
+    place.rows = place.gradient_rows = lambda _layer, _kind, _segment, start, stop: torch.zeros(stop - start, 1, 1)
     sent = {"begin": lambda: None, "signal": lambda *_: None, "wait": lambda _: None, "add": lambda *_: None}
     exchange = SequenceExchange(SimpleNamespace(buffers=place, **sent), Streams(), grid=None, in_order=False)
-    return exchange, SplitPlan.of([[[Piece(0, 0, 8)]], [[MINE]], [[Piece(0, 20, 30)]]])
+    return exchange, SplitPlan.of([[[Segment(0, 0, 8)]], [[MINE]], [[Segment(0, 20, 30)]]])
 
 
 def test_checkpointed_layers_without_gradients_need_no_backward() -> None:

@@ -40,7 +40,7 @@ def rows_of(samples: int = 4, *, memory_gb: float = 1e9, gpus: int = 8, nodes: i
     )
 
 
-def test_a_file_of_lengths_to_a_table_and_pictures(say: Say, tmp_path: Path) -> None:
+def test_a_file_of_lengths_to_a_table_and_images(say: Say, tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("\n".join(map(str, named_lengths("aime", 200))))
     out = tmp_path / "out"

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from odc_triton.balance import CostModel
-from odc_triton.plan.entries import Piece
+from odc_triton.plan.entries import Segment
 from odc_triton.tools.simulate.hardware import DEVICES
 from odc_triton.tools.simulate.job import Job, sizes_of
 from odc_triton.tools.simulate.models import MODELS, Model
@@ -151,15 +151,17 @@ def test_a_hybrid_is_simulated_by_its_layers(tmp_path: Path) -> None:
     assert model.cost == CostModel.from_config(config)
     assert (model.cost.quadratic, model.cost.pair) == (3 * 4 * (16 + 16), pytest.approx(0.48 * rule))
     job = make_job(model, DEVICES["a100"], usual_links(DEVICES["a100"], 1))
-    pieces = (Piece(0, 0, 30), Piece(0, 30, 60), Piece(0, 60, 90))
-    lasted = [job.pack_seconds(sizes_of([piece], [90])) / (job.seconds([1]) - job.seconds([])) for piece in pieces]
-    plain = [model.cost.piece(piece.start, piece.stop) / model.cost.sequence(1) for piece in pieces]
+    segments = (Segment(0, 0, 30), Segment(0, 30, 60), Segment(0, 60, 90))
+    lasted = [
+        job.pack_seconds(sizes_of([segment], [90])) / (job.seconds([1]) - job.seconds([])) for segment in segments
+    ]
+    plain = [model.cost.segment(segment.start, segment.stop) / model.cost.sequence(1) for segment in segments]
     assert lasted == pytest.approx([plain[0], plain[1] + 30 * model.cost.pair / model.cost.sequence(1), plain[2]])
     assert simulate([[90] * 4], job=job, schedule="odc", balance="mini", token_cap=90).step_s > 0
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llava"])
-def test_of_a_model_that_sees_pictures_the_text_decoder_is_simulated(family: str, tmp_path: Path) -> None:
+def test_of_a_model_that_sees_images_the_text_decoder_is_simulated(family: str, tmp_path: Path) -> None:
     model = FAMILIES[family].model()
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)

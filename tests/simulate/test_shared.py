@@ -26,7 +26,7 @@ def step_s(job: Job, **how: object) -> float:
 
 def test_a_group_on_two_ranks() -> None:
     """Each repeats the prompt; with room for keys and values they share it, and are as slow as the slower."""
-    prompt, rest = COST.sequence(3999), COST.piece(3999, 4500)
+    prompt, rest = COST.sequence(3999), COST.segment(3999, 4500)
     assert step_s(JOB) == pytest.approx(prompt + 2 * rest)
     assert step_s(JOB, split_tokens=4000) == pytest.approx((prompt + 4 * rest) / 2, rel=0.02)
     assert step_s(replace(JOB, slow={1: 2.0}), split_tokens=4000) == pytest.approx(prompt + 4 * rest, rel=0.02)

@@ -1,4 +1,4 @@
-"""Split sequences, simulated: what pieces cost, who waits for whom, what crosses links."""
+"""Split sequences, simulated: what segments cost, who waits for whom, what crosses links."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from odc_triton.jobs.reports.trace import idle_fraction
 from odc_triton.plan.cost import CostModel
-from odc_triton.plan.entries import Piece
+from odc_triton.plan.entries import Segment
 from odc_triton.plan.split import readable_tokens
 from odc_triton.tools.memory.footprint import memory_plan
 from odc_triton.tools.simulate.hardware import Links, find_device
@@ -44,7 +44,7 @@ def test_memory_counts_keys_and_values_that_others_read() -> None:
     how = {"ranks": 16, "replicas": 2, "token_cap": 60_000, "cost": model.cost}
     read = readable_tokens(lengths, samples=16, **how)
     packs = assign_packs(sorted(lengths), balance="split", split_tokens=read, **how)
-    largest = max(sum(len(e) if isinstance(e, Piece) else e for e in pack) for own in packs for pack in own)
+    largest = max(sum(len(e) if isinstance(e, Segment) else e for e in pack) for own in packs for pack in own)
     assert largest > 60_000 / 8
     expected = job.peak_bytes("odc", largest, read)
     peaks = {row.name: row.outcome.peak_bytes for row in rows}
@@ -57,22 +57,23 @@ def test_what_crosses_links_takes_its_time() -> None:
     times = []
     for gbs in (200.0, 2.0):
         job = make_job(model, kind, Links(gpus=8, gbs=gbs))
-        piece = Piece(0, 30_000, 40_000)
+        segment = Segment(0, 30_000, 40_000)
         alone = job.seconds([40_000]) - job.seconds([30_000])
-        times.append(job.pack_seconds([piece]) - alone)
+        times.append(job.pack_seconds([segment]) - alone)
         moved = 28 * 4 * 128 * 16 * 30_000  # keys and values: read twice in bf16, added to in fp32
         assert 1 <= times[-1] / (moved / (gbs * 1e9)) < 2.5  # all ranks read at once
     assert times[1] == pytest.approx(100 * times[0], rel=0.05)
     nodes = make_job(model, kind, Links(gpus=8, gbs=2.0, nodes=2, nic_gbs=0.1))
-    assert nodes.kv_seconds([piece]) == times[1]  # they stay in the node
+    assert nodes.kv_seconds([segment]) == times[1]  # they stay in the node
 
 
 def test_waits_in_a_wave_and_transfers_are_not_work() -> None:
-    """6 s and 2 s of work, 1 s in which the later piece's rank fetches keys and values; then 1 s more on that rank."""
+    """6 s and 2 s of work, 1 s in which the later segment's rank fetches keys and values; then 1 s more on that
+    rank."""
     model = replace(toy([(2, 1)] * 2, root=(0, 1), cost=COST), kv_width=2 * 1000)
     links = Links(gpus=2, gbs=0.096, latency_s=0.0)  # of 6,000 tokens: 2 layers x 1,000 elements x 8 bytes
     job = replace(JOB, links=links, model=model, layers=2, seconds=lambda tokens: sum(tokens) / 1000)
-    assigned = [[[[Piece(0, 0, 6000)]], [[Piece(0, 6000, 8000)], [1000]]]]
+    assigned = [[[[Segment(0, 0, 6000)]], [[Segment(0, 6000, 8000)], [1000]]]]
     how = {"schedule": "odc", "balance": "split", "token_cap": CAP, "timeline": True}
     outcome = simulate([[8000, 1000]], job=job, assigned=assigned, **how)
     near = {"abs": 1e-5}  # reads of parameters

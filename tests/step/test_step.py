@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from odc_triton import fully_shard
-from odc_triton.balance import Piece, Plan, pack_collate
+from odc_triton.balance import Plan, Segment, pack_collate
 from odc_triton.hf import summed_loss
 from odc_triton.objectives.cross_entropy import CrossEntropy
 from odc_triton.plan.plan import MinibatchPacks
@@ -277,21 +277,21 @@ def test_an_evaluation_divides_nothing(world: int) -> None:
         assert report == StepReport(loss=pytest.approx(loss * TERMS), sums=pytest.approx(sums), terms=terms)
 
 
-def _in_pieces(rank: int, world: int) -> StepReport:
-    """The third rank has nothing of the samples in pieces, the first nothing of the whole ones."""
+def _in_segments(rank: int, world: int) -> StepReport:
+    """The third rank has nothing of the samples in segments, the first nothing of the whole ones."""
     setup = Setup()
-    deals = ([[[Piece(0, 0, 24)]], [[Piece(0, 24, 41)]], []], [[], [[1], [2]], [[3]]])
+    deals = ([[[Segment(0, 0, 24)]], [[Segment(0, 24, 41)]], []], [[], [[1], [2]], [[3]]])
     minibatches = [packs_of(setup, rank, deal=deal) for deal in deals]
     model = sharded(setup, rank).eval()
     return evaluate(model, minibatches, CrossEntropy())
 
 
-def test_pieces_of_samples_are_evaluated() -> None:
+def test_segments_of_samples_are_evaluated() -> None:
     setup = Setup()
     packs = pack_collate([samples(setup)])
     with torch.no_grad():
         want = summed_loss(build(setup, replaced=False).eval(), packs[0]).item()
-    for report in ranks.run(_in_pieces, 3):
+    for report in ranks.run(_in_segments, 3):
         assert report.terms == sum(len(sample["input_ids"]) - 1 for sample in samples(setup))
         assert report.loss == report.sums["token_loss"] == pytest.approx(want, rel=1e-5)  # fp32 in other orders
 

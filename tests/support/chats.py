@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from odc_triton.jobs.data.tokenizer import to_transformers, train_tokenizer
 
-Pieces = list[tuple[str, bool]]  # (text, is learned)
+Segments = list[tuple[str, bool]]  # (text, is learned)
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|header|>", "<|/header|>", "<|eot|>", "<|begin|>"]
 
 CHATML = (
@@ -39,22 +39,22 @@ THINKING = (
 
 def _writer(
     header: str, end: str, *, after: str = "", before: str = "", strips: bool = False
-) -> Callable[[list[dict]], Pieces]:
+) -> Callable[[list[dict]], Segments]:
     """`end`: of what is learned of a message; `after`: what follows that."""
 
-    def write(messages: list[dict]) -> Pieces:
-        pieces = [(before, False)]
+    def write(messages: list[dict]) -> Segments:
+        segments = [(before, False)]
         for message in messages:
             content = message["content"].strip() if strips else message["content"]
-            pieces += [(header.format(message["role"]), False), (content + end, message["role"] == "assistant")]
-            pieces.append((after, False))
-        return [each for each in pieces if each[0]]
+            segments += [(header.format(message["role"]), False), (content + end, message["role"] == "assistant")]
+            segments.append((after, False))
+        return [each for each in segments if each[0]]
 
     return write
 
 
 chatml = _writer("<|im_start|>{}\n", "<|im_end|>\n")
-WRITERS: dict[str, tuple[str, Callable[[list[dict]], Pieces]]] = {
+WRITERS: dict[str, tuple[str, Callable[[list[dict]], Segments]]] = {
     "chatml": (CHATML, chatml),
     "marked": (MARKED, _writer("<|im_start|>{}\n", "<|im_end|>", after="\n")),
     "marked words": (MARKED_WORDS, _writer("<|im_start|>{}\n", "", after="<|im_end|>\n")),

@@ -318,7 +318,7 @@ def _steps(
 
 def on_ranks(rank: int, world: int, folder: Path, pairs: list[Pair], out: Path) -> dict[Pair, Trained | str]:
     """What was trained, by pair, or what was raised."""
-    sys.modules["matplotlib"] = None  # reports without pictures are quicker
+    sys.modules["matplotlib"] = None  # reports without images are quicker
     found: dict[Pair, Trained | str] = {}
     for pair in pairs:
         how = _by_bridge if "bridge" in pair else _by_job

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import odc_triton.sequence.enable  # noqa: F401 before `rules_in` looks for our modules
 from tests.support.gradients import gradients_of
 from tests.support.versions import is_older
-from tests.support.vision import PICTURE, alone
+from tests.support.vision import IMAGE, alone
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512}
@@ -45,7 +45,7 @@ _CONV = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers":
 _ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "mrope_interleaved": True, "rope_theta": 1e4}
 _TOWER = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "intermediate_size": 48}
 _TOWER |= {"out_hidden_size": 32, "num_position_embeddings": 64}
-_TOKENS = {"image_token_id": PICTURE, "video_token_id": 61, "vision_start_token_id": 58, "vision_end_token_id": 59}
+_TOKENS = {"image_token_id": IMAGE, "video_token_id": 61, "vision_start_token_id": 58, "vision_end_token_id": 59}
 GDN, KDA, MAMBA2, CONV = "gated delta rule", "Kimi delta attention", "Mamba-2", "short convolution"
 
 

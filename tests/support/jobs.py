@@ -24,7 +24,7 @@ def train(
     """How each job ended on this rank: it `ENDED`, was `STOPPED`, or its error.
 
     `stop_after`: rank 0 gets a stop request after so many steps; all ranks stop in the next one. `draws`: the
-    report has pictures, which take longer than a small job.
+    report has images, which take longer than a small job.
     """
     from odc_triton.jobs.launcher.launch import Interrupted
     from odc_triton.jobs.train.grpo import train_grpo

@@ -1,4 +1,4 @@
-"""Processors of families that see pictures, created here, with small pictures and tiny tokenizers."""
+"""Processors of families that see images, created here, with small images and tiny tokenizers."""
 
 from __future__ import annotations
 
@@ -116,12 +116,12 @@ FAMILIES = tuple(_PROCESSORS)
 
 
 def make_processor(family: str) -> Any:
-    """A new processor with the sizes of `tests.support.vision`: patches of 4 x 4 pixels, other pictures 16 x 16."""
+    """A new processor with the sizes of `tests.support.vision`: patches of 4 x 4 pixels, other images 16 x 16."""
     with with_pillow():
         return _PROCESSORS[family]()
 
 
-def picture(width: int = 20, height: int = 12, seed: int = 0) -> Any:
+def image(width: int = 20, height: int = 12, seed: int = 0) -> Any:
     """A Pillow image of noise."""
     from PIL import Image
 
@@ -129,7 +129,7 @@ def picture(width: int = 20, height: int = 12, seed: int = 0) -> Any:
     return Image.fromarray(values)
 
 
-def encoded_picture(width: int = 20, height: int = 12, seed: int = 0, kind: str = "PNG") -> bytes:
+def encoded_image(width: int = 20, height: int = 12, seed: int = 0, kind: str = "PNG") -> bytes:
     file = io.BytesIO()
-    picture(width, height, seed).save(file, kind)
+    image(width, height, seed).save(file, kind)
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""Trees of samples over three ranks, for tests: what a piece reads, told from the packs alone; samples that share
+"""Trees of samples over three ranks, for tests: what a segment reads, told from the packs alone; samples that share
 tokens; ways to deal them.
 """
 
@@ -10,20 +10,20 @@ from itertools import pairwise
 
 import torch
 
-from odc_triton.plan.entries import Entry, Piece
+from odc_triton.plan.entries import Entry, Segment
 
 Deal = list[list[list[Entry]]]  # by rank and pack
 
 
-def reads(pieces: Iterable[Piece], piece: Piece) -> dict[Piece, tuple[int, int]]:
-    """Of `pieces`, those that hold tokens before `piece`, and which: from, up to. They are of its sample, and of the
-    samples that this branches off.
+def reads(segments: Iterable[Segment], segment: Segment) -> dict[Segment, tuple[int, int]]:
+    """Of `segments`, those that hold tokens before `segment`, and which: from, up to. They are of its sample, and of
+    the samples that this branches off.
     """
-    by_sample: dict[int, list[Piece]] = {}
-    for each in sorted(pieces, key=lambda each: each.start):
+    by_sample: dict[int, list[Segment]] = {}
+    for each in sorted(segments, key=lambda each: each.start):
         by_sample.setdefault(each.sample, []).append(each)
-    found: dict[Piece, tuple[int, int]] = {}
-    sample, stop = piece.sample, piece.start
+    found: dict[Segment, tuple[int, int]] = {}
+    sample, stop = segment.sample, segment.start
     while sample is not None:
         own = by_sample[sample]
         found |= {each: (each.start, min(each.stop, stop)) for each in own if each.start < stop}
@@ -118,7 +118,7 @@ SHAPES: dict[str, Callable[[list[Sample], Callable], None]] = {
 
 
 class Grown:
-    """Entries of samples numbered from `first`: a sample with relatives is a piece, of which the last shared token is
+    """Entries of samples numbered from `first`: a sample with relatives is a segment, of which the last shared token is
     computed again; `cut` has some in two.
     """
 
@@ -131,24 +131,26 @@ class Grown:
                 parent = each.parent  # that computes the token before
                 while samples[parent].shares >= each.shares:
                     parent = samples[parent].parent
-                self.entries.append(Piece(first + at, each.shares - 1, stop, first + parent))
+                self.entries.append(Segment(first + at, each.shares - 1, stop, first + parent))
             else:
-                self.entries.append(Piece(first + at, 0, stop) if at in parents else first + at)
+                self.entries.append(Segment(first + at, 0, stop) if at in parents else first + at)
         self.samples, self.first = samples, first
 
-    def cut(self, at: int) -> list[Piece]:
-        """Entry `at` in two pieces; in its middle, but before what is learned if it shares nothing."""
+    def cut(self, at: int) -> list[Segment]:
+        """Entry `at` in two segments; in its middle, but before what is learned if it shares nothing."""
         sample, of = self.samples[at], self.entries[at]
-        piece = of if isinstance(of, Piece) else Piece(of, 0, len(sample.ids))
-        stop = sample.learned // 2 if piece.parent is None else (piece.start + piece.stop + 1) // 2
-        return self.cut_at(at, stop) if piece.start < stop < piece.stop else [of]
+        segment = of if isinstance(of, Segment) else Segment(of, 0, len(sample.ids))
+        stop = sample.learned // 2 if segment.parent is None else (segment.start + segment.stop + 1) // 2
+        return self.cut_at(at, stop) if segment.start < stop < segment.stop else [of]
 
-    def cut_at(self, at: int, *stops: int) -> list[Piece]:
-        """Entry `at` in pieces."""
+    def cut_at(self, at: int, *stops: int) -> list[Segment]:
+        """Entry `at` in segments."""
         of = self.entries[at]
-        piece = of if isinstance(of, Piece) else Piece(of, 0, len(self.samples[at].ids))
-        edges = pairwise([piece.start, *stops, piece.stop])
-        return [replace(piece, start=a, stop=b, parent=piece.parent if a == piece.start else None) for a, b in edges]
+        segment = of if isinstance(of, Segment) else Segment(of, 0, len(self.samples[at].ids))
+        edges = pairwise([segment.start, *stops, segment.stop])
+        return [
+            replace(segment, start=a, stop=b, parent=segment.parent if a == segment.start else None) for a, b in edges
+        ]
 
 
 def _here_and_there(one: Grown, other: Grown, whole: list[int]) -> Deal:
@@ -178,7 +180,7 @@ def _two_waves(one: Grown, other: Grown, whole: list[int]) -> Deal:
 
 
 def _mixed(one: Grown, other: Grown, whole: list[int]) -> Deal:
-    """Whole samples beside pieces and in packs of their own; branches beside those that they branch off."""
+    """Whole samples beside segments and in packs of their own; branches beside those that they branch off."""
     root, *others = one.entries
     half = len(others) // 2
     return [[[whole[0], root]], [others[half:], whole[1:2]], [[*others[:half], *whole[2:]]]]
@@ -207,11 +209,11 @@ def dealt(shape: str, deal: str) -> tuple[list[Sample], Deal]:
     samples = first + second + alone
     two = Grown(first, 0), Grown(second, len(first))
     packs = DEALS[deal](*two, list(range(len(first + second), len(samples))))
-    used = sorted({each.sample if isinstance(each, Piece) else each for of in packs for pack in of for each in pack})
+    used = sorted({each.sample if isinstance(each, Segment) else each for of in packs for pack in of for each in pack})
     number = {sample: at for at, sample in enumerate(used)}
 
     def renamed(each: Entry) -> Entry:
-        if not isinstance(each, Piece):
+        if not isinstance(each, Segment):
             return number[each]
         return replace(each, sample=number[each.sample], parent=number.get(each.parent))
 

@@ -1,4 +1,4 @@
-"""Small models on packs that hold pieces of samples, and the same samples whole by plain torch in one process."""
+"""Small models on packs that hold segments of samples, and the same samples whole by plain torch in one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate,
 from odc_triton.engine.api import engine_of
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.packs.enable import innermost
-from odc_triton.plan.entries import Entry, Piece
+from odc_triton.plan.entries import Entry, Segment
 from odc_triton.plan.plan import MinibatchPacks, Plan
 from odc_triton.sequence.exchange import SequenceExchange
 from tests.support.families import causal_lm
@@ -30,13 +30,13 @@ LENGTHS = (41, 17, 30, 9)
 IGNORED = -100
 Dealt = list[list[list[Entry]]]
 
-P = Piece
+P = Segment
 DEALS: dict[str, Dealt] = {
     # One sequence over two ranks, a rider, and a whole sample after the wave.
     "two": [[[P(0, 0, 24), 3], [1]], [[P(0, 24, 41)], [2]]],
     "one token first": [[[P(0, 0, 1)]], [[P(0, 1, 41), 1, 2, 3]]],
     "one token last": [[[P(0, 0, 40), 1]], [[P(0, 40, 41)], [2, 3]]],
-    # Two sequences in one wave, several pieces of one on a rank (in both orders), then a wave of another two ranks.
+    # Two sequences in one wave, several segments of one on a rank (in both orders), then a wave of another two ranks.
     "zigzag": [
         [[P(0, 0, 8), P(0, 30, 41), P(2, 20, 30)], [P(1, 9, 17)]],
         [[P(0, 8, 20), 3], [P(1, 0, 9)]],
@@ -44,8 +44,8 @@ DEALS: dict[str, Dealt] = {
     ],
     # The last rank has whole samples only; one before it has none.
     "whole": [[[0], [1], [2], [3]]],
-    "no pieces": [[[0, 3], [1]], [[2]]],
-    # Replicas of two or three ranks: all have pieces, some in two waves; or one of them has none.
+    "no segments": [[[0, 3], [1]], [[2]]],
+    # Replicas of two or three ranks: all have segments, some in two waves; or one of them has none.
     "2x2": [[[P(0, 0, 24), 3]], [[P(0, 24, 41)]], [[P(2, 0, 11)], [1]], [[P(2, 11, 30)]]],
     "3x2": [
         [[P(0, 0, 20)], [P(3, 4, 9)]],
@@ -67,7 +67,7 @@ DEALS: dict[str, Dealt] = {
     "four": [[[P(2, 0, 10)]], [[P(2, 10, 22), P(0, 0, 13)]], [[P(2, 22, 30), P(0, 13, 41)]], [[1], [3]]],
 }
 
-# Two of LENGTHS are beyond the original length, and some of their pieces are not.
+# Two of LENGTHS are beyond the original length, and some of their segments are not.
 _LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 4.0, 8.0, 16.0], "factor": 4.0}
 ROPES: dict[str, dict[str, object]] = {
     "longrope": {
@@ -85,7 +85,7 @@ ROPES: dict[str, dict[str, object]] = {
 class Setup:
     """`change`: names in TRANSFORMS, joined by +; `empty_start`: samples begin with tokens not learned; `prefix`: so
     many with which all begin; `replicas`: of equally many ranks each; `half`: computes in bf16; `scale`: samples and
-    pieces are this many times as long; `compiler`: of the blocks, but for the plain model, before all else;
+    segments are this many times as long; `compiler`: of the blocks, but for the plain model, before all else;
     `in_flight`: layers that have buffers at a time; `run_tokens`: that attention reads of others at once;
     `rope`: of ROPES; `groups`: (sample, group).
     """
@@ -151,9 +151,9 @@ def packs_of(setup: Setup, rank: int, step: int = 0, deal: Dealt | None = None) 
 
 
 def _longer(entry: Entry, scale: int) -> Entry:
-    if not isinstance(entry, Piece):
+    if not isinstance(entry, Segment):
         return entry
-    return Piece(entry.sample, entry.start * scale, entry.stop * scale, entry.parent)
+    return Segment(entry.sample, entry.start * scale, entry.stop * scale, entry.parent)
 
 
 def sharded(setup: Setup, rank: int, tokens: int = 48) -> nn.Module:

@@ -50,12 +50,12 @@ def refusal(name: str, column: str) -> tuple[str, str] | None:
     return UNKNOWN if column == FUSED else None
 
 
-PICTURES = ("trains", "packs", "splits", "replaces layers", "fused head", "LoRA")  # columns of families with pictures
+IMAGES = ("trains", "packs", "splits", "replaces layers", "fused head", "LoRA")  # columns of families with images
 
 
 def _expected(row: str, column: str) -> str | None:
     if row not in TITLES:
-        return "yes" if column in PICTURES else None
+        return "yes" if column in IMAGES else None
     refused = refusal(TITLES[row], column)
     return "yes" if refused is None else refused[1]
 
@@ -71,6 +71,6 @@ MODELS = Table(
 )
 
 
-def with_pictures(name: str, columns: Sequence[str]) -> list[pytest.MarkDecorator]:
+def with_images(name: str, columns: Sequence[str]) -> list[pytest.MarkDecorator]:
     """Marks of a test that shows these columns of a family in tests/support/vision.py, where the table has them."""
-    return [MODELS.mark(vision.FAMILIES[name].title, column) for column in columns if column in PICTURES]
+    return [MODELS.mark(vision.FAMILIES[name].title, column) for column in columns if column in IMAGES]

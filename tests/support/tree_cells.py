@@ -16,7 +16,7 @@ from odc_triton import enable_split, fully_shard, minibatch
 from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
 from odc_triton.hf import enable_packing
 from odc_triton.packs.loss import predictions
-from odc_triton.plan.entries import Piece
+from odc_triton.plan.entries import Segment
 from odc_triton.plan.fields import IGNORED
 from odc_triton.plan.plan import Plan
 from tests.sequence.test_branches import in_own_dtype
@@ -109,8 +109,8 @@ def on_ranks(rank: int, world: int, cell: Cell) -> Found:
             loss.backward()
             total += loss.item()
             for entry in of_pack:
-                sample = entry.sample if isinstance(entry, Piece) else entry
-                start, stop = (entry.start, entry.stop) if isinstance(entry, Piece) else (0, len(samples[sample].ids))
+                sample = entry.sample if isinstance(entry, Segment) else entry
+                start, stop = (entry.start, entry.stop) if isinstance(entry, Segment) else (0, len(samples[sample].ids))
                 # Each token predicts the next one.
                 first, last = max(start + 1, samples[sample].learned), min(stop + 1, len(samples[sample].ids))
                 own, logp = logp.detach().split([max(last - first, 0), len(logp) - max(last - first, 0)])

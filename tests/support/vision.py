@@ -1,4 +1,4 @@
-"""Small models of families that see pictures, and samples for them, as their processors would make them."""
+"""Small models of families that see images, and samples for them, as their processors would make them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.support.families import SIZES
 from tests.support.versions import is_older
 
 VOCABULARY = 64
-PICTURE = 60  # the token that stands for a part of a picture
+IMAGE = 60  # the token that stands for a part of an image
 _PATCH = 4  # pixels
-_SIDE = 16  # pixels of a picture of fixed size
+_SIDE = 16  # pixels of an image of fixed size
 
 _TEXT = SIZES | {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
 _TEXT |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-_TOKENS = {"image_token_id": PICTURE, "video_token_id": 61, "vision_start_token_id": 58, "vision_end_token_id": 59}
+_TOKENS = {"image_token_id": IMAGE, "video_token_id": 61, "vision_start_token_id": 58, "vision_end_token_id": 59}
 _ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
 
 
@@ -72,27 +72,25 @@ def _hybrid() -> nn.Module:
 
 
 def _idefics(name: str) -> Callable[[], nn.Module]:
-    return partial(
-        _made, name, {"model_type": "llama"}, _SIGLIP, image_token_id=PICTURE, scale_factor=2, pad_token_id=0
-    )
+    return partial(_made, name, {"model_type": "llama"}, _SIGLIP, image_token_id=IMAGE, scale_factor=2, pad_token_id=0)
 
 
-def _grids(pictures: int, generator: torch.Generator) -> dict[str, Any]:
-    """As Qwen2-VL's processor: patches of pictures of different sizes, merged by 2 x 2."""
-    sides = 2 * torch.randint(1, 4, (pictures, 2), generator=generator)
-    grid = torch.cat([torch.ones(pictures, 1, dtype=torch.long), sides], dim=1)
+def _grids(images: int, generator: torch.Generator) -> dict[str, Any]:
+    """As Qwen2-VL's processor: patches of images of different sizes, merged by 2 x 2."""
+    sides = 2 * torch.randint(1, 4, (images, 2), generator=generator)
+    grid = torch.cat([torch.ones(images, 1, dtype=torch.long), sides], dim=1)
     values = torch.randn(int(grid.prod(1).sum()), 3 * 2 * _PATCH**2, generator=generator)
     return {"pixel_values": values, "image_grid_thw": grid, "tokens": (grid.prod(1) // 4).tolist()}
 
 
 def _fixed(tokens: int, *, masks: bool = False) -> Callable[[int, torch.Generator], dict[str, Any]]:
-    def make(pictures: int, generator: torch.Generator) -> dict[str, Any]:
+    def make(images: int, generator: torch.Generator) -> dict[str, Any]:
         found = {
-            "pixel_values": torch.randn(pictures, 3, _SIDE, _SIDE, generator=generator),
-            "tokens": [tokens] * pictures,
+            "pixel_values": torch.randn(images, 3, _SIDE, _SIDE, generator=generator),
+            "tokens": [tokens] * images,
         }
         if masks:
-            found["pixel_attention_mask"] = torch.ones(pictures, _SIDE, _SIDE, dtype=torch.long)
+            found["pixel_attention_mask"] = torch.ones(images, _SIDE, _SIDE, dtype=torch.long)
         return found
 
     return make
@@ -107,14 +105,14 @@ def _norm(module: nn.Module, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """`title`, `kind`: in docs/models.md. `make`: a random model. `pictures`: the fields of so many pictures, and
+    """`title`, `kind`: in docs/models.md. `make`: a random model. `images`: the fields of so many images, and
     `tokens`, of each those in the text; `since`: the first transformers in whose packs it trains.
     """
 
     title: str
     make: Callable[[], nn.Module]
-    pictures: Callable[[int, torch.Generator], dict[str, Any]]
-    kind: str = "dense, pictures"
+    images: Callable[[int, torch.Generator], dict[str, Any]]
+    kind: str = "dense, images"
     since: str = "0"
 
     def model(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -132,42 +130,42 @@ class Family:
                     each.forward = partial(_norm, each)
         return model
 
-    def sample(self, text: int, pictures: int, seed: int, *, at: int = 3) -> dict[str, Any]:
-        """`text` tokens of text, the pictures after the first `at` of them, two tokens apart; the text after them is
+    def sample(self, text: int, images: int, seed: int, *, at: int = 3) -> dict[str, Any]:
+        """`text` tokens of text, the images after the first `at` of them, two tokens apart; the text after them is
         learned.
         """
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(VOCABULARY - 8, (text,), generator=generator).tolist()
-        if not pictures:
+        if not images:
             return {"input_ids": ids, "labels": [-100] * at + ids[at:]}
-        fields = self.pictures(pictures, generator)
+        fields = self.images(images, generator)
         tokens, head = fields.pop("tokens"), ids[:at]
         for number, count in enumerate(tokens):
-            head += [58 - number % 2] * 2 + [PICTURE] * count
+            head += [58 - number % 2] * 2 + [IMAGE] * count
         learned = ids[at:]
-        types = [int(each == PICTURE) for each in head] + [0] * len(learned)
+        types = [int(each == IMAGE) for each in head] + [0] * len(learned)
         labels = [-100] * len(head) + learned
         return {"input_ids": head + learned, "labels": labels, "mm_token_type_ids": types, **fields}
 
     def samples(self, sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[dict[str, Any]]:
-        """By sample, (tokens of text, pictures)."""
+        """By sample, (tokens of text, images)."""
         return [self.sample(text, count, seed * 100 + at) for at, (text, count) in enumerate(sizes)]
 
 
 _GEMMA3 = {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
-_LLAVA = {"image_token_index": PICTURE, "vision_feature_layer": -1, "image_seq_length": 16}
+_LLAVA = {"image_token_index": IMAGE, "vision_feature_layer": -1, "image_seq_length": 16}
 _CLIP = {"model_type": "clip_vision_model", "projection_dim": 32}
 FAMILIES = {
     "qwen2_vl": Family("Qwen2-VL", _qwen("Qwen2VL", {"embed_dim": 32, "mlp_ratio": 2}), _grids),
     "qwen2_5_vl": Family("Qwen2.5-VL", _qwen("Qwen2_5_VL", _QWEN2_5_TOWER), _grids),
     "qwen3_vl": Family("Qwen3-VL", _qwen("Qwen3VL", _QWEN3_TOWER, head_dim=8), _grids),
     "qwen3_vl_moe": Family(
-        "Qwen3-VL-MoE", _qwen("Qwen3VLMoe", _QWEN3_TOWER, head_dim=8, **_EXPERTS), _grids, kind="mixture, pictures"
+        "Qwen3-VL-MoE", _qwen("Qwen3VLMoe", _QWEN3_TOWER, head_dim=8, **_EXPERTS), _grids, kind="mixture, images"
     ),
-    "qwen3_5": Family("Qwen3.5", _hybrid, _grids, kind="dense, gated delta rule, pictures"),
+    "qwen3_5": Family("Qwen3.5", _hybrid, _grids, kind="dense, gated delta rule, images"),
     "gemma3": Family(
         "Gemma3",
-        partial(_made, "Gemma3", _GEMMA3, _SIGLIP, mm_tokens_per_image=4, image_token_index=PICTURE),
+        partial(_made, "Gemma3", _GEMMA3, _SIGLIP, mm_tokens_per_image=4, image_token_index=IMAGE),
         _fixed(4),
         since="5.6",
     ),

@@ -95,7 +95,7 @@ def _on_shards(rank: int, world: int, name: str, column: str) -> Found:
     if column == "splits":
         enable_split(model, tokens=48)
     if _is_packed(name, column):
-        mine = packs_of(Setup(deal="two" if column == "splits" else "no pieces"), rank)
+        mine = packs_of(Setup(deal="two" if column == "splits" else "no segments"), rank)
         tokens, split, loss_of = count_target_tokens(mine), mine.split, summed_loss
     else:
         mine = samples(Setup())[rank::world]

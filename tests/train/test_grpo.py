@@ -58,7 +58,7 @@ def train(rank: int, world: int, jobs: list[GrpoOptions]) -> list[int]:
     def counted(*given: object) -> dict:
         pack = make(*given)
         assert pack["input_ids"].numel() <= wanted.token_cap
-        counts[-1] += sum(each is not None and each.parent is not None for each in pack.get("pieces", ()))
+        counts[-1] += sum(each is not None and each.parent is not None for each in pack.get("segments", ()))
         return pack
 
     collate._collate = counted
@@ -306,7 +306,7 @@ def test_steps_are_trls(folder: Path, tmp_path: Path, cases: dict[str, dict], wo
             cost = CostModel.from_config(AutoConfig.from_pretrained(start))
             how = {"ranks": world, "token_cap": wanted.token_cap, "tokens": wanted.split_tokens or 999, "cost": cost}
             how["replicas"] = wanted.replicas or 1
-            assert any(split(of_step, **how).segments for of_step in lengths), "no sample would be cut"
+            assert any(split(of_step, **how).split for of_step in lengths), "no sample would be cut"
         found = read_metrics(tmp_path / name / "metrics.jsonl")
         assert [line["loss"] for line in found] == pytest.approx(losses, rel=1e-4, abs=2e-6), name
         assert [line["length"] for line in found] == pytest.approx(means)

@@ -260,7 +260,7 @@ def test_before_the_ranks_start(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_prompt_over_the_cap(folder: Path, tmp_path: Path) -> None:
-    """Split sequences take it as long as its pieces fit."""
+    """Split sequences take it as long as its segments fit."""
     longest = max(len(json.loads(line)["prompt"]) for line in (folder / "prompts.jsonl").read_text().splitlines())
     wanted = options(folder, tmp_path / "out", split_sequences=True, token_cap=longest, max_new_tokens=longest)
     check_before_start(wanted, 2)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from odc_triton.jobs.train.sft_options import SftOptions
-from odc_triton.plan.entries import Piece
+from odc_triton.plan.entries import Segment
 from odc_triton.plan.plan import MinibatchPacks
 from odc_triton.plan.planner import Planner
 from odc_triton.plan.samples import Samples
@@ -82,7 +82,7 @@ def train(rank: int, world: int, wanted: Sequence[SftOptions], stop_after: int |
         nonlocal branches
         packs = own(self, replace(rows, prefixes=None) if world == 1 else rows, rank)
         if self.balance != "queue":
-            branches += sum(isinstance(each, Piece) and each.parent is not None for pack in packs for each in pack)
+            branches += sum(isinstance(each, Segment) and each.parent is not None for pack in packs for each in pack)
         return packs
 
     with mock.patch.object(Planner, "packs", counted):

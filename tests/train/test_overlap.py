@@ -18,7 +18,7 @@ from odc_triton.jobs.train import grpo
 from odc_triton.jobs.train.grpo_options import GrpoOptions
 from odc_triton.jobs.train.grpo_run import GrpoRun
 from odc_triton.jobs.train.metrics import read_metrics
-from odc_triton.plan.entries import Entry, Piece
+from odc_triton.plan.entries import Entry, Segment
 from odc_triton.plan.plan import MinibatchPacks, Plan
 from odc_triton.plan.planner import Planner
 from odc_triton.step import StepReport
@@ -144,7 +144,7 @@ def test_the_update_of_phases(folder: Path, tmp_path: Path, world: int, cases: d
             assert lines[0]["hidden_s"] > 0, name
         entries = [e for found in of_ranks for packs, _ in found[2 * at] for pack in packs for e in pack]
         if world > 1 and "split" in name:
-            assert any(isinstance(each, Piece) for each in entries), f"{name}: no sample would be cut"
+            assert any(isinstance(each, Segment) for each in entries), f"{name}: no sample would be cut"
     made, want = (weights(tmp_path / f"exact, {how}") for how in ("on", "off"))
     assert all(torch.equal(made[name], want[name]) for name in want)
     for how in ("on", "off"):

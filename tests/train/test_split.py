@@ -36,5 +36,5 @@ def test_what_does_not_fit(folder: Path, tmp_path: Path) -> None:
     too_long, too_few, ended = jobs.run(2, *wanted)
     assert ended == ENDED
     assert re.match("DataError.*more than the cap of 80; raise --token-cap", too_long)
-    said = r"ValueError: sample \d+ has .* over the token_cap of 128, and others may read 5 tokens .*pieces need"
+    said = r"ValueError: sample \d+ has .* over the token_cap of 128, and others may read 5 tokens .*segments need"
     assert re.match(said, too_few)

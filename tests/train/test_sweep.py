@@ -57,8 +57,8 @@ def _train(rank: int, world: int, wanted: Sweep, stop_after: int | None = None) 
         return train_sft_among(*given, **how | {"on_metrics": on_metrics})
 
     train_sft_among = sft.train_sft_among
-    no_pictures = mock.patch("odc_triton.jobs.train.outcome.can_draw", return_value=False)
-    with no_pictures, mock.patch.object(sft, "train_sft_among", stopping if stop_after else train_sft_among):
+    no_images = mock.patch("odc_triton.jobs.train.outcome.can_draw", return_value=False)
+    with no_images, mock.patch.object(sft, "train_sft_among", stopping if stop_after else train_sft_among):
         try:
             sweep.train_all(wanted)
         except (RuntimeError, Interrupted) as error:

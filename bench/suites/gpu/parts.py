@@ -145,14 +145,14 @@ class _Given(RowsBefore):
 
 
 def attention(gpu: Gpu, *, most: float) -> Iterator[dict[str, Any]]:
-    """The last piece of a long sample in parts, beside one call over all keys: less than `most` apart."""
+    """The last segment of a long sample in parts, beside one call over all keys: less than `most` apart."""
     for own, before in ((8, 24),) if gpu.rehearsal else ((8192, 57344), (16384, 16384)):
         ways = _attentions(gpu, own, before)
         pairs = zip(("out", "dq", "dk", "dv"), *(run() for run in ways.values()), strict=True)
         off = {name: float((one.float() - other).norm() / other.norm()) for name, one, other in pairs}
         times = {name: _timed(gpu, run) for name, run in ways.items()}
         yield {
-            "what": f"piece of {own} after {before}",
+            "what": f"segment of {own} after {before}",
             "off": off,
             "passed": all(each < most for each in off.values()),
             **times,

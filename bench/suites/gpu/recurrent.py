@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from odc_triton.plan.entries import Piece
+from odc_triton.plan.entries import Segment
 from odc_triton.recurrent.documents import documents_of
 from odc_triton.recurrent.packages import Documents, Function, convolve, kernel_of
 from odc_triton.recurrent.rules import DeltaRule, Rule, Scan
@@ -20,7 +20,7 @@ from odc_triton.recurrent.run import run_documents
 from ...device import Gpu
 
 # Two documents, and a sample off which others branch, one of them off a branch: these begin with a state.
-PIECES = (None, Piece(0, 0, 200), Piece(1, 64, 134, 0), Piece(2, 129, 130, 0), Piece(3, 100, 120, 1), None)
+PIECES = (None, Segment(0, 0, 200), Segment(1, 64, 134, 0), Segment(2, 129, 130, 0), Segment(3, 100, 120, 1), None)
 LENGTHS = (70, 200, 70, 1, 20, 500)
 BOUNDS = [0, *accumulate(LENGTHS)]
 DELTA, KDA, SCAN, CONVOLUTION = "gated delta rule", "Kimi delta attention", "Mamba-2", "convolution"
@@ -89,14 +89,14 @@ def _packed(name: str, function: Function, rows: Sequence[Tensor]) -> Tensor:
 def _alone(name: str, function: Function, rows: Sequence[Tensor]) -> Tensor:
     found: list[Tensor] = []
     samples: dict[int, list[int]] = {}
-    for piece, (first, end) in zip(PIECES, pairwise(BOUNDS), strict=True):
+    for segment, (first, end) in zip(PIECES, pairwise(BOUNDS), strict=True):
         at = [*range(first, end)]
         if name == CONVOLUTION:
             out = function.on(rows[0].device)(rows[0][:, at].transpose(1, 2), *rows[1:], "silu").transpose(1, 2)
         else:
-            if piece is not None:
-                at = samples[piece.sample] = [
-                    *([] if piece.parent is None else samples[piece.parent][: piece.start]),
+            if segment is not None:
+                at = samples[segment.sample] = [
+                    *([] if segment.parent is None else samples[segment.parent][: segment.start]),
                     *at,
                 ]
             own = [each if each.ndim == 1 else each[:, at] for each in rows]

@@ -23,7 +23,7 @@ import numpy as np
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from .vision import PictureProcessor
+    from .vision import VisionProcessor
 
 T = TypeVar("T")
 Messages = Sequence[dict[str, Any]]
@@ -45,7 +45,7 @@ class Conversation(NamedTuple):
     messages: Messages
     tools: list[dict[str, Any]] | None = None  # JSON schemas of the functions that may be called
     learned_from: int = 0  # the first message that may be learned
-    pictures: Sequence[str] = ()  # of each picture, the text that stands for it
+    images: Sequence[str] = ()  # of each image, the text that stands for it
 
 
 class ChatError(ValueError):
@@ -64,14 +64,14 @@ class ChatTemplate:
         self,
         tokenizer: PreTrainedTokenizerBase,
         encode_batch: EncodeBatch,
-        pictures: PictureProcessor | None = None,
+        images: VisionProcessor | None = None,
         before: Sequence[int] = (),
     ) -> None:
-        """`encode_batch` encodes rendered texts and adds no special tokens. Of a processor: its `pictures`, and in
+        """`encode_batch` encodes rendered texts and adds no special tokens. Of a processor: its `images`, and in
         `before` the token that begins a text if the template writes none.
         """
         self._tokenizer, self._encode_batch, self._before = tokenizer, encode_batch, [*before]
-        self._template, self._mark = (pictures.template, pictures.mark) if pictures else (None, None)
+        self._template, self._mark = (images.template, images.mark) if images else (None, None)
 
     def encode(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
         """(token ids, learned spans) of each conversation, in order; no end token is added.
@@ -92,7 +92,7 @@ class ChatTemplate:
         for index, conversation in enumerate(conversations if self._mark is None else []):
             if any(not isinstance(message.get("content", ""), str) for message in conversation.messages):
                 raise ChatError(
-                    index, "has pictures, which a tokenizer alone can't read: give the folder of a model that sees them"
+                    index, "has images, which a tokenizer alone can't read: give the folder of a model that sees them"
                 )
         if self._tokenizer.is_fast and all(_MARKS.search(each) for each in templates):
             return self._by_marks(conversations, max_tokens)
@@ -118,12 +118,12 @@ class ChatTemplate:
         for index, conversation in enumerate(conversations):
             text, ranges = self._guard(index, lambda each=conversation: rendered(each.messages, each.tools))
             text = self._complete(index, conversation, _checked(index, text))
-            texts.append(self._with_pictures(index, conversation, text))
+            texts.append(self._with_images(index, conversation, text))
             before = conversation.messages[: conversation.learned_from]
             if any(message["role"] == ASSISTANT for message in before):
                 _, known = self._guard(index, lambda some=before, each=conversation: rendered(some, each.tools))
                 ranges = ranges[len(known) :]
-            marks.append(self._moved(ranges, text, conversation.pictures))
+            marks.append(self._moved(ranges, text, conversation.images))
 
         def encode(some: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
             out = self._tokenizer(some, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -135,7 +135,7 @@ class ChatTemplate:
 
     def _by_prefixes(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
         wholes = [self._complete(index, each, self._render(index, each)) for index, each in enumerate(conversations)]
-        texts = [self._with_pictures(index, each, wholes[index]) for index, each in enumerate(conversations)]
+        texts = [self._with_images(index, each, wholes[index]) for index, each in enumerate(conversations)]
         heads = [each for some in portions(texts, len) for each in encode_heads(self._encode, some, max_tokens)]
         ids, read = [list(each) for each, _ in heads], [characters for _, characters in heads]
         edges: list[list[int]] = [[] for _ in conversations]  # tokens before and after each turn of the assistant
@@ -151,7 +151,7 @@ class ChatTemplate:
                     return turn >= max_tokens or bool(own and own[-1] >= max_tokens)
 
                 for turn, end in self._edges(index, conversation, wholes[index], is_cut):
-                    ((end, _),) = self._moved([(end, end)], wholes[index], conversation.pictures)
+                    ((end, _),) = self._moved([(end, end)], wholes[index], conversation.images)
                     start = max(bisect_left(places, end) - 1, 0)
                     if end < read[index]:
                         yield index, turn, tokens[start], texts[index][places[start] : end]
@@ -311,26 +311,26 @@ class ChatTemplate:
     def _begin(self, text: str) -> list[int]:
         return [] if text.startswith(self._tokenizer.bos_token or "\0") else self._before
 
-    def _with_pictures(self, index: int, conversation: Conversation, text: str) -> str:
-        """A rendered text, with each picture's own in place of its mark."""
-        pictures = conversation.pictures
+    def _with_images(self, index: int, conversation: Conversation, text: str) -> str:
+        """A rendered text, with each image's own in place of its mark."""
+        images = conversation.images
         if self._mark is None:
             return text
         parts = text.split(self._mark)
-        if len(parts) - 1 != len(pictures):
+        if len(parts) - 1 != len(images):
             raise ChatError(
                 index,
-                f"the chat template writes {len(parts) - 1} {self._mark} for {len(pictures)} pictures: give the "
+                f"the chat template writes {len(parts) - 1} {self._mark} for {len(images)} images: give the "
                 "template of the model's processor",
             )
-        return "".join(each for pair in zip(parts, [*pictures, ""], strict=True) for each in pair)
+        return "".join(each for pair in zip(parts, [*images, ""], strict=True) for each in pair)
 
-    def _moved(self, ranges: list[tuple[int, int]], text: str, pictures: Sequence[str]) -> list[tuple[int, int]]:
-        """Ranges of characters of a rendered `text`, after `_with_pictures`."""
-        if not pictures:
+    def _moved(self, ranges: list[tuple[int, int]], text: str, images: Sequence[str]) -> list[tuple[int, int]]:
+        """Ranges of characters of a rendered `text`, after `_with_images`."""
+        if not images:
             return ranges
         ends = [found.end() for found in re.finditer(re.escape(self._mark), text)]
-        gains = [0, *accumulate(len(each) - len(self._mark) for each in pictures)]
+        gains = [0, *accumulate(len(each) - len(self._mark) for each in images)]
         return [tuple(at + gains[bisect_right(ends, at)] for at in each) for each in ranges]
 
     @staticmethod

@@ -32,13 +32,13 @@ import numpy as np
 from ...plan.fields import IGNORED
 from .chat import CHARACTERS_PER_TOKEN
 from .encode import Encoded, batches, encode_records
-from .records import PICTURE_CHARACTERS, DataError, Record
-from .shown import COLUMNS as PICTURE_COLUMNS
-from .shown import ShownPictures, ShownWriter
+from .records import IMAGE_CHARACTERS, DataError, Record
+from .shown import COLUMNS as IMAGE_COLUMNS
+from .shown import ShownImages, ShownWriter
 from .sources import RecordSource
 from .store import column_of, map_arrays, save_arrays
 from .tokenizer import TextEncoder
-from .vision import PictureProcessor
+from .vision import VisionProcessor
 
 TooLong = Literal["error", "truncate", "drop"]
 
@@ -66,7 +66,7 @@ class DataSummary:
     records: int = 0
     samples: int = 0
     truncated: int = 0  # samples that were cut at their end
-    dropped_too_long: int = 0  # also those whose pictures a cut would damage
+    dropped_too_long: int = 0  # also those whose images a cut would damage
     dropped_no_target: int = 0  # an empty text, if none begins it; no turn of the assistant; a prompt of max_tokens
     tokens: int = 0
     target_tokens: int = 0
@@ -92,19 +92,19 @@ class PreparedSamples(ABC):
     largest_token: int  # of all samples; of a subset also of those left out
 
     @property
-    def pictures(self) -> list[list[int]] | None:
+    def images(self) -> list[list[int]] | None:
         """Of each sample the entries of pixel_values, by unit of attention in the tower; None: the data set has no
-        pictures.
+        images.
         """
-        return self._of_pictures("values")
+        return self._of_images("values")
 
     @property
     def floors(self) -> list[int] | None:
-        """Of each sample the tokens up to and including its last picture's, 0 without one; None: as `pictures`."""
-        return self._of_pictures("floors")
+        """Of each sample the tokens up to and including its last image's, 0 without one; None: as `images`."""
+        return self._of_images("floors")
 
     @abstractmethod
-    def _of_pictures(self, name: str) -> list | None: ...
+    def _of_images(self, name: str) -> list | None: ...
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -115,13 +115,13 @@ class PreparedSamples(ABC):
     @abstractmethod
     def undecoded(self) -> PreparedSamples:
         """The same for `find_relatives`, quickly and without a processor: "pixel_values" are the encoded bytes of the
-        pictures, and all tokens up to and including the last picture's count as theirs.
+        images, and all tokens up to and including the last image's count as theirs.
         """
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """{"input_ids", "labels"}, each [length] int64, copies that the caller may change.
 
-        Of a sample with pictures also "mm_token_type_ids", [length] int64, 1 for a picture's tokens, and what the
+        Of a sample with images also "mm_token_type_ids", [length] int64, 1 for an image's tokens, and what the
         model's processor makes of them, without the dimension of the batch: "pixel_values", and of some
         "image_grid_thw" or "pixel_attention_mask". Raises ValueError if no processor was given.
         """
@@ -146,9 +146,9 @@ class TokenizedDataset(PreparedSamples):
         spans: np.ndarray,
         summary: DataSummary,
         path: str | os.PathLike | None = None,
-        shown: ShownPictures | None = None,
+        shown: ShownImages | None = None,
     ) -> None:
-        """`path`: the file that the arrays are mapped from, if any. `shown`: the samples' pictures, if any."""
+        """`path`: the file that the arrays are mapped from, if any. `shown`: the samples' images, if any."""
         self.tokens, self.offsets, self.spans = tokens, offsets, spans
         self.summary = summary
         self.path = None if path is None else Path(path)
@@ -175,7 +175,7 @@ class TokenizedDataset(PreparedSamples):
     def largest_token(self) -> int:
         return int(self.tokens.max())
 
-    def _of_pictures(self, name: str) -> list | None:
+    def _of_images(self, name: str) -> list | None:
         return None if self.shown is None else getattr(self.shown, name)
 
     def __len__(self) -> int:
@@ -186,7 +186,7 @@ class TokenizedDataset(PreparedSamples):
         return sample if self.shown is None else sample | self.shown.fields(index, sample["input_ids"])
 
     def undecoded(self) -> TokenizedDataset:
-        shown = self.shown and ShownPictures(self.shown.arrays, None, decoded=False)
+        shown = self.shown and ShownImages(self.shown.arrays, None, decoded=False)
         return TokenizedDataset(self.tokens, self.offsets, self.spans, self.summary, shown=shown)
 
     def text(self, index: int) -> dict[str, np.ndarray]:
@@ -215,15 +215,15 @@ class TokenizedDataset(PreparedSamples):
     def load(cls, path: str | os.PathLike, *, processor: Any = None, verify: bool = False) -> TokenizedDataset:
         """Maps a file of `save` or `tokenize_source`. Raises DataError for any other.
 
-        `processor`: the model's, of transformers, without which samples with pictures can't be read. `verify` reads the
+        `processor`: the model's, of transformers, without which samples with images can't be read. `verify` reads the
         whole file once and compares its checksums: use it if the file may be damaged.
         """
         try:
-            arrays, meta = map_arrays(path, _COLUMNS, optional=PICTURE_COLUMNS, verify=verify)
+            arrays, meta = map_arrays(path, _COLUMNS, optional=IMAGE_COLUMNS, verify=verify)
             summary = DataSummary(**meta)
             shapes = summary.shapes(len(arrays["spans"]))
-            own = {name: arrays.pop(name) for name in PICTURE_COLUMNS if name in arrays}
-            shown = ShownPictures(own, processor and PictureProcessor(processor)) if own else None
+            own = {name: arrays.pop(name) for name in IMAGE_COLUMNS if name in arrays}
+            shown = ShownImages(own, processor and VisionProcessor(processor)) if own else None
             if shown is not None:
                 shown.check(summary.samples)
             for name, values in arrays.items():
@@ -259,7 +259,7 @@ def tokenize_source(
                 return stack.enter_context(TemporaryFile(dir=folder))
 
             files = {name: new_file() for name in _COLUMNS}
-            shown = ShownWriter(new_file) if encoder.pictures is not None else None
+            shown = ShownWriter(new_file) if encoder.images is not None else None
 
             def write(column: str, values: Any) -> None:
                 files[column].write(np.asarray(values, _COLUMNS[column]).tobytes())
@@ -277,7 +277,7 @@ def tokenize_source(
                 write("offsets", summary.tokens)
                 spans_written += len(sample.spans)
                 if shown is not None:
-                    shown.add(sample.pictures, sample.floor)
+                    shown.add(sample.images, sample.floor)
             require_samples(source.name, summary, options)
             shapes = summary.shapes(spans_written)
             columns = {name: (file, _COLUMNS[name], shapes[name]) for name, file in files.items()}
@@ -293,7 +293,7 @@ def samples_of(
 ) -> Iterator[Encoded]:
     """The samples of these records, encoded by `encode_records`.
 
-    None is cut before the end of its last picture: it is dropped, as too long, instead. Counts in `summary`. Raises
+    None is cut before the end of its last image: it is dropped, as too long, instead. Counts in `summary`. Raises
     DataError for too long a sample if the options require it.
     """
     records = iter(encoded)
@@ -326,7 +326,7 @@ def _sample_of(
     too_long = len(ids) > most
     if too_long:
         if options.too_long == "error":
-            characters = record.characters - PICTURE_CHARACTERS * len(record.pictures)
+            characters = record.characters - IMAGE_CHARACTERS * len(record.images)
             least = "at least " if characters > CHARACTERS_PER_TOKEN * options.max_tokens else ""
             half = f", half of that of a pair, {options.max_tokens}" * options.pairs
             raise DataError(
@@ -347,7 +347,7 @@ def require_samples(name: str, summary: DataSummary, options: DataOptions) -> No
         return
     remedy = "; is there a completion, or a turn whose role is 'assistant', and does it begin below the cap?"
     if summary.dropped_too_long > summary.dropped_no_target:
-        cut = "pictures can't be cut" if options.too_long == "truncate" else "or give --truncate"
+        cut = "images can't be cut" if options.too_long == "truncate" else "or give --truncate"
         remedy = f"; raise --token-cap, {cut}"
     raise DataError(f"{name} leaves no sample to train on: {summary}; the cap is {options.max_tokens} tokens{remedy}")
 
@@ -372,8 +372,8 @@ class SampleSubset(PreparedSamples):
     def largest_token(self) -> int:
         return max(each.largest_token for each in self.sets)
 
-    def _of_pictures(self, name: str) -> list | None:
-        values = [each._of_pictures(name) for each in self.sets]
+    def _of_images(self, name: str) -> list | None:
+        values = [each._of_images(name) for each in self.sets]
         if all(each is None for each in values):
             return None
         without = {"values": [], "floors": 0}[name]

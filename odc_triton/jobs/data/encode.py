@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from .chat import ChatError, Conversation, Spans, encode_heads, portions
 from .records import DataError, Record, content_text
 from .tokenizer import TextEncoder
-from .vision import PictureProcessor, SeenPictures
+from .vision import SeenImages, VisionProcessor
 
 _BATCH_RECORDS = 1024  # most per call of the tokenizer
 
@@ -18,15 +18,15 @@ class Encoded(NamedTuple):
 
     ids: list[int]
     spans: Spans  # that are learned
-    pictures: SeenPictures | None = None
-    floor: int = 0  # tokens up to and including the last picture's
+    images: SeenImages | None = None
+    floor: int = 0  # tokens up to and including the last image's
 
 
 def encode_records(batch: list[Record], encoder: TextEncoder, max_tokens: int) -> Iterator[Encoded]:
     """The batch's records, encoded. Raises DataError."""
-    if encoder.pictures is not None:
+    if encoder.images is not None:
         for record in batch:
-            encoder.pictures.require_unspelled(record)
+            encoder.images.require_unspelled(record)
     texts = [
         text
         for each in batch
@@ -65,8 +65,8 @@ def _encode_chats(records: list[Record], encoder: TextEncoder, max_tokens: int) 
             f"{records[0].where}: messages need a chat template, and a bare tokenizer.json has none; give the "
             "folder of the model's tokenizer, or render the conversations to 'prompt' and 'completion'"
         )
-    vision = encoder.pictures
-    seen = [vision.see(each) if vision is not None and each.pictures else None for each in records]
+    vision = encoder.images
+    seen = [vision.see(each) if vision is not None and each.images else None for each in records]
     conversations = [
         Conversation(_contents(each.messages, vision), each.tools, each.learned_from, saw.texts if saw else ())
         for each, saw in zip(records, seen, strict=True)
@@ -82,15 +82,15 @@ def _encode_chats(records: list[Record], encoder: TextEncoder, max_tokens: int) 
     return [Encoded(*each, saw, floor) for each, saw, floor in zip(encoded, seen, floors, strict=True)]
 
 
-def _contents(messages: list[dict[str, Any]], vision: PictureProcessor | None) -> list[dict[str, Any]]:
+def _contents(messages: list[dict[str, Any]], vision: VisionProcessor | None) -> list[dict[str, Any]]:
     """The messages as templates want them: a processor's takes lists of parts, and may drop a plain text."""
 
     def content(message: dict[str, Any]) -> Any:
         given = message["content"]
         if vision is not None:
             return [{"type": "text", "text": given}] if isinstance(given, str) else given
-        has_picture = not isinstance(given, str) and any(part["type"] == "image" for part in given)
-        return given if has_picture else content_text(message)
+        has_image = not isinstance(given, str) and any(part["type"] == "image" for part in given)
+        return given if has_image else content_text(message)
 
     return [each | {"content": content(each)} if "content" in each else each for each in messages]
 

@@ -8,7 +8,7 @@
     {"instruction": …, "input": …, "output": …}            the output; Alpaca's form
 
 Other fields are ignored, and a field that is null counts as missing. Next to messages there may be `tools`, and the
-assistant may call them: its message has `tool_calls`, and its `content` may be null. Messages may have pictures, and
+assistant may call them: its message has `tool_calls`, and its `content` may be null. Messages may have images, and
 next to them there may be `images` or `image` (`parts`).
 """
 
@@ -17,8 +17,8 @@ from __future__ import annotations
 from typing import Any
 
 from .messages import read_messages, read_tools, unlearned_mark, with_system
-from .parts import given_pictures, place_pictures
-from .records import PICTURE_CHARACTERS, DataError, Form, Record, kind_of, message_text, names_of, string
+from .parts import given_images, place_images
+from .records import IMAGE_CHARACTERS, DataError, Form, Record, kind_of, message_text, names_of, string
 
 FORMS = (
     "'text', or both 'prompt' and 'completion', or 'messages', or 'conversations' (ShareGPT), or both 'instruction' "
@@ -48,21 +48,21 @@ def record_of(where: str, value: Any, *, folder: str | None = None) -> Record:
                     f"the assistant are learned: give the messages before those to learn as 'prompt', and these as "
                     f"'completion', without {mark!r}"
                 )
-        messages, pictures = place_pictures(where, fields, messages)
+        messages, images = place_images(where, fields, messages)
         return Record(
             form=form,
             messages=messages,
             learned_from=learned_from,
             tools=read_tools(where, fields),
-            pictures=pictures,
+            images=images,
             folder=folder,
             where=where,
-            characters=sum(len(message_text(each)) for each in messages) + PICTURE_CHARACTERS * len(pictures),
+            characters=sum(len(message_text(each)) for each in messages) + IMAGE_CHARACTERS * len(images),
         )
-    name, pictures = given_pictures(where, fields)
-    if pictures:
+    name, images = given_images(where, fields)
+    if images:
         raise DataError(
-            f"{where}: has {name!r}, and only 'messages' can have pictures: write the record as messages, or leave "
+            f"{where}: has {name!r}, and only 'messages' can have images: write the record as messages, or leave "
             f"{name!r} out"
         )
     if form == "text":

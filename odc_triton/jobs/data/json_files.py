@@ -78,7 +78,7 @@ def require_bounded(where: str, line: str | bytes) -> None:
     if len(line) > LARGEST_LINE_BYTES:
         raise DataError(
             f"{where}: longer than {LARGEST_LINE_BYTES // 2**20} MiB, the limit for one record; split its text "
-            "into several records, or keep its pictures in files"
+            "into several records, or keep its images in files"
         )
 
 

@@ -3,7 +3,7 @@
     {"role": "user", "content": …}       as OpenAI, transformers and TRL have them
     {"from": "human", "value": …}        as ShareGPT, LLaMA-Factory and axolotl have them
 
-A content is a text, or a list of texts and pictures (`parts`). A list of messages,
+A content is a text, or a list of texts and images (`parts`). A list of messages,
 or of tools, may be written as a string of JSON: CSV and many tables have no lists.
 """
 

@@ -1,4 +1,4 @@
-"""Pictures of a conversation: their places among its texts, and what each is read from.
+"""Images of a conversation: their places among its texts, and what each is read from.
 
     {"content": [{"type": "image"}, {"type": "text", "text": …}]}   and the record's `images`, in order
     {"content": [{"type": "image", "image": …}, …]}                 or "path", "url", "base64"; as transformers has it
@@ -7,7 +7,7 @@
     {"content": "What is this?"}                                    and `images`: in front of the first user message, as
                                                                     TRL's `prepare_multimodal_messages`
 
-A picture is a path (relative to the folder of its data file), bytes, a data URL, base64, a URL, or the struct of
+An image is a path (relative to the folder of its data file), bytes, a data URL, base64, a URL, or the struct of
 `datasets`' image columns, {"bytes": …, "path": …}.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from .records import DataError, from_json, kind_of, names_of, string
 
-Source = "str | bytes"  # a path, a URL, or the picture itself
+Source = "str | bytes"  # a path, a URL, or the image itself
 _MARK = "<image>"
 _FIELDS = ("images", "image")  # of a record
 _KEYS = ("image", "path", "url", "base64")  # of a part
@@ -48,24 +48,24 @@ def _part(here: str, part: Any) -> dict[str, Any]:
         url = part.get("image_url")
         part = {"url": url.get("url") if isinstance(url, dict) else url}
     elif kind != "image":
-        raise DataError(f"{here} has the type {kind!r}; only texts and pictures are supported, so leave it out")
+        raise DataError(f"{here} has the type {kind!r}; only texts and images are supported, so leave it out")
     found = [part[name] for name in _KEYS if name in part]
     if len(found) > 1:
-        raise DataError(f"{here} has {names_of(part)}: give one picture a part")
+        raise DataError(f"{here} has {names_of(part)}: give one image a part")
     if not found:
         return {"type": "image"}
     return {"type": "image", "image": _source(here, found[0], is_base64="base64" in part)}
 
 
 def _source(here: str, value: Any, is_base64: bool = False) -> Source:
-    """A path, a URL, or the picture's bytes. Raises DataError."""
+    """A path, a URL, or the image's bytes. Raises DataError."""
     if isinstance(value, dict) and value.keys() <= {"bytes", "path"}:
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
     if isinstance(value, (bytes, bytearray)):
         return bytes(value)
     if not isinstance(value, str):
         given = type(value).__name__ if kind_of(value).startswith("a value") else kind_of(value)
-        raise DataError(f"{here}: a picture is a path, a URL, base64 or bytes, not {given}")
+        raise DataError(f"{here}: an image is a path, a URL, base64 or bytes, not {given}")
     if value.startswith("data:"):
         head, _, value = value.partition(",")
         is_base64 = True
@@ -79,15 +79,15 @@ def _source(here: str, value: Any, is_base64: bool = False) -> Source:
         except (binascii.Error, ValueError) as error:
             raise DataError(f"{here}: its base64 is damaged: {error}") from error
     if not value or any(unicodedata.category(each) in ("Cc", "Cs") for each in value):  # a control, half a surrogate
-        raise DataError(f"{here}: {value[:100]!a} is the path of no picture")
+        raise DataError(f"{here}: {value[:100]!a} is the path of no image")
     return value
 
 
-def place_pictures(
+def place_images(
     where: str, fields: dict[str, Any], messages: list[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], tuple[Source, ...]]:
-    """(the messages, whose pictures are only {"type": "image"}; the pictures, in order). Raises DataError."""
-    name, given = given_pictures(where, fields)
+    """(the messages, whose images are only {"type": "image"}; the images, in order). Raises DataError."""
+    name, given = given_images(where, fields)
     contents = [message.get("content", "") for message in messages]
     if given and all(isinstance(content, str) for content in contents):
         if any(_MARK in content for content in contents):
@@ -98,28 +98,28 @@ def place_pictures(
     sources, placed = [], []  # of a source: None if it is one of those given
     for number, (message, content) in enumerate(zip(messages, contents, strict=True)):
         if isinstance(content, list):
-            pictures = [part for part in content if part["type"] == "image"]
-            if pictures and message["role"] == "assistant":
+            images = [part for part in content if part["type"] == "image"]
+            if images and message["role"] == "assistant":
                 raise DataError(
-                    f"{where}: message {number} of the assistant has a picture, which a model can't learn to write; "
+                    f"{where}: message {number} of the assistant has an image, which a model can't learn to write; "
                     "put it into a message of the user"
                 )
-            sources += [part.get("image") for part in pictures]
-            message = message | {"content": [{"type": "image"} if part in pictures else part for part in content]}
+            sources += [part.get("image") for part in images]
+            message = message | {"content": [{"type": "image"} if part in images else part for part in content]}
         placed.append(message)
     if (places := sources.count(None)) != len(given):
         raise DataError(
-            f"{where}: has {len(given)} pictures in {name!r} and its messages have {places} places for them: give each "
-            f'picture its {{"type": "image"}} or {_MARK}, and each of these its picture'
+            f"{where}: has {len(given)} images in {name!r} and its messages have {places} places for them: give each "
+            f'image its {{"type": "image"}} or {_MARK}, and each of these its image'
         )
     rest = iter(given)
     return placed, tuple(next(rest) if source is None else source for source in sources)
 
 
-def given_pictures(where: str, fields: dict[str, Any]) -> tuple[str, list[Source]]:
-    """(the field of a record that has its pictures, its pictures). Raises DataError."""
+def given_images(where: str, fields: dict[str, Any]) -> tuple[str, list[Source]]:
+    """(the field of a record that has its images, its images). Raises DataError."""
     if fields.get("videos") not in (None, "", []):
-        raise DataError(f"{where}: has 'videos'; only texts and pictures are supported, so leave the record out")
+        raise DataError(f"{where}: has 'videos'; only texts and images are supported, so leave the record out")
     found = [name for name in _FIELDS if fields.get(name) not in (None, "", [])]
     if len(found) > 1:
         raise DataError(f"{where}: has 'images' and also 'image'; keep one of them")
@@ -129,7 +129,7 @@ def given_pictures(where: str, fields: dict[str, Any]) -> tuple[str, list[Source
     if isinstance(values, str) and values.startswith("["):  # of CSV
         values = from_json(values)
     values = values if isinstance(values, list) else [values]
-    return found[0], [_source(f"{where}: picture {at} of {found[0]!r}", each) for at, each in enumerate(values, 1)]
+    return found[0], [_source(f"{where}: image {at} of {found[0]!r}", each) for at, each in enumerate(values, 1)]
 
 
 def _split(content: str) -> str | list[dict[str, Any]]:

@@ -65,7 +65,7 @@ def pair_of(where: str, value: Any) -> tuple[Record, Record]:
             made.append(record_of(f"{where}, {name}", {"prompt": prompt, "completion": completion, **others}))
         except DataError as error:
             raise DataError(str(error).replace("'completion'", repr(name))) from error
-    if made[0].pictures:
+    if made[0].images:
         raise DataError(f"{where}: has images, which pairs can't have yet: leave them out")
     return made[0], made[1]
 

@@ -5,8 +5,8 @@ set of `datasets`, its fingerprint), the tokenizer with its chat template and li
 version of this format. So nothing is ever stale: a change gives another name, and unused files may be deleted at any
 time. Checksums are compared before a file is reused; a damaged one is rewritten.
 
-Pictures are kept in the file as they are encoded; for them its name also holds the processor's settings and Pillow's
-version. A picture's own file is read only when the samples are made: after a change there, touch the data's file.
+Images are kept in the file as they are encoded; for them its name also holds the processor's settings and Pillow's
+version. An image's own file is read only when the samples are made: after a change there, touch the data's file.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def prepare_data(
     source = open_source(name, columns)
     if options.pairs:
         source = PairSource(source)
-    processor = encoder.pictures and encoder.pictures.processor
+    processor = encoder.images and encoder.images.processor
     if (path := prepared_path(source, encoder, options, folder)) is None:
         raise ValueError(f"{name} or its encoder has no fingerprint, so its samples could not be found again")
     if path.exists():

@@ -9,7 +9,7 @@ from datetime import date, time
 from itertools import islice
 from typing import Any, Literal
 
-PICTURE_CHARACTERS = 40_000
+IMAGE_CHARACTERS = 40_000
 Form = Literal[
     "text", "prompt and completion", "prompt and completion as messages", "messages", "conversations", "Alpaca"
 ]
@@ -22,10 +22,10 @@ class DataError(ValueError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """One record. For a text `prompt` is None and `completion` is the whole text. `messages` is None unless the
-    record is a conversation; then `prompt` is None, `completion` is empty, and there may be `tools` and `pictures`.
+    record is a conversation; then `prompt` is None, `completion` is empty, and there may be `tools` and `images`.
 
     A message's content is a text, or a list of {"type": "text", "text": …} and {"type": "image"}; of these each has one
-    of the `pictures`, in order.
+    of the `images`, in order.
     """
 
     form: Form
@@ -34,10 +34,10 @@ class Record:
     messages: list[dict[str, Any]] | None = None
     learned_from: int = 0  # the first message that may be learned
     tools: list[dict[str, Any]] | None = None
-    pictures: tuple[str | bytes, ...] = ()  # a path, a URL, or the picture as it is encoded
+    images: tuple[str | bytes, ...] = ()  # a path, a URL, or the image as it is encoded
     folder: str | None = None  # that paths are relative to
     where: str  # its name in errors
-    characters: int  # in all its texts; a picture counts as `PICTURE_CHARACTERS`, so that batches hold few
+    characters: int  # in all its texts; an image counts as `IMAGE_CHARACTERS`, so that batches hold few
 
 
 def message_text(message: dict[str, Any]) -> str:
@@ -47,7 +47,7 @@ def message_text(message: dict[str, Any]) -> str:
 
 
 def content_text(message: dict[str, Any]) -> str:
-    """A message's content without its pictures."""
+    """A message's content without its images."""
     content = message.get("content", "")
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 

@@ -46,7 +46,7 @@ class RecordSource(ABC):
 
     @abstractmethod
     def rows(self) -> Iterator[tuple[str, Any, str | None]]:
-        """(name in errors, value, the folder that pictures' paths are relative to) of each record, unchecked. Raises
+        """(name in errors, value, the folder that images' paths are relative to) of each record, unchecked. Raises
         DataError."""
 
     @abstractmethod

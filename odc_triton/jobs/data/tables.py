@@ -48,7 +48,7 @@ def without_nulls(fields: Any) -> Any:
 
 
 def keep_encoded(features: Any) -> None:
-    """Makes the pictures in `features` of `datasets` stay as they are stored: {"bytes": …, "path": …}."""
+    """Makes the images in `features` of `datasets` stay as they are stored: {"bytes": …, "path": …}."""
     if type(features).__name__ == "Image":
         features.decode = False
     if isinstance(features, dict):
@@ -89,7 +89,7 @@ def _parquet(file: BinaryIO, why: str) -> Iterator[Any]:
 
 
 def _rows(count: int, size: int) -> int:
-    """Rows to decode at a time, of `count` rows of `size` bytes: pictures are large."""
+    """Rows to decode at a time, of `count` rows of `size` bytes: images are large."""
     return max(1, min(_ROWS, count * _BYTES // max(size, 1)))
 
 

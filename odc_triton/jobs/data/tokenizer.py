@@ -27,7 +27,7 @@ from ...base.errors import in_a_line
 from ...base.files import reading
 from ...checkpoint.adapted import with_tokenizer
 from .chat import ChatTemplate
-from .vision import PictureProcessor
+from .vision import VisionProcessor
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -145,18 +145,18 @@ class TextEncoder:
     decode: Callable[[Sequence[int]], str] | None = None  # special tokens written out
     chat: ChatTemplate | None = None
     fingerprint: str | None = None  # changes whenever a text's ids might; None: unknown
-    pictures: PictureProcessor | None = None  # None: records have none
+    images: VisionProcessor | None = None  # None: records have none
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | PreTrainedTokenizerBase | ProcessorMixin, *, fetch: bool = False) -> TextEncoder:
         """The encoder of any transformers tokenizer, of one that `train_tokenizer` made, or of a processor, with
-        pictures; `fetch`: also those on the network.
+        images; `fetch`: also those on the network.
 
         Raises ValueError if no end token is known, and for a processor that is not supported.
         """
-        pictures = None
+        images = None
         if hasattr(tokenizer, "image_processor"):
-            pictures, tokenizer = PictureProcessor(tokenizer, fetch=fetch), tokenizer.tokenizer
+            images, tokenizer = VisionProcessor(tokenizer, fetch=fetch), tokenizer.tokenizer
         if not hasattr(tokenizer, "eos_token_id"):
             tokenizer = to_transformers(tokenizer)
         if tokenizer.eos_token_id is None:
@@ -170,7 +170,7 @@ class TextEncoder:
         vocabulary = tokenizer.get_vocab()
         marks = [(vocabulary[token],) if token in vocabulary else () for token in (PROMPT, COMPLETION)]
 
-        if pictures is not None and tokenizer("", verbose=False)["input_ids"] != [*begin]:
+        if images is not None and tokenizer("", verbose=False)["input_ids"] != [*begin]:
             raise ValueError(f"{tokenizer.name_or_path} adds a token to a text's end, which is not supported")
 
         encodes_plainly = _encodes_plainly(tokenizer)
@@ -194,9 +194,9 @@ class TextEncoder:
             decode=lambda ids: tokenizer.decode(
                 list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
             ),
-            chat=ChatTemplate(tokenizer, encode_batch, pictures, begin if pictures else ()),
-            fingerprint=_fingerprint(tokenizer) + (pictures.fingerprint() if pictures else ""),
-            pictures=pictures,
+            chat=ChatTemplate(tokenizer, encode_batch, images, begin if images else ()),
+            fingerprint=_fingerprint(tokenizer) + (images.fingerprint() if images else ""),
+            images=images,
         )
 
     def begun(self, before: tuple[int, ...], ids: Sequence[int]) -> list[int]:

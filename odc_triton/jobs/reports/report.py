@@ -1,4 +1,4 @@
-"""The report of a run: timelines as a picture, numbers as a table, both with the loss curves as one page.
+"""The report of a run: timelines as an image, numbers as a table, both with the loss curves as one page.
 
 Timelines are painted by pixel, not by span: a pixel column is an interval of time, and a rank's bar shows the share of
 each state in it, waiting at the top. So spans thinner than a column keep their area, however many there are.
@@ -45,7 +45,7 @@ INK, FAINT = "#1A1A1A", "#6B6B6B"
 CURVES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 TITLE = "What every rank does over time: red is waiting"
 
-# Pictures have twice as many pixels as they are shown with. Ranks' names and numbers are beside the axes.
+# Images have twice as many pixels as they are shown with. Ranks' names and numbers are beside the axes.
 _DPI, _WIDTH, _LEFT, _COLUMNS = 200, 2400, 150, 1830
 _ABOVE, _BELOW, _BETWEEN = 242, 140, 110
 
@@ -144,7 +144,7 @@ def require_matplotlib() -> Any:
 
 
 def _figure(total: int) -> Figure:
-    """An empty picture, `total` pixels high."""
+    """An empty image, `total` pixels high."""
     size = (_WIDTH / _DPI, total / _DPI)
     return require_matplotlib().figure.Figure(figsize=size, dpi=_DPI, facecolor="white")
 
@@ -194,7 +194,7 @@ def _png(figure: Figure) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """One picture of values over steps, under its title. `values`: by curve, one value per step; NaN leaves a gap."""
+    """One image of values over steps, under its title. `values`: by curve, one value per step; NaN leaves a gap."""
 
     title: str
     label: str = ""  # of the values' axis, where the title does not say it

@@ -216,7 +216,7 @@ class OverlappedRollout(Participant):
         return [named(entry, numbers) for entry in relatives.entries(range(len(numbers)))]
 
     def _rest(self) -> Iterable[list[Entry]]:
-        """This rank's packs of what is left, of which other ranks may compute pieces."""
+        """This rank's packs of what is left, of which other ranks may compute segments."""
         numbers, lengths = zip(*self._arrivals.rest.items(), strict=True)
         samples = [self._batch.samples[number] for number in numbers]
         relatives = find_relatives(samples) if self._shares_prefixes else None

@@ -27,7 +27,7 @@ class PolicyGradient(Objective):
 
     The first loss of an entry keeps its log-probabilities: before the first update the policy is the one that sampled.
     `reference`: gives logits of a pack's targets. `teacher`: to learn from besides. `correction`: the importance
-    weights, if another engine sampled. `pieces`: sums over a completion's pieces, where other ranks may have some.
+    weights, if another engine sampled. `segments`: sums over a completion's segments, where other ranks may have some.
 
     Sums, over tokens: `tokens` themselves, `entropy`, `ratio`, `clipped`, and where there is such a model or
     correction `kl`, `divergence`, `mismatch`.
@@ -39,7 +39,7 @@ class PolicyGradient(Objective):
     reference: Callable[[Pack], Tensor | FusedLogits] | None = None
     teacher: Teacher | None = None
     correction: Importance | None = None
-    pieces: SampleSums | None = None
+    segments: SampleSums | None = None
 
     def terms(self, model: nn.Module, packs: Any) -> Callable[[], float]:
         return lambda: self.batch.divisor
@@ -113,8 +113,8 @@ class PolicyGradient(Objective):
         for entry, count, part in zip(entries, counts, values.double().split([*counts]), strict=True):
             if count:
                 own[number_of(entry)] = own.get(number_of(entry), 0.0) + part.sum(0)
-        if self.pieces is not None:
-            own = self.pieces.over_ranks(own, lambda piece: self.batch.count(piece) > 0)
+        if self.segments is not None:
+            own = self.segments.over_ranks(own, lambda segment: self.batch.count(segment) > 0)
         totals = [
             own[number_of(entry)].expand(count, -1) for entry, count in zip(entries, counts, strict=True) if count
         ]

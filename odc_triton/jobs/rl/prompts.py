@@ -11,7 +11,7 @@ from typing import Any
 
 from ...plan.order import Mix, in_passes
 from ..data.messages import read_messages
-from ..data.parts import place_pictures
+from ..data.parts import place_images
 from ..data.records import DataError, content_text, kind_of, names_of
 from ..data.sources import RecordSource, open_source
 from ..data.tokenizer import TextEncoder
@@ -125,9 +125,9 @@ def _prompt_of(where: str, row: Any) -> str | list[dict[str, Any]]:
         raise DataError(f"{where}: needs 'prompt', text or messages; {has}")
     if isinstance(row["prompt"], str):
         return row["prompt"]
-    messages, pictures = place_pictures(where, row, read_messages(where, row, "prompt"))
-    if pictures:
-        raise DataError(f"{where}: the prompt has pictures, which train grpo does not support; leave it out")
+    messages, images = place_images(where, row, read_messages(where, row, "prompt"))
+    if images:
+        raise DataError(f"{where}: the prompt has images, which train grpo does not support; leave it out")
     return [each | {"content": content_text(each)} if "content" in each else each for each in messages]
 
 

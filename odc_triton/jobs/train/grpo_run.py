@@ -112,9 +112,9 @@ class GrpoRun(Run):
                     raise
                 shared_tokens = 0
         needs_sums = options.loss == "gspo" or (correction is not None and correction.is_of_sequences)
-        self.pieces: SampleSums | None = None
+        self.segments: SampleSums | None = None
         if needs_sums and (split_tokens or shared_tokens):
-            self.pieces = SampleSums(model, samples=self.per_step * options.generations)
+            self.segments = SampleSums(model, samples=self.per_step * options.generations)
         self.reference = None if reference is None else Reference(reference, model)
         self.teacher = self.teacher_of(teacher)
         self.cost = cost
@@ -136,7 +136,7 @@ class GrpoRun(Run):
             reference=self.reference,
             teacher=self.teacher,
             correction=correction,
-            pieces=self.pieces,
+            segments=self.segments,
         )
         self.rule = LearningRule(
             loss=options.loss,

@@ -130,7 +130,7 @@ def quantise(model: nn.Module, method: str, dtype: str | None) -> None:
 
 
 def weigh_routers(model: nn.Module, options: SftOptions) -> None:
-    """Writes `router_aux_loss` into the config. Raises ValueError for other models, and for pieces of samples."""
+    """Writes `router_aux_loss` into the config. Raises ValueError for other models, and for segments of samples."""
     config, weight = model.config.get_text_config(), options.router_aux_loss
     if weight is not None:
         if weight and not hasattr(config, "router_aux_loss_coef"):

@@ -57,7 +57,7 @@ def write_report(run: Run, metrics: Sequence[Metrics], events: list[Event], summ
         written.append("trace.json")
     draws = can_draw()
     if not draws:
-        why = 'has no pictures, as matplotlib is not installed; run: pip install "odc-triton[plot]"'
+        why = 'has no images, as matplotlib is not installed; run: pip install "odc-triton[plot]"'
         print(f"report.html {why}")
         summary += f"\n\nThis report {why}"
     more = dict.fromkeys(name for line in metrics for name in line if "rewards/" in name)
@@ -94,14 +94,14 @@ def _has(metrics: Sequence[Metrics], name: str) -> bool:
 
 
 def _curves(metrics: Sequence[Metrics]) -> list[Curves]:
-    """One picture of each of `_CURVES` that has values."""
-    pictures = ([name for name in names if _has(metrics, name)] for names in _CURVES)
+    """One image of each of `_CURVES` that has values."""
+    images = ([name for name in names if _has(metrics, name)] for names in _CURVES)
     return [
         Curves(
             title=", ".join(names),
             values={n: [math.nan if line.get(n) is None else line[n] for line in metrics] for n in names},
         )
-        for names in pictures
+        for names in images
         if names
     ]
 

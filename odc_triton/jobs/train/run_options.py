@@ -83,7 +83,7 @@ class RunOptions:
         None, "pack the frozen base's linear layers in 4 or 8 bits, as bitsandbytes does; needs --lora-rank"
     )
     freeze_vision_tower: bool = option(
-        False, "of a model that sees pictures train only the projector and the text; no adapters in the tower"
+        False, "of a model that sees images train only the projector and the text; no adapters in the tower"
     )
     dtype: Literal["fp32", "bf16"] | None = option(
         None, "dtype of compute; masters and sums of gradients are fp32; by default bf16 on GPUs, fp32 on CPUs"
@@ -293,7 +293,7 @@ class RunOptions:
         return self if self.dtype else replace(self, dtype="bf16" if device == "cuda" else "fp32")
 
     def most_tokens(self, ranks: int) -> int:
-        """Of a sample, whose pieces may be on all `ranks` of a replica, each of at most `token_cap` tokens."""
+        """Of a sample, whose segments may be on all `ranks` of a replica, each of at most `token_cap` tokens."""
         return self.token_cap * (ranks if self.split_sequences else 1)
 
     def require_replicas(self, replicas: int, ranks: int | None = None) -> None:

@@ -123,16 +123,16 @@ class _Beginning:
 
 
 def _begin(source: RecordSource, encoder: TextEncoder, wanted: DataOptions, options: SampleOptions) -> _Beginning:
-    """Reads a few records; with pictures the prepared samples, if there are any, as the pictures' files may be gone.
+    """Reads a few records; with images the prepared samples, if there are any, as the images' files may be gone.
     Raises DataError.
     """
-    path = encoder.pictures and prepared_path(source, encoder, wanted, RunFolder(options.out).file("data"))
+    path = encoder.images and prepared_path(source, encoder, wanted, RunFolder(options.out).file("data"))
     if path and path.exists():
         with contextlib.suppress(DataError):  # damaged: prepared again
             made = TokenizedDataset.load(path)
             return _Beginning(longest=int(made.lengths.max()), largest_token=made.largest_token)
     records = list(islice(PairSource(source) if options.pairs else source, _RECORDS))
-    if encoder.pictures is None and not options.pairs:
+    if encoder.images is None and not options.pairs:
         require_processor(options, records)
     encoded, summary = list(encode_records(records, encoder, wanted.max_tokens)), DataSummary()
     samples = list(samples_of(zip(records, encoded, strict=True), wanted, summary))
@@ -186,7 +186,7 @@ def _joined(sets: list[TokenizedDataset] | list[SampleSubset], copies: Sequence[
 
 
 def _wanted(options: SampleOptions, ranks: int) -> DataOptions:
-    """Options of the samples, whose pieces may be on all `ranks` of a replica."""
+    """Options of the samples, whose segments may be on all `ranks` of a replica."""
     most = options.most_tokens(ranks) - options.more_tokens * (1 + options.pairs)
     return DataOptions(max_tokens=most, too_long=options.too_long, pairs=options.pairs)
 
@@ -220,7 +220,7 @@ def tokenize(options: SampleOptions, folder: Path, ranks: int, reader: Any = Non
                 columns=options.columns,
                 progress=_now_and_then(source),
             )
-            seen = "" if data.pictures is None else f"; {sum(map(bool, data.pictures))} of the samples have pictures"
+            seen = "" if data.images is None else f"; {sum(map(bool, data.images))} of the samples have images"
             print(f"{source}: {data.summary}{seen}", flush=True)
             paths.append(data.path)
     return paths

@@ -27,7 +27,7 @@ class SftOptions(SampleOptions):
         "compute once in a microbatch what its samples begin with alike and don't learn, such as a document or the "
         "turns before; samples that share stay together, which is another order of the data",
     )
-    fetch_images: bool = option(False, "read pictures from http and https addresses in the data, too")
+    fetch_images: bool = option(False, "read images from http and https addresses in the data, too")
     router_aux_loss: float | None = option(
         None,
         "weight of the auxiliary loss that balances the routers of a mixture of experts; 0: off; by default as the "

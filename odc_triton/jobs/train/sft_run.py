@@ -85,7 +85,7 @@ class SftRun(Run):
             replicas=engine.grid.replicas,
             mix=mix,
             relatives=self._relatives(options, cost, engine.rank) if options.share_prefixes else None,
-            extra=tower_costs(model, data.pictures),
+            extra=tower_costs(model, data.images),
             floors=data.floors,
             targets=data.target_counts.tolist(),
         )
@@ -107,7 +107,7 @@ class SftRun(Run):
 
     def _enable_split(self, teacher: nn.Module | None, cuts: int | None) -> None:
         """Of the model and its teacher. Raises ValueError if the longest sample, also of those to evaluate on, can't be
-        split, or the one with the most tokens before the end of its pictures.
+        split, or the one with the most tokens before the end of its images.
         """
         tokens, shards, cap = self.sampler.split_tokens, self.engine.grid.shards, self.options.token_cap
         checked = []  # (number, tokens, floor)
@@ -149,7 +149,7 @@ class SftRun(Run):
 
     def train_step(self) -> Metrics:
         start_s, lr = time.monotonic(), self.lr
-        collate, has_images = self._collate_of(self.data), self.data.pictures is not None
+        collate, has_images = self._collate_of(self.data), self.data.images is not None
         report = self.step(self.next_packs, self.objective, collate=collate, ahead=has_images)
         tokens, more = report.terms, {}
         if router_weight(self.model):
@@ -198,7 +198,7 @@ class SftRun(Run):
             self.sampler.cost,
             learned=data.target_counts.tolist(),
             earliest_cuts=data.floors,
-            extra=tower_costs(self.model, data.pictures),
+            extra=tower_costs(self.model, data.images),
         )
         fit = [index for index, length in enumerate(samples.tokens) if length <= limits.token_cap]
         longer = sorted({*samples.names} - {*fit})
@@ -209,7 +209,7 @@ class SftRun(Run):
         own, purpose = [plan.packs(grid.rank) for plan in plans], f"evaluation after step {self.state.step}"
         with evaluating(self.model):
             self.model.get_output_embeddings().train()  # a fused head computes whole logits in evaluation
-            how = {"collate": self._collate_of(data), "ahead": data.pictures is not None}
+            how = {"collate": self._collate_of(data), "ahead": data.images is not None}
             report = evaluate(self.model, own, CrossEntropy(), purpose=purpose, **how)
         self.idle.restart()
         return report.loss / report.terms if math.isfinite(report.loss) else math.nan

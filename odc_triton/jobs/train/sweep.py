@@ -207,7 +207,7 @@ class _Runner:
         def say(words: str) -> None:
             if grid.rank == 0:
                 with contextlib.suppress(OSError):  # a closed pipe ends no run
-                    shown.write(f"{place} {name}: {words}\n")  # in one piece, as other ranks write too
+                    shown.write(f"{place} {name}: {words}\n")  # in one segment, as other ranks write too
                     shown.flush()
 
         def on_metrics(metrics: Metrics) -> None:

@@ -66,11 +66,11 @@ def collate_step(
     """This rank's packs of a step's samples, of at most the longest one's tokens, collated. Their plan's checksum is of
     all samples' tokens.
 
-    tower: of a model that sees pictures. untaken: as `measured` takes it. All can be pickled, for a worker.
+    tower: of a model that sees images. untaken: as `measured` takes it. All can be pickled, for a worker.
     """
-    lengths, _, pictures = measured(samples, untaken=untaken)
+    lengths, _, images = measured(samples, untaken=untaken)
     limits = Limits(ranks=ranks, token_cap=max(lengths))
-    extra = [tower.sample(values) for values in pictures] if tower else None
+    extra = [tower.sample(values) for values in images] if tower else None
     plan = make_plan(Samples.of(limits.checked(lengths), cost, extra=extra), limits)
     ids = torch.cat([torch.as_tensor(sample["input_ids"]) for sample in samples])
     plan = replace(plan, checksum=zlib.crc32(ids.numpy().tobytes()))

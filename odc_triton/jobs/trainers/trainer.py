@@ -21,7 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from ...objectives.cross_entropy import CrossEntropy
 from ...packs.chunks import compute_in_chunks
 from ...packs.enable import ATTENTION_NAME, innermost, is_packed
-from ...packs.images import sees_pictures, trains_tower
+from ...packs.images import sees_images, trains_tower
 from ...packs.loss import TAKEN, untaken
 from ...packs.neftune import embedding_noise
 from ...packs.pack_loader import PackLoader, is_drawn, measured, refuse_drawn, tower_costs
@@ -32,7 +32,7 @@ from ...plan.sampler import MinibatchSampler
 from ...plan.tower import TowerCost
 from ...sequence.exchange import SequenceExchange
 from ...step import StepPart, StepReport, Sums, Terms, evaluate
-from .picture_records import PictureRecords, has_picture_records
+from .image_records import ImageRecords, has_image_records
 from .sharded_trainer import PackLoss, ShardedTrainer
 from .streams import StreamedSteps, collate_step
 
@@ -50,7 +50,7 @@ class ODCTrainer(ShardedTrainer):
         ODCTrainer(model, TrainingArguments(...), train_dataset=samples).train()
 
     Pass the sharded model, on every rank. A sample of `train_dataset` has `input_ids` and optionally `labels` (-100:
-    not learned), tokenised, without padding, and with pictures the fields that `pack_collate` takes. One step takes
+    not learned), tokenised, without padding, and with images the fields that `pack_collate` takes. One step takes
     world * `per_device_train_batch_size` * `gradient_accumulation_steps` samples, and its loss is the mean over the
     target tokens of all ranks. Logs also have `target_tokens`, those of all ranks since the last log. `evaluate()`
     returns the loss per target token of the whole set; `compute_metrics` and `predict` work as in Trainer, on batches
@@ -72,7 +72,7 @@ class ODCTrainer(ShardedTrainer):
     Each record is read once more before the first step, to know its length.
 
     sampler: a MinibatchSampler of this rank over `train_dataset`. By default one with balance "mini", the longest
-        sample as token cap and `data_seed` or `seed`; pictures cost what the vision tower computes.
+        sample as token cap and `data_seed` or `seed`; images cost what the vision tower computes.
     split: the default sampler splits long samples over ranks, on a model of `enable_split`.
     trainer: other arguments of transformers' Trainer.
 
@@ -97,7 +97,7 @@ class ODCTrainer(ShardedTrainer):
         **trainer: Any,
     ) -> None:
         _check_given(trainer)
-        self._records: dict[int, PictureRecords] = {}  # by the id of a data set, which they keep
+        self._records: dict[int, ImageRecords] = {}  # by the id of a data set, which they keep
         super().__init__(model, args, **trainer)
         self._sampler = sampler
         self._target_tokens = 0
@@ -106,11 +106,11 @@ class ODCTrainer(ShardedTrainer):
         smoothing = 0.0 if dft else self.args.label_smoothing_factor
         self._objective = CrossEntropy(label_smoothing=smoothing, dft=dft, measures=self._is_sft)
         self._terms, self._pack_sums = Terms(number=1), {}  # of the pack that is computed
-        pieces = self._engine.participant(SequenceExchange)
+        segments = self._engine.participant(SequenceExchange)
         self._split_tokens, self._split_cuts = 0, None
-        if pieces is not None:
-            self._split_cuts = pieces.split_cuts
-            self._split_tokens = pieces.tokens if split else getattr(sampler, "split_tokens", 0)
+        if segments is not None:
+            self._split_cuts = segments.split_cuts
+            self._split_tokens = segments.tokens if split else getattr(sampler, "split_tokens", 0)
         if split and not self._split_tokens:
             raise ValueError("split=True: call odc_triton.enable_split(model, tokens=…) after fully_shard")
         if split and sampler is not None:
@@ -119,8 +119,8 @@ class ODCTrainer(ShardedTrainer):
             split or (sampler is not None and (sampler.split_tokens or sampler.relatives is not None))
         ):
             raise ValueError(
-                "neftune_noise_alpha with pieces of samples, which don't know their sample's length: leave it out, or "
-                "split=True and the sampler's split and relatives"
+                "neftune_noise_alpha with segments of samples, which don't know their sample's length: leave it out, "
+                "or split=True and the sampler's split and relatives"
             )
         self._is_streamed = isinstance(self.train_dataset, IterableDataset)
         if self._is_streamed and (sampler is not None or split or self.args.dataloader_num_workers > 1):
@@ -128,7 +128,7 @@ class ODCTrainer(ShardedTrainer):
                 "a sampler, split=True or dataloader_num_workers above 1 with an IterableDataset, whose samples every "
                 "rank reads in order, a step at a time: leave them out, or give a data set with a length"
             )
-        if pieces is not None:
+        if segments is not None:
             compute_in_chunks(model)
         if self._accumulated > 1 and sampler is not None:
             raise ValueError(
@@ -168,7 +168,7 @@ class ODCTrainer(ShardedTrainer):
         args, ranks = self.args, {"rank": self._engine.rank, "ranks": self._engine.world}
         count = self._engine.world * args.per_device_train_batch_size
         self._sampler = StreamedSteps(self.train_dataset, count, drop_last=args.dataloader_drop_last)
-        tower = TowerCost.from_config(model.config, trained=trains_tower(model)) if sees_pictures(model) else None
+        tower = TowerCost.from_config(model.config, trained=trains_tower(model)) if sees_images(model) else None
         how = {"cost": self._cost, "tower": tower, "untaken": untaken(self.model)}
         collate = partial(collate_step, **ranks, **how)
         return self._loader(DataLoader, self._sampler, batch_size=None, collate_fn=collate)
@@ -179,7 +179,7 @@ class ODCTrainer(ShardedTrainer):
         if isinstance(chosen, str):
             chosen = self.eval_dataset[chosen]
         if self.compute_metrics is not None:
-            self._refuse_padded_pictures()
+            self._refuse_padded_images()
             return super().get_eval_dataloader(eval_dataset)
         if chosen is None:
             raise ValueError("evaluation needs an eval_dataset, whose samples have input_ids")
@@ -188,22 +188,22 @@ class ODCTrainer(ShardedTrainer):
         return self._loader(PackLoader, samples, sampler)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        self._refuse_padded_pictures()
+        self._refuse_padded_images()
         return super().get_test_dataloader(test_dataset)
 
-    def _refuse_padded_pictures(self) -> None:
-        if sees_pictures(innermost(self.model)):
+    def _refuse_padded_images(self) -> None:
+        if sees_images(innermost(self.model)):
             raise ValueError(
-                f"{type(self.model).__name__} sees pictures, and compute_metrics and predict pad batches, which only "
+                f"{type(self.model).__name__} sees images, and compute_metrics and predict pad batches, which only "
                 f"text can be: evaluate without compute_metrics"
             )
 
     def _samples(self, dataset: Any) -> Any:
-        """The data set, whose records become samples if they have pictures and no tokens."""
-        if not has_picture_records(dataset):
+        """The data set, whose records become samples if they have images and no tokens."""
+        if not has_image_records(dataset):
             measured(dataset, [0], untaken=self._untaken(dataset))  # else not looked at if a sampler is given
             return dataset
-        made = PictureRecords(dataset, self.data_collator, self.processing_class)
+        made = ImageRecords(dataset, self.data_collator, self.processing_class)
         return self._records.setdefault(id(dataset), made)
 
     def _loader(self, kind: type[DataLoader], *given: Any, **options: Any) -> DataLoader:
@@ -240,7 +240,7 @@ class ODCTrainer(ShardedTrainer):
 
     def _measured(self, dataset: Any) -> tuple[list[int], list[int], list[list[int]]]:
         """`measured` of the whole data set. Records are processed for it: once, and by each rank a part of them."""
-        if not isinstance(dataset, PictureRecords):
+        if not isinstance(dataset, ImageRecords):
             return measured(dataset, untaken=self._untaken(dataset))
         if dataset.measured is None:
             rank, world = self._engine.rank, self._engine.world
@@ -396,7 +396,7 @@ def _check_given(trainer: dict[str, Any]) -> None:
     if trainer.get("compute_loss_func") is not None:
         raise ValueError("compute_loss_func is given: override compute_loss instead, which returns a pack's loss")
     collator = trainer.get("data_collator")
-    allowed = trainer.get("compute_metrics") is not None or has_picture_records(trainer.get("train_dataset"))
+    allowed = trainer.get("compute_metrics") is not None or has_image_records(trainer.get("train_dataset"))
     if collator is not None and not allowed:
         raise ValueError(
             f"data_collator is {collator!r}, but training packs samples without padding: leave it out, and mark what "

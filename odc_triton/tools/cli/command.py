@@ -363,7 +363,7 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
     inspect.add_argument("--map", action="append", default=[], help="NAME=COLUMN, as in training; repeatable")
     inspect.add_argument("--chat-template", type=expanded, help="jinja file or name, as in training")
     inspect.add_argument("--token-cap", type=int, default=4096, help="most tokens in a sample (default: 4096)")
-    inspect.add_argument("--fetch-images", action="store_true", help="fetch pictures that are on the network")
+    inspect.add_argument("--fetch-images", action="store_true", help="fetch images that are on the network")
     for action in inspect._actions:  # as add_arguments has them
         action.metavar = action.metavar or {expanded: "TEXT", None: "TEXT", float: "X", int: "N"}.get(action.type)
     inspect.set_defaults(run=_inspect_data)

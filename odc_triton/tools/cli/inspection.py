@@ -50,7 +50,7 @@ class Inspection:
     forms: Counter[str]  # records of each form
     summary: DataSummary
     lengths: np.ndarray  # tokens of each sample
-    pictures: np.ndarray  # of each record
+    images: np.ndarray  # of each record
     token_cap: int
     too_long_nothing_left: int  # samples over the cap that truncation leaves nothing to learn of
     largest_token: int
@@ -73,10 +73,10 @@ class Inspection:
             lines.append(f"warning: {self.warning}")
         if summary.dropped_no_target:
             lines.append(f"{summary.dropped_no_target:,} records have nothing to learn and would be dropped")
-        if self.pictures.any():
-            least, median, most = np.percentile(self.pictures, (0, 50, 100))
+        if self.images.any():
+            least, median, most = np.percentile(self.images, (0, 50, 100))
             lines.append(
-                f"{self.pictures.sum():,} pictures; a record has {least:.0f} to {most:.0f}, {self.pictures.mean():.2g} "
+                f"{self.images.sum():,} images; a record has {least:.0f} to {most:.0f}, {self.images.mean():.2g} "
                 f"in the mean, {median:.0f} in the median"
             )
         lines += ["", "length in tokens"]
@@ -113,21 +113,21 @@ def inspect_data(
     `tokenize_source` does.
     """
     DataOptions(max_tokens=token_cap)  # raises if the cap is too small
-    forms, pictures = Counter(), []
+    forms, images = Counter(), []
     for record in source:
         forms[record.form] += 1
-        pictures.append(len(record.pictures))
+        images.append(len(record.images))
     first = list(islice(source, _INSPECTED))
     with TemporaryDirectory(prefix="odc-triton-inspect-") as folder:
         path = Path(folder) / "data.npz"
         tokenize_source(source, encoder, path, DataOptions(max_tokens=_NO_CAP))
-        data = TokenizedDataset.load(path, processor=encoder.pictures and encoder.pictures.processor)
+        data = TokenizedDataset.load(path, processor=encoder.images and encoder.images.processor)
     return Inspection(
         data=source.name,
         forms=forms,
         summary=data.summary,
         lengths=data.lengths,
-        pictures=np.array(pictures),
+        images=np.array(images),
         token_cap=token_cap,
         too_long_nothing_left=int(((data.lengths > token_cap) & (data.targets_below(token_cap) == 0)).sum()),
         largest_token=data.largest_token,
@@ -157,9 +157,9 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _reader(tokenizer: str, names: Sequence[str], columns: Mapping[str, str]) -> Any:
-    """The tokenizer, or, for data with pictures, the processor beside it."""
+    """The tokenizer, or, for data with images, the processor beside it."""
     may_have_one = has_processor(tokenizer) or not Path(tokenizer).exists()  # a hub id
-    if may_have_one and any(record.pictures for name in names for record in open_source(name, columns)):
+    if may_have_one and any(record.images for name in names for record in open_source(name, columns)):
         return read_processor(tokenizer)
     return read_tokenizer(tokenizer)
 

@@ -109,7 +109,7 @@ def activation_bytes_per_token(
 def long_bytes_per_token(
     model: nn.Module, decoder: Decoder, *, itemsize: int, sum_itemsize: int, offloaded: bool
 ) -> int:
-    """Bytes at the peak of a microbatch with pieces of samples, per token: in the backward of a checkpointed layer's
+    """Bytes at the peak of a microbatch with segments of samples, per token: in the backward of a checkpointed layer's
     attention. MLPs and norms are in chunks, and the head is fused, so they hold less. With e = `itemsize`, s =
     `sum_itemsize`, hidden size h, A and G the widths of all queries and of all keys, d that of one:
 
@@ -117,7 +117,7 @@ def long_bytes_per_token(
       + e (3 h + 2 A + 2 G)         the first norm's output, the sum after attention and its gradient; q, k, v, output
       + e (A + G)                   with q/k norms: their inputs
       + e A + s (A + 2 G)           gradients of the output, and sums of those of q, k and v
-      + e (A / 2 + 2 G)             gradients by one call, for one of two pieces
+      + e (A / 2 + 2 G)             gradients by one call, for one of two segments
       + 2 e d + 4 heads             cosines and sines; log-sum-exp
     """
     config = text_config(model)

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...packs.chunks import compute_in_chunks
-from ...plan.entries import Piece
-from ...plan.pieces import Read, SplitPlan
+from ...plan.entries import Segment
+from ...plan.segments import Read, SplitPlan
 from ...recurrent.layers import separate_documents
 from ...sequence.enable import set_sides, sides_of
 from ...sequence.exchange import SequenceExchange
@@ -72,7 +72,7 @@ class _MiddleExchange(SequenceExchange):
         none: Any = SimpleNamespace(begin=_nothing, go_on=_nothing)
         self.sync = self.streams = none
         self._written = {}
-        self.begin(SplitPlan.of([[[Piece(0, rank * tokens, (rank + 1) * tokens)]] for rank in range(3)]))
+        self.begin(SplitPlan.of([[[Segment(0, rank * tokens, (rank + 1) * tokens)]] for rank in range(3)]))
 
     def read(self, layer: int, spans: Any, run: Read, dtypes: Any, *, backward: bool = False) -> SharedRows:
         shape = self.buffers.shapes[layer]
@@ -133,9 +133,9 @@ def _peak(model: Any, counts: list[int], shapes: list[Any], tokens: int, head: b
     """Bytes of a microbatch, with what the removed layers keep, without the gradients of parameters."""
     decoder, starts, ids = model.base_model, dict[nn.Module, int](), torch.zeros(1, tokens, dtype=torch.long)
     set_sides(shapes, _MiddleExchange([shape for _, shape in shapes], tokens))
-    ends: Any = torch.zeros(3)  # of two documents, or of a piece
+    ends: Any = torch.zeros(3)  # of two documents, or of a segment
     ends._odc_bounds = (0, tokens // 2, tokens)
-    documents = {"pieces": [Piece(0, tokens, 2 * tokens)]} if shapes else {"cu_seq_lens_q": ends}
+    documents = {"segments": [Segment(0, tokens, 2 * tokens)]} if shapes else {"cu_seq_lens_q": ends}
     given = {"input_ids": ids, "use_cache": False, **documents}
     live = LiveBytes(parameter.shape for parameter in model.parameters())
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...plan.cost import CostModel
-from ...plan.entries import Entry, Piece
-from ...plan.pieces import SplitPlan
+from ...plan.entries import Entry, Segment
 from ...plan.planner import SHARED, SPLIT, make_plan
 from ...plan.queue import queue_packs as balance_queue_packs
 from ...plan.relatives import Relatives
 from ...plan.samples import Limits, Samples
+from ...plan.segments import SplitPlan
 from ...plan.split import readable_tokens
 from ...plan.strategies import STRATEGIES
 from .hardware import Links
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ALL_BALANCES = (*STRATEGIES, SPLIT, SHARED)
 
-Packs = list[list[int | Piece]]  # one rank's: per microbatch the tokens of its documents, or pieces
+Packs = list[list[int | Segment]]  # one rank's: per microbatch the tokens of its documents, or segments
 
 
 class SharedPack(list):
@@ -40,17 +40,17 @@ class SharedPack(list):
 
     @classmethod
     def of(
-        cls, entries: Sequence[int | Piece], lengths: Sequence[int], rank: int, plan: SplitPlan | None
+        cls, entries: Sequence[int | Segment], lengths: Sequence[int], rank: int, plan: SplitPlan | None
     ) -> SharedPack:
         made = cls(sizes_of(entries, lengths))
-        fetched: dict[Piece, int] = {}  # siblings read the same rows once
+        fetched: dict[Segment, int] = {}  # siblings read the same rows once
         for each in made:
-            if plan is None or not isinstance(each, Piece) or (planned := plan.find(each)) is None:
+            if plan is None or not isinstance(each, Segment) or (planned := plan.find(each)) is None:
                 continue
             made.wave = planned.wave
             for holder, low, high in plan.reads(each):
                 if holder.rank != rank:
-                    fetched[holder.piece] = max(high - low, fetched.get(holder.piece, 0))
+                    fetched[holder.segment] = max(high - low, fetched.get(holder.segment, 0))
         made.fetched = sum(fetched.values())
         return made
 
@@ -82,13 +82,13 @@ def assign_packs(
     plan = make_plan(samples, limits, balance)
     packs = [plan.packs(rank) for rank in range(ranks)]
     if balance == SHARED:
-        return [[SharedPack.of(pack, lengths, rank, plan.segments) for pack in own] for rank, own in enumerate(packs)]
+        return [[SharedPack.of(pack, lengths, rank, plan.split) for pack in own] for rank, own in enumerate(packs)]
     return [[sizes_of(pack, lengths) for pack in own] for own in packs]
 
 
-def sizes_of(pack: Sequence[Entry], lengths: Sequence[int]) -> list[int | Piece]:
-    """The tokens of its samples, or pieces."""
-    return [replace(each, length=lengths[each.sample]) if isinstance(each, Piece) else lengths[each] for each in pack]
+def sizes_of(pack: Sequence[Entry], lengths: Sequence[int]) -> list[int | Segment]:
+    """The tokens of its samples, or segments."""
+    return [replace(each, length=lengths[each.sample]) if isinstance(each, Segment) else lengths[each] for each in pack]
 
 
 def queue_packs(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel) -> Packs:
@@ -153,22 +153,22 @@ class Job:
     def slowness(self) -> np.ndarray:
         return np.array([self.slow.get(rank, 1.0) for rank in range(self.ranks)])
 
-    def pack_seconds(self, pack: Sequence[int | Piece]) -> float:
-        """Seconds of one microbatch. A piece takes the time of its sequence up to its end, minus that up to its
+    def pack_seconds(self, pack: Sequence[int | Segment]) -> float:
+        """Seconds of one microbatch. A segment takes the time of its sequence up to its end, minus that up to its
         start, plus the transfers of keys, values and gradients of the tokens before it, and its pair between others.
         """
-        pieces = [each for each in pack if isinstance(each, Piece)]
-        if not pieces:
+        segments = [each for each in pack if isinstance(each, Segment)]
+        if not segments:
             return self.seconds(pack)
-        ends = [each.stop if isinstance(each, Piece) else each for each in pack]
-        starts = [each.start for each in pieces if each.start]
-        pairs = sum(len(each) for each in pieces if each.start and each.stop < (each.length or 0))
+        ends = [each.stop if isinstance(each, Segment) else each for each in pack]
+        starts = [each.start for each in segments if each.start]
+        pairs = sum(len(each) for each in segments if each.start and each.stop < (each.length or 0))
         pairs_s = pairs * self.cost.pair / self.cost.sequence(1) * (self.seconds([1]) - self.seconds([]))
         return self.seconds(ends) - (self.seconds(starts) - self.seconds([])) + pairs_s + self.kv_seconds(pack)
 
-    def kv_seconds(self, pack: Sequence[int | Piece]) -> float:
+    def kv_seconds(self, pack: Sequence[int | Segment]) -> float:
         """Seconds of these transfers."""
-        fetched = sum(each.start for each in pack if isinstance(each, Piece))
+        fetched = sum(each.start for each in pack if isinstance(each, Segment))
         if isinstance(pack, SharedPack):
             fetched = pack.fetched
         gpus = self.links.gpus

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...plan.entries import Piece
+from ...plan.entries import Segment
 from ...plan.queue import QUEUE
 from .job import (
     ALL_BALANCES,
@@ -99,7 +99,7 @@ def simulate(
     if recorder:
         recorder.finish(over[0], float(last[0, 0]), job.barrier_s, tail)
     tokens = max(
-        sum(len(each) if isinstance(each, Piece) else each for each in pack)
+        sum(len(each) if isinstance(each, Segment) else each for each in pack)
         for trial in assigned
         for packs in trial
         for pack in packs
@@ -184,8 +184,8 @@ def _run(assigned: list[list[Packs]], schedule: str, job: Job, moves: _Moves, re
 
 def _work(assigned: list[list[Packs]], most: int, job: Job) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of each microbatch (microbatches, trials, ranks), and which shares of them are computing and moving keys
-    and values (microbatches, 2, trials, ranks). Ranks that compute pieces of one sequence wait for each other in every
-    layer, those of another replica don't.
+    and values (microbatches, 2, trials, ranks). Ranks that compute segments of one sequence wait for each other in
+    every layer, those of another replica don't.
     """
     work = np.zeros((most, len(assigned), job.ranks))
     shares = np.stack([np.ones_like(work), np.zeros_like(work)], axis=1)
@@ -195,7 +195,7 @@ def _work(assigned: list[list[Packs]], most: int, job: Job) -> tuple[np.ndarray,
             work[: len(packs), trial, rank] = [job.pack_seconds(pack) for pack in packs]
             for index, pack in enumerate(packs):
                 wave = pack.wave if isinstance(pack, SharedPack) else index
-                if wave is not None and any(isinstance(each, Piece) for each in pack):
+                if wave is not None and any(isinstance(each, Segment) for each in pack):
                     waves.setdefault((wave, rank // job.links.gpus), []).append((index, rank))
         for places in waves.values():
             moved = np.array([job.kv_seconds(ranks[rank][index]) for index, rank in places])

@@ -39,7 +39,7 @@ SETTINGS = {
 }
 BASELINE = "FSDP2 + LB-Micro"  # the paper's
 COLUMNS = ("samples/GPU", "rank", "setting", "s/step", "speed-up", "idle", "exposed comm.", "GB/GPU", "")
-DRAWN = (BASELINE, "FSDP2 + global packing", "ODC + LB-Mini", "ODC + queue")  # in pictures
+DRAWN = (BASELINE, "FSDP2 + global packing", "ODC + LB-Mini", "ODC + queue")  # in images
 ALONE = "ODC, a run per GPU"
 _LINK_EFFICIENCY = 0.8  # of the nominal bandwidth
 _COLLECTIVE_SMS = 0.1  # share of an A100's or H100's SMs: a dozen NCCL blocks, each on an SM

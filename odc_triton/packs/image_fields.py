@@ -1,4 +1,4 @@
-"""A sample's pictures in a pack: their pixel values, and the places and positions of their tokens."""
+"""A sample's images in a pack: their pixel values, and the places and positions of their tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from ..plan.fields import PICTURE_FIELDS, TOKEN_TYPES
+from ..plan.fields import IMAGE_FIELDS, TOKEN_TYPES
 
 
 class PackImages(TypedDict, total=False):
@@ -29,7 +29,7 @@ _VIDEOS = ("pixel_values_videos", "video_grid_thw")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pictures:
+class SampleImages:
     """`fields`: what the processor made of them, along dim 0 one after the other. `runs`: the tokens that stand for
     them, as spans [start, stop) of neighbours. `tokens`: of the whole sample.
     """
@@ -39,27 +39,27 @@ class Pictures:
     tokens: int
 
     @classmethod
-    def of(cls, sample: Mapping[str, Any], tokens: int, where: str) -> Pictures | None:
-        """The pictures of a sample of `tokens` tokens; None if it has none. Raises ValueError, which begins with
+    def of(cls, sample: Mapping[str, Any], tokens: int, where: str) -> SampleImages | None:
+        """The images of a sample of `tokens` tokens; None if it has none. Raises ValueError, which begins with
         `where`, for videos and for fields that don't fit one another.
         """
         if any(sample.get(name) is not None for name in _VIDEOS):
-            raise ValueError(f"{where} has a video: only pictures are supported, leave it out")
-        fields = {name: torch.as_tensor(sample[name]) for name in PICTURE_FIELDS if sample.get(name) is not None}
+            raise ValueError(f"{where} has a video: only images are supported, leave it out")
+        fields = {name: torch.as_tensor(sample[name]) for name in IMAGE_FIELDS if sample.get(name) is not None}
         types = next((torch.as_tensor(sample[name]) for name in TOKEN_TYPES if sample.get(name) is not None), None)
         if types is None or not bool(types.any()):
             if len(fields.get("pixel_values", ())):
                 raise ValueError(
-                    f"{where} has pixel_values and no mm_token_type_ids that say which tokens are the pictures': call "
+                    f"{where} has pixel_values and no mm_token_type_ids that say which tokens are the images': call "
                     f"the processor with return_mm_token_type_ids=True"
                 )
             return None
         if types.shape != (tokens,):
             raise ValueError(f"{where}: {TOKEN_TYPES[0]} have shape {tuple(types.shape)}, for {tokens} input_ids")
         if "pixel_values" not in fields:
-            raise ValueError(f"{where} has tokens of pictures and no pixel_values: leave neither out")
+            raise ValueError(f"{where} has tokens of images and no pixel_values: leave neither out")
         if not bool(((types == 0) | (types == 1)).all()):
-            raise ValueError(f"{where}: types of tokens must be 0, text, or 1, a picture: leave videos out")
+            raise ValueError(f"{where}: types of tokens must be 0, text, or 1, an image: leave videos out")
         if (mask := fields.get("pixel_attention_mask")) is not None and mask.dim() == 4:  # a batch of one
             fields |= {"pixel_attention_mask": mask[0], "pixel_values": fields["pixel_values"][0]}
         edges = types.new_tensor([0, *types.tolist(), 0]).diff().nonzero().flatten().tolist()
@@ -69,20 +69,20 @@ class Pictures:
         return found
 
     def are_within(self, start: int, stop: int, where: str) -> bool:
-        """True if tokens `start` to `stop` have all pictures, False if they have none. Raises ValueError otherwise."""
+        """True if tokens `start` to `stop` have all images, False if they have none. Raises ValueError otherwise."""
         if start >= self.runs[-1][1]:
             return False
         if start > self.runs[0][0] or stop < self.runs[-1][1]:
             raise ValueError(
-                f"{where}: tokens {start} to {stop} have a part of its pictures, whose tokens are "
+                f"{where}: tokens {start} to {stop} have a part of its images, whose tokens are "
                 f"{self.runs[0][0]} to {self.runs[-1][1]}: give MinibatchSampler the samples' floors"
             )
         return True
 
     def positions(self, where: str) -> Tensor | None:
-        """[3, tokens], int64: time, height and width of each token; None for pictures without grids.
+        """[3, tokens], int64: time, height and width of each token; None for images without grids.
 
-        Text goes up by one on all three axes. A picture's tokens have their place in its grid, and the text after it
+        Text goes up by one on all three axes. An image's tokens have their place in its grid, and the text after it
         goes on behind the longer side. As `get_rope_index` of transformers' modeling_qwen2_5_vl.py.
         """
         if (grids := self.fields.get("image_grid_thw")) is None:
@@ -92,7 +92,7 @@ class Pictures:
             merged = math.isqrt(time * height * width // (stop - start)) or 1  # patches per token, along a side
             if (stop - start) * merged**2 != time * height * width or height % merged or width % merged:
                 raise ValueError(
-                    f"{where}: a picture of {time} x {height} x {width} patches has {stop - start} tokens, {start} to "
+                    f"{where}: an image of {time} x {height} x {width} patches has {stop - start} tokens, {start} to "
                     f"{stop}, which is no grid: was the sample cut within it?"
                 )
             parts.append(torch.arange(position, position + start - end).expand(3, -1))
@@ -104,30 +104,30 @@ class Pictures:
         return torch.cat(parts, dim=1)
 
 
-def join(documents: Sequence[tuple[Pictures | None, int, int]], starts: Sequence[int], where: str) -> PackImages:
-    """The fields of a pack's pictures, for `documents`: of each its sample's pictures and tokens [start, stop).
+def join(documents: Sequence[tuple[SampleImages | None, int, int]], starts: Sequence[int], where: str) -> PackImages:
+    """The fields of a pack's images, for `documents`: of each its sample's images and tokens [start, stop).
     `starts`: their first rows in the pack, and its end. See `pack_collate`. Raises ValueError.
     """
-    if all(pictures is None for pictures, _, _ in documents):
+    if all(images is None for images, _, _ in documents):
         return {}
     fields: dict[str, list[Tensor]] = {}
     blocks: list[tuple[int, int, int]] = []
     positions: list[Tensor | None] = []
     types = torch.zeros(starts[-1], dtype=torch.long)
-    for place, ((pictures, start, stop), (first, _)) in enumerate(zip(documents, pairwise(starts), strict=True)):
+    for place, ((images, start, stop), (first, _)) in enumerate(zip(documents, pairwise(starts), strict=True)):
         here = f"{where}, sample {place}"
-        whole = None if pictures is None else pictures.positions(here)
+        whole = None if images is None else images.positions(here)
         positions.append(None if whole is None else whole[:, start:stop])
-        if pictures is None or not pictures.are_within(start, stop, here):
+        if images is None or not images.are_within(start, stop, here):
             continue
-        for name, values in pictures.fields.items():
+        for name, values in images.fields.items():
             if name in fields and values.shape[1:] != fields[name][0].shape[1:]:
                 raise ValueError(
                     f"{here}: {name} of shape {list(values.shape)} in a pack with {list(fields[name][0].shape)}: "
-                    f"pictures of one pack must have one size; let the processor resize them"
+                    f"images of one pack must have one size; let the processor resize them"
                 )
             fields.setdefault(name, []).append(values)
-        for begin, end in pictures.runs:
+        for begin, end in images.runs:
             blocks.append((first, first + begin - start, first + end - start))
             types[blocks[-1][1] : blocks[-1][2]] = 1
     found: Any = {name: torch.cat(values) for name, values in fields.items()}

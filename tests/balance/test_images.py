@@ -1,4 +1,4 @@
-"""Pictures in packs: their tokens' positions as transformers has them, and what does not fit."""
+"""Images in packs: their tokens' positions as transformers has them, and what does not fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from odc_triton.balance import PackedDataset, pack_collate
-from odc_triton.plan.entries import Piece
+from odc_triton.plan.entries import Segment
 from tests.support.vision import FAMILIES
 
 
@@ -48,10 +48,10 @@ GEMMA = FAMILIES["gemma3"].sample(9, 2, seed=0)
     ("change", "message"),
     [
         ({"mm_token_type_ids": None}, "pack 0, sample 1 has pixel_values and no mm_token_type_ids"),
-        ({"pixel_values": None}, "tokens of pictures and no pixel_values"),
+        ({"pixel_values": None}, "tokens of images and no pixel_values"),
         ({"mm_token_type_ids": QWEN["mm_token_type_ids"][1:]}, "have shape"),
         ({"mm_token_type_ids": [2 * each for each in QWEN["mm_token_type_ids"]]}, "leave videos out"),
-        ({"pixel_values_videos": [1.0]}, "has a video: only pictures"),
+        ({"pixel_values_videos": [1.0]}, "has a video: only images"),
         ({"image_grid_thw": QWEN["image_grid_thw"][:1]}, "1 rows of image_grid_thw and 2 runs"),
         ({"image_grid_thw": QWEN["image_grid_thw"] + 1}, "which is no grid"),
     ],
@@ -67,11 +67,13 @@ def test_sizes_that_do_not_fit() -> None:
         pack_collate([[GEMMA, other]])
 
 
-def test_a_piece_has_all_pictures_or_none() -> None:
+def test_a_segment_has_all_images_or_none() -> None:
     data = PackedDataset([GEMMA])
     floor = 15
-    first, rest = pack_collate(data.__getitems__([[Piece(0, 0, floor)], [Piece(0, floor, len(GEMMA["input_ids"]))]]))
+    first, rest = pack_collate(
+        data.__getitems__([[Segment(0, 0, floor)], [Segment(0, floor, len(GEMMA["input_ids"]))]])
+    )
     assert len(first["pixel_values"]) == 2
     assert not {"pixel_values", "image_blocks"} & rest.keys()
-    with pytest.raises(ValueError, match="have a part of its pictures, whose tokens are 5 to 15"):
-        pack_collate(data.__getitems__([[Piece(0, 0, floor - 1)]]))
+    with pytest.raises(ValueError, match="have a part of its images, whose tokens are 5 to 15"):
+        pack_collate(data.__getitems__([[Segment(0, 0, floor - 1)]]))

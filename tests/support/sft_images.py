@@ -1,4 +1,4 @@
-"""A small run on pictures: a model that sees them with its processor, and chats that ask for a picture's colour."""
+"""A small run on images: a model that sees them with its processor, and chats that ask for an image's colour."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def fit_vocabulary(model: Any, processor: Any) -> None:
 
 
 def image_token(processor: Any) -> str:
-    """The token that stands for a part of a picture in `input_ids`."""
+    """The token that stands for a part of an image in `input_ids`."""
     return getattr(processor.tokenizer, "image_token", None) or processor.image_token
 
 
-def write_picture(path: Path, colour: str, generator: random.Random) -> None:
+def write_image(path: Path, colour: str, generator: random.Random) -> None:
     """A PNG of 12 to 40 pixels a side."""
     from PIL import Image
 
@@ -56,24 +56,24 @@ def write_picture(path: Path, colour: str, generator: random.Random) -> None:
     Image.new("RGB", sides, near).save(path)
 
 
-def ask(pictures: list[str], answer: str) -> dict[str, Any]:
-    question = [{"type": "image"} for _ in pictures] + [{"type": "text", "text": "?"}]
+def ask(images: list[str], answer: str) -> dict[str, Any]:
+    question = [{"type": "image"} for _ in images] + [{"type": "text", "text": "?"}]
     turns = [
         {"role": "user", "content": question},
         {"role": "assistant", "content": [{"type": "text", "text": answer}]},
     ]
-    return {"messages": turns, "images": pictures}
+    return {"messages": turns, "images": images}
 
 
 def write_records(folder: Path, name: str, *, asked: int, text: int, seed: int = 0) -> Path:
-    """JSON lines: of each colour `asked` questions about one or two pictures, and `text` of text, mixed."""
+    """JSON lines: of each colour `asked` questions about one or two images, and `text` of text, mixed."""
     generator, records = random.Random(seed), []
     (folder / name).mkdir(parents=True)
     for number in range(asked):
         for colour in COLOURS:
             paths = [f"{name}/{colour}-{number}-{place}.png" for place in range(1 + number % 2)]
             for path in paths:
-                write_picture(folder / path, colour, generator)
+                write_image(folder / path, colour, generator)
             records.append(ask(paths, colour[0]))
     for number in range(text):
         words = [{"role": "user", "content": f"say {number % 10}"}, {"role": "assistant", "content": str(number % 10)}]

@@ -1,4 +1,4 @@
-"""Samples with pictures: a mixture that was fixed in a file before anything was measured, and a model for it. The
+"""Samples with images: a mixture that was fixed in a file before anything was measured, and a model for it. The
 file says how they were drawn.
 """
 
@@ -21,39 +21,39 @@ from odc_triton.plan.tower import TowerCost
 from .harness import Work
 from .provenance import ROOT
 
-FILE = ROOT / "bench" / "data" / "pictures.json"
+FILE = ROOT / "bench" / "data" / "images.json"
 MINIBATCHES, SAMPLES = 24, 16  # a minibatch's samples, of all ranks
 
 # How packs are made of samples, after the name of a strategy.
 BY_TEXT = ", by tokens alone"  # else the tower counts too
-DUMMIES = ", dummies"  # a pack without pictures gets the smallest one
+DUMMIES = ", dummies"  # a pack without images gets the smallest one
 AT_ENDS = ", dummies at the ends"  # of a rank's packs only the first and last: it does not communicate in between
-BEFORE = 8  # tokens of text that come before the pictures
+BEFORE = 8  # tokens of text that come before the images
 
 PATCH_VALUES = 3 * 2 * 4**2
-PICTURE, VIDEO, START, END = 1023, 1022, 1021, 1020
-# As in Qwen2.5-VL 3B the tower is about half of the cost of a picture's token, and the embedding 6% of all weights.
+IMAGE, VIDEO, START, END = 1023, 1022, 1021, 1020
+# As in Qwen2.5-VL 3B the tower is about half of the cost of an image's token, and the embedding 6% of all weights.
 _TOWER = {"depth": 4, "hidden_size": 128, "intermediate_size": 344, "num_heads": 4, "out_hidden_size": 256}
 _TOWER |= {"patch_size": 4, "window_size": 32, "fullatt_block_indexes": [3]}
 _TEXT: dict[str, Any] = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
 _TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
 _TEXT |= {"rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 10000.0}}
-_TOKENS = {"image_token_id": PICTURE, "video_token_id": VIDEO}
+_TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO}
 _TOKENS |= {"vision_start_token_id": START, "vision_end_token_id": END}
 CONFIG = {"text_config": _TEXT, "vision_config": _TOWER, "tie_word_embeddings": True, **_TOKENS}
 
-Size = tuple[int, tuple[str, ...]]  # of a sample: tokens of text, and its pictures
-DUMMY: Size = (1, ("2x2",))  # the smallest picture, and no token that another predicts
+Size = tuple[int, tuple[str, ...]]  # of a sample: tokens of text, and its images
+DUMMY: Size = (1, ("2x2",))  # the smallest image, and no token that another predicts
 
 
 def read(path: Path = FILE) -> list[list[Size]]:
     found = json.loads(path.read_text(encoding="utf-8"))["minibatches"]
-    return [[(text, tuple(pictures)) for text, pictures in minibatch] for minibatch in found]
+    return [[(text, tuple(images)) for text, images in minibatch] for minibatch in found]
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Random samples of `sizes`: `BEFORE` tokens, the pictures, the other tokens. All text is learned."""
+    """Random samples of `sizes`: `BEFORE` tokens, the images, the other tokens. All text is learned."""
 
     sizes: Sequence[Size]
 
@@ -71,22 +71,22 @@ class Mixture:
         if not own:
             return {"input_ids": ids, "labels": ids}
         sides, head, tail = [*map(_sides, own)], ids[:BEFORE], ids[BEFORE:]
-        inserted = [i for h, w in sides for i in (START, *[PICTURE] * (h * w // 4), END)]
+        inserted = [i for h, w in sides for i in (START, *[IMAGE] * (h * w // 4), END)]
         return {
             "input_ids": head + inserted + tail,
             "labels": head + [IGNORED] * len(inserted) + tail,
-            "mm_token_type_ids": [0] * len(head) + [int(i == PICTURE) for i in inserted] + [0] * len(tail),
+            "mm_token_type_ids": [0] * len(head) + [int(i == IMAGE) for i in inserted] + [0] * len(tail),
             "image_grid_thw": torch.tensor([(1, *each) for each in sides]),
             "pixel_values": torch.randn(sum(h * w for h, w in sides), PATCH_VALUES, generator=generator),
         }
 
 
-def _sides(picture: str) -> tuple[int, ...]:
-    return tuple(map(int, picture.split("x")))
+def _sides(image: str) -> tuple[int, ...]:
+    return tuple(map(int, image.split("x")))
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureWork(Work):
+class ImageWork(Work):
     """The mixture, by a Qwen2.5-VL model of `config`. `even`: all ranks train the samples of one."""
 
     even: bool = False

@@ -1,6 +1,6 @@
-"""Pictures from where they are, as encoded bytes, and decoded by Pillow. Both refuse what is too large.
+"""Images from where they are, as encoded bytes, and decoded by Pillow. Both refuse what is too large.
 
-Pillow's own limit of pixels is an error here. Of an animation the first frame is taken, and a picture is turned upright
+Pillow's own limit of pixels is an error here. Of an animation the first frame is taken, and an image is turned upright
 by its EXIF orientation, as transformers' `load_image` does.
 """
 
@@ -16,47 +16,47 @@ from typing import Any
 
 from .json_files import opened
 
-LARGEST_PICTURE_BYTES = 20 * 2**20
-FETCH_S = 20.0  # for one picture, redirects included
+LARGEST_IMAGE_BYTES = 20 * 2**20
+FETCH_S = 20.0  # for one image, redirects included
 # Others are documents, which Pillow gives to other programs, or so rare that their readers are little tested.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 
-class PictureError(ValueError):
-    """A picture that cannot be used, and why."""
+class ImageError(ValueError):
+    """An image that cannot be used, and why."""
 
 
-def read_picture(source: str | bytes, folder: str | None, *, fetch: bool) -> bytes:
-    """The encoded picture of a path (relative to `folder`), or of an http(s) URL if `fetch`. Raises PictureError."""
+def read_image(source: str | bytes, folder: str | None, *, fetch: bool) -> bytes:
+    """The encoded image of a path (relative to `folder`), or of an http(s) URL if `fetch`. Raises ImageError."""
     if isinstance(source, bytes):
         content = source
     elif source.startswith(("http://", "https://")):
         if not fetch:
-            raise PictureError("it is on the network: give --fetch-images to fetch it, or its file's path")
-        content = fetch_picture(source)
+            raise ImageError("it is on the network: give --fetch-images to fetch it, or its file's path")
+        content = fetch_image(source)
     elif "://" in source:
-        raise PictureError("only http and https addresses are fetched: give its file's path")
+        raise ImageError("only http and https addresses are fetched: give its file's path")
     else:
         if folder is None and not os.path.isabs(source):
-            raise PictureError("its path is relative, and a data set on the hub has no folder: give its bytes")
+            raise ImageError("its path is relative, and a data set on the hub has no folder: give its bytes")
         try:
             with opened(os.path.join(folder or "", source)) as file:
-                content = file.read(LARGEST_PICTURE_BYTES + 1)
+                content = file.read(LARGEST_IMAGE_BYTES + 1)
         except OSError as error:
-            raise PictureError(f"it cannot be read: {error.strerror or error}") from error
+            raise ImageError(f"it cannot be read: {error.strerror or error}") from error
         except ValueError as error:  # of no regular file
-            raise PictureError("it is not a regular file") from error
-    if len(content) > LARGEST_PICTURE_BYTES:
+            raise ImageError("it is not a regular file") from error
+    if len(content) > LARGEST_IMAGE_BYTES:
         raise _too_large()
     return content
 
 
-def decode_picture(content: bytes) -> Any:
-    """The upright Pillow image, RGB. Raises PictureError."""
+def decode_image(content: bytes) -> Any:
+    """The upright Pillow image, RGB. Raises ImageError."""
     from PIL import Image, ImageOps
 
     if not content:
-        raise PictureError("it is empty")
+        raise ImageError("it is empty")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of damaged EXIF, of palettes
@@ -64,15 +64,15 @@ def decode_picture(content: bytes) -> Any:
             with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
                 return ImageOps.exif_transpose(image).convert("RGB")
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise PictureError(f"{error}: make it smaller") from error
+        raise ImageError(f"{error}: make it smaller") from error
     except Image.UnidentifiedImageError as error:
-        raise PictureError(f"it is none of {', '.join(_FORMATS)}") from error
+        raise ImageError(f"it is none of {', '.join(_FORMATS)}") from error
     except Exception as error:  # readers of formats raise many kinds
-        raise PictureError(f"it is damaged: {error}") from error
+        raise ImageError(f"it is damaged: {error}") from error
 
 
-def fetch_picture(url: str) -> bytes:
-    """The content at an http(s) URL. Raises PictureError, also after `FETCH_S` seconds and `LARGEST_PICTURE_BYTES`."""
+def fetch_image(url: str) -> bytes:
+    """The content at an http(s) URL. Raises ImageError, also after `FETCH_S` seconds and `LARGEST_IMAGE_BYTES`."""
     fetched: Future[bytes] = Future()
 
     def fetch() -> None:
@@ -82,11 +82,11 @@ def fetch_picture(url: str) -> bytes:
             fetched.set_exception(error)
 
     # A server that sends a byte now and then stays within any timeout of a socket.
-    threading.Thread(target=fetch, name="odc-picture", daemon=True).start()
+    threading.Thread(target=fetch, name="odc-image", daemon=True).start()
     try:
         return fetched.result(FETCH_S)
     except FutureTimeoutError:
-        raise PictureError(f"its server did not send it within {FETCH_S:g} s") from None
+        raise ImageError(f"its server did not send it within {FETCH_S:g} s") from None
 
 
 def _content(url: str) -> bytes:
@@ -98,12 +98,12 @@ def _content(url: str) -> bytes:
             answer.raise_for_status()
             for part in answer.iter_bytes():
                 content += part
-                if len(content) > LARGEST_PICTURE_BYTES:
+                if len(content) > LARGEST_IMAGE_BYTES:
                     raise _too_large()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise PictureError(f"it cannot be fetched: {str(error).splitlines()[0]}") from error
+        raise ImageError(f"it cannot be fetched: {str(error).splitlines()[0]}") from error
     return bytes(content)
 
 
-def _too_large() -> PictureError:
-    return PictureError(f"it has more than {LARGEST_PICTURE_BYTES / 2**20:.3g} MiB: make it smaller")
+def _too_large() -> ImageError:
+    return ImageError(f"it has more than {LARGEST_IMAGE_BYTES / 2**20:.3g} MiB: make it smaller")

@@ -1,4 +1,4 @@
-"""Chat records with pictures, from a file to prepared samples, compared with transformers' processors."""
+"""Chat records with images, from a file to prepared samples, compared with transformers' processors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.support.chats import CHATML
 from tests.support.processors import (
     FAMILIES,
     WITHOUT_TORCHVISION,
-    encoded_picture,
+    encoded_image,
+    image,
     make_processor,
-    picture,
 )
 from tests.support.records import write_lines
 from tests.support.tokenized import tokenize_file
@@ -44,10 +44,10 @@ def assistant(words: str) -> dict:
     return {"role": "assistant", "content": [text(words)]}
 
 
-# Each: its messages as transformers wants them, with a picture's file under "image".
+# Each: its messages as transformers wants them, with an image's file under "image".
 A, B, C, D = ({"type": "image", "image": name} for name in SIZES)
 CONVERSATIONS = {
-    "one picture": [user(A, text("the user asks")), assistant("yes, \n\nno")],
+    "one image": [user(A, text("the user asks")), assistant("yes, \n\nno")],
     "several, in several turns": [
         {"role": "system", "content": [text("and again")]},
         user(text("no"), A, text("and"), B),
@@ -62,9 +62,9 @@ CONVERSATIONS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pictures")
+    folder = tmp_path_factory.mktemp("images")
     for seed, (name, size) in enumerate(SIZES.items()):
-        (folder / name).write_bytes(encoded_picture(*size, seed=seed))
+        (folder / name).write_bytes(encoded_image(*size, seed=seed))
     return folder
 
 
@@ -89,7 +89,7 @@ def wanted_of(processor, messages, folder):
         message
         | {
             "content": [
-                part | {"image": picture(*SIZES[part["image"]], seed=list(SIZES).index(part["image"]))}
+                part | {"image": image(*SIZES[part["image"]], seed=list(SIZES).index(part["image"]))}
                 if part["type"] == "image"
                 else part
                 for part in message["content"]
@@ -140,8 +140,8 @@ def test_samples_are_those_of_the_processor(family, folder, tmp_path, processors
             runs = [each.lstrip() for each in runs]
         assert runs == [f"{before}{each}{after}" for each in words]
         names = {"pixel_values", "image_grid_thw", "pixel_attention_mask"} & wanted.keys()
-        has_pictures = {"mm_token_type_ids"} if "pixel_values" in names else set()
-        assert sample.keys() - {"input_ids", "labels"} == names | has_pictures
+        has_images = {"mm_token_type_ids"} if "pixel_values" in names else set()
+        assert sample.keys() - {"input_ids", "labels"} == names | has_images
         for name in names:
             np.testing.assert_array_equal(sample[name], wanted[name])
             assert sample[name].dtype == wanted[name].dtype
@@ -149,7 +149,7 @@ def test_samples_are_those_of_the_processor(family, folder, tmp_path, processors
         for name in {"mm_token_type_ids", "token_type_ids"} & wanted.keys():
             assert types.tolist() == wanted[name][0].tolist()
         assert data.floors[index] == max(np.flatnonzero(types), default=-1) + 1
-        assert data.pictures[index] == values_of(sample)
+        assert data.images[index] == values_of(sample)
     assert len(data.shown.arrays["picture_bytes_ends"]) == 4  # each file once
 
 
@@ -175,7 +175,7 @@ def test_only_the_completion_is_learned(template, folder, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
-def test_cuts_are_behind_the_pictures(family, folder, tmp_path, processors):
+def test_cuts_are_behind_the_images(family, folder, tmp_path, processors):
     record = {"messages": [user(A, B, text("the user asks")), assistant("yes and no and again yes")]}
     (floor,) = prepared(folder, tmp_path, processors(family), record).floors
     whole = prepared(folder, tmp_path, processors(family), record)[0]
@@ -193,7 +193,7 @@ def test_cuts_are_behind_the_pictures(family, folder, tmp_path, processors):
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
-def test_text_that_spells_a_picture_is_refused(family, folder, tmp_path, processors):
+def test_text_that_spells_a_image_is_refused(family, folder, tmp_path, processors):
     processor = processors(family)
     spelled = [
         {"messages": [user(A, text("ok")), assistant(f"a {processor.image_token}")]},
@@ -204,40 +204,40 @@ def test_text_that_spells_a_picture_is_refused(family, folder, tmp_path, process
     if family == "qwen2_5_vl":
         spelled.append({"messages": [user(text("<|video_pad|>")), assistant("b")]})
     for record in spelled:
-        with pytest.raises(DataError, match=r"line 2: its text has <.*>, which stands for a picture or a video"):
+        with pytest.raises(DataError, match=r"line 2: its text has <.*>, which stands for an image or a video"):
             prepared(folder, tmp_path, processor, {"text": "fine"}, record)
 
 
-def test_template_that_drops_pictures_is_refused(folder, tmp_path):
+def test_template_that_drops_images_is_refused(folder, tmp_path):
     processor = make_processor("qwen2_vl")
     processor.chat_template = CHATML
-    with pytest.raises(DataError, match=r"line 1: the chat template writes 0 <\|image_pad\|> for 1 pictures"):
-        prepared(folder, tmp_path, processor, {"messages": CONVERSATIONS["one picture"]})
+    with pytest.raises(DataError, match=r"line 1: the chat template writes 0 <\|image_pad\|> for 1 images"):
+        prepared(folder, tmp_path, processor, {"messages": CONVERSATIONS["one image"]})
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("missing.png", r"picture 2 \(missing.png\): it cannot be read: No such file"),
-        ("data.jsonl", r"picture 2 \(data.jsonl\): it is none of BMP"),
-        ("https://a.host/b.png", r"picture 2 \(https://a.host/b.png\): it is on the network: give --fetch-images"),
-        (base64.b64encode(b"no picture").decode(), "picture 2: it is none of BMP"),
+        ("missing.png", r"image 2 \(missing.png\): it cannot be read: No such file"),
+        ("data.jsonl", r"image 2 \(data.jsonl\): it is none of BMP"),
+        ("https://a.host/b.png", r"image 2 \(https://a.host/b.png\): it is on the network: give --fetch-images"),
+        (base64.b64encode(b"no image").decode(), "image 2: it is none of BMP"),
         (
-            base64.b64encode(encoded_picture(900, 4)).decode(),
-            "picture 2: the model's processor refuses it: .* aspect ratio",
+            base64.b64encode(encoded_image(900, 4)).decode(),
+            "image 2: the model's processor refuses it: .* aspect ratio",
         ),
     ],
 )
-def test_bad_pictures_are_named(folder, tmp_path, processors, source, message):
+def test_bad_images_are_named(folder, tmp_path, processors, source, message):
     kind = "base64" if "." not in source else "path"
     record = {"messages": [user(A, {"type": "image", kind: source}), assistant("yes")]}
     with pytest.raises(DataError, match=rf"data.jsonl, line 2, {message}"):
-        prepared(folder, tmp_path, processors("qwen2_vl"), {"messages": CONVERSATIONS["one picture"]}, record)
+        prepared(folder, tmp_path, processors("qwen2_vl"), {"messages": CONVERSATIONS["one image"]}, record)
 
 
-def test_pictures_are_in_the_prepared_file(tmp_path, processors):
-    """Samples are found again, sent to workers, split and mixed without the pictures' own files."""
-    (tmp_path / "a.png").write_bytes(encoded_picture())
+def test_images_are_in_the_prepared_file(tmp_path, processors):
+    """Samples are found again, sent to workers, split and mixed without the images' own files."""
+    (tmp_path / "a.png").write_bytes(encoded_image())
     processor = processors("qwen2_5_vl")
     records = [{"messages": [user(A), assistant("yes")]}, {"text": "no"}, {"messages": [user(A, A), assistant("no")]}]
     data = prepared(tmp_path, tmp_path, processor, *records)
@@ -247,31 +247,31 @@ def test_pictures_are_in_the_prepared_file(tmp_path, processors):
     read = TokenizedDataset.load(tmp_path / "saved.npz", processor=processor)
     read.path = None  # so that it is sent whole
     for each in (again, pickle.loads(pickle.dumps(data)), read, pickle.loads(pickle.dumps(read))):
-        assert each.pictures == data.pictures == [[4 * 4 * 96], [], [4 * 4 * 96] * 2]
+        assert each.images == data.images == [[4 * 4 * 96], [], [4 * 4 * 96] * 2]
         for index in range(3):
             assert each[index].keys() == data[index].keys()
             for name, values in each[index].items():
                 np.testing.assert_array_equal(values, data[index][name])
     first, second = split_samples(data, 1)
-    assert [*first.pictures, *second.pictures] == [data.pictures[at] for at in (*first.indices, *second.indices)]
+    assert [*first.images, *second.images] == [data.images[at] for at in (*first.indices, *second.indices)]
     assert first.floors == [data.floors[at] for at in first.indices]
     texts = tokenize_file(write_lines(tmp_path / "texts.jsonl", {"text": "a"}), TextEncoder.of(processor.tokenizer))
     mixed = mixture([texts, data], [2, 1])
-    assert mixed.pictures == [[], [], *data.pictures]
+    assert mixed.images == [[], [], *data.images]
     assert mixed.floors == [0, 0, *data.floors]
     assert mixed[2].keys() == data[0].keys()
-    assert mixture([texts]).pictures is mixture([texts]).floors is None
+    assert mixture([texts]).images is mixture([texts]).floors is None
     alone = TokenizedDataset.load(data.path)
     assert alone.text(0)["input_ids"].tolist() == data[0]["input_ids"].tolist()
-    with pytest.raises(ValueError, match=r"sample 0 has pictures: give TokenizedDataset.load the model's processor"):
+    with pytest.raises(ValueError, match=r"sample 0 has images: give TokenizedDataset.load the model's processor"):
         alone[0]
 
 
 def test_undecoded_samples_share_as_decoded_ones_and_need_no_processor(tmp_path, processors):
-    """Equal tokens with another picture of the same size are not shared; also in parts and mixtures."""
+    """Equal tokens with another image of the same size are not shared; also in parts and mixtures."""
     asked = text("and the user asks again " * 8)
     for name in ("a.png", "b.png"):
-        (tmp_path / name).write_bytes(encoded_picture(seed=ord(name[0])))
+        (tmp_path / name).write_bytes(encoded_image(seed=ord(name[0])))
     records = [{"messages": [user(each, asked), assistant(answer)]} for each in (A, B) for answer in ("yes", "no")]
     encoder = TextEncoder.of(processors("qwen2_5_vl"))
     made = tokenize_file(write_lines(tmp_path / "data.jsonl", records), encoder, DataOptions(max_tokens=512))
@@ -287,7 +287,7 @@ def test_undecoded_samples_share_as_decoded_ones_and_need_no_processor(tmp_path,
         pairs = {(order[strip.sample], strip.start) for strip in found.strips(range(4)) if strip.parent is not None}
         assert {start for _, start in pairs} == {strip.start for strip in want.strips(range(4))} - {0}
         families = [{order[strip.sample] // 2 for strip in family} for family in found.families()]
-        assert all(len(pictures) == 1 for pictures in families)
+        assert all(len(images) == 1 for images in families)
 
 
 def test_fingerprints_of_processors(monkeypatch):
@@ -307,9 +307,9 @@ def test_fingerprints_of_processors(monkeypatch):
     assert len(set(found)) == 4
 
 
-def test_memory_does_not_grow_with_the_pictures(tmp_path, processors, monkeypatch):
+def test_memory_does_not_grow_with_the_images(tmp_path, processors, monkeypatch):
     monkeypatch.setattr(encode, "_BATCH_RECORDS", 5)
-    coded = (base64.b64encode(encoded_picture(seed=seed) + bytes(100_000)).decode() for seed in range(80))
+    coded = (base64.b64encode(encoded_image(seed=seed) + bytes(100_000)).decode() for seed in range(80))
     records = [{"messages": [user({"type": "image", "base64": each}), assistant("yes")]} for each in coded]
     path = write_lines(tmp_path / "data.jsonl", *records)
     encoder = TextEncoder.of(processors("qwen2_vl"))

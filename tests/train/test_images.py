@@ -1,4 +1,4 @@
-"""Runs on pictures: what they learn, freeze, write and refuse."""
+"""Runs on images: what they learn, freeze, write and refuse."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from odc_triton.jobs.train.sft import check_before_start
 from odc_triton.step import one_ahead
 from odc_triton.tools.cli.command import main
 from tests.support import jobs
-from tests.support.processors import WITHOUT_TORCHVISION, picture
+from tests.support.processors import WITHOUT_TORCHVISION, image
 from tests.support.sft_case import write_case
-from tests.support.sft_pictures import case, of_model, write_model, write_records
+from tests.support.sft_images import case, of_model, write_model, write_records
 from tests.support.vision import FAMILIES
 
 pytestmark = WITHOUT_TORCHVISION
@@ -28,7 +28,7 @@ pytestmark = WITHOUT_TORCHVISION
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pictures")
+    folder = tmp_path_factory.mktemp("images")
     write_model(folder / "model", "qwen2_5_vl")
     write_model(folder / "gemma3", "gemma3", weights=True)  # without, its projector would begin with zeros
     write_records(folder, "learned", asked=3, text=4)
@@ -37,14 +37,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits(folder: Path) -> torch.Tensor:
-    """Of plain transformers, for a picture and a text."""
+    """Of plain transformers, for an image and a text."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = AutoProcessor.from_pretrained(folder, backend="pil")
     turns = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
     text = processor.apply_chat_template(turns, add_generation_prompt=True)
-    inputs = processor(text=[text], images=[[picture()]], return_tensors="pt")
+    inputs = processor(text=[text], images=[[image()]], return_tensors="pt")
     with torch.no_grad():
         return model(**inputs).logits
 
@@ -114,16 +114,16 @@ def _lost(folder: Path) -> str:
 
 
 REFUSED: list[tuple[Callable[[Path], dict[str, Any]], str]] = [
-    (lambda f: {"data": _lost(f)}, r"lost.jsonl, line 2, picture 1 \(nowhere.png\): it cannot be read: No such file"),
+    (lambda f: {"data": _lost(f)}, r"lost.jsonl, line 2, image 1 \(nowhere.png\): it cannot be read: No such file"),
     (
         _text,
-        r"learned.jsonl, line \d+ has pictures, and .*config.json is a qwen2, which sees none in a pack: give a",
+        r"learned.jsonl, line \d+ has images, and .*config.json is a qwen2, which sees none in a pack: give a",
     ),
     (
         lambda f: of_model(_without(f / "model", "processor_config.json")),
-        r"learned.jsonl, line \d+ has pictures, and .*without-processor_config has no processor for them: give the fol",
+        r"learned.jsonl, line \d+ has images, and .*without-processor_config has no processor for them: give the fol",
     ),
-    (lambda f: {"tokenizer": str(f / "gemma3")}, r"gemma3 has \[304\] for the tokens of pictures, and the model's"),
+    (lambda f: {"tokenizer": str(f / "gemma3")}, r"gemma3 has \[304\] for the tokens of images, and the model's"),
     (
         lambda f: (
             {"data": str(write_case(f / "no-tower") / "data.jsonl"), "truncate": True}
