@@ -67,6 +67,7 @@ def _answers(address: str) -> bool:
         ("--token-cap", "/commands/odc-triton-", "odc-triton "),
         ("split sequences", "/split.html", "Split sequences"),
         ("deadline", "/api/odc_triton.html", "odc_triton"),
+        ("out of memory", "/memory.html#out-of-memory", "Memory"),
     ],
 )
 def test_search_opens_the_right_page(words: str, page: str, heading: str, browser: Browser, site: str) -> None:
