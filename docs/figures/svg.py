@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from html import escape
 
 WIDTH = 480  # of most figures, in SVG units: on a phone a unit is 0.73 pixels, so text is at least 13 units high
@@ -71,13 +70,6 @@ class Drawing:
             f'<circle class="{kind}" cx="{_n(x)}" cy="{_n(y)}" r="5"><title>{escape(tip)}</title></circle>'
         )
 
-    @contextmanager
-    def played(self) -> Iterator[None]:
-        """What is drawn within appears from left to right, once."""
-        self._body.append('<g class="played">')
-        yield
-        self._body.append("</g>")
-
     def legend(self, x: float, y: float, names: dict[str, str], *, step: float = 0) -> None:
         """Boxes with words, side by side: of each colour, what it means. `step`: units from one to the next."""
         for kind, words in names.items():
@@ -108,10 +100,6 @@ def style(light: str = ".figure", dark: str = "") -> str:
         ".figure polyline.wide{stroke-width:6}"
     )
     lines.append(".figure .dashed{stroke-dasharray:4 4}.figure .pale{opacity:.35}.figure .white{fill:#fff}")
-    # What is played is played once. Who asks for less motion sees the end.
-    lines.append("@keyframes grow{from{clip-path:inset(0 100% 0 0)}to{clip-path:inset(0 0 0 0)}}")
-    lines.append(".figure .played{animation:grow 6s linear 1 both}")
-    lines.append("@media(prefers-reduced-motion:reduce){.figure .played{animation:none}}")
     return "\n".join(lines)
 
 
