@@ -1,4 +1,4 @@
-"""The first page's picture: the demo's minibatches under the faster FSDP2 and under ours, to one scale."""
+"""The first page's figure: the demo's minibatches under the faster FSDP2 and under ours, to one scale."""
 
 from __future__ import annotations
 
