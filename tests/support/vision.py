@@ -114,7 +114,7 @@ class Family:
     title: str
     make: Callable[[], nn.Module]
     pictures: Callable[[int, torch.Generator], dict[str, Any]]
-    kind: str = "dense, pictures"
+    kind: str = "dense, images"
     since: str = "0"
 
     def model(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -162,9 +162,9 @@ FAMILIES = {
     "qwen2_5_vl": Family("Qwen2.5-VL", _qwen("Qwen2_5_VL", _QWEN2_5_TOWER), _grids),
     "qwen3_vl": Family("Qwen3-VL", _qwen("Qwen3VL", _QWEN3_TOWER, head_dim=8), _grids),
     "qwen3_vl_moe": Family(
-        "Qwen3-VL-MoE", _qwen("Qwen3VLMoe", _QWEN3_TOWER, head_dim=8, **_EXPERTS), _grids, kind="mixture, pictures"
+        "Qwen3-VL-MoE", _qwen("Qwen3VLMoe", _QWEN3_TOWER, head_dim=8, **_EXPERTS), _grids, kind="mixture, images"
     ),
-    "qwen3_5": Family("Qwen3.5", _hybrid, _grids, kind="dense, gated delta rule, pictures"),
+    "qwen3_5": Family("Qwen3.5", _hybrid, _grids, kind="dense, gated delta rule, images"),
     "gemma3": Family(
         "Gemma3",
         partial(_made, "Gemma3", _GEMMA3, _SIGLIP, mm_tokens_per_image=4, image_token_index=PICTURE),
