@@ -1,4 +1,4 @@
-"""Of docs/fsdp2_bridge.md the tables: the bridge's time and memory beside FSDP2's and the own engine's."""
+"""Of docs/fsdp2_bridge.md the tables: time and memory of the bridge, FSDP2 and the native engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FSDP2, KEEPS, BRIDGE, OURS = (
 RATIOS = {
     f"{FSDP2} / {BRIDGE}": "FSDP2 with global packing, over the bridge",
     f"{KEEPS} / {BRIDGE}": "FSDP2 without resharding, LB-Mini, over the bridge",
-    f"{BRIDGE} / {OURS}": "the bridge over the own engine",
+    f"{BRIDGE} / {OURS}": "the bridge over the native engine",
 }
 
 
