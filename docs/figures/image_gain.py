@@ -14,9 +14,9 @@ COLOURS = {
     "step": "bound: FLOPs, of the fuller rank in each microbatch and each part",
 }
 LABELS = {
-    "FSDP2 + dummy pictures + global packing": "FSDP2, global packing",
-    "FSDP2 no reshard + dummy pictures + LB-Mini": "FSDP2 without resharding",
-    "FSDP2 + dummy pictures, not balanced": "FSDP2, one sample at a time",
+    "FSDP2 + dummy images + global packing": "FSDP2, global packing",
+    "FSDP2 no reshard + dummy images + LB-Mini": "FSDP2 without resharding",
+    "FSDP2 + dummy images, not balanced": "FSDP2, one sample at a time",
     "ODC + LB-Mini by tokens": "ODC, by tokens alone",
 }
 

@@ -17,7 +17,7 @@ def read(file: str) -> Any:
 
 def shown(way: str) -> str:
     """How a page calls a way of a file."""
-    return way.replace("layer barrier", "per-layer barrier").replace("dummy pictures", "dummy images")
+    return way.replace("layer barrier", "per-layer barrier")
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

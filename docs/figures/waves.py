@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from odc_triton.balance import CostModel
-from odc_triton.plan.entries import Piece
+from odc_triton.plan.entries import Segment
 from odc_triton.plan.samples import Limits, Samples
 from odc_triton.plan.split import split_plan
 
@@ -18,11 +18,11 @@ def data() -> dict:
     """Columns: waves, then unsplit samples. By rank, boxes: the sample, its tokens, the ranks whose rows it reads."""
     limits = Limits(ranks=RANKS, token_cap=CAP, split_tokens=sum(LENGTHS))
     made = split_plan(Samples.of(LENGTHS, CostModel.paper_7b()), limits)
-    plan = made.segments
+    plan = made.split
     waves = plan.waves if plan else 0
 
-    def box(entry: Piece | int) -> dict:
-        if not isinstance(entry, Piece):
+    def box(entry: Segment | int) -> dict:
+        if not isinstance(entry, Segment):
             return {"sample": entry, "tokens": LENGTHS[entry], "reads": []}
         reads = [each.holder.rank for each in plan.reads(entry)]
         return {"sample": entry.sample, "tokens": len(entry), "reads": reads}
