@@ -1,4 +1,4 @@
-"""accelerate's FSDP2 on samples with and without pictures: docs/recipes.md"""
+"""accelerate's FSDP2 on samples with and without images: docs/recipes.md"""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ from odc_triton.hf import summed_loss
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: Iterable[list]) -> nn.Module:
-    """`steps`: by step, this rank's samples. Any number, with pictures or without."""
+    """`steps`: by step, this rank's samples. Any number, with images or without."""
     units = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap"}
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**units))
     model, optimizer = accelerator.prepare(model, optimizer)
