@@ -67,13 +67,14 @@
   function show() {
     const { lengths, ranks, samples } = chosen;
     const [theirs, mini, split] = cell().ways;
+    const same = split.step === mini.step && split.idle === mini.idle;
     const faster = (way) => (way.ratio > 1.02 ? `${way.ratio} times as fast` : "no gain");
     const why = samples > 2 ? "there is little waiting to remove" : "the longest sequence determines the step";
     summary.textContent =
       `${data.lengths[lengths]}, ${many(ranks, "rank")}, ${many(samples, "sample")} per rank, predicted: ` +
       `${theirs.name} takes ${told(theirs)}. LB-Mini: ${told(mini)}, ${faster(mini)}` +
       (mini.ratio > 1.02 ? ". " : `, as ${why}. `) +
-      (split.step === mini.step ? "Splitting adds nothing here." : `Split sequences: ${told(split)}, ${faster(split)}.`);
+      (same ? "Splitting adds nothing here." : `Split sequences: ${told(split)}, ${faster(split)}.`);
     command.textContent = cell().command;
     scale.textContent =
       `Drawn is the first of the command's 16 minibatches, all three to one scale: the widest takes ${cell().longest} s. ` +
