@@ -13,7 +13,7 @@ project = "odc-triton"
 author = "the authors of odc-triton"
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "commands", "docstrings", "figures", "lengths"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "commands", "docstrings", "figures", "lengths"]
 exclude_patterns = ["_ext", "check", "figures", "tables"]
 nitpicky = True
 # Types in signatures that this site does not describe stay plain code; all other references must resolve.
