@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,34 +44,48 @@ def test_readme_is_one_page_and_one_block_is_a_whole_file() -> None:
     assert whole in _BLOCK.findall(text)
 
 
-COMMANDS = {"pip": None, "train sft": "run/model", "train grpo": "rl/model", "profile": "profile", "tune": None}
+# By command: what it leaves in out/.
+COMMANDS = {
+    "train sft": "run/model",
+    "train dpo": "dpo/model",
+    "train grpo": "rl/model",
+    "run ": None,
+    "profile": "profile",
+}
 
 
 @pytest.mark.slow
 def test_the_commands_of_the_readme_run_as_they_stand(tmp_path: Path) -> None:
-    """But for the model, which is small, and so are the data; the two commands come before any heading."""
+    """But for the model, which is small and without a hub, and the ranks, of which there are two."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
-    lines = [line for kind, block in blocks if not kind for line in block.splitlines()]
-    assert [each for each in COMMANDS if any(each in line for line in lines)] == list(COMMANDS)
-    assert text.index("train sft") < text.index("\n![")
+    lines = [line.partition("#")[0] for kind, block in blocks if not kind for line in block.splitlines()]
+    assert lines.pop(0).strip() == 'pip install ".[demo]"'
+    assert [next(each for each in COMMANDS if f"odc-triton {each}" in line) for line in lines] == list(COMMANDS)
+    assert text.index("train sft") < text.index("\n!["), "it comes first"
     write_case(tmp_path, config={"max_position_embeddings": 1024})
     (tmp_path / "train.jsonl").write_text((tmp_path / "data.jsonl").read_text())
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n} + 1 ="}) + "\n" for n in range(40)))
-    (tmp_path / "my_rewards.py").write_text(
-        "def exact(completions, **_):\n    return [len(c) % 7 for c in completions]\n"
-    )
+    rows = [{"question": f"{n} + 1 =", "answer": f"#### {n + 1}"} for n in range(40)]
+    (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = [{"prompt": f"{n} + 1 =", "chosen": f" {n + 1}", "rejected": f" {n}"} for n in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    shutil.copy(ROOT / "examples" / "fsdp2.py", tmp_path / "train.py")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
     model.save_pretrained(tmp_path / "small")
     to_transformers(Tokenizer.from_file(str(tmp_path / "tokenizer.json"))).save_pretrained(tmp_path / "small")
-    for line in lines:
-        name = next(each for each in COMMANDS if each in line)
-        if name == "pip":
-            continue
-        words = line.partition("#")[0].replace("MODEL", "small").split()
-        environment = os.environ | {"PYTHONPATH": str(tmp_path), "ODC_TUNED": str(tmp_path), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "odc_triton.tools.cli", *words[1:]]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LONG_S, env=environment)
+    there = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "ODC_TUNED": str(tmp_path)}
+    edited = r"sed -i 's/^model:.*/model: small/; s/^data:.*/data: pairs.jsonl/' dpo.yaml"
+    for line, (name, left) in zip(lines, COMMANDS.items(), strict=True):
+        line = line.replace("--ranks 8", "--ranks 2").replace("Qwen/Qwen3-8B", "small").replace("MODEL", "small")
+        line = line.replace("&&", f"&& {edited} &&")
+        done = subprocess.run(
+            ["bash", "-euc", line],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=LONG_S,
+            env=os.environ | there | {"OMP_NUM_THREADS": "1"},
+        )
         assert done.returncode == 0, line + done.stdout + done.stderr
-        assert COMMANDS[name] is None or (tmp_path / "out" / COMMANDS[name]).is_dir(), line
+        assert left is None or (tmp_path / "out" / left).is_dir(), name
