@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, expect
 
 from docs.figures.svg import PALETTE
 
-SHOTS = ("index", "how_it_works", "split", "performance", "memory", "commands/odc-triton-train-sft", "models")
+SHOTS = ("index", "quickstart", "how_it_works", "split", "performance", "memory", "commands/odc-triton-train-sft", "models")
 
 
 @pytest.fixture(scope="module", params=WIDTHS)
@@ -68,6 +68,7 @@ def _answers(address: str) -> bool:
         ("split sequences", "/split.html", "Split sequences"),
         ("deadline", "/api/odc_triton.html", "odc_triton"),
         ("out of memory", "/memory.html#out-of-memory", "Memory"),
+        ("install", "/quickstart.html#install", "Quickstart"),
     ],
 )
 def test_search_opens_the_right_page(words: str, page: str, heading: str, browser: Browser, site: str) -> None:
@@ -83,6 +84,16 @@ def test_search_opens_the_right_page(words: str, page: str, heading: str, browse
     expect(tab.locator("h1").first).to_contain_text(heading)
     assert faults == []
     tab.close()
+
+
+def test_the_sidebar_is_short_and_code_can_be_copied(browser: Browser, site: str) -> None:
+    page = browser.new_page(viewport={"width": WIDTHS["desktop"], "height": 900})
+    page.goto(f"{site}/quickstart.html")
+    shown = [each for each in page.locator(".sidebar-tree a").all() if each.is_visible()]
+    assert len(shown) <= 16
+    assert shown[0].inner_text() == "Quickstart"
+    assert page.locator("button.copybtn").count() == page.locator("div.highlight pre").count() > 3
+    page.close()
 
 
 def test_figures_follow_the_switch(browser: Browser, site: str, built: Path) -> None:
@@ -104,7 +115,7 @@ def test_the_first_page_says_how_to_try_it_without_scrolling(browser: Browser, s
     page = browser.new_page(viewport={"width": WIDTHS["desktop"], "height": 900})
     page.goto(f"{site}/index.html")
     command = page.locator("pre").first
-    assert "odc-triton demo" in command.inner_text()
+    assert "odc-triton train sft" in command.inner_text()
     assert command.evaluate("e => e.getBoundingClientRect().bottom") < 900
     assert page.locator("svg.figure").first.evaluate("e => e.getBoundingClientRect().top") > 0
     page.close()
