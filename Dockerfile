@@ -18,7 +18,7 @@ WORKDIR /odc-triton
 COPY . .
 # The versions that were tested. Other extras, as in ".[demo,peft]", are a change of this line.
 ENV PIP_CONSTRAINT=/odc-triton/constraints.txt
-RUN pip install ".[demo]"
+RUN pip install ".[plot]"
 RUN odc-triton --version
 
 WORKDIR /workspace

@@ -13,7 +13,16 @@ from playwright.sync_api import Browser, expect
 
 from docs.figures.svg import PALETTE
 
-SHOTS = ("index", "quickstart", "how_it_works", "split", "performance", "memory", "commands/odc-triton-train-sft", "models")
+SHOTS = (
+    "index",
+    "quickstart",
+    "how_it_works",
+    "split",
+    "performance",
+    "memory",
+    "commands/odc-triton-train-sft",
+    "models",
+)
 
 
 @pytest.fixture(scope="module", params=WIDTHS)

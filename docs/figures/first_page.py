@@ -53,7 +53,7 @@ def tracks_of(trace: dict) -> dict[str, list[Event]]:
 
 
 def draw(data: dict) -> str:
-    title = "Two ranks over four steps: FSDP2’s wait in the layers, ODC’s less; with long samples split they end first"
+    title = "Four steps on two ranks: FSDP2 waits most, ODC less, and ODC with split samples ends first"
     drawing = Drawing(title, width=WIDTH, height=300)
     per_s = (WIDTH - LEFT - 8) / max(way["seconds"] for way in data.values())
     y = 34.0
@@ -61,8 +61,8 @@ def draw(data: dict) -> str:
         top = y
         y = paint(drawing, way["rows"], x=LEFT, y=y, per_s=per_s, height=BAR) + 40
         drawing.text(0, top - 10, name, more="strong")
-        words = f"{way['steps']} steps in {way['seconds']:.2f} s"
-        words += "" if way["ratio"] is None else f"; over {way['of']}, {way['ratio']:.2f} times as fast"
+        words = f"these {way['steps']} steps: {way['seconds']:.2f} s"
+        words += "" if way["ratio"] is None else f"; all {way['of']}: {way['ratio']:.2f} times as fast"
         drawing.text(WIDTH - 8, top - 10, words, at="end", more="small")
         for rank in way["rows"]:
             drawing.text(0, top + rank * (BAR + 4) + 16, f"rank {rank}", "faint", more="small")

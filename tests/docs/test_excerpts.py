@@ -60,7 +60,7 @@ def test_the_commands_of_the_readme_run_as_they_stand(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
     lines = [line.partition("#")[0] for kind, block in blocks if not kind for line in block.splitlines()]
-    assert lines.pop(0).strip() == 'pip install ".[demo]"'
+    assert lines.pop(0).strip() == 'pip install ".[plot]"'
     assert [next(each for each in COMMANDS if f"odc-triton {each}" in line) for line in lines] == list(COMMANDS)
     assert text.index("train sft") < text.index("\n!["), "it comes first"
     write_case(tmp_path, config={"max_position_embeddings": 1024})
