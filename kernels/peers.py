@@ -175,7 +175,7 @@ class PeerShards:
             raise ValueError("the tensor is not in symmetric memory; make it by torch's _symmetric_memory.empty")
         shards = []
         for peer in range(world):
-            # The own tensor, as it keeps the memory and this rank's views of the peers' alive.
+            # The local tensor, as it keeps the memory and this rank's views of the peers' alive.
             shard = tensor if peer == rank else handle.get_remote_tensor(peer, tensor.shape, tensor.dtype)
             shards.append(shard[: max(min(rows - peer * len(tensor), len(tensor)), 0)])
         near = [peer for peer, (_, gpu) in enumerate(gathered) if gpu == gathered[rank][1]]

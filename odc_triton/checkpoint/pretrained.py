@@ -243,7 +243,7 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
         _check(places, sources, files, model, merge)
         engine.drain(purpose)
     if base is not None and engine.rank == 0:
-        kind = "has an adapter beside its model" if base == str(source) else f"is an adapter of {base}"
+        kind = "has an adapter next to its model" if base == str(source) else f"is an adapter of {base}"
         print(f"{source} {kind}: its weights are merged into the model", flush=True)
 
     def read(name: str) -> torch.Tensor:

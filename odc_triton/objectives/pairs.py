@@ -122,11 +122,11 @@ class PairObjective(Objective):
         return entry if isinstance(entry, Segment) else Segment(entry, 0, len(self.samples[entry]["input_ids"]))
 
     def _scored(self, segment: Segment) -> Tensor:
-        """Of each token of the whole sample: is it a target, that `segment` predicts?"""
+        """For each token of the sample, True if it is a target that `segment` predicts."""
         return self._completion(segment)
 
     def _completion(self, segment: Segment) -> Tensor:
-        """Of each token of the whole sample: is it of the completion, and does `segment` predict it?"""
+        """For each token of the sample, True if it is in the completion and `segment` predicts it."""
         if segment.sample not in self._learned:
             self._learned[segment.sample] = torch.as_tensor(self.samples[segment.sample]["labels"]) != IGNORED
         found = self._learned[segment.sample].clone()
@@ -135,7 +135,7 @@ class PairObjective(Objective):
 
 
 def rewards(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """Of each pair's two rewards, [P], what TRL shows."""
+    """What TRL shows of each pair's two rewards, [P]."""
     return {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,

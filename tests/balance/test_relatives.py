@@ -146,23 +146,23 @@ def test_with_weights_drop_last_and_split() -> None:
 
 def test_a_position_with_other_relatives_is_refused() -> None:
     for saved, here, words in (
-        (RELATIVES, None, "saved with relatives, this sampler is without relatives"),
-        (None, RELATIVES, "saved without relatives, this sampler is with relatives"),
+        (RELATIVES, None, "saved with `relatives`, and this sampler has none"),
+        (None, RELATIVES, "saved without `relatives`, and this sampler has some"),
         (
             RELATIVES,
             find_relatives([{"input_ids": each["input_ids"]} for each in DATA]),
-            "saved with relatives, this sampler is with other relatives",
+            "saved with `relatives`, and this sampler has others",
         ),
     ):
-        with pytest.raises(ValueError, match=f"{words}.*: resume with the same data set and relatives"):
+        with pytest.raises(ValueError, match=f"{words}.*: resume with the same data set and `relatives`"):
             sampler(relatives=here).load_state_dict(sampler(relatives=saved).state_dict())
 
 
 def test_refused() -> None:
     for balance in ("queue", "micro", "global", "local"):
-        with pytest.raises(ValueError, match=f"relatives are given with balance '{balance}': .* balance 'mini'"):
+        with pytest.raises(ValueError, match=f"`relatives` with balance '{balance}': .* balance 'mini'"):
             sampler(balance=balance)
-    with pytest.raises(ValueError, match=r"relatives are of 47 samples, and the 48 lengths are others"):
+    with pytest.raises(ValueError, match=r"`relatives` is of 47 samples, and the 48 lengths differ"):
         sampler(relatives=find_relatives(DATA[1:]))
 
 

@@ -45,7 +45,7 @@ INK, FAINT = "#1A1A1A", "#6B6B6B"
 CURVES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 TITLE = "What every rank does over time: red is waiting"
 
-# Images have twice as many pixels as they are shown with. Ranks' names and numbers are beside the axes.
+# Images have twice as many pixels as they are shown with. Ranks' names and numbers are next to the axes.
 _DPI, _WIDTH, _LEFT, _COLUMNS = 200, 2400, 150, 1830
 _ABOVE, _BELOW, _BETWEEN = 242, 140, 110
 
