@@ -71,7 +71,7 @@ test-matrix:
 rehearse-gpu:
 	bench/suites/gpu/rehearse
 
-# What models and features do, as tests show it: docs/models.md, docs/composes.md.
+# What models and features do, as tests show it: docs/tables/models.md, docs/composes.md.
 tables: venv
 	$(BIN)/python -m pytest -q tests/tables/test_models.py tests/tables/test_composes.py \
 		tests/hf/test_images.py tests/sequence/test_images.py --write-tables docs

@@ -72,9 +72,9 @@ BEHIND: dict[str, tuple[int, int | None]] = {
     "from . import fully_shard, minibatch": (9_230, 7_000),
     "from . import use_odc": (9_920, None),
     "from . import replace_layers": (3_350, None),
-    "from .balance import MinibatchSampler": (3_670, None),
-    "from .hf import enable_packing, summed_loss": (10_910, None),
-    "from .hf import ODCTrainer": (24_610, None),
+    "from .balance import MinibatchSampler": (3_690, None),
+    "from .hf import enable_packing, summed_loss": (10_940, None),
+    "from .hf import ODCTrainer": (24_640, None),
     "from .jobs.train import sft": (33_960, None),
     "from .jobs.train import grpo": (36_050, None),
 }

@@ -31,7 +31,8 @@ def shows(page: Page, cell: dict) -> None:
     expect(heads[0]).to_contain_text(cell["ways"][0]["name"])
     for step, idle in (theirs, mini, *([split] if split != mini else [])):
         expect(said).to_contain_text(f"{step} s per step, {idle} idle")
-    assert ("gains nothing" in said.inner_text()) == (split == mini)
+    assert ("adds nothing" in said.inner_text()) == (split == mini)
+    assert ("no gain, as" in said.inner_text()) == (float(cell["ways"][1]["ratio"]) <= 1.02)
     assert page.locator("#lengths pre").inner_text().strip() == cell["command"]
     drawn = page.locator("#lengths .timelines svg").evaluate_all(_DRAWN)
     for way, paths in zip(cell["ways"], drawn, strict=True):
@@ -52,17 +53,19 @@ def test_chosen_by_keyboard(
     page = browser.new_page(viewport={"width": WIDTHS[width], "height": 900})
     address = f"{site}/lengths.html" if where == "served" else (built / "lengths.html").as_uri()
     faults = look(page, address).faults  # grows by a request to another host
-    shows(page, cells["chat 8 2"])
-    page.locator("#lengths input[value=chat]").focus()
-    page.keyboard.press("ArrowRight")  # LongAlign
-    shows(page, cells["longalign 8 2"])
+    shows(page, cells["longalign 8 4"])
+    assert float(cells["longalign 8 4"]["ways"][1]["ratio"]) > 1.1, "it opens where there is something to gain"
+    page.locator("#lengths input[value=longalign]").focus()
+    page.keyboard.press("ArrowRight")  # SWE-Smith
+    shows(page, cells["swe-smith 8 4"])
     page.keyboard.press("Tab")
     page.keyboard.press("ArrowRight")  # 16 ranks
     page.keyboard.press("Tab")
+    page.keyboard.press("ArrowLeft")  # 2 samples
     page.keyboard.press("ArrowLeft")  # 1 sample
-    shows(page, cells["longalign 16 1"])
+    shows(page, cells["swe-smith 16 1"])
     page.keyboard.press("ArrowLeft")  # round to 8
-    shows(page, cells["longalign 16 8"])
+    shows(page, cells["swe-smith 16 8"])
     assert page.get_by_label("SWE-Smith").count() == page.get_by_role("group", name="Ranks (GPUs)").count() == 1
     if where == "served":
         for scheme in ("light", "dark"):

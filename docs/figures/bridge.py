@@ -1,4 +1,4 @@
-"""Of docs/fsdp2_bridge.md the tables: the bridge's time and memory beside FSDP2's and the own engine's."""
+"""The tables of docs/fsdp2_bridge.md: time and memory of `use_odc`, of FSDP2 and of the native engine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ FSDP2, KEEPS, BRIDGE, OURS = (
     "ODC + LB-Mini",
 )
 RATIOS = {
-    f"{FSDP2} / {BRIDGE}": "FSDP2 with global packing, over the bridge",
-    f"{KEEPS} / {BRIDGE}": "FSDP2 without resharding, LB-Mini, over the bridge",
-    f"{BRIDGE} / {OURS}": "the bridge over the own engine",
+    f"{FSDP2} / {BRIDGE}": "FSDP2 with global packing / use_odc",
+    f"{KEEPS} / {BRIDGE}": "FSDP2 without resharding, LB-Mini / use_odc",
+    f"{BRIDGE} / {OURS}": "use_odc / the native engine",
 }
 
 
@@ -27,7 +27,7 @@ def table(data: dict) -> str:
         ratios = [cell["ratios"][key] for key in RATIOS]
         shown = [f"{it['ratio']:.2f} ({it['low']:.2f} to {it['high']:.2f})" for it in ratios]
         rows.append([name, f"{cell['tokens']:,.0f}", *shown])
-    times = markdown(("samples", "tokens a minibatch", *RATIOS.values()), rows)
+    times = markdown(("samples", "tokens per minibatch", *RATIOS.values()), rows)
     memory = [
         [name, *(f"{peak[key] / 1e6:.0f}" for key in ("peak_private_bytes", "shared_bytes"))]
         for name, peak in data["memory"].items()

@@ -23,7 +23,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Axis:
-    """`ticks`: from end to end. `sides`: what left and right of the line at `one` means. `left`: where it begins."""
+    """`ticks`: from end to end. `sides`: what left and right of the line at `one` means. `left`: where it begins.
+    `label`: what the numbers are, above all.
+    """
 
     ticks: Sequence[float]
     sides: tuple[str, str]
@@ -31,6 +33,7 @@ class Axis:
     left: float = 190
     scale: Callable[[float], float] = float
     form: str = "{:.1f}"
+    label: str = ""
 
     def place(self, value: float) -> float:
         low, high, at = map(self.scale, (self.ticks[0], self.ticks[-1], value))
@@ -39,15 +42,18 @@ class Axis:
 
 def chart(title: str, axis: Axis, groups: Mapping[str, Sequence[Row]], colours: dict[str, str]) -> str:
     """`groups`: rows by the heading above them. `colours`: what each means."""
-    bottom = 44 + 28 * len(groups) + STEP * sum(map(len, groups.values()))
+    top = 22 if axis.label else 0
+    bottom = top + 44 + 28 * len(groups) + STEP * sum(map(len, groups.values()))
     drawing = Drawing(title, height=bottom + 28 + STEP * len(colours))
     one = axis.place(axis.one)
-    drawing.text(one - 8, 16, axis.sides[0], "faint", at="end", more="small")
-    drawing.text(one + 8, 16, axis.sides[1], "faint", more="small")
-    for y in (36, bottom + 16):
+    if axis.label:
+        drawing.text(0, 16, axis.label, more="small")
+    drawing.text(one - 8, top + 16, axis.sides[0], "faint", at="end", more="small")
+    drawing.text(one + 8, top + 16, axis.sides[1], "faint", more="small")
+    for y in (top + 36, bottom + 16):
         for tick in axis.ticks:
             drawing.text(axis.place(tick), y, axis.form.format(tick), "faint", at="middle", more="small")
-    y = 44.0
+    y = top + 44.0
     for heading, members in groups.items():
         drawing.text(0, y + 21, heading, more="strong")
         y += 28

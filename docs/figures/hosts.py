@@ -1,4 +1,4 @@
-"""What split sequences gain on several hosts, each of which splits its own samples, on ranks whose layers sleep."""
+"""What split sequences gain on several hosts, each of which splits its own samples, with simulated compute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ AXIS = Axis((1.0, 1.5, 2.0, 2.5, 3.0, 3.5), ("", "split is faster"), left=170)
 COLOURS = {
     "rank2": "ODC + split over ODC + LB-Mini; 1.0 = same time",
     "rank1": "ODC + split over a barrier per layer, global packing",
-    "step": "bound: even work, or a host's longest sample, over LB-Mini",
+    "step": "ideal balance, or a host's longest sample, over LB-Mini",
 }
 OVER = {"rank2": "over_lb_mini", "rank1": "over_barriers"}
 
@@ -25,7 +25,7 @@ def draw(data: list[dict]) -> str:
         dots = {kind: [cell[key]] for kind, key in OVER.items()}
         row = Row(label, dots, f"{cell['over_lb_mini']:.2f}", cell["over_lb_mini"] / cell["share_of_bound"])
         groups.setdefault(f"{cell['hosts']} hosts of {cell['ranks'] // cell['hosts']} ranks", []).append(row)
-    return chart("Speed of split sequences over whole ones on several hosts, with bounds", AXIS, groups, COLOURS)
+    return chart("Speed of split sequences over unsplit ones on several hosts, with the ideal", AXIS, groups, COLOURS)
 
 
 def table(data: list[dict]) -> str:
@@ -42,8 +42,8 @@ def table(data: list[dict]) -> str:
         "hosts x ranks",
         "samples per rank",
         "over LB-Mini",
-        "over barriers",
-        "of the bound",
-        "bound: GPUs compute",
+        "over per-layer barriers",
+        "share of ideal",
+        "ideal: GPUs compute",
     )
     return markdown(columns, rows)

@@ -1,4 +1,4 @@
-"""Two ranks train the same pictures and texts over time: FSDP2 with dummy pictures, and ours, to one scale."""
+"""Two ranks train the same images and texts over time: FSDP2 with dummy images, and ours, to one scale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .svg import Drawing
 from .timeline import paint, present, rows_of
 
 WIDTH, LEFT, BAR = 520, 50, 22
-TITLES = ("FSDP2, dummy pictures, global packing", "ODC, no dummies, balanced by tower and text")
+TITLES = ("FSDP2, dummy images, global packing", "ODC, no dummies, balanced by tower and text")
 
 
 def data() -> dict:

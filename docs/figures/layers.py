@@ -1,4 +1,4 @@
-"""Of docs/layers.md the table: replaced layers beside a model's own, in two runs."""
+"""Of docs/layers.md the table: replaced layers and a model's layers, in two runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .results import markdown, read
 
 WAYS = {
     "unsharded": "plain transformers, unsharded",
-    "ODC + LB-Mini": "ODC, own layers",
+    "ODC + LB-Mini": "ODC, the model's layers",
     "ODC, replaced layers": "ODC, replaced layers",
     "ODC, replaced layers, wgrad fused": "the same, weight gradients `fused`",
     "ODC, replaced layers, wgrad split": "the same, all `whole`, the embedding's too",

@@ -1,4 +1,4 @@
-"""GB per GPU of Qwen2.5 under ODC and FSDP2, beside what a GPU has. Computed by `memory_plan`."""
+"""GB per GPU of Qwen2.5 under ODC and FSDP2, and what a GPU has. Computed by `memory_plan`."""
 
 from __future__ import annotations
 

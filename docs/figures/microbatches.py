@@ -1,4 +1,4 @@
-"""The same samples twice: dealt for collectives by global packing, and dealt by LB-Mini."""
+"""The same samples twice: assigned for collectives by global packing, and by LB-Mini."""
 
 from __future__ import annotations
 

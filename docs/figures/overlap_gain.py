@@ -18,18 +18,18 @@ def data() -> dict:
 
 
 def _found(data: dict) -> list[tuple[str, str, dict, float, dict[str, float]]]:
-    """By setting: its group and name, its ratio, the bound, and seconds in phases and without."""
+    """By setting: its group and name, its ratio, its bound, and seconds in phases and without."""
     rows = []
     for key, name in NAMES.items():
         of = data[key]
         seconds = {way: of["ways"][way]["median_s"] for way in ("phases", "overlapped")}
-        rows.append(("A core each", name, of["ratio"], of["bound"]["ratio"], seconds))
+        rows.append(("One core per rank", name, of["ratio"], of["bound"]["ratio"], seconds))
     longer = data["sleeping_longer"]["cells"]
     for of in (*data["sleeping"]["cells"], *longer):
         step = ", twice as long" if of in longer else ""
         name = f"{of['ranks']} ranks, {of['rollout_to_update']:g} : 1{step}"
         seconds = {"phases": of["median_s"]["phased"], "overlapped": of["median_s"]["overlapped"]}
-        rows.append(("Ranks that sleep, rollout : update", name, of, of["bound"], seconds))
+        rows.append(("Simulated compute, rollout : update", name, of, of["bound"], seconds))
     return rows
 
 
@@ -42,7 +42,7 @@ def draw(data: dict) -> str:
 
 
 def table(data: dict) -> str:
-    columns = ("setting", "in phases", "without", "ratio", "95% interval", "bound", "of the bound")
+    columns = ("setting", "in phases", "without", "ratio", "95% interval", "bound", "share of bound")
     rows = [
         [
             name,

@@ -1,4 +1,4 @@
-"""What shared prefixes gain: on two CPU ranks, with bounds, and on ranks whose layers sleep."""
+"""What shared prefixes gain: on two CPU ranks, with bounds, and with simulated compute."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .results import markdown, read
 
 AXIS = Axis((1.0, 2.0, 3.0, 4.0), ("", "trees over ranks are faster"), left=190)
 COLOURS = {
-    "rank2": "over whole samples, the fastest of FSDP2 (two ways), DDP, ODC",
+    "rank2": "over unsplit samples, the fastest of FSDP2 (two ways), DDP, ODC",
     "rank1": "over a tree per rank. Lines are 95% intervals",
     "rank3": "over prefixes repeated on each rank",
     "step": "bound: FLOPs of the fuller rank",
@@ -30,7 +30,7 @@ def draw(data: dict) -> str:
         for kind, key in [*OVER.items()][1:]:
             label = _asleep(cell) if kind == "rank1" else ""
             row = Row(label, {kind: [cell[key]]}, f"{cell[key]:.2f}")
-            groups.setdefault("Ranks that sleep, agentic lengths", []).append(row)
+            groups.setdefault("Simulated compute, agentic lengths", []).append(row)
     return chart("Speed of trees over ranks over three other ways, with bounds", AXIS, groups, COLOURS)
 
 
@@ -53,6 +53,6 @@ def table(data: dict) -> str:
         rows.append([f"two CPU ranks: {_of(cell)}", *words, ""])
     for cell in data["sleeping"]:
         both = [f"{cell[key]:.2f}" for key in ("over_tree_per_rank", "over_repeated")]
-        rows.append([f"asleep: {_asleep(cell)}", "", *both, "", f"{cell['over_even_share']:.0%}"])
-    columns = ("prompts x completions, their tokens", "over whole samples", "over a tree per rank", "over repeated")
+        rows.append([f"simulated compute: {_asleep(cell)}", "", *both, "", f"{cell['over_even_share']:.0%}"])
+    columns = ("prompts x completions, their tokens", "over unsplit samples", "over a tree per rank", "over repeated")
     return markdown((*columns, "over FSDP2, a group on one rank", "of an even share"), rows)

@@ -1,15 +1,15 @@
-"""8 and 16 real ranks whose layers sleep: speed over a barrier per layer with LB-Micro, and what balance would give."""
+"""8 and 16 ranks with simulated compute: speed over a per-layer barrier with LB-Micro, and with ideal balance."""
 
 from __future__ import annotations
 
 from .chart import Axis, Row, chart
-from .results import NAMES, markdown, read
+from .results import NAMES, markdown, read, shown
 
-AXIS = Axis((1.0, 1.5, 2.0, 2.5, 3.0, 3.5), ("", "faster than the barrier per layer"), left=150)
+AXIS = Axis((1.0, 1.5, 2.0, 2.5, 3.0, 3.5), ("", "faster than a per-layer barrier"), left=150)
 COLOURS = {
-    "rank0": "ODC + LB-Mini; 1.0 = as fast as a barrier per layer + LB-Micro",
-    "rank1": "barrier per layer + global packing",
-    "step": "bound: even work on all ranks",
+    "rank0": "ODC + LB-Mini; 1.0 = as fast as a per-layer barrier + LB-Micro",
+    "rank1": "per-layer barrier + global packing",
+    "step": "ideal balance: equal work on all ranks",
 }
 BASE = "layer barrier + LB-Micro"
 WAYS = {"rank1": "layer barrier + global packing", "rank0": "ODC + LB-Mini"}
@@ -37,7 +37,7 @@ def draw(data: dict) -> str:
             )
             for (lengths, ranks), cell in ordered
         ]
-    return chart("Speed of ODC and of global packing over a barrier per layer, with bounds", AXIS, groups, COLOURS)
+    return chart("Speed of ODC and of global packing over a per-layer barrier, with the ideal", AXIS, groups, COLOURS)
 
 
 def table(data: dict) -> str:
@@ -49,6 +49,6 @@ def table(data: dict) -> str:
             over = cell["ODC + LB-Mini"]["over_own_bound"]
             ends = (f"{cell[BASE]['speedup_bound']:.2f}", f"{over:+.1%}", f"{off:+.1%}")
             rows.append([NAMES[lengths], f"{ranks}", f"{samples}", *both, *ends])
-    ways = [way.replace("layer ", "") for way in cell if way != BASE]
-    columns = ("lengths", "ranks", "samples per rank", *ways, "bound", "LB-Mini over its bound", "farthest off")
+    ways = [shown(way) for way in cell if way != BASE]
+    columns = ("lengths", "ranks", "samples per rank", *ways, "ideal", "LB-Mini over its fullest rank", "largest error")
     return markdown(columns, rows)

@@ -1,4 +1,4 @@
-"""What charts read, and the tables beside them."""
+"""What charts read, and the tables of the same numbers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ NAMES = {"longalign": "LongAlign", "swe-smith": "SWE-Smith", "aime": "AIME"}
 
 def read(file: str) -> Any:
     return json.loads((RESULTS / file).read_text(encoding="utf-8"))
+
+
+def shown(way: str) -> str:
+    """How a page calls a way of a file."""
+    return way.replace("layer barrier", "per-layer barrier")
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

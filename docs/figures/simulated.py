@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import mean
 
-from .results import markdown, read
+from .results import markdown, read, shown
 
 
 def data() -> dict:
@@ -15,6 +15,6 @@ def table(data: dict) -> str:
     rows = []
     for name, ratio in data["predicted_over_measured"].items():
         seconds = (f"{mean(data[of][name]):.2f}" for of in ("measured_s", "predicted_s"))
-        rows.append([name, *seconds, f"{ratio:.3f}"])
+        rows.append([shown(name), *seconds, f"{ratio:.3f}"])
     made = f"6 minibatches, 2 ranks, {data['hardware']}; commit {data['commit'][:7]}."
     return f"{markdown(('', 'measured s', 'predicted s', 'predicted / measured'), rows)}\n{made}\n"

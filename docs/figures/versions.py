@@ -15,7 +15,7 @@ SHOWN = ("stepping", "published")  # what owners show
 def data() -> dict:
     """What each rank read and when; around the last exit and entry, the version of each owner's rows, or "step"."""
     last, reads = RECORDED["killed"]["minibatch"], versions_read()
-    # The initial values, version 0, are the first publication.
+    # The initial values, version 0, are published first.
     shown = [{rank: s for s, rank, _, number in log(name)[::-1] if number - 1 == last} for name in SHOWN]
     marks = {mark.label: mark.at_s for mark in barriers(killed_events())}
     exit_s, entry_s = marks[f"leave minibatch {last - 1}"], marks[f"enter minibatch {last}"]

@@ -1,9 +1,9 @@
-"""A sequence cut over ranks: the pieces of one minibatch, in waves, and whose keys and values each piece reads."""
+"""A sequence cut over ranks: the segments of one minibatch, in waves, and whose keys and values each reads."""
 
 from __future__ import annotations
 
 from odc_triton.balance import CostModel
-from odc_triton.plan.entries import Piece
+from odc_triton.plan.entries import Segment
 from odc_triton.plan.samples import Limits, Samples
 from odc_triton.plan.split import split_plan
 
@@ -15,14 +15,14 @@ LEFT, TOP, HIGH, LANE, GAP = 54, 36, 32, 54, 18
 
 
 def data() -> dict:
-    """Columns: waves, then whole samples. By rank, boxes: the sample, its tokens, the ranks whose rows it reads."""
+    """Columns: waves, then unsplit samples. By rank, boxes: the sample, its tokens, the ranks whose rows it reads."""
     limits = Limits(ranks=RANKS, token_cap=CAP, split_tokens=sum(LENGTHS))
     made = split_plan(Samples.of(LENGTHS, CostModel.paper_7b()), limits)
-    plan = made.segments
+    plan = made.split
     waves = plan.waves if plan else 0
 
-    def box(entry: Piece | int) -> dict:
-        if not isinstance(entry, Piece):
+    def box(entry: Segment | int) -> dict:
+        if not isinstance(entry, Segment):
             return {"sample": entry, "tokens": LENGTHS[entry], "reads": []}
         reads = [each.holder.rank for each in plan.reads(entry)]
         return {"sample": entry.sample, "tokens": len(entry), "reads": reads}
@@ -34,21 +34,21 @@ def data() -> dict:
 
 def draw(data: dict) -> str:
     title = (
-        "Two long samples cut over four ranks, in two waves; arrows go from a piece's keys and values to its readers"
+        "Two long samples cut over four ranks, in two waves; arrows go from a segment's keys and values to its readers"
     )
     drawing = Drawing(title, height=TOP + 4 * LANE + 20)
     tokens = [max(sum(box["tokens"] for box in part) for part in column) for column in data["columns"]]
     per_token, x = (WIDTH - LEFT - GAP * (len(tokens) - 1)) / sum(tokens), float(LEFT)
     for number, column in enumerate(data["columns"]):
-        drawing.text(x, 18, f"wave {number + 1}" if number < data["waves"] else "whole samples", more="strong")
-        places: dict[tuple[int, int], float] = {}  # of a sample's piece on a rank
+        drawing.text(x, 18, f"wave {number + 1}" if number < data["waves"] else "unsplit samples", more="strong")
+        places: dict[tuple[int, int], float] = {}  # of a sample's segment on a rank
         for rank, part in enumerate(column):
             at, y = x, TOP + rank * LANE
             for box in part:
                 places[box["sample"], rank] = at
                 width = box["tokens"] * per_token
                 tip = f"{box['tokens']:,} tokens of sample {LETTERS[box['sample']]}"
-                drawing.rect(at, y, width - 2, HIGH, f"rank{rank}", tip=tip, more="pale piece")
+                drawing.rect(at, y, width - 2, HIGH, f"rank{rank}", tip=tip, more="pale segment")
                 drawing.text(at + width / 2 - 1, y + 21, LETTERS[box["sample"]], at="middle")
                 for place, owner in enumerate(box["reads"]):
                     lane = max(places[box["sample"], owner], at) + 11 + 13 * place

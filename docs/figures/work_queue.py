@@ -1,4 +1,4 @@
-"""How much faster the work queue is than LB-Mini, on equal ranks and with a slow one; beside what is possible."""
+"""How much faster the work queue is than LB-Mini, on equal ranks and with a slow one, and what is possible."""
 
 from __future__ import annotations
 

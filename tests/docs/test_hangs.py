@@ -36,7 +36,7 @@ def _ended(*words: str, within_s: float) -> str | None:
     return said
 
 
-@pytest.mark.parametrize("name", ["batches", "picture", "generation"])
+@pytest.mark.parametrize("name", ["batches", "images", "generation"])
 def test_a_page_shows_its_program(name: str) -> None:
     page, program = ROOT / "docs" / f"hang_{name}.md", ROOT / "examples" / "hangs" / f"{name}.py"
     assert program.read_text().partition('"""\n\n')[2] in page.read_text()
@@ -44,7 +44,7 @@ def test_a_page_shows_its_program(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["batches", "picture", "generation"])
+@pytest.mark.parametrize("name", ["batches", "images", "generation"])
 def test_it_hangs_and_ends(name: str) -> None:
     program = str(ROOT / "examples" / "hangs" / f"{name}.py")
     said = _ended("-m", "odc_triton.run", "--strict", program, within_s=LONG_S)

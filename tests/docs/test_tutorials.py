@@ -2,12 +2,13 @@
 
 `bash` and `python` blocks run; a block after a line that ends in "save as `NAME`:" is written to that file. A `text`
 block is what the block before prints on stdout, these lines in this order; `…` stands for any text, alone for any
-lines. Words after the kind loosen it: `numbers-vary`, `words-vary` (as many lines); `right>=90` bounds the first number
-after a word, on the page and in the output.
+lines. A `diff` block is what makes one file of examples/ another. Words after the kind loosen it: `numbers-vary`,
+`words-vary` (as many lines); `right>=90` bounds the first number after a word, on the page and in the output.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ import pytest
 from tests.support.deadlines import LONG_S
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+PAGES = sorted(page for page in (ROOT / "docs" / "tutorials").glob("*.md") if page.stem != "index")
 FIRST = {"grpo": "chats"}  # a page, and the one that runs before it in the same folder
 _BLOCK = re.compile(
     r"(?:[Ss]ave as `(?P<file>[\w./]+)`:\n\n)?^```(?P<kind>\w+)(?P<words>.*)\n(?P<text>(?s:.*?))^```$", re.M
@@ -86,7 +87,7 @@ def run_page(page: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.stem not in FIRST.values()], ids=lambda page: page.stem
+    "page", [page for page in PAGES if page.stem not in (*FIRST.values(), "fsdp2")], ids=lambda page: page.stem
 )
 def test_a_tutorial_runs_as_it_stands(page: Path, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
@@ -98,7 +99,28 @@ def test_a_tutorial_runs_as_it_stands(page: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_files_that_a_tutorial_shows_are_those_of_examples(page: Path) -> None:
     kinds = [block["kind"] for block in blocks(page)]
-    assert {"bash", "text"} <= {*kinds} <= {"bash", "python", "text"}, "other kinds are not run"
+    assert {"bash", "text"} <= {*kinds} <= {"bash", "python", "text", "diff"}, "other kinds are not run"
     for block in blocks(page):
         if block["file"] and (ROOT / block["file"]).exists():
             assert block["text"] == (ROOT / block["file"]).read_text(encoding="utf-8"), block["file"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_diff_in_a_tutorial_turns_one_file_into_another(page: Path) -> None:
+    for block in blocks(page):
+        if block["kind"] == "diff":
+            before, after = re.findall(r"^(?:---|\+\+\+) (.+)$", block["text"], re.M)
+            lines = [(ROOT / name).read_text(encoding="utf-8").splitlines(keepends=True) for name in (before, after)]
+            assert block["text"] == "".join(difflib.unified_diff(*lines, before, after, n=1))
+
+
+@pytest.mark.slow
+def test_the_loops_of_the_fsdp2_tutorial_train_the_same_and_fsdp2_idles_most(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    run_page(ROOT / "docs" / "tutorials" / "fsdp2.md", tmp_path)
+    texts = [(tmp_path / "out" / "migrate" / f"{run}.txt").read_text() for run in ("FSDP2", "ODC", "balanced")]
+    losses = [[float(loss) for loss in re.findall("loss (.+)", text)] for text in texts]
+    assert len(losses[0]) == 5
+    assert all(max(step) - min(step) < 1e-5 for step in zip(*losses, strict=True))
+    idle = [sum(float(share) for share in re.findall(r"rank \d idle ([\d.]+)%", text)) for text in texts]
+    assert idle[0] > max(idle[1:])

@@ -52,28 +52,32 @@ class Family:
         return self.refused.get(column, UNKNOWN if column == FUSED and not self.fuses else None)
 
 
-UNKNOWN = ("of an unknown family", "no: its attention is of a family that has no fused layer")
+UNKNOWN = ("of an unknown family", "no: no fused layer exists for its attention")
 
 
 def _unpacked(words: str, short: str, **others: tuple[str, str]) -> Refused:
-    late = dict.fromkeys(("splits", "simulate"), (words, "no: it does not pack"))
+    late = dict.fromkeys(("splits", "simulate"), (words, "no: it can't be packed"))
     return {"packs": (words, f"no: {short}"), **late, **others}
 
 
-_CAPPED = {"fused head": ("caps its logits by a tanh", "no: it caps its logits, which needs them")}
-_BIAS = {"fused head": ("it has a bias", "no: its head has a bias")}
-_NEVER = _unpacked("it never called the configured attention function", "it never calls the attention that it is given")
+_CAPPED = {"fused head": ("caps its logits by a tanh", "no: it caps its logits, so the full logits are needed")}
+_BIAS = {"fused head": ("it has a bias", "no: its head has a bias, which the fused head does not add")}
+_NEVER = _unpacked("it never called the configured attention function", "transformers can't replace its attention")
 _BLOCKS = _unpacked(
-    "uses `block_indices`, which a pack drops", "its indexer chooses blocks of a row, not of a document"
+    "uses `block_indices`, which a pack drops", "its indexer chooses blocks of a pack, not of a document"
 )
-_NO_AUTO = {"simulate": ("for this kind of AutoModel", "no: AutoModelForCausalLM does not know its config")}
-_INDEX = {"splits": ("chooses keys by an indexer", "no: its indexer does not see other ranks' keys")}
-_CHUNKS = _unpacked("passes neither position_ids nor cu_seq_lens_q", "its attention is not told where documents begin")
+_NO_AUTO = {
+    "simulate": ("for this kind of AutoModel", "no: transformers' AutoModelForCausalLM does not know its config")
+}
+_INDEX = {"splits": ("chooses keys by an indexer", "no: its indexer does not see the keys of other ranks")}
+_CHUNKS = _unpacked(
+    "passes neither position_ids nor cu_seq_lens_q", "transformers does not tell its attention where documents begin"
+)
 _STATE = _unpacked(
-    "computes mamba_selective_scan, whose state", "a pack's documents can't be told apart in its state"
+    "computes mamba_selective_scan, whose state", "its state can't be kept apart between the documents of a pack"
 ) | {
     FUSED: ("RuntimeError: ", "no: it has no attention"),
-    "LoRA": ("is incompatible with Mamba-based", "no: PEFT refuses it"),
+    "LoRA": ("is incompatible with Mamba-based", "no: PEFT refuses its layers"),
 }
 _ROUTER = {"LoRA": ("'tuple' object has no attribute", "no: PEFT can't adapt its routers")}  # nor in plain torch
 

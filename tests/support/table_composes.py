@@ -46,12 +46,13 @@ PAIRS: list[Pair] = list(combinations(FEATURES, 2))
 
 # What the refusal says, a part of it, and the cell's words.
 _OURS = "needs a model of odc_triton.fully_shard"
+_WHY = "no: it needs `odc_triton.fully_shard`, and `use_odc` keeps FSDP2's sharding"
 REFUSED: dict[Pair, tuple[str, str]] = {
-    ("Muon", "bridge"): ("was not sharded by odc_triton.fully_shard", "no: Muon needs odc_triton.fully_shard"),
-    ("background checkpoints", "bridge"): (_OURS, "no: they need odc_triton.fully_shard"),
-    ("split", "bridge"): (_OURS, "no: splitting needs odc_triton.fully_shard"),
-    ("one base", "bridge"): (_OURS, "no: a base needs odc_triton.fully_shard"),
-    ("exact", "bridge"): ("for exact sums shard it by odc_triton.fully_shard", "no: it needs odc_triton.fully_shard"),
+    ("Muon", "bridge"): ("was not sharded by odc_triton.fully_shard", _WHY),
+    ("background checkpoints", "bridge"): (_OURS, _WHY),
+    ("split", "bridge"): (_OURS, _WHY),
+    ("one base", "bridge"): (_OURS, _WHY),
+    ("exact", "bridge"): ("for exact sums shard it by odc_triton.fully_shard", _WHY),
 }
 
 

@@ -38,7 +38,7 @@ def kind_of(name: str) -> str:
     return f"{'mixture' if HYBRIDS[name].mixture else 'dense'}, {HYBRIDS[name].rule}"
 
 
-_NO_OUT_PROJ = ("'out_proj' is incompatible with Mamba-based", "no: PEFT refuses its `out_proj`; name other targets")
+_NO_OUT_PROJ = ("'out_proj' is incompatible with Mamba-based", "no: PEFT refuses its `out_proj`; name other layers")
 
 
 def refusal(name: str, column: str) -> tuple[str, str] | None:
@@ -62,6 +62,7 @@ def _expected(row: str, column: str) -> str | None:
 
 MODELS = Table(
     name="models",
+    page="tables/models",
     columns=COLUMNS,
     rows=(
         *((title, kind_of(name)) for title, name in TITLES.items()),

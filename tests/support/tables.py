@@ -20,8 +20,8 @@ Cell = tuple[str, str, str]  # table, row, column
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """`name`: of its page in docs/. `rows`: names with their kinds; `expected(row, column)`: "yes" or "no: …", or None
-    where there is no cell. `symmetric`: a test of (row, column) is one of (column, row) too.
+    """`page`: in docs/, by default `name`. `rows`: names with their kinds; `expected(row, column)`: "yes" or "no: …",
+    or None where there is no cell. `symmetric`: a test of (row, column) is one of (column, row) too.
     """
 
     name: str
@@ -29,6 +29,10 @@ class Table:
     rows: tuple[tuple[str, str], ...]
     expected: Callable[[str, str], str | None]
     symmetric: bool = False
+    page: str = ""
+
+    def path(self, folder: Path) -> Path:
+        return folder / f"{self.page or self.name}.md"
 
     def mark(self, row: str, column: str) -> pytest.MarkDecorator:
         return pytest.mark.cell(self.name, row, column)
@@ -57,7 +61,7 @@ class Table:
         return found
 
     def write(self, folder: Path) -> None:
-        page = folder / f"{self.name}.md"
+        page = self.path(folder)
         above, _, _ = page.read_text().partition(BELOW)
         versions = " and ".join(f"{name} {version(name).partition('+')[0]}" for name in ("torch", "transformers"))
         page.write_text(f"{above}{BELOW}\n{self.markdown()}\nMade by `make tables`, with {versions}.\n")
@@ -95,7 +99,7 @@ class TableWriter:
         if hasattr(session.config, "workerinput"):  # pytest-xdist's workers send their reports to one process
             return
         for table in self.tables:
-            page = self.folder / f"{table.name}.md"
+            page = table.path(self.folder)
             if missing := table.missing(self.passed):
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
                 print(f"\n{page} is left as it is, for {len(missing)} cells:", *missing, sep="\n  ")

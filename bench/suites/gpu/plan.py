@@ -110,14 +110,14 @@ QUARTER = {
         "parts.head",
         30,
         "less than 1/5 of the memory that full logits add",
-        "milliseconds and GB of the fused head beside full logits",
+        "milliseconds and GB of the fused head and of full logits",
         {"share": 0.2},
     ),
     "attention": Section(
         "parts.attention",
         20,
         "less than 2e-2 from one call, gradients too",
-        "milliseconds of split attention beside one call",
+        "milliseconds of split attention and of one call",
         {"most": 2e-2},
     ),
     "recurrent": Section(
@@ -132,7 +132,7 @@ QUARTER = {
         "parts.kernels",
         60,
         "twelve operators as near to plain torch as in `right`",
-        "each operator's time beside cuBLAS and torch",
+        "each operator's time next to cuBLAS and torch",
         least=12,
     ),
     "long": Section(

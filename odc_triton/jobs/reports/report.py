@@ -22,7 +22,7 @@ import numpy as np
 from ...base.events import Event
 from ...base.files import write_file
 from . import trace
-from .trace import UNRECORDED, Segment, Tracks, barriers, headline, longest_s, segments, shares, whole, window_s
+from .trace import UNRECORDED, Interval, Tracks, barriers, headline, longest_s, segments, shares, whole, window_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,7 +83,7 @@ def timeline_figure(tracks: Tracks, *, title: str = TITLE) -> Figure:
 
 
 def _draw_track(
-    axes: Axes, events: Sequence[Event], rows: Mapping[int, list[Segment]], axis_s: float, bar: int
+    axes: Axes, events: Sequence[Event], rows: Mapping[int, list[Interval]], axis_s: float, bar: int
 ) -> None:
     """One variant's ranks, `bar` pixels each, from its first start on."""
     start_s = window_s(events)[0]

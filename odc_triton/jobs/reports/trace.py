@@ -28,7 +28,7 @@ _ELSEWHERE = 1 << 20  # above the ranks' numbers
 Tracks = Mapping[str, Sequence[Event]]
 
 
-class Segment(NamedTuple):
+class Interval(NamedTuple):
     """An interval of one rank's time in one state: an event's kind, or `UNRECORDED`."""
 
     start_s: float
@@ -52,7 +52,7 @@ def window_s(events: Sequence[Event]) -> tuple[float, float]:
     return min(event.start_s for event in events), max(event.end_s for event in events)
 
 
-def segments(events: Sequence[Event]) -> dict[int, list[Segment]]:
+def segments(events: Sequence[Event]) -> dict[int, list[Interval]]:
     """Each rank's time as segments, gapless from first start to last end *over all ranks*, ranks ascending.
 
     Where spans overlap `wait` wins, then the innermost: the one that started last; of two that
@@ -65,15 +65,15 @@ def segments(events: Sequence[Event]) -> dict[int, list[Segment]]:
     return {rank: _flatten(by_rank[rank], start_s, end_s) for rank in sorted(by_rank)}
 
 
-def _flatten(events: list[Event], start_s: float, end_s: float) -> list[Segment]:
+def _flatten(events: list[Event], start_s: float, end_s: float) -> list[Interval]:
     spans = [(e.start_s, e.end_s, (e.kind not in IDLE_KINDS, -e.start_s), e.kind) for e in events]
-    flat: list[Segment] = []
+    flat: list[Interval] = []
     for left_s, right_s, kind in _sweep(spans, start_s, end_s):
         state = kind or UNRECORDED
         if flat and flat[-1].state == state:
             flat[-1] = flat[-1]._replace(end_s=right_s)
         else:
-            flat.append(Segment(left_s, right_s, state))
+            flat.append(Interval(left_s, right_s, state))
     return flat
 
 
@@ -198,7 +198,7 @@ def seconds_text(value_s: float) -> str:
     return "0 s"
 
 
-def shares(rank: list[Segment], edges_s: np.ndarray) -> dict[str, np.ndarray]:
+def shares(rank: list[Interval], edges_s: np.ndarray) -> dict[str, np.ndarray]:
     """For each state, the share (0 to 1) of the time between neighbouring `edges_s` that a rank spends in it.
 
     `rank`: its segments, in order and not overlapping; `edges_s` (n + 1,) ascending; each result (n,).

@@ -1,4 +1,4 @@
-"""Only rank 0 has a picture, so only rank 0 runs the vision tower."""
+"""Only rank 0 has an image, so only rank 0 runs the vision tower."""
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,8 @@ class Model(nn.Module):
         super().__init__()
         self.tower, self.text = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def forward(self, tokens, picture=None):
-        return self.text(tokens if picture is None else tokens + self.tower(picture))
+    def forward(self, tokens, image=None):
+        return self.text(tokens if image is None else tokens + self.tower(image))
 
 
 torch.manual_seed(0)
@@ -26,8 +26,8 @@ fully_shard(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(2):
     optimizer.zero_grad()
-    picture = torch.ones(4, 8) if rank == 0 else None
-    model(torch.ones(4, 8), picture).square().mean().backward()
+    image = torch.ones(4, 8) if rank == 0 else None
+    model(torch.ones(4, 8), image).square().mean().backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     print(f"rank {rank}, step {step}: gradient norm {norm.full_tensor():.4f}", flush=True)
