@@ -144,8 +144,8 @@ class PeerShards:
         """The tensors that the ranks of `group` (all ranks by default) hold in torch's symmetric memory.
 
         `tensor`: this rank's rows [n, ...], from `torch.distributed._symmetric_memory.empty`, of one shape and dtype on
-        all ranks. `rows`: N of the whole tensor, by default n * world; n must be ceil(N / world). Of the last owners'
-        tensors only the first rows count, maybe none. Owners on this rank's GPU are near.
+        all ranks. `rows`: N of the whole tensor, by default n * world; n must be ceil(N / world). Only the
+        first rows of the last owners' tensors count, maybe none. Owners on this rank's GPU are near.
 
         Collective, and the host waits. It exchanges addresses, not contents: before a rank reads or
         adds, the owners call a barrier. Raises ValueError on every rank if ranks gave different shapes, strides,

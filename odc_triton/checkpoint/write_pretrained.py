@@ -52,7 +52,7 @@ def save_pretrained(
 
     `processor`: a folder or hub id, whose files for images are copied, if it has any.
 
-    Only rank 0 calls it, outside of a minibatch, while the others wait. Of a PEFT model it writes the adapter, or with
+    Only rank 0 calls it, outside of a minibatch, while the others wait. For a PEFT model it writes the adapter, or with
     `merge` the whole model, into which PEFT's code merges it. Everything trained is written. Parameters are saved in
     `dtype`, by default the compute dtype. Rank 0 temporarily holds one unit and one file's tensors, `shard_bytes`, in
     memory. The folder is written under a temporary name and renamed, so it is atomic; `overwrite` replaces a model's

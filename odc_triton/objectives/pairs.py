@@ -73,9 +73,9 @@ class PairObjective(Objective):
                     )
 
     def collate(self, entries: Sequence[Entry]) -> dict[str, Any]:
-        """A model's input. Of its n targets `place`, [n]: 0 in prompts, and in completions of the P `pairs` that have
-        some here 1 + 2p + (0: chosen, 1: rejected). `lengths`, [P, 2]: of whole completions; `share`, [P]: the part of
-        the chosen one that is here, so that a pair on several ranks counts once.
+        """A model's input. `place`, [n], by target: 0 in prompts; 1 + 2p + (0: chosen, 1: rejected) in completions of
+        the P `pairs` that have some here. `lengths`, [P, 2]: of full completions; `share`, [P]: the part of the chosen
+        one that is here, so that a pair on several ranks counts once.
         """
         segments = [*map(self._segment, entries)]
         pairs = [*dict.fromkeys(each.sample // 2 for each in segments if self._completion(each).any())]

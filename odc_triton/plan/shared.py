@@ -52,8 +52,7 @@ def shared_plan(samples: Samples, limits: Limits) -> Plan:
     The extra cost is of a sample's first tokens, also where others share them. With `limits.readable` 0 no tree lies on
     several ranks. Deterministic: every rank gets the same result.
 
-    With groups samples need not share anything. Raises ValueError for a sample or group over the cap that can't be cut
-    over ranks, naming it.
+    Groups may share nothing. Raises ValueError, naming it, for a sample or group over the cap that can't be cut.
     """
     relatives, extra = samples.prefixes or Relatives.none(samples.tokens, samples.earliest_cuts), samples.extra
     groups = {at: group for at, group in enumerate(samples.groups or ()) if group is not None}
@@ -110,7 +109,7 @@ def _over_replicas(problem: _SharedProblem, replicas: int, shards: int) -> Share
 
 @dataclass(kw_only=True)
 class _SharedProblem:
-    """Families of a minibatch's samples, and the limits. `groups`: by sample; the families, if there are any."""
+    """A minibatch's samples by prefix group, or by the `groups` given, and the limits. `groups`: by sample."""
 
     lengths: Sequence[int] = field(kw_only=False)
     relatives: Relatives = field(kw_only=False)
@@ -126,7 +125,7 @@ class _SharedProblem:
         self.strips = {each.sample: each for each in chain.from_iterable(self.families)}
         self.costs = [self._together(family) for family in self.families]
         self.even_share = math.fsum(self.costs) / self.ranks
-        # Of all of a group, or of a family's longest sample, as families may be in several packs.
+        # Of all of a group, or of a prefix group's longest sample, as prefix groups may be in several packs.
         counts = ([e.stop - e.start * bool(self.groups) for e in family] for family in self.families)
         self.needed = [*map(sum if self.groups else max, counts)]
         self.over = [tokens > self.token_cap for tokens in self.needed]
@@ -144,7 +143,7 @@ class _SharedProblem:
         """The best whose ranks read nothing of each other."""
         if not self.families or any(self.over):
             return SharedAssignment([[] for _ in range(self.ranks)], math.inf if any(self.over) else 0.0)
-        found = [self.priced(self.together())]  # which cuts no family within the cap
+        found = [self.priced(self.together())]  # which cuts no prefix group within the cap
         if self.groups:
             return found[0]
         found.append(self.priced(self.alone()))

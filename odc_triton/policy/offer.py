@@ -2,9 +2,8 @@
 
 [Note: one version] Each owner shows two numbers: of the last weight update that it began, and of the last that it
 finished. Before a read all numbers of all owners must be equal; if after it no owner has begun another, none wrote
-meanwhile. Owners do not wait for readers. But a reader that weight updates interrupted several times may pin the
-current version: rank 0 shows its number, and owners begin no later one until the reader has finished, died, or used up
-`max_lag`.
+meanwhile. Owners do not wait for readers. But a reader that was interrupted several times may pin the current version:
+rank 0 shows its number, and owners begin no later one until the reader has finished, died, or used up `max_lag`.
 
 [Note: the socket] Over an abstract Unix socket rank 0's thread passes open files to readers of the same user: what is
 where, as JSON, and the heaps, read-only; with a byte that says which rank the reader itself is, or NO_RANK. A reader

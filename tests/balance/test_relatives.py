@@ -1,4 +1,4 @@
-"""Relatives of a whole data set: found piecemeal, among a minibatch's samples, kept together by the sampler."""
+"""Common prefixes in a data set: found bit by bit, among a minibatch's samples, kept together by the sampler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fields(of: Relatives) -> list:
 
 @given(SAMPLES, st.integers(1, 40), st.data())
 def test_found_and_among(samples: list[dict], at_once: int, data: st.DataObject) -> None:
-    """However many tokens are held at a time, the order is that of whole samples, and that of a part the part's."""
+    """However many tokens are held at a time, the order is that of full samples, and that of a part the part's."""
     count = len(samples)
     chosen = data.draw(st.lists(st.integers(0, count - 1), unique=True))
     with (

@@ -1,4 +1,4 @@
-"""Samples that share tokens: who branches off whom, and their assignment to ranks."""
+"""Samples that share tokens: which branches from which, and their assignment to ranks."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ BETTER_WHOLE = SPLIT_BY_ONE_OF_TWO | {"lengths": [671, 614, 555, 267, 244, 129],
 
 
 def refused(given: dict, error: ValueError) -> None:
-    """It names a sample over the cap, and what of it is not cut."""
+    """It names a sample over the cap, and which part is not cut."""
     lengths, floors = given["lengths"], given.get("floors") or [0] * len(given["lengths"])
     what = r"sample (\d+) has \d+ tokens, over the token_cap of .* sample(.*first (\d+), can't be cut)?$"
     found = re.search(what, str(error))

@@ -1,4 +1,4 @@
-"""Sequences split within each of several replicas: as plain torch on whole samples, and what goes wrong on one replica
+"""Sequences split within each of several replicas: as plain torch unsplit, and what goes wrong on one replica
 is known on all.
 """
 

@@ -291,7 +291,7 @@ def save_html(
 
     `summary`: text, with an empty line between paragraphs; `rows` and `columns` as for `table`; `tracks` as for
     `timeline_figure`; `facts`: by heading, name to value (options, versions).
-    Of `rows`, `tracks`, `curves` and `facts`, empty ones are left out. All text is escaped. Errors as in
+    Empty `rows`, `tracks`, `curves` and `facts` are left out. All text is escaped. Errors as in
     `table`, `timeline_figure` and `write_file`.
     """
     body = [f"<h1>{escape(title)}</h1>"]

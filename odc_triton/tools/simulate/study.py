@@ -319,7 +319,7 @@ def draw(lengths: Sequence[int], *, samples: int, minibatches: int, seed: int = 
 
 
 def _draw(count: int, samples: int, minibatches: int, seed: int, relatives: Relatives | None = None) -> list[list[int]]:
-    """As `draw`, the numbers of lengths. `relatives`: of these; families stay together."""
+    """As `draw`, the numbers of lengths. `relatives`: of these; prefix groups stay together."""
     if count < samples:
         raise ValueError(
             f"{count} sequences can't fill a minibatch of {samples} (ranks x samples per rank): give more "
