@@ -1,6 +1,6 @@
 """The demo: four ways to train one model on the same real text, side by side, with a table and an image.
 
-One sample a rank, of very unequal lengths: nothing can be dealt better, so ranks wait, unless the longest is cut.
+One sample a rank, of very unequal lengths: no assignment balances them, so ranks wait, unless the longest is split.
 Everything is fixed here before anything is measured: the text (the running Python's standard library), the lengths into
 which it is cut (LongAlign-like, scaled to the model), the model, the samples of every minibatch. Nothing was tuned for
 the ratio.
@@ -210,10 +210,10 @@ def in_words(report: dict) -> str:
     return (
         f"ODC + split is {versus('speedup_split_vs_fastest', f'the fastest of the others, {split_over}')}. "
         f"Unsplit, ODC + LB-Mini is {versus('speedup_vs_fsdp2', Fsdp2.name)} and "
-        f"{versus('speedup_vs_fastest', f'the faster FSDP2, {fastest}')}: with one sample a rank no dealing evens out "
-        f"lengths. Ranks are idle {report['idle_fraction'][OdcSplit.name]:.1%} of the time with split sequences, "
-        f"{report['idle_fraction'][Odc.name]:.1%} without, FSDP2's {report['idle_fraction'][Fsdp2.name]:.1%} (waiting "
-        f"and transfers).\n\n"
+        f"{versus('speedup_vs_fastest', f'the faster FSDP2, {fastest}')}: with one sample a rank no assignment "
+        f"balances lengths. Ranks are idle {report['idle_fraction'][OdcSplit.name]:.1%} of the time with split "
+        f"sequences, {report['idle_fraction'][Odc.name]:.1%} without, FSDP2's "
+        f"{report['idle_fraction'][Fsdp2.name]:.1%} (waiting and transfers).\n\n"
         f"{quiet.in_words(report['disturbed'], report['minibatches'])}\n\n"
         f"Peak private memory per rank is {private[OdcSplit.name] / 1e6:.0f} MB with split sequences, "
         f"{private[Odc.name] / 1e6:.0f} MB without, and {private[Fsdp2NoReshard.name] / 1e6:.0f} MB with FSDP2 without "
@@ -274,7 +274,7 @@ def write_outputs(out: Path, report: dict, results: Sequence[Measured]) -> None:
         f"{report['ranks']} ranks of 1 thread",
         "idle": "time in no busy span or blocked in a barrier or collective, or for a segment, transfers included",
         "waited for a core": "time in which a rank's computing thread could run and other threads had the cores; a "
-        f"minibatch with over {quiet.MOST_WAITING:.0%} of it is measured anew",
+        f"minibatch that waited for over {quiet.MOST_WAITING:.0%} of its time is measured again",
     }
     save_html(
         out / "report.html",

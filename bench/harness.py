@@ -71,7 +71,7 @@ class Work:
 class Measured:
     """One variant's minibatches, in order. Times in seconds, from all ranks' start to the last rank's end.
 
-    `waited_s`: by minibatch and rank, for a core. `repeats`: how often the minibatch was measured anew, the same for
+    `waited_s`: by minibatch and rank, for a core. `repeats`: how often the minibatch was measured again, the same for
     all variants. Losses are of the first time, all else of the time that counts. `apart`: see `gradients_apart`.
     """
 
@@ -157,7 +157,7 @@ def build(kind: type[Variant], work: Work, setting: Setting | None = None) -> Va
     return kind(work.build, setting, split_tokens=split_tokens(work, dist.get_world_size(), kind.balance))
 
 
-def deal(
+def assign_packs(
     work: Work, data: Any, samples: list[int], balance: str, cost: CostModel, *, ranks: int | None = None
 ) -> list[MinibatchPacks]:
     """Every rank's collated packs of one minibatch. `ranks`: by default this job's."""
@@ -167,14 +167,14 @@ def deal(
     if balance == SPLIT:
         limits = Limits(ranks=ranks, token_cap=work.token_cap, split_tokens=split_tokens(work, ranks))
         plan = make_plan(Samples.of(limits.checked(lengths), cost, names=samples), limits, SPLIT)
-        dealt = [plan.packs(rank) for rank in range(ranks)]
+        assigned = [plan.packs(rank) for rank in range(ranks)]
     elif balance in trees.WAYS:
         data = [data[index] for index in samples]
-        dealt = trees.assign_trees(balance, lengths, find_relatives(data), **how)
+        assigned = trees.assign_trees(balance, lengths, find_relatives(data), **how)
     else:
-        dealt = [MinibatchPacks(packs) for packs in work.assign(lengths, samples, balance=balance, **how)]
+        assigned = [MinibatchPacks(packs) for packs in work.assign(lengths, samples, balance=balance, **how)]
     packed = PackedDataset(data)
-    return [pack_collate(packed.__getitems__(packs)) for packs in dealt]
+    return [pack_collate(packed.__getitems__(packs)) for packs in assigned]
 
 
 def train_minibatch(variant: Variant, work: Work, data: Any, cost: CostModel, index: int, number: int) -> Minibatch:
@@ -182,8 +182,8 @@ def train_minibatch(variant: Variant, work: Work, data: Any, cost: CostModel, in
 
     `number`: how many the variant has trained before; its events carry it.
     """
-    dealt = deal(work, data, work.minibatches[index], variant.balance, cost)
-    return timed(variant, dealt[dist.get_rank()], sum(count_target_tokens(packs) for packs in dealt), number)
+    assigned = assign_packs(work, data, work.minibatches[index], variant.balance, cost)
+    return timed(variant, assigned[dist.get_rank()], sum(count_target_tokens(packs) for packs in assigned), number)
 
 
 def timed(variant: Variant, own: Sequence[Pack], total: int, number: int) -> Minibatch:
@@ -215,8 +215,8 @@ def gradients_apart(variants: Sequence[Variant], works: Sequence[Work], data: An
     """
     apart, wanted = [], {}
     for variant, work in zip(variants, works, strict=True):
-        dealt = deal(work, data, work.minibatches[-1], variant.balance, cost)
-        variant.gradients(dealt[dist.get_rank()], sum(count_target_tokens(packs) for packs in dealt))
+        assigned = assign_packs(work, data, work.minibatches[-1], variant.balance, cost)
+        variant.gradients(assigned[dist.get_rank()], sum(count_target_tokens(packs) for packs in assigned))
         found = {}
         for name, value in variant.model.named_parameters():
             found[name.removeprefix("module.")] = whole(value.grad)
@@ -240,8 +240,8 @@ def compare(
     timed if `gradients_apart` of a variant are more.
 
     At the end, when others may have left the machine, a minibatch that was disturbed in any variant's turn is measured
-    anew by all of them, a few times at most; the least disturbed time counts, whatever it took. See [Note: what counts
-    as disturbed]. Not so the first `warm_up`. `progress`: rank 0 prints a line after each.
+    again for all of them, a few times at most; the least disturbed time counts, whatever it took. See [Note: what
+    counts as disturbed]. Not so the first `warm_up`. `progress`: rank 0 prints a line after each.
     """
     rank, _ = open_job()
     data, cost, count = work.data(), work.cost(), len(work.minibatches)
@@ -259,7 +259,7 @@ def compare(
         for variant, of in in_turn(list(zip(variants, works, strict=True)), index + repeat):
             ran[variant] = took = train_minibatch(variant, of, data, cost, index, index)
             if rank == 0 and progress:
-                marks = ", anew" * (repeat > 0) + ", disturbed" * took.is_disturbed
+                marks = ", again" * (repeat > 0) + ", disturbed" * took.is_disturbed
                 print(f"  minibatch {index + 1}/{count}  {variant.name}: {took.seconds:.2f} s{marks}", flush=True)
         return [(ran[v], [replace(event, minibatch=index) for event in v.events()]) for v in variants]
 
@@ -297,7 +297,7 @@ def compare(
 
 
 def disturbed(results: Sequence[Measured], warm_up: int = 0) -> dict[str, int | None]:
-    """Of the minibatches after the first `warm_up`: how many were measured anew, and in how many some variant's time,
+    """Of the minibatches after the first `warm_up`: how many were measured again, and in how many some variant's time,
     the one that counts, is disturbed even so; None where the kernel does not tell.
     """
     indices = range(warm_up, len(results[0].seconds))

@@ -118,9 +118,9 @@ class ImageWork(Work):
         strategy, comma, words = balance.partition(",")
         data, tower, way = self.data(), self.tower(), comma + words
         extra = None if way == BY_TEXT else [tower.sample(data.values(index)) for index in samples]
-        dealt = super().assign(lengths, samples, balance=strategy, extra=extra, **how)
-        for own in dealt:
+        assigned = super().assign(lengths, samples, balance=strategy, extra=extra, **how)
+        for own in assigned:
             for pack in {DUMMIES: own, AT_ENDS: [own[0], own[-1]]}.get(way, ()):
                 if not any(data.sizes[index][1] for index in pack):
                     pack.append(len(data.sizes) - 1)
-        return dealt
+        return assigned

@@ -21,7 +21,7 @@ from pathlib import Path
 
 MOST_WAITING = 0.05
 MOST_REPEATS = 2  # of one minibatch
-REPEATED_SHARE = 0.25  # of a run's minibatches: the most turns that are taken anew
+REPEATED_SHARE = 0.25  # of a run's minibatches: the most turns that are repeated
 
 
 def waited_s() -> float:
@@ -43,22 +43,22 @@ def is_disturbed(seconds: float, waited: Sequence[float]) -> bool:
 
 
 def most_repeats(minibatches: int) -> int:
-    """How many turns a run of so many may take anew."""
+    """How many turns a run of so many may repeat."""
     return math.ceil(REPEATED_SHARE * minibatches)
 
 
 def in_words(disturbed: dict[str, int | None], minibatches: int) -> str:
     """One sentence about `harness.disturbed` of so many minibatches."""
-    anew, left = disturbed["measured_anew"], disturbed["left"]
+    again, left = disturbed["measured_anew"], disturbed["left"]
     if left is None:
         return "Whether the machine was quiet is not known: its kernel does not tell how long ranks waited for a core."
     limit = f"a rank waited for a core for over {MOST_WAITING:.0%} of the time"
     if left:
-        after = f", after {anew} were measured anew" if anew else ""
+        after = f", after {again} were measured again" if again else ""
         return (
             f"The machine was not quiet: in {left} of {minibatches} minibatches {limit}{after}. Run it again on a "
             f"quiet machine."
         )
-    if anew:
-        return f"{anew} of {minibatches} minibatches were measured anew, as {limit}; none of those that count is."
+    if again:
+        return f"{again} of {minibatches} minibatches were measured again, as {limit}; none of those that count is."
     return f"The machine was quiet: in none of {minibatches} minibatches {limit}."

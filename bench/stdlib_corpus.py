@@ -6,7 +6,7 @@ are the definition's source, split after the docstring's last line, so nothing a
     prompt      decorators, signature, docstring
     completion  the rest of the body
 
-Module-level functions, classes, and methods become records if they have a docstring and a body besides it. A
+Module-level functions, classes, and methods become records if they have a docstring and more of a body. A
 class's completion includes its methods, which are also separate records: hence the long tail of lengths.
 Functions inside functions are not: they mean little without what they close over, and the outer completion
 already has them.

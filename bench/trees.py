@@ -1,4 +1,4 @@
-"""Samples that share prefixes, dealt to ranks in three ways, which are compared."""
+"""Samples that share prefixes, assigned to ranks in three ways, which are compared."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from odc_triton.plan.relatives import Relatives
 from odc_triton.plan.samples import Limits, Samples
 
 TREES, REPEATED, SHARED = "trees", "repeated", "shared"
-WAYS = (TREES, REPEATED, SHARED)  # relatives on one rank; the best that reads nothing of other ranks; the best
+WAYS = (TREES, REPEATED, SHARED)  # each prefix group on one rank; the best that reads nothing of other ranks; the best
 
 
 def shared_tokens(relatives: Relatives) -> int:
-    """Of each rank, the most tokens that others may read: all that are shared, and as many of what branches off."""
+    """The most tokens of each rank that others may read: all that are shared, and as many of branches."""
     return 2 * sum(max(strip.start for strip in family) for family in relatives.families())
 
 

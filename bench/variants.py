@@ -1,7 +1,7 @@
 """The ways to train to compare: FSDP2 in two settings, DDP, our transport with a barrier per layer, ODC, split ODC.
 
 Every variant trains the same model on the same samples with the same optimizer; they differ in how ranks wait for each
-other and in how samples are dealt. On the CPU each records events in the engine's form: "wait" is time blocked in a
+other and in how samples are assigned. On the CPU each records events in the engine's form: "wait" is time blocked in a
 collective or a barrier, including the data's transfer. On GPUs the host's clock sees no waiting: see suites/alone.py.
 """
 
@@ -74,7 +74,7 @@ class Setting:
 
 
 class Variant(ABC):
-    """One model under one way to train. `balance` names how its samples are dealt; SPLIT: the longest in segments."""
+    """One model under one way to train. `balance`: how its samples are assigned; SPLIT: the longest in segments."""
 
     name: ClassVar[str]
     balance: ClassVar[str]

@@ -1,4 +1,4 @@
-"""Training, and an evaluator beside it that reads the weights of now: python THIS_FILE"""
+"""Training, and an evaluator in another process that reads the current weights: python THIS_FILE"""
 
 import subprocess
 import sys

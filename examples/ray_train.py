@@ -19,7 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from odc_triton import use_odc
 
-DEALT = ([64, 30], [41, 25, 19, 12, 9, 7])  # by worker, the tokens of its sequences in each step
+ASSIGNED = ([64, 30], [41, 25, 19, 12, 9, 7])  # by worker, the tokens of its sequences in each step
 
 
 def states(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict:
@@ -35,18 +35,18 @@ def train(config: dict) -> None:
         fully_shard(layer)
     use_odc(fully_shard(model), automatic=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    first, targets = 0, sum(tokens - 1 for dealt in DEALT for tokens in dealt)
+    first, targets = 0, sum(tokens - 1 for sequences in ASSIGNED for tokens in sequences)
     if checkpoint := ray.train.get_checkpoint():
         with checkpoint.as_directory() as folder:
             dcp.load(saved := states(model, optimizer, first), checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
         first = saved["step"]
     for step in range(first, config["steps"]):
-        generator = torch.Generator(device).manual_seed(len(DEALT) * step + rank)
-        for tokens in DEALT[rank]:
+        generator = torch.Generator(device).manual_seed(len(ASSIGNED) * step + rank)
+        for tokens in ASSIGNED[rank]:
             ids = torch.randint(0, 256, (1, tokens), generator=generator, device=device)
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss * (tokens - 1) / targets
-            (loss * len(DEALT)).backward()  # FSDP2 divides by the number of workers
+            (loss * len(ASSIGNED)).backward()  # FSDP2 divides by the number of workers
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -57,6 +57,6 @@ def train(config: dict) -> None:
 
 
 if __name__ == "__main__":
-    workers = ScalingConfig(num_workers=len(DEALT), use_gpu=torch.cuda.is_available())
+    workers = ScalingConfig(num_workers=len(ASSIGNED), use_gpu=torch.cuda.is_available())
     where = RunConfig(storage_path=str(Path(sys.argv[1]).resolve()), failure_config=FailureConfig(max_failures=1))
     print(TorchTrainer(train, train_loop_config={"steps": 6}, scaling_config=workers, run_config=where).fit().metrics)

@@ -13,9 +13,9 @@ tiles of dW are added straight into their owners, the next rank's experts first.
 
 [Note: row blocks] Only the device knows how many rows an expert has, so the grid has an upper bound of blocks and a
 program finds its own. Let expert e come p-th, after r rows of others. Its blocks of B rows begin at number
-floor(r / B) + min(p, r). So they never run into those of the expert after it: that has c more rows before it, and
-floor((r + c) / B) >= floor(r / B) + ceil(c / B) - 1; the second term grows by at least 1 if c does. Numbers in between
-are of programs that end at once, and S // B + min(E, S) is the bound.
+r // B + min(p, r). So they never run into those of the next expert: it has c more rows before it, and
+(r + c) // B >= r // B + ceil(c / B) - 1; the second term grows by at least 1 if c does. Programs with numbers in
+between end at once, and S // B + min(E, S) is the upper bound.
 """
 
 from __future__ import annotations

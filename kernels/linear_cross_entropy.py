@@ -74,9 +74,9 @@ class VocabularyPart:
 def extra_bytes(
     *, chunk: int, tokens: int, columns: int, element_bytes: int, backward: bool, eager: bool = False
 ) -> int:
-    """The peak allocation of a pass besides its arguments and results, with chunks of `chunk` rows.
+    """The peak allocation of a pass, without its arguments and results, with chunks of `chunk` rows.
 
-    On the CPU it is less by the buffers of pulled rows, which are read in place.
+    The CPU needs no buffers for pulled rows, as it reads them in place.
     """
     held = 2 * chunk * columns * element_bytes + tokens * chunk * element_bytes + 64 * tokens
     if eager:
@@ -98,7 +98,7 @@ def chunk_rows(
 ) -> int:
     """The number of rows of the vocabulary in a chunk: a multiple of 64, the same for nearly all chunks.
 
-    As many as keep `extra_bytes` within 1/8 of the whole logits, at most 4096 (a product that large is efficient) and
+    As many as keep `extra_bytes` within 1/8 of the full logits, at most 4096 (a product that large is efficient) and
     at least 512: with few tokens, whose logits are small anyway, or with a small vocabulary relative to D, it may
     exceed the eighth, as tiny chunks would be slow.
     """

@@ -144,8 +144,8 @@ class PeerShards:
         """The tensors that the ranks of `group` (all ranks by default) hold in torch's symmetric memory.
 
         `tensor`: this rank's rows [n, ...], from `torch.distributed._symmetric_memory.empty`, of one shape and dtype on
-        all ranks. `rows`: N of the whole tensor, by default n * world; n must be ceil(N / world). Of the last owners'
-        tensors only the first rows count, maybe none. Owners on this rank's GPU are near.
+        all ranks. `rows`: N of the whole tensor, by default n * world; n must be ceil(N / world). Only the
+        first rows of the last owners' tensors count, maybe none. Owners on this rank's GPU are near.
 
         Collective, and the host waits. It exchanges addresses, not contents: before a rank reads or
         adds, the owners call a barrier. Raises ValueError on every rank if ranks gave different shapes, strides,
@@ -175,7 +175,7 @@ class PeerShards:
             raise ValueError("the tensor is not in symmetric memory; make it by torch's _symmetric_memory.empty")
         shards = []
         for peer in range(world):
-            # The own tensor, as it keeps the memory and this rank's views of the peers' alive.
+            # The local tensor, as it keeps the memory and this rank's views of the peers' alive.
             shard = tensor if peer == rank else handle.get_remote_tensor(peer, tensor.shape, tensor.dtype)
             shards.append(shard[: max(min(rows - peer * len(tensor), len(tensor)), 0)])
         near = [peer for peer, (_, gpu) in enumerate(gathered) if gpu == gathered[rank][1]]

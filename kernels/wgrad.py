@@ -10,7 +10,7 @@ On sm_90 and newer a tile is added by one bulk reduction (`descriptor.atomic_add
 relaxed atomics: see [Note: bulk reductions] in device.py. The bias's gradient is summed by torch and scattered.
 
 [Note: serial products] ptxas waits for every product of a warp group if something else defines the sums that it adds
-to: the sums of a bias beside integers, or with triton 3.6 the zeros of a loop without steps. So neither is here.
+to: the sums of a bias next to integers, or with triton 3.6 the zeros of a loop without steps. So neither is here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One step of training up to the optimizer's: `run_step`; and `evaluate` beside it.
+"""One step of training up to the optimizer's: `run_step`; and `evaluate`.
 
 An `Objective` says what the loss is divided by, and computes it of one pack. This is the only place in the package
 that trains inside a minibatch (doctor and tune try single layers), so what a step needs is here once: an entry with a
@@ -86,8 +86,8 @@ class StepPart:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """Of all ranks, the same on each. `loss`: divided as gradients are, in an evaluation not at all; `sums`: by name,
-    over packs; `terms`: 0 if known last; `repeats`: how often the minibatch was run again.
+    """All ranks' results, the same on each. `loss`: divided as gradients are, in an evaluation not at all; `sums`: by
+    name, over packs; `terms`: 0 if known last; `repeats`: how often the minibatch was run again.
     """
 
     loss: float

@@ -1,4 +1,4 @@
-"""The products of 64 experts, 8 for each token, uniformly routed, beside torch's grouped product on local weights."""
+"""The products of 64 experts, 8 for each token, uniformly routed, and torch's grouped product on local weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What the kernels' benchmark measures: gather, scatter, embedding, head and loss here, and the products.
 
 gather and scatter have hardly any arithmetic: they are compared with a device copy of the same number of bytes. The
-embedding is compared with torch on a local table; head and loss with their products alone and torch with whole logits.
+embedding is compared with torch on a local table; head and loss with their products alone and torch with full logits.
 """
 
 from __future__ import annotations

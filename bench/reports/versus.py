@@ -1,8 +1,8 @@
-"""What ways to train cost beside each other: `python -m bench.reports.versus STUDY OUT.json [--minibatches N]`.
+"""Ways to train, compared: `python -m bench.reports.versus STUDY OUT.json [--minibatches N]`.
 
     exact     exact sums over plain ones
-    bridge    a model of torch's fully_shard under use_odc, beside FSDP2 and our own engine
-    split     the longest samples in segments, beside LB-Mini, FSDP2 in two settings and DDP
+    bridge    a model of torch's fully_shard under use_odc, FSDP2 and the native engine
+    split     the longest samples in segments, LB-Mini, FSDP2 in two settings and DDP
     lengths   all baselines over ODC + LB-Mini, on three distributions of lengths: who gains and who does not
 
 2 ranks, minibatch by minibatch in turn, with the optimizer step. Models, lengths and minibatches were fixed before
@@ -72,7 +72,7 @@ def long_samples(folder: Path, samples: int, minibatches: int, config: dict = LO
 
 
 def mixed(folder: Path, minibatches: int) -> Works:
-    """The demo's, one sample a rank and few tokens; longer samples; many, where dealing evens out lengths."""
+    """The demo's, one sample a rank and few tokens; longer samples; many, where an assignment balances lengths."""
     demo = prepare(folder)
     few = max(minibatches // 4, 1)
     return {
@@ -157,8 +157,8 @@ def bound(work: Work) -> float:
     largest, even = [], []
     for samples in work.minibatches[WARM_UP:]:
         lengths = [int(data.lengths[index]) for index in samples]
-        dealt = assign(lengths, ranks=RANKS, token_cap=work.token_cap, balance=Odc.balance, cost=cost)
-        of_ranks = [math.fsum(cost.sequence(lengths[i]) for pack in packs for i in pack) for packs in dealt]
+        assigned = assign(lengths, ranks=RANKS, token_cap=work.token_cap, balance=Odc.balance, cost=cost)
+        of_ranks = [math.fsum(cost.sequence(lengths[i]) for pack in packs for i in pack) for packs in assigned]
         largest.append(max(of_ranks))
         even.append(sum(of_ranks) / RANKS)
     return math.fsum(largest) / math.fsum(even)

@@ -1,4 +1,4 @@
-"""What ranks whose layers sleep train (sleeping.py), and the ways in which they do."""
+"""What ranks with simulated compute train (sleeping.py), and the ways in which they do."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ Say = Callable[..., None]
 @dataclass(frozen=True, kw_only=True)
 class Fault:
     """Of rank `victim`, or its host's cable. `late`: as late as possible at this place. `in_rank_0`: the store is in
-    rank 0, and not beside it.
+    rank 0's process, not in one of its own.
     """
 
     kind: str

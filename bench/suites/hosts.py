@@ -1,10 +1,10 @@
-"""Split sequences on several hosts without the GPUs: real ranks whose layers sleep, a replica on each host.
+"""Split sequences on several hosts without GPUs: real ranks with simulated compute, a replica on each host.
 
     python -m bench.suites.hosts [--shapes 2x4 2x8 4x4] [--lengths longalign swe-smith aime] [--out FILE]
 
-Layers sleep for the cost model's time (sleeping.py). Ranks whose ODC_HOST differs share no memory; samples are dealt
-over the hosts, and each splits its own. Beside it LB-Mini over all ranks, and global packing with a barrier before
-every layer, for HSDP's collectives. `--shapes 1x8`: one host.
+Layers sleep for the cost model's time (sleeping.py). Ranks whose ODC_HOST differs share no memory; samples are
+distributed over the hosts, and each splits its own. It is compared with LB-Mini over all ranks, and with global packing
+and a barrier before every layer, for HSDP's collectives. `--shapes 1x8`: one host.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MINIBATCHES = 2
 MEAN_SAMPLE_S = 1.5  # sleep of a sample of mean cost: a layer's forward sleeps 125 ms, its backward 250 ms
 LAYERS = 4
 POPULATION = 20_000
-COLUMNS = ("hosts", "lengths", "samples/rank", "of the bound", "even share", "over LB-Mini", "over barriers", "off")
+COLUMNS = ("hosts", "lengths", "samples/rank", "of ideal", "even share", "over LB-Mini", "over barriers", "off")
 
 
 def make_cells(
@@ -67,7 +67,7 @@ def make_cells(
 
 
 def row(results: dict[Way, Measured], hosts: int, ranks: int, mean_s: float) -> dict[str, Any]:
-    """`even_share`: the share of the bound's time in which ranks compute. Seconds of all minibatches together."""
+    """`even_share`: the share of the ideal time in which ranks compute. Seconds of all minibatches together."""
     ours = results[SPLIT]
     bound_s = sum(ours.cell.bound_s(index, ranks) for index in range(len(ours.seconds)))
     return {

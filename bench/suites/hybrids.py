@@ -10,7 +10,7 @@ rank's cost over the even share; `bound_with_pairs` counts what the plan's pairs
 time each other. And what computing in bf16 changes, split and not, by `bf16`: relative, over fp32.
 `group`: GRPO's update, a prompt with 8 completions, over the fastest way that repeats the prompt.
 `memory`: the most bytes of tensors in a minibatch, and the shared memory of a rank, over what `memory_plan` says.
-`pair`: forward and backward of a segment whose state is not known yet, by one call of the rule and by two, beside the
+`pair`: forward and backward of a segment whose state is not known yet, by one call of the rule and by two, over the
 rule alone; and the bytes that autograd keeps. `step_share`: of the one call, what a pair adds to a segment's step.
 
 Each way of a comparison computes the same gradient, or it raises; then all are timed in turn.
@@ -136,7 +136,7 @@ def over_bounds(work: HybridWork, ranks: int, unsplit: Sequence[float], split: S
     for samples in work.minibatches[WARM_UP:]:
         costs = [cost.sequence(int(data.lengths[index])) for index in samples]
         largest, even = largest + max(costs), even + sum(costs) / ranks
-        plan = harness.deal(work, data, samples, SPLIT, cost, ranks=ranks)[0].split
+        plan = harness.assign_packs(work, data, samples, SPLIT, cost, ranks=ranks)[0].split
         for each in [] if plan is None else [planned.segment for planned in plan.segments]:
             if each.start and each.stop < data.lengths[each.sample]:
                 pairs += cost.pair * len(each) / ranks
@@ -168,9 +168,9 @@ def three_ranks(work: HybridWork) -> dict[str, Any]:
     took: list[list[float]] = [[], []]
     for index, samples in enumerate(work.minibatches):
         for number in harness.in_turn((0, 1), index):
-            dealt = harness.deal(work, data, samples, ways[number].balance, cost)
+            assigned = harness.assign_packs(work, data, samples, ways[number].balance, cost)
             start_s = time.thread_time()
-            harness.timed(ways[number], dealt[rank], sum(map(count_target_tokens, dealt)), index)
+            harness.timed(ways[number], assigned[rank], sum(map(count_target_tokens, assigned)), index)
             took[number].append(max(harness.gather(time.thread_time() - start_s)))
     took = [each[WARM_UP:] for each in took]
     found = over_bounds(work, world, *took) | {"cpu_seconds": took, "gradients_apart": apart}
@@ -183,9 +183,9 @@ def in_bf16(work: HybridWork) -> dict[str, dict[str, float]]:
     for kind, dtype in ((Odc, "fp32"), (Odc, "bf16"), (OdcSplit, "bf16")):
         variant = harness.build(kind, work, Setting(dtype=dtype))
         for samples in work.minibatches[-3:]:
-            dealt = harness.deal(work, data, samples, kind.balance, cost)
-            targets = sum(map(count_target_tokens, dealt))
-            loss = sum(harness.gather(variant.gradients(dealt[harness.open_job()[0]], targets))) / targets
+            assigned = harness.assign_packs(work, data, samples, kind.balance, cost)
+            targets = sum(map(count_target_tokens, assigned))
+            loss = sum(harness.gather(variant.gradients(assigned[harness.open_job()[0]], targets))) / targets
             found.append((loss, [whole(each.grad).float() for each in variant.model.parameters()]))
             variant.optimizer.zero_grad()
     rows = {}
@@ -222,9 +222,9 @@ def memory(size: Size) -> list[dict[str, Any]]:
     for tokens, is_split in product(size.lengths, (False, True)):
         # The segments that a rank has between another's make a pair, which is what is planned.
         cut = zigzag(Strip(0, 0, tokens * world), world, 1)
-        dealt = [[cut[at]] if is_split else [[0]] for at in range(world)]
+        assigned = [[cut[at]] if is_split else [[0]] for at in range(world)]
         ids = torch.randint(3, 4096, (tokens * (world if is_split else 1),), generator=torch.Generator().manual_seed(0))
-        (pack,) = pack_collate(PackedDataset([{"input_ids": ids, "labels": ids.clone()}]).__getitems__(dealt[rank]))
+        (pack,) = pack_collate(PackedDataset([{"input_ids": ids, "labels": ids.clone()}]).__getitems__(assigned[rank]))
         model, how = Qwen3_5ForCausalLM(config).train(), {"split_tokens": tokens, "split_cuts": 2} if is_split else {}
         plan = memory_plan(model, world, tokens_per_microbatch=tokens, backend="cpu", optimizer="none", **how)
         enable_packing(model)
@@ -233,7 +233,7 @@ def memory(size: Size) -> list[dict[str, Any]]:
         if is_split:
             enable_split(model, tokens=tokens, cuts=2)
             heaps.append(engine_of(model).participant(SequenceExchange).buffers.heap)
-        with minibatch(model, tokens=1, split=SplitPlan.of(dealt) if is_split else None), LiveBytes() as live:
+        with minibatch(model, tokens=1, split=SplitPlan.of(assigned) if is_split else None), LiveBytes() as live:
             summed_loss(model, pack).backward()
         live_bytes, shared = max(harness.gather(live.most)), sum(heap.size_bytes for heap in heaps) // world
         rows.append({"split": is_split, "tokens": tokens, "peak_bytes": live_bytes + shared})

@@ -1,4 +1,4 @@
-"""Models with images on two real ranks: FSDP2 with dummy images beside ours, by three ways to balance.
+"""Vision-language models on two real ranks: FSDP2 with dummy images and ours, balanced in three ways.
 
     python -m bench.suites.images bench/results/images.json [--rounds 23]
 
@@ -6,7 +6,7 @@ The mixture is bench/data/images.json. Each way with packs at its best pack size
 minibatches; then all in turn, minibatch by minibatch, with the optimizer step. Before that all compute the same
 gradient, or it raises. Bounds are FLOPs: FSDP2's ranks wait for each other in each microbatch, in the tower and in the
 text's layers; ours once, for the fuller rank. FSDP2 also sends parameters in each microbatch: how much slower that is
-where no rank waits is measured on even work, the same samples on all ranks.
+where no rank waits is measured on balanced work, the same samples on all ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from odc_triton.jobs.reports.report import table
 
 from .. import quiet
 from ..demo import RANKS, WARM_UP
-from ..harness import Measured, deal, disturbed, median_ratio, single_thread_environment
+from ..harness import Measured, assign_packs, disturbed, median_ratio, single_thread_environment
 from ..images_data import AT_ENDS, BY_TEXT, CONFIG, DUMMIES, FILE, MINIBATCHES, PATCH_VALUES, SAMPLES, ImageWork, read
 from ..provenance import about, save_parts
 from ..variants import Fsdp2, Fsdp2NoReshard, Odc, Variant
@@ -34,7 +34,7 @@ from .prefixes import Arm, memory, run
 
 MOST_APART = 5e-6  # of gradients, in fp32
 PACKS = (1, 2, 4)  # times the longest sample
-SWEPT = 6  # minibatches, to find a way's best pack size, and of even work
+SWEPT = 6  # minibatches, to find a way's best pack size, and of balanced work
 COUNTED_RANKS = (8, 16)
 
 
@@ -82,7 +82,7 @@ def flops(arm: Arm, work: ImageWork, ranks: int = RANKS) -> float:
     (kind, cap), cost, tower, data, total = arm, work.cost(), work.tower(), work.data(), 0.0
     for samples in work.minibatches[WARM_UP:]:
         of_ranks: list[list[tuple[float, float]]] = []  # text and tower of each microbatch
-        for packs in deal(replace(work, token_cap=cap), data, samples, kind.balance, cost, ranks=ranks):
+        for packs in assign_packs(replace(work, token_cap=cap), data, samples, kind.balance, cost, ranks=ranks):
             of_ranks.append([])
             for pack in packs:
                 lengths = [stop - start for start, stop in pairwise(pack["cu_seq_lens_q"].tolist())]
@@ -143,7 +143,7 @@ def measure(work: ImageWork, of: dict[Arm, float]) -> dict[str, Any]:
     }
 
 
-COLUMNS = ("", "pack size", "s per minibatch", "its time over", "", "95% interval", "bound", "even work", "peak MB")
+COLUMNS = ("", "pack size", "s per minibatch", "its time over", "", "95% interval", "bound", "balanced work", "peak MB")
 
 
 def words(of: dict[str, Any]) -> list[str]:

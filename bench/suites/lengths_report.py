@@ -154,7 +154,7 @@ def progress(results: Sequence[Result], rounds: int, turn: str, took_s: float) -
 
 
 def disturbed(results: Sequence[Result]) -> dict[str, int | None]:
-    """As `harness.disturbed`, of the timed minibatches of all turns; none is measured anew."""
+    """As `harness.disturbed`, of the timed minibatches of all turns; none is measured again."""
     took = [
         pair for result in results for turn in result.turns for pair in zip(turn.seconds, turn.waited_s, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Reads, additions and products over the links of a machine, beside plain copies, NCCL and torch's own fused product.
+"""Reads, additions and products over a machine's links, compared with plain copies, NCCL and torch's fused product.
 
     python -m bench.suites.links [--pairs one-per-kind|all] [--backend auto|cuda|cpu-sharded] [--sizes 65536 ...]
                           [--columns 8192] [--tokens 4096] [--loops 1] [--out out/links]
@@ -238,8 +238,8 @@ def _on_gpu(layer: Layer, heap: CudaHeap, group: dist.ProcessGroup) -> dict[str,
     shard = heap.shard(layer.weight, heap.rank).clone()
     x_t = layer.integers(layer.columns, layer.tokens, 200 + heap.rank, heap.device).bfloat16()
     fused = partial(torch.ops.symm_mem.fused_all_gather_matmul, shard, [x_t], 0, group.group_name)
-    beside = Operator(run=fused, link_bytes=layer.crossed_bytes)
-    return plain | ours | {"fused_all_gather_matmul": beside}
+    theirs = Operator(run=fused, link_bytes=layer.crossed_bytes)
+    return plain | ours | {"fused_all_gather_matmul": theirs}
 
 
 def measure_place(place: Place, layers: Sequence[Layer], token: str, lines: Path) -> None:
@@ -289,7 +289,7 @@ def measure_place(place: Place, layers: Sequence[Layer], token: str, lines: Path
                 append_line(lines, {"place": asdict(place), **cell})
         del operators, operator
         gc.collect()
-        sync()  # no memory is written anew while it is still read
+        sync()  # no memory is overwritten while it is still read
     del heap
     gc.collect()
     dist.barrier()

@@ -1,5 +1,5 @@
-"""Long sequences over few ranks: memory by length and number of layers, time beside buffers for all layers, and the
-plan of Qwen3-8B with a million tokens.
+"""Long sequences over few ranks: memory by length and number of layers, time compared with buffers for all layers,
+and the plan of Qwen3-8B with a million tokens.
 
     python -m bench.suites.long_context --out bench/results/long_context.json
 
@@ -51,7 +51,7 @@ from ..provenance import about, save_parts
 from ..stdlib_corpus import build_corpus, write_text
 
 BASE, FACTORS, LAYERS, WORLDS = 1536, (1, 2, 4, 8), (4, 8, 16), (2, 4)  # BASE: tokens of each rank
-CHUNK = 256  # tokens: few beside a rank's
+CHUNK = 256  # tokens: few compared with a rank's
 SHORT = 512
 TIMED_LAYERS, TIMED_FACTOR = (4, 8), 2
 MILLION, GPUS = 1 << 20, 8
@@ -229,7 +229,7 @@ def sample() -> dict[str, object]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", choices=("cpu", "timed", "sample"), help="this part, beside what is in --out")
+    parser.add_argument("--only", choices=("cpu", "timed", "sample"), help="only this part; --out keeps the others")
     parser.add_argument("--steps", type=int, default=12, help="interleaved steps of each way")
     options = parser.parse_args(arguments)
     single_thread_environment()

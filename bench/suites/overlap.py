@@ -1,4 +1,4 @@
-"""Rollout and update that overlap, beside phases: seconds of a step, and of the least that overlapping could take.
+"""Overlapped rollouts compared with phases: seconds of a step, and the least that overlapping could take.
 
     out/vllm/bin/python -m bench.suites.overlap server [--steps 20] [--out FILE]
     python -m bench.suites.overlap ranks [--steps 20] [--out FILE]
@@ -304,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=2, help=f"that count, at most {rollouts.STEPS - 1}")
     parser.add_argument("--prompts", type=int, default=rollouts.PROMPTS, help=f"of a step, at most {rollouts.PROMPTS}")
     parser.add_argument("--decode", type=int, default=0, help="completions that a rank decodes together; else the best")
-    parser.add_argument("--threads", type=int, default=1, help="of vLLM with both cores, besides its other processes")
+    parser.add_argument("--threads", type=int, default=1, help="of vLLM with both cores, without its other processes")
     parser.add_argument("--out", type=Path, default=None, help="JSON file, whose other keys stay")
     options = parser.parse_args(arguments)
     single_thread_environment()

@@ -1,10 +1,10 @@
-"""Shared prefixes on two real ranks: groups of 8 completions and conversations, beside whole samples and whole trees.
+"""Shared prefixes on two real ranks, compared with unshared samples and with each tree on one rank.
 
     python -m bench.suites.prefixes OUT.json [--rows 0 1 2 3 4] [--share 1.0]
 
-Each way at its best pack size of a few, found by one minibatch each; then all in turn, minibatch by minibatch, with the
-optimizer step. Before that all compute the same gradient, or it raises. Bounds are FLOPs: of a baseline's fuller rank
-over ours. Everything was fixed before anything was measured.
+Samples are groups of 8 completions, and conversations. Each way at its best pack size of a few, found by one minibatch
+each; then all in turn, minibatch by minibatch, with the optimizer step. Before that all compute the same gradient, or
+it raises. Bounds are FLOPs: of a baseline's fuller rank over ours. Everything was fixed before anything was measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,16 @@ from odc_triton.jobs.reports.report import table
 from .. import quiet
 from ..cut import cut
 from ..demo import RANKS, WARM_UP
-from ..harness import Measured, Work, compare, deal, disturbed, median_ratio, peak_memory, single_thread_environment
+from ..harness import (
+    Measured,
+    Work,
+    assign_packs,
+    compare,
+    disturbed,
+    median_ratio,
+    peak_memory,
+    single_thread_environment,
+)
 from ..provenance import about, save_parts
 from ..reports.versus import LONG_CONFIG
 from ..variants import Ddp, Fsdp2, Fsdp2NoReshard, Fsdp2Trees, Odc, OdcRepeated, OdcShared, OdcTrees, Variant
@@ -115,7 +124,7 @@ def flops(arm: Arm, work: Work) -> float:
     head = 6 * work.config["hidden_size"] * work.config["vocab_size"]  # a token's part of `cost.linear`
     for samples in work.minibatches[WARM_UP:]:
         of_ranks = []
-        for packs in deal(replace(work, token_cap=cap), data, samples, kind.balance, cost, ranks=RANKS):
+        for packs in assign_packs(replace(work, token_cap=cap), data, samples, kind.balance, cost, ranks=RANKS):
             of_ranks.append(0.0)
             for pack in packs:
                 ends, positions = pack["cu_seq_lens_q"].tolist(), pack["position_ids"][0].tolist()

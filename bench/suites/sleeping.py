@@ -1,4 +1,4 @@
-"""Training whose layers sleep for as long as a cost model says, on the real engine with real ranks.
+"""Simulated compute: layers sleep for as long as a cost model says, on the real engine with real ranks.
 
 Parameters are a few numbers; barriers, hooks, locks, accumulation and the store are the library's. That lets many
 ranks run on few cores: it measures waiting, not arithmetic.
@@ -57,7 +57,7 @@ class Ran:
 class Gate:
     """A barrier of all ranks of one machine in well under a millisecond: it stands for a collective's waiting.
 
-    Gloo's barrier takes log2(ranks) rounds of two threads each, which is slow with many ranks on few cores; this one
+    Gloo's barrier takes log2(ranks) rounds of two threads each, which is slow if many ranks are on few cores; this one
     wakes rank 0 as ranks arrive and then every rank once. Collective: every rank of the process group creates one, then
     calls `wait` the same number of times. Raises TimeoutError if a rank does not come within five minutes,
     ConnectionError if one has died.

@@ -32,7 +32,7 @@ LAYERS = 3
 VOCABULARY = 97
 _PORT = 29500  # on a host of the job's own
 TOKENS = 400  # of each rank, more than any plan here lets others read
-RIDER_TOKENS = 29  # of a whole sample beside segments, in a job with a fault
+RIDER_TOKENS = 29  # of an unsplit sample next to segments, in a job with a fault
 
 Dealt = list[list[list[Entry]]]
 
@@ -58,8 +58,8 @@ class Deal:
 
 
 def deal_evenly(numbers: random.Random, ranks: int, replicas: int) -> Deal:
-    """Two waves of each replica, in which each rank has two segments and a whole sample; some have whole samples after
-    them.
+    """Two waves of each replica, in which each rank has two segments and an unsplit sample; some have unsplit samples
+    after them.
 
     A wave is one sample that goes up and down the ranks, so that each waits for all others and they for it; or a ring
     of samples over two ranks each, so that each waits for one and another waits for it.
@@ -174,7 +174,8 @@ class Job:
     what a rank gives to `say` comes out of `messages`. To be used in a `with` block, after which `leftovers` looks for
     what has stayed.
 
-    `hosts`: equally many ranks on each. Their store is on the first one, `in_rank_0` or beside it, as torchrun has it.
+    `hosts`: equally many ranks on each. Their store is on the first one, `in_rank_0` or in a process of its own as by
+    torchrun.
     """
 
     def __init__(self, function: Callable[..., None], ranks: int, *args: Any, hosts: Hosts, in_rank_0: bool) -> None:

@@ -68,7 +68,7 @@ class EventLog:
 
     @contextmanager
     def keeping(self, *kinds: str) -> Iterator[None]:
-        """Of the spans that are added inside of it, keeps those of these kinds."""
+        """Keeps only spans of these kinds, of those that are added inside of it."""
         before = self.drain()
         try:
             yield

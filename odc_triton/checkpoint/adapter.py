@@ -77,7 +77,7 @@ def adapter_reads(model: nn.Module) -> set[int]:
 def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
     """Writes a sharded PEFT model's adapter into `folder`, as PEFT's `save_pretrained` would. Not collective.
 
-    Of several adapters it writes the one that is trained.
+    If there are several adapters it writes the one that is trained.
     """
     from safetensors.torch import save_file
 

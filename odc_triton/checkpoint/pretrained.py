@@ -78,10 +78,10 @@ def meta_causal_lm(*, model: str | None = None, init: str | None = None, scores:
     """A transformers causal LM in fp32 on the meta device, from the folder or hub id `model`, or the config `init`.
     `scores`: a sequence classifier of one label instead, whose score `model` may lack.
 
-    For the config of a model that sees images it is the whole one, of AutoModelForImageTextToText.
+    For the config of a vision-language model it is the whole model, of AutoModelForImageTextToText.
     `fully_shard` gives it random weights, the same for any number of ranks; `load_pretrained_shards` loads real ones.
-    Of `model`'s files it reads the names: quantised weights are refused, and parameters that the config ties, and the
-    files have with different values, are not tied, as by `from_pretrained`. So with those that an adapter makes differ.
+    It reads the names in `model`'s files. Quantised weights are refused. Parameters that the config ties are not tied
+    if the files, or an adapter, give them different values, as by `from_pretrained`.
     """
     if (model is None) == (init is None):
         raise ValueError("give either model (pretrained) or init (random weights)")
@@ -243,7 +243,7 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
         _check(places, sources, files, model, merge)
         engine.drain(purpose)
     if base is not None and engine.rank == 0:
-        kind = "has an adapter beside its model" if base == str(source) else f"is an adapter of {base}"
+        kind = "has an adapter next to its model" if base == str(source) else f"is an adapter of {base}"
         print(f"{source} {kind}: its weights are merged into the model", flush=True)
 
     def read(name: str) -> torch.Tensor:

@@ -22,13 +22,13 @@ from .pretrained import transformers_part
 from .pretrained_tensors import PretrainedTensors, require_written
 
 SHARD_BYTES = 2 * 2**30
-# What transformers and PEFT write and read again: an older model's, beside a new one that has no such file.
+# What transformers and PEFT write and read again: of an older model, next to a new one without such a file.
 _OF_A_MODEL = re.compile(
     r"((adapter_)?model(-\d+-of-\d+)?\.safetensors|(pytorch|adapter)_model(-\d+-of-\d+)?\.bin)(\.index\.json)?|"
     r"((generation_|adapter_|processor_|(video_)?preprocessor_|tokenizer_)?config|tokenizer|special_tokens_map|"
     r"added_tokens|vocab|chat_template)\.json|chat_template\.jinja|additional_chat_templates|vocab\.txt|merges\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
 )
-# Of a processor, besides its tokenizer's.
+# Of a processor, in addition to its tokenizer's.
 _OF_IMAGES = (
     "processor_config.json",
     "preprocessor_config.json",
@@ -52,7 +52,7 @@ def save_pretrained(
 
     `processor`: a folder or hub id, whose files for images are copied, if it has any.
 
-    Only rank 0 calls it, outside of a minibatch, while the others wait. Of a PEFT model it writes the adapter, or with
+    Only rank 0 calls it, outside of a minibatch, while the others wait. For a PEFT model it writes the adapter, or with
     `merge` the whole model, into which PEFT's code merges it. Everything trained is written. Parameters are saved in
     `dtype`, by default the compute dtype. Rank 0 temporarily holds one unit and one file's tensors, `shard_bytes`, in
     memory. The folder is written under a temporary name and renamed, so it is atomic; `overwrite` replaces a model's

@@ -62,7 +62,7 @@ class ParameterSpec:
 
     @property
     def has_own_master(self) -> bool:
-        """True if the master is a separate copy, besides the compute shard."""
+        """True if the master is a copy of its own, not the compute shard."""
         return self.master_dtype != self.compute_dtype
 
 

@@ -9,9 +9,9 @@ keeps the largest |q|. At the exit all ranks know (additions of all ranks) * (la
 and every partial sum. If it may reach 2^62 the minibatch is to be run again, with e adapted. Neither factor depends on
 which rank computed what, so neither does e.
 
-[Note: how many bits] e is chosen so that the bound of the next minibatch is 2^54 if it is as large as this one's. So it
-may grow 256 times before a minibatch must be repeated, and an element 2^-30 of the largest keeps more bits than fp32
-has. What is smaller than 2^-54 of the bound is lost.
+[Note: how many bits] e is chosen so that the next minibatch's upper bound is 2^54 if it is as large as this one's. So
+it may grow 256 times before a minibatch must be repeated, and an element 2^-30 of the largest keeps more bits than fp32
+has. What is smaller than 2^-54 of the upper bound is lost.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .protocol import Protocol
 from .shard import HeapShard, Shard
 from .transport import Target
 
-_WANTED_BITS = 54  # of the bound; see [Note: how many bits]
+_WANTED_BITS = 54  # of the upper bound; see [Note: how many bits]
 _MOST_BITS = 62
-_LEAST_BITS = 30  # of the bound of a parameter whose exponent was a guess
+_LEAST_BITS = 30  # of the upper bound of a parameter whose exponent was a guess
 _GUESSED_BITS = 16  # a first bound of 2^16: far more than a gradient of a mean over tokens
 _MOST_EXPONENT = 120  # 2^e must be an fp32 number
 _BLOCK = 2**16  # elements that stay in a core's cache

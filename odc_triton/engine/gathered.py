@@ -17,7 +17,7 @@ from .transport import COPY_STREAMS, Copies, Streams, named
 if TYPE_CHECKING:
     from odc_kernels.gather import ShardList
 
-_OLD = -1  # not the number of any publication
+_OLD = -1  # not the number of any weight update
 # A copy engine takes about 3 µs to begin a copy, in which 1.1 MB would cross a link at its 380 GB/s. So one launch for
 # all is faster up to about that size. Above it the engine is better: it takes no multiprocessor from what computes.
 _SMALL_SHARD_BYTES = 2**20
@@ -56,7 +56,7 @@ class GatheredParameters:
     ) -> None:
         self._streams, self._batch_copy = streams, batch_copy
         self._users: set[Hashable] = set()
-        self._filled_at: int | None = None  # the publication that the storage holds
+        self._filled_at: int | None = None  # the weight update that the storage holds
         self._copies: Copies | None = None  # those that filled it
         device = shards[0][0].device
         large: list[_OwnerRows] = []
@@ -123,7 +123,7 @@ class GatheredParameters:
             self._filled_at = _OLD
 
     def fetch(self, user: Hashable, publication: int) -> None:
-        """Starts filling the storage, unless it holds that publication already, and keeps it for `user`."""
+        """Starts filling the storage, unless it holds that weight update already, and keeps it for `user`."""
         self._users.add(user)
         if self._filled_at == publication:
             return

@@ -55,7 +55,7 @@ class minibatch:
     on all ranks or on none. `split`: `packs.split`, the plan of packs that hold segments of sequences (`enable_split`).
     `plan`: in place of both, what a MinibatchSampler yields or `pack_collate` makes of it, or a function that returns
     it, whose error fails the minibatch on all ranks. Ranks that have other samples, or assign them in another way, are
-    then found. `tokens` beside it goes before the plan's.
+    then found. `tokens` together with a plan replaces the plan's.
 
     Inside of `serving(model)`, where nothing that is sharded trains, ranks have nothing to wait for: each opens
     minibatches of its own, or none at all, and tokens are its own.
@@ -144,7 +144,7 @@ def _arguments(tokens: int | None, split: Any, plan: Planned | Callable[[], Plan
     if tokens is None and plan.tokens is None:
         raise ValueError(
             "the plan does not know this rank's target tokens: give the packs that pack_collate returns (accelerate's "
-            "loaders make plain lists of them), or the sampler's `targets`, or tokens=… beside the plan"
+            "loaders make plain lists of them), or the sampler's `targets`, or tokens=… with the plan"
         )
     return {"tokens": plan.tokens if tokens is None else tokens, "split": plan.split, "samples": plan}
 

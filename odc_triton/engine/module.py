@@ -200,7 +200,7 @@ class ODCModule(nn.Module if TYPE_CHECKING else object):
         """No-op, see `set_allocate_memory_from_process_group_for_comm`."""
 
     def set_post_optim_event(self, event: Any) -> None:
-        """No-op: publication after the optimizer step makes readers wait for it."""
+        """No-op: readers wait until the weights are published, after the optimizer step."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """No-op: there is no reduce-scatter, so it has no input buffers."""

@@ -1,4 +1,4 @@
-"""Publication: an owner makes its shards readable, and shows it; other ranks wait until it has, and then read."""
+"""Publishing weights: an owner makes its shards readable and says so; other ranks wait for that, and then read."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _POLL_S = 1e-3
 
 
 class Publication(Participant):
-    """This rank's shards as readers see them, and its count of publications, which they wait for.
+    """This rank's shards as readers see them, and its count of weight updates, which they wait for.
 
-    `number`: publications so far; 0 before the first. `max_lag_s`: how long readers outside of the job may hold the
-    next one back.
+    `number`: weight updates so far; 0 before the first. `max_lag_s`: how long readers outside of the job may delay the
+    next one.
     """
 
     name = "publication"
@@ -29,13 +29,13 @@ class Publication(Participant):
         self._engine, self._barrier, heap = engine, engine.barrier, engine.heap
         self.published = Status(heap)  # how many times the rank has published its shards
         self.stepping = Status(heap)  # one more while the rank may be writing its shards
-        self.pinned = Status(heap)  # the first rank's: the last publication that such readers let pass; 0: any
+        self.pinned = Status(heap)  # the first rank's: the last weight update that such readers let pass; 0: any
         self.max_lag_s = 0.0
         self.check: Callable[[], None] = lambda: None  # raises if such readers would not read what the model is
         self.follow: Callable[[], None] = lambda: None  # finds the shards that the model has now
         self.number = 0
         self._announced = 0
-        self._reading = 0  # the publication that an evaluation reads
+        self._reading = 0  # the weight update that an evaluation reads
 
     def _of_owners(self, status: Status) -> Iterable[tuple[int, int]]:
         """(rank, status) of the owners that this rank reads: those of its own replica."""
@@ -96,7 +96,7 @@ class Publication(Participant):
                 with engine.collective():
                     shards = engine.trainable() if stepped else engine.shards
                     copy_masters(shards, engine.streams.first)
-                    engine.drain("publishing the own part of the parameters")
+                    engine.drain("publishing the local part of the parameters")
                     engine.replicas.gather([shard.compute_parts() for shard in shards])
             engine.drain("publishing the parameters")
         self.complete()

@@ -111,7 +111,7 @@ class Shard(ABC):
     sharded: DTensorParameter
     touched = dirty = stepped = lost = False
     zero_instead = "Call zero_grad() before the `with minibatch(...)` block, or after it"
-    versions: tuple[int, int] | None = None  # as of its last publication
+    versions: tuple[int, int] | None = None  # as of the last weight update
 
     @property
     @abstractmethod

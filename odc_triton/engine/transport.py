@@ -115,7 +115,7 @@ class _DeviceCopies(Copies):
 
 
 class DeviceStreams(Streams):
-    """A device's: copies from peers and additions to peers have their own streams, beside the current one.
+    """A device's: copies from peers and additions to peers have their own streams, not the current one.
 
     [Note: memory of side streams] The caching allocator knows one stream per block, the one that was current when
     the block was allocated. So every block that side streams work on is allocated on the current stream, and freed

@@ -74,8 +74,8 @@ class Prefetch:
 
 
 class UnitState(IntEnum):
-    """What is registered on a unit's modules, and what takes memory besides the shards if whole tensors are gathered:
-    elsewhere they are views. Of several states for which it is needed a unit is in the last one.
+    """What is registered on a unit's modules, and what takes memory in addition to the shards if whole tensors are
+    gathered: elsewhere they are views. A unit that is needed for several states is in the last of them.
 
     SHARDED   DTensors are registered. Whole tensors take memory only if they are prefetched, or if a backward made a
               graph, whose own backward reads them.

@@ -67,8 +67,8 @@ def use_odc(
     timeout: how late a live rank may be at a barrier, a timedelta or seconds; a dead rank is named within seconds.
     backend: as in `odc_triton.fully_shard`.
 
-    It takes memory besides FSDP2's: on each rank a copy of its shards in the dtype that modules compute in, and the
-    sums of its gradients in fp32, which take the place of FSDP2's.
+    Each rank needs more memory than under FSDP2: a copy of its shards in the dtype that modules compute in, and the
+    sums of its gradients in fp32, which replace FSDP2's gradients.
 
     Raises TypeError for a model that torch's `fully_shard` has not sharded, NotImplementedError or ValueError with the
     remedy for options that can't be combined with it, RanksDiffer if the ranks differ, DeadlineExceeded if one does
@@ -418,6 +418,6 @@ def _summary(units: list[FsdpUnit], plan: MemoryLayout, grid: Grid, device: Back
     ranks = ", ".join(counts[1 : 2 + (grid.replicas > 1)])
     return (
         f"use_odc: {counts[0]}, {len(plan.parameters)} parameters, {every:,} elements ({trained:,} train), on "
-        f"{ranks}. On each rank besides FSDP2's: {plan.compute_bytes // share:,} bytes to read, "
+        f"{ranks}. Each rank needs, in addition to FSDP2: {plan.compute_bytes // share:,} bytes to read, "
         f"{plan.gradient_bytes // share:,} bytes for gradients"
     )

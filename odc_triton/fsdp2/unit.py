@@ -282,7 +282,7 @@ class BridgedUnit:
 
     @torch.no_grad()
     def check_layout(self) -> None:
-        """After a publication: raises RuntimeError unless FSDP2 lays out its shard as the published one is laid out.
+        """Once weights are published: raises RuntimeError unless FSDP2 lays out its shard as the published one.
 
         Whole parameters exist from here on, and report when they get a gradient.
         """

@@ -57,7 +57,7 @@ class GradientInWaiting(PendingGradient):
         raise _Used
 
     def __getattr__(self, name: str) -> Any:
-        """What a DTensor has besides a tensor, as `placements`."""
+        """What a DTensor has and a tensor has not, such as `placements`."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.settled(), name)

@@ -28,7 +28,7 @@ def _window(attention: Any) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """A family's attention class. `of`: as in the name of its class; `norm`: whether q and k have one per head;
-    `options`: further arguments of its attention function, besides those of all families.
+    `options`: arguments of its attention function that not all families have.
     """
 
     of: str

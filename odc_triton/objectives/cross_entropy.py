@@ -89,7 +89,7 @@ class Distillation(CrossEntropy):
     """`teacher.weight` times the divergence from the teacher's distributions, and the rest of CrossEntropy.
 
     Sums: also `divergence`, over target tokens; `token_loss` is the mix. `teacher`: see packs/reference.py. Raises
-    ValueError for an evaluation of packs with segments, which a teacher reads in minibatches only.
+    ValueError for an evaluation of packs with segments: a teacher reads these only in minibatches.
     """
 
     teacher: Teacher
@@ -98,7 +98,7 @@ class Distillation(CrossEntropy):
         plan = getattr(packs, "plan", None)
         if not torch.is_grad_enabled() and plan is not None and plan.split is not None:
             raise ValueError(
-                "a teacher reads no segments of samples in an evaluation: evaluate by CrossEntropy, or whole samples"
+                "a teacher can't evaluate segments of samples: evaluate by CrossEntropy, or on unsplit samples"
             )
         return super().terms(model, packs)
 

@@ -73,9 +73,9 @@ class PairObjective(Objective):
                     )
 
     def collate(self, entries: Sequence[Entry]) -> dict[str, Any]:
-        """A model's input. Of its n targets `place`, [n]: 0 in prompts, and in completions of the P `pairs` that have
-        some here 1 + 2p + (0: chosen, 1: rejected). `lengths`, [P, 2]: of whole completions; `share`, [P]: the part of
-        the chosen one that is here, so that a pair on several ranks counts once.
+        """A model's input. `place`, [n], by target: 0 in prompts; 1 + 2p + (0: chosen, 1: rejected) in completions of
+        the P `pairs` that have some here. `lengths`, [P, 2]: of full completions; `share`, [P]: the part of the chosen
+        one that is here, so that a pair on several ranks counts once.
         """
         segments = [*map(self._segment, entries)]
         pairs = [*dict.fromkeys(each.sample // 2 for each in segments if self._completion(each).any())]
@@ -122,11 +122,11 @@ class PairObjective(Objective):
         return entry if isinstance(entry, Segment) else Segment(entry, 0, len(self.samples[entry]["input_ids"]))
 
     def _scored(self, segment: Segment) -> Tensor:
-        """Of each token of the whole sample: is it a target, that `segment` predicts?"""
+        """For each token of the sample, True if it is a target that `segment` predicts."""
         return self._completion(segment)
 
     def _completion(self, segment: Segment) -> Tensor:
-        """Of each token of the whole sample: is it of the completion, and does `segment` predict it?"""
+        """For each token of the sample, True if it is in the completion and `segment` predicts it."""
         if segment.sample not in self._learned:
             self._learned[segment.sample] = torch.as_tensor(self.samples[segment.sample]["labels"]) != IGNORED
         found = self._learned[segment.sample].clone()
@@ -135,7 +135,7 @@ class PairObjective(Objective):
 
 
 def rewards(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """Of each pair's two rewards, [P], what TRL shows."""
+    """What TRL shows of each pair's two rewards, [P]."""
     return {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,

@@ -1,4 +1,4 @@
-"""Optimizers for sharded parameters, beside torch's own."""
+"""Optimizers for sharded parameters, in addition to torch's."""
 
 from ..base.lazy import lazy_names
 

@@ -32,8 +32,8 @@ class Muon(torch.optim.Muon):
 
     Each matrix has one rank that orthogonalises it, assigned by cost. It reads the update's rows [n, M] from their
     owners and writes the result's rows back; no collective. All ranks call `step`. The first one allocates 2 bytes per
-    element of the matrices, divided by the ranks that share memory. Other parameters go to another optimizer beside it:
-    see `ChainedOptimizer`. Source: torch/optim/_muon.py of torch 2.13.
+    element of the matrices, divided by the ranks that share memory. Other parameters need another optimizer: see
+    `ChainedOptimizer`. Source: torch/optim/_muon.py of torch 2.13.
 
     Raises ValueError for a parameter that is not 2-D, TypeError for one that is not sharded. `step` raises ValueError
     for parameters of two models, RanksDiffer if ranks step other gradients or with other hyperparameters, RankLost if

@@ -49,7 +49,7 @@ _JOINED = (
     "{} was given several documents in a row {}, so they would see one another. Leave attention_mask out of a pack (it "
     "has no padding)."
 )
-REMEDY = "Commands and trainers pack: train it in your own loop, one sequence per microbatch (packing off)."
+REMEDY = "odc-triton's commands and trainers always pack: train this model in your loop, one sequence per microbatch."
 
 
 class PackingUnsupported(RuntimeError):

@@ -87,7 +87,7 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
 
     With images it has their fields, joined along dim 0; `mm_token_type_ids`, `[1, T]`; `image_blocks`, of each run of
     an image's tokens its document's first row, its first and the row after it; if they have grids
-    `mrope_position_ids`, `[3, 1, T]`. Of a sample in segments only one has all of its images.
+    `mrope_position_ids`, `[3, 1, T]`. If a sample is in segments, one of them has all of its images.
 
     With segments it has `segments`, a `Segment` or None for each document; positions that count in the sample; and
     instead of `labels` `shift_labels`, where position t has the label of the token after it, as a model that shifted
@@ -98,7 +98,7 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
     `samples`, the number of all ranks', 0 if it is unknown.
 
     Raises ValueError for an empty pack, a sample without tokens, ids that are not 1-D integers, labels of another
-    length, other inputs of a model, a segment beyond its sample, a branch off a sample of the pack with other tokens,
+    length, other inputs of a model, a segment beyond its sample, a branch whose parent in the pack has other tokens,
     videos, and images that don't fit their tokens, one another or a segment, naming pack and sample.
     """
     made = MinibatchPacks.like(packs, (_collate(pack, at) for at, pack in enumerate(packs)))
@@ -182,8 +182,8 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
             text, other = (texts[each][: segment.start] for each in (segment.sample, segment.parent))
             if not torch.equal(text, other):
                 raise ValueError(
-                    f"pack {index}: sample {segment.sample} has other tokens than sample {segment.parent}, which it "
-                    f"branches off at {segment.start}: give find_relatives of these samples"
+                    f"pack {index}: sample {segment.sample} branches from sample {segment.parent} at token "
+                    f"{segment.start}, and their tokens before it differ: give find_relatives of these samples"
                 )
     bounds = [0, *accumulate(map(len, input_ids))]
     positions, shifted = torch.cat(position_ids), torch.cat(labels)

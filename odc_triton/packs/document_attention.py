@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTerms:
-    """Arguments of attention besides q, k, v, by transformers' names."""
+    """Arguments of attention other than q, k, v, by transformers' names."""
 
     scaling: float | None = None  # None: 1 / sqrt(head width)
     dropout: float = 0.0

@@ -230,8 +230,8 @@ def _probe(model: Any, device: torch.device) -> None:
 
 
 def _keeps_positions_apart(model: Any, seen: _Seen, run: Callable[[Tensor], Any], first: int, tolerance: float) -> bool:
-    """True if the queries and keys of the `first` tokens, a document, are the same before, beside and after one beyond
-    all lengths of the config. `run`: a forward with these positions, which stay below the end of a table.
+    """True if a document, the `first` tokens, has the same queries and keys before, together with and after one that
+    is longer than any length in the config. `run`: a forward with these positions, which stay below a table's end.
     """
     config = str(model.config.get_text_config().to_dict())
     lengths = [*map(int, re.findall(r"max_position_embeddings': (\d+)", config))]
@@ -255,8 +255,8 @@ def _alone(model: Any) -> int:
 
 
 def _probe_branches(model: nn.Module, ids: Tensor, wanted: Tensor, tolerance: float) -> bool:
-    """True if a document that branches off another at token 4 has the logits of the whole one. `ids`: of one document;
-    `wanted`: its logits.
+    """True if a document that branches from another at token 4 has the same logits as without sharing. `ids`: of one
+    document; `wanted`: its logits.
     """
     _register(packed_attention, packed_mask)
     length, start = ids.shape[1], 4
@@ -302,7 +302,7 @@ def takes_prepared_mask(model: nn.Module) -> bool:
 
 
 def takes_branches(model: nn.Module) -> bool:
-    """True if samples of a pack may branch off others in it."""
+    """True if samples of a pack may share prefixes."""
     return is_packed(model) and getattr(model, "_odc_takes_branches", False)
 
 

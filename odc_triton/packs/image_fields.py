@@ -31,7 +31,7 @@ _VIDEOS = ("pixel_values_videos", "video_grid_thw")
 @dataclass(frozen=True, kw_only=True)
 class SampleImages:
     """`fields`: what the processor made of them, along dim 0 one after the other. `runs`: the tokens that stand for
-    them, as spans [start, stop) of neighbours. `tokens`: of the whole sample.
+    them, as spans [start, stop) of neighbours. `tokens`: how many the sample has.
     """
 
     fields: dict[str, Tensor]
@@ -74,8 +74,8 @@ class SampleImages:
             return False
         if start > self.runs[0][0] or stop < self.runs[-1][1]:
             raise ValueError(
-                f"{where}: tokens {start} to {stop} have a part of its images, whose tokens are "
-                f"{self.runs[0][0]} to {self.runs[-1][1]}: give MinibatchSampler the samples' floors"
+                f"{where} is cut within its images: the segment has tokens {start} to {stop}, the images' are "
+                f"{self.runs[0][0]} to {self.runs[-1][1]}. Give MinibatchSampler the samples' `floors`"
             )
         return True
 

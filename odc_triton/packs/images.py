@@ -1,4 +1,4 @@
-"""Models that see images: what each family's forward takes besides text."""
+"""Vision-language models: what each family's forward takes in addition to text."""
 
 from __future__ import annotations
 

@@ -35,14 +35,15 @@ def model_inputs(pack: Mapping[str, Any], model: nn.Module | None = None) -> dic
     """
     if model is not None and "segments" in pack and not is_packed(innermost(model)):
         raise RuntimeError(
-            "this pack holds segments of samples, and the model's attention would take them for whole samples: call "
+            "this pack holds segments of samples, and the model's attention would treat each as a full sample: call "
             "odc_triton.hf.enable_packing(model) before fully_shard, and enable_split(model, tokens=…) after it"
         )
     branch = next((each for each in pack.get("segments", ()) if each is not None and each.parent is not None), None)
     if model is not None and branch is not None and not takes_branches(innermost(model)):
         raise RuntimeError(
-            f"in this pack {branch} branch off sample {branch.parent}, and {type(innermost(model)).__name__} does not "
-            f"pass segments to odc_triton's packed attention, or has rope by length: train it on whole samples"
+            f"in this pack {branch} share a prefix with sample {branch.parent}, and {type(innermost(model)).__name__} "
+            f"does not pass segments to odc_triton's packed attention, or has rope by length: train without shared "
+            f"prefixes"
         )
     if model is not None and (more := untaken(model) & pack.keys() - {*_BOUNDS}):
         raise ValueError(f"the pack has {', '.join(sorted(more))}, inputs that packs have no place for: leave them out")
@@ -109,7 +110,7 @@ def distillation_loss(
 def frozen_logits(model: nn.Module, pack: Mapping[str, Any]) -> Tensor | FusedLogits:
     """Logits of the pack's targets by a model that is only read: in evaluation mode, but for a fused head's."""
     with evaluating(model):
-        # A fused head computes whole logits in evaluation; not `train()`, for dropout of adapters.
+        # A fused head computes full logits in evaluation; not `train()`, for dropout of adapters.
         innermost(model).get_output_embeddings().training = True
         return predictions(model, pack)[0]
 

@@ -38,7 +38,7 @@ class PackLoader(DataLoader):
 def measured(
     dataset: Any, indices: Sequence[int] | None = None, *, untaken: Set[str] = frozenset()
 ) -> tuple[list[int], list[int], list[list[int]]]:
-    """Of each sample its tokens, those up to its last image's, and `values_of` its images; reads each sample once.
+    """Each sample's tokens, those up to its last image's, and `values_of` its images; reads each sample once.
 
     Raises TypeError or ValueError for a data set without lengths or token ids, or with fields of the names `untaken`.
     """
@@ -67,8 +67,8 @@ def measured(
 
 
 def digest_of(dataset: Any) -> str | None:
-    """Of the samples, at most `_COMPARED`, evenly spaced: of their tokens, or of all if they have none. None for no
-    data set, its name, a stream, and samples that have no digest.
+    """A digest of at most `_COMPARED` samples, evenly spaced: of their tokens, or of all fields if they have none.
+    None for no data set, its name, a stream, and samples that have no digest.
     """
     if isinstance(dataset, (str, IterableDataset)) or not (has_length(dataset) and hasattr(dataset, "__getitem__")):
         return None
@@ -92,7 +92,7 @@ def _plain(value: Any) -> Any:
 
 
 def tower_costs(model: nn.Module, images: list[list[int]] | None) -> list[float] | None:
-    """What each sample costs besides its tokens; None if no sample has images. `images`: by sample `values_of`."""
+    """What each sample costs in addition to its tokens; None without images. `images`: by sample `values_of`."""
     if images is None or not any(images):
         return None
     tower = TowerCost.from_config(innermost(model).config, trained=trains_tower(model))
@@ -105,7 +105,7 @@ def refuse_drawn(dataset: Any, lengths: Sequence[int]) -> None:
     if is_drawn(dataset, index):
         raise ValueError(
             f"sample {index} has other tokens or labels each time it is read, and ranks that share a sample have to "
-            f"read the same: draw them beforehand, or leave out split=True and the sampler's split and relatives"
+            f"read the same: draw them beforehand, or leave out split=True and the sampler's `split` and `relatives`"
         )
 
 

@@ -2,7 +2,7 @@
 
 transformers chooses them ("dynamic", "longrope") by the largest position of a whole batch, and "dynamic" keeps those of
 the longest batch so far. Here each document gets those that it has alone in a model that has seen no other; a segment
-of a sample those of the whole sample. Padded batches and steps of generation keep transformers' choice.
+gets those of its sample. Padded batches and steps of generation keep transformers' choice.
 """
 
 from __future__ import annotations

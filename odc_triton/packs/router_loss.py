@@ -39,7 +39,7 @@ def router_losses(model: nn.Module, layers: Sequence[Tensor], pack: Mapping[str,
         what = "segments of samples" if "segments" in pack else "no cu_seq_lens_q"
         raise ValueError(
             f"a router's auxiliary loss has means over a sample's tokens, and this pack has {what}: give packs of "
-            f"whole samples, of pack_collate"
+            f"unsplit samples, of pack_collate"
         )
     lengths = pack["cu_seq_lens_q"].diff()
     document = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths, output_size=tokens)

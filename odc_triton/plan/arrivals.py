@@ -8,8 +8,8 @@ next message if there is none.
 [Note: size of a pack] With R ranks a pack has up to 1 / 2R of the cost that is left, of groups that have not come as
 well: large packs first, small ones at the end, so that ranks end together. One rank takes all that fits.
 What the completions of a group share is computed in each pack that has some of them. So while as many groups as ranks
-are left a pack has the costliest one whole, later at least as much of it as makes that a small part. Of other groups
-that share it has none but whole ones.
+are left a pack has the costliest one whole, later at least as much of it as makes that a small part. It takes other
+groups that share only whole.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class CostModel:
     Attention is the quadratic part, all work per token the linear part. `head` is the part of that which tokens
     without a target don't cost, where it is known which these are (shared prefixes). `pair` is what a token costs more
     in a segment between two others of its sample, which makes the pair that hands on a recurrent layer's state, where
-    the first and the last segment need none. `microbatch` is the cost of a microbatch besides its documents (launches,
+    the first and the last segment need none. `microbatch` is the cost of a microbatch without its documents (launches,
     small layers). It does not depend on the documents, so it counts in `pack` and never decides between two assignments
     with equally many packs.
 
@@ -62,7 +62,7 @@ class CostModel:
         return (self.quadratic * tokens + self.linear) * tokens
 
     def samples(self, lengths: Sequence[int], extra: Sequence[float] | None = None) -> list[float]:
-        """Cost of each sample of `lengths` tokens. `extra`: of each, what it costs besides its tokens (`TowerCost`).
+        """Cost of each sample of `lengths` tokens. `extra`: what each costs in addition to its tokens (`TowerCost`).
 
         Raises ValueError for extra costs of another number, or one that is negative or not finite.
         """

@@ -2,7 +2,7 @@
 
 A convolution needs the few rows before a segment, a recurrence the state after the token before it. So a segment
 publishes at its *cuts*, the tokens where segments of other ranks go on from it. A segment *knows* its state if all that
-it reads is of its own rank; what goes on from it needs nothing of those before it.
+it reads is on its rank; what goes on from it needs nothing of those before it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .segments import PlannedSegment, Read, SplitPlan, within
 
 
 def cuts_of(plan: SplitPlan) -> dict[Segment, tuple[int, ...]]:
-    """Of each segment the tokens, ascending, up to which other ranks read it."""
+    """For each segment the tokens, ascending, up to which other ranks read it."""
     found: dict[Segment, set[int]] = {each.segment: set() for each in plan.segments}
     for each in plan.segments:
         for holder, _, high in plan.reads(each.segment):

@@ -11,7 +11,7 @@ from typing import Any
 class Segment:
     """Tokens `start` up to, not including, `stop` of a sample. Raises ValueError if it is empty, or no branch.
 
-    `parent`: of the first segment of a branch, the sample that it branches off: that begins with the same `start`
+    `parent`: for the first segment of a branch, the sample that it branches from: it begins with the same `start`
     tokens and computes token `start` - 1. None: the segment before this one is of the same sample. `length`: the
     sample's tokens, in a collated pack.
     """
@@ -26,7 +26,7 @@ class Segment:
         if not 0 <= self.start < self.stop:
             raise ValueError(f"{self!r} has no tokens: give 0 <= start < stop")
         if self.parent is not None and (self.start == 0 or self.parent == self.sample):
-            raise ValueError(f"{self!r} branches off nothing: give another sample as parent, and a start above 0")
+            raise ValueError(f"{self!r} can't branch there: give another sample as parent, and a start above 0")
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -35,7 +35,7 @@ class Segment:
         return f"tokens {self.start}..{self.stop - 1} of sample {self.sample}"
 
 
-Entry = int | Segment  # of a pack: a whole sample, or a segment of one
+Entry = int | Segment  # of a pack: an unsplit sample, or a segment of one
 
 
 def number_of(entry: Entry) -> int:
@@ -44,7 +44,7 @@ def number_of(entry: Entry) -> int:
 
 
 def begins(entry: Entry) -> bool:
-    """True for a whole sample, and for the first segment of one: of each sample there is one such entry."""
+    """True for an unsplit sample, and for the first segment of one: each sample has one such entry."""
     return not isinstance(entry, Segment) or entry.start == 0 or entry.parent is not None
 
 

@@ -1,4 +1,4 @@
-"""A line of cost: samples laid end to end, of each the tokens that it computes, cut into one part per rank."""
+"""A line of cost: the tokens that each sample computes, laid end to end and cut into one part per rank."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _BY_TOKENS = CostModel(quadratic=0.0, linear=1.0)
 
 
 class Strip(NamedTuple):
-    """Tokens `start` up to, not including, `stop` of a sample; it branches off `parent` at `start`, if that is not 0.
+    """Tokens `start` up to, not including, `stop` of a sample; it branches from `parent` at `start`, if that is not 0.
 
     `learned`: the first that predicts a target. `floor`: its first tokens, those up to its last image's, that are not
-    cut. `extra`: what these cost besides; the sample's first segment has all of it.
+    cut. `extra`: what its images cost in addition to tokens; the sample's first segment has all of it.
     """
 
     sample: int
@@ -34,7 +34,7 @@ class Strip(NamedTuple):
     extra: float = 0.0
 
     def price(self, cost: CostModel, start: int = 0, stop: int | None = None) -> float:
-        """Of its sample's tokens `start` to `stop`; by default of the whole sample."""
+        """The cost of its sample's tokens `start` to `stop`; by default of all."""
         return cost.segment(start, self.stop if stop is None else stop, self.learned) + self.extra * (start == 0)
 
     def reach(self, cost: CostModel, price: float) -> float:
@@ -179,7 +179,7 @@ def count_tokens(entries: Sequence[Entry], lengths: Sequence[int]) -> int:
 
 
 def price(entries: Sequence[Entry], strips: Sequence[Strip] | Mapping[int, Strip], cost: CostModel) -> float:
-    """The cost of entries in one microbatch, besides that of a microbatch. `strips`: by sample."""
+    """The cost of entries in one microbatch, without the microbatch's. `strips`: by sample."""
 
     own = {number_of(each) for each in entries} if cost.pair else ()
 

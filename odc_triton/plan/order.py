@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-_LOOKED_AHEAD = 64  # families, for one that fits
+_LOOKED_AHEAD = 64  # prefix groups, for one that fits
 
 
 def shuffled(count: int, seed: str) -> list[int]:
@@ -20,9 +20,9 @@ def shuffled(count: int, seed: str) -> list[int]:
 
 
 def in_families(order: Sequence[int], family: Sequence[int], *, most: int, seed: str) -> list[int]:
-    """`order`, with samples of equal `family` next to each other, and the families shuffled by `seed`.
+    """`order`, with samples of equal `family`, a prefix group, next to each other, and the groups shuffled by `seed`.
 
-    Every `most` samples are a minibatch. A family that does not fit into the rest of one waits if a later one does.
+    Every `most` samples are a minibatch. A group that does not fit into the rest of one waits if a later one does.
     """
     members: dict[int, list[int]] = {}
     for sample in order:

@@ -59,7 +59,7 @@ def refine(
     Each step takes the best exchange between the heaviest group and any other (of many groups: one of the lightest, if
     possible) that leaves both below the heaviest's former sum. A group without one is settled, and the next heaviest
     is tried. So the largest sum never grows, no group that had an item becomes empty, and the sums below the largest
-    are evened out too. `equal_sizes` keeps the multiset of sizes; with `tokens` and `token_cap` no group exceeds the
+    are balanced too. `equal_sizes` keeps the multiset of sizes; with `tokens` and `token_cap` no group exceeds the
     cap in tokens.
     """
     count, items = len(groups), len(costs)

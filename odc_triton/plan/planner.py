@@ -140,7 +140,7 @@ def assign(
 
     Every index is in exactly one pack, no pack is empty or has more than `token_cap` tokens, a rank's packs
     come costliest first. `balance` is one of `BALANCES`. `cost` defaults to `CostModel.paper_7b()`.
-    `extra`: of each sample, what it costs besides its tokens, in the same units, such as `TowerCost.sample`.
+    `extra`: what each sample costs in addition to its tokens, in the same units, such as `TowerCost.sample`.
     Deterministic: every rank that calls it with the same arguments gets the same result.
 
     Raises ValueError for an unknown `balance`, `ranks` or `token_cap` below 1, empty lengths, lengths below 1

@@ -8,8 +8,8 @@ A slower rank takes fewer, and the packs left for the end are every rank's cheap
 
 If sequences are split, each rank first runs its own waves, as planned: a wave's ranks wait for each other, so they
 can't be whichever are free. A wave's parts have equal cost: ranks end their waves at about the same time, and
-the order of the whole packs after them is the same. A whole sample is fixed only where it fills a rank's part of a
-wave: without it, that rank would wait there.
+the order of the packs after them, of unsplit samples, is the same. An unsplit sample is fixed only where it fills a
+rank's part of a wave: without it, that rank would wait there.
 
 Ranks don't prefetch packs: with few packs per rank, one that is taken early and waits costs more than the store's
 answer, a fraction of a millisecond (docs/work_queue.md has numbers).
@@ -75,7 +75,7 @@ def queue_packs(
     the others are packs of one, as the last packs decide how evenly the ranks end. `cost` defaults to
     `CostModel.paper_7b()`; it affects the balance, never the result. Deterministic: every rank that calls it with the
     same arguments gets the same packs. `preload`: the cost of each rank's work before it takes a pack, which counts in
-    the rank's part. `extra`: of each sample, what it costs besides its tokens.
+    the rank's part. `extra`: what each sample costs in addition to its tokens.
 
     Raises ValueError for `ranks` or `token_cap` below 1, empty lengths, lengths below 1 or over the cap, and as
     `CostModel.samples`.

@@ -1,8 +1,8 @@
-"""Samples that begin alike: the tokens that they share are computed once in each pack that holds several of them.
+"""Samples with a common prefix: the tokens that they share are computed once in each pack that has several of them.
 
-In a pack a sample may *branch off* another: of its tokens only those from `start` on are computed, and they attend to
-the other's rows before `start`, which are of the same tokens at the same positions. A branch begins with the last token
-that is shared, as that predicts its first own token. So every target has a row of its own.
+In a pack a sample may *branch* from another at token `start`: only its tokens from `start` on are computed, and they
+attend to the other's rows before `start`, which have the same tokens at the same positions. A branch begins with the
+last shared token, as that predicts the first token that is not shared. So every target has a row of its own.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from .fields import IGNORED, IMAGE_FIELDS, TOKEN_TYPES
 from .line import Strip, cut_line
 
 LEAST_SHARED = 32  # tokens: computing fewer again takes no longer than reading them
-_MEET = 4  # relatives in an average minibatch: as many need not be kept together
+_MEET = 4  # samples with a common prefix in an average minibatch: so many need not be kept together
 _COMPARED = 1 << 24  # tokens that are held at a time
 _MARKED = 8  # first tokens of a sample with images, which are compared together with a digest of these
 
 
 @dataclass(frozen=True, slots=True)
 class Relatives:
-    """Of samples by number. `lengths`: their tokens; `order`: the samples in the order of their tokens; `place`: of
-    each in it; `shared`: by place, the tokens that a sample shares with the one before it; `free`: by sample, the
-    tokens before its first target, 0 if it has an image after that; `contents`: by sample, a hash of all that it
-    shares with others; `floors`: by sample, the tokens up to and including its last image's.
+    """What samples, by number, have in common. `lengths`: their tokens; `order`: the samples in the order of their
+    tokens; `place`: of each in it; `shared`: by place, the tokens that a sample shares with the one before it; `free`:
+    by sample, the tokens before its first target, 0 if it has an image after that; `contents`: by sample, a hash of
+    all that it shares with others; `floors`: by sample, the tokens up to and including its last image's.
     """
 
     lengths: list[int]
@@ -44,7 +44,7 @@ class Relatives:
 
     @classmethod
     def none(cls, lengths: list[int], floors: Sequence[int] | None) -> Relatives:
-        """Of samples that share nothing."""
+        """For samples that share nothing."""
         order, nothing = [*range(len(lengths))], [0] * len(lengths)
         floors = nothing if floors is None else [*map(int, floors)]
         return cls(lengths, order, order, np.zeros(len(order), dtype=np.int64), nothing, [""] * len(order), floors)
@@ -55,8 +55,8 @@ class Relatives:
         return part
 
     def strips(self, samples: Sequence[int]) -> list[Strip]:
-        """Of these samples in the order of tokens, those that are not another's before it. `learned` is at
-        most the first that predicts a target.
+        """For these samples, in the order of tokens, the tokens that none before has. `learned` is at most the first
+        that predicts a target.
         """
         strips: dict[int, Strip] = {}
         before = None
@@ -65,7 +65,7 @@ class Relatives:
             start = 0 if before is None else self._start(before, place)
             parent = None if before is None or not start else self.order[before]
             while parent is not None and strips[parent].start >= start:
-                # Then what that one branches off has all of these tokens.
+                # Then that one's parent has all of these tokens.
                 parent = strips[parent].parent
             learned = max(self.free[sample] - 1, 0)
             strip = Strip(sample, start, self.lengths[sample], parent, learned, self.floors[sample])
@@ -73,7 +73,7 @@ class Relatives:
         return [*strips.values()]
 
     def families(self) -> list[list[Strip]]:
-        """All samples, in runs of which only the first starts at 0."""
+        """All samples, by prefix group: only the first of a group starts at 0."""
         found: list[list[Strip]] = []
         for strip in self.strips(self.order):
             if strip.start == 0:
@@ -82,7 +82,7 @@ class Relatives:
         return found
 
     def among(self, samples: Sequence[int]) -> Relatives:
-        """Of these different samples only, numbered by their index in `samples`."""
+        """The same for these samples only, all different, numbered by their index in `samples`."""
         order = sorted(range(len(samples)), key=lambda at: self.place[samples[at]])
         places = [self.place[samples[at]] for at in order]
         shared = np.zeros(len(order), dtype=np.int64)
@@ -97,11 +97,11 @@ class Relatives:
         return Relatives(lengths, order, place, shared, free, contents, floors)
 
     def family_numbers(self, *, most: int, common: float | None = None) -> list[int]:
-        """By sample, the number of its family, for an order of samples in which families stay together.
+        """By sample, the number of its prefix group, for an order of samples in which groups stay together.
 
-        A family of more than `most` samples, a minibatch, is cut, in the order of tokens, into several of about equal
-        size. What `common` samples or more share makes no family, only what they share beyond it: by default so many
-        that an average minibatch has 4 of them.
+        A group of more than `most` samples, a minibatch, is cut, in the order of tokens, into several of about equal
+        size. A prefix of `common` samples or more makes no group, only longer prefixes do: by default so many that an
+        average minibatch has 4 of them.
         """
         count = len(self.order)
         common = min(_MEET * count / most, count) if common is None else common
@@ -123,9 +123,9 @@ class Relatives:
         return numbers
 
     def savings(self, cost: CostModel, *, token_cap: int) -> tuple[int, float]:
-        """The tokens that need not be computed if all relatives meet in a pack, and their share of the cost of all.
+        """The tokens that need not be computed if each prefix group is in one pack, and their share of the cost of all.
 
-        Samples are cut off at `token_cap`, and left out if nothing to learn is left.
+        Samples are cut off at `token_cap`; those without a target before that are left out.
         """
         kept = [each for each in self.strips(self.order) if self.free[each.sample] < min(each.stop, token_cap)]
         costs = [cost.sequence(min(each.stop, token_cap)) for each in kept]
@@ -133,18 +133,18 @@ class Relatives:
         return sum(each.start for each in kept), sum(saved) / (sum(costs) or 1)
 
     def digest(self) -> str:
-        """The same for the same relatives."""
+        """Equal if the samples and their common prefixes are."""
         found = [self.lengths, self.order, self.shared.tolist(), self.free, self.contents]
         return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
 
     def _start(self, before: int, place: int) -> int:
-        """The first own token of the sample at `place` where that at `before` is in the same pack; 0: it is whole."""
+        """The first token of the sample at `place` to compute if that at `before` is in the same pack; 0: all of it."""
         alike = min(int(self.shared[before + 1 : place + 1].min()), self.free[self.order[place]])
         return first_own(alike)
 
 
 def first_own(alike: int) -> int:
-    """The first token that a sample of a pack computes which begins with `alike` tokens of another; 0: it is whole."""
+    """The first token to compute of a sample that begins with `alike` tokens of another in its pack; 0: all of it."""
     return alike - 1 if alike >= LEAST_SHARED else 0  # each computes the last one
 
 
@@ -153,8 +153,8 @@ def find_relatives(samples: Sequence[Mapping[str, Any]], progress: Callable[[int
 
     Only tokens that are not learned are shared: a sample without labels shares none. Samples with images share only
     if they begin with the same tokens and images (`pixel_values`, …) up to the first token after the last of these,
-    which is where the first may branch off. Samples are read one by one, those
-    that begin alike more than once; `progress` is called with the number read so far.
+    where the first may branch. Samples are read one by one, those with a common prefix more than once; `progress` is
+    called with the number read so far.
     """
     count = len(samples)
     lengths, free, floors, order, place = [0] * count, [0] * count, [0] * count, list(range(count)), [0] * count

@@ -43,30 +43,30 @@ class MinibatchSampler:
         seed: of the shuffle; the same on every rank.
         rank, world: default to the environment's RANK and WORLD_SIZE, then to 0 and 1.
         cost: defaults to `CostModel.paper_7b()`; better is `CostModel.from_config(model.config)`.
-        extra: of each sample, what it costs besides its tokens, in the units of `cost`: of a model with images
+        extra: what each sample costs in addition to its tokens, in the units of `cost`: for a model with images
         `TowerCost.sample`.
-        floors: of each sample, the tokens up to and including its last image's; before that it is not cut. By default
-        those of `relatives`.
-        targets: of each sample, its learned tokens but its first; `minibatch(model, plan=packs)` then knows their sum.
+        floors: each sample's earliest cut: its tokens up to and including its last image's. By default those of
+        `relatives`.
+        targets: each sample's learned tokens without its first; `minibatch(model, plan=packs)` then knows their sum.
         drop_last: leave out an epoch's last minibatch if it is not full.
         counter: shared by the ranks of a queue, for this sampler alone; by default `store_counter()`, made when the
         first minibatch is yielded.
         split: split the longest samples over ranks if that should gain at least 5% (balance "mini" or "queue"). Packs
         may then hold a `Segment`, samples may be longer than `token_cap`, and a minibatch's `.split` is the plan for
-        `minibatch(split=…)`. An int: of each rank, the most tokens whose keys and values others may read, that
+        `minibatch(split=…)`. An int: the most tokens of each rank whose keys and values others may read, that
         is `enable_split`'s `tokens`; a minibatch whose samples over the cap need more raises ValueError. True:
         `readable_tokens`, about 0.4 of the longest sample, and enough for any minibatch of these lengths.
-        split_cuts: of each rank, the most tokens of a minibatch after which others go on, that is `enable_split`'s
+        split_cuts: the most tokens of a minibatch on each rank after which others go on, that is `enable_split`'s
         `cuts`; by default any number, for models without recurrent layers.
         replicas: with `split` the model's number of replicas: consecutive ranks, which split samples among themselves.
-        mix: of several data sets, how often an epoch takes each sample; `lengths` has all their numbers. By default an
-        epoch takes each sample once.
-        relatives: `find_relatives` of the data set (balance "mini"): what samples share is computed once in each pack
-        that has several of them, so packs may hold a `Segment` with a `parent`. Another order of samples than without:
-        families are shuffled, not samples, so relatives are learned in the same step. A family larger than a minibatch
-        goes over several; what so many samples share that several meet in any minibatch does not make them a family.
+        mix: for several data sets, how often an epoch takes each sample; `lengths` has all their numbers. By default
+        an epoch takes each sample once.
+        relatives: `find_relatives` of the data set (balance "mini"): a common prefix is computed once in each pack, so
+        packs may hold a `Segment` with a `parent`. The order of samples changes: prefix groups are shuffled instead of
+        samples, so that a group is learned in one step. A group larger than a minibatch goes over several. A prefix
+        that is so common that any minibatch has several samples with it makes no group.
 
-    Raises ValueError for any value out of range, for relatives of other samples, and, unless `balance` is "mini" or
+    Raises ValueError for any value out of range, for `relatives` of other samples, and, unless `balance` is "mini" or
     "queue", for a last minibatch that the ranks cannot share equally.
     """
 
@@ -112,14 +112,14 @@ class MinibatchSampler:
         if balance not in STRATEGIES:
             raise ValueError(f"balance is {balance!r}: choose one of {', '.join(STRATEGIES)}")
         if relatives is not None and balance != "mini":
-            raise ValueError(f"relatives are given with balance {balance!r}: prefixes are shared with balance 'mini'")
+            raise ValueError(f"`relatives` with balance {balance!r}: prefixes are shared with balance 'mini' only")
         if relatives is not None and relatives.lengths != self.lengths:
             raise ValueError(
-                f"relatives are of {len(relatives.lengths)} samples, and the {len(self.lengths)} lengths are others: "
+                f"`relatives` is of {len(relatives.lengths)} samples, and the {len(self.lengths)} lengths differ: "
                 "give find_relatives of the same data set"
             )
         if relatives is not None and floors is not None and relatives.floors != [*floors]:
-            raise ValueError("relatives are of samples with other floors: give find_relatives of the same data set")
+            raise ValueError("`relatives` is of samples with other `floors`: give find_relatives of the same data set")
         self.relatives = relatives
         self.samples_per_minibatch = self.world * samples_per_rank
         self.token_cap = token_cap
@@ -215,15 +215,16 @@ class MinibatchSampler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores position and seed. The world may have changed, but not world * samples_per_rank.
 
-        Raises ValueError for missing or unknown keys, other samples, other relatives or another minibatch size, and a
-        position outside the epoch; the position is then unchanged.
+        Raises ValueError for missing or unknown keys, other samples, `relatives` or minibatch size, and a position
+        outside the epoch; the position is then unchanged.
         """
         own = self.state_dict()
         if state.get("relatives") != own.get("relatives"):
-            saved, here = ("without" if each.get("relatives") is None else "with" for each in (state, own))
+            had, has = (each.get("relatives") is not None for each in (state, own))
+            here = ("others" if had else "some") if has else "none"
             raise ValueError(
-                f"the state was saved {saved} relatives, this sampler is {here}{' other' * (saved == here)} relatives, "
-                "so its position would mean other samples: resume with the same data set and relatives"
+                f"the state was saved {'with' if had else 'without'} `relatives`, and this sampler has {here}, so its "
+                "position would mean other samples: resume with the same data set and `relatives`"
             )
         if state.keys() != own.keys():
             raise ValueError(f"state has keys {sorted(state)}: give what state_dict() returned, {sorted(own)}")

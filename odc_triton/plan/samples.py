@@ -68,7 +68,7 @@ class Limits:
 @dataclass(frozen=True, kw_only=True)
 class Samples:
     """Of each sample `tokens` and `prices`, its cost; its name in packs; `learned`, how many of its tokens are targets;
-    `earliest_cuts`, its tokens up to its last image's, in which no segment begins; `extra`, what these cost besides, in
+    `earliest_cuts`, its tokens up to its last image's, in which no segment begins; `extra`, what images cost, in
     the units of `cost`. `prefixes`: the tokens that they share. `groups`: the number of its group, or None; a
     group's, whose losses need each other, are in one pack, or over ranks in one wave. None: unknown, or nothing.
     """
@@ -102,15 +102,15 @@ class Samples:
         """
         if prefixes is not None and prefixes.lengths != tokens:
             raise ValueError(
-                f"relatives are of other samples than the {len(tokens)} lengths: give find_relatives of these"
+                f"`relatives` is of other samples than the {len(tokens)} `lengths`: give find_relatives of these"
             )
         prices = cost.samples(tokens, extra)
         cuts = [0] * len(tokens) if earliest_cuts is None else earliest_cuts
         for cut, length in zip_longest(cuts, tokens, fillvalue=-1):
             if not 0 <= cut <= length:
                 raise ValueError(
-                    f"of {len(cuts)} floors for {len(tokens)} samples one is {cut}, of {length} tokens: give "
-                    "of each the tokens up to its last image's, 0 without images"
+                    f"one of {len(cuts)} `floors` for {len(tokens)} samples is {cut}, of {length} tokens: give each "
+                    "sample's tokens up to its last image's, 0 without images"
                 )
         if learned is not None:
             learned = _checked_targets(learned, tokens)
@@ -151,7 +151,7 @@ class Samples:
 
     @property
     def checksum(self) -> int:
-        """Of names and tokens: the same on ranks that assign the same samples."""
+        """Of names and tokens, equal on ranks that assign the same samples."""
         return zlib.crc32(repr([*zip(self.names, self.tokens, strict=True)]).encode())
 
 

@@ -1,14 +1,14 @@
 """Samples in segments over ranks: split sequences, branches, and the plan of one minibatch, the same on all ranks.
 
 A segment reads the keys and values of the tokens before it from the ranks that compute them, and adds gradients into
-them (sequence/). They are earlier segments of its sample, or of a sample that begins with the same tokens, which it
-*branches off* (relatives.py): a split sequence is a tree without branches. So the ranks of a tree compute at the same
+them (sequence/). They are earlier segments of its sample, or of a sample that begins with the same tokens, from which
+it *branches* (`relatives.py`): a split sequence is a tree without branches. So the ranks of a tree compute at the same
 time, layer by layer: a *wave*.
 
 [Note: waves] Three rules exclude deadlocks:
 1. A rank's segments of one wave are in one microbatch; a tree's segments are in one wave. So are those of a group,
-   samples whose losses need each other: over ranks all of them are segments, also whole samples, and its trees count as
-   one.
+   samples whose losses need each other: over ranks all of them are segments, also unsplit samples, and its trees count
+   as one.
 2. Every rank runs its waves in ascending order. Packs that read nothing of other ranks may come at any place between.
 3. A layer's attention publishes all of the microbatch's own segments, then waits for others'. Its backward adds to all
    others', then waits for the additions to its own.
@@ -47,14 +47,14 @@ class Read(NamedTuple):
 def reads_of(segments: Iterable[Segment]) -> dict[Segment, tuple[Read, ...]]:
     """For each segment the tokens before it: which of the segments computes them, in the order of tokens.
 
-    Raises ValueError, naming the sample, for segments that leave a gap or overlap, and for a branch off a sample that
-    is not among them.
+    Raises ValueError, naming the sample, for segments that leave a gap or overlap, and for a branch whose parent is
+    not among them.
     """
     by_sample: dict[int, list[Segment]] = {}
     for segment in sorted(segments, key=lambda segment: (segment.sample, segment.start)):
         by_sample.setdefault(segment.sample, []).append(segment)
     reads: dict[Segment, tuple[Read, ...]] = {}
-    # What a sample branches off begins before it.
+    # A branch's parent begins before it.
     for sample, own in sorted(by_sample.items(), key=lambda it: it[1][0].start):
         first = own[0]
         end, before, reads[first] = first.start, None, ()
@@ -64,9 +64,9 @@ def reads_of(segments: Iterable[Segment]) -> dict[Segment, tuple[Read, ...]]:
             before = next((each for each in by_sample.get(first.parent, ()) if each.start < end <= each.stop), None)
             if before is None:
                 raise ValueError(
-                    f"{first} branch off sample {first.parent}, and no segment here computes its token {end - 1}: give "
-                    f"all segments of sample {first.parent}, as Segment({first.parent}, 0, …) if it is whole, or as "
-                    f"parent the sample that computes that token"
+                    f"{first} branch from sample {first.parent}, and no segment here computes its token {end - 1}: "
+                    f"give all segments of sample {first.parent}, as Segment({first.parent}, 0, …) if it is not split, "
+                    f"or as parent the sample that computes that token"
                 )
         for segment in own:
             if segment.start != end or (segment.parent is not None and segment is not first):
@@ -139,7 +139,7 @@ class SplitPlan:
         return self._by_segment.get(segment)
 
     def reads(self, segment: Segment) -> tuple[Read, ...]:
-        """All tokens before `segment`, in order, also those that its own rank computes."""
+        """All tokens before `segment`, in order, also those that its rank computes."""
         return self._reads[segment]
 
     def readers(self, segment: Segment) -> list[PlannedSegment]:
@@ -161,8 +161,8 @@ class SplitPlan:
         """The plan of all ranks' packs, by rank; None if no segment reads another pack's, and no group is in several.
 
         Raises ValueError, naming the sample, for segments that leave a gap, overlap, are alone or on several replicas,
-        for a sample that is both split and whole, for a branch off one that is not in segments, for a whole one whose
-        group is in several packs, and for packs that can't be computed as waves: see [Note: waves].
+        for a sample that is both split and unsplit, for a branch whose parent is not in segments, for an unsplit one
+        whose group is in several packs, and for packs that can't be computed as waves: see [Note: waves].
         """
         ranks = len(packs_of_ranks)
         if replicas < 1 or ranks % replicas:
@@ -195,7 +195,7 @@ class SplitPlan:
             if len(where) > 1:
                 raise ValueError(
                     f"sample {tree[0].sample} has segments on ranks of replicas {sorted(where)}, which can't read each "
-                    f"other's keys and values: keep a sample, and all that branch off it, on one replica"
+                    f"other's keys and values: keep a sample, and all that branch from it, on one replica"
                 )
         apart = [tree for tree in trees if len({places[segment] for segment in tree}) > 1]
         if not apart:

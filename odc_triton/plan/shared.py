@@ -1,13 +1,14 @@
 """Samples that share tokens, assigned to ranks: in each pack the tokens that several share are computed once.
 
-Four ways are tried, and the one with the least estimate wins: all relatives on one rank; samples in the order of their
-tokens laid end to end and cut into one part per rank, of which only those at a cut repeat what their part shares with
-the one before; LB-Mini, which knows no relatives, but has whichever are in one pack share; and trees over ranks.
+Four ways are tried, and the one with the least estimate wins: each prefix group on one rank; samples in the order of
+their tokens laid end to end and cut into one part per rank, where only the samples at a cut repeat what their part
+shares with the one before; LB-Mini, which ignores prefixes when it assigns samples, but shares those within a pack; and
+trees over ranks.
 
-[Note: trees over ranks] Families are laid end to end on a line of cost, each tree depth first, and the line is cut into
-one part per rank (line.py), which reads the others' keys and values instead of repeating their tokens. The costliest
-families are laid so, all or a half, a quarter, …, and the others assigned by the other ways, in the same microbatches
-if all fit. Reading has a price that no estimate knows: it must be 5% better than the others.
+[Note: trees over ranks] Prefix groups are laid end to end on a line of cost, each tree depth first, and the line is cut
+into one part per rank (line.py), which reads the others' keys and values instead of repeating their tokens. The
+costliest groups are laid so, all or a half, a quarter, …, and the others assigned by the other ways, in the same
+microbatches if all fit. Reading has a price that no estimate knows: it must be 5% better than the others.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ class SharedAssignment:
 
 
 def shared_plan(samples: Samples, limits: Limits) -> Plan:
-    """Assigns samples that share tokens. None is cut or branched off before its last image's last token.
+    """Assigns samples that share tokens. None is cut, and none branches, before its last image's last token.
 
     The extra cost is of a sample's first tokens, also where others share them. With `limits.readable` 0 no tree lies on
     several ranks. Deterministic: every rank gets the same result.
 
-    With groups nothing need be shared. Raises ValueError, naming it, for one over the cap that can't be over ranks.
+    Groups may share nothing. Raises ValueError, naming it, for a sample or group over the cap that can't be cut.
     """
     relatives, extra = samples.prefixes or Relatives.none(samples.tokens, samples.earliest_cuts), samples.extra
     groups = {at: group for at, group in enumerate(samples.groups or ()) if group is not None}
@@ -99,16 +100,16 @@ def shared_plan(samples: Samples, limits: Limits) -> Plan:
 
 
 def _over_replicas(problem: _SharedProblem, replicas: int, shards: int) -> SharedAssignment:
-    """The better of no trees over ranks, and of families dealt to the replicas by cost."""
-    dealt = balanced_partition(problem.costs, replicas)
-    parts = [problem.part([problem.families[at] for at in places], shards).best() for places in dealt]
+    """The better of no trees over ranks, and of prefix groups assigned to the replicas by cost."""
+    assigned = balanced_partition(problem.costs, replicas)
+    parts = [problem.part([problem.families[at] for at in places], shards).best() for places in assigned]
     joined = SharedAssignment([*chain.from_iterable(each.packs for each in parts)], max(e.estimate for e in parts))
     return min(problem.apart(), joined, key=lambda each: each.estimate)
 
 
 @dataclass(kw_only=True)
 class _SharedProblem:
-    """Families of a minibatch's samples, and the limits. `groups`: by sample; the families, if there are any."""
+    """A minibatch's samples by prefix group, or by the `groups` given, and the limits. `groups`: by sample."""
 
     lengths: Sequence[int] = field(kw_only=False)
     relatives: Relatives = field(kw_only=False)
@@ -124,7 +125,7 @@ class _SharedProblem:
         self.strips = {each.sample: each for each in chain.from_iterable(self.families)}
         self.costs = [self._together(family) for family in self.families]
         self.even_share = math.fsum(self.costs) / self.ranks
-        # Of all of a group, or of a family's longest sample, as families may be in several packs.
+        # Of all of a group, or of a prefix group's longest sample, as prefix groups may be in several packs.
         counts = ([e.stop - e.start * bool(self.groups) for e in family] for family in self.families)
         self.needed = [*map(sum if self.groups else max, counts)]
         self.over = [tokens > self.token_cap for tokens in self.needed]
@@ -142,7 +143,7 @@ class _SharedProblem:
         """The best whose ranks read nothing of each other."""
         if not self.families or any(self.over):
             return SharedAssignment([[] for _ in range(self.ranks)], math.inf if any(self.over) else 0.0)
-        found = [self.priced(self.together())]  # which cuts no family within the cap
+        found = [self.priced(self.together())]  # which cuts no prefix group within the cap
         if self.groups:
             return found[0]
         found.append(self.priced(self.alone()))
@@ -219,7 +220,7 @@ class _SharedProblem:
         return plan is None or (max(plan.tokens) <= self.tokens and most_cuts(plan)[0] <= self.cuts)
 
     def together(self) -> Members:
-        """Relatives on one rank, and in one pack as far as the cap allows."""
+        """Each prefix group on one rank, and in one pack as far as the cap allows."""
         parts: list[list[Strip]] = []
         for family in self.families:
             tokens = math.inf
@@ -250,7 +251,7 @@ class _SharedProblem:
         return members
 
     def filled(self, most: float) -> Members | None:
-        """Ranks filled one after the other with at most `most` cost, costly families first; None if they don't do."""
+        """Ranks filled one after the other with at most `most` cost, costly groups first; None if some don't fit."""
         members: Members = [[]]
         load, tokens = 0.0, math.inf
         for family in sorted(range(len(self.families)), key=lambda at: -self.costs[at]):
@@ -286,5 +287,5 @@ class _SharedProblem:
         return price(entries, self.strips, self.cost) + self.cost.microbatch * bool(entries)
 
     def _together(self, strips: Sequence[Strip]) -> float:
-        """Their cost where what each branches off is in the same pack."""
+        """Their cost where each branch is in the same pack as its parent."""
         return math.fsum(each.price(self.cost, each.start) for each in strips)

@@ -4,11 +4,11 @@ With one or two samples a rank the longest sequence determines the step's time i
 every rank the same, and the remaining samples are small.
 
 [Note: line rule] The k longest sequences are laid end to end on a line of cost, which is cut into one part per rank. A
-part may hold the end of one sequence and the beginning of the next. If the whole samples fit the same microbatches, the
-parts make up for them: a rank with many gets a small part, or none. Keys and values of earlier segments cross links, so
-k should be small, and the longest sequences are laid first or last, whichever lets others read fewer tokens; if those
-are too many, a few sequences are each cut over all ranks. Of all k that are tried the one with the least estimate wins,
-if it is 5% better than LB-Mini: smaller gains are noise, in measured runs such plans gained nothing.
+part may hold the end of one sequence and the beginning of the next. If the unsplit samples fit the same microbatches,
+the parts make up for them: a rank with many gets a small part, or none. Keys and values of earlier segments cross
+links, so k should be small, and the longest sequences are laid first or last, whichever lets others read fewer tokens;
+if those are too many, a few sequences are each cut over all ranks. Several k are tried. The least estimate wins if it
+is 5% better than LB-Mini: smaller gains are noise, in measured runs such plans gained nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SplitAssignment:
 def split_plan(samples: Samples, limits: Limits, *, ride: bool = True) -> Plan:
     """Assigns samples, the costliest in segments. One may be longer than the token cap, as long as its segments fit.
 
-    `ride`: whole samples may share the wave's microbatches if all fit; not for the work queue, as such samples are
+    `ride`: unsplit samples may share the wave's microbatches if all fit; not for the work queue, as such samples are
     fixed, and the plan has each rank's waves alone. Deterministic: every rank gets the same result.
 
     Raises ValueError for a sample that is over the cap and can't be split, with the remedy.
@@ -91,8 +91,8 @@ def _unsplit(samples: Samples) -> list[Strip]:
 
 
 def _over_replicas(problem: _Problem, replicas: int) -> SplitAssignment:
-    """The better of whole samples over all ranks, and of samples dealt to the replicas by cost and split there."""
-    least, whole = max(problem.costs[0], problem.even_share), None  # `least`: of whole samples
+    """The better of unsplit samples over all ranks, and of samples assigned to replicas by cost and split there."""
+    least, whole = max(problem.costs[0], problem.even_share), None  # `least`: of unsplit samples
     if not problem.over and problem.even_share > least * (1 - _LEAST_GAIN):
         whole = problem.assign(0, [])
         if problem.even_share > whole.estimate * (1 - _LEAST_GAIN):
@@ -205,7 +205,7 @@ class _Problem:
                         break
         if best is not None:
             return best
-        strips = [self.strips[sample] for sample in self.order[:over]]  # each a wave, in equal parts, if floors allow
+        strips = [self.strips[sample] for sample in self.order[:over]]  # each a wave, in equal parts, if images allow
         waves = [cut_line([each], self.even, None, self.least_tokens) for each in strips]
         most = [max(count_tokens(part, self.lengths) for part in wave) for wave in waves]
         if (cuts := self._most(waves, bool)) > self.cuts:
@@ -321,10 +321,10 @@ class _Problem:
         )
 
     def _riding(self, count: int, wave: list[list[Entry]], whole: list[list[int]]) -> list[list[Entry]] | None:
-        """The microbatches of `wave` with the whole samples in them; None if these don't fit.
+        """The microbatches of `wave` with the unsplit samples in them; None if these don't fit.
 
-        Where it fits too, the line is cut so that each rank's part makes up for its whole samples. The more even its
-        parts, the fewer tokens may others have to read.
+        If that fits too, the line is cut so that each rank's part makes up for its unsplit samples. With more equal
+        parts others may have to read fewer tokens.
         """
         missing = [max(self.even_share - self._price(own), 0.0) for own in whole]
         level = math.fsum(missing) / self.ranks

@@ -80,7 +80,7 @@ def _global_packing(lengths: list[int], costs: list[float], ranks: int, token_ca
     """Global packing: all samples packed together, packs sorted by cost, each `ranks` of them one microbatch.
 
     The number of packs is raised to a multiple of `ranks` by dividing packs. Every second group is assigned in
-    reverse order, which changes nothing under FSDP's barriers and evens out the ranks' totals without them.
+    reverse order, which changes nothing under FSDP's barriers and balances the ranks' totals without them.
 
     Raises ValueError if there are fewer samples than packs. This cannot happen if `ranks` divides the number of
     samples.

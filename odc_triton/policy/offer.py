@@ -1,8 +1,8 @@
 """Offers a sharded model to processes outside of the job, which read it from the ranks' shared memory.
 
-[Note: one version] Each owner shows two numbers: of the last publication that it began, and of the last that it
+[Note: one version] Each owner shows two numbers: of the last weight update that it began, and of the last that it
 finished. Before a read all numbers of all owners must be equal; if after it no owner has begun another, none wrote
-meanwhile. Owners do not wait for readers. But a reader that publications met several times may pin the current one:
+meanwhile. Owners do not wait for readers. But a reader that was interrupted several times may pin the current version:
 rank 0 shows its number, and owners begin no later one until the reader has finished, died, or used up `max_lag`.
 
 [Note: the socket] Over an abstract Unix socket rank 0's thread passes open files to readers of the same user: what is
@@ -75,10 +75,10 @@ def offer_policy(model: nn.Module, *, max_lag: float = 30.0) -> PolicyOffer:
     """Lets other processes of this user and host read `model` at any time, by `read_policy(offer.address)`.
 
     Collective, after `fully_shard` and after weights are loaded; it ends with `close()` or the process. Buffers and
-    parameters that are not sharded are offered as they are now. max_lag: seconds for which a reader may hold the next
-    publication back, after several reads that publications met; one that takes longer is dropped, with a warning.
+    parameters that are not sharded are offered as they are now. max_lag: seconds for which a reader may delay the next
+    weight update, after updates interrupted several of its reads; one that takes longer is dropped, with a warning.
 
-    Each optimizer's step is a version: a `ChainedOptimizer` makes one of those of several. The model's adapters stay as
+    Each optimizer's step is a version; a `ChainedOptimizer`'s step is one version. The model's adapters stay as
     they are: a step, or `publish`, after another one was activated, merged, disabled or scaled raises RuntimeError.
 
     Raises TypeError for a model that is not sharded, ValueError for another `max_lag`, NotImplementedError on GPUs.
@@ -87,7 +87,7 @@ def offer_policy(model: nn.Module, *, max_lag: float = 30.0) -> PolicyOffer:
     if not 0 <= max_lag < engine.barrier.timeout_s:
         raise ValueError(
             f"max_lag is {max_lag}: give seconds, at least 0 and less than {engine.barrier.timeout_s:g}, fully_shard's "
-            f"timeout, as ranks wait for one that is held back"
+            f"timeout, as ranks wait for one whose weight update is delayed"
         )
     if engine.heap.device.type != "cpu":
         raise NotImplementedError(
@@ -281,7 +281,7 @@ class _OfferServer:
         return request in (PIN, UNPIN)
 
     def _begun(self) -> int:
-        """The last publication that an owner has begun."""
+        """The last weight update that an owner has begun."""
         return max(self._publication.stepping.seen())
 
     def _show(self) -> None:

@@ -51,8 +51,8 @@ class PolicyReader:
     """Iterating gives (name, copy of the tensor) of one version, each time the newest. Names and shapes are those of
     the model's files, or those of its parameters if it is not transformers'.
 
-    `version`: the number of the publication that was read last, 0 before. `config`: the transformers config as a dict,
-    or None. `dtypes`: the names of their dtypes.
+    `version`: the number of the weight update that was read last, 0 before. `config`: the transformers config as a
+    dict, or None. `dtypes`: the names of their dtypes.
     """
 
     def __init__(self, address: str, *, timeout: float = 60.0) -> None:
@@ -107,7 +107,7 @@ class PolicyReader:
         """The result of `take` on (name, tensor) of one version, which `self.version` is then.
 
         Tensors are views of the ranks' memory where they can be, read-only: `take` copies what it needs, and is called
-        again if a rank published meanwhile. After several such reads the ranks hold the next publication back.
+        again if a rank published meanwhile. After several such reads the ranks delay the next weight update.
 
         Raises PolicyUnavailable if the job ended, or dropped this reader because `take` took too long.
         """
@@ -157,7 +157,7 @@ class PolicyReader:
             time.sleep(min(max(waited_s / 50, _SHORTEST_NAP_S), _LONGEST_NAP_S))
 
     def _is_still(self, number: int) -> bool:
-        """True if no owner has begun another publication since `number`."""
+        """True if no owner has begun another weight update since `number`."""
         return set(self._begun.tolist()) == {number}
 
     def _require_job(self) -> None:

@@ -39,7 +39,7 @@ _TRANSFORMERS = "5.23"  # from this version on every recurrent layer gets its mo
 
 @dataclass(frozen=True)
 class _RecurrentPack:
-    """What our functions get besides transformers' arguments. `spans`: the segments of a plan over ranks."""
+    """What our functions get in addition to transformers' arguments. `spans`: the segments of a plan over ranks."""
 
     module: nn.Module
     documents: Sequence[Document]

@@ -1,6 +1,6 @@
 """Attention of documents that see rows before their own, without a mask and without joining them in memory.
 
-    a = softmax over the keys before, all visible;  b = causal softmax over the own keys
+    a = softmax over the keys before, all visible;  b = causal softmax over the document's keys
     lse = log(exp(lse_a) + exp(lse_b)),  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
 Each part's backward takes the joined `out` and `lse`, as its weights are exp(scores - lse): the parts' gradients are
@@ -23,7 +23,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class SeenRows(NamedTuple):
-    """Rows `low` up to, not including, `high` of a source: 0 is the pack itself, n the n-th that is given besides."""
+    """Rows `low` up to, not including, `high` of a source: 0 is the pack itself, n the n-th other one."""
 
     source: int
     low: int
@@ -33,7 +33,7 @@ class SeenRows(NamedTuple):
 class AttentionPart(NamedTuple):
     """The queries of rows `start` up to, not including, `end` attend to the rows `low` up to `high` of `source`.
 
-    To their own causally, to others all of them. `source`: see `SeenRows`.
+    Causally if these are their own rows, else every query to all of them. `source`: see `SeenRows`.
     """
 
     start: int
@@ -66,7 +66,7 @@ def parts_of(bounds: Sequence[int], seen: Sequence[Sequence[SeenRows]]) -> list[
 
 
 class RowsBefore(ABC):
-    """Keys and values besides a pack's own, which an attention reads in its forward, and again in its backward."""
+    """Keys and values of other packs, which an attention reads in its forward, and again in its backward."""
 
     @abstractmethod
     def each(self, *, backward: bool = False) -> Iterator[tuple[int, Pair]]:

@@ -173,7 +173,7 @@ class _Recorder(AttentionHook, RecurrentHook):
         if segments is None:
             raise NotImplementedError(
                 f"{type(module).__name__} is not told which documents are segments of samples, as its model passes on "
-                f"neither segments nor the position_ids that it was given: train it on whole samples"
+                f"neither segments nor the position_ids that it was given: train it on unsplit samples"
             )
         if any(each is module for each, _ in self.seen):
             raise NotImplementedError(f"{type(module).__name__} attends twice in one forward, which can't be split")

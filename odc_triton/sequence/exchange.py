@@ -2,7 +2,7 @@
 
 Per layer, for the segments of one microbatch (see [Note: waves] in plan/segments.py):
 
-forward     publish  writes keys and values of the own segments that others read, and says so
+forward     publish  writes keys and values of this rank's segments that others read, and says so
             read     waits for those before them on other ranks, and reads them
 backward    read     reads them again
             add      adds their gradients to the ranks that hold them, and says so
@@ -88,7 +88,7 @@ class SequenceExchange(Participant):
         in_order: bool,
         numbers: Sequence[int] | None = None,
     ) -> None:
-        """`streams`: its own, to copy and to add beside what the engine copies and adds. `in_order`: ranks add to a
+        """`streams`: its own, so that copies and additions overlap the engine's. `in_order`: ranks add to a
         segment in their order, so that its gradients have the same bits in every run. `numbers`: of the layers, in the
         model.
         """

@@ -84,7 +84,7 @@ class RowsOfOthers(RowsBefore):
         reads[0].start()
         for number, read in enumerate(reads, 1):
             if number < len(reads):
-                reads[number].start()  # beside what is computed on this one
+                reads[number].start()  # while attention computes on this one
             yield number, tuple(map(by_head, read.finish()))
             read.free()
         if not backward and not in_backward_pass():

@@ -1,6 +1,6 @@
-"""Sums over the tokens of whole samples whose segments are on several ranks, for losses that need them: ratios of whole
-sequences; and over those of groups of samples (`Samples.groups`): pairs. Each rank writes its part into memory of the
-host, also on GPUs, and waits for the others'.
+"""Sums over all tokens of samples whose segments are on several ranks, for losses that need them, such as ratios of
+sequences; and over all tokens of groups of samples (`Samples.groups`), such as pairs. Each rank writes its part into
+memory of the host, also on GPUs, and waits for the others'.
 
 [Note: a wait between forward and backward] A rank writes its parts when the forward of its pack is done, before it
 waits for any. The forward needs other ranks' forwards alone, so every rank of the wave writes; and none is in its

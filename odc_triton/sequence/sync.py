@@ -6,9 +6,9 @@ The host waits on a CPU. On a GPU the host only enqueues, so kernels set flags, 
 [Note: forward progress] A kernel that waits holds its stream, and may hold others: streams share hardware queues, a
 module may be loaded or memory allocated behind it, the queue of launches may be full. None of this can hang a GPU, as
 long as nothing would hang if all work of a rank, on whatever streams, ran one after another in the order in which it
-was enqueued. So: never enqueue a wait before the work that a peer needs to set that flag. Of each layer and wave a rank
-enqueues its publication before it reads, and its additions before it collects, which is also the order on the host, and
-which [Note: waves] in plan/segments.py shows to end.
+was enqueued. So: never enqueue a wait before the work that a peer needs to set that flag. For each layer and wave a
+rank enqueues what it publishes before it reads, and its additions before it collects. That is also the order on the
+host, and [Note: waves] in plan/segments.py shows that it ends.
 The staged kernel obeys it too: copies are enqueued before the kernel that waits for them (kernels/staged.py).
 """
 

@@ -29,7 +29,7 @@ def rows_before(
     runs: Sequence[Read],
     window: int | None,
 ) -> list[list[SeenRows]]:
-    """For each document, in the order of positions. `runs`: the sources besides the pack, from 1.
+    """For each document, in the order of positions. `runs`: the sources other than the pack, from 1.
 
     Raises ValueError for a segment that is not in the plan and needs rows that are not in the pack, or is needed by
     none.

@@ -148,7 +148,7 @@ class _Relay:
         self._all_came()
 
     def send(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The source's `tensors`, to be read only. Of the other ranks' tensors only shapes and dtypes matter."""
+        """The source's `tensors`, to be read only. Other ranks give tensors of the same shapes and dtypes."""
         shared = self.allocate(tensors)
         if self.is_source:
             for into, tensor in zip(shared, tensors, strict=True):

@@ -1,1 +1,1 @@
-"""The command and what it runs besides jobs: simulator, doctor, tune, profile, memory."""
+"""The command line and all that it runs except jobs: simulator, doctor, tune, profile, memory."""

@@ -75,5 +75,5 @@ def test_a_segment_has_all_images_or_none() -> None:
     )
     assert len(first["pixel_values"]) == 2
     assert not {"pixel_values", "image_blocks"} & rest.keys()
-    with pytest.raises(ValueError, match="have a part of its images, whose tokens are 5 to 15"):
+    with pytest.raises(ValueError, match=r"is cut within its images: .* the images' are 5 to 15"):
         pack_collate(data.__getitems__([[Segment(0, 0, floor - 1)]]))

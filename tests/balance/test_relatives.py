@@ -1,4 +1,4 @@
-"""Relatives of a whole data set: found piecemeal, among a minibatch's samples, kept together by the sampler."""
+"""Common prefixes in a data set: found bit by bit, among a minibatch's samples, kept together by the sampler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fields(of: Relatives) -> list:
 
 @given(SAMPLES, st.integers(1, 40), st.data())
 def test_found_and_among(samples: list[dict], at_once: int, data: st.DataObject) -> None:
-    """However many tokens are held at a time, the order is that of whole samples, and that of a part the part's."""
+    """However many tokens are held at a time, the order is that of full samples, and that of a part the part's."""
     count = len(samples)
     chosen = data.draw(st.lists(st.integers(0, count - 1), unique=True))
     with (
@@ -146,23 +146,23 @@ def test_with_weights_drop_last_and_split() -> None:
 
 def test_a_position_with_other_relatives_is_refused() -> None:
     for saved, here, words in (
-        (RELATIVES, None, "saved with relatives, this sampler is without relatives"),
-        (None, RELATIVES, "saved without relatives, this sampler is with relatives"),
+        (RELATIVES, None, "saved with `relatives`, and this sampler has none"),
+        (None, RELATIVES, "saved without `relatives`, and this sampler has some"),
         (
             RELATIVES,
             find_relatives([{"input_ids": each["input_ids"]} for each in DATA]),
-            "saved with relatives, this sampler is with other relatives",
+            "saved with `relatives`, and this sampler has others",
         ),
     ):
-        with pytest.raises(ValueError, match=f"{words}.*: resume with the same data set and relatives"):
+        with pytest.raises(ValueError, match=f"{words}.*: resume with the same data set and `relatives`"):
             sampler(relatives=here).load_state_dict(sampler(relatives=saved).state_dict())
 
 
 def test_refused() -> None:
     for balance in ("queue", "micro", "global", "local"):
-        with pytest.raises(ValueError, match=f"relatives are given with balance '{balance}': .* balance 'mini'"):
+        with pytest.raises(ValueError, match=f"`relatives` with balance '{balance}': .* balance 'mini'"):
             sampler(balance=balance)
-    with pytest.raises(ValueError, match=r"relatives are of 47 samples, and the 48 lengths are others"):
+    with pytest.raises(ValueError, match=r"`relatives` is of 47 samples, and the 48 lengths differ"):
         sampler(relatives=find_relatives(DATA[1:]))
 
 

@@ -1,4 +1,4 @@
-"""MinibatchSampler: the same samples whatever the dealing, and a position that can be saved."""
+"""MinibatchSampler: the same samples whatever the assignment, and a position that can be saved."""
 
 from __future__ import annotations
 

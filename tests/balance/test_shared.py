@@ -1,4 +1,4 @@
-"""Samples that share tokens: who branches off whom, and their assignment to ranks."""
+"""Samples that share tokens: which branches from which, and their assignment to ranks."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_a_branch_without_what_it_branches_off_is_refused() -> None:
     ):
         (pack,) = pack_collate([PackedDataset(samples)[entries]])
         ends = pack["cu_seq_lens_q"].tolist()
-        with pytest.raises(ValueError, match=r"branch off sample \d, and no segment here computes its token 98"):
+        with pytest.raises(ValueError, match=r"branch from sample \d, and no segment here computes its token 98"):
             rows_before(ends, pack["segments"], plan=None, runs=[], window=None)
 
 
@@ -313,12 +313,12 @@ def test_wrong_relatives_and_limits_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             shared([150] * 3, relatives, **how | changes)
-    with pytest.raises(ValueError, match="relatives are of other samples than the 3 lengths"):
+    with pytest.raises(ValueError, match="`relatives` is of other samples than the 3 `lengths`"):
         shared([150, 150, 149], relatives, **how)
-    with pytest.raises(ValueError, match="branches off nothing: give another sample as parent"):
+    with pytest.raises(ValueError, match="can't branch there: give another sample as parent"):
         Segment(1, 0, 50, 0)
     other = [samples[0], sample([7] * 100, [8] * 50), samples[2]]
     with pytest.raises(
-        ValueError, match="pack 0: sample 1 has other tokens than sample 0, which it branches off at 99"
+        ValueError, match="pack 0: sample 1 branches from sample 0 at token 99, and their tokens before it differ"
     ):
         pack_collate([PackedDataset(other)[relatives.entries(range(3))]])

@@ -202,7 +202,7 @@ BETTER_WHOLE = SPLIT_BY_ONE_OF_TWO | {"lengths": [671, 614, 555, 267, 244, 129],
 
 
 def refused(given: dict, error: ValueError) -> None:
-    """It names a sample over the cap, and what of it is not cut."""
+    """It names a sample over the cap, and which part is not cut."""
     lengths, floors = given["lengths"], given.get("floors") or [0] * len(given["lengths"])
     what = r"sample (\d+) has \d+ tokens, over the token_cap of .* sample(.*first (\d+), can't be cut)?$"
     found = re.search(what, str(error))
@@ -494,9 +494,9 @@ def test_readable_tokens_are_enough_for_long_images() -> None:
         ({"token_cap": 0}, "token_cap is 0"),
         ({"replicas": 3}, "replicas is 3: give a divisor of the 4 ranks"),
         ({"extra": [1.0] * 3}, "extra has 3 costs for 2 samples"),
-        ({"floors": [3]}, "of 1 floors for 2 samples one is .* up to its last image's"),
-        ({"floors": [3, 8]}, "of 2 floors for 2 samples one is 8, of 7 tokens"),
-        ({"floors": [-1, 3]}, "one is -1"),
+        ({"floors": [3]}, "one of 1 `floors` for 2 samples is .* up to its last image's"),
+        ({"floors": [3, 8]}, "one of 2 `floors` for 2 samples is 8, of 7 tokens"),
+        ({"floors": [-1, 3]}, "samples is -1"),
         ({"lengths": [37, 7]}, r"lengths\[0\] is 37 tokens, over the 36 of 4 ranks that share memory, each with a tok"),
         ({"lengths": [9, 19], "replicas": 2}, r"lengths\[1\] is 19 tokens, over the 18 of 2 ranks that share memory"),
         ({"lengths": [9, 10], "replicas": 4}, r"lengths\[1\] is 10 tokens, over the token_cap of 9: raise the cap"),
@@ -527,9 +527,9 @@ P = Segment
         ([[[P(0, 0, 5)]], [[P(0, 0, 5)]]], "tokens 0..4 of sample 0 are in two packs"),
         ([[[P(0, 0, 5)]], [[1]]], "tokens 0..4 of sample 0 are its only segment"),
         ([[[P(0, 0, 5)]], [[P(0, 5, 7), 0]]], "sample 0 is in the packs both whole and in segments"),
-        ([[[P(2, 4, 6, 1)]], [[P(1, 3, 7, 0)]]], "tokens 3..6 of sample 1 branch off sample 0, and no segment here"),
-        ([[[0]], [[P(1, 3, 7, 0)]]], "give all segments of sample 0, as Segment(0, 0, …) if it is whole"),
-        ([[[P(0, 0, 2)]], [[P(1, 3, 7, 0)]]], "tokens 3..6 of sample 1 branch off sample 0, and no segment here"),
+        ([[[P(2, 4, 6, 1)]], [[P(1, 3, 7, 0)]]], "tokens 3..6 of sample 1 branch from sample 0, and no segment here"),
+        ([[[0]], [[P(1, 3, 7, 0)]]], "give all segments of sample 0, as Segment(0, 0, …) if it is not split"),
+        ([[[P(0, 0, 2)]], [[P(1, 3, 7, 0)]]], "tokens 3..6 of sample 1 branch from sample 0, and no segment here"),
         ([[[P(0, 0, 2), P(0, 3, 9)]], [[P(1, 5, 7, 0)]]], "the segments of sample 0 leave out its tokens 2..2"),
         ([[[P(0, 0, 9)], [P(1, 5, 7, 0)]], [[P(2, 5, 9, 0)]]], "rank 0 has segments of samples [0, 1, 2], which are"),
         ([[[P(0, 0, 5), P(1, 3, 7, 0)]], [[2], [P(3, 4, 9)]]], "the segments of sample 3 leave out its tokens 0..3"),

@@ -93,7 +93,7 @@ def test_the_number_of_readable_tokens() -> None:
         ({"balance": "micro"}, "split is True with balance 'micro'"),
         ({"world": 4, "token_cap": 1900, "replicas": 2}, r"lengths\[0\] is 4000 tokens, over the 3800 of 2 ranks"),
         ({"world": 4, "replicas": 3}, "replicas is 3: give a divisor of the world of 4 ranks"),
-        ({"floors": [1]}, "of 1 floors for 12 samples"),
+        ({"floors": [1]}, "one of 1 `floors` for 12 samples"),
     ):
         with pytest.raises(ValueError, match=message):
             samplers(**options)
@@ -162,5 +162,5 @@ def test_floors_are_those_of_relatives() -> None:
     assert MinibatchSampler(lengths, **how)._samples.earliest_cuts == [41, 41]
     ((pack,),) = MinibatchSampler(lengths, **how, floors=[41, 41], extra=[1.0, 1.0])
     assert pack == [Segment(0, 0, 55), Segment(1, 49, 55, 0)]
-    with pytest.raises(ValueError, match="relatives are of samples with other floors"):
+    with pytest.raises(ValueError, match="`relatives` is of samples with other `floors`"):
         MinibatchSampler(lengths, **how, floors=[40, 41])

@@ -1,4 +1,4 @@
-"""Packs and the four ways of dealing: what each promises, for any lengths."""
+"""Packs and the four ways to assign samples: what each promises, for any lengths."""
 
 from __future__ import annotations
 

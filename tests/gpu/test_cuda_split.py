@@ -1,4 +1,4 @@
-"""Split sequences on a GPU: segments on two or three ranks against whole samples on one."""
+"""Split sequences on a GPU: segments on two or three ranks against unsplit samples on one."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def test_as_whole_samples(setup: Setup, one_gpu: bool) -> None:
 
 
 def _whole(setup: Setup) -> tuple[list[float], dict, dict]:
-    """Whole samples on one rank, on the GPU."""
+    """Unsplit samples on one rank, on the GPU."""
     (found,) = ranks.run(_on_gpu, 1, replace(setup, deal="whole"), True)
     return found
 
 
 def test_bf16_is_as_good_as_on_whole_samples() -> None:
-    """Against fp32, segments in bf16 may be 1.2 times as far off as whole samples in bf16."""
+    """Against fp32, segments in bf16 may be 1.2 times as far off as unsplit samples in bf16."""
     exact = Setup(backend="cuda", family="Llama", scale=16, sizes=(("max_position_embeddings", 1024),))
     half = replace(exact, half=True)
     want = _whole(exact)[1]

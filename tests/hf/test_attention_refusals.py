@@ -31,7 +31,7 @@ def test_refused_with_its_former_attention(name):
     former = getattr(getattr(model, "config", None), "_attn_implementation", None)
     with pytest.raises(hf.PackingUnsupported, match=message) as refusal:
         hf.enable_packing(model)
-    assert "one sequence per microbatch (packing off)" in str(refusal.value)
+    assert "train this model in your loop, one sequence per microbatch" in str(refusal.value)
     assert getattr(getattr(model, "config", None), "_attn_implementation", None) == former
     assert all(module.training for module in model.modules())
 

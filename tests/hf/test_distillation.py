@@ -1,4 +1,4 @@
-"""Distillation in a loop of one's own: `divergence` and `distillation_loss`, against TRL's loss of whole logits."""
+"""Distillation in a loop of yours: `divergence` and `distillation_loss`, against TRL's loss of full logits."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ def test_refused() -> None:
     (branch,) = pack_collate([[sample | {"segment": segment} for sample, segment in _branches()]])
     for wrong, given, words in (
         (dense, pack, "Qwen2ForCausalLM does not return its routers' logits by token: set router_aux_loss_coef to 0"),
-        (model, one, "this pack has no cu_seq_lens_q: give packs of whole samples, of pack_collate"),
-        (model, branch, "this pack has segments of samples: give packs of whole samples"),
+        (model, one, "this pack has no cu_seq_lens_q: give packs of unsplit samples, of pack_collate"),
+        (model, branch, "this pack has segments of samples: give packs of unsplit samples"),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             hf.summed_losses(wrong, given)

@@ -108,7 +108,7 @@ def test_none_is_whole(tmp_path: Path, saved: Path) -> None:
     assert find_checkpoint(True, tmp_path / "missing") is True  # Trainer says it
     for folder in saved.glob("checkpoint-*"):
         _cut(shutil.copytree(folder, tmp_path / folder.name))
-    with pytest.raises(CheckpointCorrupt, match=r"checkpoint-3, as .* there is no whole one beside it"):
+    with pytest.raises(CheckpointCorrupt, match=r"checkpoint-3, as .* there is no whole one next to it"):
         find_checkpoint(True, tmp_path)
     with pytest.raises(CheckpointCorrupt, match=r"from .*/checkpoint-7, as there is no such folder; "):
         find_checkpoint(saved / "checkpoint-7", tmp_path)

@@ -1,4 +1,4 @@
-"""The divergence of two heads, against float64 autograd of TRL's generalized_jsd_loss over whole logits."""
+"""The divergence of two heads, against float64 autograd of TRL's generalized_jsd_loss over full logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CrossEntropy of one pack against formulas on whole logits, with every option alone."""
+"""CrossEntropy of one pack against formulas on full logits, with every option alone."""
 
 from __future__ import annotations
 

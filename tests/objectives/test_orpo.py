@@ -33,7 +33,7 @@ ALL, BETA, TOLERANCE = (0, 1, 2, 3, 4), 0.7, 1e-10  # of norms: sums in another 
 # are computed, and the pairs over ranks.
 CASES = {
     "one pack": (1, ALL, 500, False, 0, (349, set())),
-    "chosen ones branch off a rejected one": (1, ALL, 500, True, 0, (197, set())),
+    "chosen ones branch from a rejected one": (1, ALL, 500, True, 0, (197, set())),
     "two packs": (1, ALL, 150, True, 0, (197, set())),
     "two ranks": (2, ALL, 150, True, 0, (197, set())),
     "no pack on one rank": (2, (2,), 150, False, 0, (43, set())),

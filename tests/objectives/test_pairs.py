@@ -1,4 +1,4 @@
-"""DPO and reward models on real ranks, against their formulas on whole samples and a whole model, in fp64."""
+"""DPO and reward models on real ranks, against their formulas on unsplit samples and a whole model, in fp64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.objectives.test_orpo import CASES, LENGTHS, SAMPLES, model_of, planne
 from tests.support import ranks, slow
 from tests.support.families import causal_lm
 
-CHOSEN = ("one pack", "chosen ones branch off a rejected one", "two ranks", "pairs over ranks", "all in segments")
+CHOSEN = ("one pack", "chosen ones branch from a rejected one", "two ranks", "pairs over ranks", "all in segments")
 BETA, CENTER, TOLERANCE = 0.7, 0.1, 1e-10  # of norms: sums in another order, in fp64
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of log-ratios [N, 2] and tokens [N, 2], as in TRL
     "sigmoid": lambda ratio, tokens: -F.logsigmoid(BETA * (ratio[:, 0] - ratio[:, 1])),

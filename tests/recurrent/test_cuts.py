@@ -1,4 +1,4 @@
-"""Hybrid models' samples, cut over ranks, give the loss and gradients of whole samples by plain transformers."""
+"""Hybrid models' samples, cut over ranks, give the loss and gradients of unsplit samples by plain transformers."""
 
 from __future__ import annotations
 

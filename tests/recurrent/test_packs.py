@@ -186,7 +186,7 @@ def test_branches_otherwise(name: str, change: str) -> None:
 
 @pytest.mark.parametrize("name", rows())
 def test_branches_beside_others(name: str) -> None:
-    """Two trees and whole samples in a pack, in turns."""
+    """Two trees and unsplit samples in a pack, in turns."""
     at = len(ENTRIES)
     other, branch, *alone = P(at, 0, ROOT), P(at + 1, 8, 15, at), *range(at + 2, at + 2 + len(LENGTHS))
     entries = [alone[0], other, alone[1], *ENTRIES, branch, *alone[2:]]

@@ -74,7 +74,7 @@ def test_rewards_by_name(capfd: pytest.CaptureFixture[str]):
         [0, 0, -0.5, -1, -1],
     ]
     assert "1 of 5 answers are not compared; pip install math-verify compares more" in capfd.readouterr().err
-    with pytest.raises(ValueError, match=r"the data have 'question' beside .* --map answer=COLUMN"):
+    with pytest.raises(ValueError, match=r"the data have 'question' in addition to .* --map answer=COLUMN"):
         Rewards(["accuracy"]).check(["question"])
 
 

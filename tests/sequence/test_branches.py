@@ -1,4 +1,4 @@
-"""Samples that branch off others in a pack give the losses and gradients of whole samples."""
+"""Samples that share prefixes in a pack give the losses and gradients of unshared samples."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def gradients(model: nn.Module, packs: list) -> tuple[float, dict[str, torch.Ten
 
 
 def in_own_dtype(model: nn.Module) -> nn.Module:
-    """Norms that would round each row's gradient to fp32: a shared row has one, whole samples several."""
+    """Norms that would round each row's gradient to fp32: a shared row has one, unshared samples several."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
 
@@ -109,7 +109,7 @@ def test_a_model_that_drops_the_argument_is_refused(monkeypatch: pytest.MonkeyPa
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # Dynamo's own look
 def test_graphs_of_whole_samples_are_not_reused() -> None:
-    """Two lengths make a graph of any length, which once took branches for whole samples."""
+    """Two lengths make a graph of any length, which once took branches for full samples."""
     torch._dynamo.reset()
     model = causal_lm("Qwen2", num_hidden_layers=1).double()
     enable_packing(model)

@@ -1,4 +1,4 @@
-"""Forwards of segments without gradients, outside of a minibatch: the losses of whole samples."""
+"""Forwards of segments without gradients, outside of a minibatch: the losses of unsplit samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples that are split over ranks give the loss, gradients and steps of the whole samples by plain torch."""
+"""Samples that are split over ranks give the loss, gradients and steps of the unsplit samples by plain torch."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_every_family_and_change(setups: list[Setup]) -> None:
 
 
 def test_bf16_is_as_good_as_on_whole_samples() -> None:
-    """Against fp32, segments in bf16 may be 1.2 times as far off as whole samples in bf16."""
+    """Against fp32, segments in bf16 may be 1.2 times as far off as unsplit samples in bf16."""
     exact = Setup(family="Llama", scale=4)
     half = replace(exact, half=True)
     want = plain(exact)[1]
@@ -197,7 +197,7 @@ def _watched(rank: int, world: int, setup: Setup) -> tuple[list[str], int, int]:
 
 
 def test_who_looks_at_flags_and_that_nobody_asks_the_store() -> None:
-    """Sample 2 over ranks 0, 1, 2, sample 0 over ranks 1, 2; rank 3 has whole samples only."""
+    """Sample 2 over ranks 0, 1, 2, sample 0 over ranks 1, 2; rank 3 has unsplit samples only."""
     outcomes = ranks.run(_watched, 4, Setup(deal="four"))
     assert [(stored, grouped) for _, stored, grouped in outcomes] == [(0, 0)] * 4
     first, second, last, without = (set(purposes) for purposes, _, _ in outcomes)

@@ -1,4 +1,4 @@
-"""Sequences split within each of several replicas: as plain torch on whole samples, and what goes wrong on one replica
+"""Sequences split within each of several replicas: as plain torch unsplit, and what goes wrong on one replica
 is known on all.
 """
 
@@ -129,7 +129,7 @@ def test_as_whole_samples(found: dict[str, list[Any]]) -> None:
 def test_trees_as_whole_samples_each_on_one_replica(found: dict[str, list[Any]]) -> None:
     assert_as_dense(TREES, joined(found["trees"]), dense(TREES))
     astray = [[[P(0, 0, 9)]], [[P(1, 5, 9, 0)]], [[P(2, 6, 9, 1)]], []]
-    words = r"sample \d has segments on ranks of replicas \[0, 1\].*: keep a sample, and all that branch off it, on one"
+    words = r"sample \d has segments on ranks of replicas \[0, 1\].*: keep a sample, and all that branch from it"
     with pytest.raises(ValueError, match=words):
         SplitPlan.of(astray, replicas=2)
 

@@ -1,4 +1,4 @@
-"""ODCTrainer(split=True): the same training as on whole samples."""
+"""ODCTrainer(split=True): the same training as on unsplit samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees over ranks give the loss, log-probabilities and gradients of whole samples by plain torch and transformers."""
+"""Trees over ranks give the loss, log-probabilities and gradients of plain torch and transformers."""
 
 from __future__ import annotations
 

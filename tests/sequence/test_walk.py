@@ -30,7 +30,7 @@ Steps = list[list[list[tuple[int, int]]]]  # by rank and step, the (rank, step) 
 
 
 def tree(*branches: tuple[int, int]) -> Segments:
-    """Sample 0, then samples 1, 2, … that branch off (sample, token)."""
+    """Sample 0, then samples 1, 2, … that branch from (sample, token)."""
     return (Segment(0, 0, 9), *(Segment(n, start, 9, of) for n, (of, start) in enumerate(branches, 1)))
 
 
@@ -240,7 +240,7 @@ def waves_of(tree: Segments) -> list[Deal]:
 
 
 def after(first: Deal, second: Deal) -> Deal:
-    """Two trees as two waves, and whole samples before, between and after them."""
+    """Two trees as two waves, and unsplit samples before, between and after them."""
 
     def renamed(pack: list[Segment]) -> list[Segment]:
         parents = [None if each.parent is None else 10 + each.parent for each in pack]

@@ -30,7 +30,7 @@ def test_a_group_on_two_ranks() -> None:
     assert step_s(JOB) == pytest.approx(prompt + 2 * rest)
     assert step_s(JOB, split_tokens=4000) == pytest.approx((prompt + 4 * rest) / 2, rel=0.02)
     assert step_s(replace(JOB, slow={1: 2.0}), split_tokens=4000) == pytest.approx(prompt + 4 * rest, rel=0.02)
-    with pytest.raises(ValueError, match="balance 'shared' needs to know what the samples share: give relatives"):
+    with pytest.raises(ValueError, match="balance 'shared' needs to know what the samples share: give `relatives`"):
         simulate([LENGTHS], job=JOB, schedule="odc", balance="shared", token_cap=10_000)
     with pytest.raises(ValueError, match="balance 'shared' under schedule 'fsdp'"):
         simulate([LENGTHS], job=JOB, schedule="fsdp", balance="shared", token_cap=10_000)

@@ -1,5 +1,5 @@
-"""Trees of samples over three ranks, for tests: what a segment reads, told from the packs alone; samples that share
-tokens; ways to deal them.
+"""Shared-prefix trees over three ranks, for tests: what a segment reads, told from the packs alone; samples that share
+tokens; ways to assign them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Deal = list[list[list[Entry]]]  # by rank and pack
 
 def reads(segments: Iterable[Segment], segment: Segment) -> dict[Segment, tuple[int, int]]:
     """Of `segments`, those that hold tokens before `segment`, and which: from, up to. They are of its sample, and of
-    the samples that this branches off.
+    the samples that this branches from.
     """
     by_sample: dict[int, list[Segment]] = {}
     for each in sorted(segments, key=lambda each: each.start):
@@ -118,8 +118,8 @@ SHAPES: dict[str, Callable[[list[Sample], Callable], None]] = {
 
 
 class Grown:
-    """Entries of samples numbered from `first`: a sample with relatives is a segment, of which the last shared token is
-    computed again; `cut` has some in two.
+    """Entries of samples numbered from `first`: a sample that shares a prefix is a segment, of which the last shared
+    token is computed again; `cut` has some in two.
     """
 
     def __init__(self, samples: list[Sample], first: int) -> None:
@@ -180,7 +180,7 @@ def _two_waves(one: Grown, other: Grown, whole: list[int]) -> Deal:
 
 
 def _mixed(one: Grown, other: Grown, whole: list[int]) -> Deal:
-    """Whole samples beside segments and in packs of their own; branches beside those that they branch off."""
+    """Unsplit samples with segments and in packs of their own; branches in the packs of their parents."""
     root, *others = one.entries
     half = len(others) // 2
     return [[[whole[0], root]], [others[half:], whole[1:2]], [[*others[:half], *whole[2:]]]]

@@ -222,7 +222,7 @@ def run(rank: int, world: int, setup: Setup) -> tuple[list[float], dict[str, tor
 
 @functools.cache
 def plain(setup: Setup) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The same on whole samples, one after another, by plain torch."""
+    """The same on unsplit samples, one after another, by plain torch."""
     torch.set_num_threads(1)
     model = build(setup, replaced=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -242,7 +242,7 @@ def plain(setup: Setup) -> tuple[list[float], dict[str, torch.Tensor], dict[str,
 
 
 def require_plain(found: dict[str, torch.Tensor], setup: Setup, tolerance: float = 1e-5) -> None:
-    """The gradients of whole samples, but for fp32 sums in another order."""
+    """The gradients of unsplit samples, but for fp32 sums in another order."""
     want = plain(setup)[1]
     assert found.keys() == want.keys()
     for name, gradient in want.items():

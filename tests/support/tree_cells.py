@@ -72,7 +72,7 @@ def log_probs(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def dense(cell: Cell) -> Found:
-    """By whole samples, one after another."""
+    """By unsplit samples, one after another."""
     torch.set_num_threads(1)
     samples, _ = dealt(cell.shape, cell.deal)
     model = build(cell, plain=True)

@@ -62,7 +62,7 @@ CASES = {
 
 
 def random_tree(seed: int, longest: int = 9) -> Tree:
-    """Each document is a root, which may see fetched rows, or branches off an earlier one after some of its rows."""
+    """Each document is a root, which may see fetched rows, or branches from an earlier one after some of its rows."""
     draw = random.Random(seed)
     before = tuple(draw.randint(1, longest) for _ in range(draw.randint(0, 2)))
     documents: list[tuple[int, tuple[tuple[int, int, int], ...]]] = []

@@ -49,7 +49,7 @@ class Recorded:
 
 
 def rollout(prompts: list[str], trainer: Any) -> dict[str, list[list[Any]]]:
-    """The same completions from a user's own loop, in which an environment wrote every third token."""
+    """The same completions from a user's loop, in which an environment wrote every third token."""
     ids, _ = trainer._generate_single_turn(prompts)
     return {
         "prompt_ids": [trainer._tokenizer(prompt)["input_ids"] for prompt in prompts],

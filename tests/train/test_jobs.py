@@ -1,4 +1,4 @@
-"""`train sft`: a job on several ranks, also one that goes on on others, trains as on one rank with whole samples."""
+"""`train sft`: a job on several ranks, also one that goes on on others, trains as on one rank with unsplit samples."""
 
 from __future__ import annotations
 

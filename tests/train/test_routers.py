@@ -89,7 +89,7 @@ def test_as_plain_transformers(folder: Path) -> None:
         (
             "mixtral",
             {"split_sequences": True},
-            "coef=0.5.*, a mean over whole samples: leave --split-sequences out, or",
+            "coef=0.5.*, a mean over full samples: leave --split-sequences out, or",
         ),
         ("qwen2", {}, "--router-aux-loss: Qwen2ForCausalLM has no router's auxiliary loss: leave it out"),
         ("mixtral", {"router_aux_loss": 0.0, "split_sequences": True}, None),

@@ -1,4 +1,4 @@
-"""The SFT loop on real text (a few records): against plain torch, and independent of how samples are dealt."""
+"""The SFT loop on real text (a few records): against plain torch, and independent of how samples are assigned."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def run_section(folder: Path, name: str, section: Section, until_s: float, gpu: 
 
 
 def run_children(words: list[str], names: list[str], folder: Path, seconds: float) -> int:
-    """Runs `words` with the names that are left, anew after each that is lost. Returns the last one's status."""
+    """Runs `words` with the names that are left, again after each that is lost. Returns the last one's status."""
     until_s, file, code = time.time() + seconds, folder / LINES, 0
     before = len(read_lines(file))
     for _ in range(_STARTS):

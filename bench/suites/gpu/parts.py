@@ -44,7 +44,7 @@ def rates(gpu: Gpu) -> Iterator[dict[str, Any]]:
 
 
 def right(gpu: Gpu, *, most: float) -> Iterator[dict[str, Any]]:
-    """Every operator once, on the odd sizes of a tiny model; trees of samples against a mask, at `most` apart."""
+    """Every operator once, on the odd sizes of a tiny model; shared-prefix trees against a mask, at `most` apart."""
     from tests.support.trees import CASES, GivenRows, dense, random_tree, tensors_of, with_gradients
 
     for operator in all_operators().values():
@@ -145,7 +145,7 @@ class _Given(RowsBefore):
 
 
 def attention(gpu: Gpu, *, most: float) -> Iterator[dict[str, Any]]:
-    """The last segment of a long sample in parts, beside one call over all keys: less than `most` apart."""
+    """The last segment of a long sample in parts and by one call over all keys: less than `most` apart."""
     for own, before in ((8, 24),) if gpu.rehearsal else ((8192, 57344), (16384, 16384)):
         ways = _attentions(gpu, own, before)
         pairs = zip(("out", "dq", "dk", "dv"), *(run() for run in ways.values()), strict=True)

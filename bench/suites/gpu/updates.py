@@ -20,7 +20,7 @@ from odc_triton.plan.fields import IGNORED
 from odc_triton.plan.plan import MinibatchPacks
 
 from ...device import Gpu, profiled
-from ...harness import Minibatch, Work, deal, timed
+from ...harness import Minibatch, Work, assign_packs, timed
 from ...trees import TREES
 from ...variants import Bridged, Fsdp2Micro, Odc, OdcTrees, Setting, Unsharded, Variant
 
@@ -66,7 +66,7 @@ class GivenWork(Work):
         return [len(each["input_ids"]) for each in self.samples]
 
     def packs(self, balance: str) -> MinibatchPacks:
-        return deal(self, self, self.minibatches[0], balance, self.cost(), ranks=1)[0]
+        return assign_packs(self, self, self.minibatches[0], balance, self.cost(), ranks=1)[0]
 
 
 def made(kind: type[Variant], work: GivenWork, gpu: Gpu) -> Variant:
@@ -139,8 +139,8 @@ def _profiled(variant: Variant, packs: MinibatchPacks) -> dict[str, Any]:
 def group(
     gpu: Gpu, *, prompt: int, completion: int, size: int, of: int = 1, off: float, least: float = 0.0
 ) -> Iterator[dict[str, Any]]:
-    """`of` prompts with `size` completions each, which alone are learned: whole samples, and prompts computed once.
-    `off`: how far gradients may be apart; `least`: how many times faster the latter.
+    """`of` prompts with `size` completions each, which alone are learned: unshared prompts, and prompts computed once.
+    `off`: how far gradients may be apart; `least`: how many times faster the latter must be.
     """
     if gpu.rehearsal:
         prompt, completion = prompt // 64, completion // 64

@@ -35,7 +35,7 @@ _FLOCK = "hhxxxxqqixxxx"  # struct flock of 64-bit Linux: type, whence, start, l
 
 
 class StatusBoard(ABC):
-    """Integers that each rank shows its peers, in slots that only their own rank writes; 0 at first."""
+    """Integers that each rank shows its peers; only that rank writes them. 0 at first."""
 
     _used = LEFT + 1
 

@@ -2,13 +2,13 @@
 
 So training does not read the images' own files. A file of samples without images has none of these arrays.
 
-    bytes          [bytes] uint8          the images, one after the other
-    bytes_ends     [images] int64
-    shown          [shown] int64          the images of all samples, in order
-    shown_ends     [samples] int64        of sample i: shown[shown_ends[i - 1] : shown_ends[i]]
-    values         [units] int64          entries of pixel_values, by unit of attention in the tower
-    values_ends    [samples] int64
-    floors         [samples] int64        tokens up to and including the last image's
+    `bytes`          [bytes] uint8          the images, one after the other
+    `bytes_ends`     [images] int64
+    `shown`          [shown] int64          the images of all samples, in order
+    `shown_ends`     [samples] int64        of sample i: shown[shown_ends[i - 1] : shown_ends[i]]
+    `values`         [units] int64          entries of pixel_values, by unit of attention in the tower
+    `values_ends`    [samples] int64
+    `floors`         [samples] int64        tokens up to and including the last image's
 """
 
 from __future__ import annotations

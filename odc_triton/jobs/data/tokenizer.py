@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, ProcessorMixin
 
-# Of tokenizers that a class may convert, besides the files that it names itself.
+# Of tokenizers that a class may convert, in addition to the files that it names itself.
 _VOCABULARIES = {"tokenizer.json", "tokenizer.model", "tekken.json", "spiece.model", "vocab.json", "vocab.txt"}
 END = "<|end|>"
 PAD = "<|pad|>"

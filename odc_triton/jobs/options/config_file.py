@@ -1,4 +1,4 @@
-"""A run's options in a YAML file: read with the checks of the command line, and written beside the run's output."""
+"""A run's options in a YAML file: read with the checks of the command line, and written to the run's folder."""
 
 from __future__ import annotations
 

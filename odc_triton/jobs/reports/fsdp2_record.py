@@ -43,12 +43,12 @@ class record_timeline:
 
     `model`: the module that the loop calls, of torch's `fully_shard`, or of odc-triton's `fully_shard` or `use_odc`.
 
-    FSDP2 waits in its all-gathers and reduce-scatters, transfers included; odc-triton in barriers and for locks. What
-    the loop does besides forward, backward and optimizer steps (`clip_grad_norm_`, collectives of its own) is not
-    recorded and counts as idle; FSDP2's all-reduce between replicas counts as backward.
+    FSDP2 waits in its all-gathers and reduce-scatters, transfers included; odc-triton in barriers and for locks. Only
+    forward, backward and optimizer steps are recorded: the rest of the loop (`clip_grad_norm_`, collectives of its own)
+    counts as idle; FSDP2's all-reduce between replicas counts as backward.
 
     It has not run on a GPU. There the host waits for the device around each collective of FSDP2: nothing overlaps, so
-    steps take longer than without it, and the waits are upper bounds. Of odc-triton it sees the host's time only.
+    steps take longer than without it, and the waits are upper bounds. It sees only the host's time of odc-triton.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -45,7 +45,7 @@ INK, FAINT = "#1A1A1A", "#6B6B6B"
 CURVES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 TITLE = "What every rank does over time: red is waiting"
 
-# Images have twice as many pixels as they are shown with. Ranks' names and numbers are beside the axes.
+# Images have twice as many pixels as they are shown with. Ranks' names and numbers are next to the axes.
 _DPI, _WIDTH, _LEFT, _COLUMNS = 200, 2400, 150, 1830
 _ABOVE, _BELOW, _BETWEEN = 242, 140, 110
 
@@ -291,7 +291,7 @@ def save_html(
 
     `summary`: text, with an empty line between paragraphs; `rows` and `columns` as for `table`; `tracks` as for
     `timeline_figure`; `facts`: by heading, name to value (options, versions).
-    Of `rows`, `tracks`, `curves` and `facts`, empty ones are left out. All text is escaped. Errors as in
+    Empty `rows`, `tracks`, `curves` and `facts` are left out. All text is escaped. Errors as in
     `table`, `timeline_figure` and `write_file`.
     """
     body = [f"<h1>{escape(title)}</h1>"]

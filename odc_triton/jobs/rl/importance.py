@@ -1,12 +1,12 @@
 """Importance weights for completions that another engine sampled: its log-probabilities differ from the policy's.
 
 A completion was drawn from mu, the engine's distribution, and the loss is an expectation under pi, the policy's before
-the update. So the loss of its tokens is multiplied by rho, which is bounded because single ratios may be huge:
+the update. So the loss of its tokens is multiplied by rho, at most c, as single ratios may be huge:
 
     token_*      rho_t = exp(log pi_t - log mu_t)                    one for each token
     sequence_*   rho   = exp(sum_t (log pi_t - log mu_t))            one for each completion
-    *_truncate   rho above the bound becomes the bound
-    *_mask       rho above the bound becomes 0
+    *_truncate   min(rho, c)
+    *_mask       rho if rho <= c, else 0
 
 The arithmetic, names and defaults are those of TRL 1.16 (trainer/grpo_trainer.py, `vllm_importance_sampling_*`), on
 packed rows instead of padded ones. A token whose mu is unknown (NaN) counts as if mu were pi.
@@ -24,7 +24,7 @@ Mode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_ma
 
 @dataclass(frozen=True, kw_only=True)
 class Importance:
-    """`most`: the bound."""
+    """`most`: c, the largest weight."""
 
     mode: Mode
     most: float

@@ -37,7 +37,7 @@ def missing_columns(name: str, columns: Sequence[str]) -> str | None:
         return None
     return (
         f"reward accuracy compares with the column 'answer' or 'solution', and the data have "
-        f"{', '.join(map(repr, columns)) or 'no column'} beside the prompt: give --map answer=COLUMN"
+        f"{', '.join(map(repr, columns)) or 'no column'} in addition to the prompt: give --map answer=COLUMN"
     )
 
 

@@ -26,7 +26,7 @@ class PolicyGradient(Objective):
     """`rule` of the completions of `batch`, whose packs have their numbers. Divided by `batch.divisor`, known last.
 
     The first loss of an entry keeps its log-probabilities: before the first update the policy is the one that sampled.
-    `reference`: gives logits of a pack's targets. `teacher`: to learn from besides. `correction`: the importance
+    `reference`: gives logits of a pack's targets. `teacher`: adds a distillation loss. `correction`: the importance
     weights, if another engine sampled. `segments`: sums over a completion's segments, where other ranks may have some.
 
     Sums, over tokens: `tokens` themselves, `entropy`, `ratio`, `clipped`, and where there is such a model or

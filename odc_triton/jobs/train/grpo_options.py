@@ -31,8 +31,8 @@ class GrpoOptions(RunOptions):
     iterations: int = option(1, "optimizer steps on each rollout")
     overlap_rollout: Literal["auto", "on", "off"] = option(
         "auto",
-        "auto: compute completions while others are still sampled, the same update without phases, unless an option "
-        "needs all of them first; on: refuse such options; off: first all completions, then the update",
+        "auto: train on completions while others are still sampled, with the same update, unless an option needs all "
+        "of them first; on: refuse such options; off: sample all completions, then update",
     )
     share_prefixes: Literal["auto", "off"] = option(
         "auto", "auto: compute a prompt once for its completions, on one rank or for several; off: for each of them"

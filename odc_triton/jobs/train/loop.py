@@ -114,7 +114,7 @@ class Loop:
                 metrics = made
                 if self._evaluates(run.state.step):
                     begun_s = time.monotonic()
-                    with torch.compiler.set_stance("force_eager"):  # else it compiles anew, for the other mode
+                    with torch.compiler.set_stance("force_eager"):  # else it recompiles, for the other mode
                         metrics |= run.evaluate()
                     run.judge(metrics)
                     self._evaluation_s = time.monotonic() - begun_s
@@ -178,8 +178,8 @@ class Loop:
         run.idle.restart()
         state = run.state
         if run.options.keep_best and state.best_step and not self._best.is_dir():
-            if self._is_first:  # of a run without --keep-best, or in the folder that this one branches off
-                print(f"{self._best} is gone: of the evaluations to come the best one is kept", flush=True)
+            if self._is_first:  # of a run without --keep-best, or in the folder that this one goes on from
+                print(f"{self._best} is gone: the best of the later evaluations will be kept", flush=True)
             state.best, state.best_step = None, 0
         if self._is_first:
             if changed:

@@ -138,7 +138,7 @@ def weigh_routers(model: nn.Module, options: SftOptions) -> None:
         config.output_router_logits, config.router_aux_loss_coef = weight > 0, weight
     for name in ("split_sequences", "share_prefixes"):
         if getattr(options, name):
-            refuse_router_loss(model, f"a mean over whole samples: leave {flag(name)} out, or give --router-aux-loss 0")
+            refuse_router_loss(model, f"a mean over full samples: leave {flag(name)} out, or give --router-aux-loss 0")
 
 
 def frozen_options(options: RunOptions, model: str | None = None) -> RunOptions:

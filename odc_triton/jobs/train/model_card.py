@@ -20,8 +20,8 @@ _IN_TEXT = {*PATHS, "data", "eval_data", "data_weight", "tokenizer", "steps", "e
 
 
 def write_card(folder: str | Path, identity: Mapping[str, Any], steps: Sequence[Metrics]) -> None:
-    """Of the model or adapters in `folder`, of a run of that `identity` after these `steps`. A README.md of another
-    origin stays. Of local files it has only the names, as it may be published. Raises OSError.
+    """Describes the model or adapters in `folder`, of a run of that `identity` after these `steps`. A README.md of
+    another origin stays. It names local files without their folders, as it may be published. Raises OSError.
     """
     path = Path(folder, "README.md")
     if path.exists() and _OURS not in path.read_text(errors="replace"):

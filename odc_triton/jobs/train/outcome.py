@@ -114,10 +114,11 @@ def in_words(metrics: Sequence[Metrics], *, ranks: int) -> str:
     seconds = sum(line["seconds"] for line in metrics)
     idle = sum(line["idle"] * line["seconds"] for line in metrics) / seconds if seconds else 0.0
     name = "reward" if "reward" in first else "loss"
-    text = (
-        f"{last['step']} steps over {last['tokens']:,} tokens on {ranks} rank{'s' if ranks > 1 else ''}: the {name} "
-        f"went from {_number(first[name])} to {_number(last[name])}. Idle: {idle:.1%} of the time."
-    )
+    went = f"went from {_number(first[name])} to {_number(last[name])}"
+    if first[name] is last[name] is None:
+        went = "was not finite in the first or the last step"
+    on = f"{last['step']} steps over {last['tokens']:,} tokens on {ranks} rank{'s' if ranks > 1 else ''}"
+    text = f"{on}: the {name} {went}. Idle: {idle:.1%} of the time."
     if all(line.get("groups_learned") == 0 and "divergence" not in line for line in metrics):
         text += (
             " Nothing was learned: in no step did the rewards of a prompt's completions differ. Look at what the "

@@ -79,7 +79,7 @@ class Run(ABC):
         self.epoch_steps = epoch_steps
         self._schedule = make_schedule(options, self.steps)
         self.stop_signal = StopSignal()
-        self.parts: list[StepPart] = []  # of the barrier of a step, besides the run's own
+        self.parts: list[StepPart] = []  # of the barrier of a step, in addition to the run's
         self.stop: int | None = None  # the signal for which the ranks have agreed to stop
         self.samples: list[Sample] = []  # of the step's rollout and evaluation, the same on every rank
         self.was_skipped = False  # the last step: the weights that it left unchanged may be the cause
@@ -234,7 +234,7 @@ class Run(ABC):
     # ------------------------------------------------------------------ what is saved
 
     def position(self) -> dict[str, Any]:
-        """All that a checkpoint needs besides shards and random states, the same on every rank; JSON."""
+        """All that a checkpoint needs, except shards and random states; the same on every rank; JSON."""
         about = {"identity": self.identity, "seed": self.options.seed, "ties_head": ties_head(self.model)}
         return {"state": asdict(self.state)} | about
 

@@ -102,7 +102,7 @@ class RunOptions:
     )
     fused_head: bool | None = option(
         None,
-        "never compute whole logits: less memory, a little more time; by default with --split-sequences and "
+        "never compute full logits: less memory, a little more time; by default with --split-sequences and "
         "--teacher, for a head that can be fused",
     )
 
@@ -119,7 +119,7 @@ class RunOptions:
     teacher_weight: float = option(1.0, "of the divergence in the loss; the rest, 1 - WEIGHT, is the job's own loss")
 
     eval_data: str | None = option(None, "what to evaluate on, in the same forms as --data", group="Evaluation")
-    eval_every: int = option(0, "steps between evaluations, besides the last one; 0: only the last")
+    eval_every: int = option(0, "steps between evaluations; the run always ends with one. 0: only that one")
     early_stopping: int = option(
         0, "evaluations in a row without a better eval_loss, of grpo eval_reward, after which the run ends; 0: off"
     )
@@ -293,7 +293,7 @@ class RunOptions:
         return self if self.dtype else replace(self, dtype="bf16" if device == "cuda" else "fp32")
 
     def most_tokens(self, ranks: int) -> int:
-        """Of a sample, whose segments may be on all `ranks` of a replica, each of at most `token_cap` tokens."""
+        """The longest sample: its segments, of `token_cap` tokens at most, may be on all `ranks` of a replica."""
         return self.token_cap * (ranks if self.split_sequences else 1)
 
     def require_replicas(self, replicas: int, ranks: int | None = None) -> None:
@@ -327,7 +327,7 @@ class RunOptions:
 
     @property
     def needs_branches(self) -> bool:
-        """True if a model must be refused whose samples can't branch off others."""
+        """True if a model must be refused whose samples can't share prefixes."""
         return False
 
     @property

@@ -30,7 +30,7 @@ class SampleOptions(RunOptions):
     shortens: ClassVar[str] = "--truncate or --drop-long"
     adjustable: ClassVar[frozenset[str]] = RunOptions.adjustable | {"epochs"}
     pairs: ClassVar[bool] = False  # samples 2i and 2i + 1 are one
-    more_tokens: ClassVar[int] = 0  # of a sample, that are computed besides those of its record
+    more_tokens: ClassVar[int] = 0  # of a sample, that are computed in addition to those of its record
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -67,7 +67,7 @@ def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metri
 
 
 def train_sft_among(options: SftOptions, among: Among, *, data: Path, on_metrics: OnMetrics) -> Metrics:
-    """`train_sft` beside other runs of the job. `data`: the folder of all runs' prepared data."""
+    """`train_sft` as one of several runs of a job. `data`: the folder of all runs' prepared data."""
     return train(options, partial(prepare, data=data), _start, on_metrics, among)
 
 

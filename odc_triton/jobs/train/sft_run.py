@@ -110,7 +110,7 @@ class SftRun(Run):
         split, or the one with the most tokens before the end of its images.
         """
         tokens, shards, cap = self.sampler.split_tokens, self.engine.grid.shards, self.options.token_cap
-        checked = []  # (number, tokens, floor)
+        checked = []  # (number, tokens, earliest cut)
         for data in (self.data, self.evaluation):
             if data is not None:
                 lengths = data.lengths.tolist()
@@ -208,7 +208,7 @@ class SftRun(Run):
         plans += [make_plan(samples.some(longer[at : at + each]), limits) for at in range(0, len(longer), each)]
         own, purpose = [plan.packs(grid.rank) for plan in plans], f"evaluation after step {self.state.step}"
         with evaluating(self.model):
-            self.model.get_output_embeddings().train()  # a fused head computes whole logits in evaluation
+            self.model.get_output_embeddings().train()  # a fused head computes full logits in evaluation
             how = {"collate": self._collate_of(data), "ahead": data.images is not None}
             report = evaluate(self.model, own, CrossEntropy(), purpose=purpose, **how)
         self.idle.restart()

@@ -164,7 +164,7 @@ def _load_base(options: RunOptions, mesh: DeviceMesh, timeout: timedelta) -> nn.
         quantise(model, options.quantize, options.dtype)
     for parameter in model.requires_grad_(False).parameters():
         if options.dtype == "bf16" and parameter.dtype == torch.float32 and kept_dtype(parameter) is None:
-            parameter.data = parameter.data.to(torch.bfloat16)  # no fp32 master beside it
+            parameter.data = parameter.data.to(torch.bfloat16)  # without an fp32 master
     expect_weights(model)
     model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype), timeout=timeout)
     load_pretrained_shards(model, str(options.model))
@@ -207,7 +207,7 @@ class _Runner:
         def say(words: str) -> None:
             if grid.rank == 0:
                 with contextlib.suppress(OSError):  # a closed pipe ends no run
-                    shown.write(f"{place} {name}: {words}\n")  # in one segment, as other ranks write too
+                    shown.write(f"{place} {name}: {words}\n")  # in one call, as other ranks write too
                     shown.flush()
 
         def on_metrics(metrics: Metrics) -> None:

@@ -118,7 +118,7 @@ def assign_rows(
 def share_prefixes(
     samples: Sequence[Mapping[str, Any]], *, ranks: int, token_cap: int | None, cost: CostModel, most_rows: int
 ) -> Plan:
-    """A plan in whose packs samples branch off others. `samples`: as `find_relatives` takes them.
+    """A plan in whose packs samples share prefixes. `samples`: as `find_relatives` takes them.
 
     `token_cap`: by default the longest sample's tokens. They leave no room to share, so if that saves a fifth of the
     estimate a pack may hold all samples of a prompt, but no more tokens than `most_rows` rows of TRL's padded batch.

@@ -1,7 +1,7 @@
 """`PairTrainer`: ODCTrainer on pairs of a chosen and a rejected document, the base of ours in front of TRL's trainers.
 
 A pack is TRL's padded batch of its n pairs, [2n, S], first the chosen rows, and these rows without padding, as the
-model computes them: where they begin alike, one branches off another. A pair is always in one pack. TRL's own loss of a
+model computes them: a prefix that they share is computed once. A pair is always in one pack. TRL's own loss of a
 pack, a mean over its pairs, is multiplied by n / N, with the N pairs of all ranks.
 """
 
@@ -83,7 +83,7 @@ class PairTrainer(ODCTrainer):
         return self._remove_unused_columns(dataset) if hasattr(dataset, "column_names") else dataset
 
     def _sizes(self, dataset: Any) -> dict[str, Any]:
-        """Of each pair what a pack computes of it: its tokens, and what they cost besides a cost per token."""
+        """Each pair's tokens in a pack, and what they cost in addition to a cost per token."""
         rank, world, cost = self._engine.rank, self._engine.world, self._cost
         mine = []
         for index in range(rank, len(dataset), world):

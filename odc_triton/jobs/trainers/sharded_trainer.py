@@ -135,7 +135,7 @@ class ShardedTrainer(Trainer):
         if self._engine.heap.device.type == "cpu" and not args.use_cpu:  # see [Note: who counts the ranks]
             args.use_cpu = True
             vars(args).pop("_setup_devices", None)
-            _ = args.device  # which asks accelerate anew
+            _ = args.device  # which asks accelerate again
         with self._engine.naming_lost(type(self).__name__), _looking_plain(model):
             super().__init__(model=model, args=args, **trainer)
         if self.args.world_size != self._engine.world:
@@ -291,7 +291,7 @@ class ShardedTrainer(Trainer):
     def _require_same(self, name: str, given: Any) -> None:
         """Raises RanksDiffer for a data set that is another one on some rank, such as this rank's shard of it.
 
-        Its samples are compared, if reading them again gives the same: data may be made anew at each access.
+        Its samples are compared if a second read gives the same ones: data may be generated at each access.
         """
         if self._engine.world == 1:
             return

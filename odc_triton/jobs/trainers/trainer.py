@@ -120,7 +120,7 @@ class ODCTrainer(ShardedTrainer):
         ):
             raise ValueError(
                 "neftune_noise_alpha with segments of samples, which don't know their sample's length: leave it out, "
-                "or split=True and the sampler's split and relatives"
+                "or split=True and the sampler's `split` and `relatives`"
             )
         self._is_streamed = isinstance(self.train_dataset, IterableDataset)
         if self._is_streamed and (sampler is not None or split or self.args.dataloader_num_workers > 1):

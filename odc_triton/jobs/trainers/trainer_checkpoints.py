@@ -81,5 +81,5 @@ def _is_of_another(checkpoint: Path) -> bool:
 
 
 def _refusal(checkpoint: Path, problem: str, newest: Path | None) -> CheckpointCorrupt:
-    instead = "there is no whole one beside it" if newest is None else f"the newest whole one is {newest}"
+    instead = "there is no whole one next to it" if newest is None else f"the newest whole one is {newest}"
     return CheckpointCorrupt(f"training can't go on from {checkpoint}, as {problem}; {instead}")

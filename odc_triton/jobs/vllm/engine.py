@@ -93,7 +93,7 @@ class PolicyTransferEngine(WeightTransferEngine[PolicyAddress, PolicyUpdate]):
             raise ValueError(f"vLLM's model {config.model} {problem}")
 
     def start_weight_update(self) -> None:
-        """Nothing: a read may be repeated, and each starts anew."""
+        """Nothing: a read may be repeated, and each starts from the beginning."""
 
     def receive_weights(self, update_info: PolicyUpdate) -> None:
         """Raises PolicyUnavailable if the job ended, ValueError for what vLLM would compute otherwise."""

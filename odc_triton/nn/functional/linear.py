@@ -58,8 +58,8 @@ def _forward(
     how = _chosen(w, x, choice)
     if not by_kernel(how, x, w):
         biases = [None] * w.world if b is None else b.parts(how.source)
-        segments = [F.linear(x, rows, part) for rows, part in zip(w.parts(how.source), biases, strict=False)]
-        return segments[0] if len(segments) == 1 else torch.cat(segments, dim=-1)
+        outputs = [F.linear(x, rows, part) for rows, part in zip(w.parts(how.source), biases, strict=False)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
     from odc_kernels.linear import linear as direct  # here, as importing triton takes a second
     from odc_kernels.linear_staged import linear_staged
 

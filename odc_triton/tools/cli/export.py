@@ -65,7 +65,7 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
 
 
 def _best_or(newest: Path) -> Path:
-    """Of a run with --keep-best the checkpoint of its best evaluation, which is there beside the newest."""
+    """The checkpoint of the best evaluation if the run has --keep-best, else the newest one."""
     from ...checkpoint.folder import read_state
 
     state = read_state(newest)

@@ -157,7 +157,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _reader(tokenizer: str, names: Sequence[str], columns: Mapping[str, str]) -> Any:
-    """The tokenizer, or, for data with images, the processor beside it."""
+    """The tokenizer, or, for data with images, the processor in the same folder."""
     may_have_one = has_processor(tokenizer) or not Path(tokenizer).exists()  # a hub id
     if may_have_one and any(record.images for name in names for record in open_source(name, columns)):
         return read_processor(tokenizer)

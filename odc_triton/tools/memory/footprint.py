@@ -121,7 +121,7 @@ class MemoryPlan:
 
     @property
     def activation_bytes(self) -> int:
-        """Of one microbatch, on the device; 0 where no estimate is known."""
+        """One microbatch's, on the device; 0 where no estimate is known."""
         return self.tokens_per_microbatch * (self.activation_bytes_per_token or 0) + self.read_bytes
 
     @property
@@ -148,10 +148,10 @@ _ROWS = (
     ("buffers", "buffer_bytes"),
     ("checkpoints in the background, host", "checkpoint_host_bytes"),
     ("unsharded parameters, peak", "gathered_bytes"),
-    ("whole gradients, peak", "transient_gradient_bytes"),
+    ("unsharded gradients, peak", "transient_gradient_bytes"),
     ("activations (estimate)", "activation_bytes"),
     ("total", "total_bytes"),
-    ("of it readable by peers", "shared_bytes"),
+    ("of which readable by peers", "shared_bytes"),
     ("whole job, shared memory", "job_shared_bytes"),
 )
 

@@ -66,12 +66,12 @@ def assign_packs(
     replicas: int = 1,
     relatives: Relatives | None = None,
 ) -> list[Packs]:
-    """Each rank's packs, in lengths, not indices. `split_tokens`: of each rank, the most that others read; 0: as many
+    """Each rank's packs, in lengths, not indices. `split_tokens`: the most that others read of each rank; 0: as many
     as these lengths need, and for "shared" none. `replicas`: each splits its own samples. `relatives`: of the samples,
     for "shared". Raises as `Limits`, `Samples.of` and `make_plan`, and ValueError for "shared" without them.
     """
     if balance == SHARED and relatives is None:
-        raise ValueError(f"balance {SHARED!r} needs to know what the samples share: give relatives")
+        raise ValueError(f"balance {SHARED!r} needs to know what the samples share: give `relatives`")
     if balance not in (SPLIT, SHARED):
         split_tokens = 0
     if balance == SPLIT and not split_tokens:

@@ -53,7 +53,7 @@ class SimulateOptions:
     lora_rank: int | None = option(None, "train adapters of this rank on all linear layers, over a frozen base in bf16")
     runs: int | None = option(None, "with --lora-rank: also so many runs at a time over one base, each alone on a GPU")
     checkpointing: bool = option(True, "recompute activations in backward: less memory, a third more work")
-    fused_head: bool = option(True, "never compute whole logits")
+    fused_head: bool = option(True, "never compute full logits")
     efficiency: float = option(0.5, "achieved share of the GPU's peak FLOP/s")
     nic_gbs: float | None = option(None, "GB/s per GPU and direction between nodes; by default typical of the GPU")
     slow: float = option(1.0, "one rank computes this many times slower")

@@ -115,9 +115,9 @@ def rank_settings(
     """All `SETTINGS`, with `split` also "ODC + LB-Split", with `relatives` "ODC + shared prefixes", and `ALONE` for so
     many `runs` as share the trials, at each minibatch size in `sizes`, in samples per rank; the fastest that fit first.
 
-    Every setting gets the same `trials` minibatches, drawn from `lengths`, with relatives in families as
-    `MinibatchSampler` keeps them together. `memory_gb`: of one GPU. `timeline_of`: the size at which outcomes keep
-    their events. Raises as `draw` and `assign`.
+    Every setting gets the same `trials` minibatches, drawn from `lengths`. With `relatives` prefix groups stay
+    together, as in `MinibatchSampler`. `memory_gb`: of one GPU. `timeline_of`: the size at which outcomes keep their
+    events. Raises as `draw` and `assign`.
     """
     rows: list[Row] = []
     alone = replace(job, alone=True)
@@ -319,7 +319,7 @@ def draw(lengths: Sequence[int], *, samples: int, minibatches: int, seed: int = 
 
 
 def _draw(count: int, samples: int, minibatches: int, seed: int, relatives: Relatives | None = None) -> list[list[int]]:
-    """As `draw`, the numbers of lengths. `relatives`: of these; families stay together."""
+    """As `draw`, the numbers of lengths. `relatives`: of these; prefix groups stay together."""
     if count < samples:
         raise ValueError(
             f"{count} sequences can't fill a minibatch of {samples} (ranks x samples per rank): give more "

@@ -137,7 +137,7 @@ def run_tune(options: TuneOptions) -> str | None:
     report = _report(rows, save(place, lines, options.where, attention), place, options)
     costs = [
         f"{name} takes {each:.2f} times as long per FLOP as linear layers ({key}). train sft and train grpo plan by "
-        f"it; in your own loop: CostModel.from_config(config, {name}={each:.2f})"
+        f"it; in your loop: CostModel.from_config(config, {name}={each:.2f})"
         for name, (key, each) in zip(("attention", "rule"), attention.items(), strict=False)
     ]
     return "\n".join([report, *costs])
