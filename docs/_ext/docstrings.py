@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from docutils.nodes import Element, reference
+from docutils.nodes import Element, document, reference
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -160,6 +160,13 @@ def link(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: Eleme
     return env.domains.python_domain.resolve_xref(env, node["refdoc"], app.builder, "obj", target, node, contnode)
 
 
+def show_public(app: Sphinx, tree: document, page: str) -> None:
+    """Links to names say when pointed at where users find them, not what autodoc calls canonical."""
+    for each in tree.findall(reference):
+        if each.get("reftitle", "").startswith("odc_"):
+            each["reftitle"] = each.get("refid") or each["refuri"].rpartition("#")[2]
+
+
 def _parameters(obj: object) -> list[str]:
     try:
         return [*inspect.signature(obj).parameters]  # type: ignore[arg-type]
@@ -171,4 +178,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("autodoc-process-docstring", process)
     app.connect("autodoc-process-signature", shorten)
     app.connect("missing-reference", link)
+    app.connect("doctree-resolved", show_public)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -230,15 +230,14 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
 
     Each rank reads its own rows of each tensor, one tensor at a time; where transformers merges several into one
     (experts), one result at a time. Values are cast to the masters' dtype. Adapters' weights stay as they are; an
-    adapter in `source` is merged into its base, one layer at a time. Warns of tensors in the files that the model does
-    not have.
+    adapter in `source` is merged into its base, one layer at a time. Errors come on every rank, before anything is
+    overwritten. Warns of tensors in the files that the model does not have.
 
     model: what `fully_shard` returned.
     source: a folder or a hub id.
 
     Raises CheckpointDiffers if names or shapes are another model's, CheckpointCorrupt for damaged files,
-    CheckpointFailed with the cause for pickled (.bin) or missing ones. It does so on every rank and before anything is
-    overwritten.
+    CheckpointFailed with the cause for pickled (.bin) or missing ones.
     """
     engine = engine_of(model)
     purpose = "load pretrained weights"

@@ -77,7 +77,7 @@ def _takes_bounds(model: nn.Module) -> bool:
 def summed_loss(model: nn.Module, pack: Mapping[str, Any]) -> Tensor:
     """Cross-entropy summed over the pack's target tokens, a scalar in fp32; 0 without targets.
 
-    Token t is predicted from position t - 1; labels of -100 are no targets. Divide by the *global* number of targets
+    Token t is predicted from position t - 1; labels of -100 are no targets. Divide by all ranks' number of targets
     before `backward()`. The head runs on the predicting positions only, if the model's forward takes `logits_to_keep`
     (transformers' causal LMs do): logits then cost memory by target, not by token.
 
@@ -97,7 +97,7 @@ def distillation_loss(
 ) -> Tensor:
     """The divergence of `model` from `teacher` summed over the pack's target tokens: a scalar in fp32.
 
-    Call it in `minibatch(model)` and divide by the *global* number of targets, as with `summed_loss`. With fused heads
+    Call it in `minibatch(model)` and divide by all ranks' number of targets, as with `summed_loss`. With fused heads
     in both neither's logits are ever computed.
 
     model: what `fully_shard` returned.

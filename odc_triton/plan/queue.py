@@ -165,7 +165,7 @@ class QueuedPacks:
     def take(self) -> list[Entry] | None:
         """This rank's next wave, then the next free pack; None when all are taken.
 
-        Raises the counter's errors: a store's DeadlineExceeded, and torch's DistNetworkError when its host is gone.
+        Raises DeadlineExceeded if the counter's store does not answer, DistNetworkError when its host is gone.
         """
         if (wave := next(self._own, None)) is not None:
             return wave

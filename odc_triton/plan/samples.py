@@ -64,7 +64,7 @@ class Limits:
         return self.split_tokens if self.shared_tokens is None else self.shared_tokens
 
     def checked(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens of samples that can be assigned. Raises as `checked_lengths`."""
+        """The `tokens` of samples that can be assigned. Raises ValueError for some below 1 or over the cap."""
         return checked_lengths(tokens, self.token_cap, ranks=self.shards if self.split_tokens else 1)
 
 
