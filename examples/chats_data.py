@@ -19,7 +19,7 @@ import sys
 import zlib
 from pathlib import Path
 
-from odc_triton.jobs.data.tokenizer import to_transformers, train_tokenizer
+from odc_triton.data import to_transformers, train_tokenizer
 
 DIGITS = ("no", "ba", "de", "fi", "go", "ku", "la", "me", "pi", "su")
 COUNTS = dict(zip(("two", "three", "four", "five", "six", "seven", "eight", "nine"), DIGITS[2:], strict=True))

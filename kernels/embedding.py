@@ -159,9 +159,13 @@ def embedding(*, ids: torch.Tensor, weight: PeerShards, out: torch.Tensor, tile:
 
     Two ranks own [[10, 11], [20, 21]] and [[30, 31]]. ids = [2, 0, 2] gives out = [[30, 31], [10, 11], [30, 31]].
 
-    Only these rows cross the link, one for each token. `ids`: int64 or int32; T may be 0. An id outside 0..N-1 can't
-    be refused without waiting for the device: it reads nothing, and its row of `out` becomes NaN. Raises ValueError
-    for other shapes, dtypes, devices or layouts, before a launch.
+    Only these rows cross the link, one for each token. An id outside 0..N-1 can't be refused without waiting for the
+    device: it reads nothing, and its row of `out` becomes NaN.
+
+    ids: [T], int64 or int32; T may be 0.
+    tile: the columns that a program copies.
+
+    Raises ValueError for other shapes, dtypes, devices or layouts, before a launch.
     """
     _check(ids, weight)
     check_tensor("out", out, shape=(len(ids), weight.shape[1]), dtype=weight.dtype, device=weight.device)
@@ -198,10 +202,15 @@ def embedding_grad(
     Two ranks own two rows and one. ids = [2, 0, 2] and dy = [[1, 1], [2, 2], [3, 3]] add [2, 2] to row 0, on rank 0,
     and [4, 4] to row 2, on rank 1, in one addition.
 
-    Rows of equal ids are summed in fp32 first: each distinct id is added to its owner once. `dy`: fp32, bf16 or fp16;
-    `ids`: int64 or int32; T may be 0. `padding_idx` has no gradient, as in `torch.nn.Embedding`; ids outside 0..N-1 add
-    nothing. Takes 8 K / `tile.segment` bytes of scratch memory a token, and never waits for the device. Raises
-    ValueError for other shapes, dtypes, devices or layouts and for a `padding_idx` outside 0..N-1, before a launch.
+    Rows of equal ids are summed in fp32 first: each distinct id is added to its owner once. Ids outside 0..N-1 add
+    nothing. Takes 8 K / `tile.segment` bytes of scratch memory a token, and never waits for the device.
+
+    dy: [T, K], fp32, bf16 or fp16.
+    ids: [T], int64 or int32; T may be 0.
+    padding_idx: an id without a gradient, as in `torch.nn.Embedding`.
+
+    Raises ValueError for other shapes, dtypes, devices or layouts and for a `padding_idx` outside 0..N-1, before a
+    launch.
     """
     _check(ids, weight)
     check_tensor("dy", dy, shape=(len(ids), weight.shape[1]), dtype=COMPUTE_DTYPES, device=weight.device)

@@ -49,11 +49,14 @@ BIAS_BLOCK_S, BIAS_BLOCK_N = 32, 128  # of a program that sums a bias's gradient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """[.., N] to [.., N / 2] features: silu(g) * u; with a `limit`, as gpt-oss has it, g is clamped from above and u to
-    ±limit, and it is g * sigmoid(alpha * g) * (u + 1).
+    """[.., N] to [.., N / 2] features: silu(g) * u.
 
-    `interleaved`: g and u of feature i are columns 2 i and 2 i + 1, else i and N / 2 + i. Raises ValueError for a limit
-    that is not positive, or an `alpha` without a limit.
+    limit: as gpt-oss has it: g is clamped from above and u to ±limit, and the result is g * sigmoid(alpha * g) * (u +
+        1).
+    alpha: of that; only with a limit.
+    interleaved: g and u of feature i are columns 2 i and 2 i + 1, else i and N / 2 + i.
+
+    Raises ValueError for a limit that is not positive, or an `alpha` without a limit.
     """
 
     limit: float | None = None
@@ -271,11 +274,17 @@ def grouped_linear(
     Two ranks own an expert each, W_0 = [[1, 0], [0, 1]] and W_1 = [[1, 1], [2, 2]]. x = [[2, 5], [3, 4], [1, 1]] and
     offsets = [0, 1, 3] give out = [[2, 5], [7, 14], [2, 4]]: row 0 by rank 0's expert, rows 1 and 2 by rank 1's.
 
-    x: [S, K]; offsets: int32 [E + 1] on the same device, ascending; weight: [E, N, K], or if `transposed` [E, K, N];
-    bias: [E, N]; all but offsets of one dtype. Rows before offsets[0] and from offsets[E] on are neither read nor
-    written, so a part of the experts may be given with its part of offsets. S may be 0. Shards of a world E
-    with an expert each make a table of their addresses; its `rank` is the expert that comes first. Raises ValueError
-    for other shapes, dtypes, devices or layouts, before a launch.
+    Rows before offsets[0] and from offsets[E] on are neither read nor written, so a part of the experts may be given
+    with its part of offsets. Shards of a world E with an expert each make a table of their addresses; its `rank` is the
+    expert that comes first.
+
+    x: [S, K], sorted by expert; S may be 0.
+    offsets: int32 [E + 1] on the same device, ascending: expert e has the rows from offsets[e] to offsets[e + 1].
+    weight: [E, N, K], or if `transposed` [E, K, N].
+    bias: [E, N]. All tensors but offsets are of one dtype.
+    tile: sizes of the kernel's tiles, by default chosen from shapes and dtypes.
+
+    Raises ValueError for other shapes, dtypes, devices or layouts, before a launch.
     """
     outputs, inputs = _check(weight, offsets, transposed)
     if bias is not None:
@@ -299,9 +308,14 @@ def grouped_linear_dx(
     transposed: bool = False,
     tile: LinearTile | None = None,
 ) -> None:
-    """Writes dx = dy W_e into `out` [S, K]. dy: [S, N]. Errors and the rest as in `grouped_linear`.
+    """Writes dx = dy W_e into `out` [S, K].
 
-    In the example there, dy of ones gives out = [[1, 1], [3, 3], [3, 3]].
+    In the example of `grouped_linear`, dy of ones gives out = [[1, 1], [3, 3], [3, 3]].
+
+    dy: [S, N].
+    offsets, weight, transposed, tile: as in `grouped_linear`.
+
+    Raises ValueError for other shapes, dtypes, devices or layouts, before a launch.
     """
     outputs, inputs = _check(weight, offsets, transposed)
     # The other orientation's product: output features there are inputs here.
@@ -358,16 +372,20 @@ def grouped_wgrad(
     scale: float = 1.0,
     tile: WgradTile | None = None,
 ) -> None:
-    """Adds scale * dy_eᵀ x_e into the shards of `weight` [E, N, K], or x_eᵀ dy_e if `transposed` [E, K, N], and
-    scale * the sum of dy_e into those of `bias` [E, N].
+    """Adds scale * dy_eᵀ x_e into the shards of `weight` [E, N, K], or x_eᵀ dy_e if `transposed` [E, K, N], and scale *
+    the sum of dy_e into those of `bias` [E, N].
 
     Two ranks own an expert each, with N = 1 and K = 2. Rank 0, with dy = [[1], [2]], x = [[3, 4], [5, 6]] and offsets =
     [0, 2, 2], adds [[13, 16]] to expert 0, its own, and nothing to rank 1's. Rank 1, with dy = [[1], [1]], the same x
     and offsets = [0, 1, 2], adds [[3, 4]] to rank 0's expert and [[5, 6]] to its own.
 
-    dy: [S, N], x: [S, K], of one dtype; offsets and errors as in `grouped_linear`. Shards of experts without
-    rows are not touched; each element of the others is added to once. `tile`: see `wgrad`, for the rows and columns of
-    W_e as it is stored.
+    Shards of experts without rows are not touched; each element of the others is added to once.
+
+    dy: [S, N], x: [S, K], of one dtype.
+    offsets: as in `grouped_linear`.
+    tile: as in `wgrad`, for the rows and columns of W_e as it is stored.
+
+    Raises ValueError for other shapes, dtypes, devices or layouts, before a launch.
     """
     outputs, inputs = _check(weight, offsets, transposed, sums=True)
     check_tensor("dy", dy, shape=(*dy.shape[:1], outputs), dtype=COMPUTE_DTYPES, device=weight.device)

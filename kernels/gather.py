@@ -64,6 +64,8 @@ def gather(*, peers: PeerShards, out: torch.Tensor, block: int = 4096) -> None:
     Two ranks hold [[1], [2]] and [[3]] of N = 3 rows. Both get out = [[1], [2], [3]]; rank 0 reads rank 1's row first
     and then its own, rank 1 the other way round.
 
+    block: elements that a program copies.
+
     Raises ValueError if `out` has another shape or device, or is not contiguous.
     """
     require_shards("peers", peers)

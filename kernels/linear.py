@@ -124,12 +124,15 @@ def linear(
     out: torch.Tensor,
     tile: LinearTile | None = None,
 ) -> None:
-    """Writes y = x Wᵀ + b into `out`. x: [T, K], weight: [N, K], bias: [N], out: [T, N], all of one dtype.
+    """Writes y = x Wᵀ + b into `out`, reading the weight's rows from their owners.
 
     Two ranks own W = [[1, 0], [0, 1], [1, 1]]: rank 0 two rows, rank 1 the last. x = [[2, 5]] gives out = [[2, 5, 7]]:
     columns 0 and 1 from rank 0's memory, column 2 from rank 1's.
 
-    T may be 0. Raises ValueError for other shapes, dtypes, devices or layouts, before a launch.
+    x: [T, K], weight: [N, K], bias: [N], out: [T, N], all of one dtype; T may be 0.
+    tile: sizes of the kernel's tiles, by default chosen from shapes and dtypes.
+
+    Raises ValueError for other shapes, dtypes, devices or layouts, before a launch.
     """
     check_linear("x", x, out, weight, columns_of=1)
     if bias is not None:
@@ -162,9 +165,14 @@ def linear(
 
 
 def linear_dx(*, dy: torch.Tensor, weight: PeerShards, out: torch.Tensor, tile: LinearTile | None = None) -> None:
-    """Writes dx = dy W into `out`. dy: [T, N], weight: [N, K], out: [T, K], all of one dtype. Errors as in `linear`.
+    """Writes dx = dy W into `out`, reading the weight's rows from their owners.
 
     With W as in `linear`, dy = [[1, 1, 1]] gives out = [[2, 2]]: [1, 1] of rank 0's two rows, and [1, 1] of rank 1's.
+
+    dy: [T, N], weight: [N, K], out: [T, K], all of one dtype; T may be 0.
+    tile: sizes of the kernel's tiles, by default chosen from shapes and dtypes.
+
+    Raises ValueError for other shapes, dtypes, devices or layouts, before a launch.
     """
     check_linear("dy", dy, out, weight, columns_of=0)
     tokens, (rows, columns) = dy.shape[0], weight.shape

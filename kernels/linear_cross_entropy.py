@@ -51,9 +51,11 @@ _CHUNK_LEAST, _CHUNK_MOST = 512, 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadOutput:
-    """Per token, fp32 [T]: the target's log-probability, the log of the softmax's sum, the distribution's entropy.
+    """Per token, fp32 [T].
 
-    `logp` is 0 for an ignored target and NaN for one outside the vocabulary; the other two don't depend on the target.
+    logp: the target's log-probability; 0 for an ignored target, NaN for one outside the vocabulary.
+    lse: the log of the softmax's sum. It and the entropy don't depend on the target.
+    entropy: the distribution's.
     """
 
     logp: torch.Tensor
@@ -125,16 +127,23 @@ def linear_cross_entropy(
     eager: bool | None = None,
     tile: SoftmaxTile = ONLINE_SOFTMAX,
 ) -> HeadOutput:
-    """Log-probabilities of `targets` under the head `weight`.
+    """Log-probabilities of `targets` under the head `weight`, whose logits are never whole.
 
-    Two ranks own W = [[1], [0]] and [[0]]. h = [[ln 2]] has the logits [ln 2, 0 | 0], so the probabilities
-    [1/2, 1/4 | 1/4]: for the target 0, logp = ln 1/2 = -0.693 and the entropy is 1.040.
+    Two ranks own W = [[1], [0]] and [[0]]. h = [[ln 2]] has the logits [ln 2, 0 | 0], so the probabilities [1/2, 1/4 |
+    1/4]: for the target 0, logp = ln 1/2 = -0.693 and the entropy is 1.040.
 
-    h: [T, D], contiguous; weight: [V, D], of h's dtype (fp32, bf16, fp16); targets: int64 [T].
+    The host never synchronises, so a target outside the vocabulary is not refused: its `logp` is NaN.
 
-    `chunk`: rows of the vocabulary at a time, a multiple of 16; `chunk_rows` by default. `eager`: computes the softmax
-    in plain torch, the default on the CPU. T may be 0. The host never synchronises, so a target outside the vocabulary
-    is not refused: its `logp` is NaN. Raises ValueError for other shapes, dtypes, devices or layouts, before a launch.
+    h: [T, D], contiguous; T may be 0.
+    weight: [V, D], of h's dtype (fp32, bf16, fp16).
+    targets: int64 [T].
+    ignore_index: a target that counts for nothing.
+    logit_scale: multiplies the logits.
+    chunk: rows of the vocabulary at a time, a multiple of 16; by default chosen from the sizes.
+    eager: computes the softmax in plain torch, the default on the CPU.
+    tile: sizes of the softmax kernel's tiles.
+
+    Raises ValueError for other shapes, dtypes, devices or layouts, before a launch.
     """
     _check_head(h, weight, targets, logit_scale, chunk)
     tokens = h.shape[0]
@@ -179,14 +188,19 @@ def linear_cross_entropy_grad(
 ) -> None:
     """Writes the gradient of h into `dh` and adds that of the weight into `gradient`; None for a frozen one.
 
-    In the example of `linear_cross_entropy`, g_logp = [1] makes the gradient of the logits [1/2, -1/4 | -1/4]. Times
-    h = ln 2 it is added to the shards: [[0.347], [-0.173]] to rank 0's, [[-0.173]] to rank 1's. dh = [[1/2]].
+    In the example of `linear_cross_entropy`, g_logp = [1] makes the gradient of the logits [1/2, -1/4 | -1/4]. Times h
+    = ln 2 it is added to the shards: [[0.347], [-0.173]] to rank 0's, [[-0.173]] to rank 1's. dh = [[1/2]].
 
-    `output`: the result of `linear_cross_entropy` for the same arguments; g_logp, g_entropy: fp32 [T], the loss's
-    gradient with respect to its fields. gradient: [V, D], to which other ranks may add at the same time, or a
-    function that adds fp32 rows to an owner's from `start` on: `gradient(owner, start, rows)`. dh: [T, D] in h's dtype
-    or in fp32, which saves a separate fp32 sum. A token whose `logp` is NaN has a NaN gradient. Raises ValueError as
-    `linear_cross_entropy` does.
+    A token whose `logp` is NaN has a NaN gradient.
+
+    h, weight, targets, ignore_index, logit_scale, chunk, eager, tile: as in `linear_cross_entropy`.
+    output: what that returned for the same arguments.
+    g_logp, g_entropy: fp32 [T], the loss's gradient with respect to its fields.
+    gradient: [V, D], to which other ranks may add at the same time, or a function that adds fp32 rows to an owner's
+        from `start` on: `gradient(owner, start, rows)`.
+    dh: [T, D] in h's dtype or in fp32, which saves a separate fp32 sum.
+
+    Raises ValueError as `linear_cross_entropy` does.
     """
     _check_head(h, weight, targets, logit_scale, chunk)
     _check_gradients(h, weight, output, g_logp, g_entropy, gradient, dh)

@@ -32,7 +32,11 @@ _LEAST = tl.constexpr(LOWEST)  # of a log-probability: its exp is 0, and 0 times
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadInput:
-    """Logits scale · h Wᵀ. h: [T, D], contiguous; weight: [V, D], of h's dtype."""
+    """Logits scale · h Wᵀ.
+
+    h: [T, D], contiguous.
+    weight: [V, D], of h's dtype.
+    """
 
     h: torch.Tensor
     weight: PeerShards
@@ -41,7 +45,11 @@ class HeadInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivergenceOutput:
-    """Per token, [T] in fp32, for heads in fp64 in fp64: D, E, and both log-sum-exps."""
+    """Per token, [T] in fp32, for heads in fp64 in fp64.
+
+    divergence, own: D, and E, which its gradient needs.
+    lse, lse_teacher: the logs of both softmaxes' sums.
+    """
 
     divergence: torch.Tensor
     own: torch.Tensor
@@ -165,13 +173,18 @@ def linear_divergence(
     eager: bool | None = None,
     tile: SoftmaxTile = DIVERGENCE,
 ) -> DivergenceOutput:
-    """D of each token, and what its gradient needs.
+    """The divergence D between the distributions of two heads, for each token, and what its gradient needs.
 
     Of two words the student's logits are [ln 3, 0], so p = [3/4, 1/4], and the teacher's [0, 0], so q = [1/2, 1/2]. For
     beta = 0, D = 1/2 ln 2/3 + 1/2 ln 2 = 0.144.
 
-    `chunk`: words at a time, a multiple of 16; by default as many as keep memory near 1/8 of one head's logits.
-    `eager`: in plain torch, the default on the CPU. Raises ValueError for other shapes, dtypes or devices.
+    student, teacher: heads of the same tokens; words that only one of them has don't count.
+    beta: 0 for KL(teacher || student), 1 for KL(student || teacher), between them Jensen-Shannon.
+    chunk: words at a time, a multiple of 16; by default as many as keep memory near 1/8 of one head's logits.
+    eager: in plain torch, the default on the CPU.
+    tile: sizes of the softmax kernel's tiles.
+
+    Raises ValueError for other shapes, dtypes or devices.
     """
     chunks = _chunks(student, teacher, beta, chunk, eager, tile)
     wide = torch.promote_types(student.h.dtype, torch.float32)
@@ -213,7 +226,10 @@ def linear_divergence_grad(
 
     In the example of `linear_divergence`, g = [1] makes the gradient of the student's logits p - q = [1/4, -1/4].
 
-    `output`: the result for the same arguments; g: [T], of its dtype; `gradient`, `dh` as for the cross-entropy.
+    student, teacher, beta, chunk, eager, tile: as in `linear_divergence`.
+    output: what that returned for the same arguments.
+    g: [T], of the output's dtype.
+    gradient, dh: as in `linear_cross_entropy_grad`.
     """
     chunks = _chunks(student, teacher, beta, chunk, eager, tile)
     h, wide = student.h, output.lse.dtype

@@ -225,9 +225,11 @@ def linear_staged(
     With W as in `linear`, rank 0 computes columns 0 and 1 of [[2, 5, 7]] while row 2 is still in transfer from rank 1.
     If that never arrives, out is [[2, 5, nan]].
 
-    x: [T, K], weight: [N, K] as `pull` returned it, bias: [N], out: [T, N], all of one dtype; T may be 0. After
-    `spins` polls of an owner's flag the kernel gives up: outputs from its rows are NaN and `check` raises. Raises
-    ValueError for other shapes, dtypes, devices or layouts, before a launch.
+    x: [T, K], weight: [N, K] as `pull` returned it, bias: [N], out: [T, N], all of one dtype; T may be 0.
+    tile: sizes of the kernel's tiles, by default chosen from shapes and dtypes.
+    spins: polls of an owner's flag after which the kernel gives up: outputs from its rows are NaN and `check` raises.
+
+    Raises ValueError for other shapes, dtypes, devices or layouts, before a launch.
     """
     check_linear("x", x, out, weight, columns_of=1)
     _check_pulled(weight, spins)
@@ -267,8 +269,10 @@ def linear_dx_staged(
 
     With W as in `linear`, dy = [[1, 1, 1]] gives out = [[2, 2]] when row 2 has arrived from rank 1, else [[nan, nan]].
 
-    dy: [T, N], weight: [N, K] as `pull` returned it, out: [T, K], all of one dtype. If an owner's rows don't arrive,
-    all of `out` is NaN; else as `linear_staged`.
+    dy: [T, N], weight: [N, K] as `pull` returned it, out: [T, K], all of one dtype; T may be 0.
+    tile, spins: as in `linear_staged`. If an owner's rows don't arrive, all of `out` is NaN.
+
+    Raises ValueError for other shapes, dtypes, devices or layouts, before a launch.
     """
     check_linear("dy", dy, out, weight, columns_of=0)
     _check_pulled(weight, spins)

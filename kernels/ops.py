@@ -13,20 +13,27 @@ from .qkv_grad import QkvGradients, qkv_grad
 from .qkv_inputs import QkNorm, QkvWeights, Rope
 from .scatter import scatter
 from .staged import StagedWeight, check, pull
+from .tiles import EmbeddingGradTile, EmbeddingTile, LinearTile, QkvTile, SoftmaxTile, WgradTile
 from .wgrad import wgrad
 
 __all__ = [
     "ALL",
     "DivergenceOutput",
+    "EmbeddingGradTile",
+    "EmbeddingTile",
     "Gate",
     "HeadInput",
     "HeadOutput",
+    "LinearTile",
     "PeerShards",
     "QkNorm",
     "QkvGradients",
+    "QkvTile",
     "QkvWeights",
     "Rope",
+    "SoftmaxTile",
     "StagedWeight",
+    "WgradTile",
     "check",
     "embedding",
     "embedding_grad",

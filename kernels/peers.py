@@ -36,12 +36,16 @@ class ExactAdds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerShards:
-    """The shards of one tensor [N, ...], chunked on dim 0 as by `torch.chunk`: `rows_per_owner` each, the last fewer.
+    """The shards of one tensor [N, ...], split on dim 0 as by `torch.chunk`: ceil(N / world) rows each, the last fewer.
 
-    `table`: int64 [world], on the kernels' device; entry r is the address of owner r's first row.
-    `shards`: the rows, entry r of shape [rows of r, ...], contiguous; this also keeps their memory alive. Kernels don't
-    need it. `near`: the owners whose memory is on the kernels' own device; the rows of all others
-    cross a link. `exact`: of int64 shards, to which kernels add integers.
+    table: int64 [world], on the kernels' device; entry r is the address of owner r's first row.
+    shape: of the whole tensor.
+    rank: this one among the owners.
+    dtype: of the rows.
+    near: the owners whose memory is on the kernels' own device; the rows of all others cross a link.
+    shards: the rows, entry r of shape [rows of r, ...], contiguous; this also keeps their memory alive. Kernels don't
+        need it.
+    exact: of int64 shards, to which kernels add integers.
     """
 
     table: torch.Tensor
@@ -100,12 +104,18 @@ class PeerShards:
     ) -> PeerShards:
         """From the owners' tensors: views of peers' memory, or plain tensors in a test or on one GPU.
 
-        `device`: the kernels' device, by default the shards'. If given, shards may also be in pinned host
-        memory: under unified addressing kernels read and write it at the same address, over the bus.
-        `aligned=False`: only for plain torch on a CPU, where addresses don't matter. `near`: as above, by default this
-        rank alone, or ALL.
+            weight = PeerShards.of([whole[:2], whole[2:]], shape=whole.shape)  # two owners of three rows
 
         The host waits for the table's copy, after which kernels on any stream may use it, so reuse the result.
+
+        shards: entry r has owner r's rows.
+        shape: of the whole tensor.
+        rank: this one among the owners.
+        device: the kernels' device, by default the shards'. If given, shards may also be in pinned host memory: under
+            unified addressing kernels read and write it at the same address, over the bus.
+        aligned: False only for plain torch on a CPU, where addresses don't matter.
+        near: the owners on the kernels' device, by default this rank alone, or `ALL`.
+
         Raises ValueError for shards of a wrong shape, dtype, device or layout, or at an address that is not a multiple
         of 16 bytes.
         """
@@ -143,14 +153,16 @@ class PeerShards:
     ) -> PeerShards:
         """The tensors that the ranks of `group` (all ranks by default) hold in torch's symmetric memory.
 
-        `tensor`: this rank's rows [n, ...], from `torch.distributed._symmetric_memory.empty`, of one shape and dtype on
-        all ranks. `rows`: N of the whole tensor, by default n * world; n must be ceil(N / world). Only the
-        first rows of the last owners' tensors count, maybe none. Owners on this rank's GPU are near.
+        Collective, and the host waits. It exchanges addresses, not contents: before a rank reads or adds, the owners
+        call a barrier. Owners on this rank's GPU are near.
 
-        Collective, and the host waits. It exchanges addresses, not contents: before a rank reads or
-        adds, the owners call a barrier. Raises ValueError on every rank if ranks gave different shapes, strides,
-        dtypes or rows, or if these don't match; ValueError or torch's RuntimeError for memory that is not symmetric or
-        out of reach.
+        tensor: this rank's rows [n, ...], from `torch.distributed._symmetric_memory.empty`, of one shape and dtype on
+            all ranks.
+        rows: N of the whole tensor, by default n * world; n must be ceil(N / world). Of the last owners' tensors only
+            the first rows count, maybe none.
+
+        Raises ValueError on every rank if ranks gave different shapes, strides, dtypes or rows, or if these don't
+        match; ValueError or RuntimeError for memory that is not symmetric or out of reach.
         """
         import torch.distributed._symmetric_memory as symmetric_memory
 

@@ -178,9 +178,15 @@ def qkv(
     Two ranks own a query head of D = 16 each, K = 1: all rows of wq are 1 on rank 0 and 3 on rank 1. x = [[2]] at
     position 0, where nothing is rotated, makes every element of q[0, 0] 2 and every element of q[0, 1] 6.
 
-    With a norm, give `q_pre` and `k_pre`, shaped as q and k, if a backward follows: the projections before the norm are
-    written there for `qkv_grad` (see [Note: saved] in qkv_grad.py). D is a power of two from 16 to 256. Raises
-    ValueError for other shapes, dtypes, devices or layouts, before a launch.
+    D is a power of two from 16 to 256.
+
+    rope: its tables, and the tokens' positions.
+    norm: RMSNorm of each head of q and of k, before the rotation.
+    q_pre, k_pre: with a norm, shaped as q and k: what `qkv_grad` needs, the projections before the norm, is written
+        there.
+    tile: sizes of the kernel's tiles, by default chosen from shapes and dtypes.
+
+    Raises ValueError for other shapes, dtypes, devices or layouts, before a launch.
     """
     check_qkv(x, weights, rope, norm, {"q": q, "k": k, "v": v}, {"q_pre": q_pre, "k_pre": k_pre})
     written = [("q", q), ("k", k), ("v", v), ("q_pre", q_pre), ("k_pre", k_pre)]

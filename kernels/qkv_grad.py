@@ -149,8 +149,9 @@ def qkv_dx_kernel(
 class QkvGradients:
     """Targets of gradients, None if not needed. The shards are added to; the tensors are overwritten.
 
-    wq [Hq D, K], wk and wv [Hkv D, K], bq, bk, bv: the owners' gradient shards, maybe over another number of owners
-    than the weights. dx: [T, K] of x's dtype. q_norm and k_norm: fp32 [D], both or none.
+    wq, wk, wv, bq, bk, bv: the owners' gradient shards, shaped as the weights, maybe over another number of owners.
+    dx: [T, K] of x's dtype.
+    q_norm, k_norm: fp32 [D], both or none.
     """
 
     dx: torch.Tensor | None = None
@@ -187,12 +188,19 @@ def qkv_grad(
 ) -> None:
     """Writes and adds the gradients of `out`; `scale` multiplies only additions to shards.
 
-    In the example of `qkv`, dq = 1 everywhere and dk = dv = 0 add 2 to each row of wq's shards, on both ranks, and
-    dx = [[16 * 1 + 16 * 3]] = [[64]].
+    In the example of `qkv`, dq = 1 everywhere and dk = dv = 0 add 2 to each row of wq's shards, on both ranks, and dx =
+    [[16 * 1 + 16 * 3]] = [[64]].
 
-    dq: [T, Hq, D], dk and dv: [T, Hkv, D], x: [T, K], of the weights' dtype; T may be 0. weights, rope, norm, q_pre and
-    k_pre as in the forward. The additions are complete when this rank's stream is drained. Raises ValueError for other
-    shapes, dtypes, devices or layouts, before a launch.
+    The additions are complete when this rank's stream is drained.
+
+    dq: [T, Hq, D], of the weights' dtype; T may be 0.
+    dk, dv: [T, Hkv, D].
+    x: [T, K].
+    weights, rope, norm, q_pre, k_pre: as in the forward.
+    block: tokens of a program that undoes norm and rotation.
+    dx_tile, wgrad_tile: sizes of the other kernels' tiles, by default chosen from shapes and dtypes.
+
+    Raises ValueError for other shapes, dtypes, devices or layouts, before a launch.
     """
     check_qkv(x, weights, rope, norm, {"dq": dq, "dk": dk, "dv": dv}, {"q_pre": q_pre, "k_pre": k_pre})
     _check_out(out, x, weights, norm, q_pre, dq.shape[2], dq, dk, dv, q_pre, k_pre)

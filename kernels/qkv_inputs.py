@@ -11,7 +11,11 @@ from .peers import COMPUTE_DTYPES, PeerShards, check_alike, check_bias, check_ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QkvWeights:
-    """The weights of a layer: wq [Hq D, K], wk and wv [Hkv D, K]; biases [Hq D], [Hkv D], [Hkv D]: all three or none.
+    """The weights of a layer.
+
+    wq: [Hq D, K].
+    wk, wv: [Hkv D, K].
+    bq, bk, bv: [Hq D], [Hkv D], [Hkv D]: all three or none.
 
     Raises ValueError if shapes, dtypes, devices, worlds or ranks don't match.
     """
@@ -40,7 +44,11 @@ class QkvWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QkNorm:
-    """RMSNorm over each head of q and of k, between bias and RoPE (Qwen3): weights [D], local tensors."""
+    """RMSNorm over each head of q and of k, between bias and RoPE (Qwen3).
+
+    q_weight, k_weight: [D], local tensors.
+    eps: is added to the mean square.
+    """
 
     q_weight: torch.Tensor
     k_weight: torch.Tensor
@@ -56,11 +64,12 @@ class QkNorm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Tables cos, sin [P, D] as transformers' rotary embeddings make them, and the tokens' rows in them.
+    """The tables of a rotary embedding, and the tokens' rows in them.
 
-    Only the first of the tables' equal halves is read. `positions`: int64 [T], from 0 in each packed sequence; one
-    outside 0..P-1 makes its token's q and k NaN (a check on the host would wait for the device). A model's
-    `position_embeddings` are already the tables' rows: then `positions` counts from 0 to T-1.
+    cos, sin: [P, D] as transformers' rotary embeddings make them; only the first of their equal halves is read.
+    positions: int64 [T], from 0 in each packed sequence. One outside 0..P-1 makes its token's q and k NaN (a check on
+        the host would wait for the device). A model's `position_embeddings` are already the tables' rows: then
+        positions count from 0 to T-1.
     """
 
     cos: torch.Tensor

@@ -59,7 +59,11 @@ def scatter(*, gradient: torch.Tensor, peers: PeerShards, scale: float = 1.0, bl
     the additions, the shards grow by [[11], [22]] and [[33]].
 
     Other ranks may add to the same shards at the same time. The addition is complete when this rank's stream is
-    drained. Raises ValueError for another shape, device, dtype or layout.
+    drained.
+
+    block: elements that a program adds.
+
+    Raises ValueError for another shape, device, dtype or layout.
     """
     check_tensor("gradient", gradient, shape=peers.shape, dtype=COMPUTE_DTYPES, device=peers.device)
     check_sums(peers)

@@ -27,12 +27,17 @@ _LAST_EPOCH = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedWeight:
-    """A local buffer for a weight [N, K] of the peers, as of its `epoch`-th pull; see [Note: epochs].
+    """A local buffer for a weight [N, K] of the peers, as of its `epoch`-th pull. Make it by `of`, and fill it by
+    `pull`.
 
-    `buffer`: [R n, K], owner o's rows from o n on, zeros after row N. `flags`: int32 [R], the pull whose rows of that
-    owner have arrived. `status`: int32 [1], 0 or 1 + an owner whose rows did not reach a waiting kernel. `on`: the
-    device whose `stream` makes the copies; its event `read` follows the last kernel that reads the buffer; None on a
-    CPU. `has_far`: rows of the last pull arrive while the kernel runs.
+    buffer: [R n, K], owner o's rows from o n on, zeros after row N.
+    flags: int32 [R], the pull whose rows of that owner have arrived.
+    status: int32 [1], 0 or 1 + an owner whose rows did not reach a waiting kernel.
+    epoch: the number of the last pull. A flag of an earlier one does not count, so no flag is ever reset.
+    shape, rank, world: the weight's shape, this rank, and the number R of owners.
+    on: the device whose `stream` makes the copies; None on a CPU.
+    stream, read: the stream of the copies, and the event after the last kernel that reads the buffer.
+    has_far: rows of the last pull arrive while the kernel runs.
     """
 
     buffer: torch.Tensor
@@ -61,9 +66,11 @@ class StagedWeight:
 
     @classmethod
     def of(cls, peers: PeerShards, *, on: Device | None = None) -> StagedWeight:
-        """An empty buffer for weights like `peers` [N, K]; `on`: a device to use instead of a GPU, to simulate one.
+        """An empty buffer for weights like `peers` [N, K]. All kernels that read it must run on the current stream.
 
-        All kernels that read it must run on the current stream. Raises ValueError unless the weight has two dimensions.
+        on: a device to use instead of a GPU, to simulate one.
+
+        Raises ValueError unless the weight has two dimensions.
         """
         check_matrix(peers)
         device, stream, read = peers.device, None, None
@@ -95,16 +102,17 @@ class StagedWeight:
 
 
 def pull(*, peers: PeerShards, staged: StagedWeight) -> StagedWeight:
-    """Fetches the shards of `peers` into the buffer of `staged`, own first; returns the weight for the kernels.
+    """Fetches the shards of `peers` into the buffer of `staged`, own first.
 
     Rank 0 of two, which owns rows 0 and 1 of three, copies these into the buffer and sets its own flag; then it copies
     row 2 from rank 1 and sets rank 1's.
 
-    On a GPU everything is enqueued when this returns, so a kernel launched afterwards can wait for far owners' rows
-    without starving them ([Note: forward progress] in odc_triton/sequence/sync.py); near owners' rows are there
-    for all later work ([Note: near and far]). The copies wait only for the kernels that read the buffer before:
-    the shards must be readable now. On the CPU everything has arrived when this returns. Raises
-    ValueError if `peers` don't match the buffer.
+    On a GPU everything is enqueued when this returns. Rows of owners on the same device are there for all later work;
+    those that cross a link arrive while the kernel waits for them. The copies wait only for the kernels that read the
+    buffer
+    before: the shards must be readable now. On the CPU everything has arrived when this returns.
+
+    Returns the weight for `linear_staged` and `linear_dx_staged`. Raises ValueError if `peers` don't match the buffer.
     """
     check_alike("the sharded weight", peers, "buffer", staged, shape=staged.shape, dtype=staged.dtype)
     epoch = staged.epoch % _LAST_EPOCH + 1
@@ -135,7 +143,11 @@ def _fetch(peers: PeerShards, staged: StagedWeight, owners: list[int], epoch: in
 
 
 def check(staged: StagedWeight) -> None:
-    """Raises TimeoutError if an owner's rows did not reach a waiting kernel since the last check. Synchronises."""
+    """Waits for the device, and finds out whether all rows have reached the kernels that read `staged` since the last
+    check.
+
+    Raises TimeoutError if an owner's rows did not.
+    """
     missed = int(staged.status.item())
     if missed:
         staged.status.zero_()

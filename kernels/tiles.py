@@ -12,9 +12,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearTile:
-    """`t`: tokens of a tile; `n`: output features; `k`: input features. The loop runs over `k` for y, `n` for dx.
+    """A tile of a product of tokens and a weight. The loop runs over `k` for y, over `n` for dx.
 
-    `group`: token tiles that share a column of weight tiles before the next group begins (persistent kernels only).
+    t: tokens.
+    n: output features.
+    k: input features.
+    group: token tiles that share a column of weight tiles before the next group begins (persistent kernels only).
+    num_warps, num_stages: as Triton's.
     """
 
     t: int = 64
@@ -27,7 +31,13 @@ class LinearTile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WgradTile:
-    """`n` and `k`: a tile's rows and columns of dW; `t`: tokens per step of the loop; `group`: row tiles per column."""
+    """A tile of a weight's gradient.
+
+    n, k: rows and columns of dW.
+    t: tokens per step of the loop.
+    group: row tiles per column.
+    num_warps, num_stages: as Triton's.
+    """
 
     n: int = 128
     k: int = 128
@@ -39,7 +49,11 @@ class WgradTile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingTile:
-    """`k`: columns of one row that a program copies."""
+    """A program that copies rows.
+
+    k: columns of one row.
+    num_warps: as Triton's.
+    """
 
     k: int = 1024
     num_warps: int = 4
@@ -47,7 +61,13 @@ class EmbeddingTile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingGradTile:
-    """`k`: columns of a program; `t`: rows of dy per step of its loop; `segment`: most rows that one program sums."""
+    """A program of the embedding's gradient.
+
+    t: rows of dy per step of its loop.
+    k: columns.
+    segment: most rows that it sums.
+    num_warps: as Triton's.
+    """
 
     t: int = 4
     k: int = 512
@@ -57,7 +77,12 @@ class EmbeddingGradTile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftmaxTile:
-    """`t`: tokens of one program; `v`: columns of one step of its loop."""
+    """A program of the softmax.
+
+    t: tokens.
+    v: columns of one step of its loop.
+    num_warps: as Triton's.
+    """
 
     t: int = 4
     v: int = 1024
@@ -66,7 +91,13 @@ class SoftmaxTile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QkvTile:
-    """`t`: tokens of a tile, whose other side is a head; `k`: input features a step; `group`: token tiles per head."""
+    """A tile of tokens and one head.
+
+    t: tokens.
+    k: input features a step.
+    group: token tiles per head.
+    num_warps, num_stages: as Triton's.
+    """
 
     t: int
     k: int = 64

@@ -106,12 +106,15 @@ def wgrad(
 ) -> None:
     """Adds scale * dyᵀ x into the shards of `weight` [N, K], and scale * sum(dy) into those of `bias` [N].
 
-    Two ranks own two rows and one of a weight [3, 2]. Rank 0, with dy = [[1, 0, 2]] and x = [[3, 4]], adds
-    [[3, 4], [0, 0]] to its own shard and [[6, 8]] to rank 1's; rank 1, with dy = [[0, 1, 1]] and x = [[1, 1]], adds
-    [[0, 0], [1, 1]] and [[1, 1]]. In the end the shards have grown by [[3, 4], [1, 1]] and [[7, 9]].
+    Two ranks own two rows and one of a weight [3, 2]. Rank 0, with dy = [[1, 0, 2]] and x = [[3, 4]], adds [[3, 4], [0,
+    0]] to its own shard and [[6, 8]] to rank 1's; rank 1, with dy = [[0, 1, 1]] and x = [[1, 1]], adds [[0, 0], [1, 1]]
+    and [[1, 1]]. In the end the shards have grown by [[3, 4], [1, 1]] and [[7, 9]].
 
-    dy: [T, N], x: [T, K], of one dtype (fp32, bf16, fp16), contiguous; T may be 0. `tile`: exact sums may take half of
-    its columns (`of_integers`). Raises ValueError for anything else, before a launch.
+    dy: [T, N], x: [T, K], of one dtype (fp32, bf16, fp16), contiguous; T may be 0.
+    tile: sizes of the kernel's tiles, by default chosen from shapes and dtypes. Exact sums may take half of its
+        columns.
+
+    Raises ValueError for anything else, before a launch.
     """
     _check(dy, x, weight, bias)
     tokens, rows, columns = dy.shape[0], dy.shape[1], x.shape[1]

@@ -34,8 +34,10 @@ Sums = Mapping[str, Tensor | float]
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What a loss is divided by. `number`: of all ranks' terms, at least 1; 1 where it is known last, and in an
-    evaluation. `samples`: of all ranks in the minibatch, 0 if unknown.
+    """What a loss is divided by.
+
+    number: of all ranks' terms, at least 1; 1 where it is known last, and in an evaluation.
+    samples: of all ranks in the minibatch, 0 if unknown.
     """
 
     number: int
@@ -51,7 +53,8 @@ class Objective(ABC):
 
     def terms(self, model: nn.Module, packs: Any) -> int | Callable[[], float] | None:
         """How many terms this rank's `packs` have: by default their target tokens, None if these are unknown.
-        `run_step` calls it at the minibatch's entry, so its error is every rank's.
+
+        `run_step` calls it at the minibatch's entry with its `model`, so its error is every rank's.
 
         A function if that is known only after the last pack: it then returns the divisor, above 0 and the same on all
         ranks. Gradients and the loss are divided by it, and `loss` must not divide.
@@ -63,8 +66,12 @@ class Objective(ABC):
     @abstractmethod
     def loss(self, model: nn.Module, pack: Any, terms: Terms) -> tuple[Tensor, Sums]:
         """The part of one pack in the loss, a scalar with a gradient, divided by `terms.number`; and numbers by name,
-        which are added up over packs and ranks. `pack`: on the model's device. In an evaluation `terms.number` is 1: a
-        loss with two divisors reports both parts as sums.
+        which are added up over packs and ranks.
+
+        model: in training mode, or in that of the evaluation.
+        pack: on the model's device.
+        terms: what to divide by. In an evaluation `terms.number` is 1: a loss with two divisors reports both parts as
+            sums.
         """
 
 
@@ -86,8 +93,12 @@ class StepPart:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """All ranks' results, the same on each. `loss`: divided as gradients are, in an evaluation not at all; `sums`: by
-    name, over packs; `terms`: 0 if known last; `repeats`: how often the minibatch was run again.
+    """Of all ranks, the same on each.
+
+    loss: divided as gradients are, in an evaluation not at all.
+    sums: by name, over packs.
+    terms: their number; 0 if known last.
+    repeats: how often the minibatch was run again.
     """
 
     loss: float
@@ -113,13 +124,17 @@ def run_step(
             optimizer.step()
             optimizer.zero_grad()
 
-    The sampler knows `targets`, or the objective its terms. `plan`: what a MinibatchSampler yields or `pack_collate`
-    makes of it, another iterable of packs, or a function that returns one, called at the entry, so that its error is
-    every rank's. `collate`: makes of a pack what `objective.loss` takes, on the host, by default nothing; `ahead`: in
-    a thread, while the pack before it is computed (not of a queue, whose packs others could take). `parts`: in this
-    order, the same on all ranks.
+    The sampler knows `targets`, or the objective its terms.
 
-    Raises as `minibatch` does, and what a part raises.
+    model: what `fully_shard` or `use_odc` returned.
+    plan: what a MinibatchSampler yields or `pack_collate` makes of it, another iterable of packs, or a function that
+        returns one, called at the entry, so that its error is every rank's.
+    objective: the loss.
+    collate: makes of a pack what `objective.loss` takes, on the host, by default nothing.
+    ahead: collate in a thread, while the pack before it is computed (not of a queue, whose packs others could take).
+    parts: of features in the step, in this order, the same on all ranks.
+
+    Returns the report, the same on all ranks. Raises what a part raises, and as `minibatch`.
     """
     engine, repeats = protocol_of(model), 0
     planned = cache(plan if callable(plan) else lambda: plan)
@@ -173,9 +188,11 @@ def evaluate(
     """The objective's loss over minibatches, not divided, and its terms, of all ranks: no minibatch, one barrier, and
     another for each that holds segments of samples. The model's mode, `eval()`, is the caller's.
 
-    `minibatches`: this rank's packs of each, planned alike on all ranks. `purpose`: of the barrier, for errors. Other
-    arguments are `run_step`'s; terms that are known last count as none. Raises RanksDiffer, after the last, for packs
-    of other plans.
+    minibatches: this rank's packs of each, planned alike on all ranks.
+    purpose: of the barrier, for errors.
+    model, objective, collate, ahead, parts: as in `run_step`; terms that are known last count as none.
+
+    Raises RanksDiffer, after the last, for packs of other plans.
     """
     engine, totals, count, plans = protocol_of(model), _Totals(), 0, []
     same = SameSamples(engine.rank, engine.world, is_alone=lambda: engine.is_alone)

@@ -24,7 +24,7 @@ LIBRARY = (
 )
 FLOORS = (*(f"tools.{room}" for room in TOOLS), *(f"jobs.{room}" for room in JOBS), *LIBRARY)
 # Names that users import, resolved on first use; modules that torchrun starts.
-DOORS = ("hf", "balance", "simulate", "train", "run")
+DOORS = ("hf", "balance", "data", "simulate", "train", "run")
 # Neither torch nor triton: rooms, and modules of others.
 PURE = (
     "base",

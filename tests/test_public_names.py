@@ -14,13 +14,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 PUBLIC = {
-    "odc_triton": "DeadlineExceeded MinibatchFailed MixedPrecisionPolicy OdcError RankLost RanksDiffer begin_minibatch "
-    "end_minibatch full_parameters fully_shard log_probs memory_plan minibatch publish register_fsdp_forward_method "
-    "replace_layers verify",
+    "odc_triton": "CheckpointCorrupt CheckpointDiffers CheckpointFailed DeadlineExceeded FusedLogits MemoryPlan "
+    "MinibatchFailed MixedPrecisionPolicy OdcError PolicyOffer PolicyReader RankLost RanksDiffer Replaced "
+    "RolloutFailed TokenLogProbs Verified begin_minibatch end_minibatch full_parameters fully_shard log_probs "
+    "memory_plan minibatch publish register_fsdp_forward_method replace_layers verify",
     "odc_triton.balance": "BALANCES CostModel Limits MinibatchSampler PackedDataset Segment Plan QueuedPacks Samples "
     "TowerCost assign assign_one balanced_partition best_fit_decreasing count_target_tokens find_relatives floor_of "
     "make_plan pack pack_collate queue_packs refine store_counter to_device values_of",
     "odc_triton.checkpoint": "load_causal_lm load_pretrained_shards meta_causal_lm save_pretrained with_adapter",
+    "odc_triton.data": "load_tokenizer to_transformers train_tokenizer",
     "odc_triton.hf": "ODCTrainer PackingUnsupported enable_packing model_inputs packed_attention packed_mask "
     "summed_loss",
     "odc_triton.nn": "Attention Embedding LMHead Linear",

@@ -20,13 +20,26 @@ from odc_triton.tools.cli.command import make_parser  # noqa: E402
     ("text", "rst"),
     [
         ("Adds `x` to *y_.", r"Adds \ ``x``\  to \*y\_."),
-        ("See [Note: waves].", r"See the note on waves in \ ``odc_triton/plan/segments.py``\ ."),
         ("See docs/exact.md.", r"See \ :doc:`/exact`\ ."),
-        ("a: one\n    more\nb: other", "* \\ ``a``\\ : one more\n* \\ ``b``\\ : other"),
-        ("a, b: both", "* \\ ``a``\\ , \\ ``b``\\ : both"),
+        ("As `fully_shard()`.", r"As \ :py:obj:`fully_shard() <odc_triton.fully_shard>`\ ."),
+        ("As `pack`.", r"As \ ``pack``\ ."),  # also a parameter's name
+        ("a: one\n    more\nb: other", ":Parameters:\n    * **a** \u2013 one more\n    * **b** \u2013 other"),
+        (
+            "Adds. a: one, b: of\none dtype.",
+            "Adds.\n\n:Parameters:\n    * **a** \u2013 one\n    * **b** \u2013 of one dtype.",
+        ),
+        ("`a`, b: both", ":Parameters: **a**, **b** \u2013 both"),
         ("c: not a parameter", "c: not a parameter"),
-        ("`a`: a sentence", "\\ ``a``\\ : a sentence"),
-        ("Args:\n    a: one\n    and more", "**Parameters**\n\n* \\ ``a``\\ : one and more"),
+        ("Is so: a, as b.", "Is so: a, as b."),
+        ("Returns x.\n\nReturns y. Of z.", "Returns x.\n\n:returns: Y. Of z."),
+        ("Adds. Returns y. Waits.", "Adds. Waits.\n\n:returns: Y."),
+        ("Adds. Raises KeyError.\n\nReturns y.", "Adds.\n\n:returns: Y.\n:raises KeyError: "),
+        (
+            "Adds.\n\nRaises OSError, KeyError or RankLost for a and\nb, ValueError, naming c; TypeError if d. Waits.",
+            "Adds.\n\nWaits.\n\n:raises OSError, KeyError or RankLost: for a and b.\n:raises ValueError: naming c.\n"
+            ":raises TypeError: if d.",
+        ),
+        ("Adds. Raises as `sum`.", "Adds.\n\n:raises: as \\ ``sum``\\ ."),
         ("Text.\n\n    code_(x)", "Text.\n\n::\n\n    code_(x)"),
         ("Some:\n- one\n- two", "Some:\n\n* one\n* two"),
     ],

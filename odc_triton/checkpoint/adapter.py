@@ -23,8 +23,10 @@ _WRAPPER = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod)\.")  # in the n
 def with_adapter(model: nn.Module, config: Any) -> nn.Module:
     """`peft.get_peft_model(model, config)`, also for a model on the meta device that will be sharded next.
 
-    PEFT leaves the adapters of such a model on the meta device, and transformers' initialisation is unaware that one
-    of each pair must start at 0. Here they get memory and PEFT's own initial values, drawn as on any model.
+    PEFT leaves the adapters of such a model on the meta device, and transformers' initialisation is unaware that one of
+    each pair must start at 0. Here they get memory and PEFT's own initial values, drawn as on any model.
+
+    config: PEFT's, such as a LoraConfig.
 
     Raises NotImplementedError for adapters other than pairs of A and B (DoRA, modules_to_save, trained embeddings).
     """

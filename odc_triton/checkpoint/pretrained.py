@@ -43,7 +43,11 @@ _BLOCK = 2**22  # elements read or compared at a time
 
 
 def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:
-    """A transformers causal LM in fp32: weights from a folder or hub id, or random ones for the config `init`."""
+    """A transformers causal LM in fp32, on this rank alone.
+
+    model: a folder or hub id, for its weights.
+    init: a config instead, for random weights.
+    """
     if init is not None:
         return _made(read_config(init), init)
     assert model is not None, "of the two one is given"
@@ -75,13 +79,16 @@ def auto_class(config: Any, *, scores: bool = False) -> Any:
 
 
 def meta_causal_lm(*, model: str | None = None, init: str | None = None, scores: bool = False) -> nn.Module:
-    """A transformers causal LM in fp32 on the meta device, from the folder or hub id `model`, or the config `init`.
-    `scores`: a sequence classifier of one label instead, whose score `model` may lack.
+    """A transformers causal LM in fp32 on the meta device, which `fully_shard` gives random weights, the same for any
+    number of ranks; `load_pretrained_shards` loads real ones.
 
-    For the config of a vision-language model it is the whole model, of AutoModelForImageTextToText.
-    `fully_shard` gives it random weights, the same for any number of ranks; `load_pretrained_shards` loads real ones.
-    It reads the names in `model`'s files. Quantised weights are refused. Parameters that the config ties are not tied
-    if the files, or an adapter, give them different values, as by `from_pretrained`.
+    For the config of a model that sees images it is the whole one, of AutoModelForImageTextToText. Of the model's files
+    it reads the names: quantised weights are refused, and parameters that the config ties, and the files have with
+    different values, are not tied, as by `from_pretrained`. So with those that an adapter makes differ.
+
+    model: a folder or hub id.
+    init: a config instead.
+    scores: a sequence classifier of one label instead, whose score the files may lack.
     """
     if (model is None) == (init is None):
         raise ValueError("give either model (pretrained) or init (random weights)")
@@ -221,13 +228,16 @@ class _Source:
 def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
     """Fills a sharded transformers model, also below PEFT's adapters, from safetensors. Collective.
 
-    `source`: a folder or a hub id. Each rank reads its own rows of each tensor, one tensor at a time; where
-    transformers merges several into one (experts), one result at a time. Values are cast to the masters' dtype.
-    Adapters' weights stay as they are; an adapter in `source` is merged into its base, one layer at a time.
+    Each rank reads its own rows of each tensor, one tensor at a time; where transformers merges several into one
+    (experts), one result at a time. Values are cast to the masters' dtype. Adapters' weights stay as they are; an
+    adapter in `source` is merged into its base, one layer at a time. Errors come on every rank, before anything is
+    overwritten. Warns of tensors in the files that the model does not have.
 
-    Raises, on every rank and before anything is overwritten: CheckpointDiffers if names or shapes are another model's,
-    CheckpointCorrupt, CheckpointFailed with the cause for pickled (.bin) or missing files. Warns of tensors in the
-    files that the model does not have.
+    model: what `fully_shard` returned.
+    source: a folder or a hub id.
+
+    Raises CheckpointDiffers if names or shapes are another model's, CheckpointCorrupt for damaged files,
+    CheckpointFailed with the cause for pickled (.bin) or missing ones.
     """
     engine = engine_of(model)
     purpose = "load pretrained weights"

@@ -18,10 +18,12 @@ _OF_EXPERTS = "nf4 packs experts that transformers runs by its ExpertsInterface,
 
 def quantise_on_meta(model: Any, method: str, dtype: torch.dtype) -> None:
     """Replaces the linear layers of a transformers model on the meta device that `from_pretrained` would quantise, and
-    packs experts, which it would not, by bitsandbytes' parametrization.
+    packs experts, which it would not, by bitsandbytes' parametrization. `load_pretrained_shards` fills them.
 
-    `method`: "nf4", with nested scales, or "int8"; `dtype`: of compute, and of the weights before they are packed.
-    `load_pretrained_shards` fills them. Raises ValueError for another method, and a model without such layers.
+    method: "nf4", with nested scales, or "int8".
+    dtype: of compute, and of the weights before they are packed.
+
+    Raises ValueError for another method, and a model without such layers.
     """
     from transformers import BitsAndBytesConfig
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear

@@ -25,16 +25,22 @@ class Replayable(Generic[T]):
             yield each
 
 
-def repeating(run: Callable[[], T], on_repeat: Callable[[MinibatchToRepeat], None] = lambda error: None) -> T:
+def repeating(run: Callable[[], T], on_repeat: Callable[[MinibatchToRepeat], None] | None = None) -> T:
     """Calls `run`, which runs one minibatch; again, at most 3 times, while it raises MinibatchToRepeat.
 
-    Each call starts from the current random states of torch and Python. `on_repeat` is called before each repetition.
+    Each call starts from the current random states of torch and Python.
+
+    run: a function without arguments.
+    on_repeat: is called with the error before each repetition.
+
+    Returns what `run` returns. Raises MinibatchToRepeat if the last time raised it too.
     """
     states = random_state()
     for _ in range(_MOST_TIMES):
         try:
             return run()
         except MinibatchToRepeat as error:
-            on_repeat(error)
+            if on_repeat:
+                on_repeat(error)
         restore_random_state(states)
     return run()

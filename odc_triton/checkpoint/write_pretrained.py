@@ -50,17 +50,23 @@ def save_pretrained(
 ) -> None:
     """Writes config, safetensors and tokenizer, or processor, of a sharded transformers model, for plain transformers.
 
-    `processor`: a folder or hub id, whose files for images are copied, if it has any.
+    Only rank 0 calls it, outside of a minibatch, while the others wait. Of a PEFT model it writes the adapter.
+    Everything trained is written. Rank 0 temporarily holds one unit and one file's tensors in memory. The folder is
+    written under a temporary name and renamed, so it is atomic.
 
-    Only rank 0 calls it, outside of a minibatch, while the others wait. For a PEFT model it writes the adapter, or with
-    `merge` the whole model, into which PEFT's code merges it. Everything trained is written. Parameters are saved in
-    `dtype`, by default the compute dtype. Rank 0 temporarily holds one unit and one file's tensors, `shard_bytes`, in
-    memory. The folder is written under a temporary name and renamed, so it is atomic; `overwrite` replaces a model's
-    files and leaves others in the folder.
+    model: what `fully_shard` returned.
+    folder: where to; it may not exist, or be empty.
+    tokenizer: is saved too.
+    processor: a folder or hub id, whose files for images are copied, if it has any.
+    dtype: of the files, by default the compute dtype.
+    merge: write the whole model, into which PEFT's code merges the adapter.
+    shard_bytes: the most bytes of one file.
+    overwrite: replace a model's files in the folder, and leave others.
 
     Raises TypeError for another kind of model, ValueError for `merge` without adapters, NotImplementedError for those
     that can't be merged and for trained parameters that would be left out, FileExistsError for a folder that is not
-    empty unless `overwrite`, RuntimeError on other ranks and for parameters that have no values here, OSError.
+    empty unless `overwrite`, RuntimeError on other ranks and for parameters that have no values here, OSError if it
+    can't write.
     """
     if not is_sharded(model):
         raise TypeError(f"{type(model).__name__} is not a sharded transformers model: save its state_dict() instead")

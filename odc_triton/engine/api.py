@@ -33,23 +33,30 @@ def publish(model: nn.Module) -> None:
     minibatches, `full_parameters`, and with several replicas the next minibatch raise until then. Optimizer steps and
     `load_state_dict` publish too. Before writing, make sure by a barrier that no other rank is still evaluating: fp32
     parameters are read where they are written, also by processes outside of the job (`read_policy`).
+
+    model: what `fully_shard` returned.
     """
     protocol_of(model).publish()
 
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of every parameter, in the compute dtype, one copy at a time.
+    """The name and the full tensor of every parameter, in the compute dtype, one copy at a time.
 
-    Any single rank may call it: reads are one-sided. After an optimizer step it waits, with the deadline, until
-    every owner has stepped. Raises RuntimeError if an owner steps again while this rank is still reading.
+    Any single rank may call it: reads are one-sided. After an optimizer step it waits, with the deadline, until every
+    owner has stepped.
+
+    model: what `fully_shard` returned.
+
+    Returns an iterator of (name, tensor). Raises RuntimeError if an owner steps again while this rank is still reading.
     """
     yield from protocol_of(model).publication.full_parameters()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes `module.method_name(...)` see whole parameters, as its forward does. FSDP2's function of that name.
+    """Makes a method of `module` see unsharded parameters, as its forward does. FSDP2's function of that name.
 
-    A module that is not a unit is left alone, as FSDP2 leaves it.
+    module: a unit; another module is left alone, as FSDP2 leaves it.
+    method_name: the method that is called as `module.method_name(...)`.
     """
     if not isinstance(module, ODCModule):
         return

@@ -12,13 +12,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from ..base.errors import RanksDiffer
 from .shard import Shard
+
+if TYPE_CHECKING:
+    from ..plan.segments import SplitPlan
 
 
 def protocol_of(module: nn.Module) -> Any:
@@ -50,19 +53,21 @@ class minibatch:
             for pack in packs:
                 (summed_loss(model, pack) / mb.tokens).backward()
 
-    `tokens`: this rank's target tokens; `mb.tokens` is then their sum over all ranks and gradients are summed.
-    Without it gradients are divided by the world size, as FSDP2 does, and `mb.tokens` raises RuntimeError. Give it
-    on all ranks or on none. `split`: `packs.split`, the plan of packs that hold segments of sequences (`enable_split`).
-    `plan`: in place of both, what a MinibatchSampler yields or `pack_collate` makes of it, or a function that returns
-    it, whose error fails the minibatch on all ranks. Ranks that have other samples, or assign them in another way, are
-    then found. `tokens` together with a plan replaces the plan's.
+    Enter: waits until every rank's parameters are readable and its gradient shards are zero. Exit: waits until every
+        rank's gradients are reduced; `p.grad` is then this rank's shard of the sum, or None on all ranks if no rank
+        touched p. Inside, ranks never wait for each other.
 
     Inside of `serving(model)`, where nothing that is sharded trains, ranks have nothing to wait for: each opens
     minibatches of its own, or none at all, and tokens are its own.
 
-    Enter: waits until every rank's parameters are readable and its gradient shards are zero. Exit: waits until
-    every rank's gradients are reduced; `p.grad` is then this rank's shard of the sum, or None on all ranks if no
-    rank touched p. Inside, ranks never wait for each other.
+    model: what `fully_shard` or `use_odc` returned.
+    tokens: this rank's target tokens; `mb.tokens` is then their sum over all ranks and gradients are summed. Without it
+        gradients are divided by the world size, as FSDP2 does, and `mb.tokens` raises RuntimeError. Give it on all
+        ranks or on none.
+    split: `packs.split`, the plan of packs that hold segments of sequences (`enable_split`).
+    plan: in place of both, what a MinibatchSampler yields or `pack_collate` makes of it, or a function that returns it,
+        whose error fails the minibatch on all ranks. Ranks that have other samples, or assign them in another way, are
+        then found. Where `tokens` are given too, they count.
 
     Raises MinibatchFailed on every rank if a microbatch raised on any; RankLost if a peer's process is gone;
     DeadlineExceeded if a live peer is later than the `timeout` of fully_shard.
@@ -73,7 +78,7 @@ class minibatch:
         model: nn.Module,
         tokens: int | None = None,
         *,
-        split: Any = None,
+        split: SplitPlan | None = None,
         plan: Planned | Callable[[], Planned] | None = None,
     ) -> None:
         self._engine = protocol_of(model)
@@ -117,19 +122,32 @@ def begin_minibatch(
     model: nn.Module,
     tokens: int | None = None,
     *,
-    split: Any = None,
+    split: SplitPlan | None = None,
     plan: Planned | Callable[[], Planned] | None = None,
 ) -> minibatch:
-    """Enters a minibatch where a `with` block can't be used; `end_minibatch(model)` leaves it."""
+    """Enters a minibatch where a `with` block can't be used; `end_minibatch(model)` leaves it.
+
+    model, tokens, split, plan: as in `minibatch`.
+
+    Returns the entered minibatch. Raises what entering `minibatch` raises.
+    """
     return minibatch(model, tokens, split=split, plan=plan).__enter__()
 
 
 def end_minibatch(model: nn.Module, error: BaseException | None = None) -> None:
-    """Leaves the minibatch that `begin_minibatch` entered. `error`: what a microbatch raised, if anything."""
+    """Leaves the minibatch that `begin_minibatch` entered.
+
+    model: that of `begin_minibatch`.
+    error: what a microbatch raised, if anything.
+
+    Raises what leaving `minibatch` raises.
+    """
     protocol_of(model).end(error)
 
 
-def _arguments(tokens: int | None, split: Any, plan: Planned | Callable[[], Planned] | None) -> dict[str, Any]:
+def _arguments(
+    tokens: int | None, split: SplitPlan | None, plan: Planned | Callable[[], Planned] | None
+) -> dict[str, Any]:
     """The participants', at the entry: an error is every rank's."""
     if plan is None:
         return {"tokens": tokens, "split": split}

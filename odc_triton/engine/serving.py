@@ -26,8 +26,8 @@ def serving(model: nn.Module) -> Iterator[None]:
     may take any time; one that shows none is late after the `timeout` of fully_shard. An exception is printed at once
     and raised after that wait. Ctrl-C and `sys.exit` end the other ranks' work too.
 
-    Raises RankLost if a peer's process is gone, DeadlineExceeded for a silent one; ValueError, RuntimeError for a model
-    that trains sharded parameters, and inside of another `serving` of it.
+    Raises RankLost if a peer's process is gone, DeadlineExceeded for a silent one; ValueError or RuntimeError for a
+    model that trains sharded parameters, and inside of another `serving` of it.
     """
     engine = protocol_of(model)
     if trained := [shard.name for shard in engine.trainable()]:

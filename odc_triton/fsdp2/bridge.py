@@ -51,28 +51,28 @@ def use_odc(
     timeout: Timeout = timedelta(minutes=30),
     backend: str = "auto",
 ) -> Module:
-    """Makes a model of torch's `fully_shard` train by on-demand communication, and returns it. Collective.
+    """Makes a model of torch's `fully_shard` train by on-demand communication. Collective.
 
-    Call it after `fully_shard` and after the values are loaded, and put the microbatches of a step into
-    `with odc_triton.minibatch(model):`. The model stays an FSDPModule, so optimizers, clipping, checkpoints and
+    Call it after `fully_shard` and after the values are loaded, and put the microbatches of a step into `with
+    odc_triton.minibatch(model):`. The model stays an FSDPModule, so optimizers, clipping, checkpoints and
     `full_tensor()` work outside of a minibatch as before. Rank 0 prints what was found.
 
+    It takes more memory than FSDP2: on each rank a copy of its shards in the dtype that modules compute in, and the
+    sums of its gradients in fp32, which take the place of FSDP2's.
+
+    model: the root that torch's `fully_shard` returned.
     automatic: True for a loop that stays as it is. A minibatch then begins with the first forward that makes a graph,
         and ends where a gradient is used or an optimizer steps; `set_requires_gradient_sync` (no_sync) has no effect.
         Ranks may run different numbers of microbatches, also none. "eager": it ends with the backward in which FSDP2
         reduces, as it does by itself where parameters have post-accumulate-grad hooks.
-
     divide_factor: what gradients are divided by. By default what `set_gradient_divide_factor` said, else FSDP2's
         default, the number of ranks; with `minibatch(model, tokens=…)` 1.
     timeout: how late a live rank may be at a barrier, a timedelta or seconds; a dead rank is named within seconds.
     backend: as in `odc_triton.fully_shard`.
 
-    Each rank needs more memory than under FSDP2: a copy of its shards in the dtype that modules compute in, and the
-    sums of its gradients in fp32, which replace FSDP2's gradients.
-
-    Raises TypeError for a model that torch's `fully_shard` has not sharded, NotImplementedError or ValueError with the
-    remedy for options that can't be combined with it, RanksDiffer if the ranks differ, DeadlineExceeded if one does
-    not come.
+    Returns `model`. Raises TypeError for a model that torch's `fully_shard` has not sharded, NotImplementedError or
+    ValueError with the remedy for options that can't be combined with it, RanksDiffer if the ranks differ,
+    DeadlineExceeded if one does not come.
     """
     _check_options(model, divide_factor)
     how = how_of(automatic)

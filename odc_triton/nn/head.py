@@ -24,17 +24,26 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogProbs:
-    """Per token, fp32, with gradients: the target's log-probability (0 where ignored), the distribution's entropy."""
+    """Per token, fp32, with gradients.
+
+    logp: the target's log-probability; 0 where ignored.
+    entropy: the distribution's.
+    """
 
     logp: torch.Tensor
     entropy: torch.Tensor
 
 
 class FusedLogits:
-    """Stands for scale · h Wᵀ in a loss: it has the shape and the cross-entropy.
+    """Stands for scale · h Wᵀ in a loss: it has the shape and the cross-entropy. A fused head makes it.
 
-    h: [..., D], weight: [V, D]. Indexing and reshaping over tokens, `float()`, `to` and a scalar factor return another
-    FusedLogits; any other operation would need the logits, so it raises with the remedy.
+    Indexing and reshaping over tokens, `float()`, `to` and a scalar factor return another FusedLogits; any other
+    operation would need the logits, so it raises with the remedy.
+
+    h: [..., D].
+    weight: [V, D].
+    scale: multiplies the logits.
+    choice: the operator, as in `replace_layers`.
     """
 
     def __init__(self, h: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, choice: str = AUTO) -> None:
@@ -141,7 +150,10 @@ class FusedLogits:
     __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __float__ = __iter__ = _needs_logits
 
     def log_probs(self, targets: torch.Tensor, *, ignore_index: int = -100) -> TokenLogProbs:
-        """Log-probabilities of `targets`, integers of this shape without the vocabulary, and the entropy."""
+        """As `odc_triton.log_probs`: of `targets`, integers of this shape without the vocabulary.
+
+        ignore_index: a target whose log-probability is 0.
+        """
         logp, entropy = token_log_probs(
             self._h, self._weight, targets, ignore_index=ignore_index, scale=self._scale, choice=self._choice
         )
@@ -170,8 +182,14 @@ pytree.register_pytree_node(
 
 
 def log_probs(logits: torch.Tensor | FusedLogits, targets: torch.Tensor, *, ignore_index: int = -100) -> TokenLogProbs:
-    """Log-probabilities of `targets` [...] and the entropy under logits [..., V], computed or not: a fused head returns
-    `FusedLogits` in training and, like any other head, numbers in evaluation. In fp32, of fp64 logits in fp64.
+    """Log-probabilities of `targets` and the entropy of the distribution, per token.
+
+    logits: [..., V], computed or not: a fused head returns `FusedLogits` in training and, like any other head, numbers
+        in evaluation.
+    targets: integers [...].
+    ignore_index: a target whose log-probability is 0.
+
+    Returns both in fp32, of fp64 logits in fp64.
     """
     if isinstance(logits, FusedLogits):
         return logits.log_probs(targets, ignore_index=ignore_index)
@@ -189,13 +207,17 @@ def divergence(
     beta: float = 0.5,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """[...], of each token between the distributions of two models' logits, [..., V] each, both computed or neither.
+    """The divergence of each token between the distributions of two models. Only the student gets gradients.
 
-    Equal to TRL's `generalized_jsd_loss`: beta 0 is KL(teacher || student), 1 is KL(student || teacher), between them
-    Jensen-Shannon of the mixture (1 - beta) student + beta teacher. `temperature` divides the logits. In fp32, or fp64
-    for logits in fp64. Only the student gets gradients. Where one vocabulary is longer, its last words don't count.
+    Equal to TRL's `generalized_jsd_loss`. Where one vocabulary is longer, its last words don't count.
 
-    Raises ValueError for other shapes, for logits of which one is a fused head's, and for a beta outside 0..1.
+    student, teacher: logits [..., V], both computed or neither (`FusedLogits`).
+    beta: 0 for KL(teacher || student), 1 for KL(student || teacher), between them Jensen-Shannon of the mixture (1 -
+        beta) student + beta teacher.
+    temperature: divides the logits.
+
+    Returns a tensor [...], in fp32, or fp64 for logits in fp64. Raises ValueError for other shapes, for logits of which
+    one is a fused head's, and for a beta outside 0..1.
     """
     fused = [isinstance(each, FusedLogits) for each in (student, teacher)]
     if fused[0] != fused[1] or student.shape[:-1] != teacher.shape[:-1]:

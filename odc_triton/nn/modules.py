@@ -66,7 +66,11 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 class Linear(ReadsShards, nn.Linear):
-    """`torch.nn.Linear`. Adds its weight's gradient directly to the owners; forward saves its input, not the weight."""
+    """`torch.nn.Linear`. Adds its weight's gradient directly to the owners; forward saves its input, not the weight.
+
+    args, options: those of `torch.nn.Linear`.
+    choice: the operator, docs/layers.md.
+    """
 
     operator = "linear"  # in the table
 
@@ -84,6 +88,9 @@ class Embedding(ReadsShards, nn.Embedding):
     """`torch.nn.Embedding`. Only the rows of its input are read from their owners, and their gradients added there.
 
     With `max_norm`, `scale_grad_by_freq` or `sparse` it gathers its weight like any module.
+
+    args, options: those of `torch.nn.Embedding`.
+    choice: the operator, docs/layers.md.
     """
 
     @property
@@ -104,8 +111,17 @@ class Embedding(ReadsShards, nn.Embedding):
 class Attention(nn.Module):
     """Self-attention with grouped heads: q, k, v by one operator, `scaled_dot_product_attention`, and the projection.
 
-    num_heads: of q; num_kv_heads: of k and v, by default the same; head_dim: by default hidden_size / num_heads;
-    bias: of q, k and v; qk_norm: RMSNorm of each head of q and of k. State-dict keys are those of transformers' Llama.
+    State-dict keys are those of transformers' Llama.
+
+    hidden_size: K, of the input.
+    num_heads: of q.
+    num_kv_heads: of k and v, by default the same.
+    head_dim: D, by default hidden_size / num_heads.
+    bias: of q, k and v.
+    qk_norm: RMSNorm of each head of q and of k.
+    eps: of these norms.
+    choice: the operator, docs/layers.md.
+    device, dtype: of the parameters.
     """
 
     def __init__(
@@ -154,9 +170,14 @@ class Attention(nn.Module):
         attn_mask: torch.Tensor | None = None,
         is_causal: bool = True,
     ) -> torch.Tensor:
-        """x: [B, T, K]; cos, sin: [B or 1, T, D]; attn_mask as in `scaled_dot_product_attention`; result as x.
+        """Attends.
 
-        With a mask, `is_causal` does nothing. Raises ValueError for other shapes.
+        x: [B, T, K].
+        cos, sin: [B or 1, T, D].
+        attn_mask: as in `scaled_dot_product_attention`.
+        is_causal: does nothing with a mask.
+
+        Returns a tensor as x. Raises ValueError for other shapes.
         """
         if x.ndim != 3 or x.shape[2] != self.q_proj.in_features:
             raise ValueError(f"x is {tuple(x.shape)}; give [B, T, {self.q_proj.in_features}]")
@@ -204,6 +225,11 @@ class LMHead(ReadsShards, nn.Linear):
     In training it returns a `FusedLogits`: shape and cross-entropy of logits that are never computed; in evaluation,
     the logits. In training its weight is never gathered: it is read, and its gradient added, a chunk of one owner's
     rows at a time.
+
+    in_features: D.
+    out_features: V.
+    device, dtype: of the weight.
+    choice: the operator, docs/layers.md.
     """
 
     def __init__(

@@ -26,7 +26,11 @@ HEAD = "head"  # not one of them: it changes what a model returns in training
 
 @dataclass(frozen=True, kw_only=True)
 class Replaced:
-    """The result of `replace_layers`: names of swapped modules by role, and the reasons why others stay."""
+    """The result of `replace_layers`.
+
+    swapped: names of swapped modules by role.
+    left: the reasons why others stay, by name.
+    """
 
     swapped: dict[str, list[str]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
@@ -60,19 +64,23 @@ def replace_layers(
     choice: str = AUTO,
     verbose: bool = True,
 ) -> Replaced:
-    """Swaps the layers of these roles for ours. Call it before `fully_shard`; prints a summary if `verbose`.
+    """Swaps the layers of these roles for ours. Call it before `fully_shard`. A layer that ours can't replace stays,
+    and the reason is reported.
 
-    roles:
-        "attention": of Llama, Mistral, Qwen2 and Qwen3 in transformers. The chosen attention function stays.
-        "experts": of all mixtures that transformers runs by its ExpertsInterface, with PEFT's adapters of them.
-        "embedding", "linear": every `torch.nn.Embedding` and `torch.nn.Linear`.
-        "head": the vocabulary projection of a causal LM of transformers. Training then never computes its logits:
-            `model(input_ids=…, labels=…).loss`, or any `cross_entropy` of `outputs.logits`, takes a chunk of the
-            vocabulary at a time, and `outputs.logits.log_probs(targets)` gives log-probabilities and entropies.
-    choice: see docs/layers.md; by default from its table and the variable ODC_OPERATORS.
+    - "attention": of Llama, Mistral, Qwen2 and Qwen3 in transformers. The chosen attention function stays.
+    - "experts": of all mixtures that transformers runs by its ExpertsInterface, with PEFT's adapters of them.
+    - "embedding", "linear": every `torch.nn.Embedding` and `torch.nn.Linear`.
+    - "head": the vocabulary projection of a causal LM of transformers. Training then never computes its logits:
+      `model(input_ids=…, labels=…).loss`, or any `cross_entropy` of `outputs.logits`, takes a chunk of the vocabulary
+      at a time, and `outputs.logits.log_probs(targets)` gives log-probabilities and entropies.
 
-    A layer that ours can't replace stays, and the reason is reported. Raises ValueError for an unknown role or
-    choice, RuntimeError for a model that is already sharded.
+    model: is changed in place.
+    roles: some of these five, by default all but "head".
+    choice: how they compute, docs/layers.md; by default from its table and the variable ODC_OPERATORS.
+    verbose: print a summary.
+
+    Returns what was swapped, and what stayed. Raises ValueError for an unknown role or choice, RuntimeError for a model
+    that is already sharded.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"replace_layers takes an nn.Module, not {model!r:.60}")

@@ -31,7 +31,12 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """The result of `verify`. `worst`: name and relative difference of the gradient that differs most."""
+    """The result of `verify`.
+
+    loss, plain_loss: with our layers, and with the model's own.
+    worst: name and relative difference of the gradient that differs most.
+    gradients: how many were compared.
+    """
 
     loss: float
     plain_loss: float
@@ -56,12 +61,15 @@ def verify(
 ) -> Verified:
     """Compares the loss and every gradient of a model that `replace_layers` changed with those of its own layers.
 
-    Call it before `fully_shard`, on the model's inputs including `labels`; pass `loss(model, batch)` if the
-    loss is not the model's own. Our layers read their weights from two owners in this process and add the gradients to
+    Call it before `fully_shard`. Our layers read their weights from two owners in this process and add the gradients to
     them, by the same operators as after `fully_shard`. Both runs use the same random numbers. The model and its
     gradients don't change; it temporarily needs memory for a copy of the model, and two of our layers' weights.
 
-    Raises OdcError naming the first difference, ValueError if there is nothing to compare.
+    batch: the model's inputs by name, with `labels`.
+    loss: computes it from model and batch, if it is not the model's own.
+
+    Returns both losses, and the gradient that differs most. Raises OdcError naming the first difference, ValueError if
+    there is nothing to compare.
     """
     if any(is_sharded(module) for module in model.modules()):
         raise ValueError("verify comes before fully_shard: it needs whole parameters")

@@ -1,4 +1,6 @@
 from ..packs.loss import predictions as predictions
+from ..packs.reference import AdapterReference as AdapterReference
+from ..packs.reference import Reference as Reference
 from ..packs.reference import Teacher as Teacher
 from ..sequence.sums import SampleSums as SampleSums
 from ..step import Objective as Objective
@@ -12,6 +14,7 @@ from .cross_entropy import CrossEntropy as CrossEntropy
 from .cross_entropy import Distillation as Distillation
 from .dpo import DPO as DPO
 from .orpo import ORPO as ORPO
+from .pairs import PairObjective as PairObjective
 from .reward import BradleyTerry as BradleyTerry
 
 __all__: list[str]

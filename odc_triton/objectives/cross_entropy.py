@@ -25,11 +25,14 @@ class CrossEntropy(Objective):
     of each sample, weighted by the model's config, / all ranks' samples.
 
     Sums: `token_loss`, not divided; `router`, neither weighted nor divided; with `measures` also `entropy`, and
-    `accuracy`, how many targets are the most likely token, NaN for a fused head, which does not find it.
+        `accuracy`, how many targets are the most likely token, NaN for a fused head, which does not find it.
 
-    label_smoothing: as F.cross_entropy's. dft: each token's loss is weighted by its probability, without a gradient
-    (dynamic fine-tuning, as in TRL's SFTTrainer). Raises ValueError for smoothing below 0 or above 1, or with dft, and
-    for a router's loss where samples are unknown.
+    label_smoothing: as F.cross_entropy's.
+    dft: each token's loss is weighted by its probability, without a gradient (dynamic fine-tuning, as in TRL's
+        SFTTrainer).
+    measures: report entropy and accuracy.
+
+    Raises ValueError for smoothing below 0 or above 1, or with dft, and for a router's loss where samples are unknown.
     """
 
     label_smoothing: float = 0.0
@@ -88,8 +91,12 @@ class CrossEntropy(Objective):
 class Distillation(CrossEntropy):
     """`teacher.weight` times the divergence from the teacher's distributions, and the rest of CrossEntropy.
 
-    Sums: also `divergence`, over target tokens; `token_loss` is the mix. `teacher`: see packs/reference.py. Raises
-    ValueError for an evaluation of packs with segments: a teacher reads these only in minibatches.
+    Sums: also `divergence`, over target tokens; `token_loss` is the mix.
+
+    label_smoothing, dft, measures: as of `CrossEntropy`.
+    teacher: a `Teacher` of the model that trains.
+
+    Raises ValueError for an evaluation of packs with segments, which a teacher reads in minibatches only.
     """
 
     teacher: Teacher

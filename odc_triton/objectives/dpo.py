@@ -30,13 +30,17 @@ Logits = Callable[[Mapping[str, Any]], Tensor | FusedLogits]  # of a pack's targ
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DPO(PairObjective):
-    """DPO of pairs, as PairObjective has them.
+    """DPO of pairs, as `PairObjective` has them.
 
         dpo = DPO(samples=samples, reference=Reference(frozen, model))
         report = run_step(model, plan.packs(rank), dpo, collate=dpo.collate)
         dpo.means(report.sums)["rewards/accuracies"]
 
-    reference: the logits of a pack's targets by the model that is not trained. Rewards are beta times the ratios.
+    samples, sums: as of `PairObjective`.
+    reference: the logits [n, V] of a pack's targets by the model that is not trained: a `Reference` or
+        `AdapterReference`.
+    beta: rewards are beta times the ratios.
+    kind: of the loss.
     """
 
     reference: Logits

@@ -35,13 +35,16 @@ _OF_PAIRS = ("log_odds_ratio", "log_odds_chosen", "logps/chosen", "logps/rejecte
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ORPO(PairObjective):
-    """ORPO of pairs, as PairObjective has them.
+    """ORPO of pairs, as `PairObjective` has them.
 
         orpo = ORPO(samples=samples)
         report = run_step(model, plan.packs(rank), orpo, collate=orpo.collate)
 
     Report: of sums that `means` divides. An evaluation has no common divisor of both terms: its loss is among these. As
-    in TRL, the gradient of a completion of probability 1 is not finite.
+        in TRL, the gradient of a completion of probability 1 is not finite.
+
+    samples, sums: as of `PairObjective`.
+    beta: the factor of the odds ratio's term.
     """
 
     beta: float = 0.1

@@ -20,10 +20,11 @@ from ..step import Objective, Sums
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PairObjective(Objective):
-    """`samples` 2i and 2i + 1 are the chosen and the rejected one of pair i; labels are IGNORED in the prompt.
+    """A loss of pairs. Terms: pairs.
 
-    plan: of `make_plan`, with pairs as groups. sums: SampleSums(model, samples=len(samples)), if ranks share pairs.
-    Terms: pairs.
+    samples: 2i and 2i + 1 are the chosen and the rejected one of pair i; labels are -100 in the prompt. They are
+        planned by `make_plan`, with pairs as groups.
+    sums: SampleSums(model, samples=len(samples)), if ranks share pairs.
 
     Raises ValueError for half a pair, and at the entry for packs that are not a plan's, pairs that are not together, a
     completion without tokens, pairs over ranks without `sums`, samples without labels, and a router's auxiliary loss.

@@ -21,9 +21,12 @@ from .pairs import PairObjective, rewards
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BradleyTerry(PairObjective):
-    """Scores of pairs, as PairObjective has them, by a sequence classifier of one label.
+    """Scores of pairs, as `PairObjective` has them, by a sequence classifier of one label.
 
-    The only label of a sample that is not IGNORED is that of one token more than it has: the token before it is scored.
+    The only label of a sample that is not -100 is that of one token more than it has: the token before it is scored.
+
+    samples, sums: as of `PairObjective`.
+    center: the factor of the squared sum of a pair's scores, which is added to the loss.
     """
 
     center: float = 0.0

@@ -35,8 +35,10 @@ _RUN = 2**24  # elements of one call, in whole blocks: on a GPU it counts in int
 class AdamW8bit(Optimizer):
     """`bitsandbytes.optim.AdamW8bit` for sharded parameters: 2.03 bytes of states per element instead of 8.
 
-    Parameters of fewer than `min_8bit_size` elements, over all ranks, have fp32 states. Blocks begin at a rank's first
-    row, so on one rank steps are bitsandbytes' own. Plain tensors are stepped too.
+    Blocks begin at a rank's first row, so on one rank steps are bitsandbytes' own. Plain tensors are stepped too.
+
+    params, lr, betas, eps, weight_decay: as of `torch.optim.AdamW`.
+    min_8bit_size: parameters of fewer elements, over all ranks, have fp32 states.
 
     Raises ImportError without bitsandbytes, ValueError for an option that it does not have, TypeError for a parameter
     that is not split by rows, or not fp32, bf16 or fp16.
@@ -69,7 +71,12 @@ class AdamW8bit(Optimizer):
         self.param_groups.append(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Torch's; states of other ranks are quantised again, a collective. Raises ValueError for another optimizer."""
+        """Torch's; states of other ranks are quantised again, a collective.
+
+        state_dict: of this class, from any number of ranks.
+
+        Raises ValueError for another optimizer.
+        """
         lists = ([p for each in of for p in each["params"]] for of in (state_dict["param_groups"], self.param_groups))
         saved = {p: state_dict["state"].get(number) for number, p in zip(*lists, strict=False)}
         taken = {p: _taken(p, states) for p, states in saved.items() if states}

@@ -14,8 +14,11 @@ class ChainedOptimizer(Optimizer):
 
         optimizer = ChainedOptimizer(Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=1e-3))
 
-    A step steps each, in this order, and publishes the parameters once. `optimizers`: what it was made of; use only
-    this one from then on. Raises ValueError for no optimizer, or a parameter in two of them.
+    A step steps each, in this order, and publishes the parameters once.
+
+    optimizers: what it is made of; use only this one from then on.
+
+    Raises ValueError for no optimizer, or a parameter in two of them.
     """
 
     def __init__(self, *optimizers: Optimizer) -> None:

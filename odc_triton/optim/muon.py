@@ -25,19 +25,23 @@ from .buffers import MuonBuffers
 
 
 class Muon(torch.optim.Muon):
-    """`torch.optim.Muon` for the matrices of a model that `fully_shard` sharded: the same arguments, groups and states.
+    """`torch.optim.Muon` for the matrices of a model that `fully_shard` sharded: the same arguments, groups and states,
+    as in torch 2.13.
 
         matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
         optimizer = Muon(matrices, lr=1e-3, adjust_lr_fn="match_rms_adamw")
 
     Each matrix has one rank that orthogonalises it, assigned by cost. It reads the update's rows [n, M] from their
     owners and writes the result's rows back; no collective. All ranks call `step`. The first one allocates 2 bytes per
-    element of the matrices, divided by the ranks that share memory. Other parameters need another optimizer: see
-    `ChainedOptimizer`. Source: torch/optim/_muon.py of torch 2.13.
+    element of the matrices, divided by the ranks that share memory. Other parameters go to another optimizer:
+    `ChainedOptimizer` makes one of both.
 
-    Raises ValueError for a parameter that is not 2-D, TypeError for one that is not sharded. `step` raises ValueError
-    for parameters of two models, RanksDiffer if ranks step other gradients or with other hyperparameters, RankLost if
-    a peer's process is gone, DeadlineExceeded if a live one is later than the `timeout` of `fully_shard`.
+    params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as of
+        `torch.optim.Muon`.
+
+    Raises TypeError for a parameter that is not sharded, ValueError for one that is not 2-D and, in `step`, for
+    parameters of two models; RanksDiffer if ranks step other gradients or with other hyperparameters; RankLost if a
+    peer's process is gone; DeadlineExceeded if a live one is later than the `timeout` of `fully_shard`.
     """
 
     _buffers: MuonBuffers | None = None

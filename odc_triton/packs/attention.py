@@ -70,10 +70,13 @@ def packed_mask(
     allow_is_bidirectional_skip: bool | None = None,
     **library: Any,
 ) -> Tensor | None:
-    """The mask counterpart of `packed_attention` (transformers' `AttentionMaskInterface`).
+    """The mask counterpart of `packed_attention` (transformers' `AttentionMaskInterface`, whose arguments it takes).
 
-    None, for a causal forward without padding or cache: `packed_attention` then separates the documents.
-    The library's SDPA mask (bool [B, 1, q_length, kv_length], or None) for anything else, and [Note: keys by index].
+    Returns None for a causal forward without padding or cache: `packed_attention` then separates the documents. Else,
+    and for a model whose layers choose keys by an indexer, the library's SDPA mask: bool [B, 1, q_length, kv_length],
+    or None.
+
+    q_length, kv_length, attention_mask, use_vmap, allow_is_bidirectional_skip, library: as transformers gives them.
 
     Raises PackingUnsupported for a causal mask with an overlay of the model's own (`use_vmap`).
     """
@@ -165,31 +168,31 @@ def keep_documents(model: nn.Module, args: tuple, given: dict[str, Any]) -> tupl
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Causal attention within each document (transformers' `AttentionInterface`).
+    """Causal attention within each document (transformers' `AttentionInterface`). `enable_packing` registers it.
 
-    Shapes: query [B, H, T, D], key and value [B, Hkv, T, D] with H a multiple of Hkv; result [B, T, H, D].
-
-    Documents begin at every row, and where `position_ids` ([1, T] or [B, T]) does not go up by one. Or they
-    are `cu_seq_lens_q` (int, [documents + 1], from 0 to B * T, over the rows laid end to end), which wins. On
-    CUDA, reading position ids synchronises with the device in every layer; cumulative lengths with `max_length_q`
-    (tokens of the longest document), as from `pack_collate` and `to_device`, do not. Keys have the queries'
-    documents.
+    Documents begin at every row, and where `position_ids` ([1, T] or [B, T]) does not go up by one. Or they are
+    `cu_seq_lens_q` (int, [documents + 1], from 0 to B * T, over the rows laid end to end), which wins. On CUDA, reading
+    position ids synchronises with the device in every layer; cumulative lengths with `max_length_q` (tokens of the
+    longest document), as from `pack_collate` and `to_device`, do not. Keys have the queries' documents.
 
     `sliding_window` (tokens a query sees, itself included), `softcap`, `s_aux` (one sink logit per head, [H]),
     `scaling` and `dropout` are honoured. Calls that are not of a pack (a cache, a mask, `is_causal=False`) go to the
-    library's SDPA, with all other options: [Note: what is not a pack].
+    library's SDPA, with all other options.
 
-    `segments`: for each document its `Segment` of a sample, None if it is whole. A segment's queries see the keys of
-    all tokens before it, which other segments of this pack compute, or those of other ranks, which publish them
-    (sequence/).
+    `segments` has for each document its `Segment` of a sample, None if it is whole. A segment's queries see the keys of
+    all tokens before it, which other segments of this pack compute, or those of other ranks, which publish them. With
+    `image_blocks`, as of `pack_collate`, in one row, each of a block's queries also sees those after it in the block.
+    With a mask and `indices` (int, [B, T, chosen]) a query sees the keys that an indexer has chosen for it.
 
-    `image_blocks`: as of `pack_collate`, in one row. Each of a block's queries also sees those after it in the block.
+    module: the layer.
+    query: [B, H, T, D].
+    key, value: [B, Hkv, T, D], H a multiple of Hkv.
+    attention_mask: None for a pack.
+    options: what is said above.
 
-    `indices` (int, [B, T, chosen]), with a mask: the keys that a query sees; see [Note: keys by index].
-
-    Raises PackingUnsupported for a model that can't take packs (no boundaries, an argument that would be
-    dropped), ValueError for inputs that are not a pack (documents in a row under a mask that joins them),
-    NotImplementedError for segments of samples whose keys are chosen by an indexer.
+    Returns [B, T, H, D], and None. Raises PackingUnsupported for a model that can't take packs (no boundaries, an
+    argument that would be dropped), ValueError for inputs that are not a pack (documents in a row under a mask that
+    joins them), NotImplementedError for segments of samples whose keys are chosen by an indexer.
     """
     attend = _outside_of_graphs if getattr(module, "_odc_outside_of_graphs", False) else _packed_attention
     return attend(module, query, key, value, attention_mask, **options)

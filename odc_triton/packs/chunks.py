@@ -28,7 +28,7 @@ TOKENS = 4096  # keeps a GPU busy, and reads and adds weights rarely
 
 
 def compute_in_chunks(model: nn.Module, tokens: int = TOKENS) -> list[str]:
-    """Runs MLPs and norms of a transformers model on `tokens` tokens at a time; returns their names.
+    """Runs MLPs and norms of a transformers model on `tokens` tokens at a time.
 
     They do so in layers that are checkpointed (`model.gradient_checkpointing_enable({"use_reentrant": False})`), and
     without gradients; elsewhere, in compiled layers and for fewer tokens nothing changes. No tensor of [tokens,
@@ -37,7 +37,7 @@ def compute_in_chunks(model: nn.Module, tokens: int = TOKENS) -> list[str]:
     Call it after PEFT and `replace_layers`, before or after `fully_shard`; a second call changes `tokens`. Mixtures of
     experts stay whole, as some also return their router's logits, and so do linear layers outside of an MLP (OPT).
 
-    Raises ValueError for `tokens` below 1.
+    Returns the names of these modules. Raises ValueError for `tokens` below 1.
     """
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
         raise ValueError(f"tokens is {tokens!r}; give the tokens of a chunk, 1 or more")

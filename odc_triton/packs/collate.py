@@ -24,6 +24,8 @@ class PackedDataset(torch.utils.data.Dataset):
 
     With it, a DataLoader whose `batch_sampler` is a `MinibatchSampler` fetches a list of packs per minibatch. A
     `Segment` in a pack gives its sample with the segment under "segment", which `pack_collate` cuts out.
+
+    dataset: gives a sample for an index.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -72,33 +74,35 @@ P = TypeVar("P", bound=Mapping[str, Any])
 def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
     """Per pack of samples one model input, its documents end to end. No packs give an empty list.
 
-    A sample has `input_ids` and, optionally, `labels` aligned with them (-100: not learned), as lists or 1-D
-    tensors of one length; without labels every token is learned. With images it has what its model's processor makes
-    of them for one text, without the dimension of the batch: `pixel_values`, `image_grid_thw`, `pixel_attention_mask`,
-    and `mm_token_type_ids` or `token_type_ids`, 1 for an image's tokens. With `position_ids` a sample may be several
+    A sample has `input_ids` and, optionally, `labels` aligned with them (-100: not learned), as lists or 1-D tensors of
+    one length; without labels every token is learned. With images it has what its model's processor makes of them for
+    one text, without the dimension of the batch: `pixel_values`, `image_grid_thw`, `pixel_attention_mask`, and
+    `mm_token_type_ids` or `token_type_ids`, 1 for an image's tokens. With `position_ids` a sample may be several
     documents: as in transformers one begins where they don't go on by 1, and labels say whether its first token is
-    learned. Keys that are no inputs of transformers' models are left out.
+        learned. Keys that are no inputs of transformers' models are left out.
 
-    Returns a list of dicts, T the pack's tokens. int64 tensors `[1, T]`: `input_ids`; `position_ids`, from 0 in each
+    A collated pack is a dict, T the pack's tokens. int64 tensors `[1, T]`: `input_ids`; `position_ids`, from 0 in each
     document; `labels`, aligned with `input_ids` as transformers has it (the model shifts them), -100 at each document's
     first token, which would otherwise be predicted from the document before. Where documents begin, by transformers'
     names: `cu_seq_lens_q` and `_k`, int32 `[documents + 1]` from 0 to T, `max_length_q` and `_k`, the longest one's
-    tokens. For `summed_loss`: `target_positions`, whose next label is learned. `to_device` moves a pack.
+        tokens. For `summed_loss`: `target_positions`, whose next label is learned. `to_device` moves a pack.
 
     With images it has their fields, joined along dim 0; `mm_token_type_ids`, `[1, T]`; `image_blocks`, of each run of
-    an image's tokens its document's first row, its first and the row after it; if they have grids
-    `mrope_position_ids`, `[3, 1, T]`. If a sample is in segments, one of them has all of its images.
+    an image's tokens its document's first row, its first and the row after it; if they have grids `mrope_position_ids`,
+    `[3, 1, T]`. Of a sample in segments only one has all of its images.
 
     With segments it has `segments`, a `Segment` or None for each document; positions that count in the sample; and
     instead of `labels` `shift_labels`, where position t has the label of the token after it, as a model that shifted
     them itself would lose the last target of every segment.
 
-    The list is what `minibatch(model, plan=…)` takes: its `tokens` are the packs' targets. Made of a MinibatchSampler's
-    packs it has their `plan`; `split`, the part of it about segments, None if no segment reads another pack's;
-    `samples`, the number of all ranks', 0 if it is unknown.
+    packs: lists of samples, as a DataLoader gets them from `PackedDataset`.
+
+    Returns the collated packs, as `minibatch(model, plan=…)` takes them: `tokens` are the packs' targets. Made of a
+    MinibatchSampler's packs they have their `plan`; `split`, the part of it about segments, None if no segment reads
+    another pack's; `samples`, the number of all ranks', 0 if it is unknown.
 
     Raises ValueError for an empty pack, a sample without tokens, ids that are not 1-D integers, labels of another
-    length, other inputs of a model, a segment beyond its sample, a branch whose parent in the pack has other tokens,
+    length, other inputs of a model, a segment beyond its sample, a branch from a sample of the pack with other tokens,
     videos, and images that don't fit their tokens, one another or a segment, naming pack and sample.
     """
     made = MinibatchPacks.like(packs, (_collate(pack, at) for at, pack in enumerate(packs)))

@@ -92,18 +92,18 @@ class _Seen:
 def enable_packing(model: nn.Module) -> None:
     """Makes a transformers causal LM attend within the documents of a pack, and checks that it does.
 
-    Or a sequence classifier on a decoder, whose forward then takes `logits_to_keep` for the scores of single tokens.
+    Call it on the plain model, before `fully_shard`. Probe forwards of 12 tokens, in eval mode, without gradients and
+    with the random state kept, show that every layer calls `packed_attention` with the documents' boundaries, that a
+    document's logits do not change with its neighbour's tokens, nor its queries and keys with its neighbour's
+    positions, also beyond the original length, and (for fp32 weights) that the logits equal those of the former
+    attention for the document alone. A vision tower keeps its attention. Recurrent layers of transformers' functions
+    get them in their documents' bounds; others, which would carry a state across documents, are refused. For a model on
+    the meta device a small one of its class and config is probed, with random weights.
 
-    Call it on the plain model, before `fully_shard`. Probe forwards of 12 tokens, in eval mode, without
-    gradients and with the random state kept, show that every layer calls `packed_attention` with the
-    documents' boundaries, that a document's logits do not change with its neighbour's tokens, nor its queries and keys
-    with its neighbour's positions, also beyond the original length, and (for fp32 weights) that the logits
-    equal those of the former attention for the document alone. A vision tower keeps its
-    attention. Recurrent layers of transformers' functions get them in their documents' bounds (recurrent/); others,
-    which would carry a state across documents, are refused.
-    For a model on the meta device a small one of its class and config is probed, with random weights (`stand_in`).
+    model: a causal LM; or a sequence classifier on a decoder, whose forward then takes `logits_to_keep` for the scores
+        of single tokens.
 
-    Raises PackingUnsupported if a check fails; the former attention is then restored. ValueError for PEFT's prompt
+    Raises PackingUnsupported if a check fails; the former attention is then restored; ValueError for PEFT's prompt
     tuning.
     """
     name = type(model).__name__

@@ -24,14 +24,16 @@ _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def model_inputs(pack: Mapping[str, Any], model: nn.Module | None = None) -> dict[str, Any]:
-    """The inputs of a training forward of `pack`.
+    """The inputs of a training forward of `pack`: its ids, positions and segments; its images, as `model` takes them;
+    its cumulative lengths if it has them (`cu_seq_lens_q`, `max_length_q`, ..., transformers' names) and `model`, if
+    given, takes them; and no cache, which would hold every layer's keys and values unused.
 
-    Its ids, positions and segments; its images, as `model` takes them; its cumulative lengths if it has them
-    (`cu_seq_lens_q`, `max_length_q`, ..., transformers' names) and `model`, if given, takes them; and no cache, which
-    would hold every layer's keys and values unused. With `model`, after `enable_packing`: see [Note: a prepared mask].
+    pack: of `pack_collate`.
+    model: after `enable_packing`. Where it can, its packs come with an empty mask of four dimensions, so that
+        transformers does not look for documents, which would synchronise with the device.
 
     Raises RuntimeError for segments of samples on a `model` with another attention, which would ignore them, and
-    ValueError for images on a model of a family that is not supported, and for the model's other inputs.
+    ValueError for images on a model of a kind that is not supported, and for the model's other inputs.
     """
     if model is not None and "segments" in pack and not is_packed(innermost(model)):
         raise RuntimeError(
@@ -76,12 +78,12 @@ def _takes_bounds(model: nn.Module) -> bool:
 def summed_loss(model: nn.Module, pack: Mapping[str, Any]) -> Tensor:
     """Cross-entropy summed over the pack's target tokens, a scalar in fp32; 0 without targets.
 
-    Token t is predicted from position t - 1; labels of -100 are no targets. Divide by the *global* number of
-    targets before `backward()`. The head runs on the predicting positions only, if the model's forward
-    takes `logits_to_keep` (transformers' causal LMs do): logits then cost memory by target, not by token.
+    Token t is predicted from position t - 1; labels of -100 are no targets. Divide by all ranks' number of targets
+    before `backward()`. The head runs on the predicting positions only, if the model's forward takes `logits_to_keep`
+    (transformers' causal LMs do): logits then cost memory by target, not by token.
 
-    A pack of several documents needs `enable_packing(model)` first; a single document does not. On a GPU, a pack
-    without `target_positions` (`pack_collate` gives them) makes the host wait for the device to find them.
+    model: a causal LM of transformers. For packs of several documents call `enable_packing(model)` first.
+    pack: of `pack_collate`. On a GPU, one without `target_positions` makes the host wait for the device to find them.
 
     Raises ValueError if `labels` is not [1, T], for PEFT's prompt tuning, and for a model whose config has a router's
     auxiliary loss, which `summed_losses` returns too.
@@ -96,10 +98,16 @@ def distillation_loss(
 ) -> Tensor:
     """The divergence of `model` from `teacher` summed over the pack's target tokens: a scalar in fp32.
 
-    Call it in `minibatch(model)` and divide by the *global* number of targets, as with `summed_loss`. `teacher` is
-    sharded over the same ranks and read on demand: it needs no minibatch. It computes in evaluation mode, without
-    gradients, and may be `model` itself. With fused heads in both neither's logits are ever whole. Arguments and
-    errors are those of `odc_triton.divergence` and `summed_loss`.
+    Call it in `minibatch(model)` and divide by all ranks' number of targets, as with `summed_loss`. With fused heads
+    in both neither's logits are ever computed.
+
+    model: what `fully_shard` returned.
+    teacher: is sharded over the same ranks and read on demand: it needs no minibatch. It computes in evaluation mode,
+        without gradients, and may be `model` itself.
+    pack: of `pack_collate`.
+    beta, temperature: as in `odc_triton.divergence`.
+
+    Raises ValueError as `odc_triton.divergence` and `summed_loss`.
     """
     refuse_router_loss(model, f"which this leaves out: {NO_ROUTER_LOSS}")
     logits, _ = predictions(model, pack)
@@ -143,10 +151,14 @@ def refuse_router_loss(model: nn.Module, instead: str) -> None:
 
 
 def predictions(model: nn.Module, pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """(logits [n, V], targets [n]) of the pack's n target tokens, in their order.
+    """Logits and targets of the pack's n target tokens, in their order.
 
     The logits may be a fused head's, which `cross_entropy` and `odc_triton.log_probs` take. A router's auxiliary loss
-    is not computed. Raises ValueError if `labels` is not [1, T], and for PEFT's prompt tuning.
+    is not computed.
+
+    model, pack: as in `summed_loss`.
+
+    Returns (logits [n, V], targets [n]). Raises ValueError if `labels` is not [1, T], and for PEFT's prompt tuning.
     """
     refuse_prompt_learning(model)
     shifted = "shift_labels" in pack

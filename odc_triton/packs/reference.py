@@ -18,8 +18,11 @@ class Reference(Participant):
     """A sharded model that is never stepped, called with a pack after the forward of the one that is, `policy`.
 
     If `enable_split` was called on both models, its ranks read segments by the policy's plan. In each wave they run the
-    policy's forward, this model's, and the backward, so [Note: waves] holds. After a minibatch that failed, the next
-    would fail too.
+    policy's forward, this model's, and the backward, so no rank waits in a circle. After a minibatch that failed, the
+    next would fail too.
+
+    model: is sharded over the same ranks.
+    policy: the model that trains.
     """
 
     name = "reference"
@@ -65,7 +68,10 @@ class Reference(Participant):
 
 
 class AdapterReference:
-    """A PEFT model without its adapters, as a reference of itself, which takes no memory of its own."""
+    """A PEFT model without its adapters, as a reference of itself, which takes no memory of its own.
+
+    policy: the model that trains.
+    """
 
     def __init__(self, policy: nn.Module) -> None:
         self._policy: Any = policy
@@ -79,8 +85,10 @@ class AdapterReference:
 class Teacher(Reference):
     """A reference from whose whole distribution the model learns, as in TRL's `generalized_jsd_loss`.
 
-    beta: 0 for KL(teacher || model), 1 for KL(model || teacher), between them Jensen-Shannon. temperature: divides both
-    models' logits. weight: of the divergence in the loss, the rest of which, `1 - weight`, is the job's own.
+    model, policy: as of `Reference`.
+    beta: 0 for KL(teacher || model), 1 for KL(model || teacher), between them Jensen-Shannon.
+    temperature: divides both models' logits.
+    weight: of the divergence in the loss, the rest of which, `1 - weight`, is the job's own.
     """
 
     name = "teacher"

@@ -28,12 +28,14 @@ def attention_factor(attention: Timings, linear: Timings) -> float:
 class CostModel:
     """Cost of a sequence of s tokens = quadratic s² + linear s, in arbitrary units.
 
-    Attention is the quadratic part, all work per token the linear part. `head` is the part of that which tokens
-    without a target don't cost, where it is known which these are (shared prefixes). `pair` is what a token costs more
-    in a segment between two others of its sample, which makes the pair that hands on a recurrent layer's state, where
-    the first and the last segment need none. `microbatch` is the cost of a microbatch without its documents (launches,
-    small layers). It does not depend on the documents, so it counts in `pack` and never decides between two assignments
-    with equally many packs.
+    quadratic: of attention.
+    linear: of all work per token.
+    microbatch: of a microbatch, whatever its documents (launches, small layers). It counts in `pack` and never decides
+        between two assignments with equally many packs.
+    head: the part of `linear` which tokens without a target don't cost, where it is known which these are (shared
+        prefixes).
+    pair: what a token costs more in a segment between two others of its sample, which makes the pair that hands on a
+        recurrent layer's state, where the first and the last segment need none.
 
     Raises ValueError for a coefficient that is negative or not finite, if the cost does not grow with s, and for a head
     of the linear part or more.
@@ -88,7 +90,10 @@ class CostModel:
         return (self.quadratic * (start + stop) + self.linear) * (stop - start) - self.head * without
 
     def reach(self, start: int, cost: float, learned: int = 0) -> float:
-        """The token up to which a document's tokens from `start` cost `cost`: where `segment` is inverted."""
+        """The token up to which a document's tokens from `start` cost `cost`: where `segment` is inverted.
+
+        learned: as in `segment`.
+        """
         linear = self.linear
         if start < learned:
             if cost < (before := self.segment(start, learned, learned)):
@@ -101,7 +106,7 @@ class CostModel:
         return 2 * cost / (linear + math.sqrt(linear**2 + 4 * self.quadratic * cost))
 
     def pack(self, lengths: Iterable[int]) -> float:
-        """Cost of one microbatch of documents: the sum of theirs, as attention keeps them apart."""
+        """Cost of one microbatch of documents of these `lengths`: the sum of theirs, as attention keeps them apart."""
         return self.microbatch + math.fsum(self.sequence(tokens) for tokens in lengths)
 
     @classmethod
@@ -114,17 +119,20 @@ class CostModel:
         """FLOPs of forward and backward of a decoder, from the attributes of its transformers config.
 
         With L layers that have attention, R that are recurrent, W weights that a token is multiplied with in all layers
-        (see `Decoder.of`; of experts only those that a token is routed to), hidden width h, vocabulary V, q query heads
-        whose keys and values are k and v wide, and r FLOPs of a recurrent layer's rule (`RecurrentSizes.flops`):
+        (of experts only those that a token is routed to), hidden width h, vocabulary V, q query heads whose keys and
+        values are k and v wide, and r FLOPs of a recurrent layer's rule:
 
             forward, per token    2 [ W + h V ] + R r
             forward, attention    L * 2 q (k + v) s² / 2   (scores, weighted sum; half, as causal)
             backward              twice the forward
             pair, per token       0.48 of the rule's, forward and backward, where it is a matrix
 
-        `attention`, `rule`: the time of a FLOP of attention, and of a recurrent layer's rule, in those of linear
-        layers, which `odc-triton tune` measures and prints. Left out: norms, the optimizer, recomputation by activation
-        checkpointing and flash attention, sliding windows (their layers cost less), a router's imbalance.
+        Left out: norms, the optimizer, recomputation by activation checkpointing and flash attention, sliding windows
+        (their layers cost less), a router's imbalance.
+
+        config: of a causal LM, or its text part.
+        attention, rule: the time of a FLOP of attention, and of a recurrent layer's rule, in those of linear layers,
+            which `odc-triton tune` measures and prints.
 
         Raises ValueError naming an attribute that is missing or not positive.
         """

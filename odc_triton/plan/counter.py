@@ -18,9 +18,12 @@ from ..base.errors import DeadlineExceeded
 
 
 class StoreCounter:
-    """Atomic numbers in `store`, a connection that nothing else uses. For any thread.
+    """Atomic numbers in `store`, a connection that nothing else uses. For any thread. `store_counter` makes it.
 
-    A store whose host is stopped, not dead, does not answer, and torch's `add` has no deadline: an `Asker` has one.
+    A store whose host is stopped, not dead, does not answer, and torch's `add` has no deadline: this one has.
+
+    timeout_s: seconds of one request.
+    number: of this counter among those of the job.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float, number: int = 0) -> None:
@@ -29,11 +32,14 @@ class StoreCounter:
         self._asker = Asker("odc-counter")
 
     def add(self, key: str, amount: int) -> int:
-        """The new number under `key`. Raises DeadlineExceeded, and DistNetworkError when the store's host is gone."""
+        """Adds `amount` to the number under `key`, and returns the new one.
+
+        Raises DeadlineExceeded if the store does not answer, DistNetworkError when its host is gone.
+        """
         return self.ask("add", key, amount)
 
     def ask(self, method: str, *given: Any) -> Any:
-        """What that method of the store returns. Raises as `add`."""
+        """What that method of the store returns for the arguments `given`. Raises as `add`."""
         if not self._is_lost:
             answer = self._asker.ask(partial(getattr(self._store, method), *given))
             if wait([answer], self._timeout_s).done:

@@ -9,11 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens `start` up to, not including, `stop` of a sample. Raises ValueError if it is empty, or no branch.
+    """Tokens `start` up to, not including, `stop` of a sample.
 
-    `parent`: for the first segment of a branch, the sample that it branches from: it begins with the same `start`
-    tokens and computes token `start` - 1. None: the segment before this one is of the same sample. `length`: the
-    sample's tokens, in a collated pack.
+    sample: its number.
+    parent: of the first segment of a branch, the sample that it branches from: that begins with the same `start` tokens
+        and computes token `start` - 1. None: the segment before this one is of the same sample.
+    length: the sample's tokens, in a collated pack.
+
+    Raises ValueError if it is empty, or no branch.
     """
 
     sample: int

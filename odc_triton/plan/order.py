@@ -47,9 +47,11 @@ class Mix:
     epoch the other half: each set is a fixed shuffled ring; an epoch takes the next `taken` samples of it. So all
     epochs have the same size, and the counts of a set's samples differ by at most one after any number of epochs.
 
-    Samples are numbered one set after the other. A set whose samples an epoch takes more than once has several
-    numbers for each, `copies`, so that no number occurs twice in an epoch: packs and segments identify samples by
-    number.
+    Samples are numbered one set after the other. A set whose samples an epoch takes more than once has several numbers
+    for each, `copies`, so that no number occurs twice in an epoch: packs and segments identify samples by number.
+
+    sizes: samples of each set.
+    weights: of each set, by default 1.
 
     Raises ValueError for weights that don't match the sets, are not positive, or take no sample.
     """
@@ -84,7 +86,7 @@ class Mix:
         return sum(size * copies for size, copies in zip(self.sizes, self.copies, strict=True))
 
     def order(self, epoch: int, seed: str) -> list[int]:
-        """The numbers of the samples that an epoch takes, from 0."""
+        """The numbers of the samples that an epoch takes, from 0, in the order of a shuffle by `seed`."""
         chosen: list[int] = []
         begin = 0
         for place, (size, count, copies) in enumerate(zip(self.sizes, self.taken, self.copies, strict=True)):

@@ -40,7 +40,8 @@ def checked_lengths(lengths: Sequence[int], token_cap: int, *, ranks: int = 1) -
 def best_fit_decreasing(lengths: Sequence[int], *, token_cap: int) -> list[list[int]]:
     """Indices of `lengths` in few packs of at most `token_cap` tokens (at most 11/9 of the fewest, plus 1).
 
-    Longest first, each into the fullest pack with enough free tokens. Raises as `checked_lengths`.
+    Longest first, each into the fullest pack with enough free tokens. Raises ValueError for lengths below 1 or over the
+    cap.
     """
     return best_fit(checked_lengths(lengths, token_cap), token_cap)
 
@@ -66,10 +67,11 @@ def pack(
 ) -> list[list[int]]:
     """Indices of `lengths` in `count` packs of at most `token_cap` tokens, nearly equal in cost, costliest first.
 
-    `count` None means as few as best-fit decreasing needs; a larger one is reached by dividing packs, and no
-    pack is empty. `cost`: a model of it, or the cost of each sample.
+    cost: a model of it, or the cost of each sample.
+    count: None means as few as best-fit decreasing needs; a larger one is reached by dividing packs, and no pack is
+        empty.
 
-    Raises ValueError as `checked_lengths`, and if `count` packs are too few for the tokens or more than
+    Raises ValueError for lengths below 1 or over the cap, and if `count` packs are too few for the tokens or more than
     the samples.
     """
     lengths = checked_lengths(lengths, token_cap)

@@ -57,10 +57,14 @@ def refine(
     """Moves and swaps items between `groups` until no single exchange makes the heaviest group lighter.
 
     Each step takes the best exchange between the heaviest group and any other (of many groups: one of the lightest, if
-    possible) that leaves both below the heaviest's former sum. A group without one is settled, and the next heaviest
-    is tried. So the largest sum never grows, no group that had an item becomes empty, and the sums below the largest
-    are balanced too. `equal_sizes` keeps the multiset of sizes; with `tokens` and `token_cap` no group exceeds the
-    cap in tokens.
+    possible) that leaves both below the heaviest's former sum. A group without one is settled, and the next heaviest is
+    tried. So the largest sum never grows, no group that had an item becomes empty, and the sums below the largest are
+    balanced too.
+
+    groups: lists of indices into `costs`.
+    costs: of each item.
+    equal_sizes: keeps the multiset of sizes.
+    tokens, token_cap: the items' tokens, of which no group gets more.
     """
     count, items = len(groups), len(costs)
     if max(map(len, groups)) < 2:  # exchanging single items makes the heaviest group no lighter

@@ -19,17 +19,17 @@ from .segments import Groups, PacksOfRanks, SplitPlan
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """Who computes what in one minibatch.
+    """Who computes what in one minibatch. A process that gets it pickled has all but the rows and the packs.
 
     ready: by rank, microbatches in the order in which it computes them, an empty one where it has no part in a wave.
-        `ready_cost`: of these, on the slowest rank, where it is known.
     unpacked: by rank, places of samples that it packs itself, and computes after those.
     queue: packs that ranks take at run time after those; None if there is no queue.
+    samples: whose places these are; None if they are unknown.
+    token_cap: the most tokens of a pack of `unpacked`.
+    ready_cost: of `ready`, on the slowest rank, where it is known.
     split: who computes which part of what several ranks compute; None if no rank needs what another computes.
     estimate: the step's cost; infinite where it is not compared.
     checksum: of the samples, None if they are unknown: ranks with another one have other samples.
-
-    A process that gets it pickled has all but the rows and the packs.
     """
 
     ready: Sequence[Sequence[list[Entry]]]
@@ -46,7 +46,15 @@ class Plan:
     def by_hand(
         cls, ready: PacksOfRanks, *, replicas: int = 1, contents: str = "", groups: Groups | None = None
     ) -> Plan:
-        """Of all ranks' packs. Raises as `SplitPlan.of`, and ValueError for a sample that is there twice."""
+        """A plan of all ranks' packs, without a sampler.
+
+        ready: by rank, its packs in order.
+        replicas: consecutive ranks of equal number that share memory.
+        contents: a hash of the tokens that samples share.
+        groups: by sample, the number of its group.
+
+        Raises ValueError for a sample that is there twice, and for segments that don't fit together.
+        """
         plain = [[[e if isinstance(e, Segment) else operator.index(e) for e in pack] for pack in own] for own in ready]
         whole = Counter(e for own in plain for pack in own for e in pack if not isinstance(e, Segment))
         if twice := [sample for sample, count in whole.items() if count > 1]:
@@ -94,7 +102,7 @@ class Plan:
         return made
 
     def targets(self, names: Iterable[int]) -> int | None:
-        """The targets of these samples; None if they are unknown."""
+        """The targets of the samples with these `names`; None if they are unknown."""
         if self.samples is None or self.samples.learned is None:
             return None
         learned = dict(zip(self.samples.names, self.samples.learned, strict=True))
@@ -108,11 +116,15 @@ class Plan:
 
 
 class MinibatchPacks(list):
-    """One rank's packs of a minibatch, or what was made of them. `plan`: of all ranks, None if it is unknown. `tokens`:
-    the rank's targets, None if they are unknown.
+    """One rank's packs of a minibatch, or what was made of them.
 
     They survive a DataLoader's workers, pickling and pinning, also on a rank without packs; accelerate's loaders make
     plain lists of them.
+
+    packs: lists of samples' numbers, or collated packs.
+    plan: of all ranks, None if it is unknown.
+    rank: whose they are.
+    tokens: the rank's targets, None if they are unknown.
     """
 
     plan: Plan | None = None

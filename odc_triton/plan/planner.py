@@ -18,13 +18,16 @@ SHARED = "shared"  # tokens that samples share are computed once, whatever else 
 
 
 def make_plan(samples: Samples, limits: Limits, balance: str = "mini") -> Plan:
-    """Who computes what. Every rank computes the whole plan; nothing is communicated. No samples make an empty one.
+    """Who computes what. Every rank computes the whole plan; nothing is communicated.
 
-    `balance`: see `MinibatchSampler`. With "mini" samples are split as far as `limits` allow, and tokens that they
-    share are computed once, where that takes less. With a queue nothing is shared. SPLIT, SHARED: that in any case.
-    Groups of samples are kept together by "mini" and SHARED, which are then the same.
+    samples: of the minibatch; none make an empty plan.
+    limits: the ranks, and what they hold.
+    balance: as in `MinibatchSampler`. With "mini" samples are split as far as `limits` allow, and tokens that they
+        share are computed once, where that takes less. With a queue nothing is shared. Groups of samples are kept
+        together by "mini".
 
-    Raises ValueError as the strategies, and for `split_tokens` or groups with one that can't split, or keep them.
+    Raises ValueError for too few samples for the packs that they need, and for `split_tokens` or groups with a balance
+    that can't split, or keep them.
     """
     if samples.groups is not None and balance not in ("mini", SHARED):
         raise ValueError(f"balance {balance!r} can't keep groups of samples together: use 'mini', or give no groups")
@@ -136,16 +139,21 @@ def assign(
     cost: CostModel | None = None,
     extra: Sequence[float] | None = None,
 ) -> list[Packs]:
-    """Assigns samples of `lengths` tokens: a list over `ranks` of lists of packs of indices into `lengths`.
+    """Assigns samples to ranks and packs. Deterministic: the same arguments give the same result on every rank.
 
-    Every index is in exactly one pack, no pack is empty or has more than `token_cap` tokens, a rank's packs
-    come costliest first. `balance` is one of `BALANCES`. `cost` defaults to `CostModel.paper_7b()`.
-    `extra`: what each sample costs in addition to its tokens, in the same units, such as `TowerCost.sample`.
-    Deterministic: every rank that calls it with the same arguments gets the same result.
+    Every index is in exactly one pack, no pack is empty or has more than `token_cap` tokens, a rank's packs come
+    costliest first.
 
-    Raises ValueError for an unknown `balance`, `ranks` or `token_cap` below 1, empty lengths, lengths below 1
-    or over the cap, extra costs that don't fit (see `CostModel.samples`), and, under "micro" and "global" only, too few
-    samples for the packs that they need (see there).
+    lengths: tokens of each sample.
+    ranks: their number.
+    token_cap: the most tokens of a pack.
+    balance: one of `BALANCES`.
+    cost: by default `CostModel.paper_7b()`.
+    extra: of each sample, what it costs in addition to its tokens, in the same units, such as `TowerCost.sample`.
+
+    Returns by rank its packs, lists of indices into `lengths`. Raises ValueError for an unknown `balance`, `ranks` or
+    `token_cap` below 1, empty lengths, lengths below 1 or over the cap, extra costs that don't fit, and, under "micro"
+    and "global" only, too few samples for the packs that they need.
     """
     plan = _plan_of(lengths, ranks, token_cap, balance, cost, extra)
     return [[*plan.packs(rank)] for rank in range(ranks)]
@@ -164,7 +172,11 @@ def assign_one(
     """`assign(...)[rank]`, without packing the other ranks' samples if nothing depends on it (LB-Mini).
 
     Every rank runs this before each minibatch: for 1,024 ranks of 16 samples it takes a fraction of `assign`'s time.
-    Raises as `assign`, and IndexError for a `rank` that does not exist.
+
+    rank: whose packs.
+    lengths, ranks, token_cap, balance, cost, extra: as in `assign`.
+
+    Raises IndexError for a `rank` that does not exist, and as `assign`.
     """
     return [*_plan_of(lengths, ranks, token_cap, balance, cost, extra).packs(rank)]
 

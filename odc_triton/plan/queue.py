@@ -35,10 +35,10 @@ Packs = list[list[int]]
 
 
 class Counter(Protocol):
-    """A queue's interface to a store: `counter.StoreCounter`, or any torch.distributed.Store."""
+    """A queue's interface to a store: a `StoreCounter`, or any torch.distributed.Store."""
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to the number under `key`, 0 at first, and returns the new one. Atomic over all ranks."""
+        """Adds `amount` to the number under `key`, 0 at first, and returns the new one. Atomic over all ranks."""
         ...
 
     def delete_key(self, key: str) -> bool: ...
@@ -71,14 +71,17 @@ def queue_packs(
 ) -> Packs:
     """Indices of `lengths` (tokens) in packs of at most `token_cap` tokens, in the order in which to take them.
 
-    Every index is in exactly one pack. Small samples share a pack that costs up to a sixteenth of a rank's part;
-    the others are packs of one, as the last packs decide how evenly the ranks end. `cost` defaults to
-    `CostModel.paper_7b()`; it affects the balance, never the result. Deterministic: every rank that calls it with the
-    same arguments gets the same packs. `preload`: the cost of each rank's work before it takes a pack, which counts in
-    the rank's part. `extra`: what each sample costs in addition to its tokens.
+    Every index is in exactly one pack. Small samples share a pack that costs up to a sixteenth of a rank's part; the
+    others are packs of one, as the last packs decide how evenly the ranks end. Deterministic: every rank that calls it
+    with the same arguments gets the same packs.
 
-    Raises ValueError for `ranks` or `token_cap` below 1, empty lengths, lengths below 1 or over the cap, and as
-    `CostModel.samples`.
+    ranks: their number.
+    cost: by default `CostModel.paper_7b()`; it affects the balance, never the result.
+    preload: the cost of each rank's work before it takes a pack, which counts in the rank's part.
+    extra: of each sample, what it costs in addition to its tokens.
+
+    Raises ValueError for `ranks` or `token_cap` below 1, empty lengths, lengths below 1 or over the cap, and for extra
+    costs that don't fit.
     """
     lengths = checked_lengths(lengths, token_cap)
     if ranks < 1:
@@ -123,13 +126,18 @@ class QueuedPacks:
             for pack in queued:  # indices into the data set
                 ...
 
-    `packs`: the shared ones. `waves`: by rank, its parts of the waves, which it runs before it takes a pack.
-    `split`: the plan of the segments in them, None without segments. `samples`: in the minibatch. `tokens`: this rank's
-    targets, see `own_part`, None if the sampler does not know them.
+    It has `packs`, the shared ones; `waves`, by rank, its parts of the waves, which it runs before it takes a pack;
+    `split`, the plan of the segments in them, None without segments; `samples`, in the minibatch; and `tokens`, the
+    targets of this rank's `own_part`, None if the sampler does not know them.
 
     Take them inside the minibatch: ranks start together at its entry, and at its exit an incomplete one (a rank died, a
-    microbatch raised) raises on every rank. The rank that computes a pack depends on timing; each pack is
-    computed exactly once.
+    microbatch raised) raises on every rank. The rank that computes a pack depends on timing; each pack is computed
+    exactly once.
+
+    plan: with a queue.
+    key: of this minibatch in the counter.
+    counter: shared by the ranks.
+    rank: this one.
     """
 
     def __init__(self, plan: Plan, *, key: str, counter: Counter, rank: int) -> None:
@@ -157,7 +165,7 @@ class QueuedPacks:
     def take(self) -> list[Entry] | None:
         """This rank's next wave, then the next free pack; None when all are taken.
 
-        Raises the counter's errors: a store's DeadlineExceeded, and torch's DistNetworkError when its host is gone.
+        Raises DeadlineExceeded if the counter's store does not answer, DistNetworkError when its host is gone.
         """
         if (wave := next(self._own, None)) is not None:
             return wave

@@ -28,10 +28,15 @@ _MARKED = 8  # first tokens of a sample with images, which are compared together
 
 @dataclass(frozen=True, slots=True)
 class Relatives:
-    """What samples, by number, have in common. `lengths`: their tokens; `order`: the samples in the order of their
-    tokens; `place`: of each in it; `shared`: by place, the tokens that a sample shares with the one before it; `free`:
-    by sample, the tokens before its first target, 0 if it has an image after that; `contents`: by sample, a hash of
-    all that it shares with others; `floors`: by sample, the tokens up to and including its last image's.
+    """What samples share, as `find_relatives` finds it. By number of a sample, or where it is said by its place.
+
+    lengths: their tokens.
+    order: the samples in the order of their tokens.
+    place: of each in it.
+    shared: by place, the tokens that a sample shares with the one before it.
+    free: the tokens before its first target, 0 if it has an image after that.
+    contents: a hash of all that it shares with others.
+    floors: the tokens up to and including its last image's.
     """
 
     lengths: list[int]
@@ -44,7 +49,7 @@ class Relatives:
 
     @classmethod
     def none(cls, lengths: list[int], floors: Sequence[int] | None) -> Relatives:
-        """For samples that share nothing."""
+        """Of samples of these `lengths` that share nothing. `floors`: as of the class, by default 0."""
         order, nothing = [*range(len(lengths))], [0] * len(lengths)
         floors = nothing if floors is None else [*map(int, floors)]
         return cls(lengths, order, order, np.zeros(len(order), dtype=np.int64), nothing, [""] * len(order), floors)
@@ -149,12 +154,16 @@ def first_own(alike: int) -> int:
 
 
 def find_relatives(samples: Sequence[Mapping[str, Any]], progress: Callable[[int], None] | None = None) -> Relatives:
-    """Compares the samples' tokens. `samples`: as `pack_collate` takes them, with `input_ids` and maybe `labels`.
+    """Compares the samples' tokens, to compute once what they share.
 
-    Only tokens that are not learned are shared: a sample without labels shares none. Samples with images share only
-    if they begin with the same tokens and images (`pixel_values`, …) up to the first token after the last of these,
-    where the first may branch. Samples are read one by one, those with a common prefix more than once; `progress` is
-    called with the number read so far.
+    Only tokens that are not learned are shared: a sample without labels shares none. Samples with images share only if
+    they begin with the same tokens and images (`pixel_values`, …) up to the first token after the last of these, which
+    is the first place where they may differ. Samples are read one by one, those that begin alike more than once.
+
+    samples: as `pack_collate` takes them, with `input_ids` and maybe `labels`.
+    progress: is called with the number read so far.
+
+    Returns what `MinibatchSampler(relatives=…)` takes.
     """
     count = len(samples)
     lengths, free, floors, order, place = [0] * count, [0] * count, [0] * count, list(range(count)), [0] * count
@@ -202,7 +211,7 @@ def find_relatives(samples: Sequence[Mapping[str, Any]], progress: Callable[[int
 
 
 def floor_of(sample: Mapping[str, Any]) -> int:
-    """The tokens of a sample (see `pack_collate`) up to and including its last image's; 0 without images."""
+    """The tokens of a sample, as `pack_collate` takes it, up to and including its last image's; 0 without images."""
     if sample.get("pixel_values") is None:
         return 0
     types = next((sample[name] for name in TOKEN_TYPES if sample.get(name) is not None), ())

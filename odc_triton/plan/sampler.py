@@ -23,9 +23,9 @@ class MinibatchSampler:
 
     Works as a DataLoader's `batch_sampler`, the data set wrapped in `PackedDataset` and
     `collate_fn=pack_collate`. A minibatch is the next world * samples_per_rank samples of a shuffle by seed
-    and epoch (see `Mix`, also for several data sets with weights), assigned to the ranks by `balance` (see
-    `strategies`): its samples depend neither on `balance` nor on the factors of that product. Every rank
-    computes the whole assignment; nothing is communicated.
+    and epoch (or of the sets of a `Mix`, by their weights), assigned to the ranks by `balance`: its samples depend
+    neither on `balance` nor on the factors of that product. Every rank computes the whole assignment; nothing is
+    communicated.
 
     The position is explicit: `epoch`, and `minibatch`, the index of the next one to yield. Iterating continues from
     there to the end of the epoch; the position is then the start of the next one. So a second `iter` yields the next
@@ -34,37 +34,36 @@ class MinibatchSampler:
     With balance "queue" it yields `QueuedPacks` instead, whose packs the ranks take at run time, except those
     with segments. Position and samples are the same; a DataLoader, which would take them all at once, cannot be used.
 
-    Args:
-        lengths: tokens of each sample of the data set, or of all data sets, one after the other.
-        samples_per_rank: samples per rank and minibatch, on average.
-        token_cap: most tokens in one pack.
-        balance: "mini" for ODC, "queue" for ODC on ranks that are not equally fast; "micro", "global" or "local"
-        where every rank must run equally many microbatches (FSDP).
-        seed: of the shuffle; the same on every rank.
-        rank, world: default to the environment's RANK and WORLD_SIZE, then to 0 and 1.
-        cost: defaults to `CostModel.paper_7b()`; better is `CostModel.from_config(model.config)`.
-        extra: what each sample costs in addition to its tokens, in the units of `cost`: for a model with images
+    lengths: tokens of each sample of the data set, or of all data sets, one after the other.
+    samples_per_rank: samples per rank and minibatch, on average.
+    token_cap: most tokens in one pack.
+    balance: "mini" for ODC, "queue" for ODC on ranks that are not equally fast; "micro", "global" or "local" where
+        every rank must run equally many microbatches (FSDP).
+    seed: of the shuffle; the same on every rank.
+    rank, world: default to the environment's RANK and WORLD_SIZE, then to 0 and 1.
+    cost: defaults to `CostModel.paper_7b()`; better is `CostModel.from_config(model.config)`.
+    extra: of each sample, what it costs besides its tokens, in the units of `cost`: of a model with images
         `TowerCost.sample`.
-        floors: each sample's earliest cut: its tokens up to and including its last image's. By default those of
-        `relatives`.
-        targets: each sample's learned tokens without its first; `minibatch(model, plan=packs)` then knows their sum.
-        drop_last: leave out an epoch's last minibatch if it is not full.
-        counter: shared by the ranks of a queue, for this sampler alone; by default `store_counter()`, made when the
-        first minibatch is yielded.
-        split: split the longest samples over ranks if that should gain at least 5% (balance "mini" or "queue"). Packs
-        may then hold a `Segment`, samples may be longer than `token_cap`, and a minibatch's `.split` is the plan for
-        `minibatch(split=…)`. An int: the most tokens of each rank whose keys and values others may read, that
-        is `enable_split`'s `tokens`; a minibatch whose samples over the cap need more raises ValueError. True:
+    floors: of each sample, the tokens up to and including its last image's; before that it is not cut. By default those
+        of `relatives`.
+    targets: of each sample, its learned tokens but its first; `minibatch(model, plan=packs)` then knows their sum.
+    drop_last: leave out an epoch's last minibatch if it is not full.
+    counter: shared by the ranks of a queue, for this sampler alone; by default `store_counter()`, made when the first
+        minibatch is yielded.
+    split: split the longest samples over ranks if that should gain at least 5% (balance "mini" or "queue"). Packs may
+        then hold a `Segment`, samples may be longer than `token_cap`, and a minibatch's `.split` is the plan for
+        `minibatch(split=…)`. An int: of each rank, the most tokens whose keys and values others may read, that is
+        `enable_split`'s `tokens`; a minibatch whose samples over the cap need more raises ValueError. True:
         `readable_tokens`, about 0.4 of the longest sample, and enough for any minibatch of these lengths.
-        split_cuts: the most tokens of a minibatch on each rank after which others go on, that is `enable_split`'s
-        `cuts`; by default any number, for models without recurrent layers.
-        replicas: with `split` the model's number of replicas: consecutive ranks, which split samples among themselves.
-        mix: for several data sets, how often an epoch takes each sample; `lengths` has all their numbers. By default
-        an epoch takes each sample once.
-        relatives: `find_relatives` of the data set (balance "mini"): a common prefix is computed once in each pack, so
-        packs may hold a `Segment` with a `parent`. The order of samples changes: prefix groups are shuffled instead of
-        samples, so that a group is learned in one step. A group larger than a minibatch goes over several. A prefix
-        that is so common that any minibatch has several samples with it makes no group.
+    split_cuts: of each rank, the most tokens of a minibatch after which others go on, that is `enable_split`'s `cuts`;
+        by default any number, for models without recurrent layers.
+    replicas: with `split` the model's number of replicas: consecutive ranks, which split samples among themselves.
+    mix: of several data sets, how often an epoch takes each sample; `lengths` has all their numbers. By default an
+        epoch takes each sample once.
+    relatives: `find_relatives` of the data set (balance "mini"): what samples share is computed once in each pack that
+        has several of them, so packs may hold a `Segment` with a `parent`. Another order of samples than without:
+        families are shuffled, not samples, so relatives are learned in the same step. A family larger than a minibatch
+        goes over several; what so many samples share that several meet in any minibatch does not make them a family.
 
     Raises ValueError for any value out of range, for `relatives` of other samples, and, unless `balance` is "mini" or
     "queue", for a last minibatch that the ranks cannot share equally.
@@ -215,8 +214,10 @@ class MinibatchSampler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores position and seed. The world may have changed, but not world * samples_per_rank.
 
-        Raises ValueError for missing or unknown keys, other samples, `relatives` or minibatch size, and a position
-        outside the epoch; the position is then unchanged.
+        state: what `state_dict` returned.
+
+        Raises ValueError for missing or unknown keys, other samples, other relatives or another minibatch size, and a
+        position outside the epoch; the position is then unchanged.
         """
         own = self.state_dict()
         if state.get("relatives") != own.get("relatives"):

@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Ranks, and what they hold. `token_cap`: the most tokens of a microbatch.
+    """Ranks, and what they hold.
 
-    `replicas`: consecutive ranks of equal number, which split samples among themselves. `split_tokens`: of each rank,
-    the most tokens whose keys and values others may read; 0: no sample is split. `shared_tokens`: the same for samples
-    that share a prefix, by default `split_tokens`. `split_cuts`: of each rank, the most places in a minibatch at which
-    others go on, whose states a hybrid keeps; None: no limit.
+    ranks: their number.
+    token_cap: the most tokens of a microbatch.
+    replicas: consecutive ranks of equal number, which split samples among themselves.
+    split_tokens: of each rank, the most tokens whose keys and values others may read; 0: no sample is split.
+    shared_tokens: the same for samples that share a prefix, by default `split_tokens`.
+    split_cuts: of each rank, the most places in a minibatch at which others go on, whose states a hybrid keeps; None:
+        no limit.
 
     Raises ValueError for a value out of range.
     """
@@ -61,16 +64,24 @@ class Limits:
         return self.split_tokens if self.shared_tokens is None else self.shared_tokens
 
     def checked(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens of samples that can be assigned. Raises as `checked_lengths`."""
+        """The `tokens` of samples that can be assigned. Raises ValueError for some below 1 or over the cap."""
         return checked_lengths(tokens, self.token_cap, ranks=self.shards if self.split_tokens else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Of each sample `tokens` and `prices`, its cost; its name in packs; `learned`, how many of its tokens are targets;
-    `earliest_cuts`, its tokens up to its last image's, in which no segment begins; `extra`, what images cost, in
-    the units of `cost`. `prefixes`: the tokens that they share. `groups`: the number of its group, or None; a
-    group's, whose losses need each other, are in one pack, or over ranks in one wave. None: unknown, or nothing.
+    """The columns of some samples; None: unknown, or nothing.
+
+    tokens: of each sample.
+    prices: its cost.
+    cost: the model that they are by.
+    names: its number in packs.
+    learned: how many of its tokens are targets.
+    earliest_cuts: its tokens up to its last image's, in which no segment begins.
+    extra: what its images cost, in the units of `cost`.
+    prefixes: the tokens that they share.
+    groups: the number of its group, or None; a group's, whose losses need each other, are in one pack, or over ranks in
+        one wave.
     """
 
     tokens: list[int]
@@ -96,7 +107,11 @@ class Samples:
         prefixes: Relatives | None = None,
         groups: Sequence[int | None] | None = None,
     ) -> Samples:
-        """`tokens`: as `Limits.checked` returns them, maybe none. `names`: by default their places.
+        """Samples with their prices by `cost`.
+
+        tokens: as `Limits.checked` returns them, maybe none.
+        names: by default their places.
+        cost, learned, earliest_cuts, extra, prefixes, groups: as of `Samples`.
 
         Raises ValueError for columns that don't fit.
         """

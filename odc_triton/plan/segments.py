@@ -103,9 +103,12 @@ class PlannedSegment:
 class SplitPlan:
     """The ranks that compute the segments of one minibatch; ranks compare it by `digest` at the minibatch's entry.
 
-    `segments`: by sample and token. `waves`: their number. `tokens`: by rank, how many tokens' keys and values others
-    read. `replicas`: consecutive ranks of equal number that share memory, as all segments of a tree must; often a host
-    each. `contents`: a hash of the tokens that samples share, as `digest` covers them.
+    It also has `waves`, their number, and `tokens`, by rank, how many tokens' keys and values others read.
+
+    segments: by sample and token.
+    ranks: of the job.
+    replicas: consecutive ranks of equal number that share memory, as all segments of a tree must; often a host each.
+    contents: a hash of the tokens that samples share, as `digest` covers them.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class SplitPlan:
         return [each for each in self.segments if each.rank == rank]
 
     def find(self, segment: Segment) -> PlannedSegment | None:
-        """None if it is not in the plan, as no other rank has a part in it."""
+        """The plan of `segment`; None if it is not in it, as no other rank has a part in it."""
         return self._by_segment.get(segment)
 
     def reads(self, segment: Segment) -> tuple[Read, ...]:
@@ -158,11 +161,15 @@ class SplitPlan:
     def of(
         cls, packs_of_ranks: PacksOfRanks, *, replicas: int = 1, contents: str = "", groups: Groups | None = None
     ) -> SplitPlan | None:
-        """The plan of all ranks' packs, by rank; None if no segment reads another pack's, and no group is in several.
+        """The plan of all ranks' packs; None if no segment reads another pack's, and no group is in several.
+
+        packs_of_ranks: by rank, its packs in order.
+        replicas, contents: as of the class.
+        groups: by sample, the number of its group.
 
         Raises ValueError, naming the sample, for segments that leave a gap, overlap, are alone or on several replicas,
-        for a sample that is both split and unsplit, for a branch whose parent is not in segments, for an unsplit one
-        whose group is in several packs, and for packs that can't be computed as waves: see [Note: waves].
+        for a sample that is both split and whole, for a branch from one that is not in segments, for a whole one whose
+        group is in several packs, and for packs whose ranks would wait for each other in a circle.
         """
         ranks = len(packs_of_ranks)
         if replicas < 1 or ranks % replicas:

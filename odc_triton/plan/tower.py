@@ -11,10 +11,13 @@ from .sizes import size_of
 
 @dataclass(frozen=True, kw_only=True)
 class TowerCost:
-    """Cost of n patches that attend to each other = quadratic n² + windowed n min(n, window) + linear n.
+    """Cost of n patches that attend to each other = quadratic n² + windowed n min(n, window) + linear n, in the units
+    of `CostModel`.
 
-    In the units of `CostModel`. `windowed`: of blocks that attend within windows of `window` patches. `values`: of a
-    patch.
+    quadratic: of blocks that attend to all patches.
+    linear: of all work per patch.
+    values: pixel values of a patch.
+    windowed: of blocks that attend within windows of `window` patches.
     """
 
     quadratic: float
@@ -24,7 +27,10 @@ class TowerCost:
     window: int = 0
 
     def sample(self, values: Sequence[int]) -> float:
-        """Cost of the images of a sample, as `values_of` gives them; 0 for no images."""
+        """Cost of the images of a sample; 0 for no images.
+
+        values: pixel values of each, as `values_of` gives them.
+        """
         patches = [each / self.values for each in values]
         return math.fsum((self.quadratic * n + self.windowed * min(n, self.window) + self.linear) * n for n in patches)
 

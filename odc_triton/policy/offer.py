@@ -47,7 +47,7 @@ _LOOK_S, _PINNED_LOOK_S = 0.5, 0.02
 
 
 class PolicyOffer:
-    """What `offer_policy` returns. `address`: for `read_policy`, the same on all ranks."""
+    """What `offer_policy` returns. Its `address`, for `read_policy`, is the same on all ranks."""
 
     def __init__(self, address: str, server: _OfferServer | None, model: nn.Module) -> None:
         self.address, self._server, self._model, self._adapters = address, server, model, _adapters(model)
@@ -75,13 +75,17 @@ def offer_policy(model: nn.Module, *, max_lag: float = 30.0) -> PolicyOffer:
     """Lets other processes of this user and host read `model` at any time, by `read_policy(offer.address)`.
 
     Collective, after `fully_shard` and after weights are loaded; it ends with `close()` or the process. Buffers and
-    parameters that are not sharded are offered as they are now. max_lag: seconds for which a reader may delay the next
-    weight update, after updates interrupted several of its reads; one that takes longer is dropped, with a warning.
+    parameters that are not sharded are offered as they are now.
 
     Each optimizer's step is a version; a `ChainedOptimizer`'s step is one version. The model's adapters stay as
     they are: a step, or `publish`, after another one was activated, merged, disabled or scaled raises RuntimeError.
 
-    Raises TypeError for a model that is not sharded, ValueError for another `max_lag`, NotImplementedError on GPUs.
+    model: what `fully_shard` returned.
+    max_lag: seconds for which a reader may hold the next weight update back, after several reads that updates met; one
+        that takes longer is dropped, with a warning.
+
+    Returns the offer, whose `address` readers need. Raises TypeError for a model that is not sharded, ValueError for
+    another `max_lag`, NotImplementedError on GPUs.
     """
     engine = engine_of(model, "offer_policy")
     if not 0 <= max_lag < engine.barrier.timeout_s:

@@ -35,7 +35,10 @@ def read_policy(address: str, *, timeout: float = 60.0) -> PolicyReader:
 
         for name, tensor in read_policy(address): ...
 
-    It needs no process group, and no rank takes part. timeout: seconds for which it waits for the ranks to publish.
+    It needs no process group, and no rank takes part.
+
+    address: the offer's `address`.
+    timeout: seconds for which it waits for the ranks to publish.
 
     Raises PolicyUnavailable if no job of this user offers one there.
     """
@@ -51,8 +54,10 @@ class PolicyReader:
     """Iterating gives (name, copy of the tensor) of one version, each time the newest. Names and shapes are those of
     the model's files, or those of its parameters if it is not transformers'.
 
-    `version`: the number of the weight update that was read last, 0 before. `config`: the transformers config as a
-    dict, or None. `dtypes`: the names of their dtypes.
+    It has `version`, the number of the weight update that was read last, 0 before; `config`, the transformers config as
+    a dict, or None; and `dtypes`, the names of their dtypes.
+
+    address, timeout: as in `read_policy`.
     """
 
     def __init__(self, address: str, *, timeout: float = 60.0) -> None:
@@ -104,12 +109,13 @@ class PolicyReader:
         yield from self.read(lambda tensors: [(name, value.clone()) for name, value in tensors])
 
     def read(self, take: Callable[[Iterator[tuple[str, torch.Tensor]]], T]) -> T:
-        """The result of `take` on (name, tensor) of one version, which `self.version` is then.
+        """Calls `take` on (name, tensor) of one version, which `self.version` is then.
 
         Tensors are views of the ranks' memory where they can be, read-only: `take` copies what it needs, and is called
-        again if a rank published meanwhile. After several such reads the ranks delay the next weight update.
+        again if a rank published meanwhile. After several such reads the ranks hold the next weight update back.
 
-        Raises PolicyUnavailable if the job ended, or dropped this reader because `take` took too long.
+        Returns what `take` returns. Raises PolicyUnavailable if the job ended, or dropped this reader because `take`
+        took too long.
         """
         self._require_job()
         reads = itertools.count()

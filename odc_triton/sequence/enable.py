@@ -30,20 +30,21 @@ def enable_split(model: nn.Module, tokens: int, *, cuts: int = CUTS, layers_in_f
 
         enable_packing(model); fully_shard(model); enable_split(model, tokens=26_000)
 
-    `tokens`: of each rank, the most tokens of one minibatch whose keys and values others may read; their memory is
-    allocated now. `MinibatchSampler(split=tokens)` keeps within it, and its `split_tokens` is what to give where it was
-    made with `split=True`. With replicas a sample is split over the ranks of one: `MinibatchSampler(replicas=…)`. A
-    forward of one token finds out which layers attend, and how wide.
+    With replicas a sample is split over the ranks of one: `MinibatchSampler(replicas=…)`. A forward of one token finds
+    out which layers attend, and how wide.
 
-    `cuts`: of each rank, the most tokens of one minibatch after which others go on, for models with recurrent layers:
-    each takes a state of every such layer that has a buffer. `MinibatchSampler(split_cuts=cuts)` keeps within it.
+    model: what `fully_shard` returned, after `enable_packing`.
+    tokens: of each rank, the most tokens of one minibatch whose keys and values others may read; their memory is
+        allocated now. `MinibatchSampler(split=tokens)` keeps within it, and its `split_tokens` is what to give where it
+        was made with `split=True`.
+    cuts: of each rank, the most tokens of one minibatch after which others go on, for models with recurrent layers:
+        each takes a state of every such layer that has a buffer. `MinibatchSampler(split_cuts=cuts)` keeps within it.
+    layers_in_flight: how many layers have buffers at the same time. By default 2, where each layer is checkpointed by
+        itself or nothing is trained; else all layers. If one checkpoint of yours covers several layers, give at least
+        that number.
 
-    `layers_in_flight`: how many layers have buffers at the same time. By default 2, where each layer is checkpointed by
-    itself or nothing is trained; else all layers. If one checkpoint of yours covers several layers, give at
-    least that number.
-
-    Raises TypeError for a model that is not sharded, ValueError for numbers below 1, NotImplementedError for what
-    can't be split (attention that is not `enable_packing`'s or gets no `segments`), RanksDiffer if arguments differ.
+    Raises TypeError for a model that is not sharded, ValueError for numbers below 1, NotImplementedError for what can't
+    be split (attention that is not `enable_packing`'s or gets no `segments`), RanksDiffer if arguments differ.
     """
     engine = engine_of(model, "enable_split")
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
@@ -100,8 +101,12 @@ def split_forward(model: nn.Module, split: SplitPlan | None) -> Iterator[None]:
         with torch.no_grad(), split_forward(model, packs.split):
             losses = [summed_loss(model, pack) for pack in packs]
 
-    Collective: every rank enters, with the same plan, and runs its packs in their order; None where no pack has
-    segments. Raises as `minibatch` does; PeerFailed if another rank raised.
+    Collective: every rank enters, with the same plan, and runs its packs in their order.
+
+    model: what `enable_split` was called on.
+    split: the packs' plan; None where no pack has segments.
+
+    Raises PeerFailed if another rank raised, and as `minibatch` does.
     """
     engine = engine_of(model, "split_forward")
     if engine.is_open:

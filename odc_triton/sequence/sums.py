@@ -32,9 +32,10 @@ _SHOWN_S = 0.1  # peers see longer waits
 
 
 class SampleSums:
-    """Sums over the tokens of samples, or groups of them, that several ranks compute. Collective, after `enable_split`.
+    """Sums over the tokens of samples, or groups of them, that several ranks compute. Collective.
 
-    `samples`: more than any number of a sample in a plan, which takes host memory: number those of a minibatch from 0.
+    model: what `enable_split` was called on.
+    samples: more than any number of a sample in a plan, which takes host memory: number those of a minibatch from 0.
     """
 
     def __init__(self, model: nn.Module, *, samples: int) -> None:

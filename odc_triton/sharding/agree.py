@@ -242,7 +242,12 @@ def default_mesh(timeout: Timeout, backend: str = "auto", *, replicas: int | Non
 def own_mesh(ranks: Sequence[int], timeout: Timeout = timedelta(minutes=30), backend: str = "auto") -> DeviceMesh:
     """A mesh of some of the job's ranks, which train a model of their own: `fully_shard(model, mesh=…, base=…)`.
 
-    Collective over `ranks`, this one among them, and over no others. Raises ValueError for other numbers.
+    Collective over `ranks`, this one among them, and over no others.
+
+    ranks: their numbers in the job, each once.
+    timeout, backend: as in `fully_shard`.
+
+    Returns the mesh, of one dimension. Raises ValueError for other numbers.
     """
     if not dist.is_initialized():
         default_mesh(timeout, backend)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -61,30 +61,38 @@ def fully_shard(
     exact: bool | None = None,
     expert_cache_bytes: int = 0,
     base: nn.Module | None = None,
-    shard_placement_fn: Any = None,
-    offload_policy: Any = None,
-    dp_mesh_dims: Any = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    dp_mesh_dims: object = None,
 ) -> Module:
-    """Shards `module` in place over the ranks of `mesh` and returns it. Collective.
+    """Shards `module` in place over the ranks of `mesh`. Collective.
 
-    `module` may be a list of modules, each of which is a unit then, as blocks are.
+        model = fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        for packs in sampler:
+            with minibatch(model, plan=packs) as mb:
+                for pack in packs:  # ranks may have different numbers of them
+                    (summed_loss(model, pack) / mb.tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    Call it once on the root (units are found: `_no_split_modules`, else the longest ModuleList) or on blocks and
-    then on the root, as with FSDP2. Parameters become DTensors, Shard(0), over this rank's rows; create the
-    optimizer afterwards. Initial values are rank 0's; other ranks may hold the model on the meta device, and if all
-    do, every module's own initialisation runs once. What the module computes does not change.
+    Call it once on the root (units are found: `_no_split_modules`, else the longest ModuleList) or on blocks and then
+    on the root, as with FSDP2. Parameters become DTensors, Shard(0), over this rank's rows; create the optimizer
+    afterwards. Initial values are rank 0's; other ranks may hold the model on the meta device, and if all do, every
+    module's own initialisation runs once. What the module computes does not change.
 
-    mesh: by default all ranks, with a copy of the model per host (`default_mesh`); without a process group this starts
-        torchrun's, or else a world of one. The ranks of a mesh of one dimension share memory, so they are on one host.
-        With two, ("replicate", "shard"), those of the second share memory, and masters and optimizer states are
-        sharded over all: docs/memory.md, "Several nodes".
-    mp_policy: as in FSDP2, but `reduce_dtype=None` means fp32 accumulation.
+    module: a module, or a list of modules, each of which is a unit then, as blocks are.
+    mesh: by default all ranks, with a copy of the model per host; without a process group this starts torchrun's, or
+        else a world of one. The ranks of a mesh of one dimension share memory, so they are on one host. With two,
+        ("replicate", "shard"), those of the second share memory, and masters and optimizer states are sharded over all:
+        docs/memory.md, "Several nodes".
+    mp_policy: as in FSDP2, but `reduce_dtype=None` means fp32 accumulation. By default the parameters' own dtype.
     reshard_after_forward: as in FSDP2: whether whole parameters are freed between forward and backward; by default in
         all units but the root. An int counts as True. No effect on the CPU backend, where whole parameters are views.
     ignored_params: stay as they are on every rank.
     backend: "cpu", "cuda", or "auto": the mesh's, and without a mesh CUDA if there is a GPU.
-    timeout: how late a live rank may be at a barrier, a timedelta or seconds; a dead rank is named
-        within seconds, before memory is shared only if the process group has gloo.
+    timeout: how late a live rank may be at a barrier, a timedelta or seconds. A rank whose process is gone is named
+        within seconds.
     debug: catch collectives inside a minibatch.
     exact: sum gradients as 64-bit integers, so that sums have the same bits in whatever order ranks add to them; twice
         the memory for gradient shards. By default what `torch.use_deterministic_algorithms` says now. A minibatch may
@@ -97,8 +105,9 @@ def fully_shard(
         them is dropped. Collective over `mesh` alone, so others may train other adapters: docs/many_runs.md.
     shard_placement_fn, offload_policy, dp_mesh_dims: FSDP2's; only what means Shard(0), no offloading, no dims.
 
-    Raises ValueError, TypeError, NotImplementedError or RuntimeError for models and options that can't be sharded,
-    RanksDiffer with the first difference if the ranks differ, DeadlineExceeded if a rank does not come.
+    Returns `module`. Raises ValueError, TypeError, NotImplementedError or
+    RuntimeError for models and options that can't be sharded, RanksDiffer with the first difference if the ranks
+    differ, DeadlineExceeded if a rank does not come.
     """
     modules = _outermost(module) if isinstance(module, (list, tuple)) else [module]
     for each in modules:

@@ -6,6 +6,7 @@ from ..tools.simulate.models import MODELS as MODELS
 from ..tools.simulate.models import Model as Model
 from ..tools.simulate.run import simulate as simulate
 from ..tools.simulate.study import SETTINGS as SETTINGS
+from ..tools.simulate.study import Row as Row
 from ..tools.simulate.study import draw as draw
 from ..tools.simulate.study import lengths_of_file as lengths_of_file
 from ..tools.simulate.study import named_lengths as named_lengths

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 
@@ -98,3 +101,44 @@ def test_public_names_are_in_the_api() -> None:
     packages = {f.parent.name for f in (ROOT / "odc_triton").glob("*/__init__.py") if "lazy_names(" in f.read_text()}
     missing = {name for name in packages if f"odc_triton.{name}" not in described}
     assert missing == {"sharding"}, "add a page to docs/api; the names of sharding are those of odc_triton"
+
+
+def _doors() -> Iterator[tuple[str, str, Any]]:
+    """Each public name: its package, the name, and what it is; optional packages' are left out."""
+    packages = [f"odc_triton.{f.parent.name}" for f in (ROOT / "odc_triton").glob("*/__init__.pyi")]
+    for package in ("odc_triton", "odc_kernels.ops", *sorted(packages)):
+        module = importlib.import_module(package)
+        yield from ((package, name, getattr(module, name)) for name in module.__all__)
+
+
+def _public() -> Iterator[tuple[str, Any]]:
+    """Public functions and classes of ours, and what these have."""
+    for package, name, found in _doors():
+        if getattr(found, "__module__", "").startswith("odc_"):
+            yield f"{package}.{name}", found
+            members = vars(found).items() if inspect.isclass(found) else ()
+            yield from ((f"{package}.{name}.{key}", value) for key, value in members if not key.startswith("_"))
+
+
+def test_public_docstrings_stand_alone() -> None:
+    """A reader of the site sees neither our notes nor our files."""
+    inside = re.compile(r"\[Note: |\b\w+\.py\b|\b[a-z]\w*/ *\)|\(see ")
+    docs = {name: doc for name, found in _public() if isinstance(doc := getattr(found, "__doc__", None), str)}
+    assert len(docs) > 200
+    assert {name: found[0] for name, doc in docs.items() if (found := inside.search(doc))} == {}
+
+
+def test_public_parameters_are_described() -> None:
+    """Each is named in the docstring; no default is shown by its address."""
+    missing = {}
+    for _, name, found in _doors():
+        if not getattr(found, "__module__", "").startswith("odc_") or not callable(found):
+            continue
+        is_made = not inspect.isclass(found) or not issubclass(found, (Exception, Protocol))
+        if not is_made or name in ("PolicyOffer", "MemoryPlan", "Outcome"):  # not by users
+            continue
+        signature = inspect.signature(found)
+        missing[name] = signature.parameters.keys() - {*re.findall(r"\w+", found.__doc__ or "")}
+        assert " at 0x" not in str(signature), name
+    assert len(missing) > 100
+    assert {name: parameters for name, parameters in missing.items() if parameters} == {}

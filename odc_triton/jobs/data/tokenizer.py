@@ -45,8 +45,10 @@ SPECIAL_TOKENS = (END, PAD, PROMPT, COMPLETION)  # ids 0 to 3
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 8192) -> Tokenizer:
     """A byte-level BPE: every text has an encoding, and decoding gives it back.
 
-    `vocab_size` tokens include the special tokens and the 256 bytes; the vocabulary is smaller if the texts have too
-    few pairs to merge. Raises ValueError for a vocabulary too small.
+    texts: to learn from.
+    vocab_size: tokens, with the special tokens and the 256 bytes; fewer if the texts have too few pairs to merge.
+
+    Raises ValueError for a vocabulary too small.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -67,7 +69,12 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 8192) -> Tokenize
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
-    """Reads a `tokenizer.json`. Raises OSError, and ValueError for a file that is not one."""
+    """Reads a `tokenizer.json`.
+
+    path: of the file.
+
+    Raises ValueError for a file that is not one, OSError if it can't be read.
+    """
     from tokenizers import Tokenizer
 
     text = Path(path).read_bytes()

@@ -68,10 +68,16 @@ class record_timeline:
         ]
 
     def save(self, folder: str | Path, name: str, *, warm_up: int = 1) -> dict[int, float]:
-        """Stops; returns each rank's idle share, 0 to 1, without the first `warm_up` optimizer steps. Collective.
+        """Ends the recording. Collective.
 
         Rank 0 prints the shares, and draws timeline.png and trace.json (for ui.perfetto.dev) of all that was saved into
         `folder`, each under its name. Other ranks wait for it.
+
+        folder: for the files; several recordings may share it.
+        name: of this recording.
+        warm_up: optimizer steps at the beginning that don't count.
+
+        Returns each rank's idle share, 0 to 1.
         """
         if "/" in name:
             raise ValueError(f"name is {name!r}; give one without a slash: files of {folder} are named after it")

@@ -38,10 +38,15 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # of compute, as vLLM has to 
 
 
 def train_grpo(options: GrpoOptions, on_metrics: OnMetrics | None = None) -> Metrics:
-    """Runs to the end on this rank and returns the last metrics. Every rank of the job calls it.
+    """Trains to the end on this rank. Every rank of the job calls it.
 
-    Rank 0's output is as in `train_sft`. A stop during a rollout abandons the step. Raises as `train_sft`, and
-    RolloutFailed on all ranks if sampling or a reward function raised on any.
+    Rank 0's output is as in `train_sft`. A stop during a rollout abandons the step.
+
+    options: those of the command.
+    on_metrics: as in `train_sft`.
+
+    Returns the last metrics. Raises RolloutFailed on all ranks if sampling or a reward function raised on any, and as
+    `train_sft`.
     """
     return train(options, prepare, _start, on_metrics)
 

@@ -23,9 +23,14 @@ if TYPE_CHECKING:
 
 
 def train_pairs(options: PairOptions, on_metrics: OnMetrics | None = None) -> Metrics:
-    """Runs to the end on this rank and returns the last metrics. Every rank of the job calls it.
+    """Trains to the end on this rank. Every rank of the job calls it.
 
-    Rank 0's output is as in `train_sft`. Raises as `train_sft`.
+    Rank 0's output is as in `train_sft`.
+
+    options: those of the command.
+    on_metrics: as in `train_sft`.
+
+    Returns the last metrics. Raises as `train_sft`.
     """
     return train(options, prepare, _start, on_metrics)
 

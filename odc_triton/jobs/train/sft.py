@@ -54,14 +54,20 @@ _RECORDS = 16  # of each source that are checked before the start
 
 
 def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metrics:
-    """Runs to the end on this rank and returns the last metrics. Every rank of the job calls it.
+    """Trains to the end on this rank. Every rank of the job calls it.
 
-    Rank 0 shows progress, calls `on_metrics` after each step, and writes into `options.out`: metrics.jsonl,
-    checkpoints, the report, and the trained model for plain transformers (or the adapters, for plain PEFT).
+    Rank 0 shows progress and writes into `options.out`: metrics.jsonl, checkpoints, the report, and the trained model
+    for plain transformers (or the adapters, for plain PEFT).
 
     SIGTERM and Ctrl-C ask the run to stop: the ranks agree on it after the next step, save a checkpoint and raise
-    Interrupted. Raises MinibatchFailed on all ranks if a microbatch raised on any; RankLost and DeadlineExceeded,
-    naming the rank; TooManySkipped; CheckpointFailed; ValueError and OSError for unusable input.
+    Interrupted.
+
+    options: those of the command.
+    on_metrics: is called with the metrics after each step, on rank 0.
+
+    Returns the last metrics. Raises MinibatchFailed on all ranks if a microbatch raised on any; RankLost or
+    DeadlineExceeded, naming the rank; CheckpointFailed if a checkpoint can't be written; ValueError or OSError for
+    unusable input; RuntimeError if more minibatches were skipped than options allow.
     """
     return train(options, prepare, _start, on_metrics)
 

@@ -53,7 +53,10 @@ class ODCDPOTrainer(PairTrainer, DPOTrainer):
     `ref_rejected_logps`; or the adapter "ref" of a PEFT model, else that without adapters, also if they are trained
     already; or a model that is loaded from the folder or hub id that the model came from, and sharded.
 
-    sampler, share_prefixes: as PairTrainer's. trainer: other arguments of DPOTrainer.
+    model: what `fully_shard` returned.
+    args: as DPOTrainer's.
+    trainer: other arguments of DPOTrainer, such as `train_dataset`. Also `sampler`, a MinibatchSampler of this rank
+        over the pairs, and `share_prefixes`, "off" to compute each document's first tokens by themselves.
 
     Raises ValueError or TypeError for a model that is not sharded and packed and for unsupported arguments,
     ImportError for another TRL.

@@ -73,9 +73,9 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
 
     Pass the sharded model, on every rank, and TRL's other arguments. One step takes world *
     `per_device_train_batch_size` * `gradient_accumulation_steps` completions, assigned to the ranks by length, and its
-    loss is TRL's over all of them: see [Note: normalisers]. Metrics, the entropy bonus and the quantile of
+    loss is TRL's over all of them. Metrics, the entropy bonus and the quantile of
     `top_entropy_quantile`, for which entropies are computed once more before a step, are those of all ranks. A router's
-    auxiliary loss is of each completion with its prompt alone, see packs/router_loss.py. Images are refused.
+    auxiliary loss is of each completion with its prompt alone. Images are refused.
 
     Completions are sampled in evaluation mode, outside of minibatches, so ranks may decode different numbers of tokens.
     A step keeps TRL's phases: all completions are sampled before the first is computed (`train grpo` can overlap both).
@@ -84,13 +84,15 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
     adapters, added before `fully_shard`, the reference is its adapter "ref", or the model without adapters. Checkpoints
     are as ODCTrainer's.
 
+    model: what `fully_shard` returned.
+    reward_funcs, args: as GRPOTrainer's.
     token_cap: the most tokens of a pack; by default those of the minibatch's longest completion with its prompt, or,
     where a pack computes a prompt once for its completions, those of a whole group, if this is much faster and they
     are no more than those of `per_device_train_batch_size` padded rows.
     share_prefixes: "auto": a pack computes what its completions' prompts share once, where the model can; not with
     `neftune_noise_alpha`, whose noise each completion has of its own, or a router's auxiliary loss. "off": for each
     completion.
-    trainer: other arguments of GRPOTrainer.
+    trainer: other arguments of GRPOTrainer, such as `train_dataset`.
 
     Raises ValueError or TypeError for a model that is not sharded and packed and for unsupported arguments,
     ImportError for another TRL.

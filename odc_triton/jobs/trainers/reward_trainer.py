@@ -40,7 +40,10 @@ class ODCRewardTrainer(PairTrainer, RewardTrainer):
     tokens that documents of a pack begin with are computed once. Loss and metrics are TRL's over all ranks' pairs.
     Evaluation, checkpoints and resuming are as ODCTrainer's.
 
-    sampler, share_prefixes: as PairTrainer's. trainer: other arguments of RewardTrainer.
+    model: what `fully_shard` returned.
+    args: as RewardTrainer's.
+    trainer: other arguments of RewardTrainer, such as `train_dataset`. Also `sampler`, a MinibatchSampler of this rank
+        over the pairs, and `share_prefixes`, "off" to compute each document's first tokens by themselves.
 
     Raises ValueError or TypeError for a model that is not sharded and packed, or no such classifier, and for
     unsupported arguments, ImportError for another TRL.

@@ -13,5 +13,10 @@ except ImportError as error:
 
 class ODCSFTTrainer(ODCTrainer, SFTTrainer):
     """ODCTrainer on the data that TRL's SFTTrainer prepares, with its losses and metrics, of all ranks' target tokens;
-    without `mean_token_accuracy` for a fused head. Arguments are both trainers'. Raises ImportError without TRL.
+    without `mean_token_accuracy` for a fused head.
+
+    model, args, sampler, split: as of `ODCTrainer`; args may be a SFTConfig.
+    trainer: other arguments of SFTTrainer.
+
+    Raises ImportError without TRL.
     """

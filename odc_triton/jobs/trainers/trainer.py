@@ -71,10 +71,12 @@ class ODCTrainer(ShardedTrainer):
     default SFTTrainer's, gets a list of one record and returns what the model's processor makes of it, and `labels`.
     Each record is read once more before the first step, to know its length.
 
+    model: what `fully_shard` returned.
+    args: as Trainer's.
     sampler: a MinibatchSampler of this rank over `train_dataset`. By default one with balance "mini", the longest
         sample as token cap and `data_seed` or `seed`; images cost what the vision tower computes.
     split: the default sampler splits long samples over ranks, on a model of `enable_split`.
-    trainer: other arguments of transformers' Trainer.
+    trainer: other arguments of transformers' Trainer, such as `train_dataset`.
 
     Raises ValueError or TypeError for a model that is not sharded and for unsupported arguments.
     """
@@ -316,7 +318,7 @@ class ODCTrainer(ShardedTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """A pack's summed loss divided by `num_items_in_batch`, the target tokens of all ranks. In training
+        """A pack's summed loss divided by the target tokens of all ranks. In training
         a router's auxiliary loss is added: of each sample, weighted and divided by the samples of all ranks.
 
         Override it for a custom loss: a sum over the pack, divided in the same way. It must not wait for other ranks,

@@ -48,9 +48,8 @@ OPTIMIZERS = (*OPTIMIZER_STATES, "adamw-8bit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on the fullest rank (rank 0) and, where the name begins with `job_`, of all ranks together.
-
-    `print(plan)` shows it in GB (10^9 bytes), below 1 GB in MB. See [Note: what a plan counts].
+    """Bytes on the fullest rank (rank 0) and, where the name begins with `job_`, of all ranks together: what
+    `memory_plan` returns. `print(plan)` shows it in GB (10^9 bytes), below 1 GB in MB.
     """
 
     scheme: str
@@ -200,33 +199,43 @@ def memory_plan(
     expert_cache_bytes: int = 0,
     checkpoint_background: bool = False,
 ) -> MemoryPlan:
-    """Bytes per rank that training `model` on `world` ranks takes. Nothing is allocated; `model` may be on meta.
+    """Bytes per rank that training `model` on `world` ranks takes. Nothing is allocated.
 
-    replicas: of `world` ranks each, as in `fully_shard` with a mesh ("replicate", "shard"): what peers read and add to
-        is split over `world` ranks, masters and optimizer states over `world * replicas`.
+        print(memory_plan(model, 8, backend="cuda", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
+
+    Sizes come from shapes and dtypes alone. Not counted: temporary memory inside of kernels and layers, the allocator's
+    unused blocks, and the context of CUDA and its libraries.
+
+    model: a module that is not sharded yet; it may be on the meta device.
+    world: ranks that share one copy of the parameters.
+    replicas: copies, of `world` ranks each, as in `fully_shard` with a mesh ("replicate", "shard"): what peers read and
+        add to is split over `world` ranks, masters and optimizer states over `world * replicas`.
     run_ranks: the ranks of each of the runs over one base (`fully_shard(base=)`), docs/many_runs.md. What is frozen is
         split over all `world` ranks, without masters: the base has its compute dtype. What trains is over `run_ranks`.
     scheme: "odc" (this library), "fsdp2" (`fully_shard` with its defaults: blocks resharded after forward, the root
         not) or "fsdp2_no_reshard" (`reshard_after_forward=False`, gradients reduced on the last microbatch only). All
         get the same units and dtypes; a `reduce_dtype` of None is fp32, although FSDP2 itself reads it as param_dtype.
-    optimizer: "adamw", "adamw-8bit", "sgd" (no momentum), "muon" (for the matrices of blocks, and AdamW for the rest)
-        or "none".
-    mp_policy: as in `fully_shard`: None computes in the parameters' own dtype.
+    mp_policy: as in `fully_shard`: None computes in the parameters' own dtype, which is often fp32.
     quantize: "nf4" (absmax quantised too) or "int8", as bitsandbytes packs frozen linear layers but the head, and
         experts. What bitsandbytes has packed in `model` is counted as it is.
-    backend: "auto" is "cuda" if torch sees a GPU, else "cpu". On "cpu" gathering is a view; on "cuda" what layers of
-        `replace_layers` read from the owners, an embedding or a head, or others by their `choice`, is never whole; nor
-        is its gradient, but of a linear layer or experts without "triton/fused". It matters to ODC only.
-    split_tokens: what `enable_split` is given; with `gradient_checkpointing` activations are those of
-        `long_bytes_per_token`, else those of `activation_bytes_per_token`, an estimate; of hybrids, those of a segment
-        between two others, the largest.
+    optimizer: "adamw", "adamw-8bit", "sgd" (no momentum), "muon" (for the matrices of blocks, and AdamW for the rest)
+        or "none".
+    backend: "auto" is "cuda" if torch sees a GPU, else "cpu": on a machine without one, give "cuda" to plan for GPUs.
+        On "cpu" gathering is a view; on "cuda" what layers of `replace_layers` read from the owners, an embedding or a
+        head, or others by their `choice`, is never whole; nor is its gradient, but of a linear layer or experts without
+        "triton/fused". It matters to ODC only.
+    tokens_per_microbatch: for the activations; 0 leaves them out.
+    gradient_checkpointing: activations are those of blocks that are computed again in the backward.
+    split_tokens: what `enable_split` is given; 0: no sequence is split. Activations are then larger; of hybrids, those
+        of a segment between two others, the largest.
     split_cuts: what `enable_split` is given, for the states of hybrids.
     offload_checkpoints: what checkpointing keeps goes to the host.
     exact, expert_cache_bytes: what `fully_shard` is given. Experts are kept on "cuda" only.
     checkpoint_background: each rank holds masters and states once more on the host while `train sft` writes them.
 
-    Raises ValueError for world or replicas < 1, run_ranks that `world` has not or with replicas, what is for ODC only
-    with FSDP2, negative tokens, an unknown name, or a model without parameters.
+    Returns the plan, in bytes; printed it is in GB (10^9 bytes). Raises ValueError for world or replicas < 1, run_ranks
+    that `world` has not or with replicas, what is for ODC only with FSDP2, negative tokens, an unknown name, or a model
+    without parameters.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"memory_plan takes an nn.Module, not a {type(model).__name__}")

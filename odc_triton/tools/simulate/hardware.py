@@ -93,12 +93,15 @@ def slowdown(ranks: int, *, rounds: int = 3, seed: int = 0) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """`nodes` equal nodes of `gpus` GPUs each. GB/s (10^9 bytes) per direction, as reached in practice.
+    """Equal nodes of GPUs, and their speeds in GB/s (10^9 bytes) per direction, as reached in practice.
 
-    `gbs` is what a GPU's port carries, to any of its node through a switch, `nic_gbs` per GPU to other nodes. A pull
-    from one owner adds `latency_s`, as does a step of a collective; between nodes both add `nic_latency_s`.
-
-    Collectives take `sm_share` of the SMs while bytes move; reads and adds go through the copy engine.
+    gpus: of each node.
+    gbs: what a GPU's port carries, to any of its node through a switch.
+    nodes: their number.
+    nic_gbs: per GPU to other nodes.
+    latency_s: is added by a pull from one owner, and by a step of a collective.
+    nic_latency_s: is added to both between nodes.
+    sm_share: of the SMs, what collectives take while bytes move; reads and adds go through the copy engine.
 
     Raises ValueError for speeds that are not positive.
     """
@@ -121,7 +124,10 @@ class Links:
 
     @classmethod
     def none(cls, gpus: int, nodes: int = 1) -> Links:
-        """Communication that takes no time, as on the CPU backend, where ranks share memory."""
+        """Communication that takes no time, as on the CPU backend, where ranks share memory.
+
+        gpus, nodes: as of `Links`.
+        """
         return cls(gpus=gpus, gbs=math.inf, nodes=nodes, nic_gbs=math.inf, latency_s=0.0, nic_latency_s=0.0)
 
     @property

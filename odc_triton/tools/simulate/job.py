@@ -107,13 +107,21 @@ _STEP = 30 / 4  # bytes per byte of a rank's fp32 masters: AdamW reads 16, write
 class Job:
     """The machine, the model and the ranks' work, without the schedule and the balance.
 
-    `seconds`: forward and backward of one microbatch, from its documents' tokens, on a rank of normal speed; spread
-    evenly over `layers`, `forward_share` of it forward. `cost`: a sequence's cost assumed by balancing. `model`: sizes
-    of transfers and memory; None: no transfers, memory is unknown.
+    Each node holds a whole copy in shards, and gradients cross nodes once per minibatch.
 
-    `checkpointing` and `fused_head` (logits are never computed) change memory only. Each node holds a whole copy in
-    shards, and gradients cross nodes once per minibatch. `prefetch` and `overlap` as in lanes.py. `slow`: by rank, the
-    slowdown of its compute. `alone`: each rank trains adapters of its own over one base, under "odc".
+    links: of the GPUs.
+    seconds: of forward and backward of one microbatch, from its documents' tokens, on a rank of normal speed.
+    cost: a sequence's cost assumed by balancing.
+    layers: over which the seconds are spread equally.
+    model: sizes of transfers and memory; None: no transfers, memory is unknown.
+    checkpointing, fused_head: change memory only; with a fused head logits are never computed.
+    forward_share: of the seconds, those of the forward.
+    barrier_s: seconds of a barrier.
+    memory_gbs: GB/s (10^9 bytes) of a GPU's memory, for the optimizer's step.
+    prefetch: the next layer's parameters are fetched while one computes.
+    overlap: a layer's gradients are added while the next one computes.
+    slow: by rank, the slowdown of its compute.
+    alone: each rank trains adapters of its own over one base, under "odc".
 
     Raises ValueError for `layers` that are not the model's, and for a rank that does not exist.
     """

@@ -156,11 +156,15 @@ class EventRecorder:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One setting over several minibatches (trials). Seconds; arrays (trials,) or (trials, ranks).
+    """One setting over several minibatches (trials).
 
-    For each rank's minibatch `seconds` = `busy_s` (computing) + `exposed_s` (compute waits for its own bytes)
-    + `waited_s` (for other ranks: at barriers, in collectives, at the end) + `tail_s` (the optimizer step,
-    publishing, and transfers between nodes at the end: the same on every rank).
+    For each rank's minibatch `seconds` = `busy_s` + `exposed_s` + `waited_s` + `tail_s`.
+
+    schedule: that of the ranks.
+    seconds: of each minibatch, (trials,).
+    busy_s, exposed_s, waited_s: of each rank, (trials, ranks): the time in which it computes, in which compute waits
+        for its own bytes, and in which it waits for other ranks.
+    tail_s: the optimizer step, publishing, and transfers between nodes at the end: the same on every rank.
     """
 
     schedule: str

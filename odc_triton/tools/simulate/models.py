@@ -67,9 +67,15 @@ _SCHEMES = {"odc": "odc", "fsdp": "fsdp2", "fsdp-no-reshard": "fsdp2_no_reshard"
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """`module`: on meta, or real. `cost` is in FLOPs of forward and backward without recomputation. `is_frozen`: but
-    for adapters. `idle_parameters`: those of experts that a token is not routed to. `kv_width`: elements of its keys
-    and values in all blocks. `logits_bytes`: per token, in bf16, and their log-probabilities in fp32.
+    """What the simulator knows of a model: sizes, and FLOPs.
+
+    name: for tables.
+    module: on meta, or real.
+    cost: in FLOPs of forward and backward without recomputation.
+    is_frozen: but for adapters.
+    idle_parameters: those of experts that a token is not routed to.
+    kv_width: elements of its keys and values in all blocks.
+    logits_bytes: per token, in bf16, and their log-probabilities in fp32.
     """
 
     name: str
@@ -116,8 +122,10 @@ class Model:
         )
 
     def sent(self, shards: int, *, trained: bool = False) -> list[int]:
-        """For the root and each block, `shards` times the fullest shard: a transfer of so many parameters, or of those
-        that are `trained`, in even shards takes as long; [Note: rows of experts].
+        """For the root and each block, `shards` times the fullest shard: a transfer of so many parameters in equal
+        shards takes as long. Experts are sharded by rows, and a row is a whole expert: so shards may be unequal.
+
+        trained: of parameters that are trained only.
         """
         units = [[each for each in specs if each.reduce_dtype or not trained] for specs in self._units.values()]
         return [
@@ -126,11 +134,13 @@ class Model:
         ]
 
     def memory(self, schedule: str, *, shards: int, ranks: int, checkpointing: bool, alone: bool = False) -> MemoryPlan:
-        """The fullest GPU's memory; per token only if a family's activations are known.
+        """The fullest GPU's memory; per token only if the activations of the model's kind are known.
 
-        `shards`: GPUs that together hold one copy of the parameters (all `ranks`, unless each node holds a copy). Even
-        then ODC shards masters and optimizer states over all `ranks`; FSDP2 keeps them with the shards. `alone`: a GPU
-        has all that trains, and its shard of the rest.
+        schedule: "fsdp", "fsdp-no-reshard" or "odc".
+        shards: GPUs that together hold one copy of the parameters (all `ranks`, unless each node holds a copy).
+        ranks: over which ODC shards masters and optimizer states in any case; FSDP2 keeps them with the shards.
+        checkpointing: of activations.
+        alone: a GPU has all that trains, and its shard of the rest.
         """
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -151,7 +161,7 @@ class Model:
     @classmethod
     def of(cls, model: nn.Module, *, name: str) -> Model:
         """Of a causal LM of transformers, which may be on the meta device. FLOPs are those of `CostModel.from_config`,
-        by the model's own weights; a hybrid's by its config.
+        by the model's own weights; a hybrid's by its config. `name`: for tables.
         """
         config, (_, *blocks) = model.config.get_text_config(), _specs_by_unit(model).values()
         experts, chosen = expert_count(config), getattr(config, "num_experts_per_tok", None) or 1

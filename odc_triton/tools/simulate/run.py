@@ -61,11 +61,18 @@ def simulate(
     assigned: list[list[Packs]] | None = None,
     split_tokens: int = 0,
 ) -> Outcome:
-    """Each of `minibatches` (tokens of every sample of all ranks) is one trial; all ranks enter it together.
+    """The outcome of one setting. Each of `minibatches` is one trial; all ranks enter it together.
 
-    Ranks with fewer microbatches than others join FSDP's collectives with empty ones. `timeline`: keep the first
-    trial's events. `assigned`: results of `assign_packs` by minibatch, if known, and `split_tokens` as there, whose
-    memory is counted.
+    Ranks with fewer microbatches than others join FSDP's collectives with empty ones.
+
+    minibatches: tokens of every sample of all ranks.
+    job: machine and model.
+    schedule: "fsdp", "fsdp-no-reshard" or "odc".
+    balance: one of `BALANCES`.
+    token_cap: the most tokens of a microbatch.
+    timeline: keep the first trial's events.
+    assigned: by minibatch, all ranks' packs, if they are known.
+    split_tokens: of those, the most tokens that others read, whose memory is counted.
 
     Raises ValueError for an unknown schedule or balance, "queue" under FSDP, no minibatch, and as `assign`.
     """

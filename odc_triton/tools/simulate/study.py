@@ -47,7 +47,14 @@ _COLLECTIVE_SMS = 0.1  # share of an A100's or H100's SMs: a dozen NCCL blocks, 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One setting at one minibatch size (`samples` per GPU). `speedup`: over the baseline, at the same size."""
+    """One setting at one minibatch size.
+
+    samples: per GPU in a minibatch.
+    name: of the setting.
+    outcome: of all trials.
+    speedup: over the baseline, at the same size.
+    fits: into a GPU's memory.
+    """
 
     samples: int
     name: str
@@ -112,12 +119,21 @@ def rank_settings(
     relatives: Relatives | None = None,
     runs: int = 0,
 ) -> list[Row]:
-    """All `SETTINGS`, with `split` also "ODC + LB-Split", with `relatives` "ODC + shared prefixes", and `ALONE` for so
-    many `runs` as share the trials, at each minibatch size in `sizes`, in samples per rank; the fastest that fit first.
+    """All `SETTINGS` at each minibatch size, the fastest that fit first. Every setting gets the same minibatches.
 
-    Every setting gets the same `trials` minibatches, drawn from `lengths`. With `relatives` prefix groups stay
-    together, as in `MinibatchSampler`. `memory_gb`: of one GPU. `timeline_of`: the size at which outcomes keep their
-    events. Raises as `draw` and `assign`.
+    lengths: tokens of the samples from which minibatches are drawn.
+    sizes: of minibatches, in samples per rank.
+    job: machine and model.
+    token_cap: the most tokens of a microbatch.
+    memory_gb: of one GPU.
+    trials: minibatches for each setting.
+    seed: of the draw.
+    timeline_of: the size at which outcomes keep their events.
+    split: also "ODC + LB-Split".
+    relatives: also "ODC + shared prefixes"; minibatches are then drawn as `MinibatchSampler` keeps samples together.
+    runs: also so many runs over one base, which share the trials.
+
+    Raises ValueError as `draw` and `assign`.
     """
     rows: list[Row] = []
     alone = replace(job, alone=True)
@@ -250,7 +266,12 @@ NAMED = {
 
 
 def named_lengths(name: str, count: int, *, seed: int = 0) -> list[int]:
-    """`count` lengths in tokens of `NAMED[name]`. Raises ValueError for another name or a count below 1."""
+    """`count` lengths in tokens, drawn by `seed` as in a known data set.
+
+    name: "chat", "longalign", "swe-smith" or "aime".
+
+    Raises ValueError for another name or a count below 1.
+    """
     if name not in NAMED:
         raise ValueError(f"lengths {name!r} are not known: give one of {', '.join(NAMED)}, or a file")
     if count < 1:
@@ -280,9 +301,11 @@ def log_normal(lengths: Lengths) -> tuple[float, float]:
 
 
 def lengths_of_file(path: str | Path) -> tuple[list[int], str]:
-    """Tokens of each sequence of a file, as `read_lengths` reads it, and a description of their origin.
+    """Tokens of each sequence of a file, and a description of their origin.
 
-    For texts they are estimated: one token per 4 bytes of UTF-8. Raises as `read_lengths`.
+    path: of one number per line, of JSON records or of texts. For texts tokens are estimated: one per 4 bytes of UTF-8.
+
+    Raises ValueError for a file without lengths, OSError if it can't be read.
     """
     texts = 0
 
@@ -311,7 +334,7 @@ def grouped(completions: Sequence[int], *, prompt: int, group: int) -> tuple[lis
 
 
 def draw(lengths: Sequence[int], *, samples: int, minibatches: int, seed: int = 0) -> list[list[int]]:
-    """`minibatches` lists of `samples` lengths each, without repetition within one, from shuffled passes.
+    """`minibatches` lists of `samples` lengths each, without repetition within one, from passes that `seed` shuffles.
 
     Raises ValueError if there are fewer lengths than `samples`.
     """
