@@ -42,7 +42,7 @@ class MinibatchSampler:
     seed: of the shuffle; the same on every rank.
     rank, world: default to the environment's RANK and WORLD_SIZE, then to 0 and 1.
     cost: defaults to `CostModel.paper_7b()`; better is `CostModel.from_config(model.config)`.
-    extra: of each sample, what it costs besides its tokens, in the units of `cost`: of a model with images
+    extra: of each sample, what it costs in addition to its tokens, in the units of `cost`: of a model with images
         `TowerCost.sample`.
     floors: of each sample, the tokens up to and including its last image's; before that it is not cut. By default those
         of `relatives`.
