@@ -55,7 +55,7 @@ class ProfileOptions:
     balance: Literal[BALANCES] = option("mini", "how samples are assigned to the ranks")
     dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute")
     replace_layers: bool = option(False, "attention, embedding, expert and linear layers read from and add to owners")
-    fused_head: bool = option(False, "never compute whole logits")
+    fused_head: bool = option(False, "never compute full logits")
     gradient_checkpointing: bool = option(False, "recompute activations in backward")
     seed: int = option(0, "seed for the random weights, tokens and the samples' order")
 

@@ -106,7 +106,7 @@ class RunOptions:
     )
     fused_head: bool | None = option(
         None,
-        "never compute whole logits: less memory, a little more time; by default with --split-sequences and "
+        "never compute full logits: less memory, a little more time; by default with --split-sequences and "
         "--teacher, for a head that can be fused",
     )
 
